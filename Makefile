@@ -1,0 +1,32 @@
+# Two commands for a new machine: `make demo` and `make test`. Both make .venv and install by themselves.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-slow check format clean
+
+.venv/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: .venv/installed
+	$(BIN)/kvtier demo
+
+test: .venv/installed
+	$(BIN)/pytest -q
+
+test-slow: .venv/installed
+	$(BIN)/pytest -q -m slow
+
+check: .venv/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: .venv/installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info build

@@ -1,0 +1,1 @@
+"""Everything with an outside: models, scheduler, servers, command line, metrics, files."""

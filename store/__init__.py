@@ -1,0 +1,1 @@
+"""Bytes at rest: a key gives back exactly the bytes that were put, or nothing."""

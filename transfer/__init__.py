@@ -1,0 +1,1 @@
+"""Bytes in motion: moves blocks between slots, device or host, over lanes."""
