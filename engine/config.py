@@ -1,0 +1,181 @@
+"""One frozen configuration tree, read once from TOML; every key has a default, every mistake names its path."""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Literal, get_args, get_origin
+
+import msgspec
+
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
+_UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used: `source: $.path.to.key: what is wrong`."""
+
+
+class ByteSize(int):
+    """A number of bytes; in TOML an integer or a string such as "8GiB" (1024³) or "64KB" (1000)."""
+
+
+def parse_bytes(size: int | str) -> ByteSize:
+    """*size* in bytes: "8GiB", "1.5 GiB", "64KB", "512" or a plain count; units B, KB to TB, KiB to TiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]*)", str(size).strip().lower(), re.ASCII)
+    if isinstance(size, bool) or not isinstance(size, int | str) or not match or match[2] not in _UNITS:
+        raise ValueError(f'bad size {size!r}; write bytes as an integer, or a string such as "8GiB" or "512MiB"')
+    number, unit = match[1], _UNITS[match[2]]
+    return ByteSize(round(float(number) * unit) if "." in number else int(number) * unit)
+
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A TOML table. Plain construction does not check types and ranges; `as_config` does."""
+
+
+class ModelConfig(_Table, frozen=True, kw_only=True):
+    """`[model]`: how the weights are loaded. "auto" follows the checkpoint's dtype and takes a GPU if there is one."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+class DeviceConfig(_Table, frozen=True, kw_only=True):
+    """`[device]`: the KV pool that attention reads. *capacity* in bytes of KV, *block_size* in tokens."""
+
+    capacity: ByteSize = parse_bytes("1GiB")
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 32
+
+    def __post_init__(self) -> None:
+        if self.capacity == 0:
+            raise ValueError('capacity 0 holds no block; give the device pool a size such as "1GiB"')
+
+
+class HostConfig(_Table, frozen=True, kw_only=True):
+    """`[host]`: host memory below the device, pinned where there is a GPU. *capacity* in bytes; 0: no host tier."""
+
+    capacity: ByteSize = parse_bytes("4GiB")
+
+
+class DiskConfig(_Table, frozen=True, kw_only=True):
+    """`[disk]`: the store that outlives the process; without this table there is none.
+
+    *path* is a folder, `~` expanded. *capacity* in bytes. A read later than *read_timeout_s* seconds is a miss.
+    """
+
+    path: Annotated[str, msgspec.Meta(min_length=1)]
+    capacity: ByteSize = parse_bytes("32GiB")
+    codec: Literal["none", "zstd"] = "none"
+    read_timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 10.0
+
+    def __post_init__(self) -> None:
+        if self.capacity == 0:
+            raise ValueError("capacity 0 stores nothing; give it a size, or remove the [disk] table for no disk tier")
+        msgspec.structs.force_setattr(self, "path", str(Path(self.path).expanduser()))
+
+
+class NameConfig(_Table, frozen=True, kw_only=True):
+    """`[names]`: how blocks are named. Another *algorithm* or *seed* is another namespace: nothing stored is found."""
+
+    algorithm: Literal["sha256", "xxh3_128"] = "sha256"
+    seed: str = "kvtier"
+
+
+class SchedulerConfig(_Table, frozen=True, kw_only=True):
+    """`[scheduler]`: *token_budget* tokens are computed per step at most, *prefill_chunk* of one prompt at most.
+
+    *max_running* requests decode together, *max_waiting* queue behind them; one more is refused.
+    """
+
+    token_budget: Count = 2048
+    prefill_chunk: Count = 512
+    max_running: Count = 64
+    max_waiting: Count = 4096
+
+
+class Config(_Table, frozen=True, kw_only=True):
+    """The whole tree. A tier that is None is absent; *metrics_port* None serves no metrics, 0 picks a free port."""
+
+    model: ModelConfig = ModelConfig()
+    device: DeviceConfig = DeviceConfig()
+    host: HostConfig | None = HostConfig()
+    disk: DiskConfig | None = None
+    names: NameConfig = NameConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
+    metrics_host: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        if self.host is not None and self.host.capacity == 0:  # TOML cannot say None
+            msgspec.structs.force_setattr(self, "host", None)
+        if self.disk is not None and self.host is None:
+            raise ValueError("disk needs host as its landing place; raise host.capacity or remove [disk]")
+
+
+def as_config(value: Config | Mapping[str, object] | str | Path) -> Config:
+    """A checked `Config` from one, from a dict of tables, from a TOML file, or from the name of a shipped one."""
+    if isinstance(value, Config):
+        return config_from_dict(msgspec.to_builtins(value, enc_hook=int))
+    return load_config(value) if isinstance(value, str | Path) else config_from_dict(value)
+
+
+def load_config(source: str | Path) -> Config:
+    """The `Config` in the TOML file *source*, or the one that ships in `kvtier.configs` by that name ("laptop")."""
+    folder = files("kvtier.configs").iterdir()
+    shipped = {file.name.removesuffix(".toml"): file for file in folder if file.name.endswith(".toml")}
+    file = shipped.get(str(source)) or Path(source).expanduser()
+    if not file.is_file():
+        names = ", ".join(sorted(shipped))
+        raise ConfigError(f"{source}: no such file, and no configuration ships by that name; there are: {names}")
+
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # not TOML, or not UTF-8
+        raise ConfigError(f"{source}: {error}") from error
+    return config_from_dict(data, str(source))
+
+
+def config_from_dict(data: Mapping[str, object], source: str = "config") -> Config:
+    """The `Config` of TOML-like *data*; *source* begins the message of a `ConfigError`."""
+    try:
+        return msgspec.convert(dict(data), Config, dec_hook=lambda _, size: parse_bytes(size))
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {_explain(str(error))}") from error
+
+
+def _explain(message: str) -> str:
+    """msgspec's "what - at `$.path`" as "$.path: what", with what could stand there instead."""
+    located = re.fullmatch(r"(.*) - at `(\$[^`]*)`", message, re.DOTALL)  # the top table's own mistakes have no path
+    what, path = located.groups() if located else (message, "$")
+
+    if unknown := re.fullmatch("Object contains unknown field `(.*)`", what):
+        key = unknown[1]
+        elsewhere = [f"{table}.{key}" for table, keys in _CHOICES.items() if key in keys]
+        near = difflib.get_close_matches(key, _CHOICES[path], n=1) or elsewhere
+        return f"{path}.{key}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
+    if what.startswith("Invalid enum value"):
+        return f"{path}: {what}; use one of {', '.join(_CHOICES[path])}"
+    return f"{path}: {what.replace('`object', '`table')}"
+
+
+def _choices(kind: object, path: str = "$") -> dict[str, list[str]]:
+    """What may stand at *path*, of type *kind*, and below it: the keys of each table, the values of each Literal."""
+    if get_origin(kind) is Literal:
+        return {path: list(get_args(kind))}
+    choices = {}
+    for table in (kind, *get_args(kind)):  # Table, or Table | None
+        if isinstance(table, type) and issubclass(table, _Table):
+            fields = msgspec.structs.fields(table)
+            choices[path] = [field.name for field in fields]
+            for field in fields:
+                choices |= _choices(field.type, f"{path}.{field.name}")
+    return choices
+
+
+_CHOICES = _choices(Config)

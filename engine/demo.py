@@ -1,0 +1,231 @@
+"""The main job, shown: many questions of one long document, answered from device, host, disk, and after a restart."""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import msgspec
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvtier.engine.config import Config, as_config
+from kvtier.engine.demo_document import Document, Fact, is_right, make_document, question, with_facts
+from kvtier.engine.demo_model import build_demo_model
+from kvtier.engine.llm import LLM, encode, load_model
+from kvtier.engine.request import Completion
+from kvtier.engine.runner import bytes_per_block
+from kvtier.engine.sampling import SamplingParams
+from kvtier.tiers.block_hash import BlockChain, HashAlgorithm
+from kvtier.tiers.disk_tier import GROUP_BYTES, NAMESPACE_BYTES
+
+BLOCK_SIZE = 64  # tokens
+DEVICE_DOCUMENTS = 1.25  # how many documents the device pool holds: asking about a second one pushes the first out
+HOST_DOCUMENTS = 2.25
+DISK_DOCUMENTS = 12
+PUSH_OUT_OF_DEVICE = 2  # other documents to read until nothing of the first is left on the device …
+PUSH_OUT_OF_HOST = 3  # … and as many more until nothing of it is left in host memory
+QUESTIONS = {"cold": 1, "device": 5, "host": 3, "disk": 3, "restart": 3, "corrupt": 3}
+MAX_ANSWER_TOKENS = 12
+
+Note = Callable[[str], None]
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """Where the prompt tokens of a step's first question came from."""
+
+    device: int
+    host: int
+    disk: int
+    recomputed: int
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One row of the demo's table. *ttft_s* is that of the first question (of "device": the median of all)."""
+
+    name: str
+    ttft_s: float
+    tokens: Tokens
+    answers_equal: bool  # to the answers the same questions got before
+    answers_correct: int
+    questions: int
+    answers: dict[str, str]
+    corrupt_blocks: int = 0
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """All that a process needs to ask the same questions of the same store; goes to the next process as JSON."""
+
+    model: str | None  # None: the bundled one
+    document: str | None  # a file's path; None: a made one
+    num_tokens: int
+    store: str
+    device: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Model, tokenizer, documents and the configuration under which the document outgrows every tier but the disk."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    document: Document
+    num_tokens: int
+    config: Config
+    asked: tuple[Fact, ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Stage":
+        """Load or build everything a plan names."""
+        model, tokenizer = _model(plan)
+        if plan.document is None:
+            document = make_document(0, plan.num_tokens)
+        else:
+            document = with_facts(Path(plan.document).read_text(encoding="utf-8"), 0)
+        num_tokens = len(encode(tokenizer, document.text))
+        blocks = num_tokens // BLOCK_SIZE * bytes_per_block(model, BLOCK_SIZE)
+        config = as_config(
+            {
+                "device": {"capacity": int(DEVICE_DOCUMENTS * blocks), "block_size": BLOCK_SIZE},
+                "host": {"capacity": int(HOST_DOCUMENTS * blocks)},
+                "disk": {"path": plan.store, "capacity": int(DISK_DOCUMENTS * blocks) + (16 << 20)},
+            }
+        )
+        # From the middle outwards: the first question's answer is in the block that the last step damages.
+        middle = len(document.facts) // 2
+        asked = sorted(document.facts, key=lambda fact: abs(document.facts.index(fact) - middle))
+        return cls(model, tokenizer, document, num_tokens, config, tuple(asked[: max(QUESTIONS.values()) + 1]))
+
+
+def _model(plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if plan.model is not None:
+        return load_model(plan.model, as_config({"model": {"device": plan.device}}).model, None)
+    model, tokenizer = build_demo_model()
+    torch.nn.Module.to(model, "cpu" if plan.device == "auto" else plan.device)
+    return model, tokenizer
+
+
+class Questioner:
+    """Asks a stage's document on one engine; *answers* has what was answered before, by name."""
+
+    def __init__(self, stage: Stage, llm: LLM, answers: dict[str, str]) -> None:
+        self._stage = stage
+        self._llm = llm
+        self._answers = answers
+
+    def step(self, name: str) -> Step:
+        """Ask as many questions as the step has. A process's first forward pass is slower: it is not counted."""
+        facts = self._stage.asked[1:] if name == "device" else self._stage.asked[: QUESTIONS[name]]
+        completions = [self._ask(self._stage.document.text, fact) for fact in facts]
+        answers = {fact.name: done.text.strip() for fact, done in zip(facts, completions, strict=True)}
+        equal = all(self._answers.get(asked, answer) == answer for asked, answer in answers.items())
+        self._answers.update(answers)
+        first = completions[0]
+        times = [done.ttft_s for done in completions]
+        corrupt = self._llm.statistics().cache.tiers
+        return Step(
+            name=name,
+            ttft_s=statistics.median(times) if name == "device" else first.ttft_s,
+            tokens=Tokens(first.tokens.device, first.tokens.host, first.tokens.disk, first.tokens.recomputed),
+            answers_equal=equal,
+            answers_correct=sum(is_right(answers[fact.name], fact) for fact in facts),
+            questions=len(facts),
+            answers=answers,
+            corrupt_blocks=sum(sum(tier.corrupt.values()) for tier in corrupt.values()),
+        )
+
+    def read_others(self, seeds: Sequence[int], note: Note) -> None:
+        """Ask about other documents of the same length, which takes the place of what was read before."""
+        for seed in seeds:
+            note(f"reading other document {seed} to push the first one down")
+            text = make_document(seed, self._stage.num_tokens).text
+            if len(encode(self._stage.tokenizer, text)) > 1.2 * self._stage.num_tokens:  # a tokenizer of word pieces
+                text = text[: len(text) * self._stage.num_tokens // len(encode(self._stage.tokenizer, text))]
+            self._llm.generate(text, SamplingParams(max_tokens=1))
+
+    def warm_up(self) -> None:
+        """Run every kind of step once on tokens of no document."""
+        self._llm.generate([[1] * (2 * BLOCK_SIZE)], SamplingParams(max_tokens=2), skip_reading_prefix_cache=True)
+
+    def _ask(self, text: str, fact: Fact) -> Completion:
+        sampling = SamplingParams(max_tokens=MAX_ANSWER_TOKENS, stop="\n")
+        return self._llm.generate(question(text, fact.name), sampling)[0]
+
+
+def run_demo(plan: Plan, note: Note) -> list[Step]:
+    """All steps of the demo. *note* gets a line on what is going on."""
+    note("building the model" if plan.model is None else f"loading {plan.model}")
+    stage = Stage.of(plan)
+    answers: dict[str, str] = {}
+    steps = []
+    with LLM(stage.model, stage.config, stage.tokenizer) as llm:
+        asker = Questioner(stage, llm, answers)
+        asker.warm_up()
+        note(f"reading a document of {stage.num_tokens} tokens for the first time")
+        steps.append(asker.step("cold"))
+        note("asking more of it")
+        steps.append(asker.step("device"))
+        asker.read_others(range(1, PUSH_OUT_OF_DEVICE + 1), note)
+        steps.append(asker.step("host"))
+        asker.read_others(range(PUSH_OUT_OF_DEVICE + 1, PUSH_OUT_OF_DEVICE + PUSH_OUT_OF_HOST + 1), note)
+        steps.append(asker.step("disk"))
+        note("writing what is left to disk, ending the engine")
+    note("a new process asks on the same store")
+    steps.append(_step_elsewhere(plan, "restart", answers))
+    flip_a_byte(stage)
+    note("one byte of a stored block is flipped; a new process asks again")
+    steps.append(_step_elsewhere(plan, "corrupt", answers))
+    return steps
+
+
+def flip_a_byte(stage: Stage) -> None:
+    """Damage the stored block that holds the first question's answer, behind the store's back."""
+    token_ids = encode(stage.tokenizer, stage.document.text)
+    before = stage.document.text[: stage.document.text.index(f"{stage.asked[0].name} is")]
+    block_id = min(len(encode(stage.tokenizer, before)), len(token_ids) - BLOCK_SIZE) // BLOCK_SIZE
+    names = stage.config.names
+    chain = BlockChain(BLOCK_SIZE, algorithm=HashAlgorithm(names.algorithm), seed=names.seed)
+    chain.extend(token_ids)
+    assert stage.config.disk is not None, "the demo has a disk"
+    with lmdb.open(stage.config.disk.path, max_dbs=8, map_size=1 << 40, writemap=False) as environment:
+        payloads = environment.open_db(b"payloads")
+        with environment.begin(db=payloads, write=True) as transaction:
+            for key in list(transaction.cursor().iternext(values=False)):
+                if key[NAMESPACE_BYTES:-GROUP_BYTES] == chain.names[block_id]:
+                    payload = bytearray(transaction.get(key) or b"")
+                    payload[len(payload) // 2] ^= 0x10
+                    transaction.put(key, bytes(payload))
+
+
+def _step_elsewhere(plan: Plan, name: str, answers: dict[str, str]) -> Step:
+    """Ask in a process of its own, which finds nothing but the store."""
+    order = json.dumps({"plan": msgspec.to_builtins(plan), "name": name, "answers": answers})
+    command = [sys.executable, "-m", "kvtier.engine.demo"]
+    done = subprocess.run(command, input=order, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the {name} process failed: {done.stderr.strip().splitlines()[-1]}")
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Step)
+
+
+def _main() -> None:
+    order: dict[str, Any] = json.loads(sys.stdin.read())
+    stage = Stage.of(msgspec.convert(order["plan"], Plan))
+    with LLM(stage.model, stage.config, stage.tokenizer) as llm:
+        asker = Questioner(stage, llm, order["answers"])
+        asker.warm_up()
+        print(msgspec.json.encode(asker.step(order["name"])).decode())
+
+
+def default_store() -> tempfile.TemporaryDirectory[str]:
+    """A folder for the demo's store that goes with the demo."""
+    return tempfile.TemporaryDirectory(prefix="kvtier-demo-")
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,102 @@
+"""Text from a growing list of tokens, in pieces that never have to be taken back."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+_INCOMPLETE = "\ufffd"  # what decoders write for bytes that are not, or not yet, a character
+_CHARACTER_TOKENS = 4  # a character has at most 4 bytes in UTF-8, and a token at least one
+
+
+class Detokenizer:
+    """Streams the text of one request, which owns it.
+
+    Invariant: *text* is the pieces that `push` and `flush` gave, joined; after `flush` it is the decoding of all
+    tokens, special ones skipped, or what comes before the first stop string in it.
+    Held back: bytes that may yet become a character, and an ending that may yet become a stop string.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._stop = tuple(stop)
+        self.stopped = False  # a stop string was found; later tokens add nothing
+        self._pieces: list[str] = []
+        self._held = ""  # whole characters, held back as the possible beginning of a stop string
+
+        # Only the window is decoded, so a token costs the same anywhere in the text. It begins with context, tokens
+        # whose text is out already, because decoders treat a first word in another way (they strip its space).
+        self._window: list[int] = []
+        self._num_context = 0
+        self._num_read = 0  # characters of the window's text that are out, or in `_held`
+
+    @property
+    def text(self) -> str:
+        """All text given so far."""
+        return "".join(self._pieces)
+
+    def push(self, token_id: int) -> str:
+        """The text that *token_id* makes safe to show: often one word, sometimes none, or more than its own."""
+        if self.stopped or token_id in self._special_ids:
+            return ""
+        self._window.append(token_id)
+        text = self._decode()
+
+        whole = text.rstrip(_INCOMPLETE)
+        if whole == text:
+            piece = self._read(whole)
+            if piece:  # the tokens of this piece are context enough for the next
+                self._slide(self._num_context, num_context=len(self._window) - self._num_context, num_waiting=0)
+            elif self._num_context:  # a token without text, such as an id beyond the vocabulary
+                self._window.pop()
+            else:  # a space that is stripped where a text begins: without it the next one would be
+                self._num_context = len(self._window)
+        elif len(self._window) - self._num_context < _CHARACTER_TOKENS:
+            piece = self._read(whole)
+        else:  # what began the wait has ended or is garbage: only the last mark can still become a character
+            piece = self._read(text[:-1])
+            self._slide(-2 * _CHARACTER_TOKENS, num_context=0, num_waiting=1)
+        return self._show(piece)
+
+    def flush(self) -> str:
+        """What is still held back; the tokens have ended."""
+        if self.stopped:
+            return ""
+        return self._show(self._read(self._decode()), last=True)
+
+    def _decode(self) -> str:
+        # Without the tidying of spaces before punctuation, which would change text that is out already.
+        text = self._tokenizer.decode(self._window, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)  # a list would be the answer to several lists
+        return text
+
+    def _read(self, text: str) -> str:
+        """What *text*, the beginning of the window's, has beyond what was read of it."""
+        piece = text[self._num_read :]
+        self._num_read += len(piece)
+        return piece
+
+    def _slide(self, start: int, num_context: int, num_waiting: int) -> None:
+        """Let the window begin at its token *start*; all but the last *num_waiting* characters of it are read."""
+        self._window = self._window[start:]
+        self._num_context = num_context
+        self._num_read = len(self._decode()) - num_waiting
+
+    def _show(self, piece: str, last: bool = False) -> str:
+        """Give out what was held and *piece*, up to a stop string or, unless it is the *last*, what may become one."""
+        text = self._held + piece
+        hits = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if hits:  # the one complete first, however the text was cut into tokens
+            self.stopped = True
+            num_shown = min(hits)[1]
+        else:
+            num_shown = len(text) if last else len(text) - self._num_held(text)
+        self._held = "" if self.stopped else text[num_shown:]
+        self._pieces.append(text[:num_shown])
+        return text[:num_shown]
+
+    def _num_held(self, text: str) -> int:
+        """The length of the longest ending of *text* that a stop string begins with."""
+        longest = max(map(len, self._stop), default=1) - 1
+        endings = (n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in self._stop))
+        return next(endings, 0)

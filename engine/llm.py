@@ -1,0 +1,147 @@
+"""LLM: prompts in, completions out, with a prefix cache that outlives the GPU pool and the process."""
+
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvtier.engine.config import Config, ModelConfig, as_config
+from kvtier.engine.core import EngineCore, EngineStatistics
+from kvtier.engine.metrics import serve_metrics
+from kvtier.engine.request import Completion, Request
+from kvtier.engine.sampling import SamplingParams
+from kvtier.tiers.block_hash import NO_EXTRA_KEYS, ExtraKeys
+
+Prompt = str | Sequence[int]
+GREEDY = SamplingParams()
+MANY_PROMPTS = 4  # from so many on, `generate` shows a progress bar (on a terminal)
+
+
+class LLM:
+    """A model with tiered KV offload.
+
+    *model* is a path, a hub id or a loaded `transformers` model (then with its *tokenizer*); *config* a `Config`, a
+    dict, a TOML file, or the name of a shipped one such as "laptop". Use it as a context manager or call `close`:
+    closing writes what is cached to the disk tier, so that the next start is warm (it also happens at exit).
+    Not for several threads at once; `AsyncLLM` is.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        config: Config | Mapping[str, object] | str | Path | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        self.config = as_config({} if config is None else config)
+        loaded, tokenizer = load_model(model, self.config.model, tokenizer)
+        self.core = EngineCore(loaded, tokenizer, self.config)
+        self._metrics = serve_metrics(lambda: self.core.statistics, self.config)
+        self._closer = weakref.finalize(self, self.core.close)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams = GREEDY,
+        *,
+        cache_salt: str | None = None,
+        extra: ExtraKeys = NO_EXTRA_KEYS,
+        skip_reading_prefix_cache: bool = False,
+        progress: bool | None = None,
+    ) -> list[Completion]:
+        """Continue each prompt (text or token ids), all of them batched; completions in the prompts' order.
+
+        Prompts share cached blocks only with prompts of the same *cache_salt*. *progress* shows a bar; None: for many
+        prompts on a terminal. ValueError for a prompt that cannot fit the device pool.
+        """
+        requests: list[Request] = []
+        keys = salted(extra, cache_salt)
+        try:
+            for prompt in as_prompts(prompts):
+                arrived_at = time.monotonic()
+                token_ids = encode(self.core.tokenizer, prompt)
+                requests.append(self.core.add(token_ids, sampling, keys, arrived_at, not skip_reading_prefix_cache))
+            self._run(requests, progress)
+        finally:
+            for request in requests:
+                self.core.abort(request)
+        return [request.completion() for request in requests]
+
+    def statistics(self) -> EngineStatistics:
+        """Everything counted so far, by value."""
+        self.core.idle()
+        return self.core.statistics
+
+    def check(self) -> None:
+        """Verify the cache's books; AssertionError if anything disagrees."""
+        self.core.cache.check()
+
+    def close(self, progress: Callable[[int], None] = lambda num_left: None) -> None:
+        """Write what is cached to disk and end all threads. *progress* gets the number of blocks still to write."""
+        self._metrics.close()
+        if self._closer.detach() is not None:
+            self.core.close(progress)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, requests: Sequence[Request], progress: bool | None) -> None:
+        wanted = len(requests) >= MANY_PROMPTS and sys.stderr.isatty() if progress is None else progress
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*columns, console=Console(stderr=True), transient=True, disable=not wanted) as bar:
+            task = bar.add_task("prompts", total=len(requests))
+            while self.core.has_work:
+                bar.advance(task, sum(request.finish_reason is not None for request in self.core.step()))
+
+
+def load_model(
+    model: str | Path | PreTrainedModel, config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model on its device and its tokenizer. ValueError when a loaded model comes without one."""
+    if isinstance(model, PreTrainedModel):
+        if tokenizer is None:
+            raise ValueError("tokenizer: a loaded model needs one; pass tokenizer=, or the model as a path")
+        return model, tokenizer
+    loaded: torch.nn.Module = AutoModelForCausalLM.from_pretrained(str(model), dtype=config.dtype)
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded.to(torch.device(device))
+    assert isinstance(loaded, PreTrainedModel), "transformers loads its own models"
+    return loaded, tokenizer or AutoTokenizer.from_pretrained(str(model))
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list: a text, a list of token ids, or a list of these."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]  # a sequence that starts with an int is one prompt's tokens
+    return list(prompts)  # type: ignore[arg-type]  # and any other one is a sequence of prompts
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Sequence[int]:
+    """The prompt's token ids."""
+    if isinstance(prompt, str):
+        token_ids: list[int] = tokenizer(prompt)["input_ids"]
+        return token_ids
+    return prompt
+
+
+def salted(extra: ExtraKeys, cache_salt: str | None) -> ExtraKeys:
+    """*extra* with the salt of this call."""
+    if cache_salt is None:
+        return extra
+    return ExtraKeys(extra.lora, extra.multimodal, cache_salt, extra.prompt_embeddings)

@@ -1,0 +1,114 @@
+"""Metrics: every name in one place, filled from the engine's statistics when Prometheus asks."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvtier.engine.config import Config
+from kvtier.engine.core import EngineStatistics
+from kvtier.tiers.statistics import TierStatistics
+from kvtier.tiers.tier import Tier
+
+
+class EngineCollector(Collector):
+    """Reads a snapshot on every scrape; nothing is counted twice or on the engine's path."""
+
+    def __init__(self, statistics: Callable[[], EngineStatistics]) -> None:
+        self._statistics = statistics
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics of one snapshot."""
+        statistics = self._statistics()
+        yield from _token_metrics(statistics)
+        yield from _tier_metrics(statistics.cache.tiers)
+        yield from _route_metrics(statistics)
+        requests = GaugeMetricFamily("kvtier_requests", "Requests by state", labels=["state"])
+        requests.add_metric(["waiting"], statistics.num_waiting)
+        requests.add_metric(["promoting"], statistics.num_promoting)
+        requests.add_metric(["running"], statistics.num_running)
+        yield requests
+        window = "Blocks at the device's eviction end that are kept copied down"
+        yield GaugeMetricFamily("kvtier_clean_ahead_blocks", window, statistics.cache.clean_ahead_blocks)
+
+
+def _token_metrics(statistics: EngineStatistics) -> Iterator[Metric]:
+    tokens = statistics.tokens
+    yield CounterMetricFamily("kvtier_prompt_tokens", "Prompt tokens of admitted requests", tokens.num_tokens)
+    hits = CounterMetricFamily("kvtier_hit_tokens", "Prompt tokens that were loaded, by tier", labels=["tier"])
+    for tier in Tier:
+        hits.add_metric([tier], getattr(tokens, tier))
+    yield hits
+    recomputed = CounterMetricFamily(
+        "kvtier_recomputed_tokens", "Prompt tokens that were computed, by reason", labels=["reason"]
+    )
+    for reason, num_tokens in tokens.reasons.items():
+        recomputed.add_metric([reason], num_tokens)
+    yield recomputed
+
+
+def _tier_metrics(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Metric]:
+    blocks = GaugeMetricFamily("kvtier_resident_blocks", "Blocks that can be found, by tier", labels=["tier"])
+    resident = GaugeMetricFamily("kvtier_resident_bytes", "Their bytes, by tier", labels=["tier"])
+    capacity = GaugeMetricFamily("kvtier_capacity_bytes", "Size of the tier", labels=["tier"])
+    evicted = CounterMetricFamily("kvtier_evicted_blocks", "Blocks forgotten for others, by tier", labels=["tier"])
+    dropped = CounterMetricFamily(
+        "kvtier_dropped_spills", "Evicted blocks that had no copy in a lower tier yet", labels=["tier"]
+    )
+    corrupt = CounterMetricFamily(
+        "kvtier_corrupt_blocks", "Loads that gave no valid bytes, by tier and cause", labels=["tier", "cause"]
+    )
+    for tier, statistics in tiers.items():
+        blocks.add_metric([tier], statistics.num_blocks)
+        resident.add_metric([tier], statistics.num_bytes)
+        capacity.add_metric([tier], statistics.capacity_bytes)
+        evicted.add_metric([tier], statistics.num_evicted)
+        dropped.add_metric([tier], statistics.dropped_spills)
+        for cause, num_blocks in statistics.corrupt.items():
+            corrupt.add_metric([tier, cause], num_blocks)
+    yield from (blocks, resident, capacity, evicted, dropped, corrupt)
+
+
+def _route_metrics(statistics: EngineStatistics) -> Iterator[Metric]:
+    moved = CounterMetricFamily("kvtier_moved_bytes", "Bytes copied between tiers, by route", labels=["route"])
+    seconds = CounterMetricFamily("kvtier_moved_seconds", "Time the copies ran, by route", labels=["route"])
+    failed = CounterMetricFamily("kvtier_failed_transfers", "Copies that failed, by route", labels=["route"])
+    for route, totals in statistics.cache.routes.items():
+        moved.add_metric([route], totals.num_bytes)
+        seconds.add_metric([route], totals.seconds)
+        failed.add_metric([route], totals.num_failed)
+    yield from (moved, seconds, failed)
+
+
+class MetricsServer(Protocol):
+    """Whatever serves `/metrics`; `close` ends it."""
+
+    def close(self) -> None:
+        """Stop serving. Idempotent."""
+
+
+class _NoServer:
+    def close(self) -> None:
+        pass
+
+
+class _HttpServer:
+    def __init__(self, collector: EngineCollector, host: str, port: int) -> None:
+        registry = CollectorRegistry()
+        registry.register(collector)
+        self._server, self._thread = start_http_server(port, host, registry)
+        self.port = self._server.server_port
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def serve_metrics(statistics: Callable[[], EngineStatistics], config: Config) -> MetricsServer:
+    """Serve `/metrics` on the configured port, if there is one. OSError if the port is taken."""
+    if config.metrics_port is None:
+        return _NoServer()
+    return _HttpServer(EngineCollector(statistics), config.metrics_host, config.metrics_port)

@@ -1,0 +1,271 @@
+"""ModelRunner: a transformers model whose attention reads and writes kvtier's paged slabs."""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from transformers import AttentionInterface, PreTrainedModel
+
+from kvtier.engine.attention import IMPLEMENTATION, GroupStep, Segment, Step, current_step, segment
+from kvtier.tiers.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
+from kvtier.tiers.namespace import GroupGeometry, Namespace
+from kvtier.transfer.block_memory import BlockMemory, CpuMemory
+from kvtier.transfer.device_slab import DeviceSlab
+
+log = logging.getLogger(__name__)
+
+OBSERVED = f"{IMPLEMENTATION}-observed"  # the attention function while a model is being looked at
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of the largest logit, at load
+
+
+class UnsupportedModel(ValueError):
+    """The model's attention cannot go through kvtier; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one request to compute in a step. Their blocks are in *tables*, leased by the request."""
+
+    token_ids: Sequence[int]
+    start: int  # position of the first of them
+    tables: Sequence[Sequence[int]]  # [group][block] -> device slot
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What one attention layer was seen doing when the model ran once."""
+
+    group: AttentionGroup
+    num_kv_heads: int
+    head_dim: int
+
+
+class ModelRunner:
+    """Owns the model and the device slabs; computes steps. Called by the engine's thread only.
+
+    The layers with one kind of attention and one geometry make a group; each group has a slab of *num_slots* blocks.
+    Raises `UnsupportedModel` when the model does something that a paged cache would get wrong.
+    """
+
+    def __init__(self, model: PreTrainedModel, block_size: int, capacity_bytes: int) -> None:
+        self.model = model.eval()  # type: ignore[no-untyped-call]  # untyped in transformers
+        self.block_size = block_size
+        self.device = torch.device(model.device)
+        layers = _inspect(model, block_size)
+        kinds = list(dict.fromkeys(layers.values()))
+        self.groups = tuple(kind.group for kind in kinds)
+        members = [[layer_id for layer_id, layer in layers.items() if layer == kind] for kind in kinds]
+        self.geometry = tuple(
+            GroupGeometry(repr(kind.group), tuple(ids), kind.num_kv_heads, kind.head_dim)
+            for kind, ids in zip(kinds, members, strict=True)
+        )
+        self._layers = {
+            layer_id: (group_id, index) for group_id, ids in enumerate(members) for index, layer_id in enumerate(ids)
+        }
+        itemsize = model.dtype.itemsize
+        self.block_bytes = tuple(
+            2 * len(group.layer_ids) * block_size * group.num_kv_heads * group.head_dim * itemsize
+            for group in self.geometry
+        )
+        self.num_slots = capacity_bytes // sum(self.block_bytes)
+        if self.num_slots < 2:
+            raise ValueError(
+                f"device capacity: {capacity_bytes} bytes hold {self.num_slots} blocks of {sum(self.block_bytes)}; "
+                "raise device.capacity or lower device.block_size"
+            )
+        self._slabs = [
+            DeviceSlab(
+                self.num_slots,
+                len(group.layer_ids),
+                block_size,
+                group.num_kv_heads,
+                group.head_dim,
+                model.dtype,
+                self.device,
+            )
+            for group in self.geometry
+        ]
+        self._verify()
+
+    def namespace(self, hash_algorithm: str, hash_seed: str) -> Namespace:
+        """The identity of the KV this model makes; reads every weight once."""
+        config = self.model.config
+        return Namespace(
+            model=str(getattr(config, "model_type", type(self.model).__name__)),
+            weights_digest=weights_digest(self.model),
+            dtype=str(self.model.dtype),
+            geometry=self.geometry,
+            block_size=self.block_size,
+            hash_algorithm=hash_algorithm,
+            hash_seed=hash_seed,
+        )
+
+    def memories(self, host_capacity_bytes: int) -> list[BlockMemory]:
+        """The device slabs, each paired with its share of *host_capacity_bytes*: as many blocks for every group."""
+        num_host_slots = host_capacity_bytes // sum(self.block_bytes)
+        if self.device.type == "cuda":
+            from kvtier.transfer.cuda_memory import CudaMemory
+
+            return [CudaMemory(slab.blocks, num_host_slots) for slab in self._slabs]
+        return [CpuMemory(slab.blocks.numpy(), num_host_slots) for slab in self._slabs]
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Compute all chunks in one pass; the logits after each chunk's last token, [len(chunks), vocab], float32.
+
+        Their keys and values are in the slabs when the pass has run (on CUDA: has been enqueued).
+        """
+        token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
+        positions = [chunk.start + i for chunk in chunks for i in range(len(chunk.token_ids))]
+        ends, end = [], 0
+        for chunk in chunks:
+            end += len(chunk.token_ids)
+            ends.append(end)
+        with self._step(chunks, ends):
+            logits: torch.Tensor = self.model(
+                input_ids=torch.tensor([token_ids], device=self.device),
+                position_ids=torch.tensor([positions], device=self.device),
+                use_cache=False,
+                logits_to_keep=torch.tensor(ends, device=self.device) - 1,
+            ).logits
+        return logits[0].float()
+
+    @contextmanager
+    def _step(self, chunks: Sequence[Chunk], ends: Sequence[int]) -> Iterator[None]:
+        groups = tuple(self._group_step(group_id, chunks, ends) for group_id in range(len(self.groups)))
+        token = current_step.set(Step(groups, self._layers))
+        try:
+            yield
+        finally:
+            current_step.reset(token)
+
+    def _group_step(self, group_id: int, chunks: Sequence[Chunk], ends: Sequence[int]) -> GroupStep:
+        slots: list[int] = []
+        offsets: list[int] = []
+        segments: list[Segment] = []
+        for chunk, end in zip(chunks, ends, strict=True):
+            table, num_tokens = chunk.tables[group_id], len(chunk.token_ids)
+            positions = range(chunk.start, chunk.start + num_tokens)
+            slots += [table[position // self.block_size] for position in positions]
+            offsets += [position % self.block_size for position in positions]
+            rows = slice(end - num_tokens, end)
+            segments.append(segment(self.groups[group_id], table, rows, chunk.start, num_tokens, self.device))
+        return GroupStep(
+            self._slabs[group_id].tensor,
+            torch.tensor(slots, device=self.device),
+            torch.tensor(offsets, device=self.device),
+            tuple(segments),
+        )
+
+    def _verify(self) -> None:
+        """Compare with the model's own attention, in two chunks, before anybody relies on it."""
+        vocab = self.model.get_input_embeddings().weight.shape[0]
+        num_tokens = min(2 * self.block_size, self.num_slots * self.block_size, 48)
+        token_ids = [(7 * i + 3) % vocab for i in range(num_tokens)]
+        num_blocks = -(-num_tokens // self.block_size)
+        tables = [list(range(num_blocks))[::-1] for _ in self.groups]
+        half = num_tokens // 2
+        self.run([Chunk(token_ids[:half], 0, tables)])
+        paged = self.run([Chunk(token_ids[half:], half, tables)])[0]
+        with _own_attention(self.model), torch.inference_mode():
+            plain = self.model(input_ids=torch.tensor([token_ids], device=self.device), use_cache=False).logits[0, -1]
+        error = float((paged - plain.float()).abs().max() / plain.float().abs().max())
+        if not error <= TOLERANCE.get(self.model.dtype, 0.1):
+            raise UnsupportedModel(
+                f"{type(self.model).__name__}: its logits with a paged cache differ from its own by {error:.1e}; "
+                "its attention needs something that kvtier does not pass on"
+            )
+
+
+def bytes_per_block(model: PreTrainedModel, block_size: int) -> int:
+    """Bytes of keys and values of *block_size* tokens, all layers together."""
+    layers = _inspect(model, block_size).values()
+    return sum(2 * block_size * layer.num_kv_heads * layer.head_dim * model.dtype.itemsize for layer in layers)
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """Digest of names, shapes, types and bytes of all weights (xxh3_128 of each tensor, sha256 over the list)."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        raw = tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy()
+        total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode() + xxhash.xxh3_128_digest(raw))
+    return total.hexdigest()
+
+
+@contextmanager
+def _own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Let the model use transformers' own attention for a moment."""
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(IMPLEMENTATION)
+
+
+def _inspect(model: PreTrainedModel, block_size: int) -> dict[int, _Layer]:
+    """Run the model on two tokens and see what each layer asks of its attention."""
+    layers: dict[int, _Layer] = {}
+    config = model.config.get_text_config()
+    refusal = _refusal(model)
+
+    def observe(
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        layer_id = getattr(module, "layer_idx", None)
+        if not isinstance(layer_id, int) or layer_id in layers:
+            raise UnsupportedModel(refusal("an attention layer has no index of its own (layer_idx)"))
+        if key.shape != value.shape:
+            raise UnsupportedModel(refusal("keys and values differ in shape (latent attention)"))
+        if kwargs.get("position_bias") is not None:
+            raise UnsupportedModel(refusal("it adds a bias for each distance between tokens (position_bias)"))
+        if not getattr(module, "is_causal", True) or key.shape[2] != query.shape[2]:
+            raise UnsupportedModel(refusal(f"layer {layer_id} reads tokens that come later, or another sequence"))
+        group = _group(config, layer_id, kwargs.get("sliding_window"), block_size, refusal)
+        layers[layer_id] = _Layer(group, key.shape[1], key.shape[3])
+        return torch.zeros_like(query).transpose(1, 2), None
+
+    AttentionInterface.register(OBSERVED, observe)
+    with torch.inference_mode():
+        try:
+            model.set_attn_implementation(OBSERVED)
+            model(input_ids=torch.tensor([[0, 1]], device=model.device), use_cache=False)
+        except (ValueError, TypeError, KeyError) as error:
+            if isinstance(error, UnsupportedModel):
+                raise
+            raise UnsupportedModel(refusal(f"it does not take an attention function ({error})")) from error
+        model.set_attn_implementation(IMPLEMENTATION)
+    num_layers = config.num_hidden_layers
+    if set(layers) != set(range(num_layers)):
+        raise UnsupportedModel(
+            refusal(
+                f"{len(layers)} of its {num_layers} layers call the attention function that transformers lets one "
+                "register (AttentionInterface); the others keep a state that is not a block of keys and values"
+            )
+        )
+    return dict(sorted(layers.items()))
+
+
+def _group(
+    config: Any, layer_id: int, window: int | None, block_size: int, refusal: Callable[[str], str]
+) -> AttentionGroup:
+    """The kind of attention of a layer: what its configuration says, held against what it asks for."""
+    layer_types = getattr(config, "layer_types", None)
+    kind = layer_types[layer_id] if layer_types else "sliding_attention" if window else "full_attention"
+    match kind:
+        case "full_attention" if window is None:
+            return FullAttention(block_size)
+        case "sliding_attention" if window is not None or getattr(config, "sliding_window", None):
+            return SlidingWindow(block_size, int(window or config.sliding_window))
+        case "chunked_attention":
+            return ChunkedLocal(block_size, int(config.attention_chunk_size))
+        case _:
+            raise UnsupportedModel(refusal(f"layer {layer_id} is of kind {kind} with window {window}"))
+
+
+def _refusal(model: PreTrainedModel) -> Callable[[str], str]:
+    return lambda why: f"{type(model).__name__} cannot keep its KV cache in kvtier: {why}"

@@ -1,0 +1,203 @@
+"""Scheduler: which tokens to compute in the next step, for whom, and in which slots."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.engine.config import SchedulerConfig
+from kvtier.engine.request import FinishReason, Request
+from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.groups import AttentionGroup
+from kvtier.tiers.promotion import Hit, Promotion
+from kvtier.tiers.statistics import TokenBalance
+from kvtier.tiers.tier import Reason
+
+MAX_PROMOTIONS = 3  # of one request: a corrupt block shortens the first, the second goes as far as is left
+CUT_SHORT = frozenset({Reason.CORRUPT, Reason.FAILED, Reason.EVICTED_FROM_DISK})
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Tokens of one request to compute in this step; their slots are in its tables."""
+
+    request: Request
+    num_tokens: int
+
+
+class Scheduler:
+    """Continuous batching under a token budget: decode first, then chunks of prefill, then new requests.
+
+    A request whose prefix is being promoted is parked and blocks nobody. When slots run out, the youngest running
+    request goes back to the queue; what it computed stays cached and spills like everything else. Owned by the
+    engine's thread.
+    """
+
+    def __init__(self, cache: TieredCache, config: SchedulerConfig, promotion_timeout_s: float | None) -> None:
+        self.waiting: deque[Request] = deque()
+        self.promoting: list[Request] = []
+        self.running: list[Request] = []
+        self.admitted_tokens = TokenBalance()  # of all prompts so far
+        self._cache = cache
+        self._config = config
+        self._timeout_s = promotion_timeout_s
+        self._num_slots = cache.free_slots()  # nothing is leased yet: all there are
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is not finished."""
+        return bool(self.waiting or self.promoting or self.running)
+
+    def add(self, request: Request) -> None:
+        """Queue the request. ValueError if it could not run even alone, or the queue is full."""
+        num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
+        needed = _most_blocks(self._cache.groups, num_tokens, self._config.prefill_chunk)
+        for blocks, num_slots in zip(needed, self._num_slots, strict=True):
+            if blocks > num_slots:
+                raise ValueError(
+                    f"prompt of {len(request.prompt_token_ids)} tokens and {request.sampling.max_tokens} more need "
+                    f"{blocks} blocks, the device holds {num_slots}; raise device.capacity or shorten the prompt"
+                )
+        if len(self.waiting) >= self._config.max_waiting:
+            raise ValueError(f"queue: {len(self.waiting)} requests are waiting already; raise scheduler.max_waiting")
+        self.waiting.append(request)
+
+    def abort(self, request: Request) -> None:
+        """End the request wherever it is; its leases end now."""
+        if request.finish_reason is not None:
+            return
+        request.finish(FinishReason.ABORT)
+        for queue in (self.waiting, self.promoting, self.running):
+            if request in queue:
+                queue.remove(request)
+        if request.promotion is not None:
+            self._cache.cancel(request.promotion)
+            request.promotion = None
+        self._release(request)
+
+    def schedule(self) -> list[Work]:
+        """The next step's work, its slots leased. Empty while everything waits for promotions."""
+        self._cache.poll()
+        for request in [parked for parked in self.promoting if parked.promotion and parked.promotion.done]:
+            self.promoting.remove(request)
+            self._start(request)
+        step: list[Work] = []
+        budget = self._config.token_budget
+        for request in [r for r in self.running if r.is_decoding] + [r for r in self.running if not r.is_decoding]:
+            budget -= self._add_work(request, budget, step)
+        while self.waiting and budget > 0 and self._admit(request := self.waiting[0]):
+            budget -= self._add_work(request, budget, step)
+        return step
+
+    def computed(self, work: Sequence[Work]) -> None:
+        """The step's tokens are in their slots: name the blocks that are full now."""
+        for item in work:
+            request = item.request
+            request.num_computed += item.num_tokens
+            num_full = request.num_computed // self._cache.block_size
+            if num_full > request.num_committed:
+                request.chain.extend(request.token_ids)
+                self._cache.commit(request.tables, request.chain.names, request.num_committed, num_full)
+                request.num_committed = num_full
+
+    def retire(self, request: Request) -> None:
+        """The request has finished: its blocks stay cached, its leases end."""
+        self.running.remove(request)
+        self._release(request)
+
+    def _admit(self, request: Request) -> bool:
+        """Let the request in unless it would probably push out a running one. Alone it may always start."""
+        num_active = len(self.running) + len(self.promoting)
+        if num_active >= self._config.max_running:
+            return False
+        hit = self._lookup(request)
+        needed = _most_blocks(self._cache.groups, len(request.token_ids) + 1, self._config.prefill_chunk)
+        shared = self._cache.num_leased(hit)
+        free = self._cache.free_slots()
+        fits = all(blocks - there <= slots for blocks, there, slots in zip(needed, shared, free, strict=True))
+        if (not fits and num_active > 0) or not self._cache.make_room(hit):
+            return False
+        self.waiting.remove(request)
+        self._park(request, self._cache.promote(hit, self._timeout_s))
+        return True
+
+    def _lookup(self, request: Request) -> Hit:
+        names = request.chain.names
+        if not request.reads_cache:
+            return self._cache.no_hit(names)
+        return self._cache.lookup(names, len(request.token_ids))
+
+    def _park(self, request: Request, promotion: Promotion) -> None:
+        request.promotion = promotion
+        request.num_promotions += 1
+        if promotion.done:
+            self._start(request)
+        else:
+            self.promoting.append(request)
+
+    def _start(self, request: Request) -> None:
+        """The request's prefix is on the device, as much of it as arrived: it can run."""
+        promotion = request.promotion
+        assert promotion is not None, "a request starts after its promotion"
+        if promotion.why_no_more in CUT_SHORT and request.num_promotions < MAX_PROMOTIONS:
+            hit = self._lookup(request)
+            if hit.num_blocks > promotion.num_blocks:  # windowed layers may resume at a place between
+                again = self._cache.promote(hit, self._timeout_s)
+                again.continues(promotion)
+                self._cache.cancel(promotion)
+                self._park(request, again)
+                return
+        request.promotion = None
+        request.num_promotions = 0
+        request.tables = promotion.tables
+        request.num_committed = promotion.num_blocks
+        request.num_computed = promotion.num_blocks * self._cache.block_size
+        if request.tokens is None:
+            request.tokens = promotion.balance(len(request.prompt_token_ids), self._cache.block_size)
+            self.admitted_tokens = self.admitted_tokens.plus(request.tokens)
+        self.running.append(request)
+
+    def _add_work(self, request: Request, budget: int, step: list[Work]) -> int:
+        """Give the request tokens to compute, if it still runs and finds slots; how many."""
+        if budget <= 0 or request not in self.running:
+            return 0
+        num_tokens = min(request.num_to_compute, self._config.prefill_chunk, budget)
+        if not self._lease_slots(request, request.num_computed + num_tokens, step):
+            return 0
+        step.append(Work(request, num_tokens))
+        return num_tokens
+
+    def _lease_slots(self, request: Request, num_tokens: int, step: list[Work]) -> bool:
+        """Extend the request's tables to *num_tokens*, preempting younger requests if slots run out."""
+        self._cache.forget_read(request.tables, request.num_computed)
+        num_blocks = -(-num_tokens // self._cache.block_size)
+        missing = [num_blocks - len(table) for table in request.tables]
+        if not any(missing):
+            return True
+        while (slots := self._cache.allocate(missing)) is None:
+            victim = self.running[-1]
+            if victim is request:
+                return False
+            step[:] = [work for work in step if work.request is not victim]
+            self._preempt(victim)
+        for table, new in zip(request.tables, slots, strict=True):
+            table.extend(new)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self._release(request)
+        request.num_computed = request.num_committed = 0
+        self.waiting.appendleft(request)
+
+    def _release(self, request: Request) -> None:
+        self._cache.release(request.tables or [[] for _ in self._cache.groups])
+        request.tables = []
+
+
+def _most_blocks(groups: Sequence[AttentionGroup], num_tokens: int, chunk: int) -> list[int]:
+    """For each group, the most blocks that a request of *num_tokens* holds at once while it is computed in chunks."""
+    starts = range(0, num_tokens, chunk)
+    return [
+        max(-(-min(start + chunk, num_tokens) // group.block_size) - group.first_needed(start) for start in starts)
+        for group in groups
+    ]

@@ -1,0 +1,97 @@
+"""What every store promises, and the values that go in and out."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+from kvtier.store.record import DIGEST_BYTES, NAMESPACE_BYTES, Fault
+
+MAX_KEY_BYTES = 511  # LMDB's limit; the others keep to it so that a store can be replaced by another
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """One block to put. *raw* (format B, contiguous) stays the caller's and must not change during the call.
+
+    *digest* is `record.digest` of the raw bytes, taken when they were made: whatever damages them
+    between then and the disk is found when they are read.
+    """
+
+    key: bytes
+    digest: bytes
+    raw: memoryview
+
+    def __post_init__(self) -> None:
+        if not NAMESPACE_BYTES <= len(self.key) <= MAX_KEY_BYTES:
+            raise ValueError(f"key of {len(self.key)} bytes; need {NAMESPACE_BYTES} to {MAX_KEY_BYTES}")
+        if len(self.digest) != DIGEST_BYTES:
+            raise ValueError(f"digest of {len(self.digest)} bytes; need {DIGEST_BYTES}")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatistics:
+    """A store in figures. Totals marked * survive reopening, the others count since opening."""
+
+    num_records: int
+    stored_bytes: int  # sum of `seal.charged_bytes`: what counts against the capacity
+    capacity_bytes: int
+    written_bytes_total: int  # * payload bytes as stored, for the budget of writes
+    read_bytes_total: int  # raw bytes that were read and verified
+    evicted_total: int  # * records
+    faults: Mapping[Fault, int]  # failed reads by cause; `missing` is no failure and not counted
+
+
+class BlobStore(Protocol):
+    """Bytes at rest: a key gives back exactly the bytes that were put, or nothing.
+
+    The bytes of a key never change. At any moment `stored_bytes <= capacity_bytes`; records leave
+    in the order of recency, oldest first. All methods may be called from any thread: reads run side
+    by side, changes one after another. OSError means that the change did not happen.
+    ValueError after `close`.
+    """
+
+    def contains(self, key: bytes) -> bool:
+        """Whether *key* has a record; looks at no payload, so it is cheap and vouches for nothing."""
+
+    def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
+        """Store *blobs*, the last one becoming the most recent; the keys evicted for them.
+
+        So pass the tail of a prefix first: of one call, the first blob is evicted first. A key that is
+        there already is only touched. All or nothing, except that a call of more than
+        `lmdb_store.PART_BYTES` is done in parts of that size; ask `contains` after an OSError.
+        ValueError, and nothing stored, when a blob alone is larger than the capacity.
+        """
+
+    def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
+        """Copy each block into its *out* and verify it there; per key its digest, or why there is nothing.
+
+        *out* has exactly the block's raw length (else `Fault.TORN`: a key's namespace fixes it) and
+        holds anything after a fault. A bad record is gone for all threads when this returns.
+        """
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Make *keys* the most recent, the last one most; those not there are passed over."""
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Forget *keys*; how many were there."""
+
+    def keys(self) -> Iterator[bytes]:
+        """All keys at the moment of the call, oldest first."""
+
+    def verify(self) -> Iterator[tuple[bytes, Fault | None]]:
+        """Read every record, oldest first, and say what is wrong with it; deletes and counts nothing."""
+
+    def sync(self) -> None:
+        """Return when everything put so far is on the medium."""
+
+    def statistics(self) -> StoreStatistics: ...
+
+    def check(self) -> None:
+        """AssertionError if accounting, order and records disagree; compares a full count, reads no payload."""
+
+    def close(self) -> None:
+        """Release everything; once more does nothing."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...

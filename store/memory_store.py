@@ -1,0 +1,154 @@
+"""A store in ordinary memory: the contract in its shortest form, for tests and machines without a disk."""
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Self
+
+from kvtier.store.blob_store import Blob, StoreStatistics
+from kvtier.store.codec import NO_CODEC, Codec
+from kvtier.store.record import Fault
+from kvtier.store.seal import fault_of, refuse_oversized, seal, unseal
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    header: bytes
+    payload: bytes
+    charged_bytes: int
+
+
+class MemoryStore:
+    """See `BlobStore`. Charges blocks as `LmdbStore` does, so both evict the same ones."""
+
+    def __init__(self, capacity_bytes: int, codec: Codec = NO_CODEC) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._codec = codec
+        self._lock = threading.RLock()  # guards everything below; a row itself never changes
+        self._rows: OrderedDict[bytes, _Row] = OrderedDict()  # oldest first
+        self._stored_bytes = 0
+        self._written_bytes_total = 0
+        self._read_bytes_total = 0
+        self._evicted_total = 0
+        self._faults: Counter[Fault] = Counter()
+        self._closed = False
+
+    def contains(self, key: bytes) -> bool:
+        with self._open():
+            return key in self._rows
+
+    def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
+        refuse_oversized(blobs, self._capacity_bytes)
+        with self._open():
+            new = {blob.key: blob for blob in blobs if blob.key not in self._rows}
+            rows = {key: self._row(blob) for key, blob in new.items()}  # may fail: before any change
+            for blob in blobs:
+                if blob.key not in self._rows:
+                    self._add(blob.key, rows[blob.key])
+                self._rows.move_to_end(blob.key)
+            return self._evict()
+
+    def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
+        return [self._read(key, out) for key, out in zip(keys, outs, strict=True)]
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        with self._open():
+            for key in keys:
+                if key in self._rows:
+                    self._rows.move_to_end(key)
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        with self._open():
+            return sum(self._forget(key) for key in keys)
+
+    def keys(self) -> Iterator[bytes]:
+        with self._open():
+            return iter(list(self._rows))
+
+    def verify(self) -> Iterator[tuple[bytes, Fault | None]]:
+        for key in self.keys():
+            with self._open():
+                row = self._rows.get(key)
+            if row is not None:
+                yield key, fault_of(key, row.header, memoryview(row.payload))
+
+    def sync(self) -> None:
+        with self._open():
+            pass
+
+    def statistics(self) -> StoreStatistics:
+        with self._open():
+            return StoreStatistics(
+                num_records=len(self._rows),
+                stored_bytes=self._stored_bytes,
+                capacity_bytes=self._capacity_bytes,
+                written_bytes_total=self._written_bytes_total,
+                read_bytes_total=self._read_bytes_total,
+                evicted_total=self._evicted_total,
+                faults=MappingProxyType(dict(self._faults)),
+            )
+
+    def check(self) -> None:
+        with self._open():
+            recount = sum(row.charged_bytes for row in self._rows.values())
+            assert recount == self._stored_bytes, f"stored_bytes is {self._stored_bytes}, recount {recount}"
+            assert recount <= self._capacity_bytes, f"{recount} bytes exceed {self._capacity_bytes}"
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._rows.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _open(self) -> threading.RLock:
+        if self._closed:
+            raise ValueError("store is closed")
+        return self._lock
+
+    def _row(self, blob: Blob) -> _Row:
+        sealed = seal(blob, self._codec)
+        return _Row(sealed.header, bytes(sealed.payload), sealed.charged_bytes)
+
+    def _add(self, key: bytes, row: _Row) -> None:
+        self._rows[key] = row
+        self._stored_bytes += row.charged_bytes
+        self._written_bytes_total += len(row.payload)
+
+    def _forget(self, key: bytes) -> bool:
+        row = self._rows.pop(key, None)
+        if row is None:
+            return False
+        self._stored_bytes -= row.charged_bytes
+        return True
+
+    def _evict(self) -> list[bytes]:
+        evicted = []
+        while self._stored_bytes > self._capacity_bytes:
+            key = next(iter(self._rows))
+            self._forget(key)
+            evicted.append(key)
+        self._evicted_total += len(evicted)
+        return evicted
+
+    def _read(self, key: bytes, out: memoryview) -> bytes | Fault:
+        with self._open():
+            row = self._rows.get(key)
+        if row is None:
+            return Fault.MISSING
+        result = unseal(key, row.header, memoryview(row.payload), out)
+
+        with self._lock:
+            if isinstance(result, Fault):
+                self._faults[result] += 1
+                if self._rows.get(key) is row:  # else replaced by a good one in the meantime
+                    self._forget(key)
+            else:
+                self._read_bytes_total += out.nbytes
+        return result

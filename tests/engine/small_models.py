@@ -1,0 +1,88 @@
+"""Small models with random weights, and a word-less tokenizer, for tests of the whole engine."""
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB = 256
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "initializer_range": 0.2,  # wide: greedy choices are then far apart, and a wrong block changes them
+}
+HYBRID = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**COMMON)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**COMMON)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**COMMON, sliding_window=40)),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**COMMON, sliding_window=40, layer_types=HYBRID)),
+}
+MORE_MODELS = {
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**COMMON, sliding_window=40)),  # capped scores
+    "gpt_oss": lambda: GptOssForCausalLM(  # attention sinks
+        GptOssConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=40)
+    ),
+    "llama4": lambda: Llama4ForCausalLM(  # chunked attention
+        Llama4TextConfig(**COMMON, num_local_experts=2, attention_chunk_size=48, intermediate_size_mlp=128)
+    ),
+}
+
+
+def build(name: str, device: str = "cpu") -> PreTrainedModel:
+    """The model of that name in float32; the same weights every time."""
+    torch.manual_seed(7)
+    return {**MODELS, **MORE_MODELS}[name]().eval().to(device)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte."""
+    alphabet = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({symbol: i for i, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def plain_greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
+    """What plain transformers answers: its own attention, its own cache."""
+    model.set_attn_implementation("eager")
+    try:
+        output = model.generate(
+            torch.tensor([prompt], device=model.device),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=model.device),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            use_cache=True,
+        )
+    finally:
+        model.set_attn_implementation("kvtier")
+    return output[0, len(prompt) :].tolist()

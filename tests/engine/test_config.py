@@ -1,0 +1,139 @@
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvtier.engine.config import (
+    ByteSize,
+    Config,
+    ConfigError,
+    DeviceConfig,
+    DiskConfig,
+    HostConfig,
+    as_config,
+    config_from_dict,
+    load_config,
+    parse_bytes,
+)
+
+SHIPPED = sorted(path.stem for path in (Path(__file__).parents[2] / "configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [
+        (0, 0),
+        (4096, 4096),
+        ("0", 0),
+        ("512", 512),
+        ("7B", 7),
+        ("64KB", 64_000),
+        ("64KiB", 65_536),
+        ("512MiB", 2**29),
+        (" 8 GiB ", 2**33),
+        ("8gb", 8 * 10**9),
+        ("1.5GiB", 3 * 2**29),
+        ("2TiB", 2**41),
+    ],
+)
+def test_a_size_is_read_in_bytes(size, num_bytes):
+    assert parse_bytes(size) == num_bytes
+    assert isinstance(parse_bytes(size), ByteSize)
+
+
+@pytest.mark.parametrize("size", ["", "GiB", "8 gigs", "8G", "-1", "1e9", "8GiB8", "٨GiB", -1, 1.5, True, None])
+def test_a_bad_size_is_refused(size):
+    with pytest.raises(ValueError, match="bad size"):
+        parse_bytes(size)
+
+
+def test_an_empty_file_is_the_default_configuration(tmp_path):
+    (tmp_path / "empty.toml").write_text("")
+
+    config = load_config(tmp_path / "empty.toml")
+
+    assert config == Config()
+    assert config.host == HostConfig(capacity=parse_bytes("4GiB"))
+    assert config.disk is None
+
+
+def test_a_file_sets_what_it_names_and_leaves_the_rest(tmp_path):
+    (tmp_path / "some.toml").write_text('metrics_port = 9400\n[device]\nblock_size = 64\n[disk]\npath = "~/kv"\n')
+
+    config = load_config(str(tmp_path / "some.toml"))
+
+    assert config.metrics_port == 9400
+    assert config.device == DeviceConfig(block_size=64)
+    assert config.disk is not None
+    assert config.disk.path == str(Path.home() / "kv")
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_configuration_loads_by_its_name(name):
+    config = load_config(name)
+
+    assert config != Config()
+    assert config == as_config(config)
+
+
+def test_an_unknown_name_lists_the_shipped_ones():
+    with pytest.raises(ConfigError, match=rf"lptop: no such file.*: {', '.join(SHIPPED)}$"):
+        load_config("lptop")
+
+
+def test_a_file_that_is_not_toml_is_named(tmp_path):
+    (tmp_path / "bad.toml").write_text("[device\n")
+
+    with pytest.raises(ConfigError, match=r"bad\.toml: .*line 1"):
+        load_config(tmp_path / "bad.toml")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"host": {"capacty_bytes": 1}}, "$.host.capacty_bytes: unknown key; did you mean capacity?"),
+        ({"hots": {}}, "$.hots: unknown key; did you mean host?"),
+        ({"device": {"metrics_port": 1}}, "$.device.metrics_port: unknown key; did you mean $.metrics_port?"),
+        ({"host": {"zzz": 1}}, "$.host.zzz: unknown key"),
+        ({"host": [{}]}, "$.host: Expected `table | null`, got `array`"),
+        ({"host": {"capacity": "8 gigs"}}, "$.host.capacity: bad size '8 gigs'; write bytes as"),
+        ({"device": {"block_size": "32"}}, "$.device.block_size: Expected `int`, got `str`"),
+        ({"device": {"block_size": 0}}, "$.device.block_size: Expected `int` >= 1"),
+        ({"device": {"capacity": 0}}, "$.device: capacity 0 holds no block"),
+        ({"model": {"dtype": "int8"}}, "$.model.dtype: Invalid enum value 'int8'; use one of auto, float32,"),
+        ({"disk": {}}, "$.disk: Object missing required field `path`"),
+        ({"disk": {"path": "x", "codec": "gzip"}}, "$.disk.codec: Invalid enum value 'gzip'; use one of none, zstd"),
+        ({"disk": {"path": "x", "read_timeout_s": float("inf")}}, "$.disk.read_timeout_s: Expected `float` <= 3600"),
+        ({"scheduler": {"max_running": True}}, "$.scheduler.max_running: Expected `int`, got `bool`"),
+        ({"metrics_port": 70_000}, "$.metrics_port: Expected `int` <= 65535"),
+        ({"host": {"capacity": "0"}, "disk": {"path": "x"}}, "$: disk needs host as its landing place"),
+    ],
+)
+def test_a_mistake_is_named_with_its_path(data, message):
+    with pytest.raises(ConfigError) as raised:
+        config_from_dict(data, "laptop.toml")
+
+    assert str(raised.value).startswith(f"laptop.toml: {message}")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("data", [{"host": {"capacity": "0"}}, {"host": None}])
+def test_a_host_without_capacity_is_no_host_tier(data):
+    assert config_from_dict(data).host is None
+
+
+def test_a_changed_configuration_is_checked_again():
+    config = msgspec.structs.replace(Config(), device=DeviceConfig(block_size=5000))
+
+    with pytest.raises(ConfigError, match=r"\$\.device\.block_size"):
+        as_config(config)
+
+
+def test_as_config_takes_a_tree_a_dict_a_path_or_a_name(tmp_path):
+    (tmp_path / "disk.toml").write_text('[disk]\npath = "kv"\ncapacity = "2GiB"\n')
+    config = Config(disk=DiskConfig(path="kv", capacity=parse_bytes("2GiB")))
+
+    assert as_config(config) == config
+    assert as_config({"disk": {"path": "kv", "capacity": 2**31}}) == config
+    assert as_config(tmp_path / "disk.toml") == config
+    assert as_config("laptop") == load_config("laptop")

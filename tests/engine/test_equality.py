@@ -1,0 +1,256 @@
+"""The same tokens come out whether a prompt's prefix was computed or came from device, host or disk."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_models import MODELS, MORE_MODELS, VOCAB, build, byte_tokenizer, plain_greedy
+
+from kvtier.engine import LLM, SamplingParams
+from kvtier.engine.runner import Chunk, ModelRunner, UnsupportedModel
+from kvtier.store.lmdb_store import LmdbStore
+from kvtier.tiers.block_hash import NO_EXTRA_KEYS, BlockName
+from kvtier.tiers.tier import Tier
+
+BLOCK_SIZE = 16
+NUM_TOKENS = 300
+NUM_NEW = 12
+FULL_GROUP = 1  # of gemma3, whose first layers slide
+GREEDY = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")])
+DEVICES = ["cpu", CUDA]
+
+
+def prompt_of(seed: int, num_tokens: int = NUM_TOKENS) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(num_tokens)]
+
+
+def configuration(folder: Path, prompts_on_device: float, prompts_in_host: float, bytes_per_token: int = 1024) -> dict:
+    prompt = NUM_TOKENS * bytes_per_token
+    return {
+        "device": {"capacity": int(prompts_on_device * prompt), "block_size": BLOCK_SIZE},
+        "host": {"capacity": int(prompts_in_host * prompt)},
+        "disk": {"path": str(folder / "store"), "capacity": "64MiB"},
+        "scheduler": {"prefill_chunk": 64, "token_budget": 128},
+    }
+
+
+def push_down(llm: LLM, prompt: list[int], tier: Tier) -> None:
+    """Answer other prompts until nothing of *prompt* is left in *tier*."""
+    for seed in range(100, 160):
+        warm = [there for there in llm.core.cache.where(names_of(llm, prompt)) if there is not None]
+        if all(there.depth > tier.depth for there in warm):
+            return
+        llm.generate(prompt_of(seed + random.randrange(10**6)), GREEDY)
+    raise AssertionError(f"the prompt never left the {tier} tier")
+
+
+def names_of(llm: LLM, prompt: list[int]) -> list[BlockName]:
+    """The names of the prompt's full blocks."""
+    request = llm.core.add(prompt, SamplingParams(max_tokens=1), extra=NO_EXTRA_KEYS, arrived_at=0.0)
+    llm.core.abort(request)
+    return request.chain.names
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", [*MODELS, *MORE_MODELS])
+def test_logits_equal_plain_transformers_in_chunks_over_shuffled_blocks(name: str, device: str) -> None:
+    model = build(name, device)
+    runner = ModelRunner(model, BLOCK_SIZE, 4 << 20)
+    prompt = prompt_of(1)
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        plain = model(input_ids=torch.tensor([prompt], device=device), use_cache=False).logits[0].float()
+    model.set_attn_implementation("kvtier")
+    tables = [random.Random(2).sample(range(runner.num_slots), 20) for _ in runner.groups]
+
+    start, worst = 0, 0.0
+    for num_tokens in (70, 33, 1, 100, 1, 95):
+        logits = runner.run([Chunk(prompt[start : start + num_tokens], start, tables)])[0]
+        start += num_tokens
+        worst = max(worst, float((logits - plain[start - 1]).abs().max()))
+
+    assert worst <= 1e-5 * max(1.0, float(plain.abs().max()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_are_the_same_cold_and_from_every_tier(name: str, device: str, tmp_path: Path) -> None:
+    model = build(name, device)
+    prompt = prompt_of(1)
+    expected = plain_greedy(model, prompt, NUM_NEW)
+    config = configuration(tmp_path, prompts_on_device=1.5, prompts_in_host=2.0)
+
+    with LLM(model, config, byte_tokenizer()) as llm:
+        cold = llm.generate(prompt, GREEDY)[0]
+        from_device = llm.generate(prompt, GREEDY)[0]
+        push_down(llm, prompt, Tier.DEVICE)
+        from_host = llm.generate(prompt, GREEDY)[0]
+        push_down(llm, prompt, Tier.HOST)
+        from_disk = llm.generate(prompt, GREEDY)[0]
+        llm.check()
+    with LLM(model, config, byte_tokenizer()) as llm:
+        restarted = llm.generate(prompt, GREEDY)[0]
+
+    answers = [done.token_ids for done in (cold, from_device, from_host, from_disk, restarted)]
+    assert answers == [expected] * 5
+    hit = NUM_TOKENS // BLOCK_SIZE * BLOCK_SIZE
+    assert (cold.tokens.recomputed, from_device.tokens.device) == (NUM_TOKENS, hit)
+    assert from_host.tokens.host > 0
+    assert from_disk.tokens.disk > 0
+    assert restarted.tokens.disk == hit
+    for done in (cold, from_device, from_host, from_disk, restarted):
+        assert done.tokens.num_tokens == NUM_TOKENS
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_batch_with_hits_from_all_tiers_gives_the_tokens_of_single_requests(
+    name: str, device: str, tmp_path: Path
+) -> None:
+    model = build(name, device)
+    prompts = [prompt_of(seed, num_tokens) for seed, num_tokens in enumerate((300, 211, 64, 299, 33, 160))]
+    expected = [plain_greedy(model, prompt, NUM_NEW) for prompt in prompts]
+    config = configuration(tmp_path, prompts_on_device=3.0, prompts_in_host=3.0)
+
+    with LLM(model, config, byte_tokenizer()) as llm:
+        cold = llm.generate(prompts, GREEDY)
+        push_down(llm, prompts[0], Tier.DEVICE)
+        warm = llm.generate([*prompts, prompts[0]], GREEDY)
+        llm.check()
+
+    assert [done.token_ids for done in cold] == expected
+    assert [done.token_ids for done in warm] == [*expected, expected[0]]
+    assert sum(done.tokens.host + done.tokens.disk for done in warm) > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_that_come_back_from_host_and_disk_are_those_that_left(
+    dtype: torch.dtype, device: str, tmp_path: Path
+) -> None:
+    model = build("gemma3", device).to(dtype)
+    prompt = prompt_of(1)
+    config = configuration(tmp_path, 1.5, 2.0, bytes_per_token=1024 if dtype is torch.float32 else 512)
+
+    with LLM(model, config, byte_tokenizer()) as llm:
+        llm.generate(prompt, GREEDY)
+        left = blocks_of(llm, prompt)
+        push_down(llm, prompt, Tier.DEVICE)
+        from_host = llm.generate(prompt, SamplingParams(max_tokens=1))[0].tokens
+        from_host_bytes = blocks_of(llm, prompt)
+        push_down(llm, prompt, Tier.HOST)
+        from_disk = llm.generate(prompt, SamplingParams(max_tokens=1))[0].tokens
+        from_disk_bytes = blocks_of(llm, prompt)
+
+    assert from_host.host > 0
+    assert from_disk.disk > 0
+    for after in (from_host_bytes, from_disk_bytes):
+        assert after.keys() <= left.keys()
+        assert len(after) > 0
+        for block, data in after.items():
+            assert np.array_equal(data, left[block])
+
+
+def blocks_of(llm: LLM, prompt: list[int]) -> dict[tuple[int, bytes], np.ndarray]:
+    """The bytes in the device slots of a prompt's blocks."""
+    found = {}
+    for group_id, pool in enumerate(llm.core.cache._residency.device.pools):
+        for name in names_of(llm, prompt):
+            slot = pool.find(name)
+            if slot is not None:
+                blocks = llm.core._runner._slabs[group_id].blocks
+                found[group_id, name] = blocks[slot].cpu().numpy().copy()
+    return found
+
+
+def test_a_changed_weight_is_another_namespace_and_never_hits(tmp_path: Path) -> None:
+    model = build("llama")
+    prompt = prompt_of(1)
+    config = configuration(tmp_path, 2.0, 2.0)
+    with LLM(model, config, byte_tokenizer()) as llm:
+        llm.generate(prompt, GREEDY)
+    with torch.no_grad():
+        model.model.layers[2].self_attn.k_proj.weight[3, 3] += 0.5
+    expected = plain_greedy(model, prompt, NUM_NEW)
+
+    with LLM(model, config, byte_tokenizer()) as llm:
+        done = llm.generate(prompt, GREEDY)[0]
+
+    assert done.tokens.recomputed == NUM_TOKENS
+    assert done.token_ids == expected
+
+
+def test_a_flipped_byte_on_disk_is_recomputed_and_reported(tmp_path: Path) -> None:
+    model = build("gemma3")
+    prompt = prompt_of(1)
+    expected = plain_greedy(model, prompt, NUM_NEW)
+    config = configuration(tmp_path, 2.0, 2.0)
+    with LLM(model, config, byte_tokenizer()) as llm:
+        llm.generate(prompt, GREEDY)
+    with LmdbStore(tmp_path / "store", 64 << 20) as store:
+        keys = [key for key in store.keys() if key[-1] == FULL_GROUP]  # noqa: SIM118  # no dict
+    flip(tmp_path / "store", keys[len(keys) // 2])
+
+    with LLM(model, config, byte_tokenizer()) as llm:
+        done = llm.generate(prompt, GREEDY)[0]
+        llm.check()
+        statistics = llm.statistics()
+
+    assert done.token_ids == expected
+    assert statistics.cache.tiers["disk"].corrupt == {"corrupt": 1}
+
+
+def flip(folder: Path, key: bytes) -> None:
+    import lmdb
+
+    with lmdb.open(str(folder), max_dbs=8, map_size=1 << 30) as environment:
+        payloads = environment.open_db(b"payloads")
+        with environment.begin(db=payloads, write=True) as transaction:
+            payload = bytearray(transaction.get(key))
+            payload[7] ^= 1
+            transaction.put(key, bytes(payload))
+
+
+@pytest.mark.parametrize(
+    ("factory", "reason"),
+    [
+        ("Bloom", "AttentionInterface"),
+        ("Mamba", "AttentionInterface"),
+        ("DeepseekV3", "latent attention"),
+    ],
+)
+def test_a_model_that_cannot_be_paged_is_refused_with_the_reason(factory: str, reason: str) -> None:
+    import transformers
+
+    small = {"vocab_size": 64, "hidden_size": 32}
+    configs = {
+        "Bloom": {"n_layer": 2, "n_head": 2},
+        "Mamba": {"num_hidden_layers": 2},
+        "DeepseekV3": {
+            "num_hidden_layers": 2,
+            "intermediate_size": 32,
+            "moe_intermediate_size": 16,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 12,
+            "n_routed_experts": 2,
+            "num_experts_per_tok": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    }
+    config = getattr(transformers, f"{factory}Config")(**small, **configs[factory])
+    model = getattr(transformers, f"{factory}ForCausalLM")(config)
+
+    with pytest.raises(UnsupportedModel, match=reason) as refused:
+        ModelRunner(model, BLOCK_SIZE, 1 << 20)
+
+    assert "\n" not in str(refused.value)

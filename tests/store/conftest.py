@@ -1,0 +1,23 @@
+"""Every store with every kind of codec."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from store_cases import LmdbCase, MemoryCase, StoreCase
+
+from kvtier.store.blob_store import BlobStore
+from kvtier.store.codec import CODECS
+
+
+@pytest.fixture(params=["memory-none", "memory-zstd-plane-2", "lmdb-none", "lmdb-zstd-plane-2"])
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> StoreCase:
+    kind, _, codec = request.param.partition("-")
+    return MemoryCase(CODECS[codec]) if kind == "memory" else LmdbCase(CODECS[codec], tmp_path / "store")
+
+
+@pytest.fixture
+def store(case: StoreCase) -> Iterator[BlobStore]:
+    with case.open() as opened:
+        yield opened
+        opened.check()

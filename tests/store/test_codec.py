@@ -1,0 +1,96 @@
+"""Codecs by themselves: lossless, smaller where promised, and no trust in what comes back from disk."""
+
+import random
+import threading
+
+import pytest
+from store_cases import kv_bytes
+
+from kvtier.store.codec import CODECS, Codec, NoCodec, ZstdPlaneCodec, codec_by_id
+
+PLANES = [codec for codec in CODECS.values() if isinstance(codec, ZstdPlaneCodec)]
+
+
+def name_of(codec: Codec) -> str:
+    return codec.name
+
+
+def test_no_codec_hands_on_the_same_memory() -> None:
+    raw = memoryview(bytearray(b"block"))
+
+    payload = NoCodec().encode(raw)
+    raw[0] = 0
+
+    assert payload[0] == 0
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=name_of)
+def test_decoding_gives_back_what_was_encoded(codec: Codec) -> None:
+    for raw in (kv_bytes(1, 64_000), bytes(4096), random.Random(1).randbytes(4000)):
+        out = bytearray(len(raw))
+
+        codec.decode(codec.encode(memoryview(raw)), memoryview(out))
+
+        assert out == raw
+
+
+def test_bfloat16_shrinks_to_seven_tenths() -> None:
+    raw = memoryview(kv_bytes(1, 1 << 20))
+
+    assert ZstdPlaneCodec(2).encode(raw).nbytes < 0.72 * raw.nbytes
+
+
+@pytest.mark.parametrize("codec", PLANES, ids=name_of)
+def test_a_damaged_payload_raises_or_decodes_to_the_block_s_length(codec: Codec) -> None:
+    payload = bytes(codec.encode(memoryview(kv_bytes(1, 4000))))
+    num_refused = 0
+    for position in range(len(payload)):
+        damaged = bytearray(payload)
+        damaged[position] ^= 0x80
+        try:
+            codec.decode(memoryview(damaged), memoryview(bytearray(4000)))
+        except ValueError:
+            num_refused += 1
+
+    assert num_refused > 0
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=name_of)
+@pytest.mark.parametrize("num_bytes", [0, 1, 2005])
+def test_a_payload_too_short_is_refused(codec: Codec, num_bytes: int) -> None:
+    payload = codec.encode(memoryview(kv_bytes(1, 4000)))
+
+    with pytest.raises(ValueError, match=r".+"):
+        codec.decode(payload[:num_bytes], memoryview(bytearray(4000)))
+
+
+def test_a_block_of_half_an_element_is_refused() -> None:
+    with pytest.raises(ValueError, match="whole number of elements"):
+        ZstdPlaneCodec(2).encode(memoryview(b"abc"))
+
+
+def test_codecs_are_found_by_the_number_in_the_record() -> None:
+    assert [codec_by_id(codec.codec_id) for codec in CODECS.values()] == list(CODECS.values())
+    assert codec_by_id(999) is None
+    assert sorted(codec.codec_id for codec in CODECS.values()) == [0, 17, 18, 20]  # on disk: for ever
+
+
+def test_one_codec_serves_several_threads() -> None:
+    codec = ZstdPlaneCodec(2)
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        raw = kv_bytes(number, 100_000)
+        for _ in range(20):
+            out = bytearray(len(raw))
+            codec.decode(codec.encode(memoryview(raw)), memoryview(out))
+            if out != raw:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert wrong == []

@@ -1,0 +1,301 @@
+"""What only a store on disk can get wrong: reopening, other processes, kills, crashes, full disks."""
+
+import errno
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from store_cases import blob_of, key_of, kv_bytes
+
+from kvtier.store import lmdb_store
+from kvtier.store.boot_mark import BootMark, current_boot_id
+from kvtier.store.codec import NoCodec
+from kvtier.store.lmdb_store import LmdbStore, StoreFull
+from kvtier.store.owner_lock import StoreInUse
+from kvtier.store.record import Fault, digest
+from kvtier.store.seal import charged_bytes
+
+CAPACITY_BYTES = 10 << 20
+
+# Stores blocks 0, 1, 2, ... of changing size in calls of six, and says each call's last number when it is done.
+WRITER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+from store_cases import blob_of
+from kvtier.store.lmdb_store import LmdbStore
+
+with LmdbStore(Path(sys.argv[1]), 3 << 20) as store:
+    number = int(sys.argv[2])
+    while True:
+        store.put_many([blob_of(n, 4000 + n % 7 * 50_000) for n in range(number, number + 6)])
+        number += 6
+        print(number - 1, flush=True)
+"""
+
+HOLDER = """
+import sys
+from pathlib import Path
+from kvtier.store.lmdb_store import LmdbStore
+
+with LmdbStore(Path(sys.argv[1]), 1 << 20):
+    print("open", flush=True)
+    sys.stdin.read()
+"""
+
+
+def start(program: str, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.WARNING]
+
+
+def test_reopening_keeps_records_recency_and_totals(tmp_path: Path) -> None:
+    with LmdbStore(tmp_path, 4 * charged_bytes(20_000)) as store:
+        store.put_many([blob_of(n) for n in range(6)])
+        store.touch([key_of(3)])
+        before = store.statistics()
+
+    with LmdbStore(tmp_path, 4 * charged_bytes(20_000)) as store:
+        assert store.statistics() == before
+        assert (before.num_records, before.evicted_total, before.written_bytes_total) == (4, 2, 120_000)
+        assert list(store.keys()) == [key_of(n) for n in (2, 4, 5, 3)]
+        assert all(fault is None for _, fault in store.verify())
+        assert store.put_many([blob_of(7)]) == [key_of(2)]
+        store.check()
+
+
+def test_a_smaller_capacity_evicts_the_oldest_at_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmdb_store, "_RECORDS_PER_CHANGE", 2)
+    with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
+        store.put_many([blob_of(n) for n in range(9)])
+
+    with LmdbStore(tmp_path, 2 * charged_bytes(20_000)) as store:
+        assert list(store.keys()) == [key_of(7), key_of(8)]
+        store.check()
+
+
+def test_a_second_process_is_refused_and_told_who_has_the_store(tmp_path: Path) -> None:
+    with start(HOLDER, tmp_path) as holder:
+        assert read_line(holder) == "open"
+
+        with pytest.raises(StoreInUse, match=f"open in process {holder.pid};"):
+            LmdbStore(tmp_path, CAPACITY_BYTES)
+
+        holder.communicate()  # end of input: the holder closes
+    LmdbStore(tmp_path, CAPACITY_BYTES).close()
+
+
+def test_the_same_process_is_refused_too_and_may_open_again_after_closing(tmp_path: Path) -> None:
+    with (
+        LmdbStore(tmp_path, CAPACITY_BYTES),
+        pytest.raises(StoreInUse, match=f"process {os.getpid()};"),
+    ):
+        LmdbStore(tmp_path, CAPACITY_BYTES)
+
+    LmdbStore(tmp_path, CAPACITY_BYTES).close()
+
+
+def test_a_store_killed_while_writing_opens_whole(tmp_path: Path) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    next_number = 0
+    for _ in range(6):
+        with start(WRITER, tmp_path, next_number, Path(__file__).parent) as writer:
+            for _ in range(rng.randint(1, 60)):
+                last_number = int(read_line(writer))
+            writer.send_signal(signal.SIGKILL)
+            while line := read_line(writer):  # what it said until the kill
+                last_number = int(line)
+
+        with LmdbStore(tmp_path, 3 << 20) as store:
+            store.check()
+            keys = list(store.keys())
+            assert key_of(last_number) in keys[-12:]  # said to be stored: at most one more call was
+            for key in keys:
+                number = int.from_bytes(key[16:], "big")
+                out = bytearray(4000 + number % 7 * 50_000)
+                assert store.read_many([key], [memoryview(out)]) == [digest(out)]
+                assert out == kv_bytes(number, len(out))
+            next_number = int.from_bytes(keys[-1][16:], "big") + 1
+
+
+def test_a_machine_that_went_down_with_the_store_open_leaves_it_empty(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
+        store.put_many([blob_of(1)])
+        assert BootMark.read(tmp_path) == BootMark(current_boot_id(), is_clean=False)
+    BootMark("earlier-boot", is_clean=False).write(tmp_path)
+
+    with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
+        assert list(store.keys()) == []
+        assert store.statistics().num_records == 0
+    assert [text.partition("starts empty: ")[2] for text in warnings_in(caplog)] == [
+        "the machine went down while it was open"
+    ]
+
+
+def test_a_store_closed_before_a_reboot_is_kept(tmp_path: Path) -> None:
+    with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
+        store.put_many([blob_of(1)])
+    mark = BootMark.read(tmp_path)
+    assert mark == BootMark(current_boot_id(), is_clean=True)
+    BootMark("earlier-boot", is_clean=True).write(tmp_path)
+
+    with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
+        assert store.contains(key_of(1))
+
+
+@pytest.mark.parametrize("damage", ["no mark", "other layout", "not LMDB", "cut short"])
+def test_a_file_that_cannot_be_vouched_for_is_replaced_by_an_empty_store(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
+        store.put_many([blob_of(1)])
+    if damage == "no mark":
+        (tmp_path / "boot_mark").unlink()
+    elif damage == "other layout":
+        BootMark(current_boot_id(), is_clean=True, layout="kvtier-store-0").write(tmp_path)
+    elif damage == "not LMDB":
+        (tmp_path / "data.mdb").write_bytes(b"something else " * 5000)
+    else:
+        os.truncate(tmp_path / "data.mdb", 8192)
+
+    with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
+        assert list(store.keys()) == []
+        assert store.put_many([blob_of(2)]) == []
+        store.check()
+    assert len(warnings_in(caplog)) == 1
+    with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
+        assert list(store.keys()) == [key_of(2)]
+
+
+def test_a_full_disk_is_an_error_that_leaves_the_store_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: int, offset: int, num_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with LmdbStore(tmp_path, 200 << 20) as store:
+        store.put_many([blob_of(1)])
+        with monkeypatch.context() as full:
+            full.setattr(os, "posix_fallocate", refuse)
+
+            with pytest.raises(OSError, match="No space left"):
+                store.put_many([blob_of(2, 16 << 20)])
+
+            assert list(store.keys()) == [key_of(1)]
+            assert store.delete([key_of(1)]) == 1  # room is made without asking for room
+            store.check()
+
+        store.put_many([blob_of(3)])
+        assert list(store.keys()) == [key_of(3)]
+
+
+def test_a_map_too_small_for_its_capacity_costs_blocks_but_never_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lmdb_store, "_map_bytes", lambda folder, capacity_bytes: 3 << 20)
+    make_room = LmdbStore._make_room
+    rooms: list[int] = []
+
+    def count_room(self: LmdbStore, num_bytes: int) -> list[bytes]:
+        rooms.append(num_bytes)
+        return make_room(self, num_bytes)
+
+    monkeypatch.setattr(LmdbStore, "_make_room", count_room)
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    num_refused = 0
+    present: set[bytes] = set()
+    with LmdbStore(tmp_path, 3 << 20) as store:
+        for _ in range(150):
+            blobs = [blob_of(n, 4000 + n % 9 * 20_000) for n in rng.sample(range(60), 6)]
+            try:
+                evicted = store.put_many(blobs)
+                present = (present | {blob.key for blob in blobs}) - set(evicted)
+            except StoreFull:
+                num_refused += 1
+                present = set(store.keys())
+            store.check()
+            assert set(store.keys()) == present
+        assert all(fault is None for _, fault in store.verify())
+
+    assert rooms  # the map did get full
+    assert num_refused < len(rooms) / 4  # and making room helped: 0 to 2 of 40, half without its 2nd change
+
+
+def test_a_record_without_its_payload_is_torn_and_gone(tmp_path: Path) -> None:
+    with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
+        store.put_many([blob_of(1)])
+        with store._tables.env.begin(write=True) as txn:
+            txn.delete(key_of(1), db=store._tables.payloads)
+        with pytest.raises(AssertionError, match="records and payloads disagree"):
+            store.check()
+
+        assert store.read_many([key_of(1)], [memoryview(bytearray(20_000))]) == [Fault.TORN]
+
+        assert not store.contains(key_of(1))
+        store.check()
+
+
+def test_closing_waits_for_a_read_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LmdbStore(tmp_path, CAPACITY_BYTES)
+    store.put_many([blob_of(1)])
+    closer = threading.Thread(target=store.close)
+    decode = NoCodec.decode
+
+    def decode_while_closing(codec: NoCodec, payload: memoryview, out: memoryview) -> None:
+        closer.start()
+        closer.join(timeout=0.2)
+        assert closer.is_alive()  # else the payload is no longer there, and looking at it would crash
+        decode(codec, payload, out)
+
+    monkeypatch.setattr(NoCodec, "decode", decode_while_closing)
+
+    assert store.read_many([key_of(1)], [memoryview(bytearray(20_000))]) == [blob_of(1).digest]
+    closer.join(timeout=10)
+    assert not closer.is_alive()
+
+
+def test_a_broken_tree_is_an_error_now_and_an_empty_store_next_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = LmdbStore(tmp_path, CAPACITY_BYTES)
+    store.put_many([blob_of(n, 1000) for n in range(200)])
+    store.close()
+    store = LmdbStore(tmp_path, CAPACITY_BYTES)
+    size = (tmp_path / "data.mdb").stat().st_size
+    used = store._tables._used_bytes()
+    with (tmp_path / "data.mdb").open("r+b") as file:  # all tree pages behind the two meta pages
+        file.seek(8192)
+        file.write(bytes(used - 8192))
+    assert (tmp_path / "data.mdb").stat().st_size == size
+
+    with pytest.raises(OSError, match="store"):
+        store.put_many([blob_of(500)])
+    store.close()
+
+    assert BootMark.read(tmp_path) == BootMark("damaged", is_clean=False)
+    assert sum("is damaged" in text for text in warnings_in(caplog)) == 1
+    with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
+        assert list(store.keys()) == []
+        store.put_many([blob_of(1)])
+        store.check()

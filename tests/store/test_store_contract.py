@@ -1,0 +1,345 @@
+"""What every store promises, asked of every store with every kind of codec."""
+
+import random
+import threading
+
+import pytest
+from store_cases import StoreCase, blob_of, key_of, kv_bytes
+
+from kvtier.store import lmdb_store, memory_store
+from kvtier.store.blob_store import Blob, BlobStore
+from kvtier.store.codec import CODECS, Codec
+from kvtier.store.record import HEADER_BYTES, Fault, Record, digest
+from kvtier.store.seal import charged_bytes, seal
+
+
+def read(store: BlobStore, key: bytes, num_bytes: int = 20_000) -> tuple[bytes | Fault, bytes]:
+    out = bytearray(num_bytes)
+    return store.read_many([key], [memoryview(out)])[0], bytes(out)
+
+
+def assert_gone_as(store: BlobStore, key: bytes, fault: Fault) -> None:
+    assert read(store, key)[0] == fault
+    assert not store.contains(key)
+    assert read(store, key)[0] == Fault.MISSING
+    assert store.statistics().faults == {fault: 1}
+
+
+@pytest.mark.parametrize("num_bytes", [2, 1000, 4080, 4082, 20_000, 3_000_000])
+def test_a_block_comes_back_bit_for_bit(store: BlobStore, num_bytes: int) -> None:
+    blob = blob_of(1, num_bytes)
+
+    store.put_many([blob])
+
+    assert read(store, blob.key, num_bytes) == (blob.digest, kv_bytes(1, num_bytes))
+    assert store.statistics().read_bytes_total == num_bytes
+
+
+def test_several_blocks_come_back_each_in_its_own_place(store: BlobStore) -> None:
+    store.put_many([blob_of(n) for n in range(5)])
+    outs = [bytearray(20_000) for _ in range(6)]
+
+    results = store.read_many([key_of(n) for n in (3, 0, 9, 4, 1, 2)], [memoryview(out) for out in outs])
+
+    assert results[2] == Fault.MISSING
+    assert [digest(out) for out in outs[:2] + outs[3:]] == [blob_of(n).digest for n in (3, 0, 4, 1, 2)]
+
+
+def test_a_missing_key_is_a_miss_and_no_fault(store: BlobStore) -> None:
+    assert not store.contains(key_of(1))
+    assert read(store, key_of(1))[0] == Fault.MISSING
+    assert store.statistics().faults == {}
+
+
+@pytest.mark.parametrize("position", [0.0, 0.3, 0.6, 0.999999])
+def test_a_flipped_byte_is_a_miss_and_the_record_is_gone(case: StoreCase, store: BlobStore, position: float) -> None:
+    store.put_many([blob_of(1), blob_of(2)])
+    header, payload = case.stored(store, key_of(1))
+    damaged = bytearray(payload)
+    damaged[int(position * len(damaged))] ^= 0x10
+    case.overwrite(store, key_of(1), header, bytes(damaged))
+
+    assert_gone_as(store, key_of(1), Fault.CORRUPT)
+    assert read(store, key_of(2))[0] == blob_of(2).digest
+
+
+def test_every_byte_of_the_header_is_guarded(case: StoreCase, store: BlobStore) -> None:
+    for position in range(HEADER_BYTES):
+        store.put_many([blob_of(1)])
+        header, payload = case.stored(store, key_of(1))
+        damaged = bytearray(header)
+        damaged[position] ^= 0x01
+        case.overwrite(store, key_of(1), bytes(damaged), payload)
+
+        assert isinstance(read(store, key_of(1))[0], Fault), position
+        assert not store.contains(key_of(1)), position
+
+    assert sum(store.statistics().faults.values()) == HEADER_BYTES
+
+
+@pytest.mark.parametrize("num_left", [0, 1, 5000, -1])
+def test_a_truncated_payload_is_torn(case: StoreCase, store: BlobStore, num_left: int) -> None:
+    store.put_many([blob_of(1)])
+    header, payload = case.stored(store, key_of(1))
+    case.overwrite(store, key_of(1), header, payload[:num_left])
+
+    assert_gone_as(store, key_of(1), Fault.TORN)
+
+
+def test_a_truncated_header_is_torn(case: StoreCase, store: BlobStore) -> None:
+    store.put_many([blob_of(1)])
+    header, payload = case.stored(store, key_of(1))
+    case.overwrite(store, key_of(1), header[:-1], payload)
+
+    assert_gone_as(store, key_of(1), Fault.TORN)
+
+
+def test_a_block_of_another_length_than_asked_for_is_torn(store: BlobStore) -> None:
+    store.put_many([blob_of(1, 20_002)])
+
+    assert_gone_as(store, key_of(1), Fault.TORN)
+
+
+def test_a_record_of_another_key_is_never_given_out(case: StoreCase, store: BlobStore) -> None:
+    store.put_many([blob_of(1), blob_of(2)])
+    case.overwrite(store, key_of(1), *case.stored(store, key_of(2)))
+
+    assert_gone_as(store, key_of(1), Fault.CORRUPT)
+
+
+def test_a_record_of_another_namespace_is_foreign(case: StoreCase, store: BlobStore) -> None:
+    other = blob_of(1, namespace=b"model-B layout-1")
+    store.put_many([blob_of(1), other])
+    case.overwrite(store, key_of(1), *case.stored(store, other.key))
+
+    assert_gone_as(store, key_of(1), Fault.FOREIGN)
+
+
+def test_a_record_of_an_unknown_format_version_is_refused(case: StoreCase, store: BlobStore) -> None:
+    store.put_many([blob_of(1)])
+    header, payload = case.stored(store, key_of(1))
+    case.overwrite(store, key_of(1), header[:4] + b"\x63\x00" + header[6:], payload)
+
+    assert_gone_as(store, key_of(1), Fault.VERSION)
+
+
+def test_a_record_of_an_unknown_codec_is_refused(case: StoreCase, store: BlobStore) -> None:
+    store.put_many([blob_of(1)])
+    _, payload = case.stored(store, key_of(1))
+    record = Record(key_of(1)[:16], 999, 20_000, len(payload), blob_of(1).digest)
+    case.overwrite(store, key_of(1), record.pack(key_of(1)), payload)
+
+    assert_gone_as(store, key_of(1), Fault.VERSION)
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
+def test_records_of_every_codec_are_read_whatever_the_store_writes(
+    case: StoreCase, store: BlobStore, codec: Codec
+) -> None:
+    store.put_many([blob_of(1)])
+    sealed = seal(blob_of(1), codec)
+    case.overwrite(store, key_of(1), sealed.header, bytes(sealed.payload))
+
+    assert read(store, key_of(1)) == (blob_of(1).digest, kv_bytes(1, 20_000))
+
+
+def test_bytes_damaged_before_they_were_put_are_found_when_read(store: BlobStore) -> None:
+    raw = bytearray(kv_bytes(1, 20_000))
+    taken = digest(raw)
+    raw[77] ^= 1
+    store.put_many([Blob(key_of(1), taken, memoryview(raw))])
+
+    assert_gone_as(store, key_of(1), Fault.CORRUPT)
+
+
+def test_a_bad_record_replaced_before_it_could_be_deleted_stays(
+    store: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put_many([blob_of(1)])
+
+    def see_the_old_while_another_writes(*_: object) -> Fault:
+        monkeypatch.undo()
+        store.delete([key_of(1)])
+        store.put_many([blob_of(1)])
+        return Fault.CORRUPT
+
+    for module in (lmdb_store, memory_store):
+        monkeypatch.setattr(module, "unseal", see_the_old_while_another_writes)
+    read(store, key_of(1))
+
+    assert store.contains(key_of(1))
+    assert read(store, key_of(1))[0] == blob_of(1).digest
+
+
+def test_verify_names_the_bad_record_and_leaves_it(case: StoreCase, store: BlobStore) -> None:
+    store.put_many([blob_of(n) for n in range(3)])
+    header, payload = case.stored(store, key_of(1))
+    case.overwrite(store, key_of(1), header, payload[:-1] + bytes([payload[-1] ^ 0x10]))
+
+    assert list(store.verify()) == [(key_of(0), None), (key_of(1), Fault.CORRUPT), (key_of(2), None)]
+    assert store.contains(key_of(1))
+
+
+def test_the_least_recently_written_is_evicted_first(case: StoreCase) -> None:
+    with case.open(3 * charged_bytes(1000)) as store:
+        assert store.put_many([blob_of(n, 1000) for n in range(3)]) == []
+
+        assert store.put_many([blob_of(3, 1000), blob_of(4, 1000)]) == [key_of(0), key_of(1)]
+        assert list(store.keys()) == [key_of(2), key_of(3), key_of(4)]
+        assert store.statistics().evicted_total == 2
+        store.check()
+
+
+def test_touched_records_outlive_newer_ones_in_the_order_given(store: BlobStore) -> None:
+    store.put_many([blob_of(n) for n in range(4)])
+
+    store.touch([key_of(2), key_of(9), key_of(0)])
+
+    assert list(store.keys()) == [key_of(n) for n in (1, 3, 2, 0)]
+
+
+def test_a_key_put_again_keeps_its_bytes_and_becomes_recent(store: BlobStore) -> None:
+    store.put_many([blob_of(1), blob_of(2)])
+    before = store.statistics()
+
+    store.put_many([Blob(key_of(1), bytes(16), memoryview(bytes(500)))])
+
+    assert list(store.keys()) == [key_of(2), key_of(1)]
+    assert store.statistics() == before
+    assert read(store, key_of(1))[0] == blob_of(1).digest
+
+
+def test_a_call_larger_than_the_capacity_keeps_its_last_blobs(case: StoreCase) -> None:
+    with case.open(2 * charged_bytes(1000)) as store:
+        assert store.put_many([blob_of(n, 1000) for n in range(5)]) == [key_of(n) for n in range(3)]
+
+        assert list(store.keys()) == [key_of(3), key_of(4)]
+        store.check()
+
+
+def test_a_key_evicted_and_put_back_by_one_call_is_not_reported_as_evicted(
+    case: StoreCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lmdb_store, "PART_BYTES", charged_bytes(50_000))
+    with case.open(2 * charged_bytes(50_000)) as store:
+        store.put_many([blob_of(0, 50_000), blob_of(1, 50_000)])
+
+        assert store.put_many([blob_of(2, 50_000), blob_of(0, 50_000)]) == [key_of(1)]
+        assert list(store.keys()) == [key_of(2), key_of(0)]
+
+
+def test_a_blob_larger_than_the_capacity_is_refused_and_nothing_stored(case: StoreCase) -> None:
+    with case.open(charged_bytes(20_000)) as store:
+        with pytest.raises(ValueError, match="raise capacity_bytes"):
+            store.put_many([blob_of(1), blob_of(2, 40_000)])
+
+        assert list(store.keys()) == []
+
+
+def test_a_blob_that_fails_to_encode_leaves_nothing_of_its_call(case: StoreCase) -> None:
+    case.codec = CODECS["zstd-plane-2"]
+    with case.open() as store:
+        store.put_many([blob_of(1)])
+
+        with pytest.raises(ValueError, match="whole number of elements"):
+            store.put_many([blob_of(2), Blob(key_of(3), bytes(16), memoryview(bytes(1001)))])
+
+        assert list(store.keys()) == [key_of(1)]
+        store.check()
+
+
+def test_deleted_keys_are_gone_and_counted(store: BlobStore) -> None:
+    store.put_many([blob_of(n) for n in range(4)])
+
+    assert store.delete([key_of(0), key_of(2), key_of(9)]) == 2
+
+    assert list(store.keys()) == [key_of(1), key_of(3)]
+    assert store.delete([]) == 0
+
+
+def test_a_closed_store_says_so_and_closes_twice(case: StoreCase) -> None:
+    store = case.open()
+    store.put_many([blob_of(1)])
+    store.close()
+    store.close()
+
+    for use in (store.sync, store.check, store.statistics, store.keys, lambda: store.contains(key_of(1))):
+        with pytest.raises(ValueError, match="closed"):
+            use()
+    with pytest.raises(ValueError, match="closed"):
+        store.put_many([blob_of(1)])
+    with pytest.raises(ValueError, match="closed"):
+        read(store, key_of(1))
+
+
+def test_random_churn_agrees_with_a_model(case: StoreCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    monkeypatch.setattr(lmdb_store, "PART_BYTES", 60_000)  # so that calls are done in several parts
+    capacity_bytes = 300_000
+    sizes = [200, 1000, 4096, 9000, 50_000]
+    blobs = {key_of(n): blob_of(n, sizes[n % 5]) for n in range(60)}
+    charges = {key: seal(blob, case.codec).charged_bytes for key, blob in blobs.items()}
+    model: list[bytes] = []  # keys, oldest first
+
+    with case.open(capacity_bytes) as store:
+        for _ in range(250):
+            keys = rng.sample(list(blobs), rng.randint(1, 8))
+            action = rng.choice(["put", "put", "touch", "delete", "read"])
+            if action == "put":
+                before = set(model)
+                model = [key for key in model if key not in keys] + keys
+                while sum(charges[key] for key in model) > capacity_bytes:
+                    model.pop(0)
+                evicted = store.put_many([blobs[key] for key in keys])
+                assert set(evicted) == (before | set(keys)) - set(model)
+            elif action == "touch":
+                model = [key for key in model if key not in keys] + [key for key in keys if key in model]
+                store.touch(keys)
+            elif action == "delete":
+                assert store.delete(keys[:2]) == sum(key in model for key in keys[:2])
+                model = [key for key in model if key not in keys[:2]]
+            else:
+                for key in keys:
+                    expected = blobs[key].digest if key in model else Fault.MISSING
+                    assert read(store, key, blobs[key].raw.nbytes)[0] == expected
+
+            store.check()
+            assert list(store.keys()) == model
+            assert [store.contains(key) for key in keys] == [key in model for key in keys]
+            assert store.statistics().stored_bytes == sum(charges[key] for key in model) <= capacity_bytes
+
+
+def test_readers_beside_a_writer_never_see_wrong_bytes(case: StoreCase) -> None:
+    blobs = [blob_of(n, 30_000) for n in range(40)]
+    wrong: list[int] = []
+    num_hits = [0, 0, 0]
+    done = threading.Event()
+
+    with case.open(12 * charged_bytes(30_000)) as store:
+
+        def read_until_done(reader: int) -> None:
+            rng = random.Random(reader)
+            while not done.is_set():
+                number = rng.randrange(len(blobs))
+                result, out = read(store, key_of(number), 30_000)
+                num_hits[reader] += result != Fault.MISSING
+                if result != Fault.MISSING and (result != blobs[number].digest or out != blobs[number].raw):
+                    wrong.append(number)
+
+        readers = [threading.Thread(target=read_until_done, args=(reader,)) for reader in range(3)]
+        for thread in readers:
+            thread.start()
+        rng = random.Random(7)
+        num_calls = 0
+        while num_calls < 100 or (min(num_hits) < 20 and num_calls < 5000):
+            store.put_many(rng.sample(blobs, 4))
+            num_calls += 1
+        done.set()
+        for thread in readers:
+            thread.join()
+        store.check()
+
+    assert wrong == []
+    assert min(num_hits) >= 20

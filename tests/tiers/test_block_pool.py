@@ -1,0 +1,570 @@
+"""BlockPool: leases, names and the order of eviction, in the reference's scenarios and against a small model.
+
+The scenarios are vLLM's, with slots from 0 and no null block. One difference is meant: a name is held by one slot at
+most, so a block computed twice stays unnamed in its second slot.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from kvtier.tiers.block_hash import BlockName
+from kvtier.tiers.block_pool import BlockPool
+
+
+def names(prompt: str) -> list[BlockName]:
+    """The chained names of a prompt with one letter for each full block."""
+    return [BlockName(prompt[: i + 1].encode()) for i in range(len(prompt))]
+
+
+def find(pool: BlockPool, prompt: str) -> list[int]:
+    """The slots of the prompt's longest cached prefix."""
+    slots: list[int] = []
+    for name in names(prompt):
+        if (slot := pool.find(name)) is None:
+            break
+        slots.append(slot)
+    return slots
+
+
+def admit(pool: BlockPool, prompt: str, num_partial: int = 0, max_hit: int | None = None) -> list[int]:
+    """Lease what is cached, allocate the rest, name the full blocks. Returns the request's table."""
+    hit = find(pool, prompt)[:max_hit]
+    pool.lease(hit)
+    new = pool.allocate(len(prompt) + num_partial - len(hit))
+    assert new is not None
+    table = hit + new
+    for slot, name in list(zip(table, names(prompt), strict=False))[len(hit) :]:
+        pool.commit(slot, name)
+    pool.check()
+    return table
+
+
+def free(pool: BlockPool, table: Sequence[int]) -> None:
+    pool.release(reversed(table))
+    pool.check()
+
+
+def eviction_order(pool: BlockPool) -> list[int]:
+    """The order in which the pool gives out its free slots, found by taking them one by one (which ends the pool)."""
+    return [slot for _ in range(pool.num_free) for slot in pool.allocate(1) or []]
+
+
+def books(pool: BlockPool) -> tuple[object, ...]:
+    """All that can be seen of a pool."""
+    slots = range(pool.num_slots)
+    return (
+        pool.num_blank,
+        pool.num_leases,
+        pool.cached_slots(),
+        [pool.name(slot) for slot in slots],
+        [pool.is_free(slot) for slot in slots],
+    )
+
+
+# --- the reference's scenarios
+
+
+def test_a_cold_prompt_takes_the_first_slots_and_names_the_full_blocks() -> None:  # S1
+    pool = BlockPool(10)
+
+    table = admit(pool, "abc", num_partial=1)
+
+    assert table == [0, 1, 2, 3]
+    assert [pool.name(slot) for slot in table] == [*names("abc"), None]
+    assert eviction_order(pool) == [4, 5, 6, 7, 8, 9]
+
+
+def test_a_live_prefix_is_shared() -> None:  # S2
+    pool = BlockPool(10)
+    admit(pool, "abc", num_partial=1)
+
+    table = admit(pool, "abc", num_partial=1)
+
+    assert table == [0, 1, 2, 4]
+    assert pool.num_leases == 4 + 4
+    assert pool.num_free == 5
+
+
+def test_a_shared_block_is_free_only_after_its_last_lease() -> None:  # S2
+    pool = BlockPool(10)
+    first, second = admit(pool, "abc", num_partial=1), admit(pool, "abc", num_partial=1)
+
+    free(pool, first)
+    free_after_one = [slot for slot in range(5) if pool.is_free(slot)]
+    free(pool, second)
+
+    assert free_after_one == [3]
+    assert all(pool.is_free(slot) for slot in range(10))
+
+
+def test_unnamed_slots_are_reused_first_and_a_prefix_is_evicted_tail_first() -> None:  # S3, S5
+    pool = BlockPool(10)
+    first, second = admit(pool, "abc", num_partial=1), admit(pool, "abc", num_partial=1)
+    free(pool, first)
+    free(pool, second)
+
+    assert eviction_order(pool) == [4, 3, 5, 6, 7, 8, 9, 2, 1, 0]
+
+
+def test_a_hit_on_freed_blocks_takes_them_from_the_free_list() -> None:  # S4
+    pool = BlockPool(10)
+    first, second = admit(pool, "abc", num_partial=1), admit(pool, "abc", num_partial=1)
+    free(pool, first)
+    free(pool, second)
+
+    third = admit(pool, "abc", num_partial=1)
+
+    assert third == [0, 1, 2, 4]
+    assert eviction_order(pool) == [3, 5, 6, 7, 8, 9]
+
+
+def test_freeing_a_hit_restores_the_order() -> None:  # S4
+    pool = BlockPool(10)
+    first, second = admit(pool, "abc", num_partial=1), admit(pool, "abc", num_partial=1)
+    free(pool, first)
+    free(pool, second)
+
+    free(pool, admit(pool, "abc", num_partial=1))
+
+    assert eviction_order(pool) == [4, 3, 5, 6, 7, 8, 9, 2, 1, 0]
+
+
+def test_unrelated_prompts_forget_everything_cached() -> None:  # S5
+    pool = BlockPool(10)
+    free(pool, admit(pool, "abc", num_partial=1))
+
+    table = pool.allocate(10)
+
+    assert sorted(table or []) == list(range(10))
+    assert pool.num_named == 0
+    assert find(pool, "abc") == []
+    pool.check()
+
+
+def test_the_prompt_freed_first_is_evicted_first() -> None:  # S6
+    pool = BlockPool(10)
+    first = admit(pool, "abcde", num_partial=1)
+    second = admit(pool, "xyz")
+    free(pool, first)
+    free(pool, second)
+
+    third = admit(pool, "ab", num_partial=1)
+
+    assert (first, second) == ([0, 1, 2, 3, 4, 5], [6, 7, 8])
+    assert third == [0, 1, 5]
+    assert eviction_order(pool) == [9, 4, 3, 2, 8, 7, 6]
+
+
+def test_a_block_computed_twice_keeps_its_name_in_the_first_slot() -> None:  # S7, S8: here on purpose unlike vLLM
+    pool = BlockPool(10)
+    free(pool, admit(pool, "abc"))
+
+    again = admit(pool, "abc", max_hit=2)  # the last token is always computed
+
+    assert again == [0, 1, 3]
+    assert pool.find(names("abc")[2]) == 2
+    assert pool.name(3) is None
+    assert eviction_order(pool) == [4, 5, 6, 7, 8, 9, 2]
+
+
+def test_committing_a_name_that_another_slot_has_says_so() -> None:
+    pool = BlockPool(2)
+    first, second = pool.allocate(2) or []
+
+    assert pool.commit(first, names("a")[0]) is True
+    assert pool.commit(second, names("a")[0]) is False
+    pool.check()
+
+
+def test_a_slot_whose_name_was_taken_is_blank_when_released() -> None:
+    pool = BlockPool(2)
+    first, second = pool.allocate(2) or []
+    pool.commit(first, names("a")[0])
+    pool.commit(second, names("a")[0])
+
+    pool.release([second])
+
+    assert pool.num_blank == 1
+    pool.check()
+
+
+def test_a_hit_is_not_evicted_for_the_rest_of_its_own_prompt() -> None:  # S9
+    pool = BlockPool(2)
+    free(pool, admit(pool, "a"))
+    free(pool, admit(pool, "z"))
+
+    table = admit(pool, "ab")
+
+    assert table == [0, 1]
+    assert find(pool, "z") == []
+
+
+def test_an_allocation_that_fails_changes_nothing() -> None:  # S10
+    pool = BlockPool(10)
+    admit(pool, "abc")
+    free(pool, admit(pool, "abcdef"))
+    admit(pool, "yz")
+    before = books(pool)
+
+    assert pool.allocate(6) is None
+
+    assert books(pool) == before
+    assert pool.num_free == 5
+    pool.check()
+
+
+def test_a_hit_whose_rest_does_not_fit_can_be_put_back_as_it_was() -> None:  # S10
+    pool = BlockPool(10)
+    admit(pool, "abc")
+    free(pool, admit(pool, "abcdef"))
+    admit(pool, "yz")
+    before = books(pool)
+    hit = find(pool, "abcdefghi")
+
+    pool.lease(hit)
+    new = pool.allocate(3)
+    free(pool, hit)
+
+    assert new is None
+    assert books(pool) == before
+
+
+def test_a_leased_block_that_is_evicted_stays_with_its_owner_and_is_found_by_nobody() -> None:  # S13
+    pool = BlockPool(10)
+    table = admit(pool, "abc")
+
+    pool.evict([1])
+
+    assert find(pool, "abc") == [0]
+    assert pool.find(names("abc")[2]) == 2
+    assert not pool.is_free(1)
+    pool.check()
+    free(pool, table)
+    assert eviction_order(pool) == [1, 3, 4, 5, 6, 7, 8, 9, 2, 0]
+
+
+def test_slots_come_and_go_at_both_ends_and_from_the_middle() -> None:  # S15
+    pool = BlockPool(5)
+    for slot, letter in zip(pool.allocate(5) or [], "abcde", strict=True):
+        pool.commit(slot, names(letter)[0])
+    pool.release(range(5))
+
+    oldest = pool.allocate(1)
+    pool.lease([2])
+    pool.commit(0, names("f")[0])
+    pool.release([0])
+    pool.put_back([2])
+
+    assert oldest == [0]
+    assert pool.cached_slots() == [2, 1, 3, 4, 0]
+
+
+def test_taking_nothing_evicts_nothing() -> None:
+    pool = BlockPool(3)
+    free(pool, admit(pool, "abc"))
+
+    assert pool.allocate(0) == []
+    assert find(pool, "abc") == [0, 1, 2]
+
+
+# --- orders
+
+
+def test_the_last_blank_slot_released_is_the_first_reused() -> None:
+    pool = BlockPool(6)
+    pool.allocate(6)
+
+    pool.release([3])
+    pool.release([0, 5])
+
+    assert eviction_order(pool) == [5, 0, 3]
+
+
+def test_an_evicted_free_block_becomes_blank_and_is_reused_before_the_oldest() -> None:
+    pool = BlockPool(4)
+    free(pool, admit(pool, "abcd"))
+
+    pool.evict([0])
+
+    assert (pool.num_blank, pool.num_named) == (1, 3)
+    assert eviction_order(pool) == [0, 3, 2, 1]
+
+
+def test_evicting_a_slot_without_a_name_does_nothing() -> None:
+    pool = BlockPool(3)
+    pool.allocate(1)
+    before = books(pool)
+
+    pool.evict([0, 1, 2])
+
+    assert books(pool) == before
+
+
+def test_blank_slots_are_taken_before_anything_is_forgotten() -> None:
+    pool = BlockPool(6)
+    free(pool, admit(pool, "abc"))
+
+    taken = pool.allocate(4)
+
+    assert sorted(taken or []) == [2, 3, 4, 5]
+    assert find(pool, "abc") == [0, 1]
+
+
+def test_victims_are_told_oldest_first_and_left_alone() -> None:
+    pool = BlockPool(6)
+    free(pool, admit(pool, "abc"))
+    free(pool, admit(pool, "xyz"))
+    before = books(pool)
+
+    assert pool.victims(4) == [2, 1, 0, 5]
+    assert pool.victims(100) == [2, 1, 0, 5, 4, 3]
+    assert books(pool) == before
+
+
+def test_put_back_restores_the_order_of_eviction() -> None:
+    pool = BlockPool(6)
+    free(pool, admit(pool, "abcdef"))
+    before = books(pool)
+    victims = pool.victims(4)
+    pool.lease(victims)
+
+    pool.put_back(victims)
+
+    assert books(pool) == before
+
+
+def test_put_back_goes_before_what_was_freed_meanwhile() -> None:
+    pool = BlockPool(6)
+    free(pool, admit(pool, "abc"))
+    other = admit(pool, "xyz")
+    victims = pool.victims(2)
+    pool.lease(victims)
+    free(pool, other)
+
+    pool.put_back(victims)
+
+    assert pool.cached_slots() == [2, 1, 0, 5, 4, 3]
+
+
+def test_put_back_leaves_a_slot_alone_that_somebody_else_leases_by_now() -> None:
+    pool = BlockPool(3)
+    free(pool, admit(pool, "abc"))
+    victims = pool.victims(2)
+    pool.lease(victims)
+    pool.lease([1])
+
+    pool.put_back(victims)
+
+    assert pool.cached_slots() == [2, 0]
+    assert not pool.is_free(1)
+    pool.check()
+
+
+def test_put_back_of_a_block_forgotten_meanwhile_gives_a_blank_slot() -> None:
+    pool = BlockPool(3)
+    free(pool, admit(pool, "abc"))
+    victims = pool.victims(2)
+    pool.lease(victims)
+    pool.evict([2])
+
+    pool.put_back(victims)
+
+    assert (pool.num_blank, pool.cached_slots()) == (1, [1, 0])
+    pool.check()
+
+
+# --- the owner's mistakes
+
+
+def test_leasing_a_blank_free_slot_fails() -> None:
+    pool = BlockPool(3)
+
+    with pytest.raises((AssertionError, KeyError)):
+        pool.lease([1])
+
+    pool.check()
+
+
+@pytest.mark.parametrize("give", [BlockPool.release, BlockPool.put_back])
+def test_giving_back_a_slot_that_nobody_leases_fails(give: Callable[[BlockPool, list[int]], None]) -> None:
+    pool = BlockPool(3)
+    free(pool, admit(pool, "a"))
+
+    for slot in (0, 1):  # cached, blank
+        with pytest.raises((AssertionError, KeyError)):
+            give(pool, [slot])
+        pool.check()
+
+
+def test_giving_back_a_slot_once_too_often_in_one_call_fails() -> None:
+    pool = BlockPool(3)
+    table = admit(pool, "a")
+
+    with pytest.raises((AssertionError, KeyError)):
+        pool.release(table * 2)
+
+
+def test_naming_a_free_slot_fails() -> None:
+    with pytest.raises(AssertionError, match="slot 1 is free"):
+        BlockPool(3).commit(1, names("a")[0])
+
+
+def test_naming_a_slot_twice_fails() -> None:
+    pool = BlockPool(3)
+    admit(pool, "a")
+
+    with pytest.raises(AssertionError, match="slot 0 has a name already"):
+        pool.commit(0, names("b")[0])
+
+
+# --- random operations against a model
+
+
+class ModelPool:
+    """What BlockPool promises, in lists: `free_list` holds the next one to be taken first."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.leases = [0] * num_slots
+        self.names: list[BlockName | None] = [None] * num_slots
+        self.free_list = list(range(num_slots))
+
+    def allocate(self, num_slots: int) -> list[int] | None:
+        if num_slots > len(self.free_list):
+            return None
+        taken, self.free_list = self.free_list[:num_slots], self.free_list[num_slots:]
+        for slot in taken:
+            self.leases[slot], self.names[slot] = 1, None
+        return taken
+
+    def lease(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.leases[slot] += 1
+        self.free_list = [slot for slot in self.free_list if slot not in slots]
+
+    def release(self, slots: Sequence[int], oldest: bool = False) -> None:
+        for slot in reversed(slots) if oldest else slots:
+            self.leases[slot] -= 1
+            if self.leases[slot] == 0:
+                blank = self.names[slot] is None
+                place = 0 if blank else self.num_blank if oldest else len(self.free_list)
+                self.free_list.insert(place, slot)
+
+    def evict(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            if self.names[slot] is not None:
+                self.names[slot] = None
+                if self.leases[slot] == 0:
+                    self.free_list.remove(slot)
+                    self.free_list.insert(0, slot)
+
+    @property
+    def num_blank(self) -> int:
+        return sum(self.names[slot] is None for slot in self.free_list)
+
+
+class BothPools:
+    """Does the same to the pool and to the model. `held` is what was leased and not yet given back, in its order."""
+
+    def __init__(self, num_slots: int, pick: random.Random) -> None:
+        self.num_slots = num_slots
+        self.pool, self.model = BlockPool(num_slots), ModelPool(num_slots)
+        self.pick = pick
+        self.held: list[list[int]] = []
+        self.num_evictions = 0
+
+    def allocate(self) -> None:
+        num_slots, num_blank = self.pick.randint(0, self.num_slots // 2 + 1), self.model.num_blank
+        expected, taken = self.model.allocate(num_slots), self.pool.allocate(num_slots)
+        assert (taken and sorted(taken)) == (expected and sorted(expected))
+        self.num_evictions += max(0, len(taken or []) - num_blank)
+        self.held += [taken] if taken else []
+
+    def lease(self, slots: list[int]) -> None:
+        self.pool.lease(slots)
+        self.model.lease(slots)
+        self.held += [slots] if slots else []
+
+    def lease_named(self) -> None:
+        named = [slot for slot in range(self.num_slots) if self.pool.name(slot) is not None]
+        self.lease(self.pick.sample(named, self.pick.randint(0, min(4, len(named)))))
+
+    def lease_victims(self) -> None:
+        self.lease(self.pool.victims(self.pick.randint(0, self.num_slots)))
+
+    def commit(self) -> None:
+        for slot in {slot for slots in self.held for slot in slots if self.pool.name(slot) is None}:
+            name = BlockName(bytes([self.pick.randrange(4 * self.num_slots)]))
+            is_new = name not in self.model.names
+            assert self.pool.commit(slot, name) is is_new
+            self.model.names[slot] = name if is_new else None
+
+    def release(self) -> None:
+        if self.held:
+            slots = self.held.pop(self.pick.randrange(len(self.held)))
+            self.pick.shuffle(slots)
+            self.pool.release(slots)
+            self.model.release(slots)
+
+    def put_back(self) -> None:
+        if self.held:
+            slots = self.held.pop(self.pick.randrange(len(self.held)))
+            self.pool.put_back(slots)
+            self.model.release(slots, oldest=True)
+
+    def evict(self) -> None:
+        slots = self.pick.sample(range(self.num_slots), min(2, self.num_slots))
+        self.pool.evict(slots)
+        self.model.evict(slots)
+
+    def compare(self) -> None:
+        pool, model, slots = self.pool, self.model, range(self.num_slots)
+        assert pool.cached_slots() == model.free_list[model.num_blank :]
+        assert [pool.name(slot) for slot in slots] == model.names
+        assert [pool.find(name) for name in model.names if name] == [slot for slot in slots if model.names[slot]]
+        assert (pool.num_free, pool.num_blank) == (len(model.free_list), model.num_blank)
+        assert (pool.num_named, pool.num_leases) == (sum(map(bool, model.names)), sum(model.leases))
+        assert [pool.is_free(slot) for slot in slots] == [leases == 0 for leases in model.leases]
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 12, 40])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_operations_agree_with_the_model(seed: int, num_slots: int) -> None:
+    print(f"seed {seed}")
+    pick = random.Random(seed)
+    both = BothPools(num_slots, pick)
+    operations = [both.allocate] * 4 + [both.commit] * 4 + [both.release] * 4 + [both.put_back] * 2
+    operations += [both.lease_named, both.lease_victims, both.evict]
+    for step in range(3000):
+        operation = pick.choice(operations)
+
+        operation()
+
+        print(step, operation.__name__)
+        both.pool.check()
+        both.compare()
+    while both.held:
+        both.release()
+    assert eviction_order(both.pool) == both.model.free_list
+    assert both.num_evictions > 40, "too few interesting steps"
+
+
+def test_check_finds_a_book_that_was_cooked() -> None:
+    damages = {
+        "a slot is blank twice": lambda pool: pool._blank.append(pool._blank[-1]),
+        "a slot is leased and free, or neither": lambda pool: pool._leases.__setitem__(4, 1),
+        "a slot was released more often": lambda pool: pool._leases.__setitem__(0, -1),
+        "a blank slot has a name": lambda pool: pool._names.__setitem__(4, names("z")[0]),
+        "a cached slot has no name": lambda pool: pool._names.__setitem__(0, None),
+        "names and slots disagree": lambda pool: pool._slots.pop(names("a")[0]),
+        "a name points to another's slot": lambda pool: pool._names.__setitem__(0, names("z")[0]),
+    }
+    for message, damage in damages.items():
+        pool = BlockPool(5)
+        free(pool, admit(pool, "ab"))
+
+        damage(pool)
+
+        with pytest.raises(AssertionError, match=message):
+            pool.check()

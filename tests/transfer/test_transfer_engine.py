@@ -1,0 +1,347 @@
+"""TransferEngine: outcomes come back to the owner in poll, every route is measured, nothing is lost at the end."""
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from kvtier.transfer import lane as lane_module
+from kvtier.transfer.lane import Finished, InlineLane, LaneClosed, ThreadLane, Transfer
+from kvtier.transfer.transfer_engine import Route, RouteStatistics, TransferEngine
+
+DEADLINE_S = 20.0
+UP, DOWN = Route.HOST_TO_DEVICE, Route.DEVICE_TO_HOST
+
+
+class Owner:
+    """Keeps what was delivered to it, and on which thread."""
+
+    def __init__(self) -> None:
+        self.delivered: list[Transfer] = []
+        self.threads: set[threading.Thread] = set()
+
+    def deliver(self, transfer: Transfer) -> None:
+        self.delivered.append(transfer)
+        self.threads.add(threading.current_thread())
+
+    @property
+    def outcomes(self) -> list[object]:
+        return [transfer.result if transfer.error is None else type(transfer.error) for transfer in self.delivered]
+
+
+def fail() -> None:
+    raise OSError("disk on fire")
+
+
+def inline_engine() -> TransferEngine:
+    finished: Finished = queue.SimpleQueue()
+    return TransferEngine({route: InlineLane(finished) for route in Route}, finished)
+
+
+def threaded_engine(capacity: int = 8) -> TransferEngine:
+    finished: Finished = queue.SimpleQueue()
+    return TransferEngine({route: ThreadLane(finished, route, 1, capacity) for route in Route}, finished)
+
+
+def poll_until(engine: TransferEngine, num_delivered: int) -> None:
+    give_up_at = time.monotonic() + DEADLINE_S
+    while num_delivered > 0 and time.monotonic() < give_up_at:
+        num_delivered -= engine.poll(timeout_s=1.0)
+    assert num_delivered == 0
+
+
+@pytest.fixture
+def owner() -> Owner:
+    return Owner()
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+@pytest.fixture
+def engine(gate: threading.Event) -> Iterator[TransferEngine]:
+    engine = threaded_engine()
+    yield engine
+    gate.set()
+    engine.close()
+
+
+def blocked_by(gate: threading.Event) -> Callable[[], str]:
+    def work() -> str:
+        assert gate.wait(DEADLINE_S), "nobody opened the gate"
+        return "through"
+
+    return work
+
+
+# --- delivery
+
+
+def test_nothing_is_delivered_before_poll(owner: Owner) -> None:
+    engine = inline_engine()
+
+    engine.submit(UP, lambda: "done", 1, owner.deliver)
+
+    assert owner.delivered == []
+    assert engine.in_flight == 1
+
+
+def test_poll_delivers_everything_that_has_finished(owner: Owner) -> None:
+    engine = inline_engine()
+    for number, route in enumerate([*Route, *Route]):
+        engine.submit(route, lambda number=number: number, 1, owner.deliver)
+
+    num_delivered = engine.poll()
+
+    assert num_delivered == 8
+    assert owner.outcomes == list(range(8))
+    assert engine.in_flight == 0
+    assert engine.poll() == 0
+
+
+def test_an_error_is_delivered_and_not_raised(owner: Owner) -> None:
+    engine = inline_engine()
+    engine.submit(UP, fail, 1, owner.deliver)
+    engine.submit(UP, lambda: "fine", 1, owner.deliver)
+
+    engine.poll()
+
+    assert owner.outcomes == [OSError, "fine"]
+
+
+def test_delivery_happens_on_the_owner_s_thread(engine: TransferEngine, owner: Owner) -> None:
+    for route in Route:
+        engine.submit(route, int, 1, owner.deliver)
+
+    poll_until(engine, 4)
+
+    assert owner.threads == {threading.current_thread()}
+
+
+def test_a_delivery_may_submit_the_next_transfer(owner: Owner) -> None:
+    engine = inline_engine()
+
+    def go_on(transfer: Transfer) -> None:
+        owner.deliver(transfer)
+        engine.submit(UP, lambda: "up", 1, owner.deliver)
+
+    engine.submit(Route.DISK_TO_HOST, lambda: "host", 1, go_on)
+    while engine.in_flight:
+        engine.poll()
+
+    assert owner.outcomes == ["host", "up"]
+
+
+def test_every_transfer_is_delivered_to_its_own_receiver(engine: TransferEngine) -> None:
+    owners = [Owner() for _ in range(4)]
+    for number, route in enumerate(Route):
+        engine.submit(route, lambda number=number: number, 1, owners[number].deliver)
+
+    poll_until(engine, 4)
+
+    assert [owner.outcomes for owner in owners] == [[0], [1], [2], [3]]
+
+
+# --- waiting
+
+
+def test_poll_without_a_timeout_does_not_wait(engine: TransferEngine, owner: Owner, gate: threading.Event) -> None:
+    engine.submit(UP, blocked_by(gate), 1, owner.deliver)
+
+    num_delivered = engine.poll()  # would wait for the gate until its deadline if it waited
+
+    assert num_delivered == 0
+    assert engine.in_flight == 1
+
+
+def test_poll_returns_as_soon_as_something_has_finished(
+    engine: TransferEngine, owner: Owner, gate: threading.Event
+) -> None:
+    engine.submit(UP, blocked_by(gate), 1, owner.deliver)
+    engine.submit(DOWN, lambda: "down", 1, owner.deliver)
+    started = time.monotonic()
+
+    num_delivered = engine.poll(timeout_s=DEADLINE_S)
+
+    assert num_delivered == 1
+    assert owner.outcomes == ["down"]
+    assert engine.in_flight == 1
+    assert time.monotonic() - started < DEADLINE_S / 2
+
+
+def test_poll_waits_no_longer_than_its_timeout(engine: TransferEngine, owner: Owner, gate: threading.Event) -> None:
+    engine.submit(UP, blocked_by(gate), 1, owner.deliver)
+    started = time.monotonic()
+
+    num_delivered = engine.poll(timeout_s=0.05)
+
+    assert num_delivered == 0
+    assert 0.04 < time.monotonic() - started < DEADLINE_S / 2
+
+
+def test_poll_does_not_wait_when_nothing_is_under_way(engine: TransferEngine) -> None:
+    started = time.monotonic()
+
+    assert engine.poll(timeout_s=DEADLINE_S) == 0
+
+    assert time.monotonic() - started < DEADLINE_S / 2
+
+
+# --- counting
+
+
+def test_in_flight_counts_all_routes_until_delivery(
+    engine: TransferEngine, owner: Owner, gate: threading.Event
+) -> None:
+    counts = [engine.in_flight]
+    for route in (UP, UP, DOWN):
+        engine.submit(route, blocked_by(gate), 1, owner.deliver)
+        counts.append(engine.in_flight)
+
+    gate.set()
+    poll_until(engine, 3)
+
+    assert counts == [0, 1, 2, 3]
+    assert engine.in_flight == 0
+
+
+def test_pending_is_counted_by_route(engine: TransferEngine, owner: Owner, gate: threading.Event) -> None:
+    for route in (UP, UP, DOWN):
+        engine.submit(route, blocked_by(gate), 1, owner.deliver)
+
+    pending = {route: engine.num_pending(route) for route in Route}
+
+    assert pending == {DOWN: 1, UP: 2, Route.HOST_TO_DISK: 0, Route.DISK_TO_HOST: 0}
+
+
+def test_a_full_route_refuses_and_the_others_do_not(owner: Owner, gate: threading.Event) -> None:
+    engine = threaded_engine(capacity=2)
+
+    taken = [engine.submit(UP, blocked_by(gate), 1, owner.deliver) for _ in range(3)]
+    taken_down = engine.submit(DOWN, int, 1, owner.deliver)
+
+    assert taken == [True, True, False]
+    assert taken_down
+    assert engine.in_flight == 3
+    gate.set()
+    poll_until(engine, 3)
+    engine.close()
+    assert engine.statistics()[UP].num_transfers == 2
+
+
+def test_a_slow_route_does_not_hold_up_the_others(engine: TransferEngine, owner: Owner, gate: threading.Event) -> None:
+    engine.submit(DOWN, blocked_by(gate), 1, owner.deliver)
+    for route in (Route.HOST_TO_DEVICE, Route.HOST_TO_DISK, Route.DISK_TO_HOST):
+        engine.submit(route, lambda route=route: route, 1, owner.deliver)
+
+    poll_until(engine, 3)
+
+    assert set(owner.outcomes) == set(Route) - {DOWN}
+
+
+# --- measuring
+
+
+def test_routes_are_measured_apart(monkeypatch: pytest.MonkeyPatch, owner: Owner) -> None:
+    monkeypatch.setattr(lane_module, "time", SimpleNamespace(perf_counter=itertools.count(0.0, 2.0).__next__))
+    engine = inline_engine()
+    for route, work, num_bytes in [(UP, int, 100), (UP, int, 50), (UP, fail, 7), (DOWN, int, 3)]:
+        engine.submit(route, work, num_bytes, owner.deliver)
+
+    engine.poll()
+
+    assert engine.statistics() == {
+        Route.DEVICE_TO_HOST: RouteStatistics(num_transfers=1, num_bytes=3, seconds=2.0, num_failed=0),
+        Route.HOST_TO_DEVICE: RouteStatistics(num_transfers=3, num_bytes=150, seconds=6.0, num_failed=1),
+        Route.HOST_TO_DISK: RouteStatistics(),
+        Route.DISK_TO_HOST: RouteStatistics(),
+    }
+
+
+def test_a_transfer_is_counted_when_its_receiver_hears_of_it() -> None:
+    engine = inline_engine()
+    counted: list[int] = []
+
+    engine.submit(UP, int, 1, lambda transfer: counted.append(engine.statistics()[UP].num_transfers))
+    counted.append(engine.statistics()[UP].num_transfers)
+    engine.poll()
+
+    assert counted == [0, 1]
+
+
+def test_statistics_are_values_that_stay_as_they_were(owner: Owner) -> None:
+    engine = inline_engine()
+    before = engine.statistics()
+
+    engine.submit(UP, int, 1, owner.deliver)
+    engine.poll()
+
+    assert before[UP] == RouteStatistics()
+
+
+def test_the_mean_time_of_a_transfer_is_zero_before_the_first() -> None:
+    assert RouteStatistics().seconds_per_transfer == 0.0
+    assert RouteStatistics(num_transfers=4, seconds=2.0).seconds_per_transfer == 0.5
+
+
+# --- the end
+
+
+def test_close_delivers_what_was_queued_as_failed(owner: Owner) -> None:
+    engine = threaded_engine()
+    running = threading.Event()
+
+    def run_until_closing() -> str:
+        running.set()
+        give_up_at = time.monotonic() + DEADLINE_S
+        while not lane._closed and time.monotonic() < give_up_at:
+            time.sleep(0.001)
+        return "finished"
+
+    lane = engine._lanes[UP]
+    assert isinstance(lane, ThreadLane)
+    engine.submit(UP, run_until_closing, 10, owner.deliver)
+    assert running.wait(DEADLINE_S)
+    for _ in range(3):
+        engine.submit(UP, lambda: "never", 10, owner.deliver)
+
+    engine.close()
+
+    assert owner.outcomes == ["finished", LaneClosed, LaneClosed, LaneClosed]
+    assert engine.in_flight == 0
+    assert (engine.statistics()[UP].num_failed, engine.statistics()[UP].num_bytes) == (3, 10)
+
+
+def test_close_delivers_what_had_finished(owner: Owner) -> None:
+    engine = inline_engine()
+    engine.submit(UP, lambda: "done", 1, owner.deliver)
+
+    engine.close()
+
+    assert owner.outcomes == ["done"]
+
+
+def test_close_ends_all_threads_and_may_be_called_twice() -> None:
+    before = set(threading.enumerate())
+    engine = threaded_engine()
+
+    engine.close()
+    engine.close()
+
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_closed_engine_refuses(owner: Owner) -> None:
+    engine = threaded_engine()
+    engine.close()
+
+    assert engine.submit(UP, int, 1, owner.deliver) is False
+    assert engine.in_flight == 0

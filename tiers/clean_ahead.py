@@ -1,0 +1,34 @@
+"""CleanAhead: how many blocks at the eviction end must have a copy below, so that no allocation meets a dirty one."""
+
+import math
+from collections.abc import Callable
+
+RATE_MEMORY_S = 2.0  # over about this time the allocation rate is averaged
+HEADROOM = 2.0  # twice what is allocated while one spill is under way
+
+
+class CleanAhead:
+    """The window's length, from the measured rate of allocation and the measured time of a spill."""
+
+    def __init__(self, least_blocks: int, most_blocks: int, clock: Callable[[], float]) -> None:
+        self._least = min(least_blocks, most_blocks)
+        self._most = most_blocks
+        self._clock = clock
+        self._rate = 0.0  # blocks a second
+        self._rate_at = clock()
+        self._spill_s = 0.0
+
+    def allocated(self, num_blocks: int) -> None:
+        """Blocks were taken from the pool."""
+        now = self._clock()
+        self._rate = self._rate * math.exp((self._rate_at - now) / RATE_MEMORY_S) + num_blocks / RATE_MEMORY_S
+        self._rate_at = now
+
+    def spilled(self, seconds: float) -> None:
+        """A spill took so long, from its submission to the owner's poll."""
+        self._spill_s = seconds if self._spill_s == 0 else 0.8 * self._spill_s + 0.2 * seconds
+
+    @property
+    def num_blocks(self) -> int:
+        """The window now."""
+        return min(self._most, max(self._least, math.ceil(HEADROOM * self._rate * self._spill_s)))

@@ -1,0 +1,366 @@
+"""Promoter: brings a hit's blocks up, disk -> host -> device, each verified on the way, and tells who waits."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvtier.store.record import Fault, digest
+from kvtier.tiers.block_hash import BlockName
+from kvtier.tiers.disk_tier import DiskTier
+from kvtier.tiers.groups import AttentionGroup, longest_hit
+from kvtier.tiers.promotion import NO_SLOT, Arrival, Hit, Promotion
+from kvtier.tiers.residency import Residency, SlotTier
+from kvtier.tiers.tier import Reason, Tier
+from kvtier.transfer.block_memory import BlockMemory
+from kvtier.transfer.lane import Transfer
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+REASONS = {Fault.MISSING: Reason.EVICTED_FROM_DISK, Fault.IO_ERROR: Reason.FAILED}  # any other fault: corrupt
+BATCH_BYTES = 4 << 20  # small enough that reading, verifying and uploading overlap
+
+
+def read_blocks(
+    disk: DiskTier, memory: BlockMemory, keys: Sequence[bytes], host_slots: Sequence[int]
+) -> list[bytes | Fault]:
+    """A reader's work: fill the host slots from disk, verified; each block's digest or fault."""
+    return disk.read(keys, [memory.host_block(slot) for slot in host_slots])
+
+
+def upload_blocks(
+    memory: BlockMemory, host_slots: Sequence[int], digests: Sequence[bytes], device_slots: Sequence[int]
+) -> list[bool]:
+    """An uploader's work: copy to the device those host blocks that still are what arrived there."""
+    good = [digest(memory.host_block(slot)) == known for slot, known in zip(host_slots, digests, strict=True)]
+    memory.to_device(
+        [slot for slot, is_good in zip(host_slots, good, strict=True) if is_good],
+        [slot for slot, is_good in zip(device_slots, good, strict=True) if is_good],
+    )
+    return good
+
+
+class Promoter:
+    """Leases every source, then takes destinations, then copies. Owned by the cache's thread.
+
+    A block is under way once, however many requests want it. A batch that finds its lane full waits here, in order.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[AttentionGroup],
+        residency: Residency,
+        memories: Sequence[BlockMemory],
+        transfers: TransferEngine,
+        clock: Callable[[], float],
+        hand_over: Callable[[Promotion], None],
+    ) -> None:
+        self._groups = groups
+        self._residency = residency
+        self._memories = memories
+        self._transfers = transfers
+        self._clock = clock
+        self._hand_over = hand_over
+        self._arrivals: list[dict[BlockName, Arrival]] = [{} for _ in groups]
+        self._to_read: deque[Arrival] = deque()
+        self._to_upload: deque[Arrival] = deque()
+        self._waiting: set[Promotion] = set()
+
+    @property
+    def num_waiting(self) -> int:
+        """Promotions that are not done."""
+        return len(self._waiting)
+
+    def promote(self, hit: Hit, window: int, deadline: float | None = None) -> Promotion:
+        """Start bringing the hit up; done at once if all of it is on the device."""
+        num_blocks, why_no_more = hit.num_blocks, hit.why_no_more
+        while (deficit := self._deficit(hit.names, num_blocks)) > 0:
+            num_blocks, why_no_more = self._shorter(hit.names, num_blocks - deficit), Reason.CAPACITY
+        promotion = Promotion(
+            hit.names,
+            num_blocks,
+            [[NO_SLOT] * num_blocks for _ in self._groups],
+            [Tier.DEVICE] * num_blocks,
+            why_no_more,
+            deadline,
+        )
+        missing = self._lease_what_is_there(promotion)
+        for group_id, blocks in enumerate(missing):
+            slots = self._residency.take(self._residency.device, group_id, len(blocks), window)
+            assert slots is not None, "a promotion was measured too short"
+            for block_id, slot in zip(blocks, slots, strict=True):
+                self._send(promotion, group_id, block_id, slot)
+        self._count_unneeded_with_next(promotion)
+        self._waiting.add(promotion)
+        self.pump(window)
+        self._finish_if_arrived(promotion)
+        return promotion
+
+    def resident_and_missing(self, hit: Hit) -> list[tuple[set[int], int]]:
+        """For each group: the device slots that the hit's blocks are in already, and how many slots it would take."""
+        result = []
+        for pool, arrivals, needed in zip(
+            self._residency.device.pools, self._arrivals, self._needed(hit.num_blocks), strict=True
+        ):
+            names = hit.names[needed.start : needed.stop]
+            slots = {slot for name in names if (slot := pool.find(name)) is not None}
+            result.append((slots, len(names) - len(slots) - sum(name in arrivals for name in names)))
+        return result
+
+    def keep_warm(self, hit: Hit) -> None:
+        """Make the hit's host blocks the last to be evicted there: they are wanted, only not yet."""
+        if self._residency.host is None:
+            return
+        for pool, needed in zip(self._residency.host.pools, self._needed(hit.num_blocks), strict=True):
+            names = hit.names[needed.start : needed.stop]
+            slots = [slot for name in reversed(names) if (slot := pool.find(name)) is not None]
+            pool.lease(slots)
+            pool.release(slots)
+
+    def num_to_read(self, group_id: int) -> int:
+        """Blocks that wait for a host slot to be read into."""
+        return sum(arrival.group_id == group_id for arrival in self._to_read)
+
+    def pump(self, window: int) -> None:
+        """Hand queued blocks to lanes that have room, and end promotions whose time is over."""
+        while self._to_read and self._submit_read(window):
+            pass
+        while self._to_upload and self._submit_upload():
+            pass
+        now = self._clock()
+        for promotion in [late for late in self._waiting if late.deadline is not None and late.deadline <= now]:
+            self.give_up(promotion, Reason.DEADLINE)
+
+    def give_up(self, promotion: Promotion, reason: Reason) -> None:
+        """Stop waiting: what has not arrived is left out. Blocks under way for nobody else are not started any more."""
+        for arrival in promotion.waiting:
+            (block_id,) = [block_id for waiter, block_id in arrival.waiters if waiter is promotion]
+            arrival.waiters.remove((promotion, block_id))
+            self._leave_out(promotion, arrival, block_id, reason)
+            for queue in (self._to_read, self._to_upload):
+                if not arrival.waiters and arrival in queue:
+                    queue.remove(arrival)
+                    self._resolve(arrival, None)
+        promotion.waiting.clear()
+        self._finish_if_arrived(promotion)
+
+    def num_leases(self, tier: SlotTier, group_id: int) -> int:
+        """Leases that blocks under way hold on a pool, beside those of the promotions that wait."""
+        arrivals = self._arrivals[group_id].values()
+        if tier is self._residency.device:
+            return len(arrivals)
+        return sum(arrival.host_slot is not None for arrival in arrivals)
+
+    def num_waiting_leases(self, group_id: int) -> int:
+        """Leases on device slots that belong to promotions not done yet."""
+        return sum(slot != NO_SLOT for promotion in self._waiting for slot in promotion.tables[group_id])
+
+    def check(self) -> None:
+        """Raise AssertionError if a block under way can be found already, or a promotion waits for nothing."""
+        for group_id, arrivals in enumerate(self._arrivals):
+            pool = self._residency.device.pools[group_id]
+            for arrival in arrivals.values():
+                assert pool.name(arrival.device_slot) is None, "a block can be found before its bytes are there"
+                assert not pool.is_free(arrival.device_slot), "a block arrives in a slot that is free"
+        under_way = {arrival for arrivals in self._arrivals for arrival in arrivals.values()}
+        for promotion in self._waiting:
+            assert promotion.waiting, "a promotion waits for nothing"
+            assert promotion.waiting <= under_way, "a promotion waits for a block that is not under way"
+
+    def _needed(self, num_blocks: int) -> list[range]:
+        return [
+            range(min(num_blocks, group.first_needed(num_blocks * group.block_size)), num_blocks)
+            for group in self._groups
+        ]
+
+    def _deficit(self, names: Sequence[BlockName], num_blocks: int) -> int:
+        """How many slots are missing, in the group where most are, to hold that many blocks on the device."""
+        worst = 0
+        for group_id, needed in enumerate(self._needed(num_blocks)):
+            pool = self._residency.device.pools[group_id]
+            taken = 0
+            for block_id in needed:
+                slot = pool.find(names[block_id])
+                if slot is None:
+                    taken += names[block_id] not in self._arrivals[group_id]
+                else:
+                    taken += pool.is_free(slot)
+            worst = max(worst, taken - pool.num_free)
+        return worst
+
+    def _shorter(self, names: Sequence[BlockName], num_blocks: int) -> int:
+        def holds(group_id: int, block_id: int) -> bool:
+            return self._residency.tier_of(group_id, names[block_id]) is not None
+
+        return longest_hit(max(0, num_blocks), self._groups, holds)
+
+    def _lease_what_is_there(self, promotion: Promotion) -> list[list[int]]:
+        """Lease device blocks and join arrivals, in all groups, before a slot is taken; the blocks that are neither."""
+        missing: list[list[int]] = []
+        for group_id, needed in enumerate(self._needed(promotion.num_blocks)):
+            pool, table = self._residency.device.pools[group_id], promotion.tables[group_id]
+            missing.append([])
+            for block_id in needed:
+                name = promotion.names[block_id]
+                slot = pool.find(name)
+                if slot is not None:
+                    pool.lease([slot])
+                    table[block_id] = slot
+                elif (arrival := self._arrivals[group_id].get(name)) is not None:
+                    self._join(promotion, block_id, arrival)
+                else:
+                    missing[-1].append(block_id)
+        return missing
+
+    def _send(self, promotion: Promotion, group_id: int, block_id: int, device_slot: int) -> None:
+        """Put one block under way into *device_slot*, whose lease becomes the transfer's; its host copy is leased."""
+        name, host = promotion.names[block_id], self._residency.host
+        host_slot = host.pools[group_id].find(name) if host is not None else None
+        if host is None or host_slot is None:
+            arrival = Arrival(group_id, name, device_slot, Tier.DISK)
+            self._to_read.append(arrival)
+        else:
+            host.pools[group_id].lease([host_slot])
+            known = self._residency.digests[group_id][host_slot]
+            arrival = Arrival(group_id, name, device_slot, Tier.HOST, host_slot, known)
+            self._to_upload.append(arrival)
+        self._arrivals[group_id][name] = arrival
+        self._join(promotion, block_id, arrival)
+
+    def _join(self, promotion: Promotion, block_id: int, arrival: Arrival) -> None:
+        self._residency.device.pools[arrival.group_id].lease([arrival.device_slot])
+        promotion.tables[arrival.group_id][block_id] = arrival.device_slot
+        if arrival.source.depth > promotion.tiers[block_id].depth:
+            promotion.tiers[block_id] = arrival.source
+        promotion.waiting.add(arrival)
+        arrival.waiters.append((promotion, block_id))
+
+    def _count_unneeded_with_next(self, promotion: Promotion) -> None:
+        first = min((needed.start for needed in self._needed(promotion.num_blocks)), default=0)
+        if first < promotion.num_blocks:
+            promotion.tiers[:first] = [promotion.tiers[first]] * first
+
+    def _batch(self, queue: deque[Arrival]) -> list[Arrival]:
+        """The first blocks in the queue that are of one group, up to a batch."""
+        group_id = queue[0].group_id
+        most = max(1, BATCH_BYTES // self._memories[group_id].block_bytes)
+        batch: list[Arrival] = []
+        while queue and queue[0].group_id == group_id and len(batch) < most:
+            batch.append(queue.popleft())
+        return batch
+
+    def _submit_read(self, window: int) -> bool:
+        residency = self._residency
+        assert residency.host is not None, "blocks come from disk through the host tier"
+        assert residency.disk is not None, "a block to read without a disk"
+        group_id = self._to_read[0].group_id
+        pool = residency.host.pools[group_id]
+        batch = self._batch(self._to_read)
+        slots = residency.take_clean(residency.host, group_id, len(batch), window)
+        if not slots and not self._transfers.num_pending(Route.HOST_TO_DISK):  # no spill will make room
+            slots = residency.take(residency.host, group_id, min(len(batch), pool.num_free), window) or []
+        self._to_read.extendleft(reversed(batch[len(slots) :]))
+        batch = batch[: len(slots)]
+        if not batch:
+            return False
+        for arrival, slot in zip(batch, slots, strict=True):
+            arrival.host_slot = slot
+        keys = [residency.disk.key(group_id, arrival.name) for arrival in batch]
+        memory, disk = self._memories[group_id], residency.disk
+        submitted = self._transfers.submit(
+            Route.DISK_TO_HOST,
+            lambda: read_blocks(disk, memory, keys, slots),
+            len(batch) * memory.block_bytes,
+            lambda transfer: self._landed_in_host(batch, transfer),
+        )
+        if not submitted:
+            for arrival in batch:
+                arrival.host_slot = None
+            pool.release(slots)
+            self._to_read.extendleft(reversed(batch))
+        return submitted
+
+    def _submit_upload(self) -> bool:
+        batch = self._batch(self._to_upload)
+        memory = self._memories[batch[0].group_id]
+        host_slots = [arrival.host_slot for arrival in batch if arrival.host_slot is not None]
+        digests = [arrival.digest for arrival in batch]
+        device_slots = [arrival.device_slot for arrival in batch]
+        submitted = self._transfers.submit(
+            Route.HOST_TO_DEVICE,
+            lambda: upload_blocks(memory, host_slots, digests, device_slots),
+            len(batch) * memory.block_bytes,
+            lambda transfer: self._landed_on_device(batch, transfer),
+        )
+        if not submitted:
+            self._to_upload.extendleft(reversed(batch))
+        return submitted
+
+    def _landed_in_host(self, batch: Sequence[Arrival], transfer: Transfer) -> None:
+        residency = self._residency
+        outcomes = transfer.result if transfer.error is None else [Fault.IO_ERROR] * len(batch)
+        for arrival, outcome in zip(batch, outcomes, strict=True):
+            if isinstance(outcome, Fault):
+                assert residency.disk is not None, "a block was read without a disk"
+                residency.disk.faults[outcome.value] += 1
+                residency.lost(arrival.group_id, arrival.name)
+                self._resolve(arrival, REASONS.get(outcome, Reason.CORRUPT))
+                continue
+            assert residency.host is not None, "a block was read without a host tier"
+            assert arrival.host_slot is not None, "a block was read into no slot"
+            arrival.digest = outcome
+            if residency.host.pools[arrival.group_id].commit(arrival.host_slot, arrival.name):
+                residency.digests[arrival.group_id][arrival.host_slot] = outcome
+                residency.host.clean[arrival.group_id].add(arrival.host_slot)
+            self._to_upload.append(arrival)
+
+    def _landed_on_device(self, batch: Sequence[Arrival], transfer: Transfer) -> None:
+        device, host = self._residency.device, self._residency.host
+        assert host is not None, "a block was uploaded without a host tier"
+        outcomes = transfer.result if transfer.error is None else [None] * len(batch)
+        for arrival, is_good in zip(batch, outcomes, strict=True):
+            pool, slot = device.pools[arrival.group_id], arrival.device_slot
+            if is_good:
+                if pool.commit(slot, arrival.name):
+                    device.clean[arrival.group_id].add(slot)
+                self._resolve(arrival, None)
+            elif is_good is None:
+                self._resolve(arrival, Reason.FAILED)
+            else:
+                host.corrupt[Fault.CORRUPT.value] += 1
+                assert arrival.host_slot is not None, "a block was uploaded from no slot"
+                self._residency.evict(host, arrival.group_id, [arrival.host_slot])
+                self._resolve(arrival, Reason.CORRUPT)
+
+    def _resolve(self, arrival: Arrival, failure: Reason | None) -> None:
+        """The block has arrived, or never will: the transfer's leases end, and who waited learns of it."""
+        del self._arrivals[arrival.group_id][arrival.name]
+        if arrival.host_slot is not None and self._residency.host is not None:
+            self._residency.host.pools[arrival.group_id].release([arrival.host_slot])
+        pool = self._residency.device.pools[arrival.group_id]
+        pool.release([arrival.device_slot])
+        for promotion, block_id in arrival.waiters:
+            promotion.waiting.discard(arrival)
+            if failure is not None:
+                self._leave_out(promotion, arrival, block_id, failure)
+            self._finish_if_arrived(promotion)
+
+    def _leave_out(self, promotion: Promotion, arrival: Arrival, block_id: int, failure: Reason) -> None:
+        promotion.tables[arrival.group_id][block_id] = NO_SLOT
+        promotion.why_no_more = failure
+        self._residency.device.pools[arrival.group_id].release([arrival.device_slot])
+
+    def _finish_if_arrived(self, promotion: Promotion) -> None:
+        """Once nothing is under way: cut the prefix at what cannot be resumed, and hand its leases to the caller."""
+        if promotion.waiting or promotion.done:
+            return
+        tables = promotion.tables
+        usable = longest_hit(
+            promotion.num_blocks, self._groups, lambda group_id, block_id: tables[group_id][block_id] != NO_SLOT
+        )
+        for group_id, needed in enumerate(self._needed(usable)):
+            table = tables[group_id]
+            unneeded = [slot for i, slot in enumerate(table) if slot != NO_SLOT and i not in needed]
+            self._residency.device.pools[group_id].release(reversed(unneeded))
+            tables[group_id] = [slot if i in needed else NO_SLOT for i, slot in enumerate(table[:usable])]
+        promotion.num_blocks = usable
+        promotion.done = True
+        self._waiting.discard(promotion)
+        self._hand_over(promotion)

@@ -1,0 +1,168 @@
+"""Residency: which block is in which tier, and how a slot is taken from the block that can best be spared."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+
+from kvtier.tiers.block_hash import BlockName
+from kvtier.tiers.block_pool import BlockPool
+from kvtier.tiers.disk_tier import DiskTier
+from kvtier.tiers.tier import Reason, Tier
+
+NUM_GHOSTS = 1 << 16  # names of lost blocks that are remembered, to tell "evicted" from "never seen"
+
+
+@dataclass(slots=True)
+class SlotTier:
+    """The device's or the host's slots: a pool for each group, and which cached blocks have a copy further down."""
+
+    tier: Tier
+    pools: list[BlockPool]
+    clean: list[set[int]] = field(init=False)
+    num_evicted: int = 0
+    dropped_spills: int = 0
+    corrupt: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.clean = [set() for _ in self.pools]
+
+    def choose(self, group_id: int, num_slots: int, window: int) -> list[int]:
+        """Up to *num_slots* cached slots to evict: clean ones among the *window* oldest, then the oldest dirty ones."""
+        oldest = self.pools[group_id].victims(max(num_slots, window))
+        clean = [slot for slot in oldest if slot in self.clean[group_id]][:num_slots]
+        if len(clean) == num_slots:
+            return clean
+        dirty = [slot for slot in oldest if slot not in self.clean[group_id]]
+        return clean + dirty[: num_slots - len(clean)]
+
+    def check(self) -> None:
+        """Raise AssertionError if a pool's books disagree or a clean mark is on no block."""
+        for pool, clean in zip(self.pools, self.clean, strict=True):
+            pool.check()
+            assert all(pool.name(slot) is not None for slot in clean), f"{self.tier}: a slot without a block is clean"
+
+
+class Residency:
+    """All tiers' indexes together. Owned by one thread; holds no bytes and starts no copy."""
+
+    def __init__(self, device: SlotTier, host: SlotTier | None, disk: DiskTier | None) -> None:
+        self.device = device
+        self.host = host
+        self.disk = disk
+        self.num_disk_evicted = 0
+        # Digest of each named host block, taken when its bytes arrived: [group][slot].
+        self.digests: list[dict[int, bytes]] = [{} for _ in device.pools]
+        self._ghosts: OrderedDict[BlockName, Tier] = OrderedDict()
+
+    def tier_of(self, group_id: int, name: BlockName) -> Tier | None:
+        """The warmest tier that has the block."""
+        if self.device.pools[group_id].find(name) is not None:
+            return Tier.DEVICE
+        if self.host is not None and self.host.pools[group_id].find(name) is not None:
+            return Tier.HOST
+        if self.disk is not None and self.disk.holds(group_id, name):
+            return Tier.DISK
+        return None
+
+    def why_missing(self, name: BlockName) -> Reason:
+        """Why no tier has a block: the tier that dropped the last copy, as far as is remembered."""
+        tier = self._ghosts.get(name)
+        return Reason.NEVER_SEEN if tier is None else Reason.evicted_from(tier)
+
+    def has_copy_below_device(self, group_id: int, name: BlockName) -> bool:
+        """Whether the device may forget the block and it will still be found."""
+        if self.host is not None and self.host.pools[group_id].find(name) is not None:
+            return True
+        return self.disk is not None and self.disk.holds(group_id, name)
+
+    def take(self, tier: SlotTier, group_id: int, num_slots: int, window: int) -> list[int] | None:
+        """Lease that many slots of *tier*, evicting clean blocks first. None, and nothing changed, if too few are free.
+
+        A dirty block that has to go is dropped and counted; nobody waits for a copy.
+        """
+        pool = tier.pools[group_id]
+        if num_slots > pool.num_free:
+            return None
+        if num_slots > pool.num_blank:
+            self.evict(tier, group_id, tier.choose(group_id, num_slots - pool.num_blank, window))
+        return pool.allocate(num_slots)
+
+    def num_clean(self, tier: SlotTier, group_id: int, window: int, besides: Set[int]) -> int:
+        """How many slots could be taken now, blank or among the *window* oldest, without losing a last copy.
+
+        The slots *besides* do not count: they are about to be leased.
+        """
+        pool, clean = tier.pools[group_id], tier.clean[group_id]
+        return pool.num_blank + sum(slot in clean and slot not in besides for slot in pool.victims(window))
+
+    def take_clean(self, tier: SlotTier, group_id: int, num_slots: int, window: int) -> list[int]:
+        """Lease up to that many slots of *tier* without losing any block's last copy."""
+        pool = tier.pools[group_id]
+        missing = num_slots - pool.num_blank
+        if missing > 0:
+            victims = pool.victims(max(missing, window))
+            self.evict(tier, group_id, [slot for slot in victims if slot in tier.clean[group_id]][:missing])
+        return pool.allocate(min(num_slots, pool.num_blank)) or []
+
+    def evict(self, tier: SlotTier, group_id: int, slots: Sequence[int]) -> None:
+        """Forget the blocks in the slots of *tier*; their last copies are remembered as ghosts."""
+        pool = tier.pools[group_id]
+        for slot in slots:
+            name = pool.name(slot)
+            if name is None:
+                continue
+            was_clean = slot in tier.clean[group_id]
+            tier.clean[group_id].discard(slot)
+            pool.evict([slot])
+            tier.num_evicted += 1
+            if tier is self.host:
+                self.digests[group_id].pop(slot, None)
+                if not was_clean:
+                    self._lost_below(group_id, name)
+            if not was_clean and not self._anywhere(group_id, name):
+                tier.dropped_spills += self._is_spilled(tier)
+                self._remember(name, tier.tier)
+
+    def evicted_from_disk(self, keys: Sequence[bytes]) -> None:
+        """The store dropped these keys: what is still above is dirty again, the rest is lost."""
+        self.num_disk_evicted += len(keys)
+        for key in keys:
+            block = self.disk.block_of(key) if self.disk is not None else None
+            if block is None:
+                continue
+            group_id, name = block
+            self._lost_below(group_id, name)
+            if not self._anywhere(group_id, name):
+                self._remember(name, Tier.DISK)
+
+    def lost(self, group_id: int, name: BlockName) -> None:
+        """A copy turned out bad: no clean mark that relied on it may stay."""
+        self._lost_below(group_id, name)
+
+    def check(self) -> None:
+        """Raise AssertionError if the indexes disagree."""
+        self.device.check()
+        if self.host is None:
+            return
+        self.host.check()
+        for pool, digests in zip(self.host.pools, self.digests, strict=True):
+            named = {slot for slot in range(pool.num_slots) if pool.name(slot) is not None}
+            assert named == set(digests), "a host block without a digest, or a digest without a block"
+
+    def _lost_below(self, group_id: int, name: BlockName) -> None:
+        for tier in (self.device, self.host):
+            slot = tier.pools[group_id].find(name) if tier is not None else None
+            if tier is not None and slot is not None:
+                tier.clean[group_id].discard(slot)
+
+    def _anywhere(self, group_id: int, name: BlockName) -> bool:
+        return self.tier_of(group_id, name) is not None
+
+    def _is_spilled(self, tier: SlotTier) -> bool:
+        return self.host is not None if tier is self.device else self.disk is not None
+
+    def _remember(self, name: BlockName, tier: Tier) -> None:
+        self._ghosts[name] = tier
+        self._ghosts.move_to_end(name)
+        if len(self._ghosts) > NUM_GHOSTS:
+            self._ghosts.popitem(last=False)

@@ -1,0 +1,58 @@
+"""Statistics: what the tiers did, as frozen values that any thread may keep."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvtier.tiers.tier import Reason, Tier
+from kvtier.transfer.transfer_engine import Route, RouteStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBalance:
+    """Where a prompt's tokens came from. `device + host + disk + recomputed` is the prompt, always."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    recomputed: int = 0
+    reasons: Mapping[Reason, int] = field(default_factory=dict)  # adds up to `recomputed`
+
+    @property
+    def num_tokens(self) -> int:
+        """The prompt's length."""
+        return self.device + self.host + self.disk + self.recomputed
+
+    def plus(self, other: "TokenBalance") -> "TokenBalance":
+        """Both together."""
+        reasons = dict(self.reasons)
+        for reason, num_tokens in other.reasons.items():
+            reasons[reason] = reasons.get(reason, 0) + num_tokens
+        return TokenBalance(
+            self.device + other.device,
+            self.host + other.host,
+            self.disk + other.disk,
+            self.recomputed + other.recomputed,
+            reasons,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatistics:
+    """One tier now (blocks, bytes) and since the start (evictions, dropped spills, corrupt blocks by cause)."""
+
+    num_blocks: int = 0
+    num_bytes: int = 0
+    capacity_bytes: int = 0
+    num_evicted: int = 0
+    dropped_spills: int = 0  # evicted although no lower tier had a copy yet
+    corrupt: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """A `TieredCache` at one moment."""
+
+    tiers: Mapping[Tier, TierStatistics]
+    routes: Mapping[Route, RouteStatistics]
+    promotions_waiting: int
+    clean_ahead_blocks: int

@@ -1,0 +1,36 @@
+"""The tiers by name, and why a token had to be recomputed."""
+
+from enum import StrEnum
+
+
+class Tier(StrEnum):
+    """Where a block can be found, warmest first."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+    @property
+    def depth(self) -> int:
+        """0 for the warmest tier; a prefix's tokens count for the coldest tier they came from."""
+        return list(Tier).index(self)
+
+
+class Reason(StrEnum):
+    """Why a prompt token was computed although a cache exists."""
+
+    NEVER_SEEN = "never_seen"
+    EVICTED_FROM_DEVICE = "evicted_from_device"
+    EVICTED_FROM_HOST = "evicted_from_host"
+    EVICTED_FROM_DISK = "evicted_from_disk"
+    CAPACITY = "capacity"  # no slots to promote into
+    CORRUPT = "corrupt"  # found, but its bytes were not what had been stored
+    FAILED = "failed"  # found, but the copy failed
+    DEADLINE = "deadline"  # found, but the copy was too late
+    SKIPPED = "skipped"  # the request asked not to read the cache
+    LAST_BLOCK = "last_block"  # always computed: the last token's logits are what prefill is for
+
+    @classmethod
+    def evicted_from(cls, tier: Tier) -> "Reason":
+        """The reason of a block whose last copy was dropped by *tier*."""
+        return cls(f"evicted_from_{tier}")

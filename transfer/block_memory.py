@@ -1,0 +1,57 @@
+"""BlockMemory: the two memories of one attention group, and the copies between their slots."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.transfer.host_slab import HostSlab
+
+
+class BlockMemory(Protocol):
+    """Device and host slots of one attention group; a block has the same bytes in both.
+
+    The copies are called on a lane's thread, with both ends leased; they return when the bytes have landed.
+    """
+
+    block_bytes: int
+    num_device_slots: int
+    num_host_slots: int
+
+    def to_host(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
+        """Copy device slot i to host slot i, pair by pair."""
+
+    def to_device(self, host_slots: Sequence[int], device_slots: Sequence[int]) -> None:
+        """Copy host slot i to device slot i, pair by pair."""
+
+    def host_block(self, slot: int) -> memoryview:
+        """The bytes of a host slot, writable, [block_bytes]."""
+
+    def close(self) -> None:
+        """Give up the host slots."""
+
+
+class CpuMemory:
+    """Device slots in ordinary memory: `device_blocks` is a [num_slots, block_bytes] uint8 view of the slab."""
+
+    def __init__(self, device_blocks: npt.NDArray[np.uint8], num_host_slots: int) -> None:
+        self.num_device_slots, self.block_bytes = device_blocks.shape
+        self.num_host_slots = num_host_slots
+        self._device = device_blocks
+        self._host = HostSlab(num_host_slots, self.block_bytes)
+
+    def to_host(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
+        # A loop over rows reaches memcpy's speed; fancy indexing on both sides would allocate: 0.1 to 0.6 of it.
+        for source, target in zip(device_slots, host_slots, strict=True):
+            np.copyto(self._host.blocks[target], self._device[source])
+
+    def to_device(self, host_slots: Sequence[int], device_slots: Sequence[int]) -> None:
+        for source, target in zip(host_slots, device_slots, strict=True):
+            np.copyto(self._device[target], self._host.blocks[source])
+
+    def host_block(self, slot: int) -> memoryview:
+        return memoryview(self._host.blocks[slot])
+
+    def close(self) -> None:
+        self._host.close()

@@ -1,0 +1,70 @@
+"""HostSlab: block slots in one anonymous memory file, backed (and pinned, with CUDA) piece by piece."""
+
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 64 << 20  # one registration of >= 512 GiB fails and one of many GiB stalls every CUDA call
+
+
+class HostSlab:
+    """*num_slots* slots of *block_bytes* each in a memory file (`memfd`): nothing is left behind by a killed process.
+
+    The bytes of a slot belong to whoever leases the slot. Memory touched for the first time is 8 to 18 times slower
+    than reused memory (measured; DESIGN.md section 10), so a background thread backs the file piece by piece and,
+    when *register* is given, pins each piece; slots that it has not reached yet work, only slower.
+    """
+
+    def __init__(self, num_slots: int, block_bytes: int, register: Callable[[int, int], None] | None = None) -> None:
+        self.num_slots = num_slots
+        self.block_bytes = block_bytes
+        self.num_bytes = num_slots * block_bytes
+        self.prepared_bytes = 0
+        self._register = register
+        self._stop = threading.Event()
+        self._file = os.memfd_create("kvtier-host-slab", os.MFD_CLOEXEC)
+        os.ftruncate(self._file, max(self.num_bytes, mmap.PAGESIZE))
+        self._map = mmap.mmap(self._file, max(self.num_bytes, mmap.PAGESIZE))
+        flat = np.frombuffer(self._map, dtype=np.uint8, count=self.num_bytes)
+        self.blocks: npt.NDArray[np.uint8] = flat.reshape(num_slots, block_bytes)  # [num_slots, block_bytes]
+        self._thread = threading.Thread(target=self._prepare, name="kvtier-host-slab", daemon=True)
+        self._thread.start()
+
+    @property
+    def prepared(self) -> bool:
+        """Whether every piece is backed (and pinned, with CUDA)."""
+        return self.prepared_bytes == self.num_bytes
+
+    def close(self) -> None:
+        """End the background work. The memory goes when the last view of `blocks` does."""
+        self._stop.set()
+        self._thread.join()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _prepare(self) -> None:
+        base = self.blocks.ctypes.data
+        try:
+            for start in range(0, self.num_bytes, PIECE_BYTES):
+                if self._stop.is_set():
+                    return
+                length = min(PIECE_BYTES, self.num_bytes - start)
+                os.posix_fallocate(self._file, start, length)
+                if self._register is not None:
+                    self._register(base + start, length)
+                self.prepared_bytes = start + length
+        except Exception as error:  # a thread's top; unprepared slots work, only slower
+            log.warning(
+                "host slab: prepared %d of %d bytes, the rest stays slower: %s",
+                self.prepared_bytes,
+                self.num_bytes,
+                error,
+            )

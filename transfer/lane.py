@@ -1,0 +1,128 @@
+"""Lanes: where copies run. A lane is bounded, touches no state of its owner, and reports through one queue."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+
+class LaneClosed(Exception):
+    """The transfer was still queued when its lane closed; nothing of it was copied."""
+
+
+@dataclass(eq=False, slots=True)
+class Transfer:
+    """One piece of work for a lane and, once finished, its outcome: a `result` or an `error`.
+
+    Made by the owner, run by the lane, handed back through the `finished` queue; `deliver` is called by the owner.
+    """
+
+    work: Callable[[], Any]
+    num_bytes: int
+    deliver: Callable[["Transfer"], None]
+    result: Any = None
+    error: Exception | None = None
+    seconds: float = field(default=0.0)
+
+    def run(self) -> None:
+        """Do the work where we stand; the only place where a copy's error is caught."""
+        started = time.perf_counter()
+        try:
+            self.result = self.work()
+        except Exception as error:  # a thread's top: the owner learns of it in poll()
+            self.error = error
+        self.seconds = time.perf_counter() - started
+
+
+Finished = queue.SimpleQueue[Transfer]
+
+
+class Lane(Protocol):
+    """Runs transfers and puts each into the owner's `Finished` queue exactly once, in any order."""
+
+    def submit(self, transfer: Transfer) -> bool:
+        """Take the transfer; False if the lane is full. Never blocks."""
+
+    @property
+    def num_pending(self) -> int:
+        """Transfers taken and not finished."""
+
+    def close(self) -> None:
+        """Finish the running transfer, fail the queued ones with `LaneClosed`, end the threads. Idempotent."""
+
+
+class InlineLane:
+    """Runs a transfer inside `submit`: for replay and tests, where time must not matter."""
+
+    def __init__(self, finished: Finished) -> None:
+        self._finished = finished
+
+    @property
+    def num_pending(self) -> int:
+        return 0
+
+    def submit(self, transfer: Transfer) -> bool:
+        transfer.run()
+        self._finished.put(transfer)
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+class ThreadLane:
+    """Runs transfers on its own threads, in order of submission (with one thread: strictly in order)."""
+
+    def __init__(self, finished: Finished, name: str, num_threads: int = 1, capacity: int = 64) -> None:
+        self._finished = finished
+        self._queue: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self._capacity = capacity
+        self._num_pending = 0
+        self._lock = threading.Lock()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"kvtier-{name}-{i}", daemon=True) for i in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_pending(self) -> int:
+        return self._num_pending
+
+    def submit(self, transfer: Transfer) -> bool:
+        with self._lock:
+            if self._closed or self._num_pending >= self._capacity:
+                return False
+            self._num_pending += 1
+        self._queue.put(transfer)
+        return True
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _serve(self) -> None:
+        while (transfer := self._queue.get()) is not None:
+            if self._closed:
+                transfer.error = LaneClosed()
+            else:
+                transfer.run()
+            with self._lock:
+                self._num_pending -= 1
+            self._finished.put(transfer)

@@ -1,0 +1,103 @@
+"""TransferEngine: the four routes between tiers, each on a lane of its own, measured."""
+
+import queue
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from kvtier.transfer.lane import Finished, Lane, Transfer
+
+
+class Route(StrEnum):
+    """From which tier to which; loads and spills never share a lane, so a spill delays no load."""
+
+    DEVICE_TO_HOST = "device_to_host"
+    HOST_TO_DEVICE = "host_to_device"
+    HOST_TO_DISK = "host_to_disk"
+    DISK_TO_HOST = "disk_to_host"
+
+
+@dataclass(frozen=True, slots=True)
+class RouteStatistics:
+    """Totals since the start: finished transfers, their bytes, the seconds they ran, those that failed."""
+
+    num_transfers: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    num_failed: int = 0
+
+    @property
+    def seconds_per_transfer(self) -> float:
+        """Mean time a transfer ran, 0.0 before the first."""
+        return self.seconds / self.num_transfers if self.num_transfers else 0.0
+
+    def plus(self, transfer: Transfer) -> "RouteStatistics":
+        """These totals and one more finished transfer."""
+        failed = transfer.error is not None
+        return RouteStatistics(
+            self.num_transfers + 1,
+            self.num_bytes + (0 if failed else transfer.num_bytes),
+            self.seconds + transfer.seconds,
+            self.num_failed + failed,
+        )
+
+
+class TransferEngine:
+    """Sends work down its route's lane and brings the outcome back to the owner's thread.
+
+    Owned by one thread, which calls `submit` and `poll`; the lanes share the *finished* queue they were made with.
+    """
+
+    def __init__(self, lanes: Mapping[Route, Lane], finished: Finished) -> None:
+        self._lanes = dict(lanes)
+        self._finished = finished
+        self._statistics = {route: RouteStatistics() for route in Route}
+        self._in_flight = 0
+
+    def submit(
+        self, route: Route, work: Callable[[], Any], num_bytes: int, deliver: Callable[[Transfer], None]
+    ) -> bool:
+        """Queue *work*; *deliver* gets the finished transfer inside a later `poll`. False if the lane is full."""
+
+        def count_and_deliver(transfer: Transfer) -> None:
+            self._statistics[route] = self._statistics[route].plus(transfer)
+            deliver(transfer)
+
+        if not self._lanes[route].submit(Transfer(work, num_bytes, count_and_deliver)):
+            return False
+        self._in_flight += 1
+        return True
+
+    def poll(self, timeout_s: float = 0.0) -> int:
+        """Deliver every finished transfer; wait up to *timeout_s* for the first. Returns how many there were."""
+        num_delivered = 0
+        while self._in_flight:
+            try:
+                transfer = self._finished.get(timeout=timeout_s) if timeout_s > 0 else self._finished.get_nowait()
+            except queue.Empty:
+                break
+            timeout_s = 0.0
+            self._in_flight -= 1
+            num_delivered += 1
+            transfer.deliver(transfer)
+        return num_delivered
+
+    def num_pending(self, route: Route) -> int:
+        """Transfers on this route that have not finished."""
+        return self._lanes[route].num_pending
+
+    @property
+    def in_flight(self) -> int:
+        """Transfers submitted and not delivered, on all routes."""
+        return self._in_flight
+
+    def statistics(self) -> dict[Route, RouteStatistics]:
+        """Totals by route, by value."""
+        return dict(self._statistics)
+
+    def close(self) -> None:
+        """Close the lanes and deliver what they had left, queued transfers as failed."""
+        for lane in self._lanes.values():
+            lane.close()
+        self.poll()
