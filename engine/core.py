@@ -21,6 +21,7 @@ from kvtier.tiers.block_hash import BlockChain, ExtraKeys, HashAlgorithm
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.statistics import CacheStatistics, TokenBalance
+from kvtier.tiers.tier import Tier
 from kvtier.transfer.lane import Finished, Lane, ThreadLane
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
@@ -83,15 +84,20 @@ class EngineCore:
         """Queue a prompt. ValueError, with what to do, if it is empty, can never fit, or the queue is full."""
         if not len(token_ids):
             raise ValueError("prompt: has no tokens; give at least one")
-        names = self.config.names
-        chain = BlockChain(
-            self.config.device.block_size, extra, algorithm=HashAlgorithm(names.algorithm), seed=names.seed
-        )
-        chain.extend(token_ids)
+        chain = self._name(token_ids, extra)
         detokenizer = Detokenizer(self.tokenizer, sampling.stop)
         request = Request(token_ids, sampling, chain, detokenizer, reads_cache, arrived_at)
         self._scheduler.add(request)
         return request
+
+    def where(self, token_ids: Sequence[int], extra: ExtraKeys) -> dict[str, int]:
+        """Tokens of a prompt by the coldest tier that they would come from, or "nowhere"."""
+        block_size = self.config.device.block_size
+        counts = dict.fromkeys([*Tier, "nowhere"], 0)
+        for tier in self.cache.where(self._name(token_ids, extra).names):
+            counts["nowhere" if tier is None else tier] += block_size
+        counts["nowhere"] += len(token_ids) % block_size
+        return {str(place): num_tokens for place, num_tokens in counts.items()}
 
     def abort(self, request: Request) -> None:
         """End a request; nothing of it stays leased."""
@@ -133,6 +139,13 @@ class EngineCore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _name(self, token_ids: Sequence[int], extra: ExtraKeys) -> BlockChain:
+        names = self.config.names
+        algorithm = HashAlgorithm(names.algorithm)
+        chain = BlockChain(self.config.device.block_size, extra, algorithm=algorithm, seed=names.seed)
+        chain.extend(token_ids)
+        return chain
 
     def _compute(self, work: Sequence[Work]) -> list[Request]:
         logits = self._runner.run(

@@ -24,13 +24,13 @@ from kvtier.engine.runner import bytes_per_block
 from kvtier.engine.sampling import SamplingParams
 from kvtier.tiers.block_hash import BlockChain, HashAlgorithm
 from kvtier.tiers.disk_tier import GROUP_BYTES, NAMESPACE_BYTES
+from kvtier.tiers.tier import Tier
 
 BLOCK_SIZE = 64  # tokens
 DEVICE_DOCUMENTS = 1.25  # how many documents the device pool holds: asking about a second one pushes the first out
 HOST_DOCUMENTS = 2.25
 DISK_DOCUMENTS = 12
-PUSH_OUT_OF_DEVICE = 2  # other documents to read until nothing of the first is left on the device …
-PUSH_OUT_OF_HOST = 3  # … and as many more until nothing of it is left in host memory
+MAX_OTHERS = 12  # other documents read at most to push the first one out of a tier
 QUESTIONS = {"cold": 1, "device": 5, "host": 3, "disk": 3, "restart": 3, "corrupt": 3}
 MAX_ANSWER_TOKENS = 12
 
@@ -77,6 +77,7 @@ class Stage:
     tokenizer: PreTrainedTokenizerBase
     document: Document
     num_tokens: int
+    num_words: int  # for other documents: of the bundled tokenizer, which has one token for each
     config: Config
     asked: tuple[Fact, ...]
 
@@ -100,7 +101,10 @@ class Stage:
         # From the middle outwards: the first question's answer is in the block that the last step damages.
         middle = len(document.facts) // 2
         asked = sorted(document.facts, key=lambda fact: abs(document.facts.index(fact) - middle))
-        return cls(model, tokenizer, document, num_tokens, config, tuple(asked[: max(QUESTIONS.values()) + 1]))
+        num_words = num_tokens * plan.num_tokens // len(encode(tokenizer, make_document(1, plan.num_tokens).text))
+        return cls(
+            model, tokenizer, document, num_tokens, num_words, config, tuple(asked[: max(QUESTIONS.values()) + 1])
+        )
 
 
 def _model(plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -118,9 +122,10 @@ class Questioner:
         self._stage = stage
         self._llm = llm
         self._answers = answers
+        self._num_others = 0
 
     def step(self, name: str) -> Step:
-        """Ask as many questions as the step has. A process's first forward pass is slower: it is not counted."""
+        """Ask the step's questions one after the other."""
         facts = self._stage.asked[1:] if name == "device" else self._stage.asked[: QUESTIONS[name]]
         completions = [self._ask(self._stage.document.text, fact) for fact in facts]
         answers = {fact.name: done.text.strip() for fact, done in zip(facts, completions, strict=True)}
@@ -128,7 +133,7 @@ class Questioner:
         self._answers.update(answers)
         first = completions[0]
         times = [done.ttft_s for done in completions]
-        corrupt = self._llm.statistics().cache.tiers
+        tiers = self._llm.statistics().cache.tiers.values()
         return Step(
             name=name,
             ttft_s=statistics.median(times) if name == "device" else first.ttft_s,
@@ -137,20 +142,22 @@ class Questioner:
             answers_correct=sum(is_right(answers[fact.name], fact) for fact in facts),
             questions=len(facts),
             answers=answers,
-            corrupt_blocks=sum(sum(tier.corrupt.values()) for tier in corrupt.values()),
+            corrupt_blocks=sum(sum(tier.corrupt.values()) for tier in tiers),
         )
 
-    def read_others(self, seeds: Sequence[int], note: Note) -> None:
-        """Ask about other documents of the same length, which takes the place of what was read before."""
-        for seed in seeds:
-            note(f"reading other document {seed} to push the first one down")
-            text = make_document(seed, self._stage.num_tokens).text
-            if len(encode(self._stage.tokenizer, text)) > 1.2 * self._stage.num_tokens:  # a tokenizer of word pieces
-                text = text[: len(text) * self._stage.num_tokens // len(encode(self._stage.tokenizer, text))]
-            self._llm.generate(text, SamplingParams(max_tokens=1))
+    def push_out_of(self, tiers: Sequence[Tier], note: Note) -> None:
+        """Ask about other documents of the same length until nothing of the first one is left in *tiers*."""
+        for _ in range(MAX_OTHERS):
+            where = self._llm.where(self._stage.document.text)
+            if not any(where[tier] for tier in tiers):
+                return
+            self._num_others += 1
+            note(f"reading other document {self._num_others} to push the first one out of {' and '.join(tiers)}")
+            other = make_document(self._num_others, self._stage.num_words)
+            self._llm.generate(other.text, SamplingParams(max_tokens=1))
 
     def warm_up(self) -> None:
-        """Run every kind of step once on tokens of no document."""
+        """A process's first passes are slower, cache or not; these are on tokens of no document."""
         self._llm.generate([[1] * (2 * BLOCK_SIZE)], SamplingParams(max_tokens=2), skip_reading_prefix_cache=True)
 
     def _ask(self, text: str, fact: Fact) -> Completion:
@@ -171,9 +178,9 @@ def run_demo(plan: Plan, note: Note) -> list[Step]:
         steps.append(asker.step("cold"))
         note("asking more of it")
         steps.append(asker.step("device"))
-        asker.read_others(range(1, PUSH_OUT_OF_DEVICE + 1), note)
+        asker.push_out_of([Tier.DEVICE], note)
         steps.append(asker.step("host"))
-        asker.read_others(range(PUSH_OUT_OF_DEVICE + 1, PUSH_OUT_OF_DEVICE + PUSH_OUT_OF_HOST + 1), note)
+        asker.push_out_of([Tier.DEVICE, Tier.HOST], note)
         steps.append(asker.step("disk"))
         note("writing what is left to disk, ending the engine")
     note("a new process asks on the same store")

@@ -4,6 +4,7 @@ import logging
 import sys
 
 import msgspec
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
@@ -30,7 +31,10 @@ def report(model: str | None, document: str | None, num_tokens: int, device: str
     if as_json:
         print(msgspec.json.encode({"steps": steps}).decode())
     else:
-        Console().print(_table(steps))
+        output = Console()
+        output = output if output.is_terminal else Console(width=100)
+        output.print(_table(steps))
+        output.print(_legend(steps), highlight=False)
     equal = all(step.answers_equal for step in steps)
     right = model is not None or all(step.answers_correct == step.questions for step in steps)
     if not (equal and right):
@@ -39,32 +43,27 @@ def report(model: str | None, document: str | None, num_tokens: int, device: str
 
 
 def _table(steps: list[Step]) -> Table:
-    table = Table(title="Questions to one document: where the prompt's tokens came from")
-    for heading in (
-        "step",
-        "",
-        "TTFT",
-        "of cold",
-        "device",
-        "host",
-        "disk",
-        "recomputed",
-        "right answers",
-        "for example",
-    ):
-        table.add_column(heading, justify="right" if heading not in ("step", "", "for example") else "left")
+    table = Table(title="Questions to one document: where the prompt's tokens came from", box=box.SIMPLE_HEAD)
+    table.add_column("step", no_wrap=True)
+    for heading in ("TTFT", "of cold", "device", "host", "disk", "computed", "right"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("for example", no_wrap=True)
     cold = steps[0].ttft_s
     for step in steps:
         name, answer = next(iter(step.answers.items()))
         tokens = [step.tokens.device, step.tokens.host, step.tokens.disk, step.tokens.recomputed]
-        corrupt = f" ({step.corrupt_blocks} corrupt block)" if step.corrupt_blocks else ""
         table.add_row(
             step.name,
-            MEANING[step.name] + corrupt,
             f"{1000 * step.ttft_s:,.0f} ms",
-            "1" if step is steps[0] else f"1/{cold / step.ttft_s:.0f}",
+            f"1/{cold / step.ttft_s:.0f}" if step.ttft_s < cold / 1.5 else f"{step.ttft_s / cold:.2f}",
             *(f"{count:,}" if count else "·" for count in tokens),
             f"{step.answers_correct} of {step.questions}",
-            f"{name}: {answer}",
+            f"{name}: {answer[:24]}",
         )
     return table
+
+
+def _legend(steps: list[Step]) -> str:
+    lines = [f"  {step.name:8}{MEANING[step.name]}" for step in steps]
+    num_corrupt = sum(step.corrupt_blocks for step in steps)
+    return "\n".join([*lines, f"  {num_corrupt} corrupt block found and recomputed; TTFT: time to first token"])

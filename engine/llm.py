@@ -74,6 +74,13 @@ class LLM:
                 self.core.abort(request)
         return [request.completion() for request in requests]
 
+    def where(
+        self, prompt: Prompt, *, cache_salt: str | None = None, extra: ExtraKeys = NO_EXTRA_KEYS
+    ) -> dict[str, int]:
+        """How many of the prompt's tokens are in which tier now; under "nowhere" those that would be computed."""
+        token_ids = encode(self.core.tokenizer, prompt)
+        return self.core.where(token_ids, salted(extra, cache_salt))
+
     def statistics(self) -> EngineStatistics:
         """Everything counted so far, by value."""
         self.core.idle()

@@ -59,12 +59,12 @@ class ExtraKeys:
         """The keys of the block with tokens *start* to *end*, tagged and unambiguous; empty for most blocks."""
         parts: list[bytes] = []
         if self.lora is not None:
-            parts += (b"lora", self.lora.name.encode(), self.lora.path.encode())
+            parts += (b"lora", _utf8(self.lora.name), _utf8(self.lora.path))
         for item in self.multimodal:
             if item.offset < end and start < item.offset + item.num_tokens:
-                parts += (b"mm", item.identifier.encode(), struct.pack("<q", item.offset - start))
+                parts += (b"mm", _utf8(item.identifier), struct.pack("<q", item.offset - start))
         if self.cache_salt is not None and start == 0:
-            parts += (b"cache_salt", self.cache_salt.encode())
+            parts += (b"cache_salt", _utf8(self.cache_salt))
         if self.prompt_embeddings is not None and start < len(self.prompt_embeddings):
             rows = np.ascontiguousarray(self.prompt_embeddings[start:end])
             parts += (b"prompt_embeds", hashlib.sha256(rows.tobytes()).digest())
@@ -72,6 +72,10 @@ class ExtraKeys:
 
 
 NO_EXTRA_KEYS = ExtraKeys()
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")  # a salt from a client may be any string
 
 
 def root_name(algorithm: HashAlgorithm, seed: str) -> BlockName:

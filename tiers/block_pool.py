@@ -100,20 +100,22 @@ class BlockPool:
                 self._cached[slot] = None
 
     def lend(self, slots: Iterable[int]) -> None:
-        """Lease cached slots to a copy; they keep their place in the order, and nobody is given them meanwhile."""
+        """Lease the slots to a copy: cached ones keep their place in the order, and nobody is given them meanwhile."""
         for slot in slots:
-            assert slot in self._cached and not self._leases[slot], f"slot {slot} is not cached and free"  # noqa: PT018
-            self._leases[slot] = 1
-            self._lent.add(slot)
+            if self._leases[slot] == 0:
+                assert slot in self._cached, f"slot {slot} is blank: there is nothing to copy"
+                self._lent.add(slot)
+            self._leases[slot] += 1
 
     def put_back(self, slots: Iterable[int]) -> None:
         """The copy is over. A slot that somebody used meanwhile is treated like a released one."""
         for slot in slots:
-            if slot in self._lent:
-                self._lent.discard(slot)
-                self._leases[slot] = 0
-            else:
+            if slot not in self._lent:
                 self.release([slot])
+                continue
+            self._leases[slot] -= 1
+            if self._leases[slot] == 0:
+                self._lent.discard(slot)
 
     def commit(self, slot: int, name: BlockName) -> bool:
         """Give the leased slot's block its name, so that it can be found; False if another slot has that name."""
@@ -130,6 +132,10 @@ class BlockPool:
         if not self._lent:
             return list(islice(self._cached, num_slots))
         return list(islice((slot for slot in self._cached if slot not in self._lent), num_slots))
+
+    def oldest(self, window: int) -> list[int]:
+        """The cached slots in the first *window* places of that order; lent ones keep their place but do not count."""
+        return [slot for slot in islice(self._cached, window) if slot not in self._lent]
 
     def evict(self, slots: Iterable[int]) -> None:
         """Forget the blocks in the slots. Free ones become blank; leased ones do when their last lease ends."""

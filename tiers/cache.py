@@ -15,7 +15,7 @@ from kvtier.tiers.spiller import Spiller
 from kvtier.tiers.statistics import CacheStatistics, TierStatistics
 from kvtier.tiers.tier import Reason, Tier
 from kvtier.transfer.block_memory import BlockMemory
-from kvtier.transfer.transfer_engine import Route, TransferEngine
+from kvtier.transfer.transfer_engine import TransferEngine
 
 LEAST_CLEAN_AHEAD = 32  # blocks; one prefill chunk's worth before anything has been measured
 Tables = list[list[int]]  # [group][block] -> device slot, or NO_SLOT
@@ -112,8 +112,8 @@ class TieredCache:
         if is_clean:
             return True
         self._promoter.keep_warm(hit)
-        self._spill(demand)
-        return self._spiller.num_under_way(Route.DEVICE_TO_HOST) == 0
+        self._spiller.spill(demand)
+        return not self._spiller.num_under_way
 
     def promote(self, hit: Hit, timeout_s: float | None = None) -> Promotion:
         """Bring the hit's blocks up to the device: lease what is there, copy the rest. Returns at once.
@@ -171,7 +171,7 @@ class TieredCache:
                 if slot == NO_SLOT or pool.name(slot) is not None:
                     continue
                 if pool.commit(slot, names[block_id]):
-                    self._residency.device.clean[group_id].discard(slot)
+                    self._residency.device.dirty[group_id][slot] = None
 
     def release(self, tables: Tables) -> None:
         """End a request's leases, the prefix's tail first, so that the tail is evicted first."""
@@ -193,8 +193,9 @@ class TieredCache:
             self._residency.device.pools[group_id].release(passed)
 
     def spill(self) -> None:
-        """Keep the oldest blocks of device and host copied down, as far ahead as the measured speeds ask for."""
-        self._spill([0] * len(self.groups))
+        """Keep the device's oldest blocks copied to host memory, as far ahead as the measured speeds ask for, and what
+        is in host memory copied to disk."""
+        self._spiller.spill([0] * len(self.groups))
 
     def flush(self, timeout_s: float, progress: Callable[[int], None] = lambda num_left: None) -> int:
         """Copy every block that is nobody's lease down to disk, so that a restart is warm; the number left over.
@@ -203,10 +204,7 @@ class TieredCache:
         to do.
         """
         deadline = self._clock() + timeout_s
-        everything = {
-            Route.DEVICE_TO_HOST: [memory.num_device_slots for memory in self._memories],
-            Route.HOST_TO_DISK: [memory.num_host_slots for memory in self._memories],
-        }
+        everything = [memory.num_device_slots for memory in self._memories]
         # Each block goes once: a disk smaller than what is above would otherwise push out what was just written.
         stop_at = self._spiller.num_stored + self._spiller.num_dirty()
         while (num_left := self._spiller.num_dirty()) and self._spiller.num_stored < stop_at:
@@ -232,7 +230,7 @@ class TieredCache:
         for tier in self._slot_tiers():
             for group_id, pool in enumerate(tier.pools):
                 pool.evict(pool.cached_slots())
-                tier.clean[group_id].clear()
+                tier.dirty[group_id].clear()
         for digests in self._residency.digests:
             digests.clear()
         if self._residency.disk is not None:
@@ -262,13 +260,6 @@ class TieredCache:
         self._transfers.close()
         for memory in self._memories:
             memory.close()
-
-    def _spill(self, device_demand: Sequence[int]) -> None:
-        host_demand = [self._promoter.num_to_read(group_id) for group_id in range(len(self.groups))]
-        if self._residency.host is not None:  # what comes down from the device needs slots there
-            for group_id, pool in enumerate(self._residency.host.pools):
-                host_demand[group_id] += max(0, device_demand[group_id] - pool.num_blank)
-        self._spiller.spill({Route.DEVICE_TO_HOST: device_demand, Route.HOST_TO_DISK: host_demand})
 
     def _slot_tiers(self) -> list[SlotTier]:
         return [tier for tier in (self._residency.device, self._residency.host) if tier is not None]

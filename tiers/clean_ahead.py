@@ -11,7 +11,7 @@ class CleanAhead:
     """The window's length, from the measured rate of allocation and the measured time of a spill."""
 
     def __init__(self, least_blocks: int, most_blocks: int, clock: Callable[[], float]) -> None:
-        self._least = min(least_blocks, most_blocks)
+        self._least = least_blocks
         self._most = most_blocks
         self._clock = clock
         self._rate = 0.0  # blocks a second
@@ -20,9 +20,8 @@ class CleanAhead:
 
     def allocated(self, num_blocks: int) -> None:
         """Blocks were taken from the pool."""
-        now = self._clock()
-        self._rate = self._rate * math.exp((self._rate_at - now) / RATE_MEMORY_S) + num_blocks / RATE_MEMORY_S
-        self._rate_at = now
+        self._rate = self._rate_now() + num_blocks / RATE_MEMORY_S
+        self._rate_at = self._clock()
 
     def spilled(self, seconds: float) -> None:
         """A spill took so long, from its submission to the owner's poll."""
@@ -31,4 +30,7 @@ class CleanAhead:
     @property
     def num_blocks(self) -> int:
         """The window now."""
-        return min(self._most, max(self._least, math.ceil(HEADROOM * self._rate * self._spill_s)))
+        return min(self._most, max(self._least, math.ceil(HEADROOM * self._rate_now() * self._spill_s)))
+
+    def _rate_now(self) -> float:
+        return self._rate * math.exp((self._rate_at - self._clock()) / RATE_MEMORY_S)

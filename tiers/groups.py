@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 Holds = Callable[[int], bool]  # is block i present?
 
@@ -15,6 +15,10 @@ class AttentionGroup(Protocol):
     @property
     def block_size(self) -> int:
         """Tokens in a block."""
+
+    @property
+    def forgets(self) -> bool:
+        """Whether later tokens stop reading earlier blocks. If not, every shorter prefix of a hit is a hit."""
 
     def first_needed(self, num_tokens: int) -> int:
         """The first block that the token after *num_tokens* still reads; it reads all from there on.
@@ -30,6 +34,7 @@ class AttentionGroup(Protocol):
 class FullAttention:
     """Every token reads all tokens before it."""
 
+    forgets: ClassVar[bool] = False
     block_size: int
 
     def first_needed(self, num_tokens: int) -> int:
@@ -41,17 +46,18 @@ class FullAttention:
 
 
 class _Windowed:
-    """Groups that forget: searched from the right, since the newest blocks alone decide."""
+    """Groups that forget: the newest blocks alone decide, so the longest prefix is tried first."""
 
     __slots__ = ()
+    forgets: ClassVar[bool] = True
 
     def longest(self: AttentionGroup, num_blocks: int, holds: Holds) -> int:
         while num_blocks:
             first = self.first_needed(num_blocks * self.block_size)
-            hole = next((i for i in range(num_blocks - 1, first - 1, -1) if not holds(i)), None)
+            hole = next((i for i in range(first, num_blocks) if not holds(i)), None)
             if hole is None:
                 return num_blocks
-            # Every end between the hole and here needs the hole too, because first_needed never decreases.
+            # Every end between the first hole and here needs it too, because first_needed never decreases.
             num_blocks = hole
         return 0
 
@@ -91,14 +97,20 @@ class RecurrentState(_Windowed):
 def longest_hit(num_blocks: int, groups: Sequence[AttentionGroup], holds: Callable[[int, int], bool]) -> int:
     """The largest number of blocks <= *num_blocks* after which all *groups* can resume.
 
-    `holds(group_id, block_id)` tells whether a block is present; it is asked, never told. A small fixed point: each
-    group may only shrink the answer, until all agree on it in a row.
+    `holds(group_id, block_id)` tells whether a block is present; it is asked, never told. Groups that never forget are
+    asked once; then a small fixed point: each other group may only shrink the answer, until all agree on it in a row.
     """
+    forgetful = []
+    for group_id, group in enumerate(groups):
+        if group.forgets:
+            forgetful.append(group_id)
+        else:
+            num_blocks = group.longest(num_blocks, partial(holds, group_id))
     num_agreed = 0
-    for group_id in cycle(range(len(groups))):
+    for group_id in cycle(forgetful):
         longest = groups[group_id].longest(num_blocks, partial(holds, group_id))
         num_agreed = num_agreed + 1 if longest == num_blocks else 1
         num_blocks = longest
-        if num_agreed == len(groups):
+        if num_agreed == len(forgetful):
             break
     return num_blocks

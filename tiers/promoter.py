@@ -114,10 +114,6 @@ class Promoter:
             pool.lease(slots)
             pool.release(slots)
 
-    def num_to_read(self, group_id: int) -> int:
-        """Blocks that wait for a host slot to be read into."""
-        return sum(arrival.group_id == group_id for arrival in self._to_read)
-
     def pump(self, window: int) -> None:
         """Hand queued blocks to lanes that have room, and end promotions whose time is over."""
         while self._to_read and self._submit_read(window):
@@ -308,7 +304,6 @@ class Promoter:
             arrival.digest = outcome
             if residency.host.pools[arrival.group_id].commit(arrival.host_slot, arrival.name):
                 residency.digests[arrival.group_id][arrival.host_slot] = outcome
-                residency.host.clean[arrival.group_id].add(arrival.host_slot)
             self._to_upload.append(arrival)
 
     def _landed_on_device(self, batch: Sequence[Arrival], transfer: Transfer) -> None:
@@ -318,8 +313,7 @@ class Promoter:
         for arrival, is_good in zip(batch, outcomes, strict=True):
             pool, slot = device.pools[arrival.group_id], arrival.device_slot
             if is_good:
-                if pool.commit(slot, arrival.name):
-                    device.clean[arrival.group_id].add(slot)
+                pool.commit(slot, arrival.name)
                 self._resolve(arrival, None)
             elif is_good is None:
                 self._resolve(arrival, Reason.FAILED)

@@ -14,32 +14,37 @@ NUM_GHOSTS = 1 << 16  # names of lost blocks that are remembered, to tell "evict
 
 @dataclass(slots=True)
 class SlotTier:
-    """The device's or the host's slots: a pool for each group, and which cached blocks have a copy further down."""
+    """The device's or the host's slots: a pool for each group, and which of its blocks have no copy further down."""
 
     tier: Tier
     pools: list[BlockPool]
-    clean: list[set[int]] = field(init=False)
+    dirty: list[OrderedDict[int, None]] = field(init=False)  # [group] slots, in the order in which they became so
     num_evicted: int = 0
     dropped_spills: int = 0
     corrupt: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.clean = [set() for _ in self.pools]
+        self.dirty = [OrderedDict() for _ in self.pools]
 
     def choose(self, group_id: int, num_slots: int, window: int) -> list[int]:
-        """Up to *num_slots* cached slots to evict: clean ones among the *window* oldest, then the oldest dirty ones."""
-        oldest = self.pools[group_id].victims(max(num_slots, window))
-        clean = [slot for slot in oldest if slot in self.clean[group_id]][:num_slots]
-        if len(clean) == num_slots:
-            return clean
-        dirty = [slot for slot in oldest if slot not in self.clean[group_id]]
-        return clean + dirty[: num_slots - len(clean)]
+        """Up to *num_slots* cached slots to evict: clean ones among the *window* oldest, then simply the oldest."""
+        pool = self.pools[group_id]
+        chosen = self.oldest_clean(group_id, window)[:num_slots]
+        if len(chosen) < num_slots:
+            taken = set(chosen)
+            chosen += [slot for slot in pool.victims(num_slots) if slot not in taken][: num_slots - len(chosen)]
+        return chosen
+
+    def oldest_clean(self, group_id: int, window: int) -> list[int]:
+        """Of the *window* oldest cached slots those whose block may go: it will still be found below."""
+        dirty = self.dirty[group_id]
+        return [slot for slot in self.pools[group_id].oldest(window) if slot not in dirty]
 
     def check(self) -> None:
-        """Raise AssertionError if a pool's books disagree or a clean mark is on no block."""
-        for pool, clean in zip(self.pools, self.clean, strict=True):
+        """Raise AssertionError if a pool's books disagree or a slot without a block is dirty."""
+        for pool, dirty in zip(self.pools, self.dirty, strict=True):
             pool.check()
-            assert all(pool.name(slot) is not None for slot in clean), f"{self.tier}: a slot without a block is clean"
+            assert all(pool.name(slot) is not None for slot in dirty), f"{self.tier}: a slot without a block is dirty"
 
 
 class Residency:
@@ -92,16 +97,15 @@ class Residency:
 
         The slots *besides* do not count: they are about to be leased.
         """
-        pool, clean = tier.pools[group_id], tier.clean[group_id]
-        return pool.num_blank + sum(slot in clean and slot not in besides for slot in pool.victims(window))
+        clean = tier.oldest_clean(group_id, window)
+        return tier.pools[group_id].num_blank + sum(slot not in besides for slot in clean)
 
     def take_clean(self, tier: SlotTier, group_id: int, num_slots: int, window: int) -> list[int]:
         """Lease up to that many slots of *tier* without losing any block's last copy."""
         pool = tier.pools[group_id]
         missing = num_slots - pool.num_blank
         if missing > 0:
-            victims = pool.victims(max(missing, window))
-            self.evict(tier, group_id, [slot for slot in victims if slot in tier.clean[group_id]][:missing])
+            self.evict(tier, group_id, tier.oldest_clean(group_id, window)[:missing])
         return pool.allocate(min(num_slots, pool.num_blank)) or []
 
     def evict(self, tier: SlotTier, group_id: int, slots: Sequence[int]) -> None:
@@ -111,15 +115,15 @@ class Residency:
             name = pool.name(slot)
             if name is None:
                 continue
-            was_clean = slot in tier.clean[group_id]
-            tier.clean[group_id].discard(slot)
+            was_dirty = slot in tier.dirty[group_id]
+            tier.dirty[group_id].pop(slot, None)
             pool.evict([slot])
             tier.num_evicted += 1
             if tier is self.host:
                 self.digests[group_id].pop(slot, None)
-                if not was_clean:
+                if was_dirty:
                     self._lost_below(group_id, name)
-            if not was_clean and not self._anywhere(group_id, name):
+            if was_dirty and not self._anywhere(group_id, name):
                 tier.dropped_spills += self._is_spilled(tier)
                 self._remember(name, tier.tier)
 
@@ -136,7 +140,7 @@ class Residency:
                 self._remember(name, Tier.DISK)
 
     def lost(self, group_id: int, name: BlockName) -> None:
-        """A copy turned out bad: no clean mark that relied on it may stay."""
+        """A copy turned out bad: whatever relied on it has to be copied again."""
         self._lost_below(group_id, name)
 
     def check(self) -> None:
@@ -153,7 +157,7 @@ class Residency:
         for tier in (self.device, self.host):
             slot = tier.pools[group_id].find(name) if tier is not None else None
             if tier is not None and slot is not None:
-                tier.clean[group_id].discard(slot)
+                tier.dirty[group_id][slot] = None
 
     def _anywhere(self, group_id: int, name: BlockName) -> bool:
         return self.tier_of(group_id, name) is not None

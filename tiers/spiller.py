@@ -1,7 +1,9 @@
 """Spiller: keeps the eviction end of device and host copied down, ahead of need and never in anyone's way."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 
 from kvtier.store.blob_store import Blob
 from kvtier.store.record import digest
@@ -29,9 +31,11 @@ class Batch:
 
 
 class Spiller:
-    """Copies cold blocks down while lanes are idle. Owned by the cache's thread.
+    """Copies blocks down while lanes are idle. Owned by the cache's thread.
 
-    Only blocks among the oldest `CleanAhead.num_blocks` are copied: what is asked for again before that costs nothing.
+    From the device go only blocks among the oldest `CleanAhead.num_blocks`: what is asked for again before that costs
+    nothing, and host memory holds what the device does not. From the host goes everything, oldest arrival first:
+    nearly all of it would have to in the end, and a host that is clean never keeps a load waiting.
     """
 
     def __init__(
@@ -51,33 +55,26 @@ class Spiller:
         self._in_flight: dict[Route, list[Batch]] = {Route.DEVICE_TO_HOST: [], Route.HOST_TO_DISK: []}
         self._not_before = dict.fromkeys(self._in_flight, 0.0)
 
-    def spill(self, demand: Mapping[Route, Sequence[int]]) -> int:
-        """Start copies for dirty blocks among the oldest of each tier; the number of blocks under way.
+    def spill(self, demand: Sequence[int]) -> None:
+        """Start copies that are due. *demand*: for each group, device slots about to be taken beyond the usual."""
+        for group_id, wanted in enumerate(demand):
+            if self._residency.disk is not None:
+                self._start(Route.HOST_TO_DISK, group_id, self._dirty_in_host)
+            if self._residency.host is not None:
+                window = self._window.num_blocks + wanted
+                self._start(Route.DEVICE_TO_HOST, group_id, partial(self._dirty_on_device, window))
 
-        The window covers `CleanAhead.num_blocks`, and the *demand* of promotions about to take slots: for each route,
-        how many slots of its upper tier, by group.
-        """
-        for route in (Route.HOST_TO_DISK, Route.DEVICE_TO_HOST):
-            if self._has_lower(route):
-                for group_id in range(len(self._memories)):
-                    self._start(route, group_id, self._window.num_blocks + demand[route][group_id])
-        return sum(len(batch.names) for batches in self._in_flight.values() for batch in batches)
-
-    def num_under_way(self, route: Route) -> int:
-        """Batches on this route that have not landed."""
-        return len(self._in_flight[route])
+    @property
+    def num_under_way(self) -> int:
+        """Batches that have not landed."""
+        return sum(len(batches) for batches in self._in_flight.values())
 
     def num_dirty(self) -> int:
-        """Cached blocks of device and host without a copy on disk or on their way there; 0 without a disk."""
+        """Blocks of device and host without a copy below; 0 without a disk, where nothing can be kept anyway."""
         residency = self._residency
-        if residency.disk is None:
+        if residency.disk is None or residency.host is None:
             return 0
-        tiers = [tier for tier in (residency.device, residency.host) if tier is not None]
-        return sum(
-            len(self._dirty(tier, group_id, tier.pools[group_id].num_slots))
-            for tier in tiers
-            for group_id in range(len(self._memories))
-        )
+        return sum(len(dirty) for tier in (residency.device, residency.host) for dirty in tier.dirty)
 
     def num_leases(self, tier: SlotTier, group_id: int) -> int:
         """Leases that batches under way hold on a pool."""
@@ -88,24 +85,22 @@ class Spiller:
             leases += sum(len(batch.names) for batch in below if batch.group_id == group_id)
         return leases
 
-    def _start(self, route: Route, group_id: int, window: int) -> None:
+    def _start(self, route: Route, group_id: int, find_dirty: Callable[[int, int], list[int]]) -> None:
         busy = sum(batch.group_id == group_id for batch in self._in_flight[route])
         if busy >= MAX_IN_FLIGHT or self._clock() < self._not_before[route]:
             return
-        tier = self._upper(route)
-        pool = tier.pools[group_id]
+        pool = self._upper(route).pools[group_id]
         # A spill leases its source. Never more than a quarter of the free slots: allocations find the rest.
         most = min(max(1, BATCH_BYTES // self._memories[group_id].block_bytes), max(1, pool.num_free // 4))
-        dirty = self._dirty(tier, group_id, window)[:most]
-        if not dirty:
-            return
-        lower_slots = self._lower_slots(route, group_id, len(dirty))
-        if lower_slots is not None:
+        dirty = find_dirty(group_id, most)
+        lower_slots: list[int] = []
+        if route is Route.DEVICE_TO_HOST and dirty:
+            lower_slots = self._host_slots(group_id, len(dirty))
             dirty = dirty[: len(lower_slots)]
         if not dirty:
             return
         names = tuple(name for slot in dirty if (name := pool.name(slot)) is not None)
-        batch = Batch(group_id, names, tuple(dirty), tuple(lower_slots or ()), self._clock())
+        batch = Batch(group_id, names, tuple(dirty), tuple(lower_slots), self._clock())
         pool.lend(dirty)
         self._in_flight[route].append(batch)
         work, deliver = self._work(route, batch)
@@ -113,29 +108,49 @@ class Spiller:
         if not self._transfers.submit(route, work, num_bytes, deliver):
             self._end(route, batch)
 
-    def _dirty(self, tier: SlotTier, group_id: int, window: int) -> list[int]:
-        """The cached slots among the *window* oldest that have no copy below; clean marks are filled in on the way."""
-        residency, pool, clean = self._residency, tier.pools[group_id], tier.clean[group_id]
-        dirty = []
-        for slot in pool.victims(window):
+    def _dirty_on_device(self, window: int, group_id: int, most: int) -> list[int]:
+        """Up to *most* of the *window* oldest cached slots that have no copy below."""
+        residency = self._residency
+        pool, marks = residency.device.pools[group_id], residency.device.dirty[group_id]
+        dirty: list[int] = []
+        for slot in pool.oldest(window):
             name = pool.name(slot)
-            if slot in clean or name is None:
+            if slot not in marks or name is None or len(dirty) == most:
                 continue
-            if tier is residency.device:
-                below = residency.has_copy_below_device(group_id, name)
-            else:
-                below = residency.disk is not None and residency.disk.holds(group_id, name)
-            if below:
-                clean.add(slot)
+            if residency.has_copy_below_device(group_id, name):
+                del marks[slot]
             else:
                 dirty.append(slot)
         return dirty
 
-    def _lower_slots(self, route: Route, group_id: int, num_slots: int) -> list[int] | None:
+    def _dirty_in_host(self, group_id: int, most: int) -> list[int]:
+        """Up to *most* host slots that have no copy on disk and are not on their way there."""
+        residency = self._residency
+        assert residency.host is not None, "a host route without a host"
+        assert residency.disk is not None, "a route to disk without a disk"
+        pool, marks = residency.host.pools[group_id], residency.host.dirty[group_id]
+        on_the_way = {
+            slot
+            for batch in self._in_flight[Route.HOST_TO_DISK]
+            if batch.group_id == group_id
+            for slot in batch.upper_slots
+        }
+        dirty: list[int] = []
+        for slot in list(islice(marks, most + len(on_the_way))):
+            name = pool.name(slot)
+            if slot in on_the_way or name is None or len(dirty) == most:
+                continue
+            if residency.disk.holds(group_id, name):
+                del marks[slot]
+            else:
+                dirty.append(slot)
+        return dirty
+
+    def _host_slots(self, group_id: int, num_slots: int) -> list[int]:
+        """Host slots for blocks from the device; while the disk works, only such as lose nothing."""
         residency, window = self._residency, self._window.num_blocks
-        if route is Route.HOST_TO_DISK or residency.host is None:
-            return None
-        if residency.disk is not None:
+        assert residency.host is not None, "a route to the host without a host"
+        if residency.disk is not None and self._clock() >= self._not_before[Route.HOST_TO_DISK]:
             return residency.take_clean(residency.host, group_id, num_slots, window)
         free = residency.host.pools[group_id].num_free
         return residency.take(residency.host, group_id, min(num_slots, free), window) or []
@@ -169,8 +184,9 @@ class Spiller:
             for name, upper, lower, block_digest in landed:
                 if host.pools[batch.group_id].commit(lower, name):
                     self._residency.digests[batch.group_id][lower] = block_digest
+                    host.dirty[batch.group_id][lower] = None
                 if device.pools[batch.group_id].name(upper) == name:
-                    device.clean[batch.group_id].add(upper)
+                    device.dirty[batch.group_id].pop(upper, None)
         self._end(Route.DEVICE_TO_HOST, batch, failed=transfer.error is not None)
 
     def _landed_on_disk(self, batch: Batch, transfer: Transfer) -> None:
@@ -180,7 +196,7 @@ class Spiller:
             self.num_stored += len(batch.names)
             for name, slot in zip(batch.names, batch.upper_slots, strict=True):
                 if host.pools[batch.group_id].name(slot) == name:
-                    host.clean[batch.group_id].add(slot)
+                    host.dirty[batch.group_id].pop(slot, None)
             self._residency.evicted_from_disk(transfer.result)
         self._end(Route.HOST_TO_DISK, batch, failed=transfer.error is not None)
 
@@ -191,9 +207,6 @@ class Spiller:
         self._upper(route).pools[batch.group_id].put_back(batch.upper_slots)
         if batch.lower_slots and self._residency.host is not None:
             self._residency.host.pools[batch.group_id].release(batch.lower_slots)
-
-    def _has_lower(self, route: Route) -> bool:
-        return (self._residency.host if route is Route.DEVICE_TO_HOST else self._residency.disk) is not None
 
     def _upper(self, route: Route) -> SlotTier:
         upper = self._residency.device if route is Route.DEVICE_TO_HOST else self._residency.host

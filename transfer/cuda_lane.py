@@ -34,9 +34,10 @@ class CudaLane:
         def ordered_copy() -> object:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 self._stream.wait_event(computed)
-                result = copy()
-                self._stream.synchronize()
-            return result
+                try:
+                    return copy()
+                finally:  # also after a failure half way: what was enqueued may still be writing
+                    self._stream.synchronize()
 
         transfer.work = ordered_copy
         return self._threads.submit(transfer)

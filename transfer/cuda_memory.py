@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from kvtier.transfer.host_slab import HostSlab
-from kvtier.transfer.pinning import cuda_register
+from kvtier.transfer.pinning import cuda_pin
 
 log = logging.getLogger(__name__)
 
@@ -22,11 +22,11 @@ class CudaMemory:
         self.num_host_slots = num_host_slots
         self._device = device_blocks
         try:
-            register = cuda_register()
+            pin = cuda_pin()
         except ImportError:
             log.warning("host memory stays unpinned, copies are slower: CuPy is missing; install kvtier[cuda13]")
-            register = None
-        self._slab = HostSlab(num_host_slots, self.block_bytes, register)
+            pin = None
+        self._slab = HostSlab(num_host_slots, self.block_bytes, pin)
         self._host = torch.from_numpy(self._slab.blocks)
 
     def to_host(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:

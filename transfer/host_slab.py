@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 log = logging.getLogger(__name__)
 
+# Pins num_bytes of memory at an address; gives the function that undoes it.
+Pin = Callable[[int, int], Callable[[], None]]
 PIECE_BYTES = 64 << 20  # one registration of >= 512 GiB fails and one of many GiB stalls every CUDA call
 
 
@@ -19,15 +21,16 @@ class HostSlab:
 
     The bytes of a slot belong to whoever leases the slot. Memory touched for the first time is 8 to 18 times slower
     than reused memory (measured; DESIGN.md section 10), so a background thread backs the file piece by piece and,
-    when *register* is given, pins each piece; slots that it has not reached yet work, only slower.
+    when *pin* is given, pins each piece; slots that it has not reached yet work, only slower.
     """
 
-    def __init__(self, num_slots: int, block_bytes: int, register: Callable[[int, int], None] | None = None) -> None:
+    def __init__(self, num_slots: int, block_bytes: int, pin: Pin | None = None) -> None:
         self.num_slots = num_slots
         self.block_bytes = block_bytes
         self.num_bytes = num_slots * block_bytes
         self.prepared_bytes = 0
-        self._register = register
+        self._pin = pin
+        self._unpins: list[Callable[[], None]] = []
         self._stop = threading.Event()
         self._file = os.memfd_create("kvtier-host-slab", os.MFD_CLOEXEC)
         os.ftruncate(self._file, max(self.num_bytes, mmap.PAGESIZE))
@@ -43,9 +46,11 @@ class HostSlab:
         return self.prepared_bytes == self.num_bytes
 
     def close(self) -> None:
-        """End the background work. The memory goes when the last view of `blocks` does."""
+        """End the background work, unpin. The memory goes when the last view of `blocks` does."""
         self._stop.set()
         self._thread.join()
+        while self._unpins:
+            self._unpins.pop()()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -58,8 +63,8 @@ class HostSlab:
                     return
                 length = min(PIECE_BYTES, self.num_bytes - start)
                 os.posix_fallocate(self._file, start, length)
-                if self._register is not None:
-                    self._register(base + start, length)
+                if self._pin is not None:
+                    self._unpins.append(self._pin(base + start, length))
                 self.prepared_bytes = start + length
         except Exception as error:  # a thread's top; unprepared slots work, only slower
             log.warning(

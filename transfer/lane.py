@@ -98,7 +98,7 @@ class ThreadLane:
             if self._closed or self._num_pending >= self._capacity:
                 return False
             self._num_pending += 1
-        self._queue.put(transfer)
+            self._queue.put(transfer)  # inside the lock: nothing may be queued behind close()'s end marks
         return True
 
     def close(self) -> None:

@@ -245,7 +245,7 @@ def test_a_leased_block_that_is_evicted_stays_with_its_owner_and_is_found_by_nob
     assert eviction_order(pool) == [1, 3, 4, 5, 6, 7, 8, 9, 2, 0]
 
 
-def test_slots_come_and_go_at_both_ends_and_from_the_middle() -> None:  # S15
+def test_slots_leave_from_the_front_and_the_middle_and_come_back_at_the_end() -> None:  # S15
     pool = BlockPool(5)
     for slot, letter in zip(pool.allocate(5) or [], "abcde", strict=True):
         pool.commit(slot, names(letter)[0])
@@ -255,10 +255,10 @@ def test_slots_come_and_go_at_both_ends_and_from_the_middle() -> None:  # S15
     pool.lease([2])
     pool.commit(0, names("f")[0])
     pool.release([0])
-    pool.put_back([2])
+    pool.release([2])
 
     assert oldest == [0]
-    assert pool.cached_slots() == [2, 1, 3, 4, 0]
+    assert pool.cached_slots() == [1, 3, 4, 0, 2]
 
 
 def test_taking_nothing_evicts_nothing() -> None:
@@ -323,54 +323,133 @@ def test_victims_are_told_oldest_first_and_left_alone() -> None:
     assert books(pool) == before
 
 
+# --- slots lent to a copy
+
+
+def test_a_lent_block_is_found_but_neither_offered_nor_counted_as_free() -> None:
+    pool = BlockPool(4)
+    free(pool, admit(pool, "abcd"))
+
+    pool.lend([3, 1])
+
+    assert find(pool, "abcd") == [0, 1, 2, 3]
+    assert pool.victims(4) == pool.cached_slots() == [2, 0]
+    assert (pool.num_free, pool.num_leases, pool.num_named) == (2, 2, 4)
+    assert not pool.is_free(1)
+    pool.check()
+
+
+def test_a_lent_slot_is_never_allocated() -> None:
+    pool = BlockPool(4)
+    free(pool, admit(pool, "abcd"))
+    pool.lend([3, 1])
+
+    assert pool.allocate(3) is None
+    assert pool.allocate(2) == [0, 2]
+    assert pool.find(names("abcd")[3]) == 3
+
+
+def test_a_window_of_the_oldest_counts_lent_places_but_leaves_them_out() -> None:
+    pool = BlockPool(4)
+    free(pool, admit(pool, "abcd"))
+
+    pool.lend([3, 1])
+
+    assert [pool.oldest(window) for window in range(6)] == [[], [], [2], [2], [2, 0], [2, 0]]
+
+
 def test_put_back_restores_the_order_of_eviction() -> None:
     pool = BlockPool(6)
     free(pool, admit(pool, "abcdef"))
     before = books(pool)
     victims = pool.victims(4)
-    pool.lease(victims)
+    pool.lend(victims)
 
-    pool.put_back(victims)
+    pool.put_back(reversed(victims))
 
     assert books(pool) == before
+    pool.check()
 
 
 def test_put_back_goes_before_what_was_freed_meanwhile() -> None:
     pool = BlockPool(6)
     free(pool, admit(pool, "abc"))
     other = admit(pool, "xyz")
-    victims = pool.victims(2)
-    pool.lease(victims)
+    pool.lend([2, 1])
     free(pool, other)
 
-    pool.put_back(victims)
+    pool.put_back([2, 1])
 
     assert pool.cached_slots() == [2, 1, 0, 5, 4, 3]
 
 
-def test_put_back_leaves_a_slot_alone_that_somebody_else_leases_by_now() -> None:
+def test_a_leased_slot_may_be_lent_and_is_free_when_both_have_ended() -> None:
+    pool = BlockPool(3)
+    table = admit(pool, "abc")
+    pool.lend([1])
+    pool.check()
+
+    free(pool, table)
+    free_before = pool.cached_slots()
+    pool.put_back([1])
+
+    assert free_before == [2, 0]
+    assert pool.cached_slots() == [2, 0, 1]
+    pool.check()
+
+
+def test_a_slot_lent_to_two_copies_is_free_when_both_have_ended() -> None:
     pool = BlockPool(3)
     free(pool, admit(pool, "abc"))
-    victims = pool.victims(2)
-    pool.lease(victims)
-    pool.lease([1])
+    pool.lend([2])
+    pool.lend([2])
 
-    pool.put_back(victims)
+    pool.put_back([2])
+    free_after_one = pool.cached_slots()
+    pool.put_back([2])
+
+    assert free_after_one == [1, 0], "the second copy still reads slot 2"
+    assert pool.cached_slots() == [2, 1, 0]
+
+
+def test_a_lent_slot_that_somebody_leases_stays_theirs_when_put_back() -> None:
+    pool = BlockPool(3)
+    free(pool, admit(pool, "abc"))
+    pool.lend([2, 1])
+    pool.lease([1])
+    pool.check()
+
+    pool.put_back([2, 1])
 
     assert pool.cached_slots() == [2, 0]
     assert not pool.is_free(1)
     pool.check()
 
 
-def test_put_back_of_a_block_forgotten_meanwhile_gives_a_blank_slot() -> None:
+def test_a_lent_slot_that_somebody_used_meanwhile_is_the_newest_when_put_back() -> None:
     pool = BlockPool(3)
     free(pool, admit(pool, "abc"))
-    victims = pool.victims(2)
-    pool.lease(victims)
+    pool.lend([2, 1])
+    pool.lease([2])
+    pool.release([2])
+    pool.check()
+
+    pool.put_back([2, 1])
+
+    assert pool.cached_slots() == [1, 0, 2]
+    pool.check()
+
+
+def test_a_lent_block_forgotten_meanwhile_gives_a_blank_slot_once_it_is_put_back() -> None:
+    pool = BlockPool(3)
+    free(pool, admit(pool, "abc"))
+    pool.lend([2, 1])
+
     pool.evict([2])
 
-    pool.put_back(victims)
-
+    assert pool.num_blank == 0, "the copy still reads it"
+    pool.check()
+    pool.put_back([2, 1])
     assert (pool.num_blank, pool.cached_slots()) == (1, [1, 0])
     pool.check()
 
@@ -398,6 +477,15 @@ def test_giving_back_a_slot_that_nobody_leases_fails(give: Callable[[BlockPool, 
         pool.check()
 
 
+def test_lending_a_blank_slot_fails() -> None:
+    pool = BlockPool(4)
+
+    with pytest.raises(AssertionError, match="slot 3 is blank"):
+        pool.lend([3])
+
+    pool.check()
+
+
 def test_giving_back_a_slot_once_too_often_in_one_call_fails() -> None:
     pool = BlockPool(3)
     table = admit(pool, "a")
@@ -423,75 +511,105 @@ def test_naming_a_slot_twice_fails() -> None:
 
 
 class ModelPool:
-    """What BlockPool promises, in lists: `free_list` holds the next one to be taken first."""
+    """What BlockPool promises, in lists: `blank` with the next one to be taken first, `cached` with the oldest."""
 
     def __init__(self, num_slots: int) -> None:
         self.leases = [0] * num_slots
         self.names: list[BlockName | None] = [None] * num_slots
-        self.free_list = list(range(num_slots))
+        self.blank = list(range(num_slots))
+        self.cached: list[int] = []
+        self.lent: list[int] = []
+
+    @property
+    def victims(self) -> list[int]:
+        return [slot for slot in self.cached if slot not in self.lent]
 
     def allocate(self, num_slots: int) -> list[int] | None:
-        if num_slots > len(self.free_list):
+        taken = (self.blank + self.victims)[:num_slots]
+        if len(taken) < num_slots:
             return None
-        taken, self.free_list = self.free_list[:num_slots], self.free_list[num_slots:]
         for slot in taken:
+            (self.cached if self.names[slot] else self.blank).remove(slot)
             self.leases[slot], self.names[slot] = 1, None
         return taken
 
     def lease(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self.leases[slot] += 1
-        self.free_list = [slot for slot in self.free_list if slot not in slots]
+        self.cached = [slot for slot in self.cached if slot not in slots]
+        self.lent = [slot for slot in self.lent if slot not in slots]
 
-    def release(self, slots: Sequence[int], oldest: bool = False) -> None:
-        for slot in reversed(slots) if oldest else slots:
+    def release(self, slots: Sequence[int]) -> None:
+        for slot in slots:
             self.leases[slot] -= 1
             if self.leases[slot] == 0:
-                blank = self.names[slot] is None
-                place = 0 if blank else self.num_blank if oldest else len(self.free_list)
-                self.free_list.insert(place, slot)
+                if self.names[slot]:
+                    self.cached.append(slot)
+                else:
+                    self.blank.insert(0, slot)
+
+    def lend(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.lent += [slot] if self.leases[slot] == 0 else []
+            self.leases[slot] += 1
+
+    def put_back(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            if slot in self.lent:
+                self.lent.remove(slot)
+                self.leases[slot] = 0
+            else:
+                self.release([slot])
 
     def evict(self, slots: Sequence[int]) -> None:
         for slot in slots:
-            if self.names[slot] is not None:
+            if self.names[slot]:
                 self.names[slot] = None
-                if self.leases[slot] == 0:
-                    self.free_list.remove(slot)
-                    self.free_list.insert(0, slot)
-
-    @property
-    def num_blank(self) -> int:
-        return sum(self.names[slot] is None for slot in self.free_list)
+                if slot in self.cached:
+                    self.cached.remove(slot)
+                if slot in self.lent:
+                    self.lent.remove(slot)
+                elif self.leases[slot] == 0:
+                    self.blank.insert(0, slot)
 
 
 class BothPools:
-    """Does the same to the pool and to the model. `held` is what was leased and not yet given back, in its order."""
+    """Does the same to the pool and to the model. `held` is leased, `lent` is lent, and neither is given back yet."""
 
     def __init__(self, num_slots: int, pick: random.Random) -> None:
         self.num_slots = num_slots
         self.pool, self.model = BlockPool(num_slots), ModelPool(num_slots)
         self.pick = pick
         self.held: list[list[int]] = []
+        self.lent: list[list[int]] = []
         self.num_evictions = 0
 
     def allocate(self) -> None:
-        num_slots, num_blank = self.pick.randint(0, self.num_slots // 2 + 1), self.model.num_blank
+        num_slots, num_blank = self.pick.randint(0, self.num_slots // 2 + 1), len(self.model.blank)
         expected, taken = self.model.allocate(num_slots), self.pool.allocate(num_slots)
         assert (taken and sorted(taken)) == (expected and sorted(expected))
         self.num_evictions += max(0, len(taken or []) - num_blank)
         self.held += [taken] if taken else []
 
-    def lease(self, slots: list[int]) -> None:
-        self.pool.lease(slots)
-        self.model.lease(slots)
-        self.held += [slots] if slots else []
-
-    def lease_named(self) -> None:
+    def lease(self) -> None:
         named = [slot for slot in range(self.num_slots) if self.pool.name(slot) is not None]
-        self.lease(self.pick.sample(named, self.pick.randint(0, min(4, len(named)))))
+        if slots := self.pick.sample(named, self.pick.randint(0, min(4, len(named)))):
+            self.pool.lease(slots)
+            self.model.lease(slots)
+            self.held.append(slots)
 
-    def lease_victims(self) -> None:
-        self.lease(self.pool.victims(self.pick.randint(0, self.num_slots)))
+    def lend(self) -> None:
+        leased = [slot for slots in self.held[:1] for slot in slots if slot not in self.model.lent]
+        if slots := self.pool.oldest(self.pick.randint(0, self.num_slots)) + leased:
+            self.pool.lend(slots)
+            self.model.lend(slots)
+            self.lent.append(slots)
+
+    def put_back(self) -> None:
+        if self.lent:
+            slots = self.lent.pop(self.pick.randrange(len(self.lent)))
+            self.pool.put_back(slots)
+            self.model.put_back(slots)
 
     def commit(self) -> None:
         for slot in {slot for slots in self.held for slot in slots if self.pool.name(slot) is None}:
@@ -507,12 +625,6 @@ class BothPools:
             self.pool.release(slots)
             self.model.release(slots)
 
-    def put_back(self) -> None:
-        if self.held:
-            slots = self.held.pop(self.pick.randrange(len(self.held)))
-            self.pool.put_back(slots)
-            self.model.release(slots, oldest=True)
-
     def evict(self) -> None:
         slots = self.pick.sample(range(self.num_slots), min(2, self.num_slots))
         self.pool.evict(slots)
@@ -520,10 +632,12 @@ class BothPools:
 
     def compare(self) -> None:
         pool, model, slots = self.pool, self.model, range(self.num_slots)
-        assert pool.cached_slots() == model.free_list[model.num_blank :]
+        assert pool.cached_slots() == pool.victims(self.num_slots) == model.victims
+        window = self.num_slots // 2
+        assert pool.oldest(window) == [slot for slot in model.cached[:window] if slot not in model.lent]
         assert [pool.name(slot) for slot in slots] == model.names
         assert [pool.find(name) for name in model.names if name] == [slot for slot in slots if model.names[slot]]
-        assert (pool.num_free, pool.num_blank) == (len(model.free_list), model.num_blank)
+        assert (pool.num_blank, pool.num_free) == (len(model.blank), len(model.blank + model.victims))
         assert (pool.num_named, pool.num_leases) == (sum(map(bool, model.names)), sum(model.leases))
         assert [pool.is_free(slot) for slot in slots] == [leases == 0 for leases in model.leases]
 
@@ -534,8 +648,8 @@ def test_random_operations_agree_with_the_model(seed: int, num_slots: int) -> No
     print(f"seed {seed}")
     pick = random.Random(seed)
     both = BothPools(num_slots, pick)
-    operations = [both.allocate] * 4 + [both.commit] * 4 + [both.release] * 4 + [both.put_back] * 2
-    operations += [both.lease_named, both.lease_victims, both.evict]
+    operations = [both.allocate] * 4 + [both.commit] * 4 + [both.release] * 5
+    operations += [both.put_back] * 2 + [both.lend, both.lease, both.evict]
     for step in range(3000):
         operation = pick.choice(operations)
 
@@ -544,15 +658,17 @@ def test_random_operations_agree_with_the_model(seed: int, num_slots: int) -> No
         print(step, operation.__name__)
         both.pool.check()
         both.compare()
-    while both.held:
+    while both.held or both.lent:
         both.release()
-    assert eviction_order(both.pool) == both.model.free_list
-    assert both.num_evictions > 40, "too few interesting steps"
+        both.put_back()
+    assert eviction_order(both.pool) == both.model.blank + both.model.cached
+    assert both.num_evictions > 20, "too few interesting steps"
 
 
 def test_check_finds_a_book_that_was_cooked() -> None:
     damages = {
         "a slot is blank twice": lambda pool: pool._blank.append(pool._blank[-1]),
+        "a lent slot has no place in the order, or no lease": lambda pool: pool._lent.add(0),
         "a slot is leased and free, or neither": lambda pool: pool._leases.__setitem__(4, 1),
         "a slot was released more often": lambda pool: pool._leases.__setitem__(0, -1),
         "a blank slot has a name": lambda pool: pool._names.__setitem__(4, names("z")[0]),

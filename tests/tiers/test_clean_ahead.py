@@ -4,7 +4,7 @@ import pytest
 
 from kvtier.tiers.clean_ahead import HEADROOM, RATE_MEMORY_S, CleanAhead
 
-LEAST = 32
+LEAST, MOST = 32, 20_000
 
 
 class FakeClock:
@@ -29,7 +29,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def window(clock: FakeClock) -> CleanAhead:
-    return CleanAhead(LEAST, clock)
+    return CleanAhead(LEAST, MOST, clock)
 
 
 def test_before_anything_is_measured_the_window_is_the_least(window: CleanAhead) -> None:
@@ -56,6 +56,18 @@ def test_slow_allocation_never_narrows_the_window_below_the_least(window: CleanA
     assert window.num_blocks == LEAST
 
 
+def test_the_window_is_never_wider_than_the_most(window: CleanAhead, clock: FakeClock) -> None:
+    window.spilled(60.0)
+
+    allocate_steadily(window, clock, 100_000)
+
+    assert window.num_blocks == MOST
+
+
+def test_a_pool_smaller_than_the_least_window_is_the_window(clock: FakeClock) -> None:
+    assert CleanAhead(LEAST, 5, clock).num_blocks == 5
+
+
 @pytest.mark.parametrize(("blocks_per_s", "spill_s"), [(10_000, 0.1), (20_000, 0.1), (10_000, 0.2), (5_000, 1.0)])
 def test_the_window_is_what_is_allocated_during_a_spill_with_headroom(
     window: CleanAhead, clock: FakeClock, blocks_per_s: int, spill_s: float
@@ -68,7 +80,7 @@ def test_the_window_is_what_is_allocated_during_a_spill_with_headroom(
 
 
 def test_a_burst_at_one_moment_counts_as_much_as_the_same_blocks_one_by_one(clock: FakeClock) -> None:
-    at_once, one_by_one = CleanAhead(1, clock), CleanAhead(1, clock)
+    at_once, one_by_one = CleanAhead(1, MOST, clock), CleanAhead(1, MOST, clock)
     for window in (at_once, one_by_one):
         window.spilled(1.0)
 

@@ -16,7 +16,7 @@ from kvtier.transfer import lane as lane_module
 from kvtier.transfer.cuda_lane import CudaLane
 from kvtier.transfer.lane import Finished, InlineLane, Lane, LaneClosed, ThreadLane, Transfer
 
-DEADLINE_S = 20.0  # for what takes milliseconds: reached only when a test fails
+DEADLINE_S = 10.0  # for what takes milliseconds: reached only when a test fails
 LONG_KERNEL_CYCLES = 500_000_000  # about a quarter of a second on the GPUs of today
 GPU = [
     pytest.mark.gpu,
@@ -96,7 +96,7 @@ def lane(case: LaneCase, finished: Finished, gate: Gate) -> Iterator[Lane]:
     lane = case.open(finished, 8)
     yield lane
     gate.open.set()
-    lane.close()
+    close(lane)
 
 
 def transfer(work: Callable[[], Any]) -> Transfer:
@@ -105,6 +105,14 @@ def transfer(work: Callable[[], Any]) -> Transfer:
 
 def take(finished: Finished, num_transfers: int) -> list[Transfer]:
     return [finished.get(timeout=DEADLINE_S) for _ in range(num_transfers)]
+
+
+def close(lane: Lane) -> None:
+    """Close the lane, or fail: a hang would say nothing."""
+    closer = threading.Thread(target=lane.close, daemon=True)
+    closer.start()
+    closer.join(DEADLINE_S)
+    assert not closer.is_alive(), "close hangs"
 
 
 def fail() -> None:
@@ -121,7 +129,7 @@ def test_every_transfer_comes_back_exactly_once(case: LaneCase, finished: Finish
 
     taken = [lane.submit(each) for each in transfers]
     back = take(finished, 500)
-    lane.close()
+    close(lane)
 
     assert all(taken)
     assert finished.empty()
@@ -166,8 +174,8 @@ def test_close_may_be_called_twice(case: LaneCase, finished: Finished) -> None:
     lane = case.open(finished, 8)
     lane.submit(transfer(int))
 
-    lane.close()
-    lane.close()
+    close(lane)
+    close(lane)
 
     assert len(take(finished, 1)) == 1
     assert finished.empty()
@@ -179,7 +187,7 @@ def test_no_thread_is_left_after_close(case: LaneCase, finished: Finished) -> No
     lane = case.open(finished, 8)
     num_more = len(set(threading.enumerate()) - before)
 
-    lane.close()
+    close(lane)
 
     assert num_more == case.num_threads
     assert set(threading.enumerate()) <= before
@@ -193,7 +201,7 @@ def test_one_thread_keeps_the_order_of_submission(case: LaneCase, finished: Fini
     for number in range(300):
         lane.submit(transfer(lambda number=number: order.append(number) or number))
     back = take(finished, 300)
-    lane.close()
+    close(lane)
 
     assert order == list(range(300))
     assert [each.result for each in back] == list(range(300))
@@ -243,7 +251,7 @@ def test_a_refused_transfer_is_not_pending_and_does_not_come_back(lane: Lane, fi
     assert lane.num_pending == 8
     gate.open.set()
     take(finished, 8)
-    lane.close()
+    close(lane)
     assert finished.empty()
     assert not num_runs
 
@@ -269,7 +277,7 @@ def test_close_finishes_what_runs_and_fails_what_is_queued(
 
     opener = threading.Thread(target=open_gate_once_closing)
     opener.start()
-    lane.close()
+    close(lane)
     opener.join()
 
     assert [(each.result, each.error) for each in running] == [("through", None)] * case.num_threads
@@ -282,7 +290,7 @@ def test_close_finishes_what_runs_and_fails_what_is_queued(
 
 @every_queued_lane
 def test_a_closed_lane_refuses(lane: Lane, finished: Finished) -> None:
-    lane.close()
+    close(lane)
 
     assert lane.submit(transfer(int)) is False
     assert lane.num_pending == 0
@@ -372,7 +380,7 @@ def bench() -> CudaBench:
 def cuda_lane(finished: Finished) -> Iterator[CudaLane]:
     lane = CudaLane(finished, "test", gpu())
     yield lane
-    lane.close()
+    close(lane)
 
 
 def gpu_test(test: Callable[..., None]) -> Callable[..., None]:

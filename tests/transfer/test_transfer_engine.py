@@ -13,7 +13,7 @@ from kvtier.transfer import lane as lane_module
 from kvtier.transfer.lane import Finished, InlineLane, LaneClosed, ThreadLane, Transfer
 from kvtier.transfer.transfer_engine import Route, RouteStatistics, TransferEngine
 
-DEADLINE_S = 20.0
+DEADLINE_S = 10.0
 UP, DOWN = Route.HOST_TO_DEVICE, Route.DEVICE_TO_HOST
 
 
