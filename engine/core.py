@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.05
 SNAPSHOT_EVERY_S = 0.25
 NUM_READERS = 2  # threads that read from disk; verifying one block overlaps reading the next
+STORE_NICENESS = 10  # writing to disk goes behind computing: on 2 cores a step beside it took twice as long
 FLUSH_TIMEOUT_S = 120.0
 
 
@@ -190,7 +191,7 @@ def _transfers(runner: ModelRunner) -> TransferEngine:
     """Lanes for the runner's device: streams on CUDA, threads elsewhere; disk always has threads of its own."""
     finished: Finished = Finished()
     lanes: dict[Route, Lane] = {
-        Route.HOST_TO_DISK: ThreadLane(finished, "store"),
+        Route.HOST_TO_DISK: ThreadLane(finished, "store", niceness=STORE_NICENESS),
         Route.DISK_TO_HOST: ThreadLane(finished, "load", num_threads=NUM_READERS),
     }
     for route in (Route.DEVICE_TO_HOST, Route.HOST_TO_DEVICE):

@@ -55,6 +55,8 @@ class TieredCache:
         self._window = CleanAhead(LEAST_CLEAN_AHEAD, most, clock)
         self._spiller = Spiller(self._residency, memories, transfers, self._window, clock)
         self._promoter = Promoter(self.groups, self._residency, memories, transfers, clock, self._hand_over)
+        # For the promotion that wants room, by group: how many device blocks it reaches, and how many are dirty.
+        self._wanted, self._short = [0 for _ in groups], [0 for _ in groups]
         self._num_held = [0 for _ in groups]  # leases that callers hold, by group
 
     def lookup(self, names: Sequence[BlockName], num_tokens: int) -> Hit:
@@ -102,17 +104,18 @@ class TieredCache:
         allowed, and drops what is in the way.
         """
         device, window = self._residency.device, self._window.num_blocks
-        demand = []
-        is_clean = True
+        demand, short = [], []
         for group_id, (resident, missing) in enumerate(self._promoter.resident_and_missing(hit)):
             demand.append(missing + len(resident))  # the hit's own blocks may be among the oldest
+            clean = 0
             if missing:
                 clean = self._residency.num_clean(device, group_id, demand[-1] + window, besides=resident)
-                is_clean = is_clean and clean >= missing
-        if is_clean:
+            short.append(max(0, missing - clean))
+        if not any(short):
             return True
         self._promoter.keep_warm(hit)
-        self._spiller.spill(demand)
+        self._wanted, self._short = demand, short
+        self._spill()
         return not self._spiller.num_under_way
 
     def promote(self, hit: Hit, timeout_s: float | None = None) -> Promotion:
@@ -195,7 +198,8 @@ class TieredCache:
     def spill(self) -> None:
         """Keep the device's oldest blocks copied to host memory, as far ahead as the measured speeds ask for, and what
         is in host memory copied to disk."""
-        self._spiller.spill([0] * len(self.groups))
+        self._spill()
+        self._wanted, self._short = [0 for _ in self.groups], [0 for _ in self.groups]
 
     def flush(self, timeout_s: float, progress: Callable[[int], None] = lambda num_left: None) -> int:
         """Copy every block that is nobody's lease down to disk, so that a restart is warm; the number left over.
@@ -211,7 +215,8 @@ class TieredCache:
             if self._clock() >= deadline:
                 break
             progress(num_left)
-            self._spiller.spill(everything)
+            self._spiller.spill_host()
+            self._spiller.spill_device(everything)
             if self._transfers.in_flight:
                 self.wait(0.05)
             else:
@@ -260,6 +265,13 @@ class TieredCache:
         self._transfers.close()
         for memory in self._memories:
             memory.close()
+
+    def _spill(self) -> None:
+        self._spiller.spill_device(self._wanted)
+        # Writing to disk yields to loads, unless it is what they wait for.
+        is_quiet = not self._promoter.num_waiting and not any(self._short)
+        if is_quiet or not self._spiller.host_is_roomy(self._short):
+            self._spiller.spill_host()
 
     def _slot_tiers(self) -> list[SlotTier]:
         return [tier for tier in (self._residency.device, self._residency.host) if tier is not None]

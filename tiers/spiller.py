@@ -55,14 +55,26 @@ class Spiller:
         self._in_flight: dict[Route, list[Batch]] = {Route.DEVICE_TO_HOST: [], Route.HOST_TO_DISK: []}
         self._not_before = dict.fromkeys(self._in_flight, 0.0)
 
-    def spill(self, demand: Sequence[int]) -> None:
-        """Start copies that are due. *demand*: for each group, device slots about to be taken beyond the usual."""
-        for group_id, wanted in enumerate(demand):
-            if self._residency.disk is not None:
-                self._start(Route.HOST_TO_DISK, group_id, self._dirty_in_host)
-            if self._residency.host is not None:
+    def spill_device(self, demand: Sequence[int]) -> None:
+        """Start copies to host that are due. *demand*: for each group, slots about to be taken beyond the usual."""
+        if self._residency.host is not None:
+            for group_id, wanted in enumerate(demand):
                 window = self._window.num_blocks + wanted
                 self._start(Route.DEVICE_TO_HOST, group_id, partial(self._dirty_on_device, window))
+
+    def spill_host(self) -> None:
+        """Start copies to disk that are due."""
+        if self._residency.disk is not None:
+            for group_id in range(len(self._memories)):
+                self._start(Route.HOST_TO_DISK, group_id, self._dirty_in_host)
+
+    def host_is_roomy(self, demand: Sequence[int]) -> bool:
+        """Whether the host could take a window of blocks, and the *demand* by group, without losing a last copy."""
+        host, window = self._residency.host, self._window.num_blocks
+        return host is None or all(
+            self._residency.num_clean(host, group_id, window + wanted, besides=frozenset()) >= window + wanted
+            for group_id, wanted in enumerate(demand)
+        )
 
     @property
     def num_under_way(self) -> int:

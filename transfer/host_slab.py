@@ -13,6 +13,8 @@ log = logging.getLogger(__name__)
 
 # Pins num_bytes of memory at an address; gives the function that undoes it.
 Pin = Callable[[int, int], Callable[[], None]]
+MADV_POPULATE_WRITE = 23  # <linux/mman.h>; Python's mmap does not name it
+MAP_STEP_BYTES = 4 << 20  # the interpreter's lock is held for one step: 2 ms
 PIECE_BYTES = 64 << 20  # one registration of >= 512 GiB fails and one of many GiB stalls every CUDA call
 
 
@@ -63,6 +65,7 @@ class HostSlab:
                     return
                 length = min(PIECE_BYTES, self.num_bytes - start)
                 os.posix_fallocate(self._file, start, length)
+                self._map_pages(start, length)
                 if self._pin is not None:
                     self._unpins.append(self._pin(base + start, length))
                 self.prepared_bytes = start + length
@@ -73,3 +76,13 @@ class HostSlab:
                 self.num_bytes,
                 error,
             )
+
+    def _map_pages(self, start: int, length: int) -> None:
+        """Enter the pages in the page table, so that a first copy is as fast as a later one (else 6 times slower)."""
+        for offset in range(start, start + length, MAP_STEP_BYTES):
+            if self._stop.is_set():
+                return
+            try:
+                self._map.madvise(MADV_POPULATE_WRITE, offset, min(MAP_STEP_BYTES, start + length - offset))
+            except OSError:  # Linux before 5.14 does not know it; the first copies are slower then
+                return
