@@ -1,5 +1,6 @@
 """Everything with an outside: models, scheduler, servers, command line, metrics, files."""
 
+from kvtier.engine.async_llm import AsyncLLM, Piece
 from kvtier.engine.config import Config, ConfigError, load_config
 from kvtier.engine.llm import LLM
 from kvtier.engine.request import Completion, FinishReason
@@ -8,10 +9,12 @@ from kvtier.engine.sampling import SamplingParams
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "Completion",
     "Config",
     "ConfigError",
     "FinishReason",
+    "Piece",
     "SamplingParams",
     "UnsupportedModel",
     "load_config",

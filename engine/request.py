@@ -78,6 +78,7 @@ class Request:
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
         self.token_ids.append(token_id)
+        self.new_text = ""
         if token_id in self.sampling.stop_token_ids or (not self.sampling.ignore_eos and token_id in end_token_ids):
             self.finish(FinishReason.STOP)
             return

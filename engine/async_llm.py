@@ -1,0 +1,202 @@
+"""AsyncLLM: token streams for many callers at once; the engine runs in a thread of its own."""
+
+import asyncio
+import logging
+import queue
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from asyncio_extras import call_in_executor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvtier.engine.config import Config, as_config
+from kvtier.engine.core import EngineCore, EngineStatistics
+from kvtier.engine.llm import GREEDY, Prompt, encode, load_model, salted
+from kvtier.engine.metrics import MetricsServer, serve_metrics
+from kvtier.engine.request import Completion, Request
+from kvtier.engine.sampling import SamplingParams
+from kvtier.tiers.block_hash import NO_EXTRA_KEYS, ExtraKeys
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 0.1  # how often an engine without requests looks after its tiers
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one step added to a stream. The last one has the *completion*."""
+
+    text: str
+    token_id: int
+    completion: Completion | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Stream:
+    """One caller: where its pieces go, on its event loop. *request* is the engine thread's."""
+
+    loop: asyncio.AbstractEventLoop
+    pieces: asyncio.Queue[Piece | Exception] = field(default_factory=asyncio.Queue)
+    request: Request | None = None
+
+    def send(self, piece: Piece | Exception) -> None:
+        """Hand a piece over to the caller's event loop, from the engine's thread."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
+
+
+class AsyncLLM:
+    """Use it with `async with`; arguments as for `LLM`. Loading, flushing and tokenizing never block the event loop.
+
+    async with AsyncLLM(model, config) as llm:
+        async for piece in llm.generate("…"):
+            print(piece.text, end="")
+
+    Leaving the `async for` early, or cancelling its task, ends the request and its leases within a step.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        config: Config | Mapping[str, object] | str | Path | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        self.config = as_config({} if config is None else config)
+        self._model = model
+        self._tokenizer = tokenizer
+        self._core: EngineCore | None = None
+        self._metrics: MetricsServer | None = None
+        self._streams: dict[Request, _Stream] = {}
+        self._commands: queue.SimpleQueue[Callable[[EngineCore], None] | None] = queue.SimpleQueue()
+        # All that touches the engine happens in the one thread of this executor.
+        self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="kvtier-engine")
+        self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="kvtier-tokenizer")
+        self._serving: asyncio.Future[None] | None = None
+
+    async def start(self) -> None:
+        """Load the model and start serving. Errors are those of `LLM`."""
+        self._core = await call_in_executor(self._load, executor=self._engine_thread)
+        self._metrics = serve_metrics(self.statistics, self.config)
+        self._serving = call_in_executor(self._serve, self._core, executor=self._engine_thread)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams = GREEDY,
+        *,
+        cache_salt: str | None = None,
+        extra: ExtraKeys = NO_EXTRA_KEYS,
+        skip_reading_prefix_cache: bool = False,
+    ) -> AsyncIterator[Piece]:
+        """Stream the continuation of one prompt. ValueError for a prompt that cannot run, or when the queue is full."""
+        arrived_at = time.monotonic()
+        core = self._running_core()
+        token_ids = await call_in_executor(encode, core.tokenizer, prompt, executor=self._tokenizer_thread)
+        stream = _Stream(asyncio.get_running_loop())
+        self._commands.put(
+            lambda core: self._add(
+                core,
+                stream,
+                partial(core.add, token_ids, sampling, salted(extra, cache_salt), arrived_at),
+                not skip_reading_prefix_cache,
+            )
+        )
+        try:
+            while True:
+                piece = await stream.pieces.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                yield piece
+                if piece.completion is not None:
+                    return
+        finally:
+            self._commands.put(lambda core: self._abort(core, stream))
+
+    def statistics(self) -> EngineStatistics:
+        """The engine's last snapshot, by value; at most a quarter of a second old."""
+        return self._running_core().statistics
+
+    async def close(self) -> None:
+        """Abort what runs, write what is cached to disk, end the threads. Idempotent."""
+        if self._metrics is not None:
+            await call_in_executor(self._metrics.close)
+        if self._serving is not None:
+            self._commands.put(None)
+            await asyncio.wait([self._serving])
+        if self._core is not None:
+            await call_in_executor(self._core.close, executor=self._engine_thread)
+        self._engine_thread.shutdown(wait=False)
+        self._tokenizer_thread.shutdown(wait=False)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _running_core(self) -> EngineCore:
+        if self._core is None:
+            raise RuntimeError("AsyncLLM: not started; use 'async with AsyncLLM(...)' or await start()")
+        if self._serving is not None and self._serving.done():
+            raise RuntimeError("AsyncLLM: has ended; start a new one")
+        return self._core
+
+    def _load(self) -> EngineCore:
+        model, tokenizer = load_model(self._model, self.config.model, self._tokenizer)
+        return EngineCore(model, tokenizer, self.config)
+
+    def _serve(self, core: EngineCore) -> None:
+        """The engine's thread: take commands, step, hand out pieces, until told to end."""
+        try:
+            while self._take_commands(core):
+                if core.has_work:
+                    for request in core.step():
+                        self._send(request)
+                else:
+                    core.idle()
+        except Exception as error:  # the thread's top: every caller learns of it
+            log.exception("the engine failed")
+            for stream in self._streams.values():
+                stream.send(RuntimeError(f"the engine failed: {error}"))
+            raise
+        for stream in self._streams.values():
+            stream.send(RuntimeError("AsyncLLM: closed while the request was running"))
+
+    def _take_commands(self, core: EngineCore) -> bool:
+        """Carry out what callers asked for; wait for it a moment if there is nothing else to do. False: end."""
+        while True:
+            try:
+                command = self._commands.get(block=not core.has_work, timeout=IDLE_S)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command(core)
+
+    def _add(self, core: EngineCore, stream: _Stream, add: Callable[..., Request], reads_cache: bool) -> None:
+        try:
+            stream.request = add(reads_cache=reads_cache)
+        except ValueError as error:
+            stream.send(error)
+            return
+        self._streams[stream.request] = stream
+
+    def _abort(self, core: EngineCore, stream: _Stream) -> None:
+        if stream.request is not None:
+            core.abort(stream.request)
+            self._streams.pop(stream.request, None)
+
+    def _send(self, request: Request) -> None:
+        stream = self._streams.get(request)
+        if stream is not None:
+            done = None if request.finish_reason is None else request.completion()
+            stream.send(Piece(request.new_text, request.token_ids[-1], done))
