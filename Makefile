@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow check format clean
+.PHONY: demo test test-slow planted-bugs bench check format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -17,6 +17,12 @@ test: .venv/installed
 
 test-slow: .venv/installed
 	$(BIN)/pytest -q -m slow
+
+planted-bugs: .venv/installed
+	$(BIN)/python tests/planted_bugs.py
+
+bench: .venv/installed
+	for question in miss_cost demo_ttft exactness; do $(BIN)/python bench/$$question.py || exit 1; done
 
 check: .venv/installed
 	$(BIN)/ruff format --check .

@@ -35,7 +35,7 @@ class ChaosLane:
     def __init__(self, finished: Finished, rng: random.Random, failing: float, capacity: int = 6) -> None:
         self._finished = finished
         self._rng = rng
-        self._failing = failing
+        self.failing = failing
         self._capacity = capacity
         self._held: list[Transfer] = []
 
@@ -58,9 +58,9 @@ class ChaosLane:
                 kept.append(transfer)
                 continue
             dice = self._rng.random()
-            if dice >= self._failing / 2:
+            if dice >= self.failing / 2:
                 transfer.run()
-            if dice < self._failing:
+            if dice < self.failing:
                 transfer.result, transfer.error = None, OSError("the copy failed")
             self._finished.put(transfer)
         self._held = kept

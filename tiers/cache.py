@@ -242,6 +242,11 @@ class TieredCache:
             self._residency.disk.clear()
         return True
 
+    @property
+    def num_under_way(self) -> int:
+        """Copies started and not taken in yet, on all routes."""
+        return self._transfers.in_flight
+
     def check(self) -> None:
         """Raise AssertionError if any two books disagree: pools, marks, leases, blocks under way."""
         self._residency.check()

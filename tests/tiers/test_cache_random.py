@@ -17,7 +17,7 @@ from kvtier.tiers.groups import AttentionGroup, ChunkedLocal, FullAttention, Sli
 from kvtier.tiers.promotion import Promotion
 
 BLOCK_SIZE = 4
-DOCUMENTS = "abcdef"
+DOCUMENTS = "abcdefghijklmn"
 GROUPS = {
     "full": [FullAttention(BLOCK_SIZE)],
     "sliding": [SlidingWindow(BLOCK_SIZE, 10)],
@@ -52,8 +52,8 @@ class Simulation:
             (12, self.advance),
             (4, self.leave),
             (2, self.cancel),
-            (6, self.cache.spill),
-            (8, self.stir),
+            (10, self.cache.spill),
+            (14, self.stir),
             (1, self.world.rot_a_host_block),
             (1, self.rot_the_store),
             (1, self.let_time_pass),
@@ -121,7 +121,9 @@ class Simulation:
             self.cache.cancel(reader.promotion)
 
     def stir(self) -> None:
-        self.rng.choice(list(self.world.lanes.values())).stir(self.rng.choice([0.3, 1.0]))
+        for lane in self.world.lanes.values():
+            if self.rng.random() < 0.7:
+                lane.stir(self.rng.choice([0.3, 1.0]))
 
     def let_time_pass(self) -> None:
         self.world.clock.now += self.rng.choice([0.1, 1.0, 3.0])
@@ -160,7 +162,7 @@ def seeds(count: int) -> list[int]:
 def run(groups: Sequence[AttentionGroup], store: BlobStore, seed: int, num_steps: int) -> Simulation:
     rng = random.Random(seed)
     sizes = [rng.choice([48, 64, 96]) for _ in groups]
-    world = World(groups, sizes, rng.choice([16, 24, 40]), rng.choice([6, 20, 40]), store, rng, rng.choice([0.0, 0.1]))
+    world = World(groups, sizes, rng.choice([16, 24, 40]), rng.choice([6, 40, 80]), store, rng, rng.choice([0.0, 0.3]))
     simulation = Simulation(world, groups)
     for _ in range(num_steps):
         simulation.step()

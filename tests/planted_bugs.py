@@ -1,0 +1,150 @@
+"""Do the tests find bugs? Plants bugs into a copy of the source, one at a time, and says which test caught each.
+
+Run it with `make planted-bugs`. A bug that no test catches is a hole in the tests; the exit status says so.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("configs", "engine", "store", "tiers", "transfer")
+
+
+@dataclass(frozen=True)
+class Bug:
+    """One change to one file, and the tests that are asked to find it."""
+
+    what: str
+    file: str
+    right: str
+    wrong: str
+    tests: str
+
+
+BUGS = [
+    Bug(
+        "a promoted block is published although its copy failed",
+        "tiers/promoter.py",
+        "outcomes = transfer.result if transfer.error is None else [None] * len(batch)",
+        "outcomes = transfer.result if transfer.error is None else [True] * len(batch)",
+        "tests/tiers",
+    ),
+    Bug(
+        "host blocks are uploaded without looking at their digest",
+        "tiers/promoter.py",
+        "good = [digest(memory.host_block(slot)) == known for",
+        "good = [bool(known) for",
+        "tests/tiers/test_cache_random.py",
+    ),
+    Bug(
+        "an abandoned promotion keeps its lease on blocks under way",
+        "tiers/promoter.py",
+        "promotion.why_no_more = failure\n        self._residency.device.pools[arrival.group_id].release(",
+        "promotion.why_no_more = failure\n        print(",
+        "tests/tiers/test_cache_random.py",
+    ),
+    Bug(
+        "a block can be found before its bytes have arrived",
+        "tiers/promoter.py",
+        "        self._arrivals[group_id][name] = arrival\n",
+        "        self._arrivals[group_id][name] = arrival\n"
+        "        self._residency.device.pools[group_id].commit(device_slot, name)\n",
+        "tests/tiers/test_cache_random.py",
+    ),
+    Bug(
+        "a slot that is being spilled may be given away",
+        "tiers/block_pool.py",
+        "                self._lent.add(slot)\n            self._leases[slot] += 1",
+        "                pass",
+        "tests/tiers",
+    ),
+    Bug(
+        "the store does not verify what it reads",
+        "store/seal.py",
+        "if digest(out) == record.digest else",
+        "if record.digest else",
+        "tests/store",
+    ),
+    Bug(
+        "the sliding window is one token too long",
+        "engine/attention.py",
+        "mask &= keys > queries - window",
+        "mask &= keys >= queries - window",
+        "tests/engine/test_equality.py",
+    ),
+    Bug(
+        "the salt is left out of the first block's name",
+        "tiers/block_hash.py",
+        "if self.cache_salt is not None and start == 0:",
+        "if self.cache_salt is not None and start < 0:",
+        "tests/tiers/test_block_hash.py",
+    ),
+    Bug(
+        "a window is thought to need one block less",
+        "tiers/groups.py",
+        "num_tokens - self.window_tokens + 1",
+        "num_tokens - self.window_tokens + self.block_size",
+        "tests/tiers/test_groups.py",
+    ),
+    Bug(
+        "the tail of a prefix is evicted last",
+        "tiers/cache.py",
+        "leased = [slot for slot in reversed(table) if slot != NO_SLOT]",
+        "leased = [slot for slot in table if slot != NO_SLOT]",
+        "tests/tiers",
+    ),
+]
+
+
+def first_failure(bug: Bug) -> str | None:
+    """Plant the bug in a copy and run its tests; the first one that fails, or None."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-bug-") as folder:
+        copy = Path(folder)
+        (copy / "src").mkdir()
+        for room in ROOMS:
+            shutil.copytree(ROOT / room, copy / "src" / "kvtier" / room, ignore=shutil.ignore_patterns("__pycache__"))
+        source = copy / "src" / "kvtier" / bug.file
+        text = source.read_text()
+        if text.count(bug.right) != 1:
+            raise SystemExit(f"planted bugs: {bug.file} no longer has the line for {bug.what!r}; mend the list")
+        source.write_text(text.replace(bug.right, bug.wrong))
+        shutil.copytree(ROOT / "tests", copy / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        # The copy is found before the editable install.
+        program = (
+            f"import sys; sys.path.insert(0, {str(copy / 'src')!r}); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+        )
+        command = [
+            sys.executable,
+            "-c",
+            program,
+            "-x",
+            "-q",
+            "--no-header",
+            "--tb=no",
+            "-p",
+            "no:cacheprovider",
+            bug.tests,
+        ]
+        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        return failed[0].split(" - ")[0].removeprefix("FAILED ") if failed else None
+
+
+def main() -> int:
+    """Plant every bug; 0 if each was caught."""
+    missed = 0
+    for bug in BUGS:
+        test = first_failure(bug)
+        missed += test is None
+        print(f"{bug.what}\n    {'NOT CAUGHT' if test is None else 'caught by ' + test}", flush=True)
+    print(f"{len(BUGS) - missed} of {len(BUGS)} bugs caught")
+    return min(missed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

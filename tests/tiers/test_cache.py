@@ -1,0 +1,325 @@
+"""`TieredCache`, one promise at a time, over real memory and a real store."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from chaos import World
+
+from kvtier.store.blob_store import Blob
+from kvtier.store.lmdb_store import LmdbStore
+from kvtier.store.memory_store import MemoryStore
+from kvtier.tiers.block_hash import BlockName
+from kvtier.tiers.groups import FullAttention, SlidingWindow
+from kvtier.tiers.promotion import NO_SLOT, Promotion
+from kvtier.tiers.tier import Reason, Tier
+from kvtier.transfer.transfer_engine import Route
+
+BLOCK_SIZE = 4
+BLOCK_BYTES = 64
+DOCUMENT = 40  # tokens: ten blocks
+CHARGE = 4096 + 512  # what the store counts for such a block
+
+
+def world(num_device_slots: int = 16, num_host_slots: int = 40, store: MemoryStore | None = None) -> World:
+    if store is None:
+        store = MemoryStore(100 * CHARGE)
+    return World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], num_device_slots, num_host_slots, store, random.Random(1))
+
+
+def read(world: World, document: str, num_tokens: int = DOCUMENT + 1) -> Promotion:
+    """Answer a prompt of the document: promote what is there, compute the rest, leave. What the promotion brought."""
+    names = world.names(document, num_tokens)
+    hit = world.cache.lookup(names, num_tokens)
+    while not world.cache.make_room(hit):
+        world.settle()
+    promotion = world.cache.promote(hit)
+    world.settle()
+    assert promotion.done
+    compute_and_leave(world, promotion, names)
+    world.cache.spill()
+    world.settle()
+    world.check()
+    return promotion
+
+
+def compute_and_leave(world: World, promotion: Promotion, names: Sequence[BlockName]) -> None:
+    tables = [list(table) for table in promotion.tables]
+    for block_id in range(promotion.num_blocks, len(names)):  # block by block, as a model does, copies in between
+        slots = world.cache.allocate([1 for _ in tables])
+        assert slots is not None
+        for table, new in zip(tables, slots, strict=True):
+            table.extend(new)
+        world.compute(tables, names, block_id, block_id + 1)
+        world.cache.spill()
+        world.settle()
+    world.cache.release(tables)
+
+
+def balance(promotion: Promotion) -> tuple[int, int, int, int]:
+    """Tokens of the prompt from device, host, disk, and computed."""
+    tokens = promotion.balance(DOCUMENT + 1, BLOCK_SIZE)
+    return tokens.device, tokens.host, tokens.disk, tokens.recomputed
+
+
+def test_release_evicts_the_tail_of_a_prefix_first() -> None:
+    w = world(num_device_slots=10)
+    read(w, "a")
+
+    assert w.cache.allocate([3]) is not None
+
+    hit = w.cache.lookup(w.names("a", DOCUMENT), DOCUMENT + 1)
+    assert [w.cache._residency.device.pools[0].find(name) is not None for name in hit.names] == [True] * 7 + [False] * 3
+
+
+def test_lookup_changes_nothing_and_leaves_the_last_token_to_compute() -> None:
+    w = world()
+    read(w, "a")
+    names = w.names("a", DOCUMENT)
+    order = w.cache._residency.device.pools[0].cached_slots()
+
+    exact, longer = w.cache.lookup(names, DOCUMENT), w.cache.lookup(names, DOCUMENT + 1)
+
+    assert (exact.num_blocks, longer.num_blocks) == (9, 10)
+    assert w.cache._residency.device.pools[0].cached_slots() == order
+
+
+def test_a_document_comes_back_from_each_tier_that_it_was_pushed_to() -> None:
+    w = world(num_device_slots=16, num_host_slots=24)
+    first = read(w, "a")
+    again = read(w, "a")
+    for other in "bc":
+        read(w, other)
+    from_host = read(w, "a")
+    for other in "defgh":
+        read(w, other)
+    from_disk = read(w, "a")
+
+    assert balance(first) == (0, 0, 0, 41)
+    assert balance(again) == (40, 0, 0, 1)
+    assert balance(from_host) == (0, 40, 0, 1)
+    assert balance(from_disk) == (0, 0, 40, 1)
+
+
+def test_an_allocation_meets_only_clean_blocks_when_copies_have_time() -> None:
+    w = world(num_device_slots=16, num_host_slots=24)
+
+    for i in range(30):
+        read(w, f"document {i}")
+
+    tiers = w.cache.statistics().tiers
+    assert tiers[Tier.DEVICE].num_evicted > 200
+    assert tiers[Tier.DEVICE].dropped_spills == 0
+    assert tiers[Tier.HOST].dropped_spills == 0
+
+
+def test_an_allocation_does_not_wait_for_a_copy_and_counts_what_it_drops() -> None:
+    w = world(num_device_slots=10)
+    read(w, "a")
+    w.cache._spiller._not_before[Route.DEVICE_TO_HOST] = float("inf")  # as after a failed copy
+    for table in (w.cache.allocate([5]), w.cache.allocate([5])):
+        assert table is not None
+        w.compute(table, w.names("b", 20), 0, 5)
+        w.cache.release(table)
+
+    assert w.cache.allocate([10]) is not None
+
+    assert w.cache.statistics().tiers[Tier.DEVICE].dropped_spills > 0
+
+
+def test_a_block_wanted_by_two_is_under_way_once() -> None:
+    w = world(num_device_slots=16, num_host_slots=40)
+    read(w, "a")
+    read(w, "b")
+    read(w, "c")
+    names = w.names("a", DOCUMENT)
+    hit = w.cache.lookup(names, DOCUMENT + 1)
+    moved = w.cache.statistics().routes[Route.HOST_TO_DEVICE].num_bytes
+
+    one, two = w.cache.promote(hit), w.cache.promote(hit)
+    w.settle()
+
+    assert one.done
+    assert two.done
+    assert one.tables == two.tables
+    assert w.cache.statistics().routes[Route.HOST_TO_DEVICE].num_bytes - moved == 10 * BLOCK_BYTES
+    w.cache.release(one.tables)
+    w.check()
+    w.cache.release(two.tables)
+    w.check()
+
+
+def test_a_promotion_through_a_host_smaller_than_the_document_arrives_in_portions(tmp_path: Path) -> None:
+    with LmdbStore(tmp_path, 100 * CHARGE) as store:
+        large = world(num_device_slots=16, num_host_slots=40, store=store)
+        read(large, "a")
+        assert large.cache.flush(10, stirring(large)) == 0
+        small = world(num_device_slots=16, num_host_slots=3, store=store)
+
+        promotion = read(small, "a")
+
+    assert balance(promotion) == (0, 0, 40, 1)
+
+
+def stirring(world: World):
+    """What `flush` calls while it waits: here copies finish only when stirred."""
+
+    def progress(num_left: int) -> None:
+        world.clock.now += 0.01
+        for lane in world.lanes.values():
+            lane.stir(1.0)
+
+    return progress
+
+
+def test_a_flushed_cache_is_warm_after_a_restart(tmp_path: Path) -> None:
+    with LmdbStore(tmp_path, 100 * CHARGE) as store:
+        before = world(store=store)
+        read(before, "a")
+        assert before.cache.flush(10, stirring(before)) == 0
+    with LmdbStore(tmp_path, 100 * CHARGE) as store:
+        after = world(store=store)
+
+        promotion = read(after, "a")
+
+    assert balance(promotion) == (0, 0, 40, 1)
+
+
+def test_a_damaged_host_block_is_a_shorter_prefix_with_its_reason() -> None:
+    w = world()
+    read(w, "a")
+    read(w, "b")
+    read(w, "c")
+    slot = w.cache._residency.host.pools[0].find(w.names("a", DOCUMENT)[6])
+    assert slot is not None
+    w.memories[0].host_block(slot)[5] ^= 1
+
+    promotion = read(w, "a")
+
+    assert balance(promotion) == (0, 24, 0, 17)
+    assert promotion.balance(41, BLOCK_SIZE).reasons == {Reason.CORRUPT: 16, Reason.LAST_BLOCK: 1}
+    assert w.cache.statistics().tiers[Tier.HOST].corrupt == {"corrupt": 1}
+
+
+@pytest.mark.parametrize("route", [Route.HOST_TO_DEVICE, Route.DISK_TO_HOST])
+def test_a_copy_that_failed_publishes_nothing_and_the_next_try_finds_the_block_where_it_was(route: Route) -> None:
+    w = world(num_device_slots=16, num_host_slots=24)
+    for document in "abc" if route is Route.HOST_TO_DEVICE else "abcdefgh":
+        read(w, document)
+    names = w.names("a", DOCUMENT)
+    w.lanes[route].failing = 1.0
+
+    promotion = w.cache.promote(w.cache.lookup(names, DOCUMENT + 1))
+    w.settle()
+
+    assert promotion.done
+    assert promotion.num_blocks == 0
+    assert promotion.why_no_more is Reason.FAILED
+    w.check()
+    w.lanes[route].failing = 0.0
+    assert balance(read(w, "a"))[3] == 1
+
+
+def test_a_late_promotion_is_done_with_what_has_arrived() -> None:
+    w = world()
+    for document in "abc":
+        read(w, document)
+    names = w.names("a", DOCUMENT)
+    promotion = w.cache.promote(w.cache.lookup(names, DOCUMENT + 1), timeout_s=1.0)
+    w.cache.poll()
+    assert not promotion.done
+
+    w.clock.now += 1.5
+    w.cache.poll()
+
+    assert promotion.done
+    assert promotion.num_blocks == 0
+    assert promotion.why_no_more is Reason.DEADLINE
+    w.check()
+    w.settle()  # what comes too late is kept for the next one
+    assert w.cache.lookup(names, DOCUMENT + 1).num_blocks == 10
+    w.check()
+
+
+def test_a_hit_larger_than_what_is_free_is_cut_to_what_fits() -> None:
+    w = world(num_device_slots=16)
+    read(w, "a")
+    read(w, "b")
+    for _ in range(9):
+        assert w.cache.allocate([1]) is not None
+        w.cache.spill()
+        w.settle()
+    hit = w.cache.lookup(w.names("a", DOCUMENT), DOCUMENT + 1)
+
+    promotion = w.cache.promote(hit)
+    w.settle()
+
+    assert promotion.num_blocks == 7
+    assert promotion.why_no_more is Reason.CAPACITY
+    w.check()
+
+
+def test_reset_is_refused_while_anything_is_leased_and_forgets_every_tier() -> None:
+    w = world()
+    read(w, "a")
+    held = w.cache.allocate([1])
+    assert held is not None
+    assert not w.cache.reset()
+    w.cache.release(held)
+
+    assert w.cache.reset()
+
+    assert w.cache.where(w.names("a", DOCUMENT)) == [None] * 10
+    assert balance(read(w, "a")) == (0, 0, 0, 41)
+
+
+class BrokenStore(MemoryStore):
+    """A disk on which writing fails for a while."""
+
+    broken = True
+
+    def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
+        if self.broken:
+            raise OSError(28, "No space left on device")
+        return super().put_many(blobs)
+
+
+def test_a_disk_that_cannot_be_written_leaves_the_tiers_above_working_and_is_used_again_later() -> None:
+    store = BrokenStore(100 * CHARGE)
+    w = world(num_device_slots=16, num_host_slots=24, store=store)
+    for document in "abcdef":
+        read(w, document)
+    without_disk = read(w, "f")
+    from_host = read(w, "e")
+    assert w.cache.statistics().tiers[Tier.DISK].num_blocks == 0
+
+    store.broken = False
+    w.clock.now += 10
+    for document in "ghij":
+        read(w, document)
+
+    assert balance(without_disk) == (40, 0, 0, 1)
+    assert balance(from_host)[3] == 1
+    assert w.cache.statistics().routes[Route.HOST_TO_DISK].num_failed > 0
+    assert w.cache.statistics().tiers[Tier.DISK].num_blocks > 0
+
+
+def test_windowed_groups_need_only_their_last_blocks_and_lease_no_others() -> None:
+    groups = [SlidingWindow(BLOCK_SIZE, 8), FullAttention(BLOCK_SIZE)]
+    w = World(groups, [BLOCK_BYTES, BLOCK_BYTES], 32, 40, MemoryStore(100 * CHARGE), random.Random(1))
+    names = w.names("a", DOCUMENT)
+    read(w, "a")
+
+    promotion = w.cache.promote(w.cache.lookup(names, DOCUMENT + 1))
+
+    assert promotion.num_blocks == 10
+    assert promotion.tables[0][:8] == [NO_SLOT] * 8
+    assert NO_SLOT not in promotion.tables[0][8:] + promotion.tables[1]
+    w.cache.release(promotion.tables)
+    w.check()
+
+
+def test_a_disk_without_a_host_tier_to_land_in_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a host tier"):
+        world(num_host_slots=0)
