@@ -112,7 +112,8 @@ def first_failure(bug: Bug) -> str | None:
         if text.count(bug.right) != 1:
             raise SystemExit(f"planted bugs: {bug.file} no longer has the line for {bug.what!r}; mend the list")
         source.write_text(text.replace(bug.right, bug.wrong))
-        shutil.copytree(ROOT / "tests", copy / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+        for folder_name in ("tests", "bench"):
+            shutil.copytree(ROOT / folder_name, copy / folder_name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", copy)
         # The copy is found before the editable install.
         program = (

@@ -20,7 +20,8 @@ NUM_KILLS = 20
 def engines() -> Iterator[subprocess.Popen[str]]:
     """A process that forks an engine for each folder it is told."""
     program = Path(__file__).with_name("killed_engine.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    models = Path(__file__).parents[2] / "bench"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(models)}
     with subprocess.Popen(
         [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:

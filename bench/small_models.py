@@ -1,4 +1,4 @@
-"""Small models with random weights, and a word-less tokenizer, for tests of the whole engine."""
+"""Small models with random weights, and a tokenizer of bytes: for benchmarks of exactness and tests of the engine."""
 
 import torch
 from tokenizers import Tokenizer
@@ -37,30 +37,33 @@ COMMON = {
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
-    "initializer_range": 0.2,  # wide: greedy choices are then far apart, and a wrong block changes them
 }
 HYBRID = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
 MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**COMMON)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**COMMON)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**COMMON, sliding_window=40)),
-    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**COMMON, sliding_window=40, layer_types=HYBRID)),
+    "llama": lambda common: LlamaForCausalLM(LlamaConfig(**common)),
+    "qwen3": lambda common: Qwen3ForCausalLM(Qwen3Config(**common)),
+    "mistral": lambda common: MistralForCausalLM(MistralConfig(**common, sliding_window=40)),
+    "gemma3": lambda common: Gemma3ForCausalLM(Gemma3TextConfig(**common, sliding_window=40, layer_types=HYBRID)),
 }
 MORE_MODELS = {
-    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**COMMON, sliding_window=40)),  # capped scores
-    "gpt_oss": lambda: GptOssForCausalLM(  # attention sinks
-        GptOssConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=40)
+    "gemma2": lambda common: Gemma2ForCausalLM(Gemma2Config(**common, sliding_window=40)),  # capped scores
+    "gpt_oss": lambda common: GptOssForCausalLM(  # attention sinks
+        GptOssConfig(**common, num_local_experts=4, num_experts_per_tok=2, sliding_window=40)
     ),
-    "llama4": lambda: Llama4ForCausalLM(  # chunked attention
-        Llama4TextConfig(**COMMON, num_local_experts=2, attention_chunk_size=48, intermediate_size_mlp=128)
+    "llama4": lambda common: Llama4ForCausalLM(  # chunked attention
+        Llama4TextConfig(**common, num_local_experts=2, attention_chunk_size=48, intermediate_size_mlp=128)
     ),
 }
 
 
-def build(name: str, device: str = "cpu") -> PreTrainedModel:
-    """The model of that name in float32; the same weights every time."""
+def build(name: str, device: str = "cpu", spread: float = 0.2) -> PreTrainedModel:
+    """The model of that name in float32; the same weights every time.
+
+    With weights of so wide a *spread* greedy choices are far apart, and a wrong block changes them.
+    """
     torch.manual_seed(7)
-    return {**MODELS, **MORE_MODELS}[name]().eval().to(device)
+    common = {**COMMON, "initializer_range": spread}
+    return {**MODELS, **MORE_MODELS}[name](common).eval().to(device)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
