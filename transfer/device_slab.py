@@ -20,7 +20,8 @@ class DeviceSlab:
         device: torch.device,
     ) -> None:
         shape = (num_slots, num_layers, 2, block_size, num_kv_heads, head_dim)
-        self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        # Written once here: memory never touched before would slow the first blocks down (DESIGN.md section 10).
+        self.tensor = torch.empty(shape, dtype=dtype, device=device).zero_()
         self.block_bytes = self.tensor[0].numel() * self.tensor.element_size()
 
     @property

@@ -1,0 +1,458 @@
+"""Scheduler, driven step by step on a real model: who computes what, who waits, and whose slots come back."""
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import MODELS, MORE_MODELS, VOCAB, build, byte_tokenizer, plain_greedy
+from transformers import PreTrainedModel
+
+from kvtier.engine import SamplingParams
+from kvtier.engine import core as core_module
+from kvtier.engine.config import as_config
+from kvtier.engine.core import IDLE_WAIT_S, EngineCore
+from kvtier.engine.request import FinishReason, Request
+from kvtier.engine.scheduler import _most_blocks
+from kvtier.store.lmdb_store import LmdbStore
+from kvtier.store.record import Fault
+from kvtier.tiers.block_hash import NO_EXTRA_KEYS
+from kvtier.tiers.tier import Reason
+
+BLOCK_SIZE = 16
+BLOCK_BYTES = BLOCK_SIZE * 1024  # of every small model, all groups together
+MOST_STEPS = 2000  # of a test that ends; a step that has nothing to compute waits a moment
+DEADLINE_S = 10.0  # for what takes milliseconds: reached only when a test fails
+PLENTY = 200  # slots
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """On busy cores the threads of small operations wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return build("llama")
+
+
+class GatedStore(LmdbStore):
+    """A real store on a disk that hangs while the gate is closed."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.num_hanging = 0
+        super().__init__(*arguments)
+
+    def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
+        self.num_hanging += 1
+        assert self.gate.wait(DEADLINE_S), "the test never opened the gate"
+        self.num_hanging -= 1
+        return super().read_many(keys, outs)
+
+
+@pytest.fixture(autouse=True)
+def _disk_with_a_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_module, "LmdbStore", GatedStore)
+
+
+@contextmanager
+def reads_hang(core: EngineCore) -> Iterator[None]:
+    core._store.gate.clear()
+    try:
+        yield
+    finally:
+        core._store.gate.set()
+
+
+@dataclass(frozen=True)
+class Share:
+    """One request's part of a step."""
+
+    request: Request
+    num_tokens: int
+    was_decoding: bool
+
+
+def engine(
+    model: PreTrainedModel,
+    num_slots: int = PLENTY,
+    folder: Path | None = None,
+    num_host_slots: int = PLENTY,
+    read_timeout_s: float = DEADLINE_S,
+    **scheduler: int,
+) -> EngineCore:
+    tables: dict[str, object] = {
+        "device": {"capacity": num_slots * BLOCK_BYTES, "block_size": BLOCK_SIZE},
+        "host": {"capacity": num_host_slots * BLOCK_BYTES},
+        "scheduler": {"prefill_chunk": 64, "token_budget": 128, **scheduler},
+    }
+    if folder is not None:
+        tables["disk"] = {"path": str(folder / "store"), "capacity": "64MiB", "read_timeout_s": read_timeout_s}
+    return EngineCore(model, byte_tokenizer(), as_config(tables))
+
+
+def prompt_of(seed: int, num_tokens: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(num_tokens)]
+
+
+def add(core: EngineCore, prompt: Sequence[int], max_tokens: int = 8) -> Request:
+    return core.add(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), NO_EXTRA_KEYS, arrived_at=0.0)
+
+
+def step(core: EngineCore) -> list[Share]:
+    """What `EngineCore.step` does, with a look at the work list in between."""
+    work = core._scheduler.schedule()
+    shares = [Share(item.request, item.num_tokens, item.request.is_decoding) for item in work]
+    core.cache.spill()
+    if work:
+        core._compute(work)
+    else:
+        core.cache.wait(IDLE_WAIT_S)
+    return shares
+
+
+def step_until(core: EngineCore, condition: Callable[[], bool]) -> list[list[Share]]:
+    steps: list[list[Share]] = []
+    while not condition():
+        assert len(steps) < MOST_STEPS, "the engine makes no progress"
+        steps.append(step(core))
+    return steps
+
+
+def finish(core: EngineCore) -> list[list[Share]]:
+    return step_until(core, lambda: not core.has_work)
+
+
+def assert_nothing_leased(core: EngineCore) -> None:
+    step_until(core, lambda: core.cache._transfers.in_flight == 0)
+    core.cache.check()
+    assert core.cache.free_slots() == [core._runner.num_slots] * len(core.cache.groups)
+
+
+def store_prompt(model: PreTrainedModel, folder: Path, prompt: list[int]) -> None:
+    """Have the prompt on disk, as an earlier process would have left it."""
+    with engine(model, folder=folder) as core:
+        add(core, prompt, max_tokens=1)
+        finish(core)
+
+
+def test_no_step_computes_more_tokens_than_the_budget(llama: PreTrainedModel) -> None:
+    with engine(llama, token_budget=96, prefill_chunk=64) as core:
+        for seed, num_tokens in enumerate((300, 40, 7, 130, 64)):
+            add(core, prompt_of(seed, num_tokens))
+
+        sizes = [sum(share.num_tokens for share in shares) for shares in finish(core)]
+
+    assert max(sizes) == 96
+    assert sum(sizes) == 300 + 40 + 7 + 130 + 64 + 5 * 7  # the last token of an answer is never computed
+
+
+def test_a_long_prompt_is_computed_in_chunks(llama: PreTrainedModel) -> None:
+    with engine(llama, token_budget=1000, prefill_chunk=64) as core:
+        add(core, prompt_of(1, 300), max_tokens=3)
+
+        sizes = [[share.num_tokens for share in shares] for shares in finish(core)]
+
+    assert sizes == [[64], [64], [64], [64], [44], [1], [1]]
+
+
+def test_a_chunk_gets_what_decoding_leaves_of_the_budget(llama: PreTrainedModel) -> None:
+    with engine(llama, token_budget=64, prefill_chunk=64) as core:
+        early = [add(core, prompt_of(seed, 10), max_tokens=30) for seed in range(3)]
+        step(core)
+        late = add(core, prompt_of(9, 150), max_tokens=2)
+
+        shares = step(core)
+
+    assert [(share.request, share.num_tokens) for share in shares] == [*((request, 1) for request in early), (late, 61)]
+
+
+def test_requests_that_decode_get_a_token_in_every_step_while_a_long_prompt_is_computed(
+    llama: PreTrainedModel,
+) -> None:
+    with engine(llama, token_budget=32, prefill_chunk=32) as core:
+        early = [add(core, prompt_of(seed, 10), max_tokens=12) for seed in range(2)]
+        step(core)
+        late = add(core, prompt_of(9, 600), max_tokens=2)
+
+        steps = step_until(core, lambda: early[0].finish_reason is not None)
+
+        assert len(steps) == 11
+        assert late.first_token_at is None
+        for shares in steps:
+            assert [share.request for share in shares] == [*early, late]
+            assert [share.was_decoding for share in shares] == [True, True, False]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_requests_that_arrive_while_others_decode_join_them_and_get_the_tokens_of_being_alone(name: str) -> None:
+    model = build(name)
+    prompts = [prompt_of(seed, num_tokens) for seed, num_tokens in enumerate((150, 33, 16, 90, 5, 64))]
+    expected = [plain_greedy(model, prompt, 20) for prompt in prompts]
+
+    with engine(model) as core:
+        requests, widths = [], []
+        for prompt in prompts:
+            requests.append(add(core, prompt, max_tokens=20))
+            widths += [len(step(core)) for _ in range(3)]
+        widths += [len(shares) for shares in finish(core)]
+        assert_nothing_leased(core)
+
+    assert [request.generated for request in requests] == expected
+    assert max(widths) >= 5
+
+
+def test_no_more_requests_are_active_than_max_running(llama: PreTrainedModel, tmp_path: Path) -> None:
+    prompts = [prompt_of(seed, 40) for seed in range(7)]
+    store_prompt(llama, tmp_path, prompts[0])
+    with engine(llama, folder=tmp_path, max_running=3) as core:
+        requests = [add(core, prompt) for prompt in prompts]
+        scheduler = core._scheduler
+        num_active = []
+
+        with reads_hang(core):  # the first one is parked, and counts
+            for _ in range(6):
+                step(core)
+                num_active.append(len(scheduler.promoting) + len(scheduler.running))
+        while core.has_work:
+            step(core)
+            num_active.append(len(scheduler.promoting) + len(scheduler.running))
+
+    assert max(num_active) == 3
+    assert all(request.finish_reason is FinishReason.LENGTH for request in requests)
+
+
+def test_a_request_whose_prefix_is_being_promoted_is_parked_while_others_go_on(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    stored, others = prompt_of(1, 150), [prompt_of(seed, 50) for seed in (2, 3)]
+    expected = [plain_greedy(llama, prompt, 8) for prompt in (stored, *others)]
+    store_prompt(llama, tmp_path, stored)
+
+    with engine(llama, folder=tmp_path) as core:
+        with reads_hang(core):
+            parked = add(core, stored)
+            requests = [add(core, prompt) for prompt in others]
+            steps = step_until(core, lambda: all(request.finish_reason for request in requests))
+            assert core._scheduler.promoting == [parked]
+            core.cache.check()
+        finish(core)
+        assert_nothing_leased(core)
+
+    assert all(share.request is not parked for shares in steps for share in shares)
+    assert [request.generated for request in (parked, *requests)] == expected
+    assert parked.tokens.disk == 144
+    assert parked.tokens.reasons == {Reason.LAST_BLOCK: 6}
+
+
+def test_a_promotion_that_is_late_is_recomputed_for_the_reason_deadline(llama: PreTrainedModel, tmp_path: Path) -> None:
+    stored = prompt_of(1, 150)
+    expected = plain_greedy(llama, stored, 8)
+    store_prompt(llama, tmp_path, stored)
+
+    with engine(llama, folder=tmp_path, read_timeout_s=0.05) as core:
+        with reads_hang(core):
+            request = add(core, stored)
+            finish(core)
+            core.cache.check()
+            assert core._store.num_hanging > 0
+        assert_nothing_leased(core)
+        again = add(core, stored)
+        finish(core)
+
+    assert (request.generated, again.generated) == (expected, expected)
+    assert (request.tokens.recomputed, request.tokens.reasons[Reason.DEADLINE]) == (150, 144)
+    assert again.tokens.device == 144
+
+
+def test_a_disk_that_hangs_keeps_no_device_slots_from_the_request_that_gave_it_up(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    stored = prompt_of(1, 150)
+    store_prompt(llama, tmp_path, stored)
+
+    with engine(llama, num_slots=12, folder=tmp_path, read_timeout_s=0.05) as core, reads_hang(core):
+        request = add(core, stored)
+        for _ in range(60):
+            if core.has_work:
+                step(core)
+
+        assert request.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_the_youngest_is_preempted_when_slots_run_out_and_all_answers_stay_right(name: str, tmp_path: Path) -> None:
+    model = build(name)
+    prompts = [prompt_of(seed, 100 + seed) for seed in range(3)]
+    expected = [plain_greedy(model, prompt, 60) for prompt in prompts]
+    num_slots = 12 if name == "mistral" else 24  # its window frees what it has passed
+
+    with engine(model, num_slots, tmp_path) as core:
+        requests = [add(core, prompt, max_tokens=60) for prompt in prompts]
+        preempted: list[Request] = []
+        while core.has_work:
+            step(core)
+            core.cache.check()
+            preempted += [request for request in core._scheduler.waiting if request.generated]
+        assert_nothing_leased(core)
+
+    assert [request.generated for request in requests] == expected
+    assert preempted
+    assert requests[0] not in preempted
+    assert core._scheduler.admitted_tokens.num_tokens == sum(map(len, prompts))
+
+
+@pytest.mark.parametrize("token_budget", [128, 50])
+@pytest.mark.parametrize("name", [*MODELS, *MORE_MODELS])
+def test_the_smallest_device_that_accepts_a_prompt_can_run_it(name: str, token_budget: int) -> None:
+    model = build(name)
+    prompt = prompt_of(1, 170)
+    expected = plain_greedy(model, prompt, 30)
+    with engine(model) as core:
+        num_slots = max(_most_blocks(core.cache.groups, 200, 64))
+
+    with engine(model, num_slots, token_budget=token_budget) as core:
+        cold = add(core, prompt, max_tokens=30)
+        add(core, prompt_of(2, 20), max_tokens=30)
+        finish(core)
+        again = add(core, prompt, max_tokens=30)
+        finish(core)
+        assert_nothing_leased(core)
+
+    assert [cold.generated, again.generated] == [expected, expected]
+
+
+def test_a_prompt_that_can_never_fit_is_refused_in_one_line_that_says_what_to_do(llama: PreTrainedModel) -> None:
+    with engine(llama, num_slots=10) as core:
+        with pytest.raises(ValueError, match=r"(?s).*need 11 blocks, the device holds 10; raise device.capacity") as no:
+            add(core, prompt_of(1, 153), max_tokens=8)
+        assert not core.has_work
+
+        add(core, prompt_of(1, 152), max_tokens=8)
+        finish(core)
+
+    assert "\n" not in str(no.value)
+
+
+def test_a_prompt_without_tokens_is_refused(llama: PreTrainedModel) -> None:
+    with engine(llama) as core, pytest.raises(ValueError, match="no tokens"):
+        add(core, [])
+
+
+@pytest.mark.parametrize("token_id", [VOCAB, -1, 1 << 40])
+def test_a_token_id_that_the_model_does_not_know_is_refused(llama: PreTrainedModel, token_id: int) -> None:
+    with engine(llama) as core:
+        with pytest.raises(ValueError, match=str(token_id)) as no:
+            add(core, [*prompt_of(1, 20), token_id, 5])
+            finish(core)
+        assert not core.has_work
+
+    assert "\n" not in str(no.value)
+
+
+def test_a_full_queue_refuses_one_more_and_serves_the_others(llama: PreTrainedModel) -> None:
+    with engine(llama, max_waiting=2) as core:
+        requests = [add(core, prompt_of(seed, 20)) for seed in range(2)]
+        with pytest.raises(ValueError, match="raise scheduler.max_waiting") as no:
+            add(core, prompt_of(2, 20))
+
+        finish(core)
+
+    assert "\n" not in str(no.value)
+    assert all(request.finish_reason is FinishReason.LENGTH for request in requests)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("state", ["waiting", "promoting", "prefilling", "decoding"])
+def test_aborting_frees_every_lease_and_leaves_the_others_alone(state: str, name: str, tmp_path: Path) -> None:
+    model = build(name)
+    stored, other = prompt_of(1, 150), prompt_of(2, 40)
+    expected = plain_greedy(model, other, 8)
+    if state == "promoting":
+        store_prompt(model, tmp_path, stored)
+
+    with engine(model, folder=tmp_path) as core:
+        scheduler = core._scheduler
+        with reads_hang(core):
+            aborted, stays = add(core, stored), add(core, other)
+            if state == "promoting":
+                step_until(core, lambda: aborted in scheduler.promoting and core._store.num_hanging > 0)
+            elif state == "prefilling":
+                step_until(core, lambda: aborted.num_computed > 0)
+                assert not aborted.generated
+            elif state == "decoding":
+                step_until(core, lambda: len(aborted.generated) > 1)
+            core.abort(aborted)
+            core.abort(aborted)
+            core.cache.check()
+        finish(core)
+        assert_nothing_leased(core)
+
+    assert aborted.finish_reason is FinishReason.ABORT
+    assert stays.generated == expected
+
+
+def test_aborting_one_of_two_that_wait_for_the_same_blocks_takes_nothing_from_the_other(
+    llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    stored = prompt_of(1, 150)
+    expected = plain_greedy(llama, stored, 8)
+    store_prompt(llama, tmp_path, stored)
+
+    with engine(llama, folder=tmp_path) as core:
+        with reads_hang(core):
+            first, second = add(core, stored), add(core, stored)
+            step_until(core, lambda: len(core._scheduler.promoting) == 2)
+            core.abort(first)
+        finish(core)
+        assert_nothing_leased(core)
+
+    assert second.generated == expected
+    assert second.tokens.disk == 144
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_random_arrivals_and_aborts_in_a_small_pool_give_the_tokens_of_being_alone(
+    name: str, seed: int, tmp_path: Path
+) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    model = build(name)
+    stems = [prompt_of(stem, 130) for stem in range(3)]
+    prompts = [stems[i % 3][: rng.randrange(20, 130)] + prompt_of(50 + i, rng.randrange(30)) for i in range(10)]
+    expected = [plain_greedy(model, prompt, 25) for prompt in prompts]
+
+    with engine(model, num_slots=26, num_host_slots=30, folder=tmp_path, max_running=5) as core:
+        asked: list[tuple[int, Request]] = []
+        for _ in range(120):
+            dice = rng.random()
+            if dice < 0.25:
+                i = rng.randrange(len(prompts))
+                asked.append((i, add(core, prompts[i], max_tokens=rng.randrange(1, 26))))
+            elif dice < 0.30 and asked:
+                core.abort(rng.choice(asked)[1])
+            elif core.has_work:
+                step(core)
+            core.cache.check()
+        finish(core)
+        assert_nothing_leased(core)
+
+    for i, request in asked:
+        assert request.generated == expected[i][: len(request.generated)]
+        if request.finish_reason is FinishReason.LENGTH:
+            assert len(request.generated) == request.sampling.max_tokens
+            assert request.tokens.num_tokens == len(prompts[i])
+            assert sum(request.tokens.reasons.values()) == request.tokens.recomputed
+    assert sum(request.finish_reason is FinishReason.LENGTH for _, request in asked) > 10
