@@ -82,7 +82,11 @@ class AsyncLLM:
     async def start(self) -> None:
         """Load the model and start serving. Errors are those of `LLM`."""
         self._core = await call_in_executor(self._load, executor=self._engine_thread)
-        self._metrics = serve_metrics(self.statistics, self.config)
+        try:
+            self._metrics = serve_metrics(self.statistics, self.config)
+        except BaseException:
+            await self.close()
+            raise
         self._serving = call_in_executor(self._serve, self._core, executor=self._engine_thread)
 
     async def generate(

@@ -58,9 +58,9 @@ class EngineCore:
         self.config = config
         self._runner = ModelRunner(model, config.device.block_size, config.device.capacity)
         namespace = self._runner.namespace(config.names.algorithm, config.names.seed)
-        disk = None if config.disk is None else DiskTier(_open_store(config.disk, model), namespace.digest)
-        self._store = None if disk is None else disk.store
         memories = self._runner.memories(0 if config.host is None else config.host.capacity)
+        self._store = None if config.disk is None else _open_store(config.disk, model)
+        disk = None if self._store is None else DiskTier(self._store, namespace.digest)
         self.cache = TieredCache(self._runner.groups, memories, _transfers(self._runner), disk)
         timeout_s = None if config.disk is None else config.disk.read_timeout_s
         self._scheduler = Scheduler(self.cache, config.scheduler, timeout_s)

@@ -43,8 +43,12 @@ class LLM:
         self.config = as_config({} if config is None else config)
         loaded, tokenizer = load_model(model, self.config.model, tokenizer)
         self.core = EngineCore(loaded, tokenizer, self.config)
-        self._metrics = serve_metrics(lambda: self.core.statistics, self.config)
         self._closer = weakref.finalize(self, self.core.close)
+        try:
+            self._metrics = serve_metrics(lambda: self.core.statistics, self.config)
+        except BaseException:
+            self._closer()
+            raise
 
     def generate(
         self,

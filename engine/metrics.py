@@ -111,4 +111,8 @@ def serve_metrics(statistics: Callable[[], EngineStatistics], config: Config) ->
     """Serve `/metrics` on the configured port, if there is one. OSError if the port is taken."""
     if config.metrics_port is None:
         return _NoServer()
-    return _HttpServer(EngineCollector(statistics), config.metrics_host, config.metrics_port)
+    try:
+        return _HttpServer(EngineCollector(statistics), config.metrics_host, config.metrics_port)
+    except OSError as error:
+        where = f"{config.metrics_host}:{config.metrics_port}"
+        raise OSError(f"metrics: cannot serve on {where} ({error.strerror}); choose another metrics_port") from error

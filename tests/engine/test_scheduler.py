@@ -280,6 +280,7 @@ def test_a_disk_that_hangs_keeps_no_device_slots_from_the_request_that_gave_it_u
     llama: PreTrainedModel, tmp_path: Path
 ) -> None:
     stored = prompt_of(1, 150)
+    expected = plain_greedy(llama, stored, 8)
     store_prompt(llama, tmp_path, stored)
 
     with engine(llama, num_slots=12, folder=tmp_path, read_timeout_s=0.05) as core, reads_hang(core):
@@ -288,17 +289,16 @@ def test_a_disk_that_hangs_keeps_no_device_slots_from_the_request_that_gave_it_u
             if core.has_work:
                 step(core)
 
-        assert request.finish_reason is FinishReason.LENGTH
+        assert request.generated == expected
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_the_youngest_is_preempted_when_slots_run_out_and_all_answers_stay_right(name: str, tmp_path: Path) -> None:
     model = build(name)
     prompts = [prompt_of(seed, 100 + seed) for seed in range(3)]
     expected = [plain_greedy(model, prompt, 60) for prompt in prompts]
-    num_slots = 12 if name == "mistral" else 24  # its window frees what it has passed
 
-    with engine(model, num_slots, tmp_path) as core:
+    with engine(model, num_slots=24, folder=tmp_path) as core:  # each needs 10 in the end
         requests = [add(core, prompt, max_tokens=60) for prompt in prompts]
         preempted: list[Request] = []
         while core.has_work:
