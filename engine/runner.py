@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,8 @@ from kvtier.transfer.device_slab import DeviceSlab
 
 log = logging.getLogger(__name__)
 
+# With these the keys of a block depend on how long the prompt is; equal names would not mean equal bytes.
+LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 OBSERVED = f"{IMPLEMENTATION}-observed"  # the attention function while a model is being looked at
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of the largest logit, at load
 
@@ -229,6 +231,9 @@ def _inspect(model: PreTrainedModel, block_size: int) -> dict[int, _Layer]:
         layers[layer_id] = _Layer(group, key.shape[1], key.shape[3])
         return torch.zeros_like(query).transpose(1, 2), None
 
+    for rope_type in _rope_types(getattr(config, "rope_parameters", None) or {}):
+        if rope_type in LENGTH_DEPENDENT_ROPE:
+            raise UnsupportedModel(refusal(f"its rotary embedding ({rope_type}) changes with the length of the prompt"))
     AttentionInterface.register(OBSERVED, observe)
     with torch.inference_mode():
         try:
@@ -265,6 +270,15 @@ def _group(
             return ChunkedLocal(block_size, int(config.attention_chunk_size))
         case _:
             raise UnsupportedModel(refusal(f"layer {layer_id} is of kind {kind} with window {window}"))
+
+
+def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:
+    """The kinds of rotary embedding in a configuration, which may have one for each kind of layer."""
+    if "rope_type" in parameters:
+        yield str(parameters["rope_type"])
+    for value in parameters.values():
+        if isinstance(value, Mapping):
+            yield from _rope_types(value)
 
 
 def _refusal(model: PreTrainedModel) -> Callable[[str], str]:

@@ -221,6 +221,7 @@ def flip(folder: Path, key: bytes) -> None:
         ("Bloom", "AttentionInterface"),
         ("Mamba", "AttentionInterface"),
         ("DeepseekV3", "latent attention"),
+        ("Llama", "changes with the length"),
     ],
 )
 def test_a_model_that_cannot_be_paged_is_refused_with_the_reason(factory: str, reason: str) -> None:
@@ -230,6 +231,12 @@ def test_a_model_that_cannot_be_paged_is_refused_with_the_reason(factory: str, r
     configs = {
         "Bloom": {"n_layer": 2, "n_head": 2},
         "Mamba": {"num_hidden_layers": 2},
+        "Llama": {
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        },
         "DeepseekV3": {
             "num_hidden_layers": 2,
             "intermediate_size": 32,

@@ -135,7 +135,7 @@ def finish(core: EngineCore) -> list[list[Share]]:
 
 
 def assert_nothing_leased(core: EngineCore) -> None:
-    step_until(core, lambda: core.cache._transfers.in_flight == 0)
+    step_until(core, lambda: core.cache.num_under_way == 0)
     core.cache.check()
     assert core.cache.free_slots() == [core._runner.num_slots] * len(core.cache.groups)
 

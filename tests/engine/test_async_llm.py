@@ -1,0 +1,397 @@
+"""AsyncLLM: many streams at once, each as if it were alone; whoever leaves takes nothing from the others."""
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
+
+import pytest
+import small_models
+import torch
+from small_models import VOCAB, build, byte_tokenizer, plain_greedy
+from transformers import PreTrainedModel
+
+from kvtier.engine import LLM, AsyncLLM, Completion, FinishReason, Piece, SamplingParams
+from kvtier.engine.core import EngineCore
+
+BLOCK_SIZE = 16
+BLOCK_BYTES = BLOCK_SIZE * 1024  # of every small model
+NUM_SLOTS = 200
+DEADLINE_S = 20.0  # for what takes milliseconds: reached only when a test fails
+PROCESS_TIMEOUT_S = 60.0  # for what takes seconds
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """On busy cores the threads of small operations wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return build("llama")
+
+
+def opened(model: PreTrainedModel, folder: Path | None = None, **scheduler: int) -> AsyncLLM:
+    tables: dict[str, object] = {
+        "device": {"capacity": NUM_SLOTS * BLOCK_BYTES, "block_size": BLOCK_SIZE},
+        "host": {"capacity": NUM_SLOTS * BLOCK_BYTES},
+        "scheduler": {"prefill_chunk": 64, "token_budget": 128, **scheduler},
+    }
+    if folder is not None:
+        tables["disk"] = {"path": str(folder / "store"), "capacity": "64MiB"}
+    return AsyncLLM(model, tables, byte_tokenizer())
+
+
+def play(story: Coroutine[object, object, None]) -> None:
+    """Run a test's story on an event loop of its own."""
+    asyncio.run(asyncio.wait_for(story, DEADLINE_S))
+
+
+def prompt_of(seed: int, num_tokens: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(num_tokens)]
+
+
+def greedy(max_tokens: int = 8, **others: object) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **others)
+
+
+async def read(stream: AsyncIterator[Piece]) -> list[Piece]:
+    return [piece async for piece in stream]
+
+
+def completion_of(pieces: list[Piece]) -> Completion:
+    assert all(piece.completion is None for piece in pieces[:-1])
+    assert pieces[-1].completion is not None
+    return pieces[-1].completion
+
+
+async def come_true(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + DEADLINE_S / 2
+    while not condition():
+        assert time.monotonic() < until, "it never came true"
+        await asyncio.sleep(0.005)
+
+
+def is_at_rest(core: EngineCore) -> bool:
+    """No request is left, and nobody leases a slot."""
+    return not core.has_work and core.cache.free_slots() == [NUM_SLOTS] * len(core.cache.groups)
+
+
+def test_many_streams_at_once_give_each_the_tokens_of_being_alone(model: PreTrainedModel) -> None:
+    prompts = [prompt_of(seed, num_tokens) for seed, num_tokens in enumerate((5, 200, 33, 64, 150, 16, 90, 7, 48, 120))]
+    expected = [plain_greedy(model, prompt, 12) for prompt in prompts]
+
+    async def story() -> None:
+        async with opened(model) as llm:
+            streams = await asyncio.gather(*(read(llm.generate(prompt, greedy(12))) for prompt in prompts))
+
+        for pieces, prompt, tokens in zip(streams, prompts, expected, strict=True):
+            done = completion_of(pieces)
+            assert [piece.token_id for piece in pieces] == done.token_ids == tokens
+            assert done.tokens.num_tokens == len(prompt)
+
+    play(story())
+
+
+@pytest.mark.parametrize("stop", [(), ("lo", "zz")])
+def test_the_texts_of_the_pieces_join_to_the_text_of_the_completion(model: PreTrainedModel, stop: tuple[str]) -> None:
+    async def story() -> None:
+        async with opened(model) as llm:
+            for seed in range(4):
+                pieces = await read(llm.generate(f"Say hello, ship {seed}.", greedy(40, stop=stop)))
+
+                assert "".join(piece.text for piece in pieces) == completion_of(pieces).text
+
+    play(story())
+
+
+def test_a_stop_string_ends_the_stream_before_itself(model: PreTrainedModel) -> None:
+    async def story() -> None:
+        async with opened(model) as llm:
+            text = completion_of(await read(llm.generate("Say hello.", greedy(40)))).text
+            stop = text[12:15]
+
+            pieces = await read(llm.generate("Say hello.", greedy(40, stop=stop)))
+
+        assert "".join(piece.text for piece in pieces) == text[: text.index(stop)]
+        assert completion_of(pieces).finish_reason is FinishReason.STOP
+
+    play(story())
+
+
+def test_salts_and_skipping_work_as_in_llm(model: PreTrainedModel) -> None:
+    prompt = prompt_of(1, 100)
+
+    async def hit(llm: AsyncLLM, **options: object) -> int:
+        return completion_of(await read(llm.generate(prompt, greedy(2), **options))).tokens.device
+
+    async def story() -> None:
+        async with opened(model) as llm:
+            hits = [
+                await hit(llm, cache_salt="ann"),
+                await hit(llm, cache_salt="ann"),
+                await hit(llm, cache_salt="bob"),
+                await hit(llm),
+                await hit(llm, skip_reading_prefix_cache=True),
+                await hit(llm),
+            ]
+
+        assert hits == [0, 96, 0, 0, 0, 96]
+
+    play(story())
+
+
+@pytest.mark.parametrize("how", ["break", "cancel", "aclose", "cancel at once"])
+def test_leaving_a_stream_early_frees_its_leases_and_disturbs_no_other(model: PreTrainedModel, how: str) -> None:
+    stays = prompt_of(1, 60)
+    expected = plain_greedy(model, stays, 40)
+
+    async def leave(llm: AsyncLLM) -> None:
+        stream = llm.generate(prompt_of(2, 300), greedy(1000))
+        begun = asyncio.Event()
+
+        async def reader() -> None:
+            async for _ in stream:
+                begun.set()
+
+        match how:
+            case "cancel at once" | "cancel":
+                task = asyncio.create_task(reader())
+                await (begun.wait() if how == "cancel" else asyncio.sleep(0))
+                task.cancel()
+            case "break" | "aclose":
+                async for _ in stream:
+                    break
+                if how == "aclose":
+                    await stream.aclose()
+
+    async def story() -> None:
+        async with opened(model) as llm:
+            other = asyncio.create_task(read(llm.generate(stays, greedy(40))))
+            await leave(llm)
+            assert completion_of(await other).token_ids == expected
+
+            await come_true(lambda: is_at_rest(llm._core))
+            llm._core.cache.check()
+            await come_true(lambda: llm.statistics().num_running == 0)
+
+    play(story())
+
+
+def test_a_prompt_that_cannot_run_is_a_value_error_of_its_own_stream_only(model: PreTrainedModel) -> None:
+    stays = prompt_of(1, 60)
+    expected = plain_greedy(model, stays, 20)
+
+    async def story() -> None:
+        async with opened(model) as llm:
+            other = asyncio.create_task(read(llm.generate(stays, greedy(20))))
+            with pytest.raises(ValueError, match="raise device.capacity or shorten the prompt"):
+                await read(llm.generate(prompt_of(2, NUM_SLOTS * BLOCK_SIZE), greedy()))
+            with pytest.raises(ValueError, match="no tokens"):
+                await read(llm.generate("", greedy()))
+
+            assert completion_of(await other).token_ids == expected
+
+    play(story())
+
+
+@pytest.mark.parametrize("token_id", [VOCAB, -1])
+def test_a_token_id_that_the_model_does_not_know_is_a_value_error_of_its_own_stream_only(
+    model: PreTrainedModel, token_id: int
+) -> None:
+    stays = prompt_of(1, 60)
+    expected = plain_greedy(model, stays, 20)
+
+    async def story() -> None:
+        async with opened(model) as llm:
+            other = asyncio.create_task(read(llm.generate(stays, greedy(20))))
+            with pytest.raises(ValueError, match=str(token_id)):
+                await read(llm.generate([*prompt_of(2, 20), token_id], greedy()))
+
+            assert completion_of(await other).token_ids == expected
+
+    play(story())
+
+
+def test_a_full_queue_is_a_value_error(model: PreTrainedModel) -> None:
+    async def story() -> None:
+        async with opened(model, max_waiting=1, max_running=1) as llm:
+            runs = asyncio.create_task(read(llm.generate(prompt_of(1, 60), greedy(3000))))
+            await come_true(lambda: llm.statistics().num_running == 1)
+            waits = asyncio.create_task(read(llm.generate(prompt_of(2, 60), greedy())))
+            await come_true(lambda: llm.statistics().num_waiting == 1)
+
+            with pytest.raises(ValueError, match="raise scheduler.max_waiting"):
+                await read(llm.generate(prompt_of(3, 60), greedy()))
+
+            runs.cancel()
+            assert len(completion_of(await waits).token_ids) == 8
+
+    play(story())
+
+
+def test_use_before_the_start_is_a_runtime_error_in_one_line(model: PreTrainedModel) -> None:
+    async def story() -> None:
+        llm = opened(model)
+
+        with pytest.raises(RuntimeError, match="not started") as from_generate:
+            await read(llm.generate("Say hello."))
+        with pytest.raises(RuntimeError, match="not started"):
+            llm.statistics()
+
+        assert "\n" not in str(from_generate.value)
+        await llm.close()
+
+    play(story())
+
+
+def test_use_after_the_end_is_a_runtime_error_in_one_line(model: PreTrainedModel) -> None:
+    async def story() -> None:
+        async with opened(model) as llm:
+            await read(llm.generate("Say hello.", greedy()))
+
+        with pytest.raises(RuntimeError, match="has ended") as from_generate:
+            await read(llm.generate("Say hello."))
+        with pytest.raises(RuntimeError, match="has ended"):
+            llm.statistics()
+
+        assert "\n" not in str(from_generate.value)
+
+    play(story())
+
+
+def test_closing_twice_does_nothing_more(model: PreTrainedModel, tmp_path: Path) -> None:
+    async def story() -> None:
+        llm = opened(model, tmp_path)
+        await llm.start()
+        await read(llm.generate("Say hello.", greedy()))
+
+        await llm.close()
+        await llm.close()
+
+    play(story())
+
+
+def test_closing_ends_running_streams_with_an_error_and_no_hang(model: PreTrainedModel) -> None:
+    async def story() -> None:
+        llm = opened(model)
+        await llm.start()
+        tasks = [asyncio.create_task(read(llm.generate(prompt_of(seed, 60), greedy(2000)))) for seed in range(3)]
+        await come_true(lambda: llm.statistics().num_running == 3)
+
+        await llm.close()
+        outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), DEADLINE_S / 4)
+
+        for outcome in outcomes:
+            assert isinstance(outcome, RuntimeError)
+            assert "closed" in str(outcome)
+
+    play(story())
+
+
+def test_closing_ends_a_stream_that_was_only_just_asked_for(model: PreTrainedModel) -> None:
+    async def story() -> None:
+        llm = opened(model)
+        await llm.start()
+        task = asyncio.create_task(read(llm.generate("Say hello. " * 50_000, greedy())))
+        await asyncio.sleep(0)  # its prompt is being tokenized now, and will be for a while
+
+        await llm.close()
+        (outcome,) = await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), DEADLINE_S / 4)
+
+        assert isinstance(outcome, RuntimeError)
+
+    play(story())
+
+
+def test_the_event_loop_goes_on_while_a_long_prompt_is_computed(model: PreTrainedModel) -> None:
+    prompt = prompt_of(1, 3000)
+
+    async def story() -> None:
+        ticks: list[float] = []
+
+        async def tick() -> None:
+            while True:
+                ticks.append(time.monotonic())
+                await asyncio.sleep(0.001)
+
+        async with opened(model, prefill_chunk=4096, token_budget=4096) as llm:
+            ticker = asyncio.create_task(tick())
+            begun = time.monotonic()
+            async for _ in llm.generate(prompt, greedy(1)):
+                ended = time.monotonic()
+            ticker.cancel()
+
+        meanwhile = [begun, *(at for at in ticks if begun < at < ended), ended]
+        longest = max(later - earlier for earlier, later in zip(meanwhile, meanwhile[1:], strict=False))
+        assert len(meanwhile) > 10
+        assert longest < (ended - begun) / 3  # blocked, it would be nearly all of the time
+
+    play(story())
+
+
+def test_what_streams_have_read_is_on_disk_after_the_end(model: PreTrainedModel, tmp_path: Path) -> None:
+    prompt = prompt_of(1, 100)
+
+    async def story() -> None:
+        async with opened(model, tmp_path) as llm:
+            first = completion_of(await read(llm.generate(prompt, greedy())))
+        async with opened(model, tmp_path) as llm:
+            second = completion_of(await read(llm.generate(prompt, greedy())))
+
+        assert (first.tokens.disk, second.tokens.disk) == (0, 96)
+        assert first.token_ids == second.token_ids
+
+    play(story())
+
+
+def test_a_start_that_failed_leaves_the_store_to_the_next(model: PreTrainedModel, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with opened(model, tmp_path) as first:
+            second = opened(model, tmp_path)
+            with pytest.raises(OSError, match=str(os.getpid())) as no:
+                await second.start()
+            await second.close()
+            assert "\n" not in str(no.value)
+            assert completion_of(await read(first.generate("Say hello.", greedy()))).token_ids
+
+        async with opened(model, tmp_path) as again:
+            assert completion_of(await read(again.generate("Say hello.", greedy()))).token_ids
+
+    play(story())
+
+
+def test_a_program_that_forgets_to_close_still_ends(tmp_path: Path) -> None:
+    script = """
+import asyncio, sys
+from small_models import build, byte_tokenizer
+from kvtier.engine import AsyncLLM, SamplingParams
+
+async def main():
+    llm = AsyncLLM(build("llama"), {"disk": {"path": sys.argv[1]}}, byte_tokenizer())
+    await llm.start()
+    async for piece in llm.generate("Say hello. " * 20, SamplingParams(max_tokens=3)):
+        pass
+    print("done", flush=True)
+
+asyncio.run(main())
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(small_models.__file__).parent)}
+    command = [sys.executable, "-c", script, str(tmp_path / "store")]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "done\n"
+            process.wait(DEADLINE_S / 2)
+        finally:
+            process.kill()
+
+    assert process.returncode == 0
