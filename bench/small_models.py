@@ -51,7 +51,13 @@ MORE_MODELS = {
         GptOssConfig(**common, num_local_experts=4, num_experts_per_tok=2, sliding_window=40)
     ),
     "llama4": lambda common: Llama4ForCausalLM(  # chunked attention
-        Llama4TextConfig(**common, num_local_experts=2, attention_chunk_size=48, intermediate_size_mlp=128)
+        Llama4TextConfig(
+            **common,
+            num_local_experts=2,
+            attention_chunk_size=48,
+            intermediate_size_mlp=128,
+            attn_temperature_tuning=False,
+        )
     ),
 }
 
@@ -77,6 +83,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def plain_greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
     """What plain transformers answers: its own attention, its own cache."""
+    before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
         output = model.generate(
@@ -87,5 +94,5 @@ def plain_greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> 
             use_cache=True,
         )
     finally:
-        model.set_attn_implementation("kvtier")
+        model.set_attn_implementation(before)
     return output[0, len(prompt) :].tolist()

@@ -72,7 +72,8 @@ class AsyncLLM:
         self._tokenizer = tokenizer
         self._core: EngineCore | None = None
         self._metrics: MetricsServer | None = None
-        self._streams: dict[Request, _Stream] = {}
+        self._streams: dict[Request, _Stream] = {}  # the engine thread's
+        self._open: set[_Stream] = set()  # the event loop's: all that wait for pieces
         self._commands: queue.SimpleQueue[Callable[[EngineCore], None] | None] = queue.SimpleQueue()
         # All that touches the engine happens in the one thread of this executor.
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="kvtier-engine")
@@ -88,6 +89,7 @@ class AsyncLLM:
             await self.close()
             raise
         self._serving = call_in_executor(self._serve, self._core, executor=self._engine_thread)
+        self._serving.add_done_callback(self._end_streams)
 
     async def generate(
         self,
@@ -100,9 +102,11 @@ class AsyncLLM:
     ) -> AsyncIterator[Piece]:
         """Stream the continuation of one prompt. ValueError for a prompt that cannot run, or when the queue is full."""
         arrived_at = time.monotonic()
-        core = self._running_core()
-        token_ids = await call_in_executor(encode, core.tokenizer, prompt, executor=self._tokenizer_thread)
+        tokenizer = self._running_core().tokenizer
+        token_ids = await call_in_executor(encode, tokenizer, prompt, executor=self._tokenizer_thread)
+        self._running_core()  # again: it may have been closed meanwhile
         stream = _Stream(asyncio.get_running_loop())
+        self._open.add(stream)
         self._commands.put(
             lambda core: self._add(
                 core,
@@ -120,6 +124,7 @@ class AsyncLLM:
                 if piece.completion is not None:
                     return
         finally:
+            self._open.discard(stream)
             self._commands.put(lambda core: self._abort(core, stream))
 
     def statistics(self) -> EngineStatistics:
@@ -160,20 +165,21 @@ class AsyncLLM:
 
     def _serve(self, core: EngineCore) -> None:
         """The engine's thread: take commands, step, hand out pieces, until told to end."""
-        try:
-            while self._take_commands(core):
-                if core.has_work:
-                    for request in core.step():
-                        self._send(request)
-                else:
-                    core.idle()
-        except Exception as error:  # the thread's top: every caller learns of it
-            log.exception("the engine failed")
-            for stream in self._streams.values():
-                stream.send(RuntimeError(f"the engine failed: {error}"))
-            raise
-        for stream in self._streams.values():
-            stream.send(RuntimeError("AsyncLLM: closed while the request was running"))
+        while self._take_commands(core):
+            if core.has_work:
+                for request in core.step():
+                    self._send(request)
+            else:
+                core.idle()
+
+    def _end_streams(self, serving: asyncio.Future[None]) -> None:
+        """The engine's thread has ended, as it was told or by an error: everybody who still waits learns of it."""
+        error = serving.exception()
+        if error is not None:
+            log.error("the engine failed", exc_info=error)
+        why = "AsyncLLM: closed while the request was running" if error is None else f"the engine failed: {error}"
+        for stream in self._open:
+            stream.pieces.put_nowait(RuntimeError(why))
 
     def _take_commands(self, core: EngineCore) -> bool:
         """Carry out what callers asked for; wait for it a moment if there is nothing else to do. False: end."""
@@ -189,7 +195,7 @@ class AsyncLLM:
     def _add(self, core: EngineCore, stream: _Stream, add: Callable[..., Request], reads_cache: bool) -> None:
         try:
             stream.request = add(reads_cache=reads_cache)
-        except ValueError as error:
+        except Exception as error:  # a caller's mistake must end that caller only
             stream.send(error)
             return
         self._streams[stream.request] = stream

@@ -3,10 +3,12 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtier.engine.config import Config, DiskConfig
@@ -28,7 +30,9 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.05
+STALLED_WAIT_S = 0.002
 SNAPSHOT_EVERY_S = 0.25
+LEAST_DISK_BLOCKS = 8  # of all groups together; with less, LMDB's index alone fills the store
 NUM_READERS = 2  # threads that read from disk; verifying one block overlaps reading the next
 STORE_NICENESS = 10  # writing to disk goes behind computing: on 2 cores a step beside it took twice as long
 FLUSH_TIMEOUT_S = 120.0
@@ -56,18 +60,32 @@ class EngineCore:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
         self.tokenizer = tokenizer
         self.config = config
-        self._runner = ModelRunner(model, config.device.block_size, config.device.capacity)
-        namespace = self._runner.namespace(config.names.algorithm, config.names.seed)
-        memories = self._runner.memories(0 if config.host is None else config.host.capacity)
-        self._store = None if config.disk is None else _open_store(config.disk, model)
-        disk = None if self._store is None else DiskTier(self._store, namespace.digest)
-        self.cache = TieredCache(self._runner.groups, memories, _transfers(self._runner), disk)
+        with ExitStack() as undo:  # if a later part refuses, the earlier ones are closed again
+            self._runner = ModelRunner(model, config.device.block_size, config.device.capacity)
+            undo.callback(self._runner.close)
+            namespace = self._runner.namespace(config.names.algorithm, config.names.seed)
+            memories = self._runner.memories(0 if config.host is None else config.host.capacity)
+            for memory in memories:
+                undo.callback(memory.close)
+            self._store = None if config.disk is None else _open_store(config.disk, self._runner)
+            if self._store is not None:
+                undo.callback(self._store.close)
+            disk = None if self._store is None else DiskTier(self._store, namespace.digest)
+            transfers = _transfers(self._runner)
+            undo.callback(transfers.close)
+            self.cache = TieredCache(self._runner.groups, memories, transfers, disk)
+            undo.pop_all()
         timeout_s = None if config.disk is None else config.disk.read_timeout_s
         self._scheduler = Scheduler(self.cache, config.scheduler, timeout_s)
         self._end_token_ids = _end_token_ids(model)
         self._closed = False
         self.statistics = self._snapshot()
         self._snapshot_at = time.monotonic()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not started."""
+        return len(self._scheduler.waiting)
 
     @property
     def has_work(self) -> bool:
@@ -82,9 +100,9 @@ class EngineCore:
         arrived_at: float,
         reads_cache: bool = True,
     ) -> Request:
-        """Queue a prompt. ValueError, with what to do, if it is empty, can never fit, or the queue is full."""
-        if not len(token_ids):
-            raise ValueError("prompt: has no tokens; give at least one")
+        """Queue a prompt. ValueError, with what to do, if it is empty, not made of the model's tokens, longer than the
+        model or the device can hold, or the queue is full."""
+        self._check_tokens(token_ids, sampling)
         chain = self._name(token_ids, extra)
         detokenizer = Detokenizer(self.tokenizer, sampling.stop)
         request = Request(token_ids, sampling, chain, detokenizer, reads_cache, arrived_at)
@@ -109,8 +127,10 @@ class EngineCore:
         work = self._scheduler.schedule()
         self.cache.spill()
         advanced = self._compute(work) if work else []
-        if not work:
+        if not work and self.cache.num_under_way:
             self.cache.wait(IDLE_WAIT_S)
+        elif not work and self.has_work:
+            time.sleep(STALLED_WAIT_S)  # for slots that nothing under way will free; a deadline or an abort will
         if not self.has_work or time.monotonic() - self._snapshot_at > SNAPSHOT_EVERY_S:
             self.statistics = self._snapshot()
             self._snapshot_at = time.monotonic()
@@ -131,8 +151,10 @@ class EngineCore:
             self._scheduler.abort(request)
         if self._store is not None and (num_left := self.cache.flush(FLUSH_TIMEOUT_S, progress)):
             log.warning("flush: %d blocks did not reach the disk in time; they will be recomputed", num_left)
-        self.cache.close()
-        if self._store is not None:
+        self._runner.close()
+        if not self.cache.close():
+            log.warning("a copy hangs: the store is left open, the next start finds what was written so far")
+        elif self._store is not None:
             self._store.close()
 
     def __enter__(self) -> Self:
@@ -140,6 +162,21 @@ class EngineCore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_tokens(self, token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        if not len(token_ids):
+            raise ValueError("prompt: has no tokens; give at least one")
+        ids = np.asarray(token_ids)
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"prompt: token ids are of type {ids.dtype}; give a text or a flat list of integers")
+        if not 0 <= ids.min() <= ids.max() < self._runner.vocab_size:
+            worst = int(ids.min() if ids.min() < 0 else ids.max())
+            raise ValueError(f"prompt: token id {worst}; the model knows 0 to {self._runner.vocab_size - 1}")
+        limit, wanted = self._runner.max_tokens, len(ids) + sampling.max_tokens
+        if limit is not None and wanted > limit:
+            raise ValueError(
+                f"prompt of {len(ids)} tokens and {sampling.max_tokens} more: the model takes {limit}; shorten it"
+            )
 
     def _name(self, token_ids: Sequence[int], extra: ExtraKeys) -> BlockChain:
         names = self.config.names
@@ -181,8 +218,12 @@ class EngineCore:
         )
 
 
-def _open_store(config: DiskConfig, model: PreTrainedModel) -> LmdbStore:
-    element_bytes = model.dtype.itemsize
+def _open_store(config: DiskConfig, runner: ModelRunner) -> LmdbStore:
+    element_bytes = runner.model.dtype.itemsize
+    block_bytes = sum(runner.block_bytes)
+    least = LEAST_DISK_BLOCKS * block_bytes
+    if config.capacity < least:
+        raise ValueError(f"disk capacity: {config.capacity} bytes for blocks of {block_bytes}; use {least} or more")
     codec: Codec = ZstdPlaneCodec(element_bytes) if config.codec == "zstd" else NO_CODEC
     return LmdbStore(Path(config.path), config.capacity, codec)
 

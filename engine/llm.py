@@ -4,10 +4,13 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -20,7 +23,7 @@ from kvtier.engine.request import Completion, Request
 from kvtier.engine.sampling import SamplingParams
 from kvtier.tiers.block_hash import NO_EXTRA_KEYS, ExtraKeys
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | npt.NDArray[np.integer]
 GREEDY = SamplingParams()
 MANY_PROMPTS = 4  # from so many on, `generate` shows a progress bar (on a terminal)
 
@@ -65,14 +68,21 @@ class LLM:
         Prompts share cached blocks only with prompts of the same *cache_salt*. *progress* shows a bar; None: for many
         prompts on a terminal. ValueError for a prompt that cannot fit the device pool.
         """
-        requests: list[Request] = []
+        arrived_at = time.monotonic()
         keys = salted(extra, cache_salt)
+        todo = as_prompts(prompts)
+        requests: list[Request] = []
+        wanted = len(todo) >= MANY_PROMPTS and sys.stderr.isatty() if progress is None else progress
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         try:
-            for prompt in as_prompts(prompts):
-                arrived_at = time.monotonic()
-                token_ids = encode(self.core.tokenizer, prompt)
-                requests.append(self.core.add(token_ids, sampling, keys, arrived_at, not skip_reading_prefix_cache))
-            self._run(requests, progress)
+            with Progress(*columns, console=Console(stderr=True), transient=True, disable=not wanted) as bar:
+                task = bar.add_task("prompts", total=len(todo))
+                while len(requests) < len(todo) or self.core.has_work:
+                    while len(requests) < len(todo) and self.core.num_waiting < self.config.scheduler.max_waiting:
+                        token_ids = encode(self.core.tokenizer, todo[len(requests)])
+                        reads_cache = not skip_reading_prefix_cache
+                        requests.append(self.core.add(token_ids, sampling, keys, arrived_at, reads_cache))
+                    bar.advance(task, sum(request.finish_reason is not None for request in self.core.step()))
         finally:
             for request in requests:
                 self.core.abort(request)
@@ -108,14 +118,6 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _run(self, requests: Sequence[Request], progress: bool | None) -> None:
-        wanted = len(requests) >= MANY_PROMPTS and sys.stderr.isatty() if progress is None else progress
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        with Progress(*columns, console=Console(stderr=True), transient=True, disable=not wanted) as bar:
-            task = bar.add_task("prompts", total=len(requests))
-            while self.core.has_work:
-                bar.advance(task, sum(request.finish_reason is not None for request in self.core.step()))
-
 
 def load_model(
     model: str | Path | PreTrainedModel, config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None
@@ -135,12 +137,10 @@ def load_model(
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list: a text, a list of token ids, or a list of these."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if len(prompts) and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]  # a sequence that starts with an int is one prompt's tokens
-    return list(prompts)  # type: ignore[arg-type]  # and any other one is a sequence of prompts
+    """One prompt or many, as a list: a text, token ids (a list or an array), or a sequence of these."""
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
+        return [prompts]  # type: ignore[list-item]  # what starts with a number is one prompt's tokens
+    return list(prompts)  # any other sequence is one of prompts
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Sequence[int]:
@@ -148,7 +148,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Sequence[int]:
     if isinstance(prompt, str):
         token_ids: list[int] = tokenizer(prompt)["input_ids"]
         return token_ids
-    return prompt
+    return prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
 
 
 def salted(extra: ExtraKeys, cache_salt: str | None) -> ExtraKeys:

@@ -9,7 +9,7 @@ from kvtier.engine.detokenizer import Detokenizer
 from kvtier.engine.sampling import Sampler, SamplingParams
 from kvtier.tiers.block_hash import BlockChain
 from kvtier.tiers.cache import Tables
-from kvtier.tiers.promotion import Promotion
+from kvtier.tiers.promotion import Hit, Promotion
 from kvtier.tiers.statistics import TokenBalance
 
 
@@ -47,6 +47,8 @@ class Request:
     tables: Tables = field(default_factory=list)
     num_computed: int = 0  # tokens whose keys and values are in the tables' blocks
     num_committed: int = 0  # blocks of them that have their name
+    hit: Hit | None = None  # while room is made for it, until *hit_until*
+    hit_until: float = 0.0
     promotion: Promotion | None = None
     num_promotions: int = 0  # since it was last admitted
     tokens: TokenBalance | None = None

@@ -1,6 +1,7 @@
 """ModelRunner: a transformers model whose attention reads and writes kvtier's paged slabs."""
 
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 import xxhash
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from kvtier.engine.attention import IMPLEMENTATION, GroupStep, Segment, Step, current_step, segment
 from kvtier.tiers.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
@@ -19,6 +20,7 @@ from kvtier.transfer.device_slab import DeviceSlab
 
 log = logging.getLogger(__name__)
 
+LOADING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})  # say nothing about the KV
 # With these the keys of a block depend on how long the prompt is; equal names would not mean equal bytes.
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 OBSERVED = f"{IMPLEMENTATION}-observed"  # the attention function while a model is being looked at
@@ -57,6 +59,7 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, block_size: int, capacity_bytes: int) -> None:
         self.model = model.eval()  # type: ignore[no-untyped-call]  # untyped in transformers
         self.block_size = block_size
+        self._own_attention = model.config._attn_implementation
         self.device = torch.device(model.device)
         layers = _inspect(model, block_size)
         kinds = list(dict.fromkeys(layers.values()))
@@ -92,13 +95,20 @@ class ModelRunner:
             )
             for group in self.geometry
         ]
-        self._verify()
+        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[index]  # a tensor
+        self.max_tokens: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        try:
+            self._verify()
+        except BaseException:
+            self.close()
+            raise
 
     def namespace(self, hash_algorithm: str, hash_seed: str) -> Namespace:
         """The identity of the KV this model makes; reads every weight once."""
         config = self.model.config
         return Namespace(
             model=str(getattr(config, "model_type", type(self.model).__name__)),
+            config_digest=config_digest(config),
             weights_digest=weights_digest(self.model),
             dtype=str(self.model.dtype),
             geometry=self.geometry,
@@ -115,6 +125,10 @@ class ModelRunner:
 
             return [CudaMemory(slab.blocks, num_host_slots) for slab in self._slabs]
         return [CpuMemory(slab.blocks.numpy(), num_host_slots) for slab in self._slabs]
+
+    def close(self) -> None:
+        """Give the model its own attention back; the caller may go on using it."""
+        self.model.set_attn_implementation(self._own_attention)
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -166,9 +180,8 @@ class ModelRunner:
 
     def _verify(self) -> None:
         """Compare with the model's own attention, in two chunks, before anybody relies on it."""
-        vocab = self.model.get_input_embeddings().weight.shape[0]
         num_tokens = min(2 * self.block_size, self.num_slots * self.block_size, 48)
-        token_ids = [(7 * i + 3) % vocab for i in range(num_tokens)]
+        token_ids = [(7 * i + 3) % self.vocab_size for i in range(num_tokens)]
         num_blocks = -(-num_tokens // self.block_size)
         tables = [list(range(num_blocks))[::-1] for _ in self.groups]
         half = num_tokens // 2
@@ -190,11 +203,21 @@ def bytes_per_block(model: PreTrainedModel, block_size: int) -> int:
     return sum(2 * block_size * layer.num_kv_heads * layer.head_dim * model.dtype.itemsize for layer in layers)
 
 
+def config_digest(config: PreTrainedConfig) -> str:
+    """Digest of a model's configuration, all but its name and what only says how it is loaded."""
+    fields = {key: value for key, value in config.to_dict().items() if key not in LOADING and key[0] != "_"}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
+
+
 def weights_digest(model: torch.nn.Module) -> str:
-    """Digest of names, shapes, types and bytes of all weights (xxh3_128 of each tensor, sha256 over the list)."""
+    """Digest of names, shapes, types and bytes of all parameters and buffers, those included that no file holds.
+
+    xxh3_128 of each tensor, sha256 over the list.
+    """
     total = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        raw = tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy()
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in sorted(tensors.items()):
+        raw: Any = tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy()  # numpy's own buffer type
         total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode() + xxhash.xxh3_128_digest(raw))
     return total.hexdigest()
 
@@ -213,6 +236,7 @@ def _inspect(model: PreTrainedModel, block_size: int) -> dict[int, _Layer]:
     """Run the model on two tokens and see what each layer asks of its attention."""
     layers: dict[int, _Layer] = {}
     config = model.config.get_text_config()
+    before = model.config._attn_implementation
     refusal = _refusal(model)
 
     def observe(
@@ -221,6 +245,8 @@ def _inspect(model: PreTrainedModel, block_size: int) -> dict[int, _Layer]:
         layer_id = getattr(module, "layer_idx", None)
         if not isinstance(layer_id, int) or layer_id in layers:
             raise UnsupportedModel(refusal("an attention layer has no index of its own (layer_idx)"))
+        if key.dtype != model.dtype:
+            raise UnsupportedModel(refusal(f"its keys are {key.dtype}, its weights {model.dtype}"))
         if key.shape != value.shape:
             raise UnsupportedModel(refusal("keys and values differ in shape (latent attention)"))
         if kwargs.get("position_bias") is not None:
@@ -231,6 +257,10 @@ def _inspect(model: PreTrainedModel, block_size: int) -> dict[int, _Layer]:
         layers[layer_id] = _Layer(group, key.shape[1], key.shape[3])
         return torch.zeros_like(query).transpose(1, 2), None
 
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise UnsupportedModel(refusal("an adapter is loaded, which its blocks would not be named after; merge it"))
+    if getattr(config, "attn_temperature_tuning", False):
+        raise UnsupportedModel(refusal("it scales attention by a row's number in the batch (attn_temperature_tuning)"))
     for rope_type in _rope_types(getattr(config, "rope_parameters", None) or {}):
         if rope_type in LENGTH_DEPENDENT_ROPE:
             raise UnsupportedModel(refusal(f"its rotary embedding ({rope_type}) changes with the length of the prompt"))
@@ -239,10 +269,12 @@ def _inspect(model: PreTrainedModel, block_size: int) -> dict[int, _Layer]:
         try:
             model.set_attn_implementation(OBSERVED)
             model(input_ids=torch.tensor([[0, 1]], device=model.device), use_cache=False)
-        except (ValueError, TypeError, KeyError) as error:
-            if isinstance(error, UnsupportedModel):
-                raise
-            raise UnsupportedModel(refusal(f"it does not take an attention function ({error})")) from error
+        except UnsupportedModel:
+            model.set_attn_implementation(before)
+            raise
+        except (ValueError, TypeError, KeyError, RuntimeError) as error:
+            model.set_attn_implementation(before)
+            raise UnsupportedModel(refusal(f"it cannot run with another attention function ({error})")) from error
         model.set_attn_implementation(IMPLEMENTATION)
     num_layers = config.num_hidden_layers
     if set(layers) != set(range(num_layers)):

@@ -36,7 +36,7 @@ class ChaosLane:
         self._finished = finished
         self._rng = rng
         self.failing = failing
-        self._capacity = capacity
+        self.capacity = capacity
         self._held: list[Transfer] = []
 
     @property
@@ -44,7 +44,7 @@ class ChaosLane:
         return len(self._held)
 
     def submit(self, transfer: Transfer) -> bool:
-        if len(self._held) >= self._capacity:
+        if len(self._held) >= self.capacity:
             return False
         self._held.append(transfer)
         return True
@@ -65,8 +65,9 @@ class ChaosLane:
             self._finished.put(transfer)
         self._held = kept
 
-    def close(self) -> None:
+    def close(self) -> bool:
         self.stir(1.0)
+        return True
 
 
 class World:
@@ -89,7 +90,7 @@ class World:
         self.memories = [CpuMemory(blocks, num_host_slots) for blocks in self.device]
         self.finished: Finished = Finished()
         self.lanes = {route: ChaosLane(self.finished, rng, failing) for route in Route}
-        disk = None if store is None else DiskTier(store, NAMESPACE)
+        disk = None if store is None else DiskTier(store, NAMESPACE, self.clock)
         transfers = TransferEngine(self.lanes, self.finished)
         self.cache = TieredCache(groups, self.memories, transfers, disk, self.clock)
         self.rotten: set[tuple[int, int]] = set()  # host slots (group, slot) that this world has damaged

@@ -15,9 +15,10 @@ from kvtier.tiers.spiller import Spiller
 from kvtier.tiers.statistics import CacheStatistics, TierStatistics
 from kvtier.tiers.tier import Reason, Tier
 from kvtier.transfer.block_memory import BlockMemory
-from kvtier.transfer.transfer_engine import TransferEngine
+from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 LEAST_CLEAN_AHEAD = 32  # blocks; one prefill chunk's worth before anything has been measured
+MAX_FAILURES = 3  # writes in a row, after which a flush gives up
 Tables = list[list[int]]  # [group][block] -> device slot, or NO_SLOT
 
 
@@ -116,7 +117,7 @@ class TieredCache:
         self._promoter.keep_warm(hit)
         self._wanted, self._short = demand, short
         self._spill()
-        return not self._spiller.num_under_way
+        return not self._spiller.is_moving()
 
     def promote(self, hit: Hit, timeout_s: float | None = None) -> Promotion:
         """Bring the hit's blocks up to the device: lease what is there, copy the rest. Returns at once.
@@ -212,7 +213,7 @@ class TieredCache:
         # Each block goes once: a disk smaller than what is above would otherwise push out what was just written.
         stop_at = self._spiller.num_stored + self._spiller.num_dirty()
         while (num_left := self._spiller.num_dirty()) and self._spiller.num_stored < stop_at:
-            if self._clock() >= deadline:
+            if self._clock() >= deadline or self._spiller.num_failed_in_a_row[Route.HOST_TO_DISK] >= MAX_FAILURES:
                 break
             progress(num_left)
             self._spiller.spill_host()
@@ -265,11 +266,16 @@ class TieredCache:
             tiers[Tier.DISK] = self._residency.disk.statistics()
         return CacheStatistics(tiers, self._transfers.statistics(), self._promoter.num_waiting, self._window.num_blocks)
 
-    def close(self) -> None:
-        """End the lanes and give up the host memory. `flush` first if the disk should have everything."""
-        self._transfers.close()
+    def close(self) -> bool:
+        """End the lanes and give up the host memory. `flush` first if the disk should have everything.
+
+        False if a copy hangs: then the memory stays, and the store must not be closed under it.
+        """
+        if not self._transfers.close():
+            return False
         for memory in self._memories:
             memory.close()
+        return True
 
     def _spill(self) -> None:
         self._spiller.spill_device(self._wanted)

@@ -1,7 +1,9 @@
 """DiskTier: a blob store seen as a tier: keys under one namespace, faults counted, never an exception upwards."""
 
+import math
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvtier.store.blob_store import Blob, BlobStore
 from kvtier.store.record import Fault
@@ -10,6 +12,7 @@ from kvtier.tiers.statistics import TierStatistics
 
 NAMESPACE_BYTES = 16
 GROUP_BYTES = 4
+REST_S = 1.0
 
 
 class DiskTier:
@@ -18,11 +21,13 @@ class DiskTier:
     `holds` and `forget` are the owner's; `read` and `write` run on a lane's thread.
     """
 
-    def __init__(self, store: BlobStore, namespace: bytes) -> None:
+    def __init__(self, store: BlobStore, namespace: bytes, clock: Callable[[], float] = time.monotonic) -> None:
         assert len(namespace) == NAMESPACE_BYTES, f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}"
         self.store = store
         self.faults: Counter[str] = Counter()
         self._namespace = namespace
+        self._clock = clock
+        self._rests_until = -math.inf
 
     def key(self, group_id: int, name: BlockName) -> bytes:
         """The store's key of a block."""
@@ -34,8 +39,14 @@ class DiskTier:
             return None
         return int.from_bytes(key[-GROUP_BYTES:], "big"), BlockName(key[NAMESPACE_BYTES:-GROUP_BYTES])
 
+    def rest(self) -> None:
+        """Answer no question for a while: reading takes longer than requests can wait."""
+        self._rests_until = self._clock() + REST_S
+
     def holds(self, group_id: int, name: BlockName) -> bool:
-        """Whether the store has a record of the block; an index look-up, no payload is read."""
+        """Whether the store has a record of the block; an index look-up, no payload is read. No while it rests."""
+        if self._clock() < self._rests_until:
+            return False
         try:
             return self.store.contains(self.key(group_id, name))
         except OSError:
@@ -52,11 +63,18 @@ class DiskTier:
 
     def clear(self) -> None:
         """Delete every record of this namespace."""
-        self.store.delete([key for key in self.store.keys() if self.block_of(key) is not None])  # noqa: SIM118  # no dict
+        try:
+            self.store.delete([key for key in self.store.keys() if self.block_of(key) is not None])  # noqa: SIM118  # no dict
+        except OSError:
+            self.faults[Fault.IO_ERROR.value] += 1
 
     def statistics(self) -> TierStatistics:
         """The store, all namespaces together; faults as this process has met them."""
-        stored = self.store.statistics()
+        try:
+            stored = self.store.statistics()
+        except OSError:
+            self.faults[Fault.IO_ERROR.value] += 1
+            return TierStatistics(corrupt=dict(self.faults))
         return TierStatistics(
             num_blocks=stored.num_records,
             num_bytes=stored.stored_bytes,

@@ -22,6 +22,7 @@ class Namespace:
     """Identity of a model's KV cache. `digest` goes in front of every key on disk."""
 
     model: str
+    config_digest: str  # the settings that no weight holds: rotary embedding, norms, activations …
     weights_digest: str
     dtype: str
     geometry: tuple[GroupGeometry, ...]

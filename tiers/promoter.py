@@ -61,6 +61,7 @@ class Promoter:
         self._arrivals: list[dict[BlockName, Arrival]] = [{} for _ in groups]
         self._to_read: deque[Arrival] = deque()
         self._to_upload: deque[Arrival] = deque()
+        self._still_reading: set[Arrival] = set()  # for nobody any more; each leases its host slot
         self._waiting: set[Promotion] = set()
 
     @property
@@ -71,6 +72,8 @@ class Promoter:
     def promote(self, hit: Hit, window: int, deadline: float | None = None) -> Promotion:
         """Start bringing the hit up; done at once if all of it is on the device."""
         num_blocks, why_no_more = hit.num_blocks, hit.why_no_more
+        if self._residency.disk is None:  # else what has left the tiers above since the look-up is asked of the disk
+            num_blocks = self._shorter(hit.names, num_blocks)
         while (deficit := self._deficit(hit.names, num_blocks)) > 0:
             num_blocks, why_no_more = self._shorter(hit.names, num_blocks - deficit), Reason.CAPACITY
         promotion = Promotion(
@@ -101,18 +104,13 @@ class Promoter:
         ):
             names = hit.names[needed.start : needed.stop]
             slots = {slot for name in names if (slot := pool.find(name)) is not None}
-            result.append((slots, len(names) - len(slots) - sum(name in arrivals for name in names)))
+            missing = sum(pool.find(name) is None and name not in arrivals for name in names)
+            result.append((slots, missing))
         return result
 
     def keep_warm(self, hit: Hit) -> None:
         """Make the hit's host blocks the last to be evicted there: they are wanted, only not yet."""
-        if self._residency.host is None:
-            return
-        for pool, needed in zip(self._residency.host.pools, self._needed(hit.num_blocks), strict=True):
-            names = hit.names[needed.start : needed.stop]
-            slots = [slot for name in reversed(names) if (slot := pool.find(name)) is not None]
-            pool.lease(slots)
-            pool.release(slots)
+        self._refresh_host(hit.names, hit.num_blocks)
 
     def pump(self, window: int) -> None:
         """Hand queued blocks to lanes that have room, and end promotions whose time is over."""
@@ -122,19 +120,21 @@ class Promoter:
             pass
         now = self._clock()
         for promotion in [late for late in self._waiting if late.deadline is not None and late.deadline <= now]:
+            if self._residency.disk is not None and any(arrival.source is Tier.DISK for arrival in promotion.waiting):
+                self._residency.disk.rest()  # or every request to come would wait as long
             self.give_up(promotion, Reason.DEADLINE)
 
     def give_up(self, promotion: Promotion, reason: Reason) -> None:
-        """Stop waiting: what has not arrived is left out. Blocks under way for nobody else are not started any more."""
+        """Stop waiting: what has not arrived is left out."""
+        unwanted: set[Arrival] = set()
         for arrival in promotion.waiting:
             (block_id,) = [block_id for waiter, block_id in arrival.waiters if waiter is promotion]
             arrival.waiters.remove((promotion, block_id))
             self._leave_out(promotion, arrival, block_id, reason)
-            for queue in (self._to_read, self._to_upload):
-                if not arrival.waiters and arrival in queue:
-                    queue.remove(arrival)
-                    self._resolve(arrival, None)
+            if not arrival.waiters:
+                unwanted.add(arrival)
         promotion.waiting.clear()
+        self._drop(unwanted)
         self._finish_if_arrived(promotion)
 
     def num_leases(self, tier: SlotTier, group_id: int) -> int:
@@ -142,7 +142,8 @@ class Promoter:
         arrivals = self._arrivals[group_id].values()
         if tier is self._residency.device:
             return len(arrivals)
-        return sum(arrival.host_slot is not None for arrival in arrivals)
+        late = sum(arrival.group_id == group_id for arrival in self._still_reading)
+        return late + sum(arrival.host_slot is not None for arrival in arrivals)
 
     def num_waiting_leases(self, group_id: int) -> int:
         """Leases on device slots that belong to promotions not done yet."""
@@ -215,7 +216,7 @@ class Promoter:
         else:
             host.pools[group_id].lease([host_slot])
             known = self._residency.digests[group_id][host_slot]
-            arrival = Arrival(group_id, name, device_slot, Tier.HOST, host_slot, known)
+            arrival = Arrival(group_id, name, device_slot, Tier.HOST, host_slot, digest=known)
             self._to_upload.append(arrival)
         self._arrivals[group_id][name] = arrival
         self._join(promotion, block_id, arrival)
@@ -266,6 +267,8 @@ class Promoter:
             len(batch) * memory.block_bytes,
             lambda transfer: self._landed_in_host(batch, transfer),
         )
+        for arrival in batch:
+            arrival.is_reading = submitted
         if not submitted:
             for arrival in batch:
                 arrival.host_slot = None
@@ -290,21 +293,29 @@ class Promoter:
         return submitted
 
     def _landed_in_host(self, batch: Sequence[Arrival], transfer: Transfer) -> None:
-        residency = self._residency
+        host, disk = self._residency.host, self._residency.disk
+        assert host is not None, "a block was read without a host tier"
+        assert disk is not None, "a block was read without a disk"
         outcomes = transfer.result if transfer.error is None else [Fault.IO_ERROR] * len(batch)
         for arrival, outcome in zip(batch, outcomes, strict=True):
-            if isinstance(outcome, Fault):
-                assert residency.disk is not None, "a block was read without a disk"
-                residency.disk.faults[outcome.value] += 1
-                residency.lost(arrival.group_id, arrival.name)
-                self._resolve(arrival, REASONS.get(outcome, Reason.CORRUPT))
-                continue
-            assert residency.host is not None, "a block was read without a host tier"
             assert arrival.host_slot is not None, "a block was read into no slot"
-            arrival.digest = outcome
-            if residency.host.pools[arrival.group_id].commit(arrival.host_slot, arrival.name):
-                residency.digests[arrival.group_id][arrival.host_slot] = outcome
-            self._to_upload.append(arrival)
+            arrival.is_reading = False
+            failure = None
+            if isinstance(outcome, Fault):
+                failure = REASONS.get(outcome, Reason.CORRUPT)
+                disk.faults[outcome.value] += outcome is not Fault.MISSING
+                self._residency.lost(arrival.group_id, arrival.name)
+            else:
+                arrival.digest = outcome
+                if host.pools[arrival.group_id].commit(arrival.host_slot, arrival.name):
+                    self._residency.digests[arrival.group_id][arrival.host_slot] = outcome
+            if arrival in self._still_reading:
+                self._still_reading.discard(arrival)
+                host.pools[arrival.group_id].release([arrival.host_slot])
+            elif failure is None:
+                self._to_upload.append(arrival)
+            else:
+                self._resolve(arrival, failure)
 
     def _landed_on_device(self, batch: Sequence[Arrival], transfer: Transfer) -> None:
         device, host = self._residency.device, self._residency.host
@@ -336,6 +347,21 @@ class Promoter:
                 self._leave_out(promotion, arrival, block_id, failure)
             self._finish_if_arrived(promotion)
 
+    def _drop(self, unwanted: set[Arrival]) -> None:
+        """Nobody waits for these blocks any more. Queued ones are not started; those being read free their device slot
+        now, since the read, however slow, needs only the host slot."""
+        queued = unwanted.intersection([*self._to_read, *self._to_upload])
+        if queued:
+            self._to_read = deque(arrival for arrival in self._to_read if arrival not in queued)
+            self._to_upload = deque(arrival for arrival in self._to_upload if arrival not in queued)
+        for arrival in queued:
+            self._resolve(arrival, None)
+        for arrival in unwanted - queued:
+            if arrival.is_reading:
+                del self._arrivals[arrival.group_id][arrival.name]
+                self._residency.device.pools[arrival.group_id].release([arrival.device_slot])
+                self._still_reading.add(arrival)
+
     def _leave_out(self, promotion: Promotion, arrival: Arrival, block_id: int, failure: Reason) -> None:
         promotion.tables[arrival.group_id][block_id] = NO_SLOT
         promotion.why_no_more = failure
@@ -356,5 +382,31 @@ class Promoter:
             tables[group_id] = [slot if i in needed else NO_SLOT for i, slot in enumerate(table[:usable])]
         promotion.num_blocks = usable
         promotion.done = True
+        if any(tier is not Tier.DEVICE for tier in promotion.tiers[:usable]):
+            self._refresh_host(promotion.names, usable)
+            self._touch_on_disk(promotion)
         self._waiting.discard(promotion)
         self._hand_over(promotion)
+
+    def _refresh_host(self, names: Sequence[BlockName], num_blocks: int) -> None:
+        """Make these blocks the most recent in host memory, the prefix's tail still being evicted first of them."""
+        if self._residency.host is None:
+            return
+        for pool, needed in zip(self._residency.host.pools, self._needed(num_blocks), strict=True):
+            slots = [pool.find(name) for name in reversed(names[needed.start : needed.stop])]
+            found = [slot for slot in slots if slot is not None]
+            pool.lease(found)
+            pool.release(found)
+
+    def _touch_on_disk(self, promotion: Promotion) -> None:
+        """Make what came from disk the most recent there; not done while the lane to disk is full."""
+        disk = self._residency.disk
+        if disk is None or Tier.DISK not in promotion.tiers[: promotion.num_blocks]:
+            return
+        keys = [
+            disk.key(group_id, promotion.names[block_id])
+            for group_id, needed in enumerate(self._needed(promotion.num_blocks))
+            for block_id in reversed(needed)
+            if promotion.tiers[block_id] is Tier.DISK
+        ]
+        self._transfers.submit(Route.HOST_TO_DISK, lambda: disk.store.touch(keys), 0, lambda transfer: None)

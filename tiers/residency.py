@@ -54,7 +54,6 @@ class Residency:
         self.device = device
         self.host = host
         self.disk = disk
-        self.num_disk_evicted = 0
         # Digest of each named host block, taken when its bytes arrived: [group][slot].
         self.digests: list[dict[int, bytes]] = [{} for _ in device.pools]
         self._ghosts: OrderedDict[BlockName, Tier] = OrderedDict()
@@ -121,27 +120,34 @@ class Residency:
             tier.num_evicted += 1
             if tier is self.host:
                 self.digests[group_id].pop(slot, None)
-                if was_dirty:
-                    self._lost_below(group_id, name)
-            if was_dirty and not self._anywhere(group_id, name):
-                tier.dropped_spills += self._is_spilled(tier)
+                if not self.has_copy_below_device(group_id, name):
+                    self.lost(group_id, name)
+            if not self._anywhere(group_id, name):
+                tier.dropped_spills += was_dirty and self._is_spilled(tier)
                 self._remember(name, tier.tier)
 
     def evicted_from_disk(self, keys: Sequence[bytes]) -> None:
-        """The store dropped these keys: what is still above is dirty again, the rest is lost."""
-        self.num_disk_evicted += len(keys)
+        """The store dropped these keys, the oldest it had: what is still on the device is dirty again.
+
+        What is still in host memory is not written a second time: a disk smaller than the host would never rest.
+        """
         for key in keys:
             block = self.disk.block_of(key) if self.disk is not None else None
             if block is None:
                 continue
             group_id, name = block
-            self._lost_below(group_id, name)
-            if not self._anywhere(group_id, name):
+            tier = self.tier_of(group_id, name)
+            if tier is None:
                 self._remember(name, Tier.DISK)
+            elif tier is Tier.DEVICE and not self.has_copy_below_device(group_id, name):
+                self.lost(group_id, name)
 
     def lost(self, group_id: int, name: BlockName) -> None:
-        """A copy turned out bad: whatever relied on it has to be copied again."""
-        self._lost_below(group_id, name)
+        """A copy is gone: what relied on it has to be copied again."""
+        for tier in (self.device, self.host):
+            slot = tier.pools[group_id].find(name) if tier is not None else None
+            if tier is not None and slot is not None:
+                tier.dirty[group_id][slot] = None
 
     def check(self) -> None:
         """Raise AssertionError if the indexes disagree."""
@@ -152,12 +158,6 @@ class Residency:
         for pool, digests in zip(self.host.pools, self.digests, strict=True):
             named = {slot for slot in range(pool.num_slots) if pool.name(slot) is not None}
             assert named == set(digests), "a host block without a digest, or a digest without a block"
-
-    def _lost_below(self, group_id: int, name: BlockName) -> None:
-        for tier in (self.device, self.host):
-            slot = tier.pools[group_id].find(name) if tier is not None else None
-            if tier is not None and slot is not None:
-                tier.dirty[group_id][slot] = None
 
     def _anywhere(self, group_id: int, name: BlockName) -> bool:
         return self.tier_of(group_id, name) is not None

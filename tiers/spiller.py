@@ -15,7 +15,9 @@ from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 BATCH_BYTES = 8 << 20
-MAX_IN_FLIGHT = 2  # batches a route, so that the next one is copied while the last one is being recorded
+# Batches under way at most: to host a step's worth of large blocks, to disk enough to keep it busy.
+MAX_IN_FLIGHT = {Route.DEVICE_TO_HOST: 16, Route.HOST_TO_DISK: 4}
+PATIENCE_S = 1.0  # after which nobody waits for a copy any more
 BACK_OFF_S = 1.0  # after a failed batch; the tiers above keep serving
 
 
@@ -53,6 +55,7 @@ class Spiller:
         self._clock = clock
         self.num_stored = 0  # blocks that have landed on disk
         self._in_flight: dict[Route, list[Batch]] = {Route.DEVICE_TO_HOST: [], Route.HOST_TO_DISK: []}
+        self.num_failed_in_a_row = dict.fromkeys(self._in_flight, 0)
         self._not_before = dict.fromkeys(self._in_flight, 0.0)
 
     def spill_device(self, demand: Sequence[int]) -> None:
@@ -60,13 +63,15 @@ class Spiller:
         if self._residency.host is not None:
             for group_id, wanted in enumerate(demand):
                 window = self._window.num_blocks + wanted
-                self._start(Route.DEVICE_TO_HOST, group_id, partial(self._dirty_on_device, window))
+                while self._start(Route.DEVICE_TO_HOST, group_id, partial(self._dirty_on_device, window)):
+                    pass
 
     def spill_host(self) -> None:
         """Start copies to disk that are due."""
         if self._residency.disk is not None:
             for group_id in range(len(self._memories)):
-                self._start(Route.HOST_TO_DISK, group_id, self._dirty_in_host)
+                while self._start(Route.HOST_TO_DISK, group_id, self._dirty_in_host):
+                    pass
 
     def host_is_roomy(self, demand: Sequence[int]) -> bool:
         """Whether the host could take a window of blocks, and the *demand* by group, without losing a last copy."""
@@ -76,10 +81,10 @@ class Spiller:
             for group_id, wanted in enumerate(demand)
         )
 
-    @property
-    def num_under_way(self) -> int:
-        """Batches that have not landed."""
-        return sum(len(batches) for batches in self._in_flight.values())
+    def is_moving(self) -> bool:
+        """Whether copies are under way that are not suspiciously late: it makes sense to wait for their slots."""
+        since = self._clock() - PATIENCE_S
+        return any(batch.submitted_at > since for batches in self._in_flight.values() for batch in batches)
 
     def num_dirty(self) -> int:
         """Blocks of device and host without a copy below; 0 without a disk, where nothing can be kept anyway."""
@@ -97,20 +102,25 @@ class Spiller:
             leases += sum(len(batch.names) for batch in below if batch.group_id == group_id)
         return leases
 
-    def _start(self, route: Route, group_id: int, find_dirty: Callable[[int, int], list[int]]) -> None:
-        busy = sum(batch.group_id == group_id for batch in self._in_flight[route])
-        if busy >= MAX_IN_FLIGHT or self._clock() < self._not_before[route]:
-            return
+    def _start(self, route: Route, group_id: int, find_dirty: Callable[[int, int], list[int]]) -> bool:
+        """Start one batch; False if there is nothing to copy, or no room or no time to."""
+        under_way = [batch for batch in self._in_flight[route] if batch.group_id == group_id]
+        if len(under_way) >= MAX_IN_FLIGHT[route] or self._clock() < self._not_before[route]:
+            return False
         pool = self._upper(route).pools[group_id]
-        # A spill leases its source. Never more than a quarter of the free slots: allocations find the rest.
-        most = min(max(1, BATCH_BYTES // self._memories[group_id].block_bytes), max(1, pool.num_free // 4))
+        # A spill leases its source. Never more than a quarter of what is free: allocations find the rest.
+        num_lent = sum(len(batch.names) for batch in under_way)
+        most = min(
+            max(1, BATCH_BYTES // self._memories[group_id].block_bytes), (pool.num_free + num_lent) // 4 - num_lent
+        )
+        most = max(most, 0 if under_way else 1)
         dirty = find_dirty(group_id, most)
         lower_slots: list[int] = []
         if route is Route.DEVICE_TO_HOST and dirty:
             lower_slots = self._host_slots(group_id, len(dirty))
             dirty = dirty[: len(lower_slots)]
         if not dirty:
-            return
+            return False
         names = tuple(name for slot in dirty if (name := pool.name(slot)) is not None)
         batch = Batch(group_id, names, tuple(dirty), tuple(lower_slots), self._clock())
         pool.lend(dirty)
@@ -119,6 +129,8 @@ class Spiller:
         num_bytes = len(dirty) * self._memories[group_id].block_bytes
         if not self._transfers.submit(route, work, num_bytes, deliver):
             self._end(route, batch)
+            return False
+        return True
 
     def _dirty_on_device(self, window: int, group_id: int, most: int) -> list[int]:
         """Up to *most* of the *window* oldest cached slots that have no copy below."""
@@ -214,6 +226,7 @@ class Spiller:
 
     def _end(self, route: Route, batch: Batch, failed: bool = False) -> None:
         self._in_flight[route].remove(batch)
+        self.num_failed_in_a_row[route] = self.num_failed_in_a_row[route] + 1 if failed else 0
         if failed:
             self._not_before[route] = self._clock() + BACK_OFF_S
         self._upper(route).pools[batch.group_id].put_back(batch.upper_slots)

@@ -42,5 +42,5 @@ class CudaLane:
         transfer.work = ordered_copy
         return self._threads.submit(transfer)
 
-    def close(self) -> None:
-        self._threads.close()
+    def close(self) -> bool:
+        return self._threads.close()

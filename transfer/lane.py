@@ -1,5 +1,6 @@
 """Lanes: where copies run. A lane is bounded, touches no state of its owner, and reports through one queue."""
 
+import contextlib
 import os
 import queue
 import threading
@@ -8,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
+
+CLOSE_TIMEOUT_S = 10.0
 
 
 class LaneClosed(Exception):
@@ -51,8 +54,11 @@ class Lane(Protocol):
     def num_pending(self) -> int:
         """Transfers taken and not finished."""
 
-    def close(self) -> None:
-        """Finish the running transfer, fail the queued ones with `LaneClosed`, end the threads. Idempotent."""
+    def close(self) -> bool:
+        """Finish the running transfer, fail the queued ones with `LaneClosed`, end the threads. Idempotent.
+
+        False if a running transfer did not finish in `CLOSE_TIMEOUT_S`; its thread is left to the process's end.
+        """
 
 
 class InlineLane:
@@ -70,8 +76,8 @@ class InlineLane:
         self._finished.put(transfer)
         return True
 
-    def close(self) -> None:
-        pass
+    def close(self) -> bool:
+        return True
 
 
 class ThreadLane:
@@ -108,13 +114,15 @@ class ThreadLane:
             self._queue.put(transfer)  # inside the lock: nothing may be queued behind close()'s end marks
         return True
 
-    def close(self) -> None:
+    def close(self) -> bool:
         with self._lock:
             self._closed = True
         for _ in self._threads:
             self._queue.put(None)
+        give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, give_up_at - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def __enter__(self) -> Self:
         return self
@@ -125,7 +133,7 @@ class ThreadLane:
         self.close()
 
     def _serve(self) -> None:
-        if self._niceness:
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
         while (transfer := self._queue.get()) is not None:
             if self._closed:

@@ -96,8 +96,8 @@ class TransferEngine:
         """Totals by route, by value."""
         return dict(self._statistics)
 
-    def close(self) -> None:
-        """Close the lanes and deliver what they had left, queued transfers as failed."""
-        for lane in self._lanes.values():
-            lane.close()
+    def close(self) -> bool:
+        """Close the lanes and deliver what they had left, queued transfers as failed; False if one of them hangs."""
+        closed = [lane.close() for lane in self._lanes.values()]
         self.poll()
+        return all(closed)

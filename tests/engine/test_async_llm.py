@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from small_models import VOCAB, build, byte_tokenizer, plain_greedy
 from transformers import PreTrainedModel
 
-from kvtier.engine import LLM, AsyncLLM, Completion, FinishReason, Piece, SamplingParams
+from kvtier.engine import AsyncLLM, Completion, FinishReason, Piece, SamplingParams
 from kvtier.engine.core import EngineCore
 
 BLOCK_SIZE = 16
@@ -194,7 +195,7 @@ def test_a_prompt_that_cannot_run_is_a_value_error_of_its_own_stream_only(model:
     async def story() -> None:
         async with opened(model) as llm:
             other = asyncio.create_task(read(llm.generate(stays, greedy(20))))
-            with pytest.raises(ValueError, match="raise device.capacity or shorten the prompt"):
+            with pytest.raises(ValueError, match=r"raise device\.capacity or shorten the prompt"):
                 await read(llm.generate(prompt_of(2, NUM_SLOTS * BLOCK_SIZE), greedy()))
             with pytest.raises(ValueError, match="no tokens"):
                 await read(llm.generate("", greedy()))
@@ -230,7 +231,7 @@ def test_a_full_queue_is_a_value_error(model: PreTrainedModel) -> None:
             waits = asyncio.create_task(read(llm.generate(prompt_of(2, 60), greedy())))
             await come_true(lambda: llm.statistics().num_waiting == 1)
 
-            with pytest.raises(ValueError, match="raise scheduler.max_waiting"):
+            with pytest.raises(ValueError, match=r"raise scheduler\.max_waiting"):
                 await read(llm.generate(prompt_of(3, 60), greedy()))
 
             runs.cancel()
@@ -332,7 +333,7 @@ def test_the_event_loop_goes_on_while_a_long_prompt_is_computed(model: PreTraine
             ticker.cancel()
 
         meanwhile = [begun, *(at for at in ticks if begun < at < ended), ended]
-        longest = max(later - earlier for earlier, later in zip(meanwhile, meanwhile[1:], strict=False))
+        longest = max(later - earlier for earlier, later in pairwise(meanwhile))
         assert len(meanwhile) > 10
         assert longest < (ended - begun) / 3  # blocked, it would be nearly all of the time
 
@@ -377,7 +378,9 @@ from small_models import build, byte_tokenizer
 from kvtier.engine import AsyncLLM, SamplingParams
 
 async def main():
-    llm = AsyncLLM(build("llama"), {"disk": {"path": sys.argv[1]}}, byte_tokenizer())
+    small = {"capacity": "8MiB"}
+    config = {"device": small, "host": small, "disk": {"path": sys.argv[1], "capacity": "64MiB"}}
+    llm = AsyncLLM(build("llama"), config, byte_tokenizer())
     await llm.start()
     async for piece in llm.generate("Say hello. " * 20, SamplingParams(max_tokens=3)):
         pass
@@ -385,7 +388,8 @@ async def main():
 
 asyncio.run(main())
 """
-    environment = {**os.environ, "PYTHONPATH": str(Path(small_models.__file__).parent)}
+    paths = [str(Path(small_models.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", script, str(tmp_path / "store")]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:

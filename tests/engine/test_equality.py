@@ -17,6 +17,7 @@ from kvtier.tiers.tier import Tier
 BLOCK_SIZE = 16
 NUM_TOKENS = 300
 NUM_NEW = 12
+ROPE = {"rope_type": "default", "rope_theta": 5e5}
 FULL_GROUP = 1  # of gemma3, whose first layers slide
 GREEDY = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")])
@@ -178,6 +179,23 @@ def test_a_changed_weight_is_another_namespace_and_never_hits(tmp_path: Path) ->
     expected = plain_greedy(model, prompt, NUM_NEW)
 
     with LLM(model, config, byte_tokenizer()) as llm:
+        done = llm.generate(prompt, GREEDY)[0]
+
+    assert done.tokens.recomputed == NUM_TOKENS
+    assert done.token_ids == expected
+
+
+def test_another_rotary_base_is_another_namespace_although_the_weights_are_the_same(tmp_path: Path) -> None:
+    model = build("llama")
+    prompt = prompt_of(1)
+    config = configuration(tmp_path, 2.0, 2.0)
+    with LLM(model, config, byte_tokenizer()) as llm:
+        llm.generate(prompt, GREEDY)
+    other = type(model)(type(model.config)(**{**model.config.to_dict(), "rope_parameters": ROPE})).eval()
+    other.load_state_dict(model.state_dict())
+    expected = plain_greedy(other, prompt, NUM_NEW)
+
+    with LLM(other, config, byte_tokenizer()) as llm:
         done = llm.generate(prompt, GREEDY)[0]
 
     assert done.tokens.recomputed == NUM_TOKENS

@@ -73,7 +73,8 @@ def assert_balanced(done: Completion, num_tokens: int) -> None:
 
 def run_python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script in a process of its own that can import the small models."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(small_models.__file__).parent)}
+    paths = [str(Path(small_models.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", script, *arguments]
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=PROCESS_TIMEOUT_S, check=False

@@ -17,7 +17,6 @@ from kvtier.engine import core as core_module
 from kvtier.engine.config import as_config
 from kvtier.engine.core import IDLE_WAIT_S, EngineCore
 from kvtier.engine.request import FinishReason, Request
-from kvtier.engine.scheduler import _most_blocks
 from kvtier.store.lmdb_store import LmdbStore
 from kvtier.store.record import Fault
 from kvtier.tiers.block_hash import NO_EXTRA_KEYS
@@ -138,6 +137,19 @@ def assert_nothing_leased(core: EngineCore) -> None:
     step_until(core, lambda: core.cache.num_under_way == 0)
     core.cache.check()
     assert core.cache.free_slots() == [core._runner.num_slots] * len(core.cache.groups)
+
+
+def smallest_engine(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int, token_budget: int) -> EngineCore:
+    """One whose device holds just so many blocks that it accepts the prompt."""
+    for num_slots in range(2, PLENTY):
+        core = engine(model, num_slots, token_budget=token_budget)
+        try:
+            core.abort(add(core, prompt, max_tokens))
+        except ValueError:
+            core.close()
+        else:
+            return core
+    raise AssertionError("no device accepts the prompt")
 
 
 def store_prompt(model: PreTrainedModel, folder: Path, prompt: list[int]) -> None:
@@ -319,10 +331,8 @@ def test_the_smallest_device_that_accepts_a_prompt_can_run_it(name: str, token_b
     model = build(name)
     prompt = prompt_of(1, 170)
     expected = plain_greedy(model, prompt, 30)
-    with engine(model) as core:
-        num_slots = max(_most_blocks(core.cache.groups, 200, 64))
 
-    with engine(model, num_slots, token_budget=token_budget) as core:
+    with smallest_engine(model, prompt, 30, token_budget) as core:
         cold = add(core, prompt, max_tokens=30)
         add(core, prompt_of(2, 20), max_tokens=30)
         finish(core)
@@ -355,7 +365,6 @@ def test_a_token_id_that_the_model_does_not_know_is_refused(llama: PreTrainedMod
     with engine(llama) as core:
         with pytest.raises(ValueError, match=str(token_id)) as no:
             add(core, [*prompt_of(1, 20), token_id, 5])
-            finish(core)
         assert not core.has_work
 
     assert "\n" not in str(no.value)
@@ -364,7 +373,7 @@ def test_a_token_id_that_the_model_does_not_know_is_refused(llama: PreTrainedMod
 def test_a_full_queue_refuses_one_more_and_serves_the_others(llama: PreTrainedModel) -> None:
     with engine(llama, max_waiting=2) as core:
         requests = [add(core, prompt_of(seed, 20)) for seed in range(2)]
-        with pytest.raises(ValueError, match="raise scheduler.max_waiting") as no:
+        with pytest.raises(ValueError, match=r"raise scheduler\.max_waiting") as no:
             add(core, prompt_of(2, 20))
 
         finish(core)

@@ -10,6 +10,7 @@ from chaos import World
 from kvtier.store.blob_store import Blob
 from kvtier.store.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
+from kvtier.tiers import spiller
 from kvtier.tiers.block_hash import BlockName
 from kvtier.tiers.groups import FullAttention, SlidingWindow
 from kvtier.tiers.promotion import NO_SLOT, Promotion
@@ -323,3 +324,147 @@ def test_windowed_groups_need_only_their_last_blocks_and_lease_no_others() -> No
 def test_a_disk_without_a_host_tier_to_land_in_is_refused() -> None:
     with pytest.raises(ValueError, match="needs a host tier"):
         world(num_host_slots=0)
+
+
+def test_a_step_s_worth_of_large_blocks_is_spilled_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spiller, "BATCH_BYTES", BLOCK_BYTES)  # a batch is one block, as with blocks of 8 MiB
+    w = world(num_device_slots=64, num_host_slots=200)
+    w.lanes[Route.DEVICE_TO_HOST].capacity = 64
+    names = w.names("a", 4000)
+
+    for start in range(0, 400, 8):  # eight blocks a step, and between steps one call of spill
+        table = w.cache.allocate([8])
+        assert table is not None
+        w.compute([[NO_SLOT] * start + table[0]], names, start, start + 8)
+        w.cache.release(table)
+        w.cache.spill()
+        w.settle()
+
+    assert w.cache.statistics().tiers[Tier.DEVICE].dropped_spills == 0
+
+
+def test_nobody_waits_for_room_behind_a_disk_that_hangs() -> None:
+    w = world(num_device_slots=16, num_host_slots=24)
+    for document in "abc":
+        read(w, document)
+    w.cache._spiller._not_before[Route.DEVICE_TO_HOST] = float("inf")
+    table = w.cache.allocate([6])
+    assert table is not None
+    w.compute(table, w.names("new", 24), 0, 6)
+    w.cache.release(table)
+    w.cache._residency.host.dirty[0].update(dict.fromkeys(w.cache._residency.host.pools[0].cached_slots()[:2]))
+    w.store.delete(list(w.store.keys()))
+    w.cache.spill()  # a write to disk that will not end: nobody stirs its lane
+    hit = w.cache.lookup(w.names("a", DOCUMENT), DOCUMENT + 1)
+
+    at_first = w.cache.make_room(hit)
+    w.clock.now += 2
+
+    assert not at_first
+    assert w.cache.make_room(hit)
+
+
+def test_a_read_that_hangs_keeps_no_device_slot_and_the_disk_is_left_alone_for_a_while() -> None:
+    w = world(num_device_slots=16, num_host_slots=24)
+    for document in "abcdefgh":
+        read(w, document)
+    hit = w.cache.lookup(w.names("a", DOCUMENT), DOCUMENT + 1)
+    promotion = w.cache.promote(hit, timeout_s=1.0)
+
+    w.clock.now += 1.5
+    w.cache.poll()
+
+    assert promotion.done
+    assert w.cache.free_slots() == [16]
+    assert w.cache.lookup(w.names("a", DOCUMENT), DOCUMENT + 1).num_blocks == 0
+    w.check()
+    w.settle()
+    w.check()
+    w.clock.now += 10
+    assert w.cache.lookup(w.names("a", DOCUMENT), DOCUMENT + 1).num_blocks == 10
+
+
+def test_what_is_read_from_disk_is_the_last_to_be_evicted_there() -> None:
+    w = world(num_device_slots=16, num_host_slots=24, store=MemoryStore(64 * CHARGE))
+
+    for i in range(8):
+        read(w, "kept")
+        for j in range(4):
+            read(w, f"passing {i} {j}")
+
+    assert balance(read(w, "kept"))[3] == 1
+
+
+def test_after_a_promotion_the_host_evicts_the_tail_first_too() -> None:
+    w = world(num_device_slots=16, num_host_slots=24)
+    for document in "abcdefgh":
+        read(w, document)
+
+    read(w, "a")
+
+    host = w.cache._residency.host.pools[0]
+    order = [host.name(slot) for slot in host.cached_slots()]
+    places = [order.index(name) for name in w.names("a", DOCUMENT) if name in order]
+    assert len(places) == 10
+    assert places == sorted(places, reverse=True)
+
+
+def test_a_disk_smaller_than_the_host_comes_to_rest() -> None:
+    w = world(num_device_slots=16, num_host_slots=60, store=MemoryStore(20 * CHARGE))
+    for document in "abcdef":
+        read(w, document)
+    for _ in range(20):
+        w.cache.spill()
+        w.settle()
+    written = w.cache.statistics().routes[Route.HOST_TO_DISK].num_bytes
+
+    for _ in range(50):
+        w.cache.spill()
+        w.settle()
+
+    assert w.cache.statistics().routes[Route.HOST_TO_DISK].num_bytes == written
+    w.check()
+
+
+def test_a_record_that_left_the_disk_meanwhile_is_a_miss_and_not_corrupt() -> None:
+    w = world(num_device_slots=16, num_host_slots=24)
+    for document in "abcdefgh":
+        read(w, document)
+    hit = w.cache.lookup(w.names("a", DOCUMENT), DOCUMENT + 1)
+    w.store.delete(list(w.store.keys()))
+
+    promotion = w.cache.promote(hit)
+    w.settle()
+
+    assert promotion.num_blocks == 0
+    assert promotion.why_no_more is Reason.EVICTED_FROM_DISK
+    assert sum(w.cache.statistics().tiers[Tier.DISK].corrupt.values()) == 0
+
+
+def test_a_hit_that_is_out_of_date_is_a_shorter_promotion() -> None:
+    w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 12, None, random.Random(1))
+    read(w, "a")
+    hit = w.cache.lookup(w.names("a", DOCUMENT), DOCUMENT + 1)
+    for document in "bcd":
+        read(w, document)
+
+    promotion = w.cache.promote(hit)
+    w.settle()
+
+    assert hit.num_blocks == 10
+    assert promotion.num_blocks < 10
+    w.check()
+
+
+def test_a_flush_gives_up_on_a_disk_that_cannot_be_written() -> None:
+    w = world(store=BrokenStore(100 * CHARGE))
+    read(w, "a")
+    asked: list[int] = []
+
+    def progress(num_left: int) -> None:
+        asked.append(num_left)
+        stirring(w)(num_left)
+        w.clock.now += 1
+
+    assert w.cache.flush(1000, progress) > 0
+    assert len(asked) < 50

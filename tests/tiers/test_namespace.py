@@ -12,6 +12,7 @@ FULL = GroupGeometry(kind="FullAttention", layer_ids=(0, 2), num_kv_heads=8, hea
 SLIDING = GroupGeometry(kind="SlidingWindow:1024", layer_ids=(1, 3), num_kv_heads=8, head_dim=128)
 NAMESPACE = Namespace(
     model="m",
+    config_digest="c",
     weights_digest="w",
     dtype="bfloat16",
     geometry=(FULL, SLIDING),
@@ -25,6 +26,7 @@ NAMESPACE = Namespace(
 )
 OTHER: dict[str, Any] = {
     "model": "m2",
+    "config_digest": "c2",
     "weights_digest": "w2",
     "dtype": "float16",
     "geometry": (FULL,),
@@ -68,7 +70,7 @@ def test_the_digest_has_sixteen_bytes() -> None:
 
 def test_the_digest_stays_what_it_is_in_the_stores_already_written() -> None:
     canonical = (
-        '{"block_size":16,"dtype":"bfloat16","geometry":['
+        '{"block_size":16,"config_digest":"c","dtype":"bfloat16","geometry":['
         '{"head_dim":128,"kind":"FullAttention","layer_ids":[0,2],"num_kv_heads":8},'
         '{"head_dim":128,"kind":"SlidingWindow:1024","layer_ids":[1,3],"num_kv_heads":8}],'
         '"hash_algorithm":"sha256","hash_seed":"kvtier","kv_quantization":"none","layout_version":1,'
