@@ -79,6 +79,7 @@ class AsyncLLM:
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="kvtier-engine")
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="kvtier-tokenizer")
         self._serving: asyncio.Future[None] | None = None
+        self._closed = False
 
     async def start(self) -> None:
         """Load the model and start serving. Errors are those of `LLM`."""
@@ -133,6 +134,9 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Abort what runs, write what is cached to disk, end the threads. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         if self._metrics is not None:
             await call_in_executor(self._metrics.close)
         if self._serving is not None:
@@ -155,7 +159,7 @@ class AsyncLLM:
     def _running_core(self) -> EngineCore:
         if self._core is None:
             raise RuntimeError("AsyncLLM: not started; use 'async with AsyncLLM(...)' or await start()")
-        if self._serving is not None and self._serving.done():
+        if self._closed or (self._serving is not None and self._serving.done()):
             raise RuntimeError("AsyncLLM: has ended; start a new one")
         return self._core
 
