@@ -1,11 +1,15 @@
 """Everything with an outside: models, scheduler, servers, command line, metrics, files."""
 
-from kvtier.engine.async_llm import AsyncLLM, Piece
-from kvtier.engine.config import Config, ConfigError, load_config
-from kvtier.engine.llm import LLM
-from kvtier.engine.request import Completion, FinishReason
-from kvtier.engine.runner import UnsupportedModel
-from kvtier.engine.sampling import SamplingParams
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier.engine.async_llm import AsyncLLM, Piece
+    from kvtier.engine.config import Config, ConfigError, load_config
+    from kvtier.engine.llm import LLM
+    from kvtier.engine.request import Completion, FinishReason
+    from kvtier.engine.runner import UnsupportedModel
+    from kvtier.engine.sampling import SamplingParams
 
 __all__ = [
     "LLM",
@@ -19,3 +23,20 @@ __all__ = [
     "UnsupportedModel",
     "load_config",
 ]
+
+_HOMES = {
+    "async_llm": ["AsyncLLM", "Piece"],
+    "config": ["Config", "ConfigError", "load_config"],
+    "llm": ["LLM"],
+    "request": ["Completion", "FinishReason"],
+    "runner": ["UnsupportedModel"],
+    "sampling": ["SamplingParams"],
+}
+
+
+def __getattr__(name: str) -> object:
+    # On first use: torch and transformers take seconds, which `kvtier --help` need not.
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

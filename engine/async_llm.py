@@ -3,14 +3,16 @@
 import asyncio
 import logging
 import queue
+import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from asyncio_extras import call_in_executor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -51,6 +53,41 @@ class _Stream:
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
 
 
+class _EngineThread(Executor):
+    """One daemon thread, for work in the order of submission.
+
+    Python waits for the threads of a ThreadPoolExecutor before it ends, so a program that forgot to close would not.
+    """
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="kvtier-engine", daemon=True).start()
+
+    def submit(self, work: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._work.put((future, partial(work, *arguments, **named)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._work.put(None)
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            future, work = item
+            try:
+                future.set_result(work())
+            except BaseException as error:  # the thread's top: whoever waits for the future learns of it
+                future.set_exception(error)
+
+
+Commands = queue.SimpleQueue[Callable[[EngineCore], None] | None]
+
+
+def _close_at_exit(commands: Commands, core: EngineCore, thread: Executor) -> None:
+    commands.put(None)
+    thread.submit(core.close).result()
+
+
 class AsyncLLM:
     """Use it with `async with`; arguments as for `LLM`. Loading, flushing and tokenizing never block the event loop.
 
@@ -74,16 +111,18 @@ class AsyncLLM:
         self._metrics: MetricsServer | None = None
         self._streams: dict[Request, _Stream] = {}  # the engine thread's
         self._open: set[_Stream] = set()  # the event loop's: all that wait for pieces
-        self._commands: queue.SimpleQueue[Callable[[EngineCore], None] | None] = queue.SimpleQueue()
+        self._commands: Commands = queue.SimpleQueue()
         # All that touches the engine happens in the one thread of this executor.
-        self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="kvtier-engine")
+        self._engine_thread = _EngineThread()
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="kvtier-tokenizer")
         self._serving: asyncio.Future[None] | None = None
+        self._at_exit: weakref.finalize[..., AsyncLLM] | None = None
         self._closed = False
 
     async def start(self) -> None:
         """Load the model and start serving. Errors are those of `LLM`."""
         self._core = await call_in_executor(self._load, executor=self._engine_thread)
+        self._at_exit = weakref.finalize(self, _close_at_exit, self._commands, self._core, self._engine_thread)
         try:
             self._metrics = serve_metrics(self.statistics, self.config)
         except BaseException:
@@ -144,6 +183,8 @@ class AsyncLLM:
             await asyncio.wait([self._serving])
         if self._core is not None:
             await call_in_executor(self._core.close, executor=self._engine_thread)
+        if self._at_exit is not None:
+            self._at_exit.detach()
         self._engine_thread.shutdown(wait=False)
         self._tokenizer_thread.shutdown(wait=False)
 

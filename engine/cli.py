@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import NoReturn
 
 EXAMPLES = """examples:
   kvtier demo                                  the bundled model, offline, on the CPU; about a minute
@@ -11,6 +12,13 @@ EXAMPLES = """examples:
   kvtier demo --model Qwen/Qwen3-0.6B --device cuda --document report.txt
   kvtier demo --json > demo.json               one JSON object, for scripts
 """
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """Says a mistake in one line, as everything else here does; the usage is what --help is for."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"kvtier: {message}; see {self.prog} --help\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _OneLineParser(
         prog="kvtier",
         description="Tiered KV-cache offload for LLM inference: device, host memory, disk; every load verified.",
         epilog=EXAMPLES,

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvtier.engine.config import Config, as_config
 from kvtier.engine.demo_document import Document, Fact, is_right, make_document, question, with_facts
 from kvtier.engine.demo_model import build_demo_model
-from kvtier.engine.llm import LLM, encode, load_model
+from kvtier.engine.llm import LLM, encode, load_model, torch_device
 from kvtier.engine.request import Completion
 from kvtier.engine.runner import bytes_per_block
 from kvtier.engine.sampling import SamplingParams
@@ -30,6 +30,7 @@ BLOCK_SIZE = 64  # tokens
 DEVICE_DOCUMENTS = 1.25  # how many documents the device pool holds: asking about a second one pushes the first out
 HOST_DOCUMENTS = 2.25
 DISK_DOCUMENTS = 12
+MIN_TOKENS = 1000
 MAX_OTHERS = 12  # other documents read at most to push the first one out of a tier
 QUESTIONS = {"cold": 1, "device": 5, "host": 3, "disk": 3, "restart": 3, "corrupt": 3}
 MAX_ANSWER_TOKENS = 12
@@ -88,14 +89,18 @@ class Stage:
         if plan.document is None:
             document = make_document(0, plan.num_tokens)
         else:
-            document = with_facts(Path(plan.document).read_text(encoding="utf-8"), 0)
+            document = with_facts(_text_of(Path(plan.document)), 0)
         num_tokens = len(encode(tokenizer, document.text))
+        if num_tokens < MIN_TOKENS:
+            raise ValueError(f"document: {num_tokens} tokens are too few to show anything; use {MIN_TOKENS} or more")
         blocks = num_tokens // BLOCK_SIZE * bytes_per_block(model, BLOCK_SIZE)
         config = as_config(
             {
                 "device": {"capacity": int(DEVICE_DOCUMENTS * blocks), "block_size": BLOCK_SIZE},
                 "host": {"capacity": int(HOST_DOCUMENTS * blocks)},
                 "disk": {"path": plan.store, "capacity": int(DISK_DOCUMENTS * blocks) + (16 << 20)},
+                # Far fewer blocks a step than the cache keeps clean ahead in so small a pool: none is lost.
+                "scheduler": {"prefill_chunk": min(512, num_tokens // BLOCK_SIZE // 8 * BLOCK_SIZE)},
             }
         )
         # From the middle outwards: the first question's answer is in the block that the last step damages.
@@ -107,11 +112,18 @@ class Stage:
         )
 
 
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"document {path}: is no text in UTF-8 ({error.reason})") from error
+
+
 def _model(plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if plan.model is not None:
         return load_model(plan.model, as_config({"model": {"device": plan.device}}).model, None)
     model, tokenizer = build_demo_model()
-    torch.nn.Module.to(model, "cpu" if plan.device == "auto" else plan.device)
+    torch.nn.Module.to(model, torch_device("cpu" if plan.device == "auto" else plan.device))
     return model, tokenizer
 
 
@@ -153,7 +165,7 @@ class Questioner:
                 return
             self._num_others += 1
             note(f"reading other document {self._num_others} to push the first one out of {' and '.join(tiers)}")
-            other = make_document(self._num_others, self._stage.num_words)
+            other = make_document(self._num_others, self._stage.num_words, num_facts=0)  # facts would make it longer
             self._llm.generate(other.text, SamplingParams(max_tokens=1))
 
     def warm_up(self) -> None:

@@ -127,13 +127,25 @@ def load_model(
         if tokenizer is None:
             raise ValueError("tokenizer: a loaded model needs one; pass tokenizer=, or the model as a path")
         return model, tokenizer
-    loaded: torch.nn.Module = AutoModelForCausalLM.from_pretrained(str(model), dtype=config.dtype)
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded.to(torch.device(device))
+    device = torch_device(config.device)
+    try:
+        loaded: torch.nn.Module = AutoModelForCausalLM.from_pretrained(str(model), dtype=config.dtype)
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(str(model))
+    except (OSError, ValueError) as error:  # their messages have many lines, the first of which may name no model
+        why = str(error).strip().splitlines()[0]
+        raise ValueError(f"model {model}: cannot be loaded ({why}); give a folder or a name on the hub") from error
+    loaded.to(device)
     assert isinstance(loaded, PreTrainedModel), "transformers loads its own models"
-    return loaded, tokenizer or AutoTokenizer.from_pretrained(str(model))
+    return loaded, tokenizer
+
+
+def torch_device(name: str) -> torch.device:
+    """The device of that name; "auto" is a GPU if there is one. ValueError for a GPU where there is none."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda: torch finds no GPU; use cpu, or auto")
+    return torch.device(name)
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -120,6 +120,11 @@ class ModelRunner:
     def memories(self, host_capacity_bytes: int) -> list[BlockMemory]:
         """The device slabs, each paired with its share of *host_capacity_bytes*: as many blocks for every group."""
         num_host_slots = host_capacity_bytes // sum(self.block_bytes)
+        if host_capacity_bytes and not num_host_slots:
+            raise ValueError(
+                f"host capacity: {host_capacity_bytes} bytes hold no block of {sum(self.block_bytes)}; "
+                "raise host.capacity, or set it to 0 for no host tier"
+            )
         if self.device.type == "cuda":
             from kvtier.transfer.cuda_memory import CudaMemory
 

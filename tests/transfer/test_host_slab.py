@@ -1,5 +1,6 @@
 """HostSlab: memory without a name in any file system, prepared in the background, usable at once."""
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -43,8 +44,11 @@ def mapped_file(address: int) -> str:
 
 
 def memory_files() -> list[str]:
-    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    return [target for link in links if "kvtier-host-slab" in (target := os.readlink(link))]
+    targets = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the folder's own descriptor, or another thread's
+            targets.append(os.readlink(link))
+    return [target for target in targets if "kvtier-host-slab" in target]
 
 
 def pinning(do: Callable[[int, int], object], undo: Callable[[int], object] = lambda address: None) -> host_slab.Pin:
