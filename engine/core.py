@@ -125,8 +125,9 @@ class EngineCore:
     def step(self) -> list[Request]:
         """Compute one batch; the requests that got a token, with `new_text`. Waits a moment if all are parked."""
         work = self._scheduler.schedule()
-        self.cache.spill()
         advanced = self._compute(work) if work else []
+        # After the step, not before: beside a short one, a first token's, copies on two cores took longer than it did.
+        self.cache.spill()
         if not work and self.cache.num_under_way:
             self.cache.wait(IDLE_WAIT_S)
         elif not work and self.has_work:
