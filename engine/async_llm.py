@@ -27,7 +27,8 @@ from kvtier.tiers.block_hash import NO_EXTRA_KEYS, ExtraKeys
 
 log = logging.getLogger(__name__)
 
-IDLE_S = 0.1  # how often an engine without requests looks after its tiers
+IDLE_S = 0.1  # how often an engine without requests looks after its tiers …
+COPYING_S = 0.005  # … and while it has something to copy down
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +231,8 @@ class AsyncLLM:
         """Carry out what callers asked for; wait for it a moment if there is nothing else to do. False: end."""
         while True:
             try:
-                command = self._commands.get(block=not core.has_work, timeout=IDLE_S)
+                timeout_s = COPYING_S if core.cache.num_under_way else IDLE_S
+                command = self._commands.get(block=not core.has_work, timeout=timeout_s)
             except queue.Empty:
                 return True
             if command is None:

@@ -43,6 +43,7 @@ class Scheduler:
         self._cache = cache
         self._config = config
         self._timeout_s = promotion_timeout_s
+        self._max_running = min(config.max_running, config.token_budget)  # so that each of them can decode in a step
         self._num_slots = cache.free_slots()  # nothing is leased yet: all there are
 
     @property
@@ -110,7 +111,7 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """Let the request in unless it would probably push out a running one. Alone it may always start."""
         num_active = len(self.running) + len(self.promoting)
-        if num_active >= self._config.max_running:
+        if num_active >= self._max_running:
             return False
         hit = request.hit if request.hit is not None and time.monotonic() < request.hit_until else self._lookup(request)
         request.hit = None

@@ -1,6 +1,7 @@
 """HostSlab: block slots in one anonymous memory file, backed (and pinned, with CUDA) piece by piece."""
 
 import logging
+import math
 import mmap
 import os
 import threading
@@ -59,11 +60,14 @@ class HostSlab:
 
     def _prepare(self) -> None:
         base = self.blocks.ctypes.data
+        # Whole slots and whole pages: a copy may not begin in one registration and end in another.
+        unit = math.lcm(self.block_bytes, mmap.PAGESIZE)
+        piece_bytes = unit * max(1, PIECE_BYTES // unit)
         try:
-            for start in range(0, self.num_bytes, PIECE_BYTES):
+            for start in range(0, self.num_bytes, piece_bytes):
                 if self._stop.is_set():
                     return
-                length = min(PIECE_BYTES, self.num_bytes - start)
+                length = min(piece_bytes, self.num_bytes - start)
                 os.posix_fallocate(self._file, start, length)
                 self._map_pages(start, length)
                 if self._pin is not None:

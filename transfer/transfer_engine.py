@@ -27,11 +27,6 @@ class RouteStatistics:
     seconds: float = 0.0
     num_failed: int = 0
 
-    @property
-    def seconds_per_transfer(self) -> float:
-        """Mean time a transfer ran, 0.0 before the first."""
-        return self.seconds / self.num_transfers if self.num_transfers else 0.0
-
     def plus(self, transfer: Transfer) -> "RouteStatistics":
         """These totals and one more finished transfer."""
         failed = transfer.error is not None

@@ -287,11 +287,6 @@ def test_statistics_are_values_that_stay_as_they_were(owner: Owner) -> None:
     assert before[UP] == RouteStatistics()
 
 
-def test_the_mean_time_of_a_transfer_is_zero_before_the_first() -> None:
-    assert RouteStatistics().seconds_per_transfer == 0.0
-    assert RouteStatistics(num_transfers=4, seconds=2.0).seconds_per_transfer == 0.5
-
-
 # --- the end
 
 
