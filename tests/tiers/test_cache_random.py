@@ -188,3 +188,12 @@ def test_no_wrong_byte_and_no_leaked_slot_over_lmdb(kind: str, tmp_path: Path) -
     with LmdbStore(tmp_path / "store", 64 * 4096 * 2) as store:
         assert run(GROUPS[kind], store, seed, 400).hits > 0
         store.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", GROUPS)
+def test_no_wrong_byte_and_no_leaked_slot_in_a_hundred_long_runs(kind: str) -> None:
+    for seed in seeds(100):
+        print(f"KVTIER_SEED={seed}")
+        num_records = random.Random(seed).choice([8, 16, 60])
+        run(GROUPS[kind], MemoryStore(num_records * 4096 * 2), seed, 1000)
