@@ -29,6 +29,8 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 log = logging.getLogger(__name__)
 
+# A host tier of a gigabyte or two is ready by then. Beside a first load, preparing made it up to three times slower.
+STARTUP_WAIT_S = 1.0
 IDLE_WAIT_S = 0.05
 STALLED_WAIT_S = 0.002
 SNAPSHOT_EVERY_S = 0.25
@@ -63,10 +65,10 @@ class EngineCore:
         with ExitStack() as undo:  # if a later part refuses, the earlier ones are closed again
             self._runner = ModelRunner(model, config.device.block_size, config.device.capacity)
             undo.callback(self._runner.close)
-            namespace = self._runner.namespace(config.names.algorithm, config.names.seed)
             memories = self._runner.memories(0 if config.host is None else config.host.capacity)
             for memory in memories:
                 undo.callback(memory.close)
+            namespace = self._runner.namespace(config.names.algorithm, config.names.seed)  # while memory is prepared
             self._store = None if config.disk is None else _open_store(config.disk, self._runner)
             if self._store is not None:
                 undo.callback(self._store.close)
@@ -75,6 +77,8 @@ class EngineCore:
             undo.callback(transfers.close)
             self.cache = TieredCache(self._runner.groups, memories, transfers, disk)
             undo.pop_all()
+        for memory in memories:
+            memory.wait_prepared(STARTUP_WAIT_S / len(memories))
         timeout_s = None if config.disk is None else config.disk.read_timeout_s
         self._scheduler = Scheduler(self.cache, config.scheduler, timeout_s)
         self._end_token_ids = _end_token_ids(model)

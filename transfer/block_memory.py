@@ -28,6 +28,9 @@ class BlockMemory(Protocol):
     def host_block(self, slot: int) -> memoryview:
         """The bytes of a host slot, writable, [block_bytes]."""
 
+    def wait_prepared(self, timeout_s: float) -> bool:
+        """Wait until the host slots are as fast as they get, for *timeout_s* at most; whether they are."""
+
     def close(self) -> None:
         """Give up the host slots."""
 
@@ -52,6 +55,9 @@ class CpuMemory:
 
     def host_block(self, slot: int) -> memoryview:
         return memoryview(self._host.blocks[slot])
+
+    def wait_prepared(self, timeout_s: float) -> bool:
+        return self._host.wait_prepared(timeout_s)
 
     def close(self) -> None:
         self._host.close()

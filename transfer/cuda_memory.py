@@ -42,5 +42,8 @@ class CudaMemory:
     def host_block(self, slot: int) -> memoryview:
         return memoryview(self._slab.blocks[slot])
 
+    def wait_prepared(self, timeout_s: float) -> bool:
+        return self._slab.wait_prepared(timeout_s)
+
     def close(self) -> None:
         self._slab.close()

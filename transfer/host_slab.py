@@ -48,6 +48,11 @@ class HostSlab:
         """Whether every piece is backed (and pinned, with CUDA)."""
         return self.prepared_bytes == self.num_bytes
 
+    def wait_prepared(self, timeout_s: float) -> bool:
+        """Wait for `prepared`, for *timeout_s* at most; whether it is."""
+        self._thread.join(timeout_s)
+        return self.prepared
+
     def close(self) -> None:
         """End the background work, unpin. The memory goes when the last view of `blocks` does."""
         self._stop.set()

@@ -279,6 +279,19 @@ def test_close_unpins_every_piece_it_pinned(monkeypatch: pytest.MonkeyPatch) -> 
     assert not pinned
 
 
+def test_waiting_for_a_slab_ends_when_it_is_prepared_or_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on = threading.Event()
+    slab = HostSlab(4, PAGE, pin=pinning(lambda address, num_bytes: wait_for(may_go_on)))
+
+    too_early = slab.wait_prepared(0.01)
+    may_go_on.set()
+    in_time = slab.wait_prepared(DEADLINE_S)
+
+    slab.close()
+    assert not too_early
+    assert in_time
+
+
 def test_close_may_be_called_twice() -> None:
     slab = HostSlab(2, PAGE)
     slab.close()
