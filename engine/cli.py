@@ -1,6 +1,7 @@
 """The command `kvtier`."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -66,6 +67,8 @@ def _demo(options: argparse.Namespace) -> int:
     # Imported here: torch and transformers take seconds, which `kvtier --help` need not.
     from kvtier.engine.demo_report import report
 
+    # Ended from outside it cleans up as with Ctrl-C: its store is a temporary folder of some hundred megabytes.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if options.tokens < 1000:
         raise ValueError(f"--tokens {options.tokens}: too short to show anything; use 1000 or more")
     return report(options.model, options.document, options.tokens, options.device, options.json)

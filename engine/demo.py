@@ -117,6 +117,8 @@ def _text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"document {path}: is no text in UTF-8 ({error.reason})") from error
+    except OSError as error:
+        raise ValueError(f"document {path}: cannot be read ({error.strerror}); give a text file") from error
 
 
 def _model(plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

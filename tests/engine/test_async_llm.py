@@ -6,14 +6,13 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import small_models
-import torch
-from small_models import VOCAB, build, byte_tokenizer, plain_greedy
+from small_models import VOCAB, byte_tokenizer, plain_greedy
 from transformers import PreTrainedModel
 
 from kvtier.engine import AsyncLLM, Completion, FinishReason, Piece, SamplingParams
@@ -24,20 +23,6 @@ BLOCK_BYTES = BLOCK_SIZE * 1024  # of every small model
 NUM_SLOTS = 200
 DEADLINE_S = 20.0  # for what takes milliseconds: reached only when a test fails
 PROCESS_TIMEOUT_S = 60.0  # for what takes seconds
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """On busy cores the threads of small operations wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build("llama")
 
 
 def opened(model: PreTrainedModel, folder: Path | None = None, **scheduler: int) -> AsyncLLM:

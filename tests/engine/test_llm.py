@@ -26,20 +26,6 @@ PROCESS_TIMEOUT_S = 60.0  # for what takes seconds
 TEXT = "The harbour master wrote down every ship. "
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """On busy cores the threads of small operations wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build("llama")
-
-
 @pytest.fixture
 def llm(model: PreTrainedModel) -> Iterator[LLM]:
     with LLM(model, configuration(), byte_tokenizer()) as opened:

@@ -4,14 +4,13 @@ import asyncio
 import random
 import socket
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import lmdb
 import pytest
-import torch
 from prometheus_client.parser import text_string_to_metric_families
-from small_models import VOCAB, build, byte_tokenizer
+from small_models import VOCAB, byte_tokenizer
 from transformers import PreTrainedModel
 
 from kvtier.engine import LLM, AsyncLLM, Completion, SamplingParams
@@ -25,20 +24,6 @@ GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
 HTTP_TIMEOUT_S = 10.0
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """On busy cores the threads of small operations wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return build("llama")
 
 
 @pytest.fixture

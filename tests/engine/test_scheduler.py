@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from small_models import MODELS, MORE_MODELS, VOCAB, build, byte_tokenizer, plain_greedy
 from transformers import PreTrainedModel
 
@@ -27,20 +26,6 @@ BLOCK_BYTES = BLOCK_SIZE * 1024  # of every small model, all groups together
 MOST_STEPS = 2000  # of a test that ends; a step that has nothing to compute waits a moment
 DEADLINE_S = 10.0  # for what takes milliseconds: reached only when a test fails
 PLENTY = 200  # slots
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """On busy cores the threads of small operations wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return build("llama")
 
 
 class GatedStore(LmdbStore):
@@ -159,8 +144,8 @@ def store_prompt(model: PreTrainedModel, folder: Path, prompt: list[int]) -> Non
         finish(core)
 
 
-def test_no_step_computes_more_tokens_than_the_budget(llama: PreTrainedModel) -> None:
-    with engine(llama, token_budget=96, prefill_chunk=64) as core:
+def test_no_step_computes_more_tokens_than_the_budget(model: PreTrainedModel) -> None:
+    with engine(model, token_budget=96, prefill_chunk=64) as core:
         for seed, num_tokens in enumerate((300, 40, 7, 130, 64)):
             add(core, prompt_of(seed, num_tokens))
 
@@ -170,8 +155,8 @@ def test_no_step_computes_more_tokens_than_the_budget(llama: PreTrainedModel) ->
     assert sum(sizes) == 300 + 40 + 7 + 130 + 64 + 5 * 7  # the last token of an answer is never computed
 
 
-def test_a_long_prompt_is_computed_in_chunks(llama: PreTrainedModel) -> None:
-    with engine(llama, token_budget=1000, prefill_chunk=64) as core:
+def test_a_long_prompt_is_computed_in_chunks(model: PreTrainedModel) -> None:
+    with engine(model, token_budget=1000, prefill_chunk=64) as core:
         add(core, prompt_of(1, 300), max_tokens=3)
 
         sizes = [[share.num_tokens for share in shares] for shares in finish(core)]
@@ -179,8 +164,8 @@ def test_a_long_prompt_is_computed_in_chunks(llama: PreTrainedModel) -> None:
     assert sizes == [[64], [64], [64], [64], [44], [1], [1]]
 
 
-def test_a_chunk_gets_what_decoding_leaves_of_the_budget(llama: PreTrainedModel) -> None:
-    with engine(llama, token_budget=64, prefill_chunk=64) as core:
+def test_a_chunk_gets_what_decoding_leaves_of_the_budget(model: PreTrainedModel) -> None:
+    with engine(model, token_budget=64, prefill_chunk=64) as core:
         early = [add(core, prompt_of(seed, 10), max_tokens=30) for seed in range(3)]
         step(core)
         late = add(core, prompt_of(9, 150), max_tokens=2)
@@ -191,9 +176,9 @@ def test_a_chunk_gets_what_decoding_leaves_of_the_budget(llama: PreTrainedModel)
 
 
 def test_requests_that_decode_get_a_token_in_every_step_while_a_long_prompt_is_computed(
-    llama: PreTrainedModel,
+    model: PreTrainedModel,
 ) -> None:
-    with engine(llama, token_budget=32, prefill_chunk=32) as core:
+    with engine(model, token_budget=32, prefill_chunk=32) as core:
         early = [add(core, prompt_of(seed, 10), max_tokens=12) for seed in range(2)]
         step(core)
         late = add(core, prompt_of(9, 600), max_tokens=2)
@@ -225,10 +210,10 @@ def test_requests_that_arrive_while_others_decode_join_them_and_get_the_tokens_o
     assert max(widths) >= 5
 
 
-def test_no_more_requests_are_active_than_max_running(llama: PreTrainedModel, tmp_path: Path) -> None:
+def test_no_more_requests_are_active_than_max_running(model: PreTrainedModel, tmp_path: Path) -> None:
     prompts = [prompt_of(seed, 40) for seed in range(7)]
-    store_prompt(llama, tmp_path, prompts[0])
-    with engine(llama, folder=tmp_path, max_running=3) as core:
+    store_prompt(model, tmp_path, prompts[0])
+    with engine(model, folder=tmp_path, max_running=3) as core:
         requests = [add(core, prompt) for prompt in prompts]
         scheduler = core._scheduler
         num_active = []
@@ -246,13 +231,13 @@ def test_no_more_requests_are_active_than_max_running(llama: PreTrainedModel, tm
 
 
 def test_a_request_whose_prefix_is_being_promoted_is_parked_while_others_go_on(
-    llama: PreTrainedModel, tmp_path: Path
+    model: PreTrainedModel, tmp_path: Path
 ) -> None:
     stored, others = prompt_of(1, 150), [prompt_of(seed, 50) for seed in (2, 3)]
-    expected = [plain_greedy(llama, prompt, 8) for prompt in (stored, *others)]
-    store_prompt(llama, tmp_path, stored)
+    expected = [plain_greedy(model, prompt, 8) for prompt in (stored, *others)]
+    store_prompt(model, tmp_path, stored)
 
-    with engine(llama, folder=tmp_path) as core:
+    with engine(model, folder=tmp_path) as core:
         with reads_hang(core):
             parked = add(core, stored)
             requests = [add(core, prompt) for prompt in others]
@@ -268,12 +253,12 @@ def test_a_request_whose_prefix_is_being_promoted_is_parked_while_others_go_on(
     assert parked.tokens.reasons == {Reason.LAST_BLOCK: 6}
 
 
-def test_a_promotion_that_is_late_is_recomputed_for_the_reason_deadline(llama: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_promotion_that_is_late_is_recomputed_for_the_reason_deadline(model: PreTrainedModel, tmp_path: Path) -> None:
     stored = prompt_of(1, 150)
-    expected = plain_greedy(llama, stored, 8)
-    store_prompt(llama, tmp_path, stored)
+    expected = plain_greedy(model, stored, 8)
+    store_prompt(model, tmp_path, stored)
 
-    with engine(llama, folder=tmp_path, read_timeout_s=0.05) as core:
+    with engine(model, folder=tmp_path, read_timeout_s=0.05) as core:
         with reads_hang(core):
             request = add(core, stored)
             finish(core)
@@ -289,13 +274,13 @@ def test_a_promotion_that_is_late_is_recomputed_for_the_reason_deadline(llama: P
 
 
 def test_a_disk_that_hangs_keeps_no_device_slots_from_the_request_that_gave_it_up(
-    llama: PreTrainedModel, tmp_path: Path
+    model: PreTrainedModel, tmp_path: Path
 ) -> None:
     stored = prompt_of(1, 150)
-    expected = plain_greedy(llama, stored, 8)
-    store_prompt(llama, tmp_path, stored)
+    expected = plain_greedy(model, stored, 8)
+    store_prompt(model, tmp_path, stored)
 
-    with engine(llama, num_slots=12, folder=tmp_path, read_timeout_s=0.05) as core, reads_hang(core):
+    with engine(model, num_slots=12, folder=tmp_path, read_timeout_s=0.05) as core, reads_hang(core):
         request = add(core, stored)
         for _ in range(60):
             if core.has_work:
@@ -343,8 +328,8 @@ def test_the_smallest_device_that_accepts_a_prompt_can_run_it(name: str, token_b
     assert [cold.generated, again.generated] == [expected, expected]
 
 
-def test_a_prompt_that_can_never_fit_is_refused_in_one_line_that_says_what_to_do(llama: PreTrainedModel) -> None:
-    with engine(llama, num_slots=10) as core:
+def test_a_prompt_that_can_never_fit_is_refused_in_one_line_that_says_what_to_do(model: PreTrainedModel) -> None:
+    with engine(model, num_slots=10) as core:
         with pytest.raises(ValueError, match=r"(?s).*need 11 blocks, the device holds 10; raise device.capacity") as no:
             add(core, prompt_of(1, 153), max_tokens=8)
         assert not core.has_work
@@ -355,14 +340,14 @@ def test_a_prompt_that_can_never_fit_is_refused_in_one_line_that_says_what_to_do
     assert "\n" not in str(no.value)
 
 
-def test_a_prompt_without_tokens_is_refused(llama: PreTrainedModel) -> None:
-    with engine(llama) as core, pytest.raises(ValueError, match="no tokens"):
+def test_a_prompt_without_tokens_is_refused(model: PreTrainedModel) -> None:
+    with engine(model) as core, pytest.raises(ValueError, match="no tokens"):
         add(core, [])
 
 
 @pytest.mark.parametrize("token_id", [VOCAB, -1, 1 << 40])
-def test_a_token_id_that_the_model_does_not_know_is_refused(llama: PreTrainedModel, token_id: int) -> None:
-    with engine(llama) as core:
+def test_a_token_id_that_the_model_does_not_know_is_refused(model: PreTrainedModel, token_id: int) -> None:
+    with engine(model) as core:
         with pytest.raises(ValueError, match=str(token_id)) as no:
             add(core, [*prompt_of(1, 20), token_id, 5])
         assert not core.has_work
@@ -370,8 +355,8 @@ def test_a_token_id_that_the_model_does_not_know_is_refused(llama: PreTrainedMod
     assert "\n" not in str(no.value)
 
 
-def test_a_full_queue_refuses_one_more_and_serves_the_others(llama: PreTrainedModel) -> None:
-    with engine(llama, max_waiting=2) as core:
+def test_a_full_queue_refuses_one_more_and_serves_the_others(model: PreTrainedModel) -> None:
+    with engine(model, max_waiting=2) as core:
         requests = [add(core, prompt_of(seed, 20)) for seed in range(2)]
         with pytest.raises(ValueError, match=r"raise scheduler\.max_waiting") as no:
             add(core, prompt_of(2, 20))
@@ -413,13 +398,13 @@ def test_aborting_frees_every_lease_and_leaves_the_others_alone(state: str, name
 
 
 def test_aborting_one_of_two_that_wait_for_the_same_blocks_takes_nothing_from_the_other(
-    llama: PreTrainedModel, tmp_path: Path
+    model: PreTrainedModel, tmp_path: Path
 ) -> None:
     stored = prompt_of(1, 150)
-    expected = plain_greedy(llama, stored, 8)
-    store_prompt(llama, tmp_path, stored)
+    expected = plain_greedy(model, stored, 8)
+    store_prompt(model, tmp_path, stored)
 
-    with engine(llama, folder=tmp_path) as core:
+    with engine(model, folder=tmp_path) as core:
         with reads_hang(core):
             first, second = add(core, stored), add(core, stored)
             step_until(core, lambda: len(core._scheduler.promoting) == 2)

@@ -1,0 +1,23 @@
+"""What several tests of the engine start from."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from small_models import build
+from transformers import PreTrainedModel
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """On busy cores the threads of small operations wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    """The small Llama."""
+    return build("llama")
