@@ -4,11 +4,11 @@ import errno
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
+from typing import Self, TypeVar
 
 import lmdb
 
@@ -23,6 +23,7 @@ from kvtier.store.seal import charged_bytes, fault_of, refuse_oversized, seal, u
 PART_BYTES = 32 << 20  # one transaction of `put_many`; bounds how much of the map waits to be reused
 _HEADROOM_BYTES = 6 * PART_BYTES  # of the map; see `_map_bytes`
 _RECORDS_PER_CHANGE = 512  # of a deletion: up to 3 index pages each, 6 MiB
+_RECORDS_WHEN_FULL = 8  # of a deletion that must not need more pages than a change leaves free
 _PAGE_BYTES = 4096
 # The tree itself is broken, not one payload; a file like this is not opened again. (Bad transaction:
 # what LMDB says when the root of a sub-database is broken. Any other error ends our transactions.)
@@ -35,11 +36,16 @@ _DAMAGE = (
     lmdb.VersionMismatchError,
 )
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
 class StoreFull(OSError):
     """The map had no room for a block even after more records were evicted for it; the store stays usable."""
+
+
+class _Rehearsed(Exception):
+    """Ends a change that was only tried."""
 
 
 class LmdbStore:
@@ -96,9 +102,11 @@ class LmdbStore:
         return [self._read(key, out) for key, out in zip(keys, outs, strict=True)]
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        with self._changing(3 * _PAGE_BYTES * len(keys)) as change:
+        def touch_all(change: Change) -> None:
             for key in keys:
                 change.touch(key)
+
+        self._change(touch_all, 3 * _PAGE_BYTES * len(keys))
 
     def delete(self, keys: Sequence[bytes]) -> int:
         num_deleted = 0
@@ -197,6 +205,24 @@ class LmdbStore:
                 yield change
                 change.write_ledger()
 
+    def _change(self, act: Callable[[Change], _T], new_bytes: int) -> _T:
+        """Run *act*, which may need *new_bytes* of pages, as one change that leaves pages to delete with.
+
+        A deletion needs pages of its own: a map filled to the last page could never be emptied again.
+        Near the end of the map a rehearsal finds out, as LMDB does not say how many pages are free.
+        """
+        with self._writer:
+            if not self._closed and self._tables.is_nearly_full(new_bytes):
+                try:
+                    with self._changing(new_bytes) as change:
+                        act(change)
+                        change.take_spare_pages()
+                        raise _Rehearsed
+                except _Rehearsed:
+                    pass
+            with self._changing(new_bytes) as change:
+                return act(change)
+
     @contextmanager
     def _lmdb_errors(self) -> Iterator[None]:
         """LMDB's errors as OSError; a broken tree also marks the file, so that the next start is empty."""
@@ -222,26 +248,28 @@ class LmdbStore:
             return [key for key in gone if key not in again] + self._put_at_once(part)
 
     def _put_at_once(self, part: Sequence[Blob]) -> list[bytes]:
-        # Small blocks dirty up to 3 index pages each way, as much as they are charged.
-        with self._changing(3 * _charged_bytes(part)) as change:
+        def put(change: Change) -> list[bytes]:
             for blob in part:
                 if not change.touch(blob.key):
                     change.add(seal(blob, self._codec))
             # Not before adding: LMDB reuses pages freed here in a later transaction only.
             return change.evict(self._capacity_bytes, change.counters.num_records)
 
+        # Small blocks dirty up to 3 index pages each way, as much as they are charged.
+        return self._change(put, 3 * _charged_bytes(part))
+
     def _make_room(self, num_bytes: int) -> list[bytes]:
         """Evict *num_bytes* more than the capacity asks for; the pages are free to use on return."""
-        gone = self._evict_to(max(0, self.statistics().stored_bytes - num_bytes))
+        gone = self._evict_to(max(0, self.statistics().stored_bytes - num_bytes), _RECORDS_WHEN_FULL)
         with self._changing():
             pass  # pages become reusable one transaction after the one that freed them
         return gone
 
-    def _evict_to(self, limit_bytes: int) -> list[bytes]:
+    def _evict_to(self, limit_bytes: int, records_per_change: int = _RECORDS_PER_CHANGE) -> list[bytes]:
         evicted: list[bytes] = []
         while self.statistics().stored_bytes > limit_bytes:
             with self._changing() as change:
-                gone = change.evict(limit_bytes, _RECORDS_PER_CHANGE)
+                gone = change.evict(limit_bytes, records_per_change)
             if not gone:
                 break  # the ledger is wrong; `check` says so, and this must not spin
             evicted += gone

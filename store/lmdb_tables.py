@@ -14,6 +14,8 @@ _ROW = struct.Struct(">QQ")  # sequence number, charged bytes; the record's head
 _COUNTERS = struct.Struct("<5Q")
 _COUNTERS_KEY = b"counters"
 _PAGE_BYTES = 4096
+_SPARE_PAGES = 64  # left free by every change that adds: what a deletion of 8 records needs, three levels deep
+_SPARE_VALUE = bytes(_PAGE_BYTES // 2)  # LMDB gives it a page of its own
 _SLACK_BYTES = 16 << 20  # disk space kept beyond what was asked for; alone enough for a deletion
 
 
@@ -82,6 +84,10 @@ class Tables:
             end = min(wanted + _SLACK_BYTES, map_bytes)
             os.posix_fallocate(self._data_file, self._reserved_bytes, end - self._reserved_bytes)
             self._reserved_bytes = end
+
+    def is_nearly_full(self, new_bytes: int) -> bool:
+        """Whether *new_bytes* and the spare pages might not fit after the last page in use."""
+        return self._used_bytes() + new_bytes + _SPARE_PAGES * _PAGE_BYTES > self.env.info()["map_size"]
 
     def counters(self, txn: "lmdb.Transaction[bytes] | lmdb.Transaction[memoryview]") -> Counters:
         """The ledger as *txn* sees it."""
@@ -166,6 +172,11 @@ class Change:
             evicted.append(key)
         self.counters.evicted_total += len(evicted)
         return evicted
+
+    def take_spare_pages(self) -> None:
+        """Use as many pages as must be left; `lmdb.MapFullError` if they are not there. For a change that is undone."""
+        for number in range(_SPARE_PAGES):
+            self._txn.put(b"spare" + bytes([number]), _SPARE_VALUE, db=self._tables.ledger)
 
     def write_ledger(self) -> None:
         """The last act of every change."""

@@ -208,8 +208,9 @@ def test_a_full_disk_is_an_error_that_leaves_the_store_as_it_was(
         assert list(store.keys()) == [key_of(3)]
 
 
+@pytest.mark.parametrize("seed", [1801911927, random.randrange(1 << 32)])  # the first filled the very last page
 def test_a_map_too_small_for_its_capacity_costs_blocks_but_never_the_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lmdb_store, "_map_bytes", lambda folder, capacity_bytes: 3 << 20)
     make_room = LmdbStore._make_room
@@ -220,8 +221,6 @@ def test_a_map_too_small_for_its_capacity_costs_blocks_but_never_the_state(
         return make_room(self, num_bytes)
 
     monkeypatch.setattr(LmdbStore, "_make_room", count_room)
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
     rng = random.Random(seed)
     num_refused = 0
     present: set[bytes] = set()
@@ -239,7 +238,7 @@ def test_a_map_too_small_for_its_capacity_costs_blocks_but_never_the_state(
         assert all(fault is None for _, fault in store.verify())
 
     assert rooms  # the map did get full
-    assert num_refused < len(rooms) / 4  # and making room helped: 0 to 2 of 40, half without its 2nd change
+    assert num_refused < len(rooms) / 4  # and making room helped: 0 in 400 seeds
 
 
 def test_a_record_without_its_payload_is_torn_and_gone(tmp_path: Path) -> None:
