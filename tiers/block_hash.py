@@ -1,32 +1,53 @@
-"""Names of blocks: a chained hash, so that equal names mean equal prefixes, so equal KV bytes in one namespace."""
+"""Names of blocks: a hash that runs over the prompt, so that equal names mean equal prefixes, so equal KV bytes."""
 
 import hashlib
 import struct
+import sys
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import NewType
+from operator import index
+from typing import NewType, Protocol, Self, cast
 
+import cbor2
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 BlockName = NewType("BlockName", bytes)
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
+ExtraKey = tuple[str | int | bytes, ...]  # a tag, then what it is
 
 
 class HashAlgorithm(StrEnum):
-    """`sha256` for everybody; `xxh3_128` is several times faster, and only safe where all prompts are one tenant's."""
+    """`sha256` for everybody. `sha256_cbor` gives vLLM's names, for routers that compute names themselves, and takes
+    over ten times as long. `xxh3_128` takes a third to a half, and is only safe where all prompts are one tenant's."""
 
     SHA256 = "sha256"
+    SHA256_CBOR = "sha256_cbor"
     XXH3_128 = "xxh3_128"
 
+    @property
+    def default_seed(self) -> str:
+        """What the root is made of if nobody says otherwise. Data of the namespace, never of the environment."""
+        return "vllm-none-hash" if self is HashAlgorithm.SHA256_CBOR else "kvtier"
 
-_DIGEST: dict[HashAlgorithm, Callable[[bytes], bytes]] = {
-    HashAlgorithm.SHA256: lambda data: hashlib.sha256(data).digest(),
-    HashAlgorithm.XXH3_128: xxhash.xxh3_128_digest,
-}
+
+class _Hasher(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+    def digest(self) -> BlockName: ...
+    def copy(self) -> Self: ...
+
+
+_HASHER = cast(  # every digest is a name; to call BlockName for each would be a fifth of the work
+    "dict[HashAlgorithm, Callable[[bytes], _Hasher]]",
+    {
+        HashAlgorithm.SHA256: hashlib.sha256,
+        HashAlgorithm.SHA256_CBOR: hashlib.sha256,
+        HashAlgorithm.XXH3_128: xxhash.xxh3_128,
+    },
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,75 +76,56 @@ class ExtraKeys:
     cache_salt: str | None = None
     prompt_embeddings: npt.NDArray[np.generic] | None = field(default=None, compare=False)  # [num_tokens, hidden]
 
-    def of_block(self, start: int, end: int) -> bytes:
-        """The keys of the block with tokens *start* to *end*, tagged and unambiguous; empty for most blocks."""
-        parts: list[bytes] = []
+    @property
+    def end(self) -> int:
+        """No block that starts at this token or later has a key."""
+        ends = [item.offset + item.num_tokens for item in self.multimodal]
+        ends.append(0 if self.prompt_embeddings is None else len(self.prompt_embeddings))
+        ends.append(0 if self.cache_salt is None else 1)
+        return max(ends) if self.lora is None else sys.maxsize
+
+    def keys_of_block(self, start: int, end: int) -> tuple[ExtraKey, ...] | None:
+        """The keys of the block with tokens *start* to *end*, each after its tag, as vLLM has them; mostly None."""
+        keys: list[ExtraKey] = []
         if self.lora is not None:
-            parts += (b"lora", _utf8(self.lora.name), _utf8(self.lora.path))
+            keys.append(("lora", self.lora.name, self.lora.path))
         for item in self.multimodal:
             if item.offset < end and start < item.offset + item.num_tokens:
-                parts += (b"mm", _utf8(item.identifier), struct.pack("<q", item.offset - start))
+                keys.append(("mm", item.identifier, item.offset - start))
         if self.cache_salt is not None and start == 0:
-            parts += (b"cache_salt", _utf8(self.cache_salt))
+            keys.append(("cache_salt", self.cache_salt))
         if self.prompt_embeddings is not None and start < len(self.prompt_embeddings):
             rows = np.ascontiguousarray(self.prompt_embeddings[start:end])
-            parts += (b"prompt_embeds", hashlib.sha256(rows.tobytes()).digest())
-        return b"".join(struct.pack("<I", len(part)) + part for part in parts)
+            keys.append(("prompt_embeds", hashlib.sha256(rows.tobytes()).digest()))
+        return tuple(keys) or None
+
+    def of_block(self, start: int, end: int) -> bytes:
+        """The same as bytes, each part after its length: different keys never give the same. Empty for None."""
+        encoded = b""
+        for key in self.keys_of_block(start, end) or ():
+            for part in key:
+                if isinstance(part, str):
+                    data = part.encode("utf-8", "surrogatepass")  # a salt from a client may be any string
+                else:
+                    data = part if isinstance(part, bytes) else struct.pack("<q", part)
+                encoded += struct.pack("<I", len(data)) + data
+        return encoded
 
 
 NO_EXTRA_KEYS = ExtraKeys()
 
 
-def _utf8(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")  # a salt from a client may be any string
-
-
-def root_name(algorithm: HashAlgorithm, seed: str) -> BlockName:
-    """The parent of every first block. The seed is data of the namespace, never of the environment."""
-    return BlockName(_DIGEST[algorithm](f"kvtier:{algorithm}:{seed}".encode()))
-
-
-def hash_blocks(
-    token_ids: TokenIds,
-    block_size: int,
-    extra: ExtraKeys = NO_EXTRA_KEYS,
-    *,
-    parent: BlockName,
-    algorithm: HashAlgorithm = HashAlgorithm.SHA256,
-    start: int = 0,
-) -> list[BlockName]:
-    """Name each full block of *token_ids*: `H(parent ‖ token ids as little-endian uint32 ‖ extra keys)`.
-
-    *token_ids* begins at token *start* of the prompt (a multiple of *block_size*) and continues *parent*, which is
-    `root_name(...)` for the first block. A trailing partial block has no name. Raises OverflowError for ids that do
-    not fit 32 bits. Scheme: automatic prefix caching with extra keys, as vLLM's `hash_block_tokens`.
-    """
-    digest = _DIGEST[algorithm]
-    data = _little_endian(token_ids)
-    has_extra = extra != NO_EXTRA_KEYS or extra.prompt_embeddings is not None
-    names: list[BlockName] = []
-    width = 4 * block_size
-    for offset in range(0, len(data) - width + 1, width):
-        block = parent + data[offset : offset + width]
-        if has_extra:
-            first = start + offset // 4
-            block += extra.of_block(first, first + block_size)
-        parent = BlockName(digest(block))
-        names.append(parent)
-    return names
-
-
-def _little_endian(token_ids: TokenIds) -> bytes:
-    if isinstance(token_ids, np.ndarray):
-        if token_ids.size and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < 1 << 32:
-            raise OverflowError("token ids: need 0 <= id < 2**32")
-        return token_ids.astype("<u4").tobytes()
-    # array: 6 ns a token from a list, np.asarray 20. Its "I" is 32 bits, native order, on every platform we run on.
-    return array("I", token_ids).tobytes()
-
-
 class BlockChain:
-    """The names of one growing sequence of tokens: a prompt, then what is generated after it."""
+    """The names of one growing sequence of tokens: a prompt, then what is generated after it.
+
+    `sha256` and `xxh3_128`: one hash runs over all of it, fed the root's name and then each full block's token ids as
+    little-endian uint32; a block's name is the digest after it. A block with extra keys starts another, fed a tag, the
+    parent's name, the keys' length, the keys, and then goes on with its tokens. What was fed can be read in one way
+    only: it begins with the tag or with the root (which does not), every part has a fixed or a stated length, and the
+    parent stands for everything before.
+
+    `sha256_cbor`: `sha256(cbor((parent, token ids, extra keys or None)))`, byte for byte the names of vLLM 0.33.
+    """
 
     def __init__(
         self,
@@ -131,24 +133,137 @@ class BlockChain:
         extra: ExtraKeys = NO_EXTRA_KEYS,
         *,
         algorithm: HashAlgorithm = HashAlgorithm.SHA256,
-        seed: str = "kvtier",
+        seed: str | None = None,
     ) -> None:
+        """ValueError for `sha256_cbor` and extra keys that are no valid Unicode."""
         self.names: list[BlockName] = []
-        self._block_size = block_size
-        self._extra = extra
+        self.token_ids: TokenIds = []  # the sequence last given to `extend`, not a copy
+        self._named_ids = array("I")
+        self.block_size = block_size
+        self.extra = extra
         self._algorithm = algorithm
-        self._root = root_name(algorithm, seed)
+        self._new = _HASHER[algorithm]
+        self._num_keyed = -(-extra.end // block_size)  # blocks that may have extra keys
+        seed = algorithm.default_seed if seed is None else seed
+        if algorithm is HashAlgorithm.SHA256_CBOR:
+            _check_unicode(extra)
+            root = cbor2.dumps(seed, canonical=True)
+        else:
+            root = f"kvtier:2:{algorithm}:{seed}".encode()  # 2: of this scheme; no name of the first one's stores
+        self.root = self._new(root).digest()
+        self._hasher = self._new(self.root)
 
     def extend(self, token_ids: TokenIds) -> None:
-        """Name the blocks that *token_ids*, the whole sequence so far, has filled since the last call."""
-        start = len(self.names) * self._block_size
-        if len(token_ids) - start >= self._block_size:
-            parent = self.names[-1] if self.names else self._root
-            self.names += hash_blocks(
-                token_ids[start:],
-                self._block_size,
-                self._extra,
-                parent=parent,
-                algorithm=self._algorithm,
-                start=start,
-            )
+        """Name the blocks that *token_ids*, the whole sequence so far, has filled since the last call.
+
+        A trailing partial block has no name. Raises OverflowError, and names none, for ids that do not fit 32 bits.
+        """
+        size, start, end = self.block_size, len(self.names), len(token_ids) // self.block_size
+        self.token_ids = token_ids
+        if start < end:
+            ids = _little_endian(token_ids[start * size : end * size])
+            self.names += self._cbor(ids) if self._algorithm is HashAlgorithm.SHA256_CBOR else self._running(ids)
+            self._named_ids.frombytes(ids.tobytes())
+
+    def parent(self, block_id: int) -> BlockName:
+        """The name of the block before, or the root."""
+        return self.names[block_id - 1] if block_id else self.root
+
+    def names_of(self, block_size: int, blocks: range) -> list[BlockName]:
+        """The names of *blocks* of that size, a multiple of the chain's: those of their last tokens."""
+        step = block_size // self.block_size
+        if step == 1:
+            return self.names[blocks.start : blocks.stop] if len(blocks) < len(self.names) else self.names
+        return self.names[(blocks.start + 1) * step - 1 : blocks.stop * step : step]
+
+    def named_ids(self, start: int, end: int) -> npt.NDArray[np.uint32]:
+        """The token ids of the named blocks *start* to *end*, [(end - start) * block_size]."""
+        return np.frombuffer(self._named_ids[start * self.block_size : end * self.block_size], np.uint32)
+
+    def sibling_keys(self, start: int, end: int) -> list[bytes]:
+        """`sibling_key` of each of the blocks *start* to *end*."""
+        num_keyed = min(max(start, self._num_keyed), end)
+        keys = [self.sibling_key(block_id) for block_id in range(start, max(num_keyed, start + (start == 0)))]
+        return keys + self.names[start + len(keys) - 1 : end - 1]
+
+    def sibling_key(self, block_id: int) -> bytes:
+        """What another block must have in common with this one to continue the same prefix with the same extra keys,
+        whatever its tokens. As long as a name; also for the block after the last full one."""
+        parent = self.parent(block_id)
+        if block_id < self._num_keyed and (keys := self._keys(block_id)):
+            return self._keyed(parent, keys).digest()
+        return parent
+
+    def tail_name(self, num_tokens: int) -> BlockName:
+        """A name for the last block of the first *num_tokens* tokens, which is not full; no full block's name."""
+        block_id = num_tokens // self.block_size
+        token_ids = np.asarray(self.token_ids[block_id * self.block_size : num_tokens], "<u4")
+        return self._new(b"kvtier:tail:" + self.sibling_key(block_id) + token_ids.tobytes()).digest()
+
+    def _keys(self, block_id: int) -> bytes:
+        return self.extra.of_block(block_id * self.block_size, (block_id + 1) * self.block_size)
+
+    def _keyed(self, parent: bytes, keys: bytes) -> _Hasher:
+        return self._new(b"kvtier:extra:" + parent + struct.pack("<Q", len(keys)) + keys)
+
+    def _running(self, ids: npt.NDArray[np.uint32]) -> list[BlockName]:
+        names: list[BlockName] = []
+        start = len(self.names)
+        parent = self.parent(start)
+        blocks = ids.view(f"V{4 * self.block_size}").tolist()  # as bytes: 12 ns a token in all, with slices 14
+        num_keyed = max(0, self._num_keyed - start)
+        hasher = self._hasher.copy()  # whatever is raised in here leaves the chain as it was
+
+        for block_id, block in enumerate(blocks[:num_keyed], start):
+            if keys := self._keys(block_id):
+                hasher = self._keyed(parent, keys)
+            hasher.update(block)
+            parent = hasher.digest()
+            names.append(parent)
+        digest = hasher.digest
+        names += [digest() for _ in map(hasher.update, blocks[num_keyed:])]
+
+        self._hasher = hasher
+        return names
+
+    def _cbor(self, ids: npt.NDArray[np.uint32]) -> list[BlockName]:
+        names: list[BlockName] = []
+        parent = self.parent(len(self.names))
+        for block_id, block in enumerate(ids.reshape(-1, self.block_size).tolist(), len(self.names)):
+            keys = self.extra.keys_of_block(block_id * self.block_size, (block_id + 1) * self.block_size)
+            parent = BlockName(hashlib.sha256(cbor2.dumps((parent, block, keys), canonical=True)).digest())
+            names.append(parent)
+        return names
+
+
+def hash_blocks(
+    token_ids: TokenIds,
+    block_size: int,
+    extra: ExtraKeys = NO_EXTRA_KEYS,
+    *,
+    algorithm: HashAlgorithm = HashAlgorithm.SHA256,
+    seed: str | None = None,
+) -> list[BlockName]:
+    """The name of each full block of a prompt, as `BlockChain` gives them."""
+    chain = BlockChain(block_size, extra, algorithm=algorithm, seed=seed)
+    chain.extend(token_ids)
+    return chain.names
+
+
+def _little_endian(token_ids: TokenIds) -> npt.NDArray[np.uint32]:
+    if not isinstance(token_ids, np.ndarray):
+        # array: 4 ns a token from a list, np.array 11. Its "I" is 32 bits, native order, on every platform we run on.
+        return np.frombuffer(array("I", token_ids), dtype="<u4")
+    if not 0 <= index(token_ids.min()) <= index(token_ids.max()) < 1 << 32:
+        raise OverflowError("token ids: need 0 <= id < 2**32")
+    return np.ascontiguousarray(token_ids, dtype="<u4")
+
+
+def _check_unicode(extra: ExtraKeys) -> None:
+    """Here, and not when the block that has the keys is full: that may be in the middle of a step."""
+    try:
+        cbor2.dumps(replace(extra, prompt_embeddings=None).keys_of_block(0, sys.maxsize))
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"extra keys: {error.object!r} is no valid Unicode, which sha256_cbor needs; clean it, or use sha256"
+        ) from error
