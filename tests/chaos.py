@@ -3,6 +3,7 @@
 import random
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from kvtier.tiers.block_hash import BlockChain, BlockName, ExtraKeys
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.groups import AttentionGroup
-from kvtier.tiers.promotion import NO_SLOT
+from kvtier.tiers.promotion import NO_SLOT, Tables
 from kvtier.transfer.block_memory import CpuMemory
 from kvtier.transfer.lane import Finished, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
@@ -82,7 +83,9 @@ class World:
         store: BlobStore | None,
         rng: random.Random,
         failing: float = 0.0,
+        **options: Any,
     ) -> None:
+        """*options* are the cache's own."""
         self.rng = rng
         self.clock = FakeClock()
         self.store = store
@@ -92,27 +95,45 @@ class World:
         self.lanes = {route: ChaosLane(self.finished, rng, failing) for route in Route}
         disk = None if store is None else DiskTier(store, NAMESPACE, self.clock)
         transfers = TransferEngine(self.lanes, self.finished)
-        self.cache = TieredCache(groups, self.memories, transfers, disk, self.clock)
+        self.cache = TieredCache(groups, self.memories, transfers, disk, self.clock, **options)
+        self.tails: set[BlockName] = set()  # names of blocks that are not full
         self.rotten: set[tuple[int, int]] = set()  # host slots (group, slot) that this world has damaged
 
-    def names(self, salt: str, num_tokens: int) -> list[BlockName]:
-        """The names of a document's blocks; the tokens are the same, the salt makes documents differ."""
+    def chain(self, salt: str, num_tokens: int) -> BlockChain:
+        """A document's first tokens, named; the tokens are the same, the salt makes documents differ."""
         chain = BlockChain(self.cache.block_size, ExtraKeys(cache_salt=salt))
         chain.extend(list(range(num_tokens)))
-        return chain.names
+        return chain
+
+    def names(self, salt: str, num_tokens: int) -> list[BlockName]:
+        """The names of a document's blocks."""
+        return self.chain(salt, num_tokens).names
 
     def bytes_of(self, group_id: int, name: BlockName) -> np.ndarray:
         """What the block's bytes must be, wherever it is."""
         seed = zlib.crc32(name + bytes([group_id]))
         return np.random.default_rng(seed).integers(0, 256, self.device[group_id].shape[1], dtype=np.uint8)
 
-    def compute(self, tables: Sequence[Sequence[int]], names: Sequence[BlockName], start: int, end: int) -> None:
-        """Do what a model does: fill the slots of blocks *start* to *end*, then name them."""
-        for group_id, table in enumerate(tables):
-            for block_id in range(start, end):
+    def compute(self, tables: Tables, chain: BlockChain, start: int, end: int) -> None:
+        """Do what a model does: fill the slots of the blocks of tokens *start* to *end*, then name them."""
+        for group_id, (group, table) in enumerate(zip(self.cache.groups, tables, strict=True)):
+            blocks = range(start // group.block_size, end // group.block_size)
+            for block_id, name in zip(blocks, chain.names_of(group.block_size, blocks), strict=True):
                 if table[block_id] != NO_SLOT:
-                    self.device[group_id][table[block_id]] = self.bytes_of(group_id, names[block_id])
-        self.cache.commit([list(table) for table in tables], names, start, end)
+                    self.device[group_id][table[block_id]] = self.bytes_of(group_id, name)
+        self.cache.commit(tables, chain, start, end)
+
+    def leave(self, tables: Tables, chain: BlockChain, num_computed: int) -> None:
+        """Do what a request does that ends: offer the tail, whose bytes are those of the document's block, and go."""
+        longer = self.chain(chain.extra.cache_salt or "", num_computed + self.cache.alignment)
+        for group_id, (group, table) in enumerate(zip(self.cache.groups, tables, strict=True)):
+            last = num_computed // group.block_size
+            if last < len(table) and table[last] != NO_SLOT:
+                (name,) = longer.names_of(group.block_size, range(last, last + 1))
+                self.device[group_id][table[last]] = self.bytes_of(group_id, name)
+        self.tails.add(chain.tail_name(num_computed))
+        self.cache.commit_tail(tables, chain, num_computed)
+        self.cache.release(tables)
 
     def settle(self) -> None:
         """Finish every copy, until nothing is under way."""
@@ -141,7 +162,7 @@ class World:
         residency = self.cache._residency
         for group_id, pool in enumerate(residency.device.pools):
             for slot in range(pool.num_slots):
-                if (name := pool.name(slot)) is not None:
+                if (name := pool.name(slot)) is not None and name not in self.tails:
                     expected = self.bytes_of(group_id, name)
                     assert (self.device[group_id][slot] == expected).all(), f"wrong bytes in device slot {slot}"
         if residency.host is None:

@@ -43,8 +43,8 @@ BUGS = [
     Bug(
         "an abandoned promotion keeps its lease on blocks under way",
         "tiers/promoter.py",
-        "promotion.why_no_more = failure\n        self._residency.device.pools[arrival.group_id].release(",
-        "promotion.why_no_more = failure\n        print(",
+        "promotion.is_cut = True\n        self._residency.device.pools[arrival.group_id].release(",
+        "promotion.is_cut = True\n        print(",
         "tests/tiers/test_cache_random.py",
     ),
     Bug(
@@ -52,13 +52,13 @@ BUGS = [
         "tiers/promoter.py",
         "        self._arrivals[group_id][name] = arrival\n",
         "        self._arrivals[group_id][name] = arrival\n"
-        "        self._residency.device.pools[group_id].commit(device_slot, name)\n",
+        "        self._residency.device.pools[group_id].commit([device_slot], [name])\n",
         "tests/tiers/test_cache_random.py",
     ),
     Bug(
         "a slot that is being spilled may be given away",
         "tiers/block_pool.py",
-        "                self._lent.add(slot)\n            self._leases[slot] += 1",
+        "                self._num_lent += 1\n            self._leases[slot] += 1",
         "                pass",
         "tests/tiers",
     ),
@@ -93,8 +93,29 @@ BUGS = [
     Bug(
         "the tail of a prefix is evicted last",
         "tiers/cache.py",
-        "leased = [slot for slot in reversed(table) if slot != NO_SLOT]",
-        "leased = [slot for slot in table if slot != NO_SLOT]",
+        "slots = np.array(table, np.int32)[::-1]",
+        "slots = np.array(table, np.int32)",
+        "tests/tiers",
+    ),
+    Bug(
+        "a block computed twice is kept twice, so that a prefix can go before what continues it",
+        "tiers/cache.py",
+        "pool.release([table[start + place]])\n            table[start + place] = holder\n",
+        "pool.release([holder])\n",
+        "tests/tiers/test_cache_random.py",
+    ),
+    Bug(
+        "a part of a block is shared with prompts of another salt",
+        "tiers/block_hash.py",
+        "if block_id < self._num_keyed and (keys := self._keys(block_id)):\n            return",
+        "if False and (keys := self._keys(block_id)):\n            return",
+        "tests/tiers",
+    ),
+    Bug(
+        "tokens of a block that were never computed are shared",
+        "tiers/siblings.py",
+        "self._num_tokens[slot] = len(token_ids)",
+        "self._num_tokens[slot] = self._token_ids.shape[1]",
         "tests/tiers",
     ),
 ]

@@ -1,16 +1,23 @@
 """TieredCache: device, host and disk as one prefix cache. Start here."""
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
 
-from kvtier.tiers.block_hash import BlockName
-from kvtier.tiers.block_pool import BlockPool
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.tiers.block_hash import BlockChain, BlockName
+from kvtier.tiers.block_pool import ABSENT, BlockPool
 from kvtier.tiers.clean_ahead import CleanAhead
 from kvtier.tiers.disk_tier import DiskTier
-from kvtier.tiers.groups import AttentionGroup, longest_hit
+from kvtier.tiers.events import EventLog
+from kvtier.tiers.groups import AttentionGroup, alignment, longest_hit, longest_single, name_block_size
 from kvtier.tiers.promoter import Promoter
-from kvtier.tiers.promotion import NO_SLOT, Hit, Promotion
+from kvtier.tiers.promotion import NO_SLOT, Hit, PartialHit, Promotion, Table, Tables
 from kvtier.tiers.residency import Residency, SlotTier
+from kvtier.tiers.retention import Retention
+from kvtier.tiers.siblings import Siblings
 from kvtier.tiers.spiller import Spiller
 from kvtier.tiers.statistics import CacheStatistics, TierStatistics
 from kvtier.tiers.tier import Reason, Tier
@@ -19,7 +26,7 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 LEAST_CLEAN_AHEAD = 32  # blocks; one prefill chunk's worth before anything has been measured
 MAX_FAILURES = 3  # writes in a row, after which a flush gives up
-Tables = list[list[int]]  # [group][block] -> device slot, or NO_SLOT
+NOTHING = np.empty(0, np.int32)
 
 
 class TieredCache:
@@ -28,6 +35,9 @@ class TieredCache:
     One thread owns it; no method waits for a copy except `wait` and `flush`. A request's life here: `lookup`,
     `promote`, `poll` until the promotion is done, `allocate` and `commit` as it computes, `release`. A failed, late or
     corrupt copy is a shorter prefix, never an exception. The bytes are the *memories*', one for each group.
+
+    Blocks have a size for each group. Names have one size, `block_size`, in which blocks of all groups end; a block's
+    name is that of its last tokens.
     """
 
     def __init__(
@@ -37,20 +47,39 @@ class TieredCache:
         transfers: TransferEngine,
         disk: DiskTier | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        retention_tokens: int | None = None,
+        partial_blocks: bool = True,
+        events: EventLog | None = None,
     ) -> None:
+        """*retention_tokens*: see `Retention`. *partial_blocks*: reuse the first tokens of a block that shares them.
+        *events*: where to tell which block came and went."""
         self.groups = tuple(groups)
-        self.block_size = groups[0].block_size
+        self.block_size = name_block_size(groups)
+        self.alignment = alignment(groups)
         self._memories = memories
         self._transfers = transfers
         self._clock = clock
-        device = SlotTier(Tier.DEVICE, [BlockPool(memory.num_device_slots) for memory in memories])
+        self._retention = Retention(self.groups, retention_tokens)
         with_host = all(memory.num_host_slots for memory in memories)
-        host = SlotTier(Tier.HOST, [BlockPool(memory.num_host_slots) for memory in memories]) if with_host else None
-        if disk is not None and host is None:
+        if disk is not None and not with_host:
             raise ValueError(
                 "disk tier: needs a host tier to land in; give the host some capacity or leave out the disk"
             )
-        self._residency = Residency(device, host, disk)
+        device_pools = [BlockPool(memory.num_device_slots) for memory in memories]
+        device = SlotTier(Tier.DEVICE, device_pools, is_spilled=with_host)
+        host = None
+        if with_host:
+            host_pools = [BlockPool(memory.num_host_slots) for memory in memories]
+            host = SlotTier(Tier.HOST, host_pools, is_spilled=disk is not None)
+        siblings, self._siblings_group = None, 0
+        if partial_blocks and self.block_size == self.alignment and all(group.resumes_inside for group in groups):
+            self._siblings_group = next((i for i, group in enumerate(groups) if not group.forgets), 0)
+            siblings = Siblings(memories[self._siblings_group].num_device_slots, self.block_size)
+        self._residency = Residency(
+            device, host, disk, [group.block_size for group in groups], siblings, self._siblings_group, events
+        )
+        self._residency.announce_disk()
         # At most a quarter of the pool: within the window dirty blocks are skipped, beyond it the order is strict.
         most = max(1, min(memory.num_device_slots for memory in memories) // 4)
         self._window = CleanAhead(LEAST_CLEAN_AHEAD, most, clock)
@@ -60,43 +89,70 @@ class TieredCache:
         self._wanted, self._short = [0 for _ in groups], [0 for _ in groups]
         self._num_held = [0 for _ in groups]  # leases that callers hold, by group
 
-    def lookup(self, names: Sequence[BlockName], num_tokens: int) -> Hit:
+    def lookup(self, chain: BlockChain, num_tokens: int) -> Hit:
         """The longest prefix of the prompt that can be resumed, over all tiers at once. Pure; nothing is leased.
 
-        *names* are those of the prompt's full blocks, *num_tokens* its length. The last token is always left to
-        compute, so the hit ends at *num_tokens* - 1 at the latest.
+        *chain* names the prompt's blocks, *num_tokens* is its length. The last token is always left to compute, so the
+        hit ends at *num_tokens* - 1 at the latest.
         """
-        names = names[: max(0, num_tokens - 1) // self.block_size]
+        limit = self._limit(chain, num_tokens)
+        located: dict[int, tuple[int, npt.NDArray[np.int32]]] = {}
 
-        def holds(group_id: int, block_id: int) -> bool:
-            return self._residency.tier_of(group_id, names[block_id]) is not None
+        def first_hole(group_id: int, start: int, end: int) -> int:
+            names = chain.names_of(self.groups[group_id].block_size, range(start, end))
+            slots, num_found = self._residency.locate(group_id, names)
+            located[group_id] = start, slots
+            return start + num_found
 
-        num_blocks = longest_hit(len(names), self.groups, holds)
-        if num_blocks == len(names):
-            return Hit(names, num_blocks, Reason.LAST_BLOCK)
-        return Hit(names, num_blocks, self._residency.why_missing(names[num_blocks]))
+        num_found = longest_hit(limit, self.groups, first_hole)
+        device_slots = []
+        for group_id, needed in enumerate(self._promoter.needed(num_found)):
+            start, slots = located.get(group_id, (0, NOTHING))
+            if needed.start < start or start + len(slots) < needed.stop:
+                names = chain.names_of(self.groups[group_id].block_size, needed)
+                start, slots = needed.start, self._residency.device.pools[group_id].find_all(names)
+            device_slots.append(slots[needed.start - start : needed.stop - start])
+        why_no_more = Reason.LAST_BLOCK
+        if num_found < limit:
+            why_no_more = self._residency.why_missing(chain.names[num_found // self.block_size])
+        partial = self._partial_hit(chain, num_found, num_tokens)
+        return Hit(chain, limit, num_found, why_no_more, partial, device_slots, self._residency.num_changes)
 
-    def where(self, names: Sequence[BlockName]) -> list[Tier | None]:
-        """For each block the coldest tier that a group must fetch it from; None if some group has it nowhere."""
+    def junction(self, hit: Hit) -> int | None:
+        """Tokens of the prompt after which only groups that forget lack something: the prefix has come a second time,
+        so their blocks there are worth keeping. None if there is no such place beyond the hit."""
+
+        def first_hole(group_id: int, start: int, end: int) -> int:
+            names = hit.chain.names_of(self.groups[group_id].block_size, range(start, end))
+            return start + self._residency.locate(group_id, names)[1]
+
+        if self._retention.interval_tokens is None or len(self.groups) == 1:
+            return None  # every block is kept anyway
+        num_tokens = longest_single(hit.limit, self.groups, first_hole)
+        return num_tokens if num_tokens > hit.num_tokens else None
+
+    def where(self, chain: BlockChain) -> list[Tier | None]:
+        """For each name the coldest tier that a group must fetch its block from; None if some group has it nowhere."""
         result: list[Tier | None] = []
-        for name in names:
-            tiers = [self._residency.tier_of(group_id, name) for group_id in range(len(self.groups))]
-            found = [tier for tier in tiers if tier is not None]
-            result.append(max(found, key=lambda tier: tier.depth) if len(found) == len(tiers) else None)
+        for place in range(len(chain.names)):
+            found = []
+            for group_id, group in enumerate(self.groups):
+                block_id = place * self.block_size // group.block_size
+                names = chain.names_of(group.block_size, range(block_id, block_id + 1))
+                found.append(self._residency.tier_of(group_id, names[0]) if names else None)
+            tiers = [tier for tier in found if tier is not None]
+            result.append(max(tiers, key=lambda tier: tier.depth) if len(tiers) == len(found) else None)
         return result
 
     def num_leased(self, hit: Hit) -> list[int]:
         """For each group, how many of the hit's blocks are in device slots that somebody leases already."""
-        counts = []
-        for pool, group in zip(self._residency.device.pools, self.groups, strict=True):
-            needed = hit.names[group.first_needed(hit.num_blocks * self.block_size) : hit.num_blocks]
-            slots = [slot for name in needed if (slot := pool.find(name)) is not None]
-            counts.append(sum(not pool.is_free(slot) for slot in slots))
-        return counts
+        slots = self._promoter.device_slots(hit)
+        pools = self._residency.device.pools
+        return [pool.num_leased(found[found != ABSENT]) for pool, found in zip(pools, slots, strict=True)]
 
-    def no_hit(self, names: Sequence[BlockName]) -> Hit:
+    def no_hit(self, chain: BlockChain, num_tokens: int) -> Hit:
         """The hit of a request that does not want to read the cache."""
-        return Hit(names, 0, Reason.SKIPPED)
+        return Hit(chain, self._limit(chain, num_tokens), 0, Reason.SKIPPED)
 
     def make_room(self, hit: Hit) -> bool:
         """Whether promoting the hit would now push out no block without a copy below; if not, such copies are started.
@@ -104,6 +160,8 @@ class TieredCache:
         Also True when nothing more can be done about it. Ask again after a `poll`; promoting without asking is
         allowed, and drops what is in the way.
         """
+        if all((found != ABSENT).all() for found in self._promoter.device_slots(hit)):
+            return True
         device, window = self._residency.device, self._window.num_blocks
         demand, short = [], []
         for group_id, (resident, missing) in enumerate(self._promoter.resident_and_missing(hit)):
@@ -159,34 +217,67 @@ class TieredCache:
         for group_id, wanted in enumerate(num_slots):
             slots = self._residency.take(self._residency.device, group_id, wanted, self._window.num_blocks)
             assert slots is not None, "fewer free slots than a moment ago"
-            tables.append(slots)
+            tables.append(array("i", slots))
             self._num_held[group_id] += wanted
         self._window.allocated(max(num_slots))
         return tables
 
-    def commit(self, tables: Tables, names: Sequence[BlockName], start: int, end: int) -> None:
-        """Name the computed blocks *start* to *end* of a request, so that they can be found.
+    def commit(self, tables: Tables, chain: BlockChain, start: int, end: int, boundaries: Sequence[int] = ()) -> None:
+        """Name the computed tokens *start* to *end* of a request, where whole blocks are full, so that they are found.
 
-        A block whose name another slot has already stays unnamed: its bytes are equal, one copy is enough.
+        *tables* are the request's own: where another slot has a block of that name already, its bytes are equal, and
+        the request goes on with that one. So everything in the order of eviction is in one chain, and a prefix outlives
+        what continues it. *boundaries*: where later prompts may resume, see `Retention.kept`.
         """
-        for group_id, (pool, table) in enumerate(zip(self._residency.device.pools, tables, strict=True)):
-            for block_id in range(start, end):
-                slot = table[block_id]
-                if slot == NO_SLOT or pool.name(slot) is not None:
+        for group_id, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+            first, last = start // group.block_size, end // group.block_size
+            for blocks in self._retention.kept(group, first, last, boundaries):
+                slots = np.array(table[blocks.start : blocks.stop], np.int32)
+                if (slots != NO_SLOT).all():
+                    self._commit_run(group_id, table, chain, blocks.start, slots)
                     continue
-                if pool.commit(slot, names[block_id]):
-                    self._residency.device.dirty[group_id][slot] = None
+                for place in np.flatnonzero(slots != NO_SLOT).tolist():
+                    self._commit_run(group_id, table, chain, blocks.start + place, slots[place : place + 1])
+
+    def commit_tail(self, tables: Tables, chain: BlockChain, num_computed: int) -> None:
+        """Let others have copies of the last block's first tokens, although it is not full: call it before `release`.
+
+        So the next turn of a chat finds all that was computed. Such a block is not spilled: it has no name that a chain
+        leads to, and soon a full one takes its place.
+        """
+        block_id = num_computed // self.block_size
+        token_ids = chain.token_ids[block_id * self.block_size : num_computed]
+        if self._residency.siblings is None or not len(token_ids) or any(len(table) <= block_id for table in tables):
+            return
+        key, name = chain.sibling_key(block_id), chain.tail_name(num_computed)
+        for group_id, (pool, table) in enumerate(zip(self._residency.device.pools, tables, strict=True)):
+            slot = table[block_id]
+            if not pool.commit([slot], [name]):
+                self._residency.committed_tail(group_id, slot, name, key, token_ids)
 
     def release(self, tables: Tables) -> None:
         """End a request's leases, the prefix's tail first, so that the tail is evicted first."""
         for group_id, (pool, table) in enumerate(zip(self._residency.device.pools, tables, strict=True)):
-            leased = [slot for slot in reversed(table) if slot != NO_SLOT]
+            slots = np.array(table, np.int32)[::-1]
+            leased = slots[slots != NO_SLOT]
             self._num_held[group_id] -= len(leased)
             pool.release(leased)
+
+    def evict_blocks(self, names: Sequence[BlockName]) -> None:
+        """Forget these blocks on the device and in host memory, whoever leases them; leases and bytes stay."""
+        for tier in self._slot_tiers():
+            for group_id, pool in enumerate(tier.pools):
+                slots = pool.find_all(names)
+                self._residency.evict(tier, group_id, slots[slots != ABSENT].tolist())
+        if self._residency.siblings is not None:
+            for name in names:
+                self._residency.siblings.orphan(name)
 
     def forget_read(self, tables: Tables, num_tokens: int) -> None:
         """End the leases on blocks that no token after *num_tokens* reads (sliding windows, chunks), in place."""
         for group_id, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+            if not group.forgets:
+                continue
             passed = []
             for block_id in range(min(group.first_needed(num_tokens), len(table)) - 1, -1, -1):
                 if table[block_id] == NO_SLOT:
@@ -233,14 +324,7 @@ class TieredCache:
         """
         if any(self._num_held) or self._transfers.in_flight:
             return False
-        for tier in self._slot_tiers():
-            for group_id, pool in enumerate(tier.pools):
-                pool.evict(pool.cached_slots())
-                tier.dirty[group_id].clear()
-        for digests in self._residency.digests:
-            digests.clear()
-        if self._residency.disk is not None:
-            self._residency.disk.clear()
+        self._residency.clear()
         return True
 
     @property
@@ -251,6 +335,8 @@ class TieredCache:
     def check(self) -> None:
         """Raise AssertionError if any two books disagree: pools, marks, leases, blocks under way."""
         self._residency.check()
+        if not self.groups[self._siblings_group].forgets:
+            self._residency.check_tails_first()
         self._promoter.check()
         for tier in self._slot_tiers():
             for group_id, pool in enumerate(tier.pools):
@@ -277,6 +363,41 @@ class TieredCache:
             memory.close()
         return True
 
+    def _limit(self, chain: BlockChain, num_tokens: int) -> int:
+        most = min(max(0, num_tokens - 1), len(chain.names) * self.block_size)
+        return most // self.alignment * self.alignment
+
+    def _partial_hit(self, chain: BlockChain, num_found: int, num_tokens: int) -> PartialHit | None:
+        """The device block that goes on with most of the prompt's tokens after the hit, if all groups have it."""
+        siblings, pools = self._residency.siblings, self._residency.device.pools
+        wanted = chain.token_ids[num_found : min(num_found + self.block_size, num_tokens - 1)]
+        if siblings is None or not len(wanted):
+            return None
+        for slot, num_shared in siblings.sharing(chain.sibling_key(num_found // self.block_size), wanted):
+            name = pools[self._siblings_group].name(slot)
+            if name is not None and all(pool.find(name) is not None for pool in pools):
+                return PartialHit(name, num_shared)
+        return None
+
+    def _commit_run(
+        self, group_id: int, table: Table, chain: BlockChain, start: int, slots: npt.NDArray[np.int32]
+    ) -> None:
+        """Name the blocks of *table* from *start* on, in these slots; adopt those that are somewhere else already."""
+        pool, size = self._residency.device.pools[group_id], self.groups[group_id].block_size
+        names = chain.names_of(size, range(start, start + len(slots)))
+        taken = pool.commit(slots, names)
+        for place in taken:
+            holder = pool.find(names[place])
+            assert holder is not None, "a name was taken by nobody"
+            pool.lease([holder])
+            pool.release([table[start + place]])
+            table[start + place] = holder
+        first = 0
+        for end in [*taken, len(slots)]:
+            if first < end:
+                self._residency.committed(group_id, slots[first:end], chain, start + first)
+            first = end + 1
+
     def _spill(self) -> None:
         self._spiller.spill_device(self._wanted)
         # Writing to disk yields to loads, unless it is what they wait for.
@@ -301,4 +422,4 @@ class TieredCache:
     def _hand_over(self, promotion: Promotion) -> None:
         """A promotion is done: its leases are the caller's from here on."""
         for group_id, table in enumerate(promotion.tables):
-            self._num_held[group_id] += sum(slot != NO_SLOT for slot in table)
+            self._num_held[group_id] += int(np.count_nonzero(np.array(table, np.int32) != NO_SLOT))

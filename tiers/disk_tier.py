@@ -39,6 +39,18 @@ class DiskTier:
             return None
         return int.from_bytes(key[-GROUP_BYTES:], "big"), BlockName(key[NAMESPACE_BYTES:-GROUP_BYTES])
 
+    def names(self, num_groups: int) -> list[list[BlockName]]:
+        """The blocks that the store has of this namespace, by group, the oldest first. Reads the whole index."""
+        names: list[list[BlockName]] = [[] for _ in range(num_groups)]
+        try:
+            for key in self.store.keys():  # noqa: SIM118  # no dict
+                block = self.block_of(key)
+                if block is not None and block[0] < num_groups:
+                    names[block[0]].append(block[1])
+        except OSError:
+            self.faults[Fault.IO_ERROR.value] += 1
+        return names
+
     def rest(self) -> None:
         """Answer no question for a while: reading takes longer than requests can wait."""
         self._rests_until = self._clock() + REST_S

@@ -1,4 +1,4 @@
-"""KV events: what became findable in which tier, and what went. For routers that send a prompt to where its prefix is."""
+"""KV events: what became findable in which tier, and what went. For routers that send a prompt to its prefix."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,10 +1,17 @@
 """Promoter: brings a hit's blocks up, disk -> host -> device, each verified on the way, and tells who waits."""
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import compress
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtier.store.record import Fault, digest
-from kvtier.tiers.block_hash import BlockName
+from kvtier.tiers.block_hash import BlockChain, BlockName
+from kvtier.tiers.block_pool import ABSENT
 from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.groups import AttentionGroup, longest_hit
 from kvtier.tiers.promotion import NO_SLOT, Arrival, Hit, Promotion
@@ -71,46 +78,60 @@ class Promoter:
 
     def promote(self, hit: Hit, window: int, deadline: float | None = None) -> Promotion:
         """Start bringing the hit up; done at once if all of it is on the device."""
-        num_blocks, why_no_more = hit.num_blocks, hit.why_no_more
-        if self._residency.disk is None:  # else what has left the tiers above since the look-up is asked of the disk
-            num_blocks = self._shorter(hit.names, num_blocks)
-        while (deficit := self._deficit(hit.names, num_blocks)) > 0:
-            num_blocks, why_no_more = self._shorter(hit.names, num_blocks - deficit), Reason.CAPACITY
+        why_no_more = hit.why_no_more
+        if hit.as_of != self._residency.num_changes and self._residency.disk is None:
+            hit = self._shorter(hit, hit.num_tokens)  # with a disk, what has left the tiers above is asked of it
+        slots = self.device_slots(hit)
+        while (deficit := self._deficit(hit, slots)) > 0:
+            hit, why_no_more = self._shorter(hit, hit.num_tokens - deficit), Reason.CAPACITY
+            slots = self.device_slots(hit)
         promotion = Promotion(
-            hit.names,
-            num_blocks,
-            [[NO_SLOT] * num_blocks for _ in self._groups],
-            [Tier.DEVICE] * num_blocks,
+            hit.chain,
+            hit.limit,
+            hit.num_tokens,
+            [array("i", [NO_SLOT]) * needed.start for needed in self.needed(hit.num_tokens)],
+            bytearray(hit.num_blocks),
             why_no_more,
             deadline,
         )
-        missing = self._lease_what_is_there(promotion)
+        missing = self._lease_what_is_there(promotion, slots)
+        self._copy_partial(promotion, hit, missing, window)
         for group_id, blocks in enumerate(missing):
-            slots = self._residency.take(self._residency.device, group_id, len(blocks), window)
-            assert slots is not None, "a promotion was measured too short"
-            for block_id, slot in zip(blocks, slots, strict=True):
+            taken = self._residency.take(self._residency.device, group_id, len(blocks), window) if blocks else []
+            assert taken is not None, "a promotion was measured too short"
+            for block_id, slot in zip(blocks, taken, strict=True):
                 self._send(promotion, group_id, block_id, slot)
-        self._count_unneeded_with_next(promotion)
-        self._waiting.add(promotion)
-        self.pump(window)
+        if promotion.waiting:
+            self._count_unneeded_with_next(promotion)
+            self._waiting.add(promotion)
+            self.pump(window)
         self._finish_if_arrived(promotion)
         return promotion
+
+    def device_slots(self, hit: Hit) -> Sequence[npt.NDArray[np.int32]]:
+        """For each group the device slots of the blocks that the hit needs, ABSENT for those further down."""
+        if hit.as_of == self._residency.num_changes:
+            return hit.device_slots
+        return [
+            pool.find_all(hit.chain.names_of(group.block_size, needed))
+            for pool, group, needed in zip(
+                self._residency.device.pools, self._groups, self.needed(hit.num_tokens), strict=True
+            )
+        ]
 
     def resident_and_missing(self, hit: Hit) -> list[tuple[set[int], int]]:
         """For each group: the device slots that the hit's blocks are in already, and how many slots it would take."""
         result = []
-        for pool, arrivals, needed in zip(
-            self._residency.device.pools, self._arrivals, self._needed(hit.num_blocks), strict=True
-        ):
-            names = hit.names[needed.start : needed.stop]
-            slots = {slot for name in names if (slot := pool.find(name)) is not None}
-            missing = sum(pool.find(name) is None and name not in arrivals for name in names)
-            result.append((slots, missing))
+        slots = self.device_slots(hit)
+        for group_id, (found, needed) in enumerate(zip(slots, self.needed(hit.num_tokens), strict=True)):
+            absent = self._absent(group_id, hit.chain, needed, found)
+            missing = sum(name not in self._arrivals[group_id] for _, name in absent)
+            result.append((set(found[found != ABSENT].tolist()), missing))
         return result
 
     def keep_warm(self, hit: Hit) -> None:
         """Make the hit's host blocks the last to be evicted there: they are wanted, only not yet."""
-        self._refresh_host(hit.names, hit.num_blocks)
+        self._refresh_host(hit.chain, hit.num_tokens)
 
     def pump(self, window: int) -> None:
         """Hand queued blocks to lanes that have room, and end promotions whose time is over."""
@@ -161,54 +182,89 @@ class Promoter:
             assert promotion.waiting, "a promotion waits for nothing"
             assert promotion.waiting <= under_way, "a promotion waits for a block that is not under way"
 
-    def _needed(self, num_blocks: int) -> list[range]:
+    def needed(self, num_tokens: int) -> list[range]:
+        """For each group, the blocks that a request reads which goes on after that many tokens."""
+        ends = [num_tokens // group.block_size for group in self._groups]
         return [
-            range(min(num_blocks, group.first_needed(num_blocks * group.block_size)), num_blocks)
-            for group in self._groups
+            range(min(end, group.first_needed(num_tokens)), end) for group, end in zip(self._groups, ends, strict=True)
         ]
 
-    def _deficit(self, names: Sequence[BlockName], num_blocks: int) -> int:
-        """How many slots are missing, in the group where most are, to hold that many blocks on the device."""
+    def _absent(
+        self, group_id: int, chain: BlockChain, needed: range, slots: npt.NDArray[np.int32]
+    ) -> list[tuple[int, BlockName]]:
+        """The needed blocks that are not on the device, with their names."""
+        absent = np.flatnonzero(slots == ABSENT).tolist()
+        if not absent:
+            return []
+        names = chain.names_of(self._groups[group_id].block_size, needed)
+        return [(needed.start + i, names[i]) for i in absent]
+
+    def _deficit(self, hit: Hit, slots: Sequence[npt.NDArray[np.int32]]) -> int:
+        """How many tokens fewer the hit must have, for the group that lacks most slots to hold it on the device."""
         worst = 0
-        for group_id, needed in enumerate(self._needed(num_blocks)):
-            pool = self._residency.device.pools[group_id]
-            taken = 0
-            for block_id in needed:
-                slot = pool.find(names[block_id])
-                if slot is None:
-                    taken += names[block_id] not in self._arrivals[group_id]
-                else:
-                    taken += pool.is_free(slot)
-            worst = max(worst, taken - pool.num_free)
+        for group_id, (found, needed) in enumerate(zip(slots, self.needed(hit.num_tokens), strict=True)):
+            absent = self._absent(group_id, hit.chain, needed, found)
+            if absent:
+                pool, arrivals = self._residency.device.pools[group_id], self._arrivals[group_id]
+                present = found[found != ABSENT]
+                taken = sum(name not in arrivals for _, name in absent) + len(present) - pool.num_leased(present)
+                worst = max(worst, (taken - pool.num_free) * self._groups[group_id].block_size)
         return worst
 
-    def _shorter(self, names: Sequence[BlockName], num_blocks: int) -> int:
-        def holds(group_id: int, block_id: int) -> bool:
-            return self._residency.tier_of(group_id, names[block_id]) is not None
+    def _shorter(self, hit: Hit, num_tokens: int) -> Hit:
+        """The same hit with at most that many tokens, and no partial block."""
 
-        return longest_hit(max(0, num_blocks), self._groups, holds)
+        def first_hole(group_id: int, start: int, end: int) -> int:
+            names = hit.chain.names_of(self._groups[group_id].block_size, range(start, end))
+            return start + self._residency.locate(group_id, names)[1]
 
-    def _lease_what_is_there(self, promotion: Promotion) -> list[list[int]]:
+        longest = longest_hit(max(0, num_tokens), self._groups, first_hole)
+        if longest == hit.num_tokens:
+            return replace(hit, as_of=-1)
+        return replace(hit, num_tokens=longest, partial=None, as_of=-1)
+
+    def _lease_what_is_there(self, promotion: Promotion, slots: Sequence[npt.NDArray[np.int32]]) -> list[list[int]]:
         """Lease device blocks and join arrivals, in all groups, before a slot is taken; the blocks that are neither."""
         missing: list[list[int]] = []
-        for group_id, needed in enumerate(self._needed(promotion.num_blocks)):
-            pool, table = self._residency.device.pools[group_id], promotion.tables[group_id]
+        for group_id, (found, needed) in enumerate(zip(slots, self.needed(promotion.num_tokens), strict=True)):
+            promotion.tables[group_id].frombytes(found.tobytes())
+            absent = self._absent(group_id, promotion.chain, needed, found)
+            self._residency.device.pools[group_id].lease(found[found != ABSENT] if absent else found)
             missing.append([])
-            for block_id in needed:
-                name = promotion.names[block_id]
-                slot = pool.find(name)
-                if slot is not None:
-                    pool.lease([slot])
-                    table[block_id] = slot
-                elif (arrival := self._arrivals[group_id].get(name)) is not None:
+            for block_id, name in absent:
+                if (arrival := self._arrivals[group_id].get(name)) is not None:
                     self._join(promotion, block_id, arrival)
                 else:
                     missing[-1].append(block_id)
         return missing
 
+    def _copy_partial(self, promotion: Promotion, hit: Hit, missing: Sequence[Sequence[int]], window: int) -> None:
+        """Copy the block that shares the prompt's next tokens into one of the request's own, in all groups or in none.
+
+        The copy is on the stream that computes: what wrote the block comes before it, what goes on from it after.
+        """
+        if hit.partial is None:
+            return
+        pools = self._residency.device.pools
+        sources = [slot for pool in pools if (slot := pool.find(hit.partial.name)) is not None]
+        if len(sources) < len(pools):
+            return
+        for pool, source in zip(pools, sources, strict=True):  # lent: a word in common makes no document a recent one
+            pool.lend([source])
+        if all(pool.num_free > len(blocks) for pool, blocks in zip(pools, missing, strict=True)):
+            for group_id, source in enumerate(sources):
+                target = self._residency.take(self._residency.device, group_id, 1, window)
+                assert target is not None, "fewer free slots than a moment ago"
+                self._memories[group_id].copy(source, target[0])
+                promotion.tables[group_id].append(target[0])
+            promotion.num_copied = hit.partial.num_tokens
+        for pool, source in zip(pools, sources, strict=True):
+            pool.put_back([source])
+
     def _send(self, promotion: Promotion, group_id: int, block_id: int, device_slot: int) -> None:
         """Put one block under way into *device_slot*, whose lease becomes the transfer's; its host copy is leased."""
-        name, host = promotion.names[block_id], self._residency.host
+        (name,) = promotion.chain.names_of(self._groups[group_id].block_size, range(block_id, block_id + 1))
+        host = self._residency.host
         host_slot = host.pools[group_id].find(name) if host is not None else None
         if host is None or host_slot is None:
             arrival = Arrival(group_id, name, device_slot, Tier.DISK)
@@ -224,15 +280,17 @@ class Promoter:
     def _join(self, promotion: Promotion, block_id: int, arrival: Arrival) -> None:
         self._residency.device.pools[arrival.group_id].lease([arrival.device_slot])
         promotion.tables[arrival.group_id][block_id] = arrival.device_slot
-        if arrival.source.depth > promotion.tiers[block_id].depth:
-            promotion.tiers[block_id] = arrival.source
+        step = self._groups[arrival.group_id].block_size // promotion.chain.block_size
+        for place in range(block_id * step, (block_id + 1) * step):
+            promotion.depths[place] = max(promotion.depths[place], arrival.source.depth)
         promotion.waiting.add(arrival)
         arrival.waiters.append((promotion, block_id))
 
     def _count_unneeded_with_next(self, promotion: Promotion) -> None:
-        first = min((needed.start for needed in self._needed(promotion.num_blocks)), default=0)
+        starts = zip(self.needed(promotion.num_tokens), self._groups, strict=True)
+        first = min(needed.start * group.block_size for needed, group in starts) // promotion.chain.block_size
         if first < promotion.num_blocks:
-            promotion.tiers[:first] = [promotion.tiers[first]] * first
+            promotion.depths[:first] = bytes([promotion.depths[first]]) * first
 
     def _batch(self, queue: deque[Arrival]) -> list[Arrival]:
         """The first blocks in the queue that are of one group, up to a batch."""
@@ -304,11 +362,12 @@ class Promoter:
             if isinstance(outcome, Fault):
                 failure = REASONS.get(outcome, Reason.CORRUPT)
                 disk.faults[outcome.value] += outcome is not Fault.MISSING
+                if outcome is not Fault.IO_ERROR:
+                    self._residency.not_on_disk(arrival.group_id, arrival.name)
                 self._residency.lost(arrival.group_id, arrival.name)
             else:
                 arrival.digest = outcome
-                if host.pools[arrival.group_id].commit(arrival.host_slot, arrival.name):
-                    self._residency.digests[arrival.group_id][arrival.host_slot] = outcome
+                self._residency.came_to_host(arrival.group_id, arrival.host_slot, arrival.name, outcome)
             if arrival in self._still_reading:
                 self._still_reading.discard(arrival)
                 host.pools[arrival.group_id].release([arrival.host_slot])
@@ -318,13 +377,13 @@ class Promoter:
                 self._resolve(arrival, failure)
 
     def _landed_on_device(self, batch: Sequence[Arrival], transfer: Transfer) -> None:
-        device, host = self._residency.device, self._residency.host
+        host = self._residency.host
         assert host is not None, "a block was uploaded without a host tier"
         outcomes = transfer.result if transfer.error is None else [None] * len(batch)
         for arrival, is_good in zip(batch, outcomes, strict=True):
-            pool, slot = device.pools[arrival.group_id], arrival.device_slot
             if is_good:
-                pool.commit(slot, arrival.name)
+                if host.pools[arrival.group_id].find(arrival.name) is not None:  # else it was evicted on purpose
+                    self._publish(arrival)
                 self._resolve(arrival, None)
             elif is_good is None:
                 self._resolve(arrival, Reason.FAILED)
@@ -333,6 +392,18 @@ class Promoter:
                 assert arrival.host_slot is not None, "a block was uploaded from no slot"
                 self._residency.evict(host, arrival.group_id, [arrival.host_slot])
                 self._resolve(arrival, Reason.CORRUPT)
+
+    def _publish(self, arrival: Arrival) -> None:
+        """The block is on the device: name it, or let those who waited use the one that was computed meanwhile."""
+        promotion, block_id = arrival.waiters[0] if arrival.waiters else (None, 0)
+        chain = None if promotion is None else promotion.chain
+        slot = self._residency.came_up(arrival.group_id, arrival.device_slot, arrival.name, chain, block_id)
+        if slot != arrival.device_slot:
+            pool = self._residency.device.pools[arrival.group_id]
+            for waiter, place in arrival.waiters:
+                pool.lease([slot])
+                pool.release([arrival.device_slot])
+                waiter.tables[arrival.group_id][place] = slot
 
     def _resolve(self, arrival: Arrival, failure: Reason | None) -> None:
         """The block has arrived, or never will: the transfer's leases end, and who waited learns of it."""
@@ -365,48 +436,60 @@ class Promoter:
     def _leave_out(self, promotion: Promotion, arrival: Arrival, block_id: int, failure: Reason) -> None:
         promotion.tables[arrival.group_id][block_id] = NO_SLOT
         promotion.why_no_more = failure
+        promotion.is_cut = True
         self._residency.device.pools[arrival.group_id].release([arrival.device_slot])
 
     def _finish_if_arrived(self, promotion: Promotion) -> None:
         """Once nothing is under way: cut the prefix at what cannot be resumed, and hand its leases to the caller."""
         if promotion.waiting or promotion.done:
             return
-        tables = promotion.tables
-        usable = longest_hit(
-            promotion.num_blocks, self._groups, lambda group_id, block_id: tables[group_id][block_id] != NO_SLOT
-        )
-        for group_id, needed in enumerate(self._needed(usable)):
-            table = tables[group_id]
-            unneeded = [slot for i, slot in enumerate(table) if slot != NO_SLOT and i not in needed]
-            self._residency.device.pools[group_id].release(reversed(unneeded))
-            tables[group_id] = [slot if i in needed else NO_SLOT for i, slot in enumerate(table[:usable])]
-        promotion.num_blocks = usable
+        if promotion.is_cut:
+            self._cut(promotion)
         promotion.done = True
-        if any(tier is not Tier.DEVICE for tier in promotion.tiers[:usable]):
-            self._refresh_host(promotion.names, usable)
+        if promotion.depths.count(Tier.DEVICE.depth, 0, promotion.num_blocks) < promotion.num_blocks:
+            self._refresh_host(promotion.chain, promotion.num_tokens)
             self._touch_on_disk(promotion)
         self._waiting.discard(promotion)
         self._hand_over(promotion)
 
-    def _refresh_host(self, names: Sequence[BlockName], num_blocks: int) -> None:
+    def _cut(self, promotion: Promotion) -> None:
+        """Shorten the prefix to what can be resumed with the blocks that did arrive."""
+        tables = promotion.tables
+
+        def first_hole(group_id: int, start: int, end: int) -> int:
+            return next((i for i in range(start, end) if tables[group_id][i] == NO_SLOT), end)
+
+        usable = longest_hit(promotion.num_tokens, self._groups, first_hole)
+        for group_id, needed in enumerate(self.needed(usable)):
+            table = tables[group_id]
+            unneeded = [slot for i, slot in enumerate(table) if slot != NO_SLOT and i not in needed]
+            self._residency.device.pools[group_id].release(unneeded[::-1])
+            tables[group_id] = array("i", [NO_SLOT]) * needed.start + table[needed.start : needed.stop]
+            # Meanwhile somebody may have filled the hole, and left: what is behind it must not outlive that.
+            behind = range(needed.stop, promotion.num_tokens // self._groups[group_id].block_size)
+            names = promotion.chain.names_of(self._groups[group_id].block_size, behind)
+            slots = self._residency.device.pools[group_id].find_all(names)[::-1]
+            self._residency.device.pools[group_id].refresh(slots[slots != ABSENT])
+        promotion.num_tokens, promotion.num_copied = usable, 0
+
+    def _refresh_host(self, chain: BlockChain, num_tokens: int) -> None:
         """Make these blocks the most recent in host memory, the prefix's tail still being evicted first of them."""
         if self._residency.host is None:
             return
-        for pool, needed in zip(self._residency.host.pools, self._needed(num_blocks), strict=True):
-            slots = [pool.find(name) for name in reversed(names[needed.start : needed.stop])]
-            found = [slot for slot in slots if slot is not None]
-            pool.lease(found)
-            pool.release(found)
+        for pool, group, needed in zip(self._residency.host.pools, self._groups, self.needed(num_tokens), strict=True):
+            slots = pool.find_all(chain.names_of(group.block_size, needed))[::-1]
+            pool.refresh(slots[slots != ABSENT])
 
     def _touch_on_disk(self, promotion: Promotion) -> None:
         """Make what came from disk the most recent there; not done while the lane to disk is full."""
         disk = self._residency.disk
-        if disk is None or Tier.DISK not in promotion.tiers[: promotion.num_blocks]:
+        if disk is None or Tier.DISK.depth not in promotion.depths[: promotion.num_blocks]:
             return
-        keys = [
-            disk.key(group_id, promotion.names[block_id])
-            for group_id, needed in enumerate(self._needed(promotion.num_blocks))
-            for block_id in reversed(needed)
-            if promotion.tiers[block_id] is Tier.DISK
-        ]
+        keys = []
+        for group_id, needed in enumerate(self.needed(promotion.num_tokens)):
+            size = self._groups[group_id].block_size
+            step = size // promotion.chain.block_size
+            names = promotion.chain.names_of(size, needed)
+            from_disk = [promotion.depths[(i + 1) * step - 1] == Tier.DISK.depth for i in needed]
+            keys += [disk.key(group_id, name) for name in reversed(list(compress(names, from_disk)))]
         self._transfers.submit(Route.HOST_TO_DISK, lambda: disk.store.touch(keys), 0, lambda transfer: None)

@@ -1,57 +1,97 @@
 """Hit and Promotion: what a look-up found, and its way up to the device."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from kvtier.tiers.block_hash import BlockName
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.tiers.block_hash import BlockChain, BlockName
 from kvtier.tiers.statistics import TokenBalance
 from kvtier.tiers.tier import Reason, Tier
 
 NO_SLOT = -1  # in a table: this block is not needed by this group, and never read
+if TYPE_CHECKING:  # block -> device slot or NO_SLOT; an array of "i", which numpy and torch read as it is
+    Table = array[int]
+else:
+    Table = array
+Tables = list[Table]  # one for each group
+WARMEST_FIRST = tuple(Tier)
+
+
+@dataclass(frozen=True, slots=True)
+class PartialHit:
+    """A cached block whose first *num_tokens* tokens are the prompt's next ones, after the whole blocks of the hit."""
+
+    name: BlockName
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
     """The longest prefix that can be resumed. A value: nothing is leased, and it may be out of date a step later."""
 
-    names: Sequence[BlockName]  # of all full blocks that may hit
-    num_blocks: int  # of them found
+    chain: BlockChain
+    limit: int  # tokens that may hit: whole blocks of all groups, and never the last token
+    num_tokens: int  # of them found
     why_no_more: Reason  # for the first block not found; LAST_BLOCK if all were
+    partial: PartialHit | None = None
+    # For each group the device slots of the blocks it needs, ABSENT for those further down, and as of which
+    # `Residency.num_changes`.
+    device_slots: Sequence[npt.NDArray[np.int32]] = ()
+    as_of: int = -1
+
+    @property
+    def num_blocks(self) -> int:
+        """The hit in names of the chain."""
+        return self.num_tokens // self.chain.block_size
 
 
 @dataclass(eq=False, slots=True)
 class Promotion:
     """A prefix on its way into device slots. Once `done`, the caller owns one lease on each slot in `tables`.
 
-    `num_blocks` may then be smaller than the hit: blocks that failed, were corrupt or late are left out, with all
-    that needs them.
+    `num_tokens` may then be smaller than the hit's: blocks that failed, were corrupt or late are left out, with all
+    that needs them. *num_copied* tokens follow that were copied out of a cached block; they are in a block of the
+    caller's own, which nobody else can find.
     """
 
-    names: Sequence[BlockName]
-    num_blocks: int
-    tables: list[list[int]]  # [group][block] -> device slot or NO_SLOT
-    tiers: list[Tier]  # [block of the hit], the coldest tier that any group had it in
+    chain: BlockChain
+    limit: int
+    num_tokens: int
+    tables: Tables
+    depths: bytearray  # [name of the chain] depth of the coldest tier that any group had it in
     why_no_more: Reason
     deadline: float | None = None
+    num_copied: int = 0
     done: bool = False
+    is_cut: bool = False  # some block did not arrive
     waiting: set["Arrival"] = field(default_factory=set)
+
+    @property
+    def num_blocks(self) -> int:
+        """The prefix in names of the chain."""
+        return self.num_tokens // self.chain.block_size
 
     def continues(self, earlier: "Promotion") -> None:
         """This one goes on where *earlier* was cut short: what that one brought up counts for where it came from."""
-        pairs = zip(self.tiers, earlier.tiers, strict=False)
-        self.tiers[: len(earlier.tiers)] = [max(pair, key=lambda tier: tier.depth) for pair in pairs]
+        both = zip(self.depths, earlier.depths, strict=False)
+        self.depths[: len(earlier.depths)] = bytes(map(max, both))
         if self.why_no_more is not Reason.LAST_BLOCK:
             self.why_no_more = earlier.why_no_more
 
-    def balance(self, num_prompt_tokens: int, block_size: int) -> TokenBalance:
+    def balance(self, num_prompt_tokens: int) -> TokenBalance:
         """Where the tokens of the request's prompt came from; a block that no group needs counts with the next one."""
-        counts = {tier: self.tiers[: self.num_blocks].count(tier) * block_size for tier in Tier}
-        recomputed = num_prompt_tokens - self.num_blocks * block_size
-        could_hit = (num_prompt_tokens - 1) // block_size * block_size - self.num_blocks * block_size
-        reasons = {Reason.LAST_BLOCK: recomputed - could_hit}
-        if could_hit:
-            reasons[self.why_no_more] = could_hit
-        return TokenBalance(counts[Tier.DEVICE], counts[Tier.HOST], counts[Tier.DISK], recomputed, reasons)
+        depths, block_size = self.depths[: self.num_blocks], self.chain.block_size
+        device, host, disk = (depths.count(tier.depth) * block_size for tier in WARMEST_FIRST)
+        recomputed = num_prompt_tokens - self.num_tokens - self.num_copied
+        missed = max(0, self.limit - self.num_tokens - self.num_copied)
+        reasons = {Reason.LAST_BLOCK: recomputed - missed}
+        if missed:
+            reasons[self.why_no_more] = missed
+        return TokenBalance(device + self.num_copied, host, disk, recomputed, reasons, self.num_copied)
 
 
 @dataclass(eq=False, slots=True)

@@ -1,12 +1,19 @@
 """Residency: which block is in which tier, and how a slot is taken from the block that can best be spared."""
 
-from collections import Counter, OrderedDict
-from collections.abc import Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import compress
 
-from kvtier.tiers.block_hash import BlockName
-from kvtier.tiers.block_pool import BlockPool
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.tiers.block_hash import BlockChain, BlockName, TokenIds
+from kvtier.tiers.block_pool import ABSENT, BlockPool, Slots
 from kvtier.tiers.disk_tier import DiskTier
+from kvtier.tiers.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventLog
+from kvtier.tiers.ghosts import Ghosts
+from kvtier.tiers.siblings import Siblings
 from kvtier.tiers.tier import Reason, Tier
 
 NUM_GHOSTS = 1 << 16  # names of lost blocks that are remembered, to tell "evicted" from "never seen"
@@ -18,45 +25,77 @@ class SlotTier:
 
     tier: Tier
     pools: list[BlockPool]
-    dirty: list[OrderedDict[int, None]] = field(init=False)  # [group] slots, in the order in which they became so
+    is_spilled: bool  # there is a tier further down; else nothing is ever dirty
+    dirty: list[dict[int, None]] = field(init=False)  # [group] slots, in the order in which they became so
     num_evicted: int = 0
     dropped_spills: int = 0
     corrupt: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.dirty = [OrderedDict() for _ in self.pools]
+        self.dirty = [{} for _ in self.pools]
 
-    def choose(self, group_id: int, num_slots: int, window: int) -> list[int]:
+    def mark_dirty(self, group_id: int, slots: Iterable[int]) -> None:
+        """These slots' blocks have no copy further down."""
+        if self.is_spilled:
+            self.dirty[group_id].update(dict.fromkeys(slots))
+
+    def choose(self, group_id: int, num_slots: int, window: int) -> npt.NDArray[np.int32]:
         """Up to *num_slots* cached slots to evict: clean ones among the *window* oldest, then simply the oldest."""
-        pool = self.pools[group_id]
+        pool, dirty = self.pools[group_id], self.dirty[group_id]
+        oldest = pool.victims(num_slots)
+        if not dirty or dirty.keys().isdisjoint(oldest.tolist()):
+            return oldest
         chosen = self.oldest_clean(group_id, window)[:num_slots]
-        if len(chosen) < num_slots:
-            taken = set(chosen)
-            chosen += [slot for slot in pool.victims(num_slots) if slot not in taken][: num_slots - len(chosen)]
-        return chosen
+        taken = set(chosen)
+        chosen += [slot for slot in oldest.tolist() if slot not in taken][: num_slots - len(chosen)]
+        return np.array(chosen, np.int32)
 
     def oldest_clean(self, group_id: int, window: int) -> list[int]:
         """Of the *window* oldest cached slots those whose block may go: it will still be found below."""
+        if not self.is_spilled:
+            return []
         dirty = self.dirty[group_id]
-        return [slot for slot in self.pools[group_id].oldest(window) if slot not in dirty]
+        return [slot for slot in self.pools[group_id].oldest(window).tolist() if slot not in dirty]
 
     def check(self) -> None:
         """Raise AssertionError if a pool's books disagree or a slot without a block is dirty."""
         for pool, dirty in zip(self.pools, self.dirty, strict=True):
             pool.check()
+            assert self.is_spilled or not dirty, f"{self.tier}: dirty slots, and no tier to spill to"
             assert all(pool.name(slot) is not None for slot in dirty), f"{self.tier}: a slot without a block is dirty"
 
 
 class Residency:
     """All tiers' indexes together. Owned by one thread; holds no bytes and starts no copy."""
 
-    def __init__(self, device: SlotTier, host: SlotTier | None, disk: DiskTier | None) -> None:
+    def __init__(
+        self,
+        device: SlotTier,
+        host: SlotTier | None,
+        disk: DiskTier | None,
+        block_sizes: Sequence[int],
+        siblings: Siblings | None = None,
+        siblings_group: int = 0,
+        events: EventLog | None = None,
+    ) -> None:
+        """*siblings* describes the device blocks of one group; *block_sizes* are the groups', in tokens."""
         self.device = device
         self.host = host
         self.disk = disk
         # Digest of each named host block, taken when its bytes arrived: [group][slot].
         self.digests: list[dict[int, bytes]] = [{} for _ in device.pools]
-        self._ghosts: OrderedDict[BlockName, Tier] = OrderedDict()
+        self._block_sizes = block_sizes
+        self.siblings = siblings
+        self._siblings_group = siblings_group
+        self._events = events
+        self._ghosts = Ghosts(NUM_GHOSTS)
+        self._tails: list[set[BlockName]] = [set() for _ in device.pools]  # blocks not full: nobody was told of them
+
+    @property
+    def num_changes(self) -> int:
+        """Grows with every change of which block is in which slot of device and host."""
+        pools = self.device.pools if self.host is None else self.device.pools + self.host.pools
+        return sum(pool.num_changes for pool in pools)
 
     def tier_of(self, group_id: int, name: BlockName) -> Tier | None:
         """The warmest tier that has the block."""
@@ -68,9 +107,23 @@ class Residency:
             return Tier.DISK
         return None
 
+    def locate(self, group_id: int, names: Sequence[BlockName]) -> tuple[npt.NDArray[np.int32], int]:
+        """The device slots of the blocks, ABSENT for those elsewhere, and how many come before one that no tier has."""
+        if names and self.tier_of(group_id, names[0]) is None:  # a prompt never seen costs one question
+            return np.full(len(names), ABSENT, np.int32), 0
+        slots = self.device.pools[group_id].find_all(names)
+        absent = np.flatnonzero(slots == ABSENT).tolist()
+        if absent and self.host is not None:
+            in_host = self.host.pools[group_id].find_all([names[i] for i in absent])
+            absent = list(compress(absent, (in_host == ABSENT).tolist()))
+        for i in absent:
+            if self.disk is None or not self.disk.holds(group_id, names[i]):
+                return slots, i
+        return slots, len(names)
+
     def why_missing(self, name: BlockName) -> Reason:
         """Why no tier has a block: the tier that dropped the last copy, as far as is remembered."""
-        tier = self._ghosts.get(name)
+        tier = self._ghosts.who_dropped(name)
         return Reason.NEVER_SEEN if tier is None else Reason.evicted_from(tier)
 
     def has_copy_below_device(self, group_id: int, name: BlockName) -> bool:
@@ -85,10 +138,14 @@ class Residency:
         A dirty block that has to go is dropped and counted; nobody waits for a copy.
         """
         pool = tier.pools[group_id]
-        if num_slots > pool.num_free:
-            return None
         if num_slots > pool.num_blank:
-            self.evict(tier, group_id, tier.choose(group_id, num_slots - pool.num_blank, window))
+            if num_slots > pool.num_free:
+                return None
+            victims = tier.choose(group_id, num_slots - pool.num_blank, window)
+            were_dirty = self._clean(tier, group_id, victims)
+            slots, names = pool.evict_for(num_slots, victims)
+            self._forgotten(tier, group_id, victims, names, were_dirty)
+            return slots
         return pool.allocate(num_slots)
 
     def num_clean(self, tier: SlotTier, group_id: int, window: int, besides: Set[int]) -> int:
@@ -107,47 +164,111 @@ class Residency:
             self.evict(tier, group_id, tier.oldest_clean(group_id, window)[:missing])
         return pool.allocate(min(num_slots, pool.num_blank)) or []
 
-    def evict(self, tier: SlotTier, group_id: int, slots: Sequence[int]) -> None:
+    def evict(self, tier: SlotTier, group_id: int, slots: Slots) -> None:
         """Forget the blocks in the slots of *tier*; their last copies are remembered as ghosts."""
-        pool = tier.pools[group_id]
-        for slot in slots:
-            name = pool.name(slot)
-            if name is None:
-                continue
-            was_dirty = slot in tier.dirty[group_id]
-            tier.dirty[group_id].pop(slot, None)
-            pool.evict([slot])
-            tier.num_evicted += 1
-            if tier is self.host:
-                self.digests[group_id].pop(slot, None)
-                if not self.has_copy_below_device(group_id, name):
-                    self.lost(group_id, name)
-            if not self._anywhere(group_id, name):
-                tier.dropped_spills += was_dirty and self._is_spilled(tier)
-                self._remember(name, tier.tier)
+        ids = np.asarray(slots, np.int32)
+        were_dirty = self._clean(tier, group_id, ids)
+        self._forgotten(tier, group_id, ids, tier.pools[group_id].evict(ids), were_dirty)
 
-    def evicted_from_disk(self, keys: Sequence[bytes]) -> None:
-        """The store dropped these keys, the oldest it had: what is still on the device is dirty again.
+    def committed(self, group_id: int, slots: npt.NDArray[np.int32], chain: BlockChain, start: int) -> None:
+        """The chain's blocks from *start* on, in this group's count, have been computed and named, in these slots."""
+        if self.device.is_spilled:
+            self.device.mark_dirty(group_id, slots.tolist())
+        size = self._block_sizes[group_id]
+        if self.siblings is not None and group_id == self._siblings_group:
+            keys = chain.sibling_keys(start, start + len(slots))
+            self.siblings.record(slots, keys, chain.named_ids(start, start + len(slots)))
+        step = size // chain.block_size
+        names = chain.names[(start + 1) * step - 1 : (start + len(slots)) * step : step]
+        self._tell_stored(Tier.DEVICE, group_id, names, chain, start)
+
+    def committed_tail(self, group_id: int, slot: int, name: BlockName, key: bytes, token_ids: TokenIds) -> None:
+        """The slot's block, of which only the first tokens are computed, has been named. It stays on the device."""
+        assert self.siblings is not None, "only siblings find such a block"
+        if group_id == self._siblings_group:
+            self.siblings.record_tail(slot, key, token_ids)
+        if self._events is not None:
+            self._tails[group_id].add(name)
+
+    def came_up(self, group_id: int, slot: int, name: BlockName, chain: BlockChain | None, block_id: int) -> int:
+        """A block has arrived in a leased device slot: block *block_id* of *chain*, if somebody still wants it.
+
+        The slot to use: another one, if the block was computed there meanwhile.
+        """
+        pool = self.device.pools[group_id]
+        if pool.commit([slot], [name]):
+            holder = pool.find(name)
+            assert holder is not None, "a name was taken by nobody"
+            return holder
+        if chain is not None and self.siblings is not None and group_id == self._siblings_group:
+            keys, ids = chain.sibling_keys(block_id, block_id + 1), chain.named_ids(block_id, block_id + 1)
+            self.siblings.record(np.array([slot], np.int32), keys, ids)
+        self._tell_stored(Tier.DEVICE, group_id, [name], chain, block_id)
+        return slot
+
+    def came_to_host(self, group_id: int, slot: int, name: BlockName, digest: bytes) -> bool:
+        """A block has arrived in a leased host slot; False if another slot has it already."""
+        assert self.host is not None, "a block came to a host tier that is not there"
+        if self.host.pools[group_id].commit([slot], [name]):
+            return False
+        self.digests[group_id][slot] = digest
+        self._tell_stored(Tier.HOST, group_id, [name])
+        return True
+
+    def came_to_disk(self, group_id: int, names: Sequence[BlockName], evicted: Sequence[bytes]) -> None:
+        """Blocks are on disk, and the store dropped these keys for them, the oldest it had: what is still on the device
+        is dirty again.
 
         What is still in host memory is not written a second time: a disk smaller than the host would never rest.
         """
-        for key in keys:
+        self._tell_stored(Tier.DISK, group_id, names)
+        for key in evicted:
             block = self.disk.block_of(key) if self.disk is not None else None
             if block is None:
                 continue
             group_id, name = block
+            self._tell(BlockRemoved(Tier.DISK, group_id, [name]))
             tier = self.tier_of(group_id, name)
             if tier is None:
-                self._remember(name, Tier.DISK)
+                self._ghosts.remember([name], Tier.DISK)
             elif tier is Tier.DEVICE and not self.has_copy_below_device(group_id, name):
                 self.lost(group_id, name)
+
+    def not_on_disk(self, group_id: int, name: BlockName) -> None:
+        """The store had no good record of a block that it was said to have, and has none now."""
+        self._tell(BlockRemoved(Tier.DISK, group_id, [name]))
+
+    def announce_disk(self) -> None:
+        """Tell of every block that was on disk before this process started."""
+        if self._events is None or self.disk is None:
+            return
+        for group_id, names in enumerate(self.disk.names(len(self._block_sizes))):
+            if names:
+                self._tell_stored(Tier.DISK, group_id, names)
+
+    def clear(self) -> None:
+        """Forget every block in every tier; nothing may be leased. Waits for the store."""
+        for tier in (self.device, self.host):
+            for group_id, pool in enumerate(tier.pools if tier is not None else ()):
+                pool.evict(pool.cached_slots())
+                if tier is not None:
+                    tier.dirty[group_id].clear()
+        for digests in self.digests:
+            digests.clear()
+        for tails in self._tails:
+            tails.clear()
+        if self.siblings is not None:
+            self.siblings.forget(np.arange(self.device.pools[self._siblings_group].num_slots, dtype=np.int32))
+        if self.disk is not None:
+            self.disk.clear()
+        self._tell(AllBlocksCleared())
 
     def lost(self, group_id: int, name: BlockName) -> None:
         """A copy is gone: what relied on it has to be copied again."""
         for tier in (self.device, self.host):
             slot = tier.pools[group_id].find(name) if tier is not None else None
             if tier is not None and slot is not None:
-                tier.dirty[group_id][slot] = None
+                tier.mark_dirty(group_id, [slot])
 
     def check(self) -> None:
         """Raise AssertionError if the indexes disagree."""
@@ -159,14 +280,92 @@ class Residency:
             named = {slot for slot in range(pool.num_slots) if pool.name(slot) is not None}
             assert named == set(digests), "a host block without a digest, or a digest without a block"
 
-    def _anywhere(self, group_id: int, name: BlockName) -> bool:
-        return self.tier_of(group_id, name) is not None
+    def check_tails_first(self) -> None:
+        """Raise AssertionError if a device block would be evicted before one that continues it.
 
-    def _is_spilled(self, tier: SlotTier) -> bool:
-        return self.host is not None if tier is self.device else self.disk is not None
+        So what is cached stays prefix-closed. Not so where a group forgets: it lets go of the beginning first.
+        """
+        if self.siblings is None:
+            return
+        pool = self.device.pools[self._siblings_group]
+        for slot, parent in self.siblings.parents(pool):
+            place, parents_place = pool.place(slot), pool.place(parent)
+            if place is not None and parents_place is not None:
+                assert place < parents_place, "a parent is evicted before its child"
 
-    def _remember(self, name: BlockName, tier: Tier) -> None:
-        self._ghosts[name] = tier
-        self._ghosts.move_to_end(name)
-        if len(self._ghosts) > NUM_GHOSTS:
-            self._ghosts.popitem(last=False)
+    def _clean(self, tier: SlotTier, group_id: int, slots: npt.NDArray[np.int32]) -> set[BlockName | None]:
+        """Take the slots' dirty marks away; the names of the blocks that had one."""
+        pool, dirty = tier.pools[group_id], tier.dirty[group_id]
+        if not dirty:
+            return set()
+        marked = [slot for slot in slots.tolist() if slot in dirty]
+        for slot in marked:
+            del dirty[slot]
+        return {pool.name(slot) for slot in marked}
+
+    def _forgotten(
+        self,
+        tier: SlotTier,
+        group_id: int,
+        slots: npt.NDArray[np.int32],
+        names: Sequence[BlockName],
+        were_dirty: set[BlockName | None],
+    ) -> None:
+        """The slots' blocks, of these names, cannot be found in *tier* any more: draw the consequences."""
+        if tier is self.host:
+            for slot in slots.tolist():
+                self.digests[group_id].pop(slot, None)
+            self._lost_below_device(group_id, names)
+        elif self.siblings is not None and group_id == self._siblings_group:
+            self.siblings.forget(slots)
+        if not names:
+            return
+        tier.num_evicted += len(names)
+        gone = self._nowhere(group_id, names, besides=tier)
+        tier.dropped_spills += len(were_dirty.intersection(gone)) if were_dirty else 0
+        self._ghosts.remember(gone, tier.tier)
+        if self._events is not None and tier is self.device:
+            tails = self._tails[group_id].intersection(names)
+            self._tails[group_id] -= tails
+            names = [name for name in names if name not in tails] if tails else names
+        if names:
+            self._tell(BlockRemoved(tier.tier, group_id, names))
+
+    def _lost_below_device(self, group_id: int, names: Sequence[BlockName]) -> None:
+        """The host has dropped these: what the device still has of them, and the disk has not, is dirty again."""
+        on_device = self.device.pools[group_id].find_all(names)
+        for slot, name in zip(on_device.tolist(), names, strict=True):
+            if slot != ABSENT and (self.disk is None or not self.disk.holds(group_id, name)):
+                self.device.mark_dirty(group_id, [slot])
+
+    def _nowhere(self, group_id: int, names: Sequence[BlockName], besides: SlotTier) -> Sequence[BlockName]:
+        """Those of the names that no tier has but for *besides*."""
+        rest = names
+        for tier in (self.device, self.host):
+            if tier is not None and tier is not besides:
+                rest = list(compress(rest, (tier.pools[group_id].find_all(rest) == ABSENT).tolist()))
+        disk = self.disk
+        return rest if disk is None else [name for name in rest if not disk.holds(group_id, name)]
+
+    def _tell_stored(
+        self,
+        tier: Tier,
+        group_id: int,
+        names: Sequence[BlockName],
+        chain: BlockChain | None = None,
+        start: int = 0,
+    ) -> None:
+        if self._events is None:
+            return
+        size = self._block_sizes[group_id]
+        if chain is None:
+            self._events.append(BlockStored(tier, group_id, names, size))
+            return
+        first = start * size
+        parent = chain.parent(first // chain.block_size) if start else None
+        token_ids = chain.token_ids[first : first + len(names) * size]
+        self._events.append(BlockStored(tier, group_id, names, size, parent, token_ids, first, chain.extra))
+
+    def _tell(self, event: Event) -> None:
+        if self._events is not None:
+            self._events.append(event)

@@ -137,7 +137,7 @@ class Spiller:
         residency = self._residency
         pool, marks = residency.device.pools[group_id], residency.device.dirty[group_id]
         dirty: list[int] = []
-        for slot in pool.oldest(window):
+        for slot in pool.oldest(window).tolist():
             name = pool.name(slot)
             if slot not in marks or name is None or len(dirty) == most:
                 continue
@@ -206,11 +206,11 @@ class Spiller:
             self._window.spilled(self._clock() - batch.submitted_at)
             landed = zip(batch.names, batch.upper_slots, batch.lower_slots, transfer.result, strict=True)
             for name, upper, lower, block_digest in landed:
-                if host.pools[batch.group_id].commit(lower, name):
-                    self._residency.digests[batch.group_id][lower] = block_digest
-                    host.dirty[batch.group_id][lower] = None
-                if device.pools[batch.group_id].name(upper) == name:
-                    device.dirty[batch.group_id].pop(upper, None)
+                if device.pools[batch.group_id].name(upper) != name:
+                    continue  # evicted on purpose meanwhile
+                if self._residency.came_to_host(batch.group_id, lower, name, block_digest):
+                    host.mark_dirty(batch.group_id, [lower])
+                device.dirty[batch.group_id].pop(upper, None)
         self._end(Route.DEVICE_TO_HOST, batch, failed=transfer.error is not None)
 
     def _landed_on_disk(self, batch: Batch, transfer: Transfer) -> None:
@@ -221,7 +221,7 @@ class Spiller:
             for name, slot in zip(batch.names, batch.upper_slots, strict=True):
                 if host.pools[batch.group_id].name(slot) == name:
                     host.dirty[batch.group_id].pop(slot, None)
-            self._residency.evicted_from_disk(transfer.result)
+            self._residency.came_to_disk(batch.group_id, batch.names, transfer.result)
         self._end(Route.HOST_TO_DISK, batch, failed=transfer.error is not None)
 
     def _end(self, route: Route, batch: Batch, failed: bool = False) -> None:

@@ -16,6 +16,7 @@ class TokenBalance:
     disk: int = 0
     recomputed: int = 0
     reasons: Mapping[Reason, int] = field(default_factory=dict)  # adds up to `recomputed`
+    copied: int = 0  # of the device's: out of a block that shares only its first tokens with the prompt
 
     @property
     def num_tokens(self) -> int:
@@ -33,7 +34,21 @@ class TokenBalance:
             self.disk + other.disk,
             self.recomputed + other.recomputed,
             reasons,
+            self.copied + other.copied,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixStatistics:
+    """Tokens looked up and found, of requests that read the cache; when a preempted one comes again, apart."""
+
+    num_requests: int = 0
+    queries: int = 0
+    hits: int = 0
+    num_preempted: int = 0
+    preempted_queries: int = 0
+    preempted_hits: int = 0
+    recent_hit_ratio: float = 0.0  # of the last requests, see `HitRatio`
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,9 @@ class BlockMemory(Protocol):
     def to_device(self, host_slots: Sequence[int], device_slots: Sequence[int]) -> None:
         """Copy host slot i to device slot i, pair by pair."""
 
+    def copy(self, source: int, target: int) -> None:
+        """Copy one device slot to another, in order with what the calling thread computes on the device."""
+
     def host_block(self, slot: int) -> memoryview:
         """The bytes of a host slot, writable, [block_bytes]."""
 
@@ -52,6 +55,9 @@ class CpuMemory:
     def to_device(self, host_slots: Sequence[int], device_slots: Sequence[int]) -> None:
         for source, target in zip(host_slots, device_slots, strict=True):
             np.copyto(self._device[target], self._host.blocks[source])
+
+    def copy(self, source: int, target: int) -> None:
+        np.copyto(self._device[target], self._device[source])
 
     def host_block(self, slot: int) -> memoryview:
         return memoryview(self._host.blocks[slot])

@@ -14,7 +14,8 @@ log = logging.getLogger(__name__)
 class CudaMemory:
     """`device_blocks` is a [num_slots, block_bytes] uint8 view of the slab on the GPU.
 
-    The copies run on the calling thread's current stream (a `CudaLane`'s) and wait for it before they return.
+    The copies run on the calling thread's current stream (a `CudaLane`'s) and wait for it before they return; `copy`,
+    called by the thread that computes, does not wait.
     """
 
     def __init__(self, device_blocks: torch.Tensor, num_host_slots: int) -> None:
@@ -38,6 +39,9 @@ class CudaMemory:
         for source, target in zip(host_slots, device_slots, strict=True):
             self._device[target].copy_(self._host[source], non_blocking=True)
         torch.cuda.current_stream(self._device.device).synchronize()
+
+    def copy(self, source: int, target: int) -> None:
+        self._device[target].copy_(self._device[source], non_blocking=True)
 
     def host_block(self, slot: int) -> memoryview:
         return memoryview(self._slab.blocks[slot])

@@ -1,6 +1,7 @@
 """`TieredCache`, one promise at a time, over real memory and a real store."""
 
 import random
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from kvtier.store.blob_store import Blob
 from kvtier.store.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers import spiller
-from kvtier.tiers.block_hash import BlockName
+from kvtier.tiers.block_hash import BlockChain
 from kvtier.tiers.groups import FullAttention, SlidingWindow
 from kvtier.tiers.promotion import NO_SLOT, Promotion
 from kvtier.tiers.tier import Reason, Tier
@@ -31,28 +32,28 @@ def world(num_device_slots: int = 16, num_host_slots: int = 40, store: MemorySto
 
 def read(world: World, document: str, num_tokens: int = DOCUMENT + 1) -> Promotion:
     """Answer a prompt of the document: promote what is there, compute the rest, leave. What the promotion brought."""
-    names = world.names(document, num_tokens)
-    hit = world.cache.lookup(names, num_tokens)
+    chain = world.chain(document, num_tokens)
+    hit = world.cache.lookup(chain, num_tokens)
     while not world.cache.make_room(hit):
         world.settle()
     promotion = world.cache.promote(hit)
     world.settle()
     assert promotion.done
-    compute_and_leave(world, promotion, names)
+    compute_and_leave(world, promotion, chain)
     world.cache.spill()
     world.settle()
     world.check()
     return promotion
 
 
-def compute_and_leave(world: World, promotion: Promotion, names: Sequence[BlockName]) -> None:
-    tables = [list(table) for table in promotion.tables]
-    for block_id in range(promotion.num_blocks, len(names)):  # block by block, as a model does, copies in between
-        slots = world.cache.allocate([1 for _ in tables])
+def compute_and_leave(world: World, promotion: Promotion, chain: BlockChain) -> None:
+    tables = promotion.tables
+    for block_id in range(promotion.num_blocks, len(chain.names)):  # as a model does, copies in between
+        slots = world.cache.allocate([block_id + 1 - len(table) for table in tables])
         assert slots is not None
         for table, new in zip(tables, slots, strict=True):
             table.extend(new)
-        world.compute(tables, names, block_id, block_id + 1)
+        world.compute(tables, chain, block_id * BLOCK_SIZE, (block_id + 1) * BLOCK_SIZE)
         world.cache.spill()
         world.settle()
     world.cache.release(tables)
@@ -60,7 +61,7 @@ def compute_and_leave(world: World, promotion: Promotion, names: Sequence[BlockN
 
 def balance(promotion: Promotion) -> tuple[int, int, int, int]:
     """Tokens of the prompt from device, host, disk, and computed."""
-    tokens = promotion.balance(DOCUMENT + 1, BLOCK_SIZE)
+    tokens = promotion.balance(DOCUMENT + 1)
     return tokens.device, tokens.host, tokens.disk, tokens.recomputed
 
 
@@ -70,17 +71,19 @@ def test_release_evicts_the_tail_of_a_prefix_first() -> None:
 
     assert w.cache.allocate([3]) is not None
 
-    hit = w.cache.lookup(w.names("a", DOCUMENT), DOCUMENT + 1)
-    assert [w.cache._residency.device.pools[0].find(name) is not None for name in hit.names] == [True] * 7 + [False] * 3
+    hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
+    assert [w.cache._residency.device.pools[0].find(name) is not None for name in hit.chain.names] == [True] * 7 + [
+        False
+    ] * 3
 
 
 def test_lookup_changes_nothing_and_leaves_the_last_token_to_compute() -> None:
     w = world()
     read(w, "a")
-    names = w.names("a", DOCUMENT)
+    chain = w.chain("a", DOCUMENT)
     order = w.cache._residency.device.pools[0].cached_slots()
 
-    exact, longer = w.cache.lookup(names, DOCUMENT), w.cache.lookup(names, DOCUMENT + 1)
+    exact, longer = w.cache.lookup(chain, DOCUMENT), w.cache.lookup(chain, DOCUMENT + 1)
 
     assert (exact.num_blocks, longer.num_blocks) == (9, 10)
     assert w.cache._residency.device.pools[0].cached_slots() == order
@@ -121,7 +124,7 @@ def test_an_allocation_does_not_wait_for_a_copy_and_counts_what_it_drops() -> No
     w.cache._spiller._not_before[Route.DEVICE_TO_HOST] = float("inf")  # as after a failed copy
     for table in (w.cache.allocate([5]), w.cache.allocate([5])):
         assert table is not None
-        w.compute(table, w.names("b", 20), 0, 5)
+        w.compute(table, w.chain("b", 20), 0, 20)
         w.cache.release(table)
 
     assert w.cache.allocate([10]) is not None
@@ -134,8 +137,8 @@ def test_a_block_wanted_by_two_is_under_way_once() -> None:
     read(w, "a")
     read(w, "b")
     read(w, "c")
-    names = w.names("a", DOCUMENT)
-    hit = w.cache.lookup(names, DOCUMENT + 1)
+    chain = w.chain("a", DOCUMENT)
+    hit = w.cache.lookup(chain, DOCUMENT + 1)
     moved = w.cache.statistics().routes[Route.HOST_TO_DEVICE].num_bytes
 
     one, two = w.cache.promote(hit), w.cache.promote(hit)
@@ -199,7 +202,7 @@ def test_a_damaged_host_block_is_a_shorter_prefix_with_its_reason() -> None:
     promotion = read(w, "a")
 
     assert balance(promotion) == (0, 24, 0, 17)
-    assert promotion.balance(41, BLOCK_SIZE).reasons == {Reason.CORRUPT: 16, Reason.LAST_BLOCK: 1}
+    assert promotion.balance(41).reasons == {Reason.CORRUPT: 16, Reason.LAST_BLOCK: 1}
     assert w.cache.statistics().tiers[Tier.HOST].corrupt == {"corrupt": 1}
 
 
@@ -208,10 +211,10 @@ def test_a_copy_that_failed_publishes_nothing_and_the_next_try_finds_the_block_w
     w = world(num_device_slots=16, num_host_slots=24)
     for document in "abc" if route is Route.HOST_TO_DEVICE else "abcdefgh":
         read(w, document)
-    names = w.names("a", DOCUMENT)
+    chain = w.chain("a", DOCUMENT)
     w.lanes[route].failing = 1.0
 
-    promotion = w.cache.promote(w.cache.lookup(names, DOCUMENT + 1))
+    promotion = w.cache.promote(w.cache.lookup(chain, DOCUMENT + 1))
     w.settle()
 
     assert promotion.done
@@ -226,8 +229,8 @@ def test_a_late_promotion_is_done_with_what_has_arrived() -> None:
     w = world()
     for document in "abc":
         read(w, document)
-    names = w.names("a", DOCUMENT)
-    promotion = w.cache.promote(w.cache.lookup(names, DOCUMENT + 1), timeout_s=1.0)
+    chain = w.chain("a", DOCUMENT)
+    promotion = w.cache.promote(w.cache.lookup(chain, DOCUMENT + 1), timeout_s=1.0)
     w.cache.poll()
     assert not promotion.done
 
@@ -239,7 +242,7 @@ def test_a_late_promotion_is_done_with_what_has_arrived() -> None:
     assert promotion.why_no_more is Reason.DEADLINE
     w.check()
     w.settle()  # what comes too late is kept for the next one
-    assert w.cache.lookup(names, DOCUMENT + 1).num_blocks == 10
+    assert w.cache.lookup(chain, DOCUMENT + 1).num_blocks == 10
     w.check()
 
 
@@ -251,7 +254,7 @@ def test_a_hit_larger_than_what_is_free_is_cut_to_what_fits() -> None:
         assert w.cache.allocate([1]) is not None
         w.cache.spill()
         w.settle()
-    hit = w.cache.lookup(w.names("a", DOCUMENT), DOCUMENT + 1)
+    hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
 
     promotion = w.cache.promote(hit)
     w.settle()
@@ -271,7 +274,7 @@ def test_reset_is_refused_while_anything_is_leased_and_forgets_every_tier() -> N
 
     assert w.cache.reset()
 
-    assert w.cache.where(w.names("a", DOCUMENT)) == [None] * 10
+    assert w.cache.where(w.chain("a", DOCUMENT)) == [None] * 10
     assert balance(read(w, "a")) == (0, 0, 0, 41)
 
 
@@ -309,13 +312,13 @@ def test_a_disk_that_cannot_be_written_leaves_the_tiers_above_working_and_is_use
 def test_windowed_groups_need_only_their_last_blocks_and_lease_no_others() -> None:
     groups = [SlidingWindow(BLOCK_SIZE, 8), FullAttention(BLOCK_SIZE)]
     w = World(groups, [BLOCK_BYTES, BLOCK_BYTES], 32, 40, MemoryStore(100 * CHARGE), random.Random(1))
-    names = w.names("a", DOCUMENT)
+    chain = w.chain("a", DOCUMENT)
     read(w, "a")
 
-    promotion = w.cache.promote(w.cache.lookup(names, DOCUMENT + 1))
+    promotion = w.cache.promote(w.cache.lookup(chain, DOCUMENT + 1))
 
     assert promotion.num_blocks == 10
-    assert promotion.tables[0][:8] == [NO_SLOT] * 8
+    assert promotion.tables[0][:8].tolist() == [NO_SLOT] * 8
     assert NO_SLOT not in promotion.tables[0][8:] + promotion.tables[1]
     w.cache.release(promotion.tables)
     w.check()
@@ -330,12 +333,12 @@ def test_a_step_s_worth_of_large_blocks_is_spilled_in_one_go(monkeypatch: pytest
     monkeypatch.setattr(spiller, "BATCH_BYTES", BLOCK_BYTES)  # a batch is one block, as with blocks of 8 MiB
     w = world(num_device_slots=64, num_host_slots=200)
     w.lanes[Route.DEVICE_TO_HOST].capacity = 64
-    names = w.names("a", 4000)
+    chain = w.chain("a", 4000)
 
     for start in range(0, 400, 8):  # eight blocks a step, and between steps one call of spill
         table = w.cache.allocate([8])
         assert table is not None
-        w.compute([[NO_SLOT] * start + table[0]], names, start, start + 8)
+        w.compute([array("i", [NO_SLOT] * start) + table[0]], chain, start * BLOCK_SIZE, (start + 8) * BLOCK_SIZE)
         w.cache.release(table)
         w.cache.spill()
         w.settle()
@@ -350,12 +353,12 @@ def test_nobody_waits_for_room_behind_a_disk_that_hangs() -> None:
     w.cache._spiller._not_before[Route.DEVICE_TO_HOST] = float("inf")
     table = w.cache.allocate([6])
     assert table is not None
-    w.compute(table, w.names("new", 24), 0, 6)
+    w.compute(table, w.chain("new", 24), 0, 24)
     w.cache.release(table)
     w.cache._residency.host.dirty[0].update(dict.fromkeys(w.cache._residency.host.pools[0].cached_slots()[:2]))
     w.store.delete(list(w.store.keys()))
     w.cache.spill()  # a write to disk that will not end: nobody stirs its lane
-    hit = w.cache.lookup(w.names("a", DOCUMENT), DOCUMENT + 1)
+    hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
 
     at_first = w.cache.make_room(hit)
     w.clock.now += 2
@@ -368,7 +371,7 @@ def test_a_read_that_hangs_keeps_no_device_slot_and_the_disk_is_left_alone_for_a
     w = world(num_device_slots=16, num_host_slots=24)
     for document in "abcdefgh":
         read(w, document)
-    hit = w.cache.lookup(w.names("a", DOCUMENT), DOCUMENT + 1)
+    hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
     promotion = w.cache.promote(hit, timeout_s=1.0)
 
     w.clock.now += 1.5
@@ -376,12 +379,12 @@ def test_a_read_that_hangs_keeps_no_device_slot_and_the_disk_is_left_alone_for_a
 
     assert promotion.done
     assert w.cache.free_slots() == [16]
-    assert w.cache.lookup(w.names("a", DOCUMENT), DOCUMENT + 1).num_blocks == 0
+    assert w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1).num_blocks == 0
     w.check()
     w.settle()
     w.check()
     w.clock.now += 10
-    assert w.cache.lookup(w.names("a", DOCUMENT), DOCUMENT + 1).num_blocks == 10
+    assert w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1).num_blocks == 10
 
 
 def test_what_is_read_from_disk_is_the_last_to_be_evicted_there() -> None:
@@ -430,7 +433,7 @@ def test_a_record_that_left_the_disk_meanwhile_is_a_miss_and_not_corrupt() -> No
     w = world(num_device_slots=16, num_host_slots=24)
     for document in "abcdefgh":
         read(w, document)
-    hit = w.cache.lookup(w.names("a", DOCUMENT), DOCUMENT + 1)
+    hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
     w.store.delete(list(w.store.keys()))
 
     promotion = w.cache.promote(hit)
@@ -444,7 +447,7 @@ def test_a_record_that_left_the_disk_meanwhile_is_a_miss_and_not_corrupt() -> No
 def test_a_hit_that_is_out_of_date_is_a_shorter_promotion() -> None:
     w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 12, None, random.Random(1))
     read(w, "a")
-    hit = w.cache.lookup(w.names("a", DOCUMENT), DOCUMENT + 1)
+    hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
     for document in "bcd":
         read(w, document)
 

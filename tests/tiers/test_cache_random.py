@@ -12,9 +12,9 @@ from chaos import World
 from kvtier.store.blob_store import BlobStore
 from kvtier.store.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers.block_hash import BlockName
-from kvtier.tiers.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
-from kvtier.tiers.promotion import Promotion
+from kvtier.tiers.block_hash import BlockChain
+from kvtier.tiers.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
+from kvtier.tiers.promotion import Promotion, Tables
 
 BLOCK_SIZE = 4
 DOCUMENTS = "abcdefghijklmn"
@@ -23,6 +23,8 @@ GROUPS = {
     "sliding": [SlidingWindow(BLOCK_SIZE, 10)],
     "hybrid": [SlidingWindow(BLOCK_SIZE, 10), FullAttention(BLOCK_SIZE)],
     "three": [FullAttention(BLOCK_SIZE), ChunkedLocal(BLOCK_SIZE, 16), SlidingWindow(BLOCK_SIZE, 7)],
+    "sizes": [FullAttention(2 * BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 10)],
+    "states": [FullAttention(BLOCK_SIZE), RecurrentState(4 * BLOCK_SIZE)],
 }
 
 
@@ -30,11 +32,11 @@ GROUPS = {
 class Reader:
     """A request of the test: a document's first tokens, and how far they have been computed."""
 
-    names: Sequence[BlockName]
+    chain: BlockChain
     num_tokens: int
     promotion: Promotion
-    tables: list[list[int]] | None = None
-    num_blocks: int = 0
+    tables: Tables | None = None
+    num_computed: int = 0
 
 
 class Simulation:
@@ -45,6 +47,7 @@ class Simulation:
         self.groups = groups
         self.readers: list[Reader] = []
         self.hits = 0
+        self.copies = 0
 
     def step(self) -> None:
         operations = [
@@ -69,49 +72,62 @@ class Simulation:
 
     def arrive(self) -> None:
         num_tokens = self.rng.randrange(1, 60)
-        names = self.world.names(self.rng.choice(DOCUMENTS), 60)[: num_tokens // BLOCK_SIZE]
-        hit = self.cache.lookup(names, num_tokens)
+        chain = self.world.chain(self.rng.choice(DOCUMENTS), num_tokens)
+        hit = self.cache.lookup(chain, num_tokens)
         if self.rng.random() < 0.5 and not self.cache.make_room(hit):
             return
         timeout_s = self.rng.choice([None, 0.5, 5.0])
-        self.readers.append(Reader(names, num_tokens, self.cache.promote(hit, timeout_s)))
+        self.readers.append(Reader(chain, num_tokens, self.cache.promote(hit, timeout_s)))
 
     def start(self, reader: Reader) -> None:
         promotion = reader.promotion
-        reader.tables, reader.num_blocks = promotion.tables, promotion.num_blocks
-        balance = promotion.balance(reader.num_tokens, BLOCK_SIZE)
+        reader.tables, reader.num_computed = promotion.tables, promotion.num_tokens + promotion.num_copied
+        balance = promotion.balance(reader.num_tokens)
         assert balance.num_tokens == reader.num_tokens
         assert sum(balance.reasons.values()) == balance.recomputed
-        assert promotion.num_blocks * BLOCK_SIZE < reader.num_tokens
+        assert promotion.num_tokens + promotion.num_copied < reader.num_tokens
         for group_id, (group, table) in enumerate(zip(self.groups, promotion.tables, strict=True)):
-            first = group.first_needed(promotion.num_blocks * BLOCK_SIZE)
-            for block_id in range(first, promotion.num_blocks):
+            last = promotion.num_tokens // group.block_size
+            needed = range(group.first_needed(promotion.num_tokens), last)
+            for block_id, name in zip(needed, reader.chain.names_of(group.block_size, needed), strict=True):
                 block = self.world.device[group_id][table[block_id]]
-                assert (block == self.world.bytes_of(group_id, reader.names[block_id])).all(), "a hit with wrong bytes"
+                assert (block == self.world.bytes_of(group_id, name)).all(), "a hit with wrong bytes"
                 self.hits += 1
+            if promotion.num_copied:
+                self.check_copy(reader, group_id, table[last])
+
+    def check_copy(self, reader: Reader, group_id: int, slot: int) -> None:
+        """The copied block is the next of the same document: the only one here that shares its tokens."""
+        promotion, size = reader.promotion, self.groups[group_id].block_size
+        longer = self.world.chain(reader.chain.extra.cache_salt or "", promotion.num_tokens + size)
+        (name,) = longer.names_of(size, range(promotion.num_tokens // size, promotion.num_tokens // size + 1))
+        assert (self.world.device[group_id][slot] == self.world.bytes_of(group_id, name)).all(), "a wrong copy"
+        assert 0 < promotion.num_copied <= min(size, reader.num_tokens - 1 - promotion.num_tokens)
+        self.copies += 1
 
     def advance(self) -> None:
-        going = [r for r in self.readers if r.tables is not None and r.num_blocks < len(r.names)]
+        going = [r for r in self.readers if r.tables is not None and r.num_computed < r.num_tokens]
         if not going:
             return
         reader = self.rng.choice(going)
         assert reader.tables is not None
-        self.cache.forget_read(reader.tables, reader.num_blocks * BLOCK_SIZE)
-        end = min(len(reader.names), reader.num_blocks + self.rng.randrange(1, 5))
-        slots = self.cache.allocate([end - len(table) for table in reader.tables])
+        self.cache.forget_read(reader.tables, reader.num_computed)
+        end = min(reader.num_tokens, reader.num_computed + self.rng.randrange(1, 20))
+        pairs = zip(self.groups, reader.tables, strict=True)
+        slots = self.cache.allocate([-(-end // group.block_size) - len(table) for group, table in pairs])
         if slots is None:
             return
         for table, new in zip(reader.tables, slots, strict=True):
             table.extend(new)
-        self.world.compute(reader.tables, reader.names, reader.num_blocks, end)
-        reader.num_blocks = end
+        self.world.compute(reader.tables, reader.chain, reader.num_computed, end)
+        reader.num_computed = end
 
     def leave(self) -> None:
         done = [reader for reader in self.readers if reader.tables is not None]
         if done:
             reader = self.rng.choice(done)
             self.readers.remove(reader)
-            self.cache.release(reader.tables)
+            self.world.leave(reader.tables, reader.chain, reader.num_computed)
 
     def cancel(self) -> None:
         parked = [reader for reader in self.readers if reader.tables is None]
@@ -172,12 +188,13 @@ def run(groups: Sequence[AttentionGroup], store: BlobStore, seed: int, num_steps
 
 @pytest.mark.parametrize("kind", GROUPS)
 def test_no_wrong_byte_and_no_leaked_slot_over_a_rotting_store_in_memory(kind: str) -> None:
-    hits = 0
+    runs = []
     for seed in seeds(4):
         print(f"KVTIER_SEED={seed}")
-        hits += run(GROUPS[kind], MemoryStore(16 * 4096 * 2), seed, 600).hits
+        runs.append(run(GROUPS[kind], MemoryStore(16 * 4096 * 2), seed, 600))
 
-    assert hits > 0, "the simulation never hit: it shows nothing"
+    assert sum(run.hits for run in runs) > 0, "the simulation never hit: it shows nothing"
+    assert (sum(run.copies for run in runs) > 0) == (kind not in ("sizes", "states"))
 
 
 @pytest.mark.parametrize("kind", ["full", "hybrid"])

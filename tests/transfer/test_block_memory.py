@@ -123,6 +123,18 @@ def test_blocks_come_back_bit_equal_through_shuffled_slots(device: Device, seed:
     assert np.array_equal(device.read()[targets], content[sources])
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_copy_on_the_device_changes_its_target_and_nothing_else(device: Device, seed: int) -> None:
+    before = noise(seed, NUM_DEVICE_SLOTS)
+    device.write(before)
+
+    device.memory.copy(2, 5)
+
+    expected = before.copy()
+    expected[5] = before[2]
+    assert (device.read() == expected).all()
+
+
 def test_no_slots_is_no_copy(device: Device) -> None:
     content = noise(1, NUM_DEVICE_SLOTS)
     device.write(content)

@@ -1,0 +1,48 @@
+"""HitRatio: how much of the prompts was found, over all requests and over the last ones."""
+
+from collections import deque
+from dataclasses import replace
+
+from kvtier.tiers.statistics import PrefixStatistics
+
+
+class HitRatio:
+    """Counts in tokens. The sliding ratio is that of the last *num_recent* requests together; preempted ones not."""
+
+    def __init__(self, num_recent: int = 1000) -> None:
+        self._recent: deque[tuple[int, int]] = deque(maxlen=num_recent)
+        self._recent_queries = self._recent_hits = 0
+        self._totals = PrefixStatistics()
+
+    def admitted(self, queries: int, hits: int) -> None:
+        """A request was let in for the first time: *hits* of its *queries* tokens were found."""
+        if len(self._recent) == self._recent.maxlen:
+            old_queries, old_hits = self._recent[0]
+            self._recent_queries -= old_queries
+            self._recent_hits -= old_hits
+        self._recent.append((queries, hits))
+        self._recent_queries += queries
+        self._recent_hits += hits
+        totals = self._totals
+        self._totals = replace(
+            totals, num_requests=totals.num_requests + 1, queries=totals.queries + queries, hits=totals.hits + hits
+        )
+
+    def readmitted(self, queries: int, hits: int) -> None:
+        """A preempted request was let in again."""
+        totals = self._totals
+        self._totals = replace(
+            totals,
+            num_preempted=totals.num_preempted + 1,
+            preempted_queries=totals.preempted_queries + queries,
+            preempted_hits=totals.preempted_hits + hits,
+        )
+
+    def forget_recent(self) -> None:
+        """The cache was emptied: what was found before says nothing of now."""
+        self._recent.clear()
+        self._recent_queries = self._recent_hits = 0
+
+    def statistics(self) -> PrefixStatistics:
+        """The counts now, by value."""
+        return replace(self._totals, recent_hit_ratio=self._recent_hits / max(1, self._recent_queries))
