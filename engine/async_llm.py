@@ -168,6 +168,17 @@ class AsyncLLM:
             self._open.discard(stream)
             self._commands.put(lambda core: self._abort(core, stream))
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forget every cached block, in host memory and on disk too; False, and nothing changed, while requests run."""
+        self._running_core()
+        answer: Future[bool] = Future()
+        self._commands.put(lambda core: answer.set_result(core.reset()))
+        done: asyncio.Future[Any] = asyncio.wrap_future(answer)
+        assert self._serving is not None, "the engine runs"
+        await asyncio.wait({done, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        self._running_core()
+        return answer.result()
+
     def statistics(self) -> EngineStatistics:
         """The engine's last snapshot, by value; at most a quarter of a second old."""
         return self._running_core().statistics

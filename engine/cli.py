@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("kvtier: stopped", file=sys.stderr)
         return 130
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
         message = str(error).strip().splitlines() or [type(error).__name__]
         print(f"kvtier: {message[0]}", file=sys.stderr)
         return 2

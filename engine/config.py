@@ -10,6 +10,8 @@ from typing import Annotated, Literal, get_args, get_origin
 
 import msgspec
 
+from kvtier.tiers.block_hash import HashAlgorithm
+
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
 _UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
@@ -47,10 +49,17 @@ class ModelConfig(_Table, frozen=True, kw_only=True):
 
 
 class DeviceConfig(_Table, frozen=True, kw_only=True):
-    """`[device]`: the KV pool that attention reads. *capacity* in bytes of KV, *block_size* in tokens."""
+    """`[device]`: the KV pool that attention reads. *capacity* in bytes of KV, *block_size* in tokens.
+
+    With *partial_blocks* a prompt that agrees with the first tokens only of a cached block gets a copy of it.
+    *retention_tokens* is for models with sliding windows: without it every block of theirs is kept, 0 keeps those that
+    a prompt which goes on from this one needs, N also those to resume at every N tokens.
+    """
 
     capacity: ByteSize = parse_bytes("1GiB")
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 32
+    partial_blocks: bool = True
+    retention_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
     def __post_init__(self) -> None:
         if self.capacity == 0:
@@ -81,10 +90,18 @@ class DiskConfig(_Table, frozen=True, kw_only=True):
 
 
 class NameConfig(_Table, frozen=True, kw_only=True):
-    """`[names]`: how blocks are named. Another *algorithm* or *seed* is another namespace: nothing stored is found."""
+    """`[names]`: how blocks are named. Another *algorithm* or *seed* is another namespace: nothing stored is found.
 
-    algorithm: Literal["sha256", "xxh3_128"] = "sha256"
-    seed: str = "kvtier"
+    Without a *seed* it is the algorithm's own: for sha256_cbor, which gives vLLM's names, vLLM's.
+    """
+
+    algorithm: Literal["sha256", "sha256_cbor", "xxh3_128"] = "sha256"
+    seed: str | None = None
+
+    @property
+    def resolved_seed(self) -> str:
+        """The seed that is used."""
+        return HashAlgorithm(self.algorithm).default_seed if self.seed is None else self.seed
 
 
 class SchedulerConfig(_Table, frozen=True, kw_only=True):
@@ -99,6 +116,28 @@ class SchedulerConfig(_Table, frozen=True, kw_only=True):
     max_waiting: Count = 4096
 
 
+Endpoint = Annotated[str, msgspec.Meta(pattern="^(tcp|ipc|inproc)://.")]
+BatchCount = Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
+
+
+class EventsConfig(_Table, frozen=True, kw_only=True):
+    """`[events]`: KV events for routers, in vLLM's format over ZMQ; without this table there are none.
+
+    *endpoint* is bound if it has a `*` or `::` or begins with ipc:// or inproc://, else connected to; *replay_endpoint*
+    is always bound. `*` stands for the address *host*, by default this machine only: events contain the prompts'
+    tokens. Port 0 picks a free one. *hwm* batches wait for one slow subscriber at most, the newest *buffer_steps*
+    can be replayed. Hashes are the low 64 bits of blocks' names, or the names if not *int_block_hashes*.
+    """
+
+    endpoint: Endpoint = "tcp://*:5557"
+    replay_endpoint: Endpoint | None = None
+    host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
+    topic: str = ""
+    buffer_steps: BatchCount = 10_000
+    hwm: BatchCount = 100_000
+    int_block_hashes: bool = True
+
+
 class Config(_Table, frozen=True, kw_only=True):
     """The whole tree. A tier that is None is absent; *metrics_port* None serves no metrics, 0 picks a free port."""
 
@@ -108,6 +147,7 @@ class Config(_Table, frozen=True, kw_only=True):
     disk: DiskConfig | None = None
     names: NameConfig = NameConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    events: EventsConfig | None = None
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
     metrics_host: str = "127.0.0.1"
 

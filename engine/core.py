@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtier.engine.config import Config, DiskConfig
 from kvtier.engine.detokenizer import Detokenizer
+from kvtier.engine.kv_events import ZmqPublisher
 from kvtier.engine.request import Request
 from kvtier.engine.runner import Chunk, ModelRunner
 from kvtier.engine.sampling import SamplingParams
@@ -22,7 +23,8 @@ from kvtier.store.lmdb_store import LmdbStore
 from kvtier.tiers.block_hash import BlockChain, ExtraKeys, HashAlgorithm
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.disk_tier import DiskTier
-from kvtier.tiers.statistics import CacheStatistics, TokenBalance
+from kvtier.tiers.events import EventLog
+from kvtier.tiers.statistics import CacheStatistics, PrefixStatistics, TokenBalance
 from kvtier.tiers.tier import Tier
 from kvtier.transfer.lane import Finished, Lane, ThreadLane
 from kvtier.transfer.transfer_engine import Route, TransferEngine
@@ -33,6 +35,7 @@ log = logging.getLogger(__name__)
 STARTUP_WAIT_S = 1.0
 IDLE_WAIT_S = 0.05
 STALLED_WAIT_S = 0.002
+RESET_WAIT_S = 2.0
 SNAPSHOT_EVERY_S = 0.25
 LEAST_DISK_BLOCKS = 8  # of all groups together; with less, LMDB's index alone fills the store
 NUM_READERS = 2  # threads that read from disk; verifying one block overlaps reading the next
@@ -46,6 +49,8 @@ class EngineStatistics:
 
     cache: CacheStatistics
     tokens: TokenBalance  # of all prompts admitted
+    prefix: PrefixStatistics
+    num_dropped_events: int  # batches of KV events that could not be sent
     num_waiting: int
     num_promoting: int
     num_running: int
@@ -55,8 +60,8 @@ class EngineCore:
     """Add requests, call `step` until `has_work` is False, read the requests. Close it: that is when the disk tier
     gets everything, so that the next start is warm.
 
-    Raises `UnsupportedModel` for a model whose attention cannot be paged, ValueError for sizes that cannot work, and
-    `StoreInUse` if another process has the store.
+    Raises `UnsupportedModel` for a model whose attention cannot be paged, ValueError for sizes that cannot work,
+    `StoreInUse` if another process has the store, and what `ZmqPublisher` raises if its endpoints cannot be had.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
@@ -65,17 +70,30 @@ class EngineCore:
         with ExitStack() as undo:  # if a later part refuses, the earlier ones are closed again
             self._runner = ModelRunner(model, config.device.block_size, config.device.capacity)
             undo.callback(self._runner.close)
+            self._events = None if config.events is None else EventLog()
+            self.publisher = None if config.events is None else ZmqPublisher(config.events, self._runner.groups)
+            if self.publisher is not None:
+                undo.callback(self.publisher.close)
             memories = self._runner.memories(0 if config.host is None else config.host.capacity)
             for memory in memories:
                 undo.callback(memory.close)
-            namespace = self._runner.namespace(config.names.algorithm, config.names.seed)  # while memory is prepared
+            # While memory is prepared.
+            namespace = self._runner.namespace(config.names.algorithm, config.names.resolved_seed)
             self._store = None if config.disk is None else _open_store(config.disk, self._runner)
             if self._store is not None:
                 undo.callback(self._store.close)
             disk = None if self._store is None else DiskTier(self._store, namespace.digest)
             transfers = _transfers(self._runner)
             undo.callback(transfers.close)
-            self.cache = TieredCache(self._runner.groups, memories, transfers, disk)
+            self.cache = TieredCache(
+                self._runner.groups,
+                memories,
+                transfers,
+                disk,
+                retention_tokens=config.device.retention_tokens,
+                partial_blocks=config.device.partial_blocks,
+                events=self._events,
+            )
             undo.pop_all()
         for memory in memories:
             memory.wait_prepared(STARTUP_WAIT_S / len(memories))
@@ -83,6 +101,7 @@ class EngineCore:
         self._scheduler = Scheduler(self.cache, config.scheduler, timeout_s)
         self._end_token_ids = _end_token_ids(model)
         self._closed = False
+        self._publish_events()  # what is on disk already
         self.statistics = self._snapshot()
         self._snapshot_at = time.monotonic()
 
@@ -117,10 +136,21 @@ class EngineCore:
         """Tokens of a prompt by the coldest tier that they would come from, or "nowhere"."""
         block_size = self.config.device.block_size
         counts = dict.fromkeys([*Tier, "nowhere"], 0)
-        for tier in self.cache.where(self._name(token_ids, extra).names):
+        for tier in self.cache.where(self._name(token_ids, extra)):
             counts["nowhere" if tier is None else tier] += block_size
         counts["nowhere"] += len(token_ids) % block_size
         return {str(place): num_tokens for place, num_tokens in counts.items()}
+
+    def reset(self) -> bool:
+        """Forget every block in every tier, once copies under way have ended; False while requests hold blocks."""
+        deadline = time.monotonic() + RESET_WAIT_S
+        while self.cache.num_under_way and time.monotonic() < deadline:
+            self.cache.wait(IDLE_WAIT_S)
+        if not self.cache.reset():
+            return False
+        self._scheduler.hit_ratio.forget_recent()
+        self._publish_events()
+        return True
 
     def abort(self, request: Request) -> None:
         """End a request; nothing of it stays leased."""
@@ -136,6 +166,7 @@ class EngineCore:
             self.cache.wait(IDLE_WAIT_S)
         elif not work and self.has_work:
             time.sleep(STALLED_WAIT_S)  # for slots that nothing under way will free; a deadline or an abort will
+        self._publish_events()
         if not self.has_work or time.monotonic() - self._snapshot_at > SNAPSHOT_EVERY_S:
             self.statistics = self._snapshot()
             self._snapshot_at = time.monotonic()
@@ -145,6 +176,7 @@ class EngineCore:
         """Between requests: go on copying cold blocks down."""
         self.cache.wait(0.0)
         self.cache.spill()
+        self._publish_events()
         self.statistics = self._snapshot()
 
     def close(self, progress: Callable[[int], None] = lambda num_left: None) -> None:
@@ -156,6 +188,9 @@ class EngineCore:
             self._scheduler.abort(request)
         if self._store is not None and (num_left := self.cache.flush(FLUSH_TIMEOUT_S, progress)):
             log.warning("flush: %d blocks did not reach the disk in time; they will be recomputed", num_left)
+        if self.publisher is not None:
+            self._publish_events()
+            self.publisher.close()
         self._runner.close()
         if not self.cache.close():
             log.warning("a copy hangs: the store is left open, the next start finds what was written so far")
@@ -212,11 +247,17 @@ class EngineCore:
                     self._scheduler.retire(request)
         return advanced
 
+    def _publish_events(self) -> None:
+        if self._events is not None and self.publisher is not None and (events := self._events.take()):
+            self.publisher.publish(events)
+
     def _snapshot(self) -> EngineStatistics:
         scheduler = self._scheduler
         return EngineStatistics(
             self.cache.statistics(),
             scheduler.admitted_tokens,
+            scheduler.hit_ratio.statistics(),
+            0 if self.publisher is None else self.publisher.num_dropped,
             len(scheduler.waiting),
             len(scheduler.promoting),
             len(scheduler.running),

@@ -5,6 +5,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ DEVICE_DOCUMENTS = 1.25  # how many documents the device pool holds: asking abou
 HOST_DOCUMENTS = 2.25
 DISK_DOCUMENTS = 12
 MIN_TOKENS = 1000
-MAX_OTHERS = 12  # other documents read at most to push the first one out of a tier
+MAX_OTHERS = 48  # other documents read at most to push the first one out of a tier
 QUESTIONS = {"cold": 1, "device": 5, "host": 3, "disk": 3, "restart": 3, "corrupt": 3}
 MAX_ANSWER_TOKENS = 12
 
@@ -160,19 +161,29 @@ class Questioner:
         )
 
     def push_out_of(self, tiers: Sequence[Tier], note: Note) -> None:
-        """Ask about other documents of the same length until nothing of the first one is left in *tiers*."""
+        """Read other, shorter documents until nothing of the first one is left in *tiers*.
+
+        One at a time, and each a quarter as long, so that copying down keeps up also where others use the processor:
+        an allocation does not wait for it, and what it drops would be missing in the demo's next step.
+        """
         for _ in range(MAX_OTHERS):
             where = self._llm.where(self._stage.document.text)
             if not any(where[tier] for tier in tiers):
                 return
             self._num_others += 1
             note(f"reading other document {self._num_others} to push the first one out of {' and '.join(tiers)}")
-            other = make_document(self._num_others, self._stage.num_words, num_facts=0)  # facts would make it longer
+            other = make_document(self._num_others, self._stage.num_words // 4, num_facts=0)
             self._llm.generate(other.text, SamplingParams(max_tokens=1))
+            while self._llm.core.cache.num_under_way:
+                self._llm.core.idle()
+                time.sleep(0.001)
 
     def warm_up(self) -> None:
         """A process's first passes are slower, cache or not; these are on tokens of no document."""
-        self._llm.generate([[1] * (2 * BLOCK_SIZE)], SamplingParams(max_tokens=2), skip_reading_prefix_cache=True)
+        first = encode(self._stage.tokenizer, self._stage.document.text)[0]
+        self._llm.generate(
+            [[0 if first else 1] * (2 * BLOCK_SIZE)], SamplingParams(max_tokens=2), skip_reading_prefix_cache=True
+        )
 
     def _ask(self, text: str, fact: Fact) -> Completion:
         sampling = SamplingParams(max_tokens=MAX_ANSWER_TOKENS, stop="\n")

@@ -95,6 +95,10 @@ class LLM:
         token_ids = encode(self.core.tokenizer, prompt)
         return self.core.where(token_ids, salted(extra, cache_salt))
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached block, in host memory and on disk too; False, and nothing changed, if copies hang."""
+        return self.core.reset()
+
     def statistics(self) -> EngineStatistics:
         """Everything counted so far, by value."""
         self.core.idle()

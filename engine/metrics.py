@@ -47,6 +47,22 @@ def _token_metrics(statistics: EngineStatistics) -> Iterator[Metric]:
     for reason, num_tokens in tokens.reasons.items():
         recomputed.add_metric([reason], num_tokens)
     yield recomputed
+    yield CounterMetricFamily(
+        "kvtier_copied_tokens", "Hit tokens copied out of blocks that share only their first tokens", tokens.copied
+    )
+    prefix = statistics.prefix
+    again = CounterMetricFamily(
+        "kvtier_preempted_tokens", "Tokens of preempted requests when let in again", labels=["result"]
+    )
+    again.add_metric(["hit"], prefix.preempted_hits)
+    again.add_metric(["miss"], prefix.preempted_queries - prefix.preempted_hits)
+    yield again
+    yield CounterMetricFamily(
+        "kvtier_dropped_event_batches", "Batches of KV events that could not be sent", statistics.num_dropped_events
+    )
+    yield GaugeMetricFamily(
+        "kvtier_recent_hit_ratio", "Share of prompt tokens found, last 1,000 requests", prefix.recent_hit_ratio
+    )
 
 
 def _tier_metrics(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Metric]:

@@ -8,8 +8,7 @@ from enum import StrEnum
 from kvtier.engine.detokenizer import Detokenizer
 from kvtier.engine.sampling import Sampler, SamplingParams
 from kvtier.tiers.block_hash import BlockChain
-from kvtier.tiers.cache import Tables
-from kvtier.tiers.promotion import Hit, Promotion
+from kvtier.tiers.promotion import Hit, Promotion, Tables
 from kvtier.tiers.statistics import TokenBalance
 
 
@@ -46,7 +45,8 @@ class Request:
     sampler: Sampler = field(init=False)
     tables: Tables = field(default_factory=list)
     num_computed: int = 0  # tokens whose keys and values are in the tables' blocks
-    num_committed: int = 0  # blocks of them that have their name
+    num_committed: int = 0  # of them, those whose full blocks have their names
+    junction: int | None = None  # tokens after which the prompt's prefix has been seen before, but not kept whole
     hit: Hit | None = None  # while room is made for it, until *hit_until*
     hit_until: float = 0.0
     promotion: Promotion | None = None

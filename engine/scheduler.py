@@ -10,6 +10,7 @@ from kvtier.engine.config import SchedulerConfig
 from kvtier.engine.request import FinishReason, Request
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.groups import AttentionGroup
+from kvtier.tiers.hit_ratio import HitRatio
 from kvtier.tiers.promotion import Hit, Promotion
 from kvtier.tiers.statistics import TokenBalance
 from kvtier.tiers.tier import Reason
@@ -40,6 +41,7 @@ class Scheduler:
         self.promoting: list[Request] = []
         self.running: list[Request] = []
         self.admitted_tokens = TokenBalance()  # of all prompts so far
+        self.hit_ratio = HitRatio()
         self._cache = cache
         self._config = config
         self._timeout_s = promotion_timeout_s
@@ -97,11 +99,15 @@ class Scheduler:
         for item in work:
             request = item.request
             request.num_computed += item.num_tokens
-            num_full = request.num_computed // self._cache.block_size
-            if num_full > request.num_committed:
+            if request.num_computed // self._cache.block_size > request.num_committed // self._cache.block_size:
                 request.chain.extend(request.token_ids)
-                self._cache.commit(request.tables, request.chain.names, request.num_committed, num_full)
-                request.num_committed = num_full
+                boundaries = [len(request.prompt_token_ids) - 1]
+                if request.junction is not None:
+                    boundaries.append(request.junction)
+                self._cache.commit(
+                    request.tables, request.chain, request.num_committed, request.num_computed, boundaries
+                )
+                request.num_committed = request.num_computed
 
     def retire(self, request: Request) -> None:
         """The request has finished: its blocks stay cached, its leases end."""
@@ -125,14 +131,15 @@ class Scheduler:
             request.hit, request.hit_until = hit, time.monotonic() + HIT_LASTS_S
             return False
         self.waiting.remove(request)
+        request.junction = self._cache.junction(hit)
         self._park(request, self._cache.promote(hit, self._timeout_s))
         return True
 
     def _lookup(self, request: Request) -> Hit:
-        names = request.chain.names
+        request.chain.extend(request.token_ids)
         if not request.reads_cache:
-            return self._cache.no_hit(names)
-        return self._cache.lookup(names, len(request.token_ids))
+            return self._cache.no_hit(request.chain, len(request.token_ids))
+        return self._cache.lookup(request.chain, len(request.token_ids))
 
     def _park(self, request: Request, promotion: Promotion) -> None:
         request.promotion = promotion
@@ -148,7 +155,7 @@ class Scheduler:
         assert promotion is not None, "a request starts after its promotion"
         if promotion.why_no_more in CUT_SHORT and request.num_promotions < MAX_PROMOTIONS:
             hit = self._lookup(request)
-            if hit.num_blocks > promotion.num_blocks:  # windowed layers may resume at a place between
+            if hit.num_tokens > promotion.num_tokens:  # windowed layers may resume at a place between
                 again = self._cache.promote(hit, self._timeout_s)
                 again.continues(promotion)
                 self._cache.cancel(promotion)
@@ -157,10 +164,13 @@ class Scheduler:
         request.promotion = None
         request.num_promotions = 0
         request.tables = promotion.tables
-        request.num_committed = promotion.num_blocks
-        request.num_computed = promotion.num_blocks * self._cache.block_size
+        request.num_committed = promotion.num_tokens
+        request.num_computed = promotion.num_tokens + promotion.num_copied
+        if request.reads_cache:
+            count = self.hit_ratio.admitted if request.tokens is None else self.hit_ratio.readmitted
+            count(len(request.token_ids), request.num_computed)
         if request.tokens is None:
-            request.tokens = promotion.balance(len(request.prompt_token_ids), self._cache.block_size)
+            request.tokens = promotion.balance(len(request.prompt_token_ids))
             self.admitted_tokens = self.admitted_tokens.plus(request.tokens)
         self.running.append(request)
 
@@ -177,8 +187,8 @@ class Scheduler:
     def _lease_slots(self, request: Request, num_tokens: int, step: list[Work]) -> bool:
         """Extend the request's tables to *num_tokens*, preempting younger requests if slots run out."""
         self._cache.forget_read(request.tables, request.num_computed)
-        num_blocks = -(-num_tokens // self._cache.block_size)
-        missing = [num_blocks - len(table) for table in request.tables]
+        groups = self._cache.groups
+        missing = [-(-num_tokens // group.block_size) - len(t) for group, t in zip(groups, request.tables, strict=True)]
         if not any(missing):
             return True
         while (slots := self._cache.allocate(missing)) is None:
@@ -198,7 +208,9 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _release(self, request: Request) -> None:
-        self._cache.release(request.tables or [[] for _ in self._cache.groups])
+        if request.tables:
+            self._cache.commit_tail(request.tables, request.chain, request.num_computed)
+            self._cache.release(request.tables)
         request.tables = []
 
 

@@ -131,7 +131,22 @@ def test_salts_and_skipping_work_as_in_llm(model: PreTrainedModel) -> None:
                 await hit(llm),
             ]
 
-        assert hits == [0, 96, 0, 0, 0, 96]
+        assert hits == [0, 99, 0, 0, 0, 99]
+
+    play(story())
+
+
+def test_a_reset_is_refused_while_a_request_runs(model: PreTrainedModel) -> None:
+    async def story() -> None:
+        async with opened(model) as llm:
+            stream = llm.generate(prompt_of(1, 100), greedy(200))
+            await anext(stream)
+            refused = await llm.reset_prefix_cache()
+            await read(stream)
+            done = await llm.reset_prefix_cache()
+            again = completion_of(await read(llm.generate(prompt_of(1, 100), greedy())))
+
+        assert (refused, done, again.tokens.device) == (False, True, 0)
 
     play(story())
 

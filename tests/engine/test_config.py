@@ -9,12 +9,14 @@ from kvtier.engine.config import (
     ConfigError,
     DeviceConfig,
     DiskConfig,
+    EventsConfig,
     HostConfig,
     as_config,
     config_from_dict,
     load_config,
     parse_bytes,
 )
+from kvtier.tiers.block_hash import HashAlgorithm
 
 SHIPPED = sorted(path.stem for path in (Path(__file__).parents[2] / "configs").glob("*.toml"))
 
@@ -68,6 +70,25 @@ def test_a_file_sets_what_it_names_and_leaves_the_rest(tmp_path):
     assert config.disk.path == str(Path.home() / "kv")
 
 
+@pytest.mark.parametrize(
+    ("names", "seed"),
+    [
+        ({}, "kvtier"),
+        ({"algorithm": "xxh3_128"}, "kvtier"),
+        ({"algorithm": "sha256_cbor"}, "vllm-none-hash"),
+        ({"algorithm": "sha256_cbor", "seed": "42"}, "42"),
+        ({"seed": ""}, ""),
+    ],
+)
+def test_names_without_a_seed_have_their_algorithm_s(names, seed):
+    assert as_config({"names": names}).names.resolved_seed == seed
+
+
+def test_every_hash_algorithm_can_be_chosen():
+    for algorithm in HashAlgorithm:
+        assert as_config({"names": {"algorithm": str(algorithm)}}).names.algorithm == algorithm
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_configuration_loads_by_its_name(name):
     config = load_config(name)
@@ -105,6 +126,14 @@ def test_a_file_that_is_not_toml_is_named(tmp_path):
         ({"disk": {"path": "x", "codec": "gzip"}}, "$.disk.codec: Invalid enum value 'gzip'; use one of none, zstd"),
         ({"disk": {"path": "x", "read_timeout_s": float("inf")}}, "$.disk.read_timeout_s: Expected `float` <= 3600"),
         ({"scheduler": {"max_running": True}}, "$.scheduler.max_running: Expected `int`, got `bool`"),
+        ({"events": {"buffer": 5}}, "$.events.buffer: unknown key"),
+        ({"events": {"replay": "tcp://*:0"}}, "$.events.replay: unknown key"),
+        ({"events": {"enabled": True}}, "$.events.enabled: unknown key"),
+        ({"events": {"int_block_hash": True}}, "$.events.int_block_hash: unknown key; did you mean int_block_hashes?"),
+        ({"events": {"endpoint": "localhost:5557"}}, "$.events.endpoint: Expected `str` matching regex"),
+        ({"events": {"replay_endpoint": "udp://*:0"}}, "$.events.replay_endpoint: Expected `str` matching regex"),
+        ({"events": {"hwm": 0}}, "$.events.hwm: Expected `int` >= 1"),
+        ({"events": {"buffer_steps": 0}}, "$.events.buffer_steps: Expected `int` >= 1"),
         ({"metrics_port": 70_000}, "$.metrics_port: Expected `int` <= 65535"),
         ({"host": {"capacity": "0"}, "disk": {"path": "x"}}, "$: disk needs host as its landing place"),
     ],
@@ -120,6 +149,17 @@ def test_a_mistake_is_named_with_its_path(data, message):
 @pytest.mark.parametrize("data", [{"host": {"capacity": "0"}}, {"host": None}])
 def test_a_host_without_capacity_is_no_host_tier(data):
     assert config_from_dict(data).host is None
+
+
+def test_events_are_off_unless_there_is_a_table_for_them():
+    assert Config().events is None
+    assert config_from_dict({"events": {}}).events == EventsConfig()
+
+
+def test_events_stay_on_this_machine_unless_the_configuration_says_more():
+    events = EventsConfig()
+
+    assert (events.endpoint, events.host, events.replay_endpoint) == ("tcp://*:5557", "127.0.0.1", None)
 
 
 def test_a_changed_configuration_is_checked_again():

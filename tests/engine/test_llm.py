@@ -186,7 +186,7 @@ def test_the_first_reading_is_never_seen_and_the_second_comes_from_the_device(ll
     cold, warm = (llm.generate(prompt, greedy())[0] for _ in range(2))
 
     assert cold.tokens.reasons == {Reason.NEVER_SEEN: 96, Reason.LAST_BLOCK: 4}
-    assert (warm.tokens.device, warm.tokens.reasons) == (96, {Reason.LAST_BLOCK: 4})
+    assert (warm.tokens.device, warm.tokens.reasons) == (99, {Reason.LAST_BLOCK: 1})
     assert cold.token_ids == warm.token_ids
 
 
@@ -195,7 +195,8 @@ def test_the_last_token_is_computed_even_if_every_block_is_cached(llm: LLM) -> N
 
     cold, warm = (llm.generate(prompt, greedy())[0] for _ in range(2))
 
-    assert (warm.tokens.device, warm.tokens.reasons) == (80, {Reason.LAST_BLOCK: 16})
+    assert (warm.tokens.device, warm.tokens.copied, warm.tokens.reasons) == (95, 15, {Reason.LAST_BLOCK: 1})
+    assert warm.token_ids == cold.token_ids
     assert cold.token_ids == warm.token_ids
 
 
@@ -205,7 +206,7 @@ def test_only_prompts_of_the_same_salt_share_blocks(llm: LLM) -> None:
 
     hits = {salt: llm.generate(prompt, greedy(), cache_salt=salt)[0] for salt in (None, "bob", "ann")}
 
-    assert {salt: done.tokens.device for salt, done in hits.items()} == {None: 0, "bob": 0, "ann": 96}
+    assert {salt: done.tokens.device for salt, done in hits.items()} == {None: 0, "bob": 0, "ann": 99}
     assert all(done.token_ids == first.token_ids for done in hits.values())
     assert llm.where(prompt, cache_salt="ann")["device"] == 96
     assert llm.where(prompt, cache_salt="cid")["device"] == 0
@@ -219,7 +220,7 @@ def test_a_request_may_skip_the_cache_and_gets_the_same_tokens(llm: LLM) -> None
 
     assert skipped.tokens.reasons == {Reason.SKIPPED: 96, Reason.LAST_BLOCK: 4}
     assert skipped.token_ids == cold.token_ids
-    assert llm.generate(prompt, greedy())[0].tokens.device == 96
+    assert llm.generate(prompt, greedy())[0].tokens.device == 99
 
 
 def test_the_next_turn_hits_every_full_block_of_prompt_and_answer(llm: LLM, model: PreTrainedModel) -> None:
@@ -229,7 +230,7 @@ def test_the_next_turn_hits_every_full_block_of_prompt_and_answer(llm: LLM, mode
 
     done = llm.generate(turn, greedy())[0]
 
-    assert done.tokens.device == (90 + 60) // BLOCK_SIZE * BLOCK_SIZE
+    assert done.tokens.device == 90 + 60 - 1  # the last answered token was never fed to the model
     assert done.token_ids == plain_greedy(model, turn, 8)
     assert_balanced(done, 180)
 
@@ -250,6 +251,51 @@ def test_tokens_balance_from_every_tier(model: PreTrainedModel, tmp_path: Path) 
         llm.check()
 
     assert min(total.device, total.host, total.disk) > 0
+
+
+def test_a_prompt_that_diverges_inside_a_block_computes_from_there_and_answers_the_same(model: PreTrainedModel) -> None:
+    shared, first, second = prompt_of(1, 100), prompt_of(2, 40), prompt_of(3, 40)
+    with LLM(model, configuration(), byte_tokenizer()) as llm:
+        llm.generate([*shared, *first], greedy())
+        second_tokens = llm.generate([*shared, *second], greedy())[0]
+        llm.check()
+
+    assert second_tokens.tokens.device == 100 + (first[0] == second[0])
+    assert second_tokens.token_ids == plain_greedy(model, [*shared, *second], 8)
+
+
+def test_without_partial_blocks_only_whole_ones_are_reused(model: PreTrainedModel) -> None:
+    settings = configuration()
+    settings["device"] |= {"partial_blocks": False}
+    with LLM(model, settings, byte_tokenizer()) as llm:
+        llm.generate(prompt_of(1, 96), greedy())
+        again = llm.generate(prompt_of(1, 96), greedy())[0]
+
+    assert (again.tokens.device, again.tokens.copied) == (80, 0)
+
+
+def test_the_next_turn_of_a_chat_computes_only_what_is_new(model: PreTrainedModel) -> None:
+    question = prompt_of(1, 60)
+    with LLM(model, configuration(), byte_tokenizer()) as llm:
+        answer = llm.generate(question, greedy(40))[0].token_ids
+        turn = llm.generate([*question, *answer, *prompt_of(2, 9)], greedy())[0]
+
+    assert turn.tokens.device == 60 + 40 - 1  # the last answered token was never fed to the model
+    assert turn.tokens.recomputed == 1 + 9
+
+
+def test_a_reset_forgets_everything_everywhere(model: PreTrainedModel, tmp_path: Path) -> None:
+    prompt = prompt_of(1, 100)
+    with LLM(model, configuration(tmp_path), byte_tokenizer()) as llm:
+        llm.generate(prompt, greedy())
+        llm.generate(prompt, greedy())
+        assert llm.statistics().prefix.recent_hit_ratio > 0.4
+
+        assert llm.reset_prefix_cache()
+
+        assert llm.where(prompt)["nowhere"] == 100
+        assert llm.statistics().prefix.recent_hit_ratio == 0
+        llm.check()
 
 
 def test_where_counts_every_token_of_a_prompt_once(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -276,9 +322,9 @@ def test_statistics_are_values_that_do_not_change_later(llm: LLM) -> None:
 
     llm.generate(prompt_of(2, 100), greedy())
 
-    assert kept == (100, 6) == (before.tokens.num_tokens, before.cache.tiers[Tier.DEVICE].num_blocks)
+    assert kept == (100, 7) == (before.tokens.num_tokens, before.cache.tiers[Tier.DEVICE].num_blocks)
     after = llm.statistics()
-    assert (after.tokens.num_tokens, after.cache.tiers[Tier.DEVICE].num_blocks) == (200, 12)
+    assert (after.tokens.num_tokens, after.cache.tiers[Tier.DEVICE].num_blocks) == (200, 14)
     assert (after.num_waiting, after.num_promoting, after.num_running) == (0, 0, 0)
 
 

@@ -1,0 +1,301 @@
+"""KV events on the wire: vLLM's format over ZMQ, for the routers that read it."""
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+
+from kvtier.engine.config import EventsConfig
+from kvtier.tiers.block_hash import BlockName, ExtraKey
+from kvtier.tiers.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvtier.tiers.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
+from kvtier.tiers.tier import Tier
+
+if TYPE_CHECKING:
+    import zmq
+
+log = logging.getLogger(__name__)
+
+MEDIUM = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "STORAGE"}
+RANK = 0  # of data parallel engines; here is only one
+SEQ_BYTES = 8  # big-endian
+END_OF_REPLAY = (-1).to_bytes(SEQ_BYTES, "big", signed=True)
+BOUND = ("*", "::", "ipc://", "inproc://")  # an endpoint with one of these is bound; others are connected to
+REPLAY_EVERY_S = 0.05  # how often an idle publisher looks for those who missed something
+CLOSE_TIMEOUT_S = 2.0
+LINGER_S = 1.0  # for what subscribers have not taken when all is sent
+
+Hash = int | bytes
+
+
+# The wire format: field names, order and tags are vLLM's, and a field with its default value is left out.
+
+
+class _Event(msgspec.Struct, frozen=True, omit_defaults=True):
+    pass
+
+
+class _Stored(_Event, frozen=True, tag="BlockStored"):
+    block_hashes: list[Hash]
+    parent_block_hash: Hash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None  # deprecated, and always None here
+    medium: str
+    lora_name: str | None
+    extra_keys: list[tuple[object, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class _Removed(_Event, frozen=True, tag="BlockRemoved"):
+    block_hashes: list[Hash]
+    medium: str
+    group_idx: int | None = None
+
+
+class _Cleared(_Event, frozen=True, tag="AllBlocksCleared"):
+    pass
+
+
+class _Batch(msgspec.Struct, frozen=True, array_like=True):
+    ts: float  # seconds since the epoch
+    events: list[_Event]
+    data_parallel_rank: int
+
+
+class EventEncoder:
+    """Batches of events as vLLM's `KVEventBatch` in msgpack. The groups are those that the events' ids count."""
+
+    def __init__(self, groups: Sequence[AttentionGroup], int_block_hashes: bool = True) -> None:
+        self._groups = groups
+        self._int_block_hashes = int_block_hashes
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def encode(self, timestamp: float, events: Sequence[Event]) -> bytes:
+        """The payload of one message. *timestamp* in seconds since the epoch."""
+        return self._encoder.encode(_Batch(timestamp, [self._event(event) for event in events], RANK))
+
+    def _event(self, event: Event) -> _Event:
+        match event:
+            case BlockStored():
+                return self._stored(event)
+            case BlockRemoved():
+                return _Removed(self._hashes(event.names), MEDIUM[event.tier], event.group_id)
+            case AllBlocksCleared():
+                return _Cleared()
+
+    def _stored(self, event: BlockStored) -> _Stored:
+        group = self._groups[event.group_id]
+        lora = event.extra.lora
+        return _Stored(
+            block_hashes=self._hashes(event.names),
+            parent_block_hash=None if event.parent is None else self._hash(event.parent),
+            token_ids=[int(token_id) for token_id in event.token_ids],
+            block_size=event.block_size,
+            lora_id=None,
+            medium=MEDIUM[event.tier],
+            lora_name=None if lora is None else _text(lora.name),
+            extra_keys=_extra_keys(event) if len(event.token_ids) else None,
+            group_idx=event.group_id,
+            kv_cache_spec_kind=_kind(group),
+            kv_cache_spec_sliding_window=group.window_tokens if isinstance(group, SlidingWindow) else None,
+        )
+
+    def _hashes(self, names: Sequence[BlockName]) -> list[Hash]:
+        return [self._hash(name) for name in names]
+
+    def _hash(self, name: BlockName) -> Hash:
+        """The name, or its low 64 bits as an unsigned integer."""
+        return int.from_bytes(name[-8:], "big") if self._int_block_hashes else name
+
+
+def _kind(group: AttentionGroup) -> str:
+    match group:
+        case FullAttention():
+            return "full_attention"
+        case SlidingWindow():
+            return "sliding_window"
+        case ChunkedLocal():
+            return "chunked_local_attention"
+        case RecurrentState():
+            return "mamba"
+        case _:
+            return "unknown"
+
+
+def _extra_keys(event: BlockStored) -> list[tuple[object, ...] | None]:
+    """For each block what decides its KV beside its tokens, without tags and a LoRA's path; None for most."""
+    starts = (event.first_token + i * event.block_size for i in range(len(event.names)))
+    keys_of_blocks = (event.extra.keys_of_block(start, start + event.block_size) for start in starts)
+    return [None if keys is None else tuple(map(_untagged, keys)) for keys in keys_of_blocks]
+
+
+def _untagged(key: ExtraKey) -> object:
+    match key:
+        case "mm", str(identifier), offset:
+            return _text(identifier), offset
+        case _, str(text), *_:
+            return _text(text)
+        case _:
+            return key[1]
+
+
+def _text(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()  # a client's salt may be no valid Unicode, msgpack's text has to be
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    seq: int
+    timestamp: float
+    events: list[Event]
+
+
+class ZmqPublisher:
+    """Sends batches of events to all subscribers, and the newest ones again to who asks for them.
+
+    Batches are numbered from 0 when they are published. One that finds the queue full is dropped and counted; its
+    number stays missing, so that subscribers see what they lost. `publish` is the engine thread's and never blocks;
+    all else happens in a thread of the publisher's own, to which the sockets belong.
+
+    Messages are (topic, number as 8 bytes big-endian, payload). To the replay socket a subscriber sends (b"", number);
+    it is answered (b"", topic, number, payload) for every batch from that number on that is still buffered, then
+    (b"", b"", -1, b"").
+
+    Raises ImportError without pyzmq, OSError if an endpoint cannot be had.
+    """
+
+    def __init__(self, config: EventsConfig, groups: Sequence[AttentionGroup]) -> None:
+        try:
+            import zmq
+        except ImportError as error:
+            raise ImportError("events: need pyzmq; pip install 'kvtier[events]', or remove [events]") from error
+        self.next_seq = 0
+        self._encoder = EventEncoder(groups, config.int_block_hashes)
+        self._topic = config.topic.encode()
+        self._queue: queue.Queue[_Queued] = queue.Queue(config.hwm)
+        self._num_refused = self._num_failed = 0  # the first is the engine thread's, the second the publisher's
+        self._give_up_at: float | None = None  # set when it is to end
+        with ExitStack() as undo:
+            context: zmq.Context[zmq.Socket[bytes]]
+            if config.endpoint.startswith("inproc://"):
+                context = zmq.Context.instance()  # whose else could such a subscriber's be?
+            else:
+                context = zmq.Context()
+                undo.callback(context.term)  # waits until everything is sent, LINGER_S at most
+            self._socket = _open(undo, context, zmq.PUB, config, config.endpoint, config.hwm)
+            self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)  # number and payload
+            self._replay: zmq.Socket[bytes] | None = None
+            self.replay_endpoint: str | None = None
+            if config.replay_endpoint is not None:
+                # Room for a whole replay behind one that was read: ZMQ takes note of reading when half the room is free
+                # again. What exceeds it is lost to a subscriber that asks and does not read.
+                room = 2 * (config.buffer_steps + 1)
+                self._replay = _open(undo, context, zmq.ROUTER, config, config.replay_endpoint, room)
+                self.replay_endpoint = self._replay.getsockopt_string(zmq.LAST_ENDPOINT)
+            self._sockets = undo.pop_all()
+        self._thread = threading.Thread(target=self._run, name="kvtier-events", daemon=True)
+        self._thread.start()
+        log.info("KV events at %s, replay at %s", self.endpoint, self.replay_endpoint)
+
+    @property
+    def num_dropped(self) -> int:
+        """Batches that no subscriber can get."""
+        return self._num_refused + self._num_failed
+
+    def publish(self, events: list[Event]) -> None:
+        """Send these as one batch, soon. The list is the publisher's from here on."""
+        seq = self.next_seq
+        self.next_seq += 1
+        try:
+            self._queue.put_nowait(_Queued(seq, time.time(), events))
+        except queue.Full:
+            self._num_refused += 1
+            if self._num_refused == 1:
+                log.warning("events: %d batches wait, number %d is dropped; raise events.hwm", self._queue.maxsize, seq)
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Send what is queued, for *timeout_s* at most, and end. Idempotent."""
+        if self._give_up_at is None:
+            self._give_up_at = time.monotonic() + timeout_s
+        self._thread.join(timeout_s + 2 * LINGER_S)
+        if self._thread.is_alive():
+            log.warning("events: the publisher hangs and is left alone")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        """The publisher's thread."""
+        try:
+            with self._sockets:
+                while not self._is_over():
+                    with suppress(queue.Empty):
+                        self._send(self._queue.get(timeout=REPLAY_EVERY_S))
+                    # One at a time: who asks again and again delays the others' new batches only so much.
+                    if self._replay is not None and self._replay.poll(0):
+                        self._answer(self._replay, self._replay.recv_multipart())
+        except Exception:
+            log.exception("events: no more are published")
+
+    def _is_over(self) -> bool:
+        if self._give_up_at is None:
+            return False
+        return self._queue.empty() or time.monotonic() >= self._give_up_at
+
+    def _send(self, batch: _Queued) -> None:
+        try:
+            payload = self._encoder.encode(batch.timestamp, batch.events)
+        except Exception:  # one that cannot be encoded must not end the others
+            self._num_failed += 1
+            log.exception("events: batch %d is dropped", batch.seq)
+            return
+        seq = batch.seq.to_bytes(SEQ_BYTES, "big")
+        if self._replay is not None:
+            self._buffer.append((seq, payload))
+        self._socket.send_multipart([self._topic, seq, payload])
+
+    def _answer(self, replay: "zmq.Socket[bytes]", request: list[bytes]) -> None:
+        if len(request) != 3 or request[1] or len(request[2]) != SEQ_BYTES:
+            log.warning("events: a replay was asked for in %d frames; send an empty one and 8 bytes", len(request) - 1)
+            return
+        client, _, start = request
+        for seq, payload in self._buffer:
+            if seq >= start:  # big-endian numbers sort as their bytes do
+                replay.send_multipart([client, b"", self._topic, seq, payload])
+        replay.send_multipart([client, b"", b"", END_OF_REPLAY, b""])
+
+
+def _open(
+    undo: ExitStack, context: "zmq.Context[zmq.Socket[bytes]]", kind: int, config: EventsConfig, endpoint: str, hwm: int
+) -> "zmq.Socket[bytes]":
+    """A socket at *endpoint*, closed by *undo*. A ROUTER always binds."""
+    import zmq
+
+    address = endpoint.replace("://*:", f"://{config.host}:")
+    socket = context.socket(kind)
+    undo.callback(socket.close)
+    socket.setsockopt(zmq.LINGER, int(LINGER_S * 1000))
+    socket.setsockopt(zmq.SNDHWM, hwm)
+    socket.setsockopt(zmq.IPV6, int("::" in address))
+    try:
+        if kind == zmq.ROUTER or any(mark in endpoint for mark in BOUND):
+            socket.bind(address)
+        else:
+            socket.connect(address)
+    except zmq.ZMQError as error:
+        raise OSError(f"events: cannot serve on {address} ({error.strerror}); choose another in [events]") from error
+    return socket
