@@ -384,7 +384,7 @@ def test_put_back_goes_before_what_was_freed_meanwhile() -> None:
     assert pool.cached_slots() == [2, 1, 0, 5, 4, 3]
 
 
-def test_a_leased_slot_may_be_lent_and_is_free_when_both_have_ended() -> None:
+def test_a_leased_slot_may_be_lent_and_gets_its_place_when_the_lease_ends() -> None:
     pool = BlockPool(3)
     table = admit(pool, "abc")
     pool.lend([1])
@@ -395,7 +395,7 @@ def test_a_leased_slot_may_be_lent_and_is_free_when_both_have_ended() -> None:
     pool.put_back([1])
 
     assert free_before == [2, 0]
-    assert pool.cached_slots() == [2, 0, 1]
+    assert pool.cached_slots() == [2, 1, 0]  # where it was released, so that the tail still goes first
     pool.check()
 
 
@@ -516,14 +516,14 @@ class ModelPool:
 
     def __init__(self, num_slots: int) -> None:
         self.leases = [0] * num_slots
+        self.copies = [0] * num_slots
         self.names: list[BlockName | None] = [None] * num_slots
         self.blank = list(range(num_slots))
         self.cached: list[int] = []
-        self.lent: list[int] = []
 
     @property
     def victims(self) -> list[int]:
-        return [slot for slot in self.cached if slot not in self.lent]
+        return [slot for slot in self.cached if not self.copies[slot]]
 
     def allocate(self, num_slots: int) -> list[int] | None:
         taken = (self.blank + self.victims)[:num_slots]
@@ -538,29 +538,26 @@ class ModelPool:
         for slot in slots:
             self.leases[slot] += 1
         self.cached = [slot for slot in self.cached if slot not in slots]
-        self.lent = [slot for slot in self.lent if slot not in slots]
 
     def release(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self.leases[slot] -= 1
-            if self.leases[slot] == 0:
-                if self.names[slot]:
-                    self.cached.append(slot)
-                else:
-                    self.blank.insert(0, slot)
+            if self.leases[slot] == self.copies[slot] and self.names[slot]:
+                self.cached.append(slot)
+            elif self.leases[slot] == 0:
+                self.blank.insert(0, slot)
 
     def lend(self, slots: Sequence[int]) -> None:
         for slot in slots:
-            self.lent += [slot] if self.leases[slot] == 0 else []
+            self.copies[slot] += 1
             self.leases[slot] += 1
 
     def put_back(self, slots: Sequence[int]) -> None:
         for slot in slots:
-            if slot in self.lent:
-                self.lent.remove(slot)
-                self.leases[slot] = 0
-            else:
-                self.release([slot])
+            self.copies[slot] -= 1
+            self.leases[slot] -= 1
+            if self.leases[slot] == 0 and not self.names[slot]:
+                self.blank.insert(0, slot)
 
     def evict(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -568,9 +565,7 @@ class ModelPool:
                 self.names[slot] = None
                 if slot in self.cached:
                     self.cached.remove(slot)
-                if slot in self.lent:
-                    self.lent.remove(slot)
-                elif self.leases[slot] == 0:
+                if self.leases[slot] == 0:
                     self.blank.append(slot)
 
 
@@ -600,7 +595,7 @@ class BothPools:
             self.held.append(slots)
 
     def lend(self) -> None:
-        leased = [slot for slots in self.held[:1] for slot in slots if slot not in self.model.lent]
+        leased = [slot for slots in self.held[:1] for slot in slots if not self.model.copies[slot]]
         if slots := self.pool.oldest(self.pick.randint(0, self.num_slots)).tolist() + leased:
             self.pool.lend(slots)
             self.model.lend(slots)
@@ -635,7 +630,7 @@ class BothPools:
         pool, model, slots = self.pool, self.model, range(self.num_slots)
         assert pool.cached_slots() == pool.victims(self.num_slots).tolist() == model.victims
         window = self.num_slots // 2
-        assert pool.oldest(window).tolist() == [slot for slot in model.cached[:window] if slot not in model.lent]
+        assert pool.oldest(window).tolist() == [slot for slot in model.cached[:window] if not model.copies[slot]]
         assert [pool.name(slot) for slot in slots] == model.names
         assert [pool.find(name) for name in model.names if name] == [slot for slot in slots if model.names[slot]]
         assert (pool.num_blank, pool.num_free) == (len(model.blank), len(model.blank + model.victims))
