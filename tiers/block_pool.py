@@ -154,10 +154,13 @@ class BlockPool:
             leases, named, copies = self._leases, self._named, self._copies
             for slot in slots if type(slots) is list else _ints(slots):
                 left = leases[slot] - 1
-                assert left >= 0, f"slot {slot} is not leased"
-                leases[slot] = left
-                if left and not (copies and left == copies.get(slot)):
-                    continue
+                if left:
+                    assert left > 0, f"slot {slot} is not leased"
+                    leases[slot] = left
+                    if not (copies and left == copies.get(slot)):
+                        continue
+                else:
+                    leases[slot] = 0
                 if named[slot]:
                     self._places[slot] = len(self._order)
                     self._order.append(slot)
