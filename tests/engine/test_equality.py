@@ -279,3 +279,21 @@ def test_a_model_that_cannot_be_paged_is_refused_with_the_reason(factory: str, r
         ModelRunner(model, BLOCK_SIZE, 1 << 20)
 
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("retention_tokens", "hits"), [(None, [0, 300, 300]), (0, [0, 0, 300]), (64, [0, 300, 300])])
+def test_sparse_retention_keeps_a_prefix_the_second_time_and_changes_no_token(
+    retention_tokens: int | None, hits: list[int]
+) -> None:
+    model, document = build("gemma3"), prompt_of(7)
+    device = {"capacity": "2MiB", "block_size": BLOCK_SIZE}
+    if retention_tokens is not None:
+        device["retention_tokens"] = retention_tokens
+    prompts = [[*document[:300], *prompt_of(8 + i)[:20]] for i in range(3)]
+
+    with LLM(model, {"device": device}, byte_tokenizer()) as llm:
+        answers = [llm.generate(prompt, SamplingParams(max_tokens=3, ignore_eos=True))[0] for prompt in prompts]
+        llm.check()
+
+    assert [answer.token_ids for answer in answers] == [plain_greedy(model, prompt, 3) for prompt in prompts]
+    assert [answer.tokens.device for answer in answers] == hits
