@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,8 @@ class BlockPool:
         self.num_slots = num_slots
         self.num_changes = 0  # of which block is where; what was found stays true while this stays the same
         self._slots: dict[BlockName, int] = {}
-        self._names: list[BlockName] = [BlockName(b"")] * num_slots  # of slots that are `_named`; old ones of others
+        self._runs = Runs(num_slots)
+        self._names: dict[int, BlockName] = {}  # of named slots that are in no run
         self._named = bytearray(num_slots)
         self._leases = array("i", bytes(4 * num_slots))
         self._places = array("i", [NOWHERE]) * num_slots
@@ -43,12 +44,12 @@ class BlockPool:
         self._all_leases = _view(self._leases)
         self._all_places = _view(self._places)
         self._order = array("i")  # slots by the time they became free; places are positions in it
+        self._most_entries = 2 * num_slots + MANY  # of the order, before those that do not count are left out
         self._head = 0  # before it no entry counts
         self._num_ordered = 0  # cached slots, and lent ones: leased to a spill, but still in their place
         self._num_lent = 0
         self._copies: dict[int, int] = {}  # slot -> how many of its leases are copies
         self._blank = list(range(num_slots - 1, -1, -1))
-        self._runs = Runs(num_slots)
 
     @property
     def num_free(self) -> int:
@@ -91,7 +92,7 @@ class BlockPool:
 
     def name(self, slot: int) -> BlockName | None:
         """The name of the block in the slot, or None if nobody can find it."""
-        return self._names[slot] if self._named[slot] else None
+        return (self._names.get(slot) or self._runs.name(slot)) if self._named[slot] else None
 
     def is_free(self, slot: int) -> bool:
         """Whether nobody leases the slot."""
@@ -127,10 +128,10 @@ class BlockPool:
     def lease(self, slots: Slots) -> None:
         """Add a lease to each slot; cached ones leave the free list. Only for slots that hold a block."""
         if len(slots) < MANY:
-            leases, places = self._leases, self._places
-            for slot in slots if type(slots) is list else _ints(slots):
+            leases, places, any_lent = self._leases, self._places, self._num_lent
+            for slot in slots:
                 count = leases[slot]
-                if count == 0 or self._num_lent:  # else it has no place
+                if count == 0 or any_lent:  # else it has no place
                     if places[slot] != NOWHERE:
                         places[slot] = NOWHERE
                         self._num_ordered -= 1
@@ -151,7 +152,7 @@ class BlockPool:
     def release(self, slots: Slots) -> None:
         """End one lease of each slot; the first of them to become free will be the first evicted."""
         if len(slots) < MANY:
-            leases, named, copies = self._leases, self._named, self._copies
+            leases, named, copies, blank = self._leases, self._named, self._copies, self._blank
             for slot in slots if type(slots) is list else _ints(slots):
                 left = leases[slot] - 1
                 if left:
@@ -162,12 +163,14 @@ class BlockPool:
                 else:
                     leases[slot] = 0
                 if named[slot]:
+                    if len(self._order) >= self._most_entries:
+                        self._renumber()
                     self._places[slot] = len(self._order)
                     self._order.append(slot)
                     self._num_ordered += 1
                     self._num_lent += left > 0
                 elif not left:
-                    self._blank.append(slot)
+                    blank.append(slot)
         else:
             ids = _ids(slots)
             counts = self._all_leases[ids] - 1
@@ -179,11 +182,11 @@ class BlockPool:
             if not is_named.all():
                 self._blank += ids[~is_named].tolist()
                 ids = ids[is_named]
+            if len(self._order) + len(ids) > self._most_entries:
+                self._renumber()
             self._all_places[ids] = np.arange(len(self._order), len(self._order) + len(ids), dtype=np.int32)
             self._order.frombytes(ids.tobytes())
             self._num_ordered += len(ids)
-        if len(self._order) > 2 * self.num_slots + MANY:
-            self._renumber()
 
     def refresh(self, slots: Slots) -> None:
         """Make the cached ones among these blocks the most recent, the first of them still being evicted first."""
@@ -216,28 +219,29 @@ class BlockPool:
                 else:
                     self._num_lent -= 1
 
-    def commit(self, slots: Slots, names: Sequence[BlockName]) -> list[int]:
-        """Name the blocks in the leased slots, so that they can be found.
+    def commit(self, slots: Slots, names: Sequence[BlockName], start: int = 0) -> list[int]:
+        """Name the blocks in the leased slots, so that they can be found: by *names* from *start* on.
 
-        Where another slot has a name already, the one given stays without; the result are their places in *slots*.
+        Give the list of all names of a chain, which may only grow: blocks of one list in a row are found fastest. Where
+        another slot has a name already, the one given stays without; the result are their places in *slots*.
         """
+        if len(slots) == 1:
+            return self._commit_one(int(slots[0]), names, start)
         wanted, ids = _ints(slots), _ids(slots)
+        all_names, names = names, names[start : start + len(wanted)] if len(wanted) < len(names) else names
         assert self._all_leases[ids].all(), "only a leased slot's bytes are anyone's to name"
         assert not self._all_named[ids].any(), "a slot has a name already"
         holders = list(map(self._slots.setdefault, names, wanted))
         self.num_changes += 1
-        names_of = self._names
         if holders == wanted:
-            for slot, name in zip(wanted, names, strict=True):
-                names_of[slot] = name
             self._all_named[ids] = True
-            if len(wanted) >= MANY:
-                self._runs.add(names, ids)
+            before = self._slots.get(all_names[start - 1]) if start else None
+            self._runs.add(before, all_names, start, ids)
             return []
         taken = []
         for place, (slot, holder, name) in enumerate(zip(wanted, holders, names, strict=True)):
             if slot == holder:
-                names_of[slot] = name
+                self._names[slot] = name
                 self._named[slot] = True
             else:
                 taken.append(place)
@@ -318,9 +322,23 @@ class BlockPool:
         assert not blank & named, "a blank slot has a name"
         assert ordered <= named, "a cached slot has no name"
         assert set(self._slots.values()) == named, "names and slots disagree"
-        assert all(self._names[slot] == name for name, slot in self._slots.items()), "a name points to another's slot"
         self._runs.check()
-        assert all(self._runs.holds(slot, name) for name, slot in self._slots.items()), "a run has another's slot"
+        assert all(self.name(slot) == name for name, slot in self._slots.items()), "a name points to another's slot"
+        assert self._names.keys() <= named, "a name is kept for a slot without a block"
+
+    def _commit_one(self, slot: int, names: Sequence[BlockName], start: int) -> list[int]:
+        assert self._leases[slot], "only a leased slot's bytes are anyone's to name"
+        assert not self._named[slot], "a slot has a name already"
+        name = names[start]
+        if self._slots.setdefault(name, slot) != slot:
+            return [0]
+        self._named[slot] = True
+        self.num_changes += 1
+        if len(names) == 1:
+            self._names[slot] = name
+        else:
+            self._runs.add(self._slots.get(names[start - 1]) if start else None, names, start, [slot])
+        return []
 
     def _let_go(self, ids: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Those of the slots, with so many leases left, that nobody but copies leases; they get their place now."""
@@ -332,14 +350,20 @@ class BlockPool:
         return cast(npt.NDArray[np.int32], ids[(counts == 0) | (is_lent & self._all_named[ids])])
 
     def _one_by_one(self, names: Sequence[BlockName]) -> npt.NDArray[np.int32]:
-        try:
-            return np.array(_items(self._slots, names), np.int32)
-        except KeyError:
-            return np.array([self._slots.get(name, ABSENT) for name in names], np.int32)
+        if len(names) > 1:
+            try:
+                return np.array(itemgetter(*names)(self._slots), np.int32)  # half the time, if all are here
+            except KeyError:
+                pass
+        return np.array([self._slots.get(name, ABSENT) for name in names], np.int32)
 
     def _forget(self, ids: npt.NDArray[np.int32], slots: list[int]) -> list[BlockName]:
         """Take the named slots, given twice, out of index and order; their names."""
-        names = _items(self._names, slots)
+        if not slots:
+            return []
+        names = self._runs.remove(ids)
+        if len(names) < len(slots):
+            names += [self._names.pop(slot) for slot in slots if slot in self._names]
         index = self._slots
         for name in names:
             del index[name]
@@ -349,8 +373,6 @@ class BlockPool:
             self._num_lent -= int(np.count_nonzero(self._all_leases[ordered]))
         self._all_named[ids] = False
         self._all_places[ids] = NOWHERE
-        if len(ids):
-            self._runs.remove(ids)
         self.num_changes += 1
         return names
 
@@ -390,10 +412,3 @@ def _ints(slots: Slots) -> list[int]:
     if isinstance(slots, list):
         return slots
     return cast(list[int], slots.tolist()) if isinstance(slots, (np.ndarray, array)) else list(slots)
-
-
-def _items(values: Any, indexes: Sequence[Any]) -> list[Any]:
-    """`values[i]` for each index, two to three times as fast as asking one by one."""
-    if len(indexes) < 2:
-        return [values[index] for index in indexes]
-    return list(itemgetter(*indexes)(values))

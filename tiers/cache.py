@@ -384,10 +384,13 @@ class TieredCache:
     ) -> None:
         """Name the blocks of *table* from *start* on, in these slots; adopt those that are somewhere else already."""
         pool, size = self._residency.device.pools[group_id], self.groups[group_id].block_size
-        names = chain.names_of(size, range(start, start + len(slots)))
-        taken = pool.commit(slots, names)
+        # Names of another size are a list made for this occasion.
+        is_own = size == chain.block_size
+        names = chain.names if is_own else chain.names_of(size, range(start, start + len(slots)))
+        offset = start if is_own else 0
+        taken = pool.commit(slots, names, offset)
         for place in taken:
-            holder = pool.find(names[place])
+            holder = pool.find(names[offset + place])
             assert holder is not None, "a name was taken by nobody"
             pool.lease([holder])
             pool.release([table[start + place]])

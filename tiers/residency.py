@@ -196,7 +196,11 @@ class Residency:
         The slot to use: another one, if the block was computed there meanwhile.
         """
         pool = self.device.pools[group_id]
-        if pool.commit([slot], [name]):
+        if chain is not None and chain.block_size == self._block_sizes[group_id]:
+            taken = pool.commit([slot], chain.names, block_id)
+        else:
+            taken = pool.commit([slot], [name])
+        if taken:
             holder = pool.find(name)
             assert holder is not None, "a name was taken by nobody"
             return holder

@@ -1,5 +1,6 @@
-"""Runs: chains of blocks that were named together, so that a later prompt's look-up is one comparison and not thousands."""
+"""Runs: blocks of one chain in a row, whose names are kept, looked up and forgotten together."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,18 +15,19 @@ PIECE = 256  # names compared at once
 
 @dataclass(slots=True)
 class Run:
-    """Blocks of one chain in a row. *names* may go on behind them: it is the chain's own list, which only grows."""
+    """Block *first* of a chain and those after it. *names* is the chain's list of all its names, which only grows."""
 
     names: Sequence[BlockName]
-    slots: npt.NDArray[np.int32]
-    num_left: int  # of its blocks that are still where they were
+    first: int
+    slots: "array[int]"
+    num_left: int = 0  # of its blocks that are still where they were
 
 
 class Runs:
-    """A hint beside a pool's index, never a second truth: a slot is in a run only as long as it holds that block.
+    """Which slot holds which block, seen from the slot; for look-ups a hint beside the pool's index.
 
-    A dict answers with a cache miss or three for each name, 43 ns in a pool of 10,000 and 227 in one of a million. Names
-    and slots of a run lie in a row: 11 and 14.
+    A dict answers with a cache miss or three for each name, 43 ns in a pool of 10,000 and 230 in one of a million.
+    Names and slots of a run lie in a row: 11 and 14. A request that is named chunk by chunk makes one run.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -34,22 +36,40 @@ class Runs:
         self._run_of = np.full(num_slots, NO_RUN, np.int32)
         self._places = np.zeros(num_slots, np.int32)  # of slots in a run: where in it
 
-    def add(self, names: Sequence[BlockName], slots: npt.NDArray[np.int32]) -> None:
-        """These slots have just got these names."""
-        self._runs[self._next] = Run(names, slots.copy(), len(slots))
-        self._run_of[slots] = self._next
-        self._places[slots] = np.arange(len(slots), dtype=np.int32)
-        self._next = (self._next + 1) % (1 << 31)
-
-    def remove(self, slots: npt.NDArray[np.int32]) -> None:
-        """The slots no longer hold what they held."""
-        runs = self._run_of[slots]
-        if (runs == runs[0]).all():
-            self._shrink(int(runs[0]), len(runs))
+    def add(
+        self, before: int | None, names: Sequence[BlockName], start: int, slots: Sequence[int] | npt.NDArray[np.int32]
+    ) -> None:
+        """These slots have just got the names from *start* on; *before* holds the one before them."""
+        run_id = NO_RUN if before is None else int(self._run_of[before])
+        run = self._runs.get(run_id)
+        if run is None or run.names is not names or run.first + len(run.slots) != start:
+            run_id, self._next = self._next, (self._next + 1) % (1 << 31)
+            run = self._runs[run_id] = Run(names, start, array("i"))
+        place = len(run.slots)
+        run.num_left += len(slots)
+        self._run_of[slots] = run_id
+        if isinstance(slots, np.ndarray):
+            run.slots.frombytes(slots.tobytes())
+            self._places[slots] = np.arange(place, len(run.slots), dtype=np.int32)
         else:
-            for run_id, count in zip(*np.unique(runs, return_counts=True), strict=True):
-                self._shrink(int(run_id), int(count))
+            run.slots.extend(slots)
+            self._places[slots] = range(place, len(run.slots))
+
+    def remove(self, slots: npt.NDArray[np.int32]) -> list[BlockName]:
+        """The slots no longer hold what they held; the names of the blocks in runs, run by run."""
+        runs = self._run_of[slots]
         self._run_of[slots] = NO_RUN
+        if (runs == runs[0]).all():
+            return self._shrink(int(runs[0]), self._places[slots])
+        names = []
+        for run_id in np.unique(runs).tolist():
+            names += self._shrink(run_id, self._places[slots[runs == run_id]])
+        return names
+
+    def name(self, slot: int) -> BlockName | None:
+        """The name of the block in the slot, if it is in a run."""
+        run = self._runs.get(int(self._run_of[slot]))
+        return None if run is None else run.names[run.first + int(self._places[slot])]
 
     def following(self, slot: int, names: Sequence[BlockName], start: int) -> npt.NDArray[np.int32]:
         """The slots of as many of *names* from *start* on as are in one run from *slot* on, which holds the first."""
@@ -58,33 +78,37 @@ class Runs:
             return np.empty(0, np.int32)
         run, place = self._runs[run_id], int(self._places[slot])
         most = min(len(names) - start, len(run.slots) - place)
+        there = run.first + place
         num_equal = 0
         while num_equal < most:
             end = min(num_equal + PIECE, most)
-            ours, theirs = names[start + num_equal : start + end], run.names[place + num_equal : place + end]
+            ours, theirs = names[start + num_equal : start + end], run.names[there + num_equal : there + end]
             if ours != theirs:
                 num_equal += next(i for i, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other)
                 break
             num_equal = end
-        slots = run.slots[place : place + num_equal]
-        gone = self._run_of[slots] != run_id
+        slots = np.frombuffer(run.slots[place : place + num_equal], np.int32)
+        gone = (self._run_of[slots] != run_id) | (self._places[slots] != np.arange(place, place + num_equal))
         return slots[: int(gone.argmax())] if gone.any() else slots
 
     def check(self) -> None:
         """Raise AssertionError if runs and slots disagree."""
         for run_id, run in self._runs.items():
-            places = np.flatnonzero(self._run_of[run.slots] == run_id)
-            assert len(places) == run.num_left > 0, "a run's blocks were miscounted"
-            assert (self._places[run.slots[places]] == places).all(), "a slot has another place in its run"
+            slots = np.array(run.slots, np.int32)
+            places = np.arange(len(slots))
+            here = (self._run_of[slots] == run_id) & (self._places[slots] == places)
+            assert np.count_nonzero(here) == np.count_nonzero(self._run_of == run_id), "a slot has no place in its run"
+            assert np.count_nonzero(here) == run.num_left > 0, "a run's blocks were miscounted"
 
-    def holds(self, slot: int, name: BlockName) -> bool:
-        """Whether the slot is in no run, or in one where it has that name. For checks."""
-        run_id = int(self._run_of[slot])
-        return run_id == NO_RUN or self._runs[run_id].names[self._places[slot]] == name
-
-    def _shrink(self, run_id: int, num_blocks: int) -> None:
-        if run_id != NO_RUN:
-            run = self._runs[run_id]
-            run.num_left -= num_blocks
-            if run.num_left == 0:
-                del self._runs[run_id]
+    def _shrink(self, run_id: int, places: npt.NDArray[np.int32]) -> list[BlockName]:
+        """Take the blocks in these places out of the run; their names."""
+        if run_id == NO_RUN:
+            return []
+        run = self._runs[run_id]
+        run.num_left -= len(places)
+        if run.num_left == 0:
+            del self._runs[run_id]
+        first, last = run.first + int(places[-1]), run.first + int(places[0])
+        if last - first == len(places) - 1 and (np.diff(places) == -1).all():  # a tail, as it is evicted
+            return list(run.names[first : last + 1])[::-1]
+        return [run.names[run.first + place] for place in places.tolist()]
