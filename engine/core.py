@@ -143,6 +143,8 @@ class EngineCore:
 
     def reset(self) -> bool:
         """Forget every block in every tier, once copies under way have ended; False while requests hold blocks."""
+        if self._scheduler.running or self._scheduler.promoting:
+            return False
         deadline = time.monotonic() + RESET_WAIT_S
         while self.cache.num_under_way and time.monotonic() < deadline:
             self.cache.wait(IDLE_WAIT_S)

@@ -217,6 +217,9 @@ class ZmqPublisher:
         """Send these as one batch, soon. The list is the publisher's from here on."""
         seq = self.next_seq
         self.next_seq += 1
+        if not self._thread.is_alive():
+            self._num_refused += 1
+            return
         try:
             self._queue.put_nowait(_Queued(seq, time.time(), events))
         except queue.Full:
@@ -250,6 +253,8 @@ class ZmqPublisher:
                         self._answer(self._replay, self._replay.recv_multipart())
         except Exception:
             log.exception("events: no more are published")
+        finally:
+            self._num_failed += self._queue.qsize()
 
     def _is_over(self) -> bool:
         if self._give_up_at is None:

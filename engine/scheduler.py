@@ -125,9 +125,7 @@ class Scheduler:
         shared = self._cache.num_leased(hit)
         free = self._cache.free_slots()
         fits = all(blocks - there <= slots for blocks, there, slots in zip(needed, shared, free, strict=True))
-        if not fits and num_active > 0:
-            return False
-        if not self._cache.make_room(hit):
+        if (not fits and num_active > 0) or not self._cache.make_room(hit):
             request.hit, request.hit_until = hit, time.monotonic() + HIT_LASTS_S
             return False
         self.waiting.remove(request)

@@ -28,6 +28,12 @@ class Blob:
             raise ValueError(f"digest of {len(self.digest)} bytes; need {DIGEST_BYTES}")
 
 
+class StoreFull(OSError):
+    """There was no room for a block even after more records were evicted for it; the store stays usable."""
+
+    evicted: Sequence[bytes] = ()  # keys that had to go all the same
+
+
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
     """A store in figures. Totals marked * survive reopening, the others count since opening."""

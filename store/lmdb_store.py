@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 
 import lmdb
 
-from kvtier.store.blob_store import Blob, StoreStatistics
+from kvtier.store.blob_store import Blob, StoreFull, StoreStatistics
 from kvtier.store.boot_mark import BootMark, current_boot_id, reason_to_distrust, sync_folder
 from kvtier.store.codec import NO_CODEC, Codec
 from kvtier.store.lmdb_tables import Change, Tables
@@ -38,10 +38,6 @@ _DAMAGE = (
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-
-
-class StoreFull(OSError):
-    """The map had no room for a block even after more records were evicted for it; the store stays usable."""
 
 
 class _Rehearsed(Exception):
@@ -92,7 +88,11 @@ class LmdbStore:
         refuse_oversized(blobs, self._capacity_bytes)
         evicted: dict[bytes, None] = {}
         for part in _parts(blobs):
-            gone = self._put_part(part)
+            try:
+                gone = self._put_part(part)
+            except StoreFull as error:
+                error.evicted = list(evicted | dict.fromkeys(error.evicted))
+                raise
             for blob in part:  # evicted by an earlier part, now back
                 evicted.pop(blob.key, None)
             evicted.update(dict.fromkeys(gone))
@@ -109,10 +109,17 @@ class LmdbStore:
         self._change(touch_all, 3 * _PAGE_BYTES * len(keys))
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        num_deleted = 0
-        for start in range(0, len(keys), _RECORDS_PER_CHANGE):
-            with self._changing() as change:
-                num_deleted += sum(change.forget(key) for key in keys[start : start + _RECORDS_PER_CHANGE])
+        num_deleted, at_once, left = 0, _RECORDS_PER_CHANGE, list(keys)
+        while left:
+            try:
+                with self._changing() as change:
+                    num_deleted += sum(change.forget(key) for key in left[:at_once])
+            except StoreFull:
+                if at_once == _RECORDS_WHEN_FULL:
+                    raise
+                at_once = _RECORDS_WHEN_FULL
+                continue
+            del left[:at_once]
         return num_deleted
 
     def keys(self) -> Iterator[bytes]:
@@ -245,7 +252,11 @@ class LmdbStore:
         except StoreFull:
             gone = self._make_room(2 * _charged_bytes(part))
             again = {blob.key for blob in part}
-            return [key for key in gone if key not in again] + self._put_at_once(part)
+            try:
+                return [key for key in gone if key not in again] + self._put_at_once(part)
+            except StoreFull as error:
+                error.evicted = gone
+                raise
 
     def _put_at_once(self, part: Sequence[Blob]) -> list[bytes]:
         def put(change: Change) -> list[bytes]:
@@ -268,8 +279,15 @@ class LmdbStore:
     def _evict_to(self, limit_bytes: int, records_per_change: int = _RECORDS_PER_CHANGE) -> list[bytes]:
         evicted: list[bytes] = []
         while self.statistics().stored_bytes > limit_bytes:
-            with self._changing() as change:
-                gone = change.evict(limit_bytes, records_per_change)
+            try:
+                with self._changing() as change:
+                    gone = change.evict(limit_bytes, records_per_change)
+            except StoreFull as error:
+                if records_per_change == _RECORDS_WHEN_FULL:
+                    error.evicted = evicted
+                    raise
+                records_per_change = _RECORDS_WHEN_FULL
+                continue
             if not gone:
                 break  # the ledger is wrong; `check` says so, and this must not spin
             evicted += gone

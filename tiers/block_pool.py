@@ -387,6 +387,8 @@ class BlockPool:
             elif not found:
                 self._head = position + 1
             position += 1
+            if position > self._head + MANY:  # many entries that do not count
+                return cast(list[int], self.oldest(num_slots).tolist())
         return found
 
     def _renumber(self) -> None:

@@ -88,6 +88,7 @@ class TieredCache:
         # For the promotion that wants room, by group: how many device blocks it reaches, and how many are dirty.
         self._wanted, self._short = [0 for _ in groups], [0 for _ in groups]
         self._num_held = [0 for _ in groups]  # leases that callers hold, by group
+        self._has_holes = False  # somebody evicted blocks by name
 
     def lookup(self, chain: BlockChain, num_tokens: int) -> Hit:
         """The longest prefix of the prompt that can be resumed, over all tiers at once. Pure; nothing is leased.
@@ -114,7 +115,8 @@ class TieredCache:
             device_slots.append(slots[needed.start - start : needed.stop - start])
         why_no_more = Reason.LAST_BLOCK
         if num_found < limit:
-            why_no_more = self._residency.why_missing(chain.names[num_found // self.block_size])
+            ends = {num_found // group.block_size * group.block_size + group.block_size for group in self.groups}
+            why_no_more = self._residency.why_missing(chain.names[end // self.block_size - 1] for end in sorted(ends))
         partial = self._partial_hit(chain, num_found, num_tokens)
         return Hit(chain, limit, num_found, why_no_more, partial, device_slots, self._residency.num_changes)
 
@@ -242,8 +244,8 @@ class TieredCache:
     def commit_tail(self, tables: Tables, chain: BlockChain, num_computed: int) -> None:
         """Let others have copies of the last block's first tokens, although it is not full: call it before `release`.
 
-        So the next turn of a chat finds all that was computed. Such a block is not spilled: it has no name that a chain
-        leads to, and soon a full one takes its place.
+        So the next turn of a chat finds all that was computed, as long as it is on the device: such a block is not
+        spilled. Who goes on from all of it offers a longer one in its turn, and this one is forgotten.
         """
         block_id = num_computed // self.block_size
         token_ids = chain.token_ids[block_id * self.block_size : num_computed]
@@ -264,14 +266,15 @@ class TieredCache:
             pool.release(leased)
 
     def evict_blocks(self, names: Sequence[BlockName]) -> None:
-        """Forget these blocks on the device and in host memory, whoever leases them; leases and bytes stay."""
+        """Forget these blocks on the device and in host memory, whoever leases them; leases and bytes stay.
+
+        What continues them stays too, and may from then on be evicted after a block before it.
+        """
         for tier in self._slot_tiers():
             for group_id, pool in enumerate(tier.pools):
                 slots = pool.find_all(names)
                 self._residency.evict(tier, group_id, slots[slots != ABSENT].tolist())
-        if self._residency.siblings is not None:
-            for name in names:
-                self._residency.siblings.orphan(name)
+        self._has_holes = True
 
     def forget_read(self, tables: Tables, num_tokens: int) -> None:
         """End the leases on blocks that no token after *num_tokens* reads (sliding windows, chunks), in place."""
@@ -324,8 +327,7 @@ class TieredCache:
         """
         if any(self._num_held) or self._transfers.in_flight:
             return False
-        self._residency.clear()
-        return True
+        return self._residency.clear()
 
     @property
     def num_under_way(self) -> int:
@@ -335,7 +337,7 @@ class TieredCache:
     def check(self) -> None:
         """Raise AssertionError if any two books disagree: pools, marks, leases, blocks under way."""
         self._residency.check()
-        if not self.groups[self._siblings_group].forgets:
+        if not self.groups[self._siblings_group].forgets and not self._has_holes:
             self._residency.check_tails_first()
         self._promoter.check()
         for tier in self._slot_tiers():
@@ -376,7 +378,7 @@ class TieredCache:
         for slot, num_shared in siblings.sharing(chain.sibling_key(num_found // self.block_size), wanted):
             name = pools[self._siblings_group].name(slot)
             if name is not None and all(pool.find(name) is not None for pool in pools):
-                return PartialHit(name, num_shared)
+                return PartialHit(name, num_shared, siblings.is_used_up(slot, num_shared))
         return None
 
     def _commit_run(

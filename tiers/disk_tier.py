@@ -73,12 +73,14 @@ class DiskTier:
         """Store the blobs, first of them first evicted; the keys that had to go for them."""
         return self.store.put_many(blobs)
 
-    def clear(self) -> None:
-        """Delete every record of this namespace."""
+    def clear(self) -> bool:
+        """Delete every record of this namespace; False if the store could not, and may have some left."""
         try:
             self.store.delete([key for key in self.store.keys() if self.block_of(key) is not None])  # noqa: SIM118  # no dict
         except OSError:
             self.faults[Fault.IO_ERROR.value] += 1
+            return False
+        return True
 
     def statistics(self) -> TierStatistics:
         """The store, all namespaces together; faults as this process has met them."""

@@ -80,7 +80,10 @@ class Promoter:
         """Start bringing the hit up; done at once if all of it is on the device."""
         why_no_more = hit.why_no_more
         if hit.as_of != self._residency.num_changes and self._residency.disk is None:
-            hit = self._shorter(hit, hit.num_tokens)  # with a disk, what has left the tiers above is asked of it
+            shorter = self._shorter(hit, hit.num_tokens)  # with a disk, what has left the tiers above is asked of it
+            if shorter.num_tokens < hit.num_tokens:
+                why_no_more = self._residency.why_missing([hit.chain.names[shorter.num_blocks]])
+            hit = shorter
         slots = self.device_slots(hit)
         while (deficit := self._deficit(hit, slots)) > 0:
             hit, why_no_more = self._shorter(hit, hit.num_tokens - deficit), Reason.CAPACITY
@@ -260,6 +263,10 @@ class Promoter:
             promotion.num_copied = hit.partial.num_tokens
         for pool, source in zip(pools, sources, strict=True):
             pool.put_back([source])
+        if promotion.num_copied and hit.partial.is_used_up:
+            for group_id, (pool, source) in enumerate(zip(pools, sources, strict=True)):
+                if pool.is_free(source):
+                    self._residency.evict(self._residency.device, group_id, [source])
 
     def _send(self, promotion: Promotion, group_id: int, block_id: int, device_slot: int) -> None:
         """Put one block under way into *device_slot*, whose lease becomes the transfer's; its host copy is leased."""

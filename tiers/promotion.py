@@ -27,6 +27,7 @@ class PartialHit:
 
     name: BlockName
     num_tokens: int
+    is_used_up: bool = False  # it has no more tokens than these: who goes on from it will offer all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class Promotion:
         missed = max(0, self.limit - self.num_tokens - self.num_copied)
         reasons = {Reason.LAST_BLOCK: recomputed - missed}
         if missed:
-            reasons[self.why_no_more] = missed
+            reasons[self.why_no_more] = reasons.get(self.why_no_more, 0) + missed
         return TokenBalance(device + self.num_copied, host, disk, recomputed, reasons, self.num_copied)
 
 

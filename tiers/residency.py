@@ -121,9 +121,10 @@ class Residency:
                 return slots, i
         return slots, len(names)
 
-    def why_missing(self, name: BlockName) -> Reason:
-        """Why no tier has a block: the tier that dropped the last copy, as far as is remembered."""
-        tier = self._ghosts.who_dropped(name)
+    def why_missing(self, names: Iterable[BlockName]) -> Reason:
+        """Why no tier has one of these blocks: the tier that dropped the last copy, as far as is remembered."""
+        tiers = (self._ghosts.who_dropped(name) for name in names)
+        tier = next((tier for tier in tiers if tier is not None), None)
         return Reason.NEVER_SEEN if tier is None else Reason.evicted_from(tier)
 
     def has_copy_below_device(self, group_id: int, name: BlockName) -> bool:
@@ -225,7 +226,8 @@ class Residency:
 
         What is still in host memory is not written a second time: a disk smaller than the host would never rest.
         """
-        self._tell_stored(Tier.DISK, group_id, names)
+        if names:
+            self._tell_stored(Tier.DISK, group_id, names)
         for key in evicted:
             block = self.disk.block_of(key) if self.disk is not None else None
             if block is None:
@@ -250,8 +252,10 @@ class Residency:
             if names:
                 self._tell_stored(Tier.DISK, group_id, names)
 
-    def clear(self) -> None:
-        """Forget every block in every tier; nothing may be leased. Waits for the store."""
+    def clear(self) -> bool:
+        """Forget every block in every tier; nothing may be leased. Waits for the store; False if that cannot forget."""
+        if self.disk is not None and not self.disk.clear():
+            return False
         for tier in (self.device, self.host):
             for group_id, pool in enumerate(tier.pools if tier is not None else ()):
                 pool.evict(pool.cached_slots())
@@ -263,9 +267,8 @@ class Residency:
             tails.clear()
         if self.siblings is not None:
             self.siblings.forget(np.arange(self.device.pools[self._siblings_group].num_slots, dtype=np.int32))
-        if self.disk is not None:
-            self.disk.clear()
         self._tell(AllBlocksCleared())
+        return True
 
     def lost(self, group_id: int, name: BlockName) -> None:
         """A copy is gone: what relied on it has to be copied again."""

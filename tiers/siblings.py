@@ -47,9 +47,9 @@ class Siblings:
         """The slots' blocks can no longer be found."""
         self._first[slots] = 0
 
-    def orphan(self, name: BlockName) -> None:
-        """This block is gone while others that continue it stay: they are nobody's siblings any more."""
-        self.forget(np.flatnonzero(self._first == np.frombuffer(name[:8], np.uint64)).astype(np.int32))
+    def is_used_up(self, slot: int, num_tokens: int) -> bool:
+        """Whether a block that goes on from *num_tokens* of this one's makes it useless: it is not full and has no more."""
+        return num_tokens == int(self._num_tokens[slot]) < int(self._token_ids.shape[1])
 
     def parents(self, pool: BlockPool) -> Iterator[tuple[int, int]]:
         """Each slot whose parent is in the pool too, with the parent's; not those with extra keys. For checks."""

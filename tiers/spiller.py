@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
-from kvtier.store.blob_store import Blob
+from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.store.record import digest
 from kvtier.tiers.block_hash import BlockName
 from kvtier.tiers.clean_ahead import CleanAhead
@@ -222,6 +222,8 @@ class Spiller:
                 if host.pools[batch.group_id].name(slot) == name:
                     host.dirty[batch.group_id].pop(slot, None)
             self._residency.came_to_disk(batch.group_id, batch.names, transfer.result)
+        elif isinstance(transfer.error, StoreFull):
+            self._residency.came_to_disk(batch.group_id, (), transfer.error.evicted)
         self._end(Route.HOST_TO_DISK, batch, failed=transfer.error is not None)
 
     def _end(self, route: Route, batch: Batch, failed: bool = False) -> None:

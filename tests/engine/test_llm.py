@@ -284,6 +284,16 @@ def test_the_next_turn_of_a_chat_computes_only_what_is_new(model: PreTrainedMode
     assert turn.tokens.recomputed == 1 + 9
 
 
+def test_a_chat_of_many_turns_leaves_one_unfinished_block_behind(model: PreTrainedModel) -> None:
+    tokens = prompt_of(1, 20)
+    with LLM(model, configuration(), byte_tokenizer()) as llm:
+        for _ in range(8):
+            tokens += llm.generate(tokens, greedy(5))[0].token_ids
+        num_blocks = llm.statistics().cache.tiers[Tier.DEVICE].num_blocks
+
+    assert num_blocks <= len(tokens) // BLOCK_SIZE + 1
+
+
 def test_a_reset_forgets_everything_everywhere(model: PreTrainedModel, tmp_path: Path) -> None:
     prompt = prompt_of(1, 100)
     with LLM(model, configuration(tmp_path), byte_tokenizer()) as llm:

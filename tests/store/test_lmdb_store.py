@@ -14,9 +14,10 @@ import pytest
 from store_cases import blob_of, key_of, kv_bytes
 
 from kvtier.store import lmdb_store
+from kvtier.store.blob_store import StoreFull
 from kvtier.store.boot_mark import BootMark, current_boot_id
 from kvtier.store.codec import NoCodec
-from kvtier.store.lmdb_store import LmdbStore, StoreFull
+from kvtier.store.lmdb_store import LmdbStore
 from kvtier.store.owner_lock import StoreInUse
 from kvtier.store.record import Fault, digest
 from kvtier.store.seal import charged_bytes

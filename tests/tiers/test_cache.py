@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from chaos import World
 
-from kvtier.store.blob_store import Blob
+from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.store.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers import spiller
@@ -471,3 +471,60 @@ def test_a_flush_gives_up_on_a_disk_that_cannot_be_written() -> None:
 
     assert w.cache.flush(1000, progress) > 0
     assert len(asked) < 50
+
+
+class UnforgettingStore(MemoryStore):
+    def delete(self, keys: Sequence[bytes]) -> int:
+        raise OSError("the disk does not answer")
+
+
+def test_a_reset_that_the_store_refuses_says_so_and_changes_nothing() -> None:
+    w = world(store=UnforgettingStore(100 * CHARGE))
+    read(w, "a")
+    w.settle()
+
+    assert not w.cache.reset()
+
+    assert w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1).num_tokens == DOCUMENT
+
+
+def test_the_reasons_of_a_hit_that_went_out_of_date_add_up() -> None:
+    groups = [FullAttention(BLOCK_SIZE)]
+    w = World(groups, [BLOCK_BYTES], 8, 0, None, random.Random(1))
+    chain = w.chain("a", 18)
+    tables = w.cache.allocate([5])
+    w.compute(tables, chain, 0, 18)
+    w.cache.release(tables)
+    hit = w.cache.lookup(chain, 18)
+    w.cache.release(w.cache.allocate([8]))  # somebody else takes the slots
+
+    tokens = w.cache.promote(hit).balance(18)
+
+    assert (tokens.recomputed, tokens.reasons) == (18, {Reason.LAST_BLOCK: 2, Reason.EVICTED_FROM_DEVICE: 16})
+
+
+def test_what_a_full_store_evicted_in_vain_is_dirty_again() -> None:
+    class FullStore(MemoryStore):
+        is_full = False
+
+        def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
+            if self.is_full:
+                error = StoreFull("no room")
+                error.evicted = list(self.keys())
+                self.delete(error.evicted)
+                raise error
+            return super().put_many(blobs)
+
+    store = FullStore(100 * CHARGE)
+    w = world(num_device_slots=16, num_host_slots=12, store=store)
+    read(w, "a")
+    w.cache.flush(10, stirring(w))
+    store.is_full = True
+    for i in range(3):
+        read(w, f"other {i}")
+
+    w.check()
+    on_device = [name for name in w.names("a", DOCUMENT) if w.cache._residency.device.pools[0].find(name) is not None]
+    below = [name for name in on_device if w.cache._residency.has_copy_below_device(0, name)]
+    dirty = [w.cache._residency.device.pools[0].name(slot) for slot in w.cache._residency.device.dirty[0]]
+    assert set(on_device) - set(below) <= set(dirty)
