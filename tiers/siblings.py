@@ -48,7 +48,7 @@ class Siblings:
         self._first[slots] = 0
 
     def is_used_up(self, slot: int, num_tokens: int) -> bool:
-        """Whether a block that goes on from *num_tokens* of this one's makes it useless: it is not full and has no more."""
+        """Whether a block that goes on from *num_tokens* of this one makes it useless: it has no more."""
         return num_tokens == int(self._num_tokens[slot]) < int(self._token_ids.shape[1])
 
     def parents(self, pool: BlockPool) -> Iterator[tuple[int, int]]:
