@@ -54,6 +54,11 @@ class _Stored(_Event, frozen=True, tag="BlockStored"):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+    # Always left out. With these, 16 fields, msgspec writes the map's header as it does for vLLM's struct.
+    locality: None = None
+    ownership: None = None
+    session_id: None = None
+    lookahead_token_ids: None = None
 
 
 class _Removed(_Event, frozen=True, tag="BlockRemoved"):

@@ -17,6 +17,7 @@ import zmq
 from kv_router import EventBatch, EventStream, Router
 from small_models import VOCAB, build, byte_tokenizer
 from transformers import PreTrainedModel
+from vllm_core import vllm_version
 
 from kvtier.engine import LLM, SamplingParams
 from kvtier.engine.config import EventsConfig
@@ -94,6 +95,36 @@ def test_a_batch_is_these_bytes() -> None:
         b"\xa6medium\xa7STORAGE\xa9group_idx\0"  # "medium": "STORAGE", "group_idx": 0},
         b"\x81\xa4type\xb0AllBlocksCleared\0"  # {"type": "AllBlocksCleared"}], 0]
     )
+
+
+def test_a_stored_block_has_the_wide_header_of_vllms_struct() -> None:
+    payload = EventEncoder(GROUPS).encode(1.5, [BlockStored(Tier.HOST, 0, chain_of(range(16)), BLOCK_SIZE)])
+
+    assert payload.startswith(b"\x93\xcb\x3f\xf8\0\0\0\0\0\0\x91\xde\x00\x0a\xa4type\xabBlockStored\xacblock_hashes")
+
+
+def test_the_real_vllm_reads_a_batch_and_writes_the_same_bytes() -> None:
+    if vllm_version() is None:
+        pytest.skip("vLLM's wheel is not importable")
+    from vllm.distributed.kv_events import KVEventBatch
+
+    token_ids = list(range(40))
+    chain = BlockChain(BLOCK_SIZE, ExtraKeys(lora=Lora("adapter", "/path"), cache_salt="salt"))
+    chain.extend(token_ids)
+    events = [
+        BlockStored(Tier.DEVICE, 0, chain.names, BLOCK_SIZE, None, token_ids[:32], 0, chain.extra),
+        BlockStored(Tier.DEVICE, 0, chain.names[1:], BLOCK_SIZE, chain.names[0], token_ids[16:32], 16, chain.extra),
+        BlockStored(Tier.HOST, 0, chain.names, BLOCK_SIZE),
+        BlockRemoved(Tier.DISK, 0, chain.names[:1]),
+        AllBlocksCleared(),
+    ]
+    payload = EventEncoder(GROUPS).encode(1.5, events)
+
+    batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
+
+    assert [event.medium for event in batch.events[:4]] == ["GPU", "GPU", "CPU", "STORAGE"]
+    assert batch.events[1].parent_block_hash == batch.events[0].block_hashes[0]
+    assert msgspec.msgpack.encode(batch) == payload
 
 
 def test_stored_removed_and_stored_again_come_as_they_happened() -> None:
