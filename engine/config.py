@@ -137,6 +137,12 @@ class EventsConfig(_Table, frozen=True, kw_only=True):
     hwm: BatchCount = 100_000
     int_block_hashes: bool = True
 
+    def __post_init__(self) -> None:
+        for endpoint in (self.endpoint, self.replay_endpoint or ""):  # ZMQ would take the remainder for a port
+            port = re.search(r"^tcp://.*:(\d+)$", endpoint)
+            if port is not None and int(port[1]) > 65535:
+                raise ValueError(f"endpoint {endpoint} has no such port; use 1 to 65535, or 0 for a free one")
+
 
 class Config(_Table, frozen=True, kw_only=True):
     """The whole tree. A tier that is None is absent; *metrics_port* None serves no metrics, 0 picks a free port."""

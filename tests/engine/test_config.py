@@ -132,6 +132,7 @@ def test_a_file_that_is_not_toml_is_named(tmp_path):
         ({"events": {"int_block_hash": True}}, "$.events.int_block_hash: unknown key; did you mean int_block_hashes?"),
         ({"events": {"endpoint": "localhost:5557"}}, "$.events.endpoint: Expected `str` matching regex"),
         ({"events": {"replay_endpoint": "udp://*:0"}}, "$.events.replay_endpoint: Expected `str` matching regex"),
+        ({"events": {"endpoint": "tcp://*:99999"}}, "$.events: endpoint tcp://*:99999 has no such port"),
         ({"events": {"hwm": 0}}, "$.events.hwm: Expected `int` >= 1"),
         ({"events": {"buffer_steps": 0}}, "$.events.buffer_steps: Expected `int` >= 1"),
         ({"metrics_port": 70_000}, "$.metrics_port: Expected `int` <= 65535"),
