@@ -386,8 +386,9 @@ class TieredCache:
     ) -> None:
         """Name the blocks of *table* from *start* on, in these slots; adopt those that are somewhere else already."""
         pool, size = self._residency.device.pools[group_id], self.groups[group_id].block_size
-        # Names of another size are a list made for this occasion.
-        is_own = size == chain.block_size
+        # The chain's own list makes one run of a request. Not where a group forgets: two blocks of a window would keep
+        # all the names of a long prompt.
+        is_own = size == chain.block_size and not self.groups[group_id].forgets
         names = chain.names if is_own else chain.names_of(size, range(start, start + len(slots)))
         offset = start if is_own else 0
         taken = pool.commit(slots, names, offset)

@@ -11,6 +11,7 @@ from kvtier.tiers.block_hash import BlockName
 
 NO_RUN = -1
 PIECE = 256  # names compared at once
+SHARE = 4  # a run with less than this part of its blocks left lets the names of its tail go
 
 
 @dataclass(slots=True)
@@ -108,6 +109,13 @@ class Runs:
         run.num_left -= len(places)
         if run.num_left == 0:
             del self._runs[run_id]
+        elif run.num_left < len(run.slots) // SHARE:
+            left = np.array(run.slots, np.int32)
+            end = int(np.flatnonzero(self._run_of[left] == run_id)[-1]) + 1
+            if end < len(run.slots) // 2:  # the tail is gone: so are its names
+                names, run.names = run.names, run.names[run.first : run.first + end]
+                first, run.first, run.slots = run.first, 0, run.slots[:end]
+                return [names[first + place] for place in places.tolist()]
         first, last = run.first + int(places[-1]), run.first + int(places[0])
         if last - first == len(places) - 1 and (np.diff(places) == -1).all():  # a tail, as it is evicted
             return list(run.names[first : last + 1])[::-1]
