@@ -14,18 +14,22 @@ class Blob:
     """One block to put. *raw* (format B, contiguous) stays the caller's and must not change during the call.
 
     *digest* is `record.digest` of the raw bytes, taken when they were made: whatever damages them
-    between then and the disk is found when they are read.
+    between then and the disk is found when they are read. *parent* is the key of the block that this
+    one continues, b"" if there is none or nobody minds: such a block leaves the store before its parent.
     """
 
     key: bytes
     digest: bytes
     raw: memoryview
+    parent: bytes = b""
 
     def __post_init__(self) -> None:
         if not NAMESPACE_BYTES <= len(self.key) <= MAX_KEY_BYTES:
             raise ValueError(f"key of {len(self.key)} bytes; need {NAMESPACE_BYTES} to {MAX_KEY_BYTES}")
         if len(self.digest) != DIGEST_BYTES:
             raise ValueError(f"digest of {len(self.digest)} bytes; need {DIGEST_BYTES}")
+        if len(self.parent) > MAX_KEY_BYTES:
+            raise ValueError(f"parent's key of {len(self.parent)} bytes; at most {MAX_KEY_BYTES}")
 
 
 class StoreFull(OSError):
@@ -41,6 +45,7 @@ class StoreStatistics:
     num_records: int
     stored_bytes: int  # sum of `seal.charged_bytes`: what counts against the capacity
     capacity_bytes: int
+    file_bytes: int  # what the store takes on the medium now (`st_blocks`); 0 in memory
     written_bytes_total: int  # * payload bytes as stored, for the budget of writes
     read_bytes_total: int  # raw bytes that were read and verified
     evicted_total: int  # * records
@@ -50,21 +55,22 @@ class StoreStatistics:
 class BlobStore(Protocol):
     """Bytes at rest: a key gives back exactly the bytes that were put, or nothing.
 
-    The bytes of a key never change. At any moment `stored_bytes <= capacity_bytes`; records leave
-    in the order of recency, oldest first. All methods may be called from any thread: reads run side
-    by side, changes one after another. OSError means that the change did not happen.
-    ValueError after `close`.
+    The bytes of a key never change. At any moment `stored_bytes <= capacity_bytes`. Records leave by
+    CLOCK: the oldest goes unless it was touched, then it loses its mark and counts as new. No record leaves
+    for room before one that continues it, so what stays is prefix-closed. All methods may be called from
+    any thread: reads run side by side, changes one after another. OSError means that the change did not
+    happen. ValueError after `close`.
     """
 
     def contains(self, key: bytes) -> bool:
         """Whether *key* has a record; looks at no payload, so it is cheap and vouches for nothing."""
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
-        """Store *blobs*, the last one becoming the most recent; the keys evicted for them.
+        """Store *blobs*, the last one becoming the newest; the keys evicted for them.
 
         So pass the tail of a prefix first: of one call, the first blob is evicted first. A key that is
         there already is only touched. All or nothing, except that a call of more than
-        `lmdb_store.PART_BYTES` is done in parts of that size; ask `contains` after an OSError.
+        `data_file.part_bytes` is done in parts of that size; ask `contains` after an OSError.
         ValueError, and nothing stored, when a blob alone is larger than the capacity.
         """
 
@@ -76,16 +82,16 @@ class BlobStore(Protocol):
         """
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Make *keys* the most recent, the last one most; those not there are passed over."""
+        """Mark *keys*: each is passed over once when room is made. Those not there are ignored."""
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Forget *keys*; how many were there."""
+        """Forget *keys*; how many were there. What continues them stays."""
 
     def keys(self) -> Iterator[bytes]:
-        """All keys at the moment of the call, oldest first."""
+        """All keys, newest first; what comes, goes or gets new meanwhile may be missing or there twice."""
 
     def verify(self) -> Iterator[tuple[bytes, Fault | None]]:
-        """Read every record, oldest first, and say what is wrong with it; deletes and counts nothing."""
+        """Read every record, newest first, and say what is wrong with it; deletes and counts nothing."""
 
     def sync(self) -> None:
         """Return when everything put so far is on the medium."""

@@ -1,16 +1,27 @@
-"""Whether a data file left by an earlier process can be trusted.
+"""What is known of a data file left by an earlier process: in which boot it was last open, and how.
 
-LMDB runs without syncing, so its file is whole after kill -9 (the kernel still writes the pages) but
-not after a crash of the machine. Reading a damaged file may crash, so the answer is kept beside it.
+LMDB's file is whole after kill -9 (the kernel still writes the pages) but, unless it was synced, not after a crash of
+the machine. Reading a damaged file may crash, so the answer is kept beside it.
 """
 
 import os
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
-_LAYOUT = "kvtier-store-1"  # the sub-databases and their rows; record headers have a version of their own
+_LAYOUT = "kvtier-store-2"  # the sub-databases and their rows; record headers have a version of their own
 _NAME = "boot_mark"
+
+
+class FileState(StrEnum):
+    """How the data file was left, if nothing is heard of it since."""
+
+    CLEAN = "clean"  # closed and synced
+    PROCESS = "process"  # open, nothing synced
+    INTERVAL = "interval"  # open, synced at checkpoints
+    COMMIT = "commit"  # open, synced with every change
+    DAMAGED = "damaged"  # its tree was found broken
 
 
 def current_boot_id() -> str:
@@ -20,10 +31,10 @@ def current_boot_id() -> str:
 
 @dataclass(frozen=True)
 class BootMark:
-    """The boot in which the data file was last open, and whether it was closed and synced since."""
+    """The boot in which the data file was last open, and its state then."""
 
     boot_id: str
-    is_clean: bool
+    state: FileState
     layout: str = _LAYOUT
 
     @classmethod
@@ -31,31 +42,29 @@ class BootMark:
         """The mark in *folder*; None if there is none or it makes no sense."""
         try:
             layout, boot_id, state = (folder / _NAME).read_text().split()
+            return cls(boot_id, FileState(state), layout)
         except (OSError, ValueError):
             return None
-        return cls(boot_id, state == "clean", layout)
 
     def write(self, folder: Path) -> None:
         """Replace the mark in *folder*, durably and in one step."""
         fresh = folder / f"{_NAME}.new"
         with fresh.open("w") as file:
-            file.write(f"{self.layout}\n{self.boot_id}\n{'clean' if self.is_clean else 'open'}\n")
+            file.write(f"{self.layout}\n{self.boot_id}\n{self.state}\n")
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(folder / _NAME)
         sync_folder(folder)
 
+    @property
+    def is_of_another_layout(self) -> bool:
+        """Whether this program cannot read the file."""
+        return self.layout != _LAYOUT
 
-def reason_to_distrust(folder: Path) -> str | None:
-    """Why the data file in *folder* must not even be opened; None if it may."""
-    mark = BootMark.read(folder)
-    if mark is None:
-        return "it has no readable boot mark"
-    if mark.layout != _LAYOUT:
-        return f"its layout is {mark.layout}, this program writes {_LAYOUT}"
-    if not mark.is_clean and mark.boot_id != current_boot_id():
-        return "the machine went down while it was open"
-    return None
+    @property
+    def saw_crash(self) -> bool:
+        """Whether the machine went down while the file was open."""
+        return self.state is not FileState.CLEAN and self.boot_id != current_boot_id()
 
 
 def sync_folder(folder: Path) -> None:

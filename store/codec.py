@@ -1,4 +1,4 @@
-"""Codecs: how the raw bytes of a block are laid out at rest. All are lossless."""
+"""Codecs: how the raw bytes of a block are laid out at rest."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -8,9 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from kvtier.store.fp8_codec import Fp8Codec
+
 
 class Codec(Protocol):
-    """A lossless layout of bytes at rest. Stateless, so one object serves all threads."""
+    """A layout of bytes at rest. Stateless, so one object serves all threads."""
 
     @property
     def codec_id(self) -> int:
@@ -18,6 +20,14 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether decoding gives back the raw bytes; if not, it gives the same bytes every time."""
+
+    @property
+    def is_fixed_length(self) -> bool:
+        """Whether blocks of one raw length have payloads of one length."""
 
     def encode(self, raw: memoryview) -> memoryview:
         """The payload for *raw*: a view of *raw* itself or of new memory, never longer-lived than a call."""
@@ -31,6 +41,8 @@ class NoCodec:
 
     codec_id = 0
     name = "none"
+    is_lossless = True
+    is_fixed_length = True
 
     def encode(self, raw: memoryview) -> memoryview:
         return raw
@@ -51,6 +63,9 @@ class ZstdPlaneCodec:
     Buys capacity, not speed: about 0.5 GB/s in, 0.9 GB/s out per core.
     Payload: the raw bytes of all elements, then one zstd frame.
     """
+
+    is_lossless = True
+    is_fixed_length = False
 
     def __init__(self, element_bytes: int) -> None:
         if element_bytes not in (1, 2, 4):
@@ -101,7 +116,15 @@ def _decompress(frame: memoryview, num_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 NO_CODEC = NoCodec()
-_KNOWN: tuple[Codec, ...] = (NO_CODEC, ZstdPlaneCodec(1), ZstdPlaneCodec(2), ZstdPlaneCodec(4))
+_KNOWN: tuple[Codec, ...] = (
+    NO_CODEC,
+    ZstdPlaneCodec(1),
+    ZstdPlaneCodec(2),
+    ZstdPlaneCodec(4),
+    Fp8Codec("bf16"),
+    Fp8Codec("fp16"),
+    Fp8Codec("fp32"),
+)
 CODECS: Mapping[str, Codec] = MappingProxyType({codec.name: codec for codec in _KNOWN})
 _BY_ID = {codec.codec_id: codec for codec in _KNOWN}
 

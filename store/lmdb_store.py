@@ -3,62 +3,77 @@
 import errno
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import Self, TypeVar
 
 import lmdb
+import numpy as np
 
+from kvtier.store import data_file
 from kvtier.store.blob_store import Blob, StoreFull, StoreStatistics
-from kvtier.store.boot_mark import BootMark, current_boot_id, reason_to_distrust, sync_folder
+from kvtier.store.boot_mark import BootMark, FileState, current_boot_id
+from kvtier.store.checkpoint import Checkpoint
+from kvtier.store.cipher import Cipher
 from kvtier.store.codec import NO_CODEC, Codec
-from kvtier.store.lmdb_tables import Change, Tables
+from kvtier.store.codec_choice import CodecChoice
+from kvtier.store.data_file import DAMAGE, PAGE_BYTES
+from kvtier.store.durability import Durability
+from kvtier.store.group_commit import GroupCommit
+from kvtier.store.lmdb_tables import Change
 from kvtier.store.owner_lock import OwnerLock
 from kvtier.store.record import Fault
-from kvtier.store.seal import charged_bytes, fault_of, refuse_oversized, seal, unseal
+from kvtier.store.seal import charged_bytes, fault_of, open_record, refuse_oversized, seal
 
-PART_BYTES = 32 << 20  # one transaction of `put_many`; bounds how much of the map waits to be reused
-_HEADROOM_BYTES = 6 * PART_BYTES  # of the map; see `_map_bytes`
+NUM_READERS = 4  # threads that share a large read
+_SHARE_BYTES = 1 << 20  # of a read that one thread takes at least
+_READ_BYTES = 4 << 20  # of one read transaction, or one block
 _RECORDS_PER_CHANGE = 512  # of a deletion: up to 3 index pages each, 6 MiB
 _RECORDS_WHEN_FULL = 8  # of a deletion that must not need more pages than a change leaves free
-_PAGE_BYTES = 4096
-# The tree itself is broken, not one payload; a file like this is not opened again. (Bad transaction:
-# what LMDB says when the root of a sub-database is broken. Any other error ends our transactions.)
-_DAMAGE = (
-    lmdb.BadTxnError,
-    lmdb.CorruptedError,
-    lmdb.InvalidError,
-    lmdb.PageNotFoundError,
-    lmdb.PanicError,
-    lmdb.VersionMismatchError,
-)
+_KEYS_PER_PAGE = 4096
+_CHECK_READERS_S = 10.0  # how often slots of readers in dead processes are freed: they hold back pages
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
-class _Rehearsed(Exception):
-    """Ends a change that was only tried."""
+class _StillTooMuch(Exception):
+    """Ends a change that could not evict enough at once."""
 
 
 class LmdbStore:
     """See `BlobStore`. One process owns *folder* (`StoreInUse` otherwise); opening takes the same time at any size.
 
-    Payload, index, recency and accounting change in one transaction, so a process killed at any
-    point leaves a whole store. A crash of the machine does not: the next start is empty. So is the
-    start after a broken tree was met; until then changes raise and reads are `Fault.IO_ERROR`.
-    Bytes are copied out of the map inside short read transactions; no view of it leaves this file.
-    The file keeps the size it had when the capacity is lowered. A medium that fails to read a mapped
-    page ends the process with SIGBUS, as it does with every program that maps files.
+    Payload, index, recency and accounting change in one transaction, so a process killed at any point leaves a whole
+    store. What a crash of the machine leaves is a matter of *durability*; *interval_s* is the time between checkpoints.
+    *owner* is the pid that others are told, this process's by default.
+    The start after a broken tree was met is empty; until then changes raise and reads are `Fault.IO_ERROR`.
+    Without *capacity_bytes* it is the one with which the store was last opened; OSError if there is no such store.
+    The file never takes more than `data_file.map_bytes` of the capacity. Bytes are copied out of the map inside short
+    read transactions; no view of it leaves this file. A medium that fails to read a mapped page ends the process with
+    SIGBUS, as with every program that maps files: that is what `StoreProcess` is for.
     """
 
-    def __init__(self, folder: Path, capacity_bytes: int, codec: Codec = NO_CODEC) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        capacity_bytes: int | None = None,
+        codec: Codec | CodecChoice = NO_CODEC,
+        cipher: Cipher | None = None,
+        durability: Durability = Durability.PROCESS,
+        interval_s: float = 10.0,
+        owner: int | None = None,
+    ) -> None:
         self._folder = folder
-        self._capacity_bytes = capacity_bytes
         self._codec = codec
+        self._cipher = cipher
+        self._durability = durability
+        self._interval_s = interval_s
         self._writer = threading.RLock()  # held for a change; taken before, never inside, `_gate`
         self._gate = threading.Condition()  # guards the five below
         self._num_readers = 0
@@ -66,16 +81,26 @@ class LmdbStore:
         self._faults: Counter[Fault] = Counter()
         self._is_damaged = False
         self._closed = False
+        self._readers = ThreadPoolExecutor(NUM_READERS, "kvtier-store-read")
+        self._readers_checked_at = time.monotonic()
+        self._checkpoint: Checkpoint | None = None
+        self._closing = threading.Event()
 
-        folder.mkdir(parents=True, exist_ok=True)
-        self._owner_lock = OwnerLock(folder)
+        if capacity_bytes is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        self._owner_lock = OwnerLock(folder, owner)
         try:
-            self._tables = _open_trusted(folder, _map_bytes(folder, capacity_bytes))
+            self._capacity_bytes = data_file.recorded_capacity(folder) if capacity_bytes is None else capacity_bytes
+            self._tables = data_file.open_trusted(folder, self._capacity_bytes, durability)
+        except lmdb.Error as error:
+            self._owner_lock.release()
+            raise OSError(errno.EIO, f"store {folder}: {error}") from error
         except BaseException:
             self._owner_lock.release()
             raise
+        self._group = GroupCommit(self._writer, data_file.part_bytes(self._capacity_bytes), self._put_group)
         try:
-            self._evict_to(capacity_bytes)
+            self._settle()
         except BaseException:
             self.close()
             raise
@@ -85,11 +110,11 @@ class LmdbStore:
             return txn.get(key, db=self._tables.records) is not None
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
-        refuse_oversized(blobs, self._capacity_bytes)
+        refuse_oversized(blobs, self._capacity_bytes, self._cipher)
         evicted: dict[bytes, None] = {}
-        for part in _parts(blobs):
+        for part in _parts(blobs, data_file.part_bytes(self._capacity_bytes)):
             try:
-                gone = self._put_part(part)
+                gone = self._group.put(part)
             except StoreFull as error:
                 error.evicted = list(evicted | dict.fromkeys(error.evicted))
                 raise
@@ -99,14 +124,20 @@ class LmdbStore:
         return list(evicted)
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
-        return [self._read(key, out) for key, out in zip(keys, outs, strict=True)]
+        pairs = list(zip(keys, outs, strict=True))
+        num_shares = min(NUM_READERS, len(pairs), sum(out.nbytes for out in outs) // _SHARE_BYTES)
+        if num_shares <= 1:
+            return self._read_share(pairs)
+        size = -(-len(pairs) // num_shares)
+        shares = [pairs[start : start + size] for start in range(0, len(pairs), size)]
+        return list(chain.from_iterable(self._readers.map(self._read_share, shares)))
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        def touch_all(change: Change) -> None:
+        def mark_all(change: Change) -> None:
             for key in keys:
-                change.touch(key)
+                change.mark(key)
 
-        self._change(touch_all, 3 * _PAGE_BYTES * len(keys))
+        self._change(mark_all, 3 * PAGE_BYTES * len(keys))
 
     def delete(self, keys: Sequence[bytes]) -> int:
         num_deleted, at_once, left = 0, _RECORDS_PER_CHANGE, list(keys)
@@ -118,59 +149,72 @@ class LmdbStore:
                 if at_once == _RECORDS_WHEN_FULL:
                     raise
                 at_once = _RECORDS_WHEN_FULL
+                self._free_pages()
                 continue
             del left[:at_once]
         return num_deleted
 
     def keys(self) -> Iterator[bytes]:
-        with self._writer, self._reading() as txn:  # nothing is written, so the reader holds back no pages
-            return iter([bytes(key) for key in txn.cursor(db=self._tables.order).iternext(keys=False)])
+        with self._in_use():
+            return self._walk()
 
     def verify(self) -> Iterator[tuple[bytes, Fault | None]]:
         for key in self.keys():
             with self._reading() as txn:
                 stored = self._tables.stored(txn, key)
-                fault = None if stored is None else fault_of(key, *stored)
+                fault = None if stored is None else fault_of(key, *stored, self._cipher)
             if stored is not None:
                 yield key, fault
 
     def sync(self) -> None:
-        with self._in_use(), self._lmdb_errors():  # not as a writer: others may go on writing
-            self._tables.env.sync(True)
+        with self._in_use(), self._lmdb_errors():
+            self._tables.env.sync(True)  # not as the writer: others may go on writing meanwhile
+        if self._checkpoint is not None:
+            with self._writer, self._in_use(), self._lmdb_errors():
+                self._checkpoint.take()
 
     def statistics(self) -> StoreStatistics:
         with self._reading() as txn:
             counters = self._tables.counters(txn)
+            file_bytes = self._tables.file_bytes()
         with self._gate:
             return StoreStatistics(
                 num_records=counters.num_records,
                 stored_bytes=counters.stored_bytes,
                 capacity_bytes=self._capacity_bytes,
+                file_bytes=file_bytes,
                 written_bytes_total=counters.written_bytes_total,
                 read_bytes_total=self._read_bytes_total,
                 evicted_total=counters.evicted_total,
-                faults=MappingProxyType(dict(self._faults)),
+                faults=dict(self._faults),
             )
 
     def check(self) -> None:
         with self._writer, self._in_use(), self._lmdb_errors(), self._tables.env.begin() as txn:
             self._tables.check(txn)
             stored_bytes = self._tables.counters(txn).stored_bytes
+            file_bytes = self._tables.file_bytes()
         assert stored_bytes <= self._capacity_bytes, f"{stored_bytes} bytes exceed {self._capacity_bytes}"
+        most = data_file.map_bytes(self._capacity_bytes) + data_file.BESIDES_BYTES
+        assert file_bytes <= most, f"the file takes {file_bytes} bytes, more than {most}"
 
     def close(self) -> None:
+        self._closing.set()
         with self._writer:
             with self._gate:
                 if self._closed:
                     return
                 self._closed = True
                 self._gate.wait_for(lambda: self._num_readers == 0)  # a read after unmapping would crash
+            self._readers.shutdown()
             try:
                 with self._lmdb_errors():
                     self._tables.env.sync(True)
                 if not self._is_damaged:
-                    BootMark(current_boot_id(), is_clean=True).write(self._folder)
+                    BootMark(current_boot_id(), FileState.CLEAN).write(self._folder)
             finally:
+                if self._checkpoint is not None:
+                    self._checkpoint.close()
                 self._tables.close()
                 self._owner_lock.release()
 
@@ -179,6 +223,43 @@ class LmdbStore:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _walk(self) -> Iterator[bytes]:
+        """The keys, newest first, in pages: a long read transaction would hold back the pages freed meanwhile."""
+        before = None
+        while True:
+            with self._in_use(), self._lmdb_errors(), self._tables.env.begin() as txn:
+                page = self._tables.keys_before(txn, before, _KEYS_PER_PAGE)
+            if not page:
+                return
+            before = page[-1][0]
+            yield from (key for _, key in page)
+
+    def _settle(self) -> None:
+        """Bring a file just opened within its capacity, and to its level of durability."""
+        self._evict_to(self._capacity_bytes)
+        with self._lmdb_errors():
+            if self._tables.file_bytes() > data_file.map_bytes(self._capacity_bytes):
+                self._tables = data_file.compacted(self._folder, self._tables, self._capacity_bytes, self._durability)
+            with self._changing() as change:
+                change.counters.capacity_bytes = self._capacity_bytes
+            if self._durability is Durability.COMMIT:
+                self._tables.env.sync(True)
+                BootMark(current_boot_id(), FileState.COMMIT).write(self._folder)
+            elif self._durability is Durability.INTERVAL:
+                self._checkpoint = Checkpoint(self._folder, self._tables.env)
+                self._checkpoint.take()
+                BootMark(current_boot_id(), FileState.INTERVAL).write(self._folder)
+                threading.Thread(target=self._take_checkpoints, name="kvtier-checkpoint", daemon=True).start()
+
+    def _take_checkpoints(self) -> None:
+        while not self._closing.wait(self._interval_s):
+            try:
+                self.sync()
+            except ValueError:  # closed
+                return
+            except OSError as error:
+                _log.warning("store %s: no checkpoint, the one before stays: %s", self._folder, error)
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -206,29 +287,32 @@ class LmdbStore:
         with self._writer:
             if self._closed:
                 raise ValueError("store is closed")
-            self._tables.reserve(new_bytes)
-            with self._lmdb_errors(), self._tables.env.begin(write=True) as txn:
-                change = Change(self._tables, txn)
-                yield change
-                change.write_ledger()
+            with self._lmdb_errors():
+                if time.monotonic() - self._readers_checked_at > _CHECK_READERS_S:
+                    self._clear_stale_readers()
+                self._tables.reserve(new_bytes)
+                with self._tables.env.begin(write=True) as txn:
+                    change = Change(self._tables, txn)
+                    yield change
+                    change.write_ledger()
 
     def _change(self, act: Callable[[Change], _T], new_bytes: int) -> _T:
         """Run *act*, which may need *new_bytes* of pages, as one change that leaves pages to delete with.
 
-        A deletion needs pages of its own: a map filled to the last page could never be emptied again.
-        Near the end of the map a rehearsal finds out, as LMDB does not say how many pages are free.
+        Near the end of the map it is tried out, as LMDB does not say how many pages are free.
         """
-        with self._writer:
-            if not self._closed and self._tables.is_nearly_full(new_bytes):
-                try:
-                    with self._changing(new_bytes) as change:
-                        act(change)
-                        change.take_spare_pages()
-                        raise _Rehearsed
-                except _Rehearsed:
-                    pass
-            with self._changing(new_bytes) as change:
-                return act(change)
+        try:
+            return self._change_at_once(act, new_bytes)
+        except StoreFull:
+            self._free_pages()
+            return self._change_at_once(act, new_bytes)
+
+    def _change_at_once(self, act: Callable[[Change], _T], new_bytes: int) -> _T:
+        with self._changing(new_bytes) as change:
+            result = act(change)
+            if self._tables.is_nearly_full(new_bytes):
+                change.leave_spare_pages()
+            return result
 
     @contextmanager
     def _lmdb_errors(self) -> Iterator[None]:
@@ -240,77 +324,118 @@ class LmdbStore:
                 errno.ENOSPC, f"store {self._folder}: map full; raise capacity_bytes or use blocks of one size"
             ) from error
         except lmdb.Error as error:
-            if isinstance(error, _DAMAGE) and not self._is_damaged:
+            if isinstance(error, DAMAGE) and not self._is_damaged:
                 self._is_damaged = True
                 _log.warning("store %s is damaged, the next start is empty: %s", self._folder, error)
-                BootMark("damaged", is_clean=False).write(self._folder)
+                BootMark(current_boot_id(), FileState.DAMAGED).write(self._folder)
             raise OSError(errno.EIO, f"store {self._folder}: {error}") from error
 
-    def _put_part(self, part: Sequence[Blob]) -> list[bytes]:
+    def _put_group(self, group: Sequence[Blob]) -> list[bytes]:
+        """Store *group*; if the map is full, after making room."""
         try:
-            return self._put_at_once(part)
+            return self._put_at_once(group)
         except StoreFull:
-            gone = self._make_room(2 * _charged_bytes(part))
-            again = {blob.key for blob in part}
-            try:
-                return [key for key in gone if key not in again] + self._put_at_once(part)
-            except StoreFull as error:
-                error.evicted = gone
-                raise
+            gone = self._make_room(2 * _charged_bytes(group))
+        again = {blob.key for blob in group}
+        try:
+            return [key for key in gone if key not in again] + self._put_at_once(group)
+        except StoreFull as error:
+            error.evicted = gone
+            raise
 
-    def _put_at_once(self, part: Sequence[Blob]) -> list[bytes]:
+    def _put_at_once(self, group: Sequence[Blob]) -> list[bytes]:
         def put(change: Change) -> list[bytes]:
-            for blob in part:
-                if not change.touch(blob.key):
-                    change.add(seal(blob, self._codec))
-            # Not before adding: LMDB reuses pages freed here in a later transaction only.
-            return change.evict(self._capacity_bytes, change.counters.num_records)
+            new = [blob for blob in unique if not change.mark(blob.key)]
+            for blob in new:  # nobody is evicted for what continues it
+                change.mark(blob.parent)
+            sealed = [seal(blob, self._codec, self._cipher) for blob in new]
+            # First, so that new records come behind those that get a second chance for them.
+            evicted = change.evict(max(0, self._capacity_bytes - sum(one.charged_bytes for one in sealed)))
+            coming = {blob.key for blob in new}
+            for blob, one in zip(new, sealed, strict=True):
+                coming.discard(blob.key)
+                change.add(one, blob.parent, coming)
+            evicted += change.evict(self._capacity_bytes)
+            if change.counters.stored_bytes > self._capacity_bytes:
+                raise _StillTooMuch
+            return evicted
 
+        unique = {blob.key: blob for blob in group}.values()
         # Small blocks dirty up to 3 index pages each way, as much as they are charged.
-        return self._change(put, 3 * _charged_bytes(part))
+        num_bytes = _charged_bytes(group)
+        try:
+            return self._change(put, 3 * num_bytes)
+        except _StillTooMuch:  # it got through too little of the order for one change
+            gone = self._evict_to(max(0, self._capacity_bytes - num_bytes))
+            again = {blob.key for blob in group}
+            return [key for key in gone if key not in again] + self._change(put, 3 * num_bytes)
 
     def _make_room(self, num_bytes: int) -> list[bytes]:
         """Evict *num_bytes* more than the capacity asks for; the pages are free to use on return."""
         gone = self._evict_to(max(0, self.statistics().stored_bytes - num_bytes), _RECORDS_WHEN_FULL)
+        self._free_pages()
+        return gone
+
+    def _free_pages(self) -> None:
+        """Let pages be used again that were freed, but which a dead reader or the last checkpoint holds back."""
+        with self._writer, self._in_use(), self._lmdb_errors():
+            self._clear_stale_readers()
+            if self._checkpoint is not None:
+                self._checkpoint.take()
         with self._changing():
             pass  # pages become reusable one transaction after the one that freed them
-        return gone
+
+    def _clear_stale_readers(self) -> None:
+        self._readers_checked_at = time.monotonic()
+        self._tables.env.reader_check()
 
     def _evict_to(self, limit_bytes: int, records_per_change: int = _RECORDS_PER_CHANGE) -> list[bytes]:
         evicted: list[bytes] = []
         while self.statistics().stored_bytes > limit_bytes:
             try:
                 with self._changing() as change:
+                    before = change.counters.next_sequence
                     gone = change.evict(limit_bytes, records_per_change)
+                    moved = change.counters.next_sequence > before
             except StoreFull as error:
                 if records_per_change == _RECORDS_WHEN_FULL:
                     error.evicted = evicted
                     raise
                 records_per_change = _RECORDS_WHEN_FULL
+                self._free_pages()
                 continue
-            if not gone:
+            if not gone and not moved:
                 break  # the ledger is wrong; `check` says so, and this must not spin
             evicted += gone
         return evicted
 
-    def _read(self, key: bytes, out: memoryview) -> bytes | Fault:
-        result = self._read_once(key, out)
-        if isinstance(result, Fault) and result not in (Fault.MISSING, Fault.IO_ERROR):
-            result = self._judge(key, out)
+    def _read_share(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
+        results: list[bytes | Fault] = []
+        for piece in _pieces(pairs):
+            results += self._read_piece(piece)
+        for i, (key, out) in enumerate(pairs):
+            if _is_bad(results[i]):
+                results[i] = self._judge(key, out)
         with self._gate:
-            if not isinstance(result, Fault):
-                self._read_bytes_total += out.nbytes
-            elif result is not Fault.MISSING:
-                self._faults[result] += 1
-        return result
+            for (_, out), result in zip(pairs, results, strict=True):
+                if not isinstance(result, Fault):
+                    self._read_bytes_total += out.nbytes
+                elif result is not Fault.MISSING:
+                    self._faults[result] += 1
+        return results
 
-    def _read_once(self, key: bytes, out: memoryview) -> bytes | Fault:
+    def _read_piece(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
+        results: list[bytes | Fault] = []
         try:
             with self._reading() as txn:
-                stored = self._tables.stored(txn, key)
-                return Fault.MISSING if stored is None else unseal(key, *stored, out)
+                for key, out in pairs:
+                    stored = self._tables.stored(txn, key)
+                    if stored is not None and isinstance(self._codec, CodecChoice):
+                        self._codec.read(stored[1].nbytes, _seconds_to_have(stored[1]))
+                    results.append(Fault.MISSING if stored is None else open_record(key, *stored, out, self._cipher))
         except OSError:
-            return Fault.IO_ERROR
+            results += [Fault.IO_ERROR] * (len(pairs) - len(results))
+        return results
 
     def _judge(self, key: bytes, out: memoryview) -> bytes | Fault:
         """Read *key*, found bad, once more with writers kept out, and delete it if it still is.
@@ -318,8 +443,8 @@ class LmdbStore:
         Between the two it may have been replaced by a good record, which must stay.
         """
         with self._writer:
-            result = self._read_once(key, out)
-            if isinstance(result, Fault) and result not in (Fault.MISSING, Fault.IO_ERROR):
+            (result,) = self._read_piece([(key, out)])
+            if _is_bad(result):
                 try:
                     self.delete([key])
                 except OSError as error:
@@ -327,55 +452,44 @@ class LmdbStore:
             return result
 
 
-def _map_bytes(folder: Path, capacity_bytes: int) -> int:
-    """Size of the map: what churn at full capacity needs beyond it, and no less than a file that is there.
-
-    Measured over 8 to 60 turnovers in mixed sizes (64 KiB to 4 MiB), touches and a reader: capacities of
-    64 / 512 / 2048 MiB grew by 135 / 182 / 347 MiB; blocks of one size by 34 MiB, one part, at each.
-    """
-    data = folder / "data.mdb"
-    present_bytes = data.stat().st_size if data.exists() else 0
-    wanted = capacity_bytes * 5 // 4 + _HEADROOM_BYTES
-    return max(-(-wanted // _PAGE_BYTES) * _PAGE_BYTES, present_bytes)
+def _is_bad(result: bytes | Fault) -> bool:
+    """Whether a read met a record that must go."""
+    return isinstance(result, Fault) and result.is_bad_record
 
 
-def _open_trusted(folder: Path, map_bytes: int) -> Tables:
-    """The tables in *folder*, empty ones if those there cannot be trusted."""
-    reason = reason_to_distrust(folder)
-    if reason is not None and (folder / "data.mdb").exists():
-        _start_empty(folder, reason)
-    BootMark(current_boot_id(), is_clean=False).write(folder)
-    try:
-        try:
-            return Tables(folder, map_bytes)
-        except _DAMAGE as error:
-            _start_empty(folder, str(error))
-            return Tables(folder, map_bytes)
-    except lmdb.Error as error:
-        raise OSError(errno.EIO, f"store {folder}: {error}") from error
-
-
-def _start_empty(folder: Path, reason: str) -> None:
-    _log.warning("store %s starts empty: %s", folder, reason)
-    for name in ("data.mdb", "lock.mdb"):
-        (folder / name).unlink(missing_ok=True)
-    sync_folder(folder)
+def _seconds_to_have(value: memoryview) -> float:
+    """How long it takes until all of a value's pages are in memory."""
+    started = time.perf_counter()
+    np.frombuffer(value, np.uint8)[::PAGE_BYTES].max(initial=0)
+    return time.perf_counter() - started
 
 
 def _charged_bytes(blobs: Sequence[Blob]) -> int:
+    """About as much as they will be charged; with encryption, a page each too little."""
     return sum(charged_bytes(blob.raw.nbytes) for blob in blobs)
 
 
-def _parts(blobs: Sequence[Blob]) -> Iterator[list[Blob]]:
-    """Runs of *blobs* of at most PART_BYTES, or of one blob."""
+def _pieces(pairs: Sequence[tuple[bytes, memoryview]]) -> Iterator[Sequence[tuple[bytes, memoryview]]]:
+    """Runs of *pairs* of at most _READ_BYTES, or of one block."""
+    start = num_bytes = 0
+    for i, (_, out) in enumerate(pairs):
+        if i > start and num_bytes + out.nbytes > _READ_BYTES:
+            yield pairs[start:i]
+            start, num_bytes = i, 0
+        num_bytes += out.nbytes
+    yield pairs[start:]
+
+
+def _parts(blobs: Sequence[Blob], most_bytes: int) -> Iterator[list[Blob]]:
+    """Runs of *blobs* of at most *most_bytes*, or of one blob."""
     part: list[Blob] = []
-    part_bytes = 0
+    num_bytes = 0
     for blob in blobs:
         blob_bytes = charged_bytes(blob.raw.nbytes)
-        if part and part_bytes + blob_bytes > PART_BYTES:
+        if part and num_bytes + blob_bytes > most_bytes:
             yield part
-            part, part_bytes = [], 0
+            part, num_bytes = [], 0
         part.append(blob)
-        part_bytes += blob_bytes
+        num_bytes += blob_bytes
     if part:
         yield part

@@ -2,21 +2,26 @@
 
 import os
 import struct
+import sys
+from collections.abc import Collection
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import lmdb
 
+from kvtier.store.durability import Durability
+from kvtier.store.record import HEADER_BYTES
 from kvtier.store.seal import Sealed
 
-_SEQUENCE = struct.Struct(">Q")  # big-endian, so that LMDB's byte order is the order of recency
-_ROW = struct.Struct(">QQ")  # sequence number, charged bytes; the record's header follows
-_COUNTERS = struct.Struct("<5Q")
+_SEQUENCE = struct.Struct(">Q")  # big-endian, so that LMDB's byte order is the order of age
+_ROW = struct.Struct(">QQ?")  # sequence number, charged bytes, mark; the record's header and its parent's key follow
+_COUNTERS = struct.Struct("<6Q")
 _COUNTERS_KEY = b"counters"
 _PAGE_BYTES = 4096
 _SPARE_PAGES = 64  # left free by every change that adds: what a deletion of 8 records needs, three levels deep
 _SPARE_VALUE = bytes(_PAGE_BYTES // 2)  # LMDB gives it a page of its own
 _SLACK_BYTES = 16 << 20  # disk space kept beyond what was asked for; alone enough for a deletion
+_MOST_SECOND_CHANCES = 512  # of one change: up to 3 index pages each, 6 MiB
 
 
 @dataclass(slots=True)
@@ -28,28 +33,51 @@ class Counters:
     next_sequence: int = 0
     written_bytes_total: int = 0
     evicted_total: int = 0
+    capacity_bytes: int = 0  # with which the store was last opened
+
+
+@dataclass(slots=True)
+class Row:
+    """What is kept of a record besides its payload."""
+
+    sequence: int
+    charged_bytes: int
+    is_marked: bool
+    header: bytes
+    parent: bytes
+
+    @classmethod
+    def unpack(cls, row: bytes) -> "Row":
+        """A row as it is kept."""
+        end = _ROW.size + HEADER_BYTES
+        sequence, charged_bytes, is_marked = _ROW.unpack_from(row)
+        return cls(sequence, charged_bytes, is_marked, row[_ROW.size : end], row[end:])
+
+    def pack(self) -> bytes:
+        """As it is kept."""
+        return _ROW.pack(self.sequence, self.charged_bytes, self.is_marked) + self.header + self.parent
 
 
 class Tables:
     """One LMDB environment with four sub-databases.
 
-    records   key -> sequence number, charged bytes, header
+    records   key -> sequence number, charged bytes, mark, header, parent's key
     payloads  key -> payload, one value
     order     sequence number -> key, oldest first
     ledger    `Counters`
     """
 
-    def __init__(self, folder: Path, map_bytes: int) -> None:
-        # writemap without sync: 1.2 to 1.8 times the speed of pwrite; without readahead cold reads
-        # are 14 times slower. The map size never changes: LMDB would pull it from under a reader.
+    def __init__(self, folder: Path, map_bytes: int, durability: Durability) -> None:
+        # Without readahead cold reads are 14 times slower. The map size never changes: LMDB would pull it from under a
+        # reader. For the other two see `Durability`.
         self.env = lmdb.open(
             str(folder),
             map_size=map_bytes,
             max_dbs=4,
             max_readers=256,
             max_spare_txns=16,
-            writemap=True,
-            sync=False,
+            writemap=durability.is_mapped,
+            sync=not durability.is_mapped,
             readahead=True,
         )
         self._data_file = os.open(folder / "data.mdb", os.O_RDWR)
@@ -67,6 +95,14 @@ class Tables:
         except BaseException:
             self.close()
             raise
+
+    @staticmethod
+    def capacity_in(env: lmdb.Environment) -> int:
+        """The capacity in the ledger of an environment that is open for reading only."""
+        ledger = env.open_db(b"ledger", create=False)
+        with env.begin() as txn:
+            packed = txn.get(_COUNTERS_KEY, db=ledger)
+        return 0 if packed is None else Counters(*_COUNTERS.unpack(packed)).capacity_bytes
 
     def close(self) -> None:
         """Unmap; a transaction still open elsewhere would crash the process."""
@@ -89,6 +125,10 @@ class Tables:
         """Whether *new_bytes* and the spare pages might not fit after the last page in use."""
         return self._used_bytes() + new_bytes + _SPARE_PAGES * _PAGE_BYTES > self.env.info()["map_size"]
 
+    def file_bytes(self) -> int:
+        """What the data file takes on the medium."""
+        return os.fstat(self._data_file).st_blocks * 512
+
     def counters(self, txn: "lmdb.Transaction[bytes] | lmdb.Transaction[memoryview]") -> Counters:
         """The ledger as *txn* sees it."""
         packed = txn.get(_COUNTERS_KEY, db=self.ledger)
@@ -100,50 +140,70 @@ class Tables:
         if row is None:
             return None
         payload = txn.get(key, db=self.payloads)  # None: damage, which the length 0 shows
-        return bytes(row[_ROW.size :]), memoryview(b"") if payload is None else payload
+        header = bytes(row[_ROW.size : _ROW.size + HEADER_BYTES])
+        return header, memoryview(b"") if payload is None else payload
+
+    def keys_before(self, txn: "lmdb.Transaction[bytes]", sequence: int | None, most: int) -> list[tuple[int, bytes]]:
+        """Up to *most* records older than *sequence* (None: the newest), as sequence number and key, newest first."""
+        with txn.cursor(db=self.order) as cursor:
+            if sequence is None:
+                is_there = cursor.last()
+            else:
+                is_there = cursor.prev() if cursor.set_range(_SEQUENCE.pack(sequence)) else cursor.last()
+            rows = cursor.iterprev() if is_there else iter(())
+            return [(_SEQUENCE.unpack(packed)[0], key) for _, (packed, key) in zip(range(most), rows, strict=False)]
 
     def check(self, txn: "lmdb.Transaction[bytes]") -> None:
-        """AssertionError if ledger, order, records and payloads disagree."""
+        """AssertionError if ledger, order, records and payloads disagree, or a record might leave before its child."""
         counters = self.counters(txn)
         order = {key: _SEQUENCE.unpack(packed)[0] for packed, key in txn.cursor(db=self.order)}
-        rows = {key: _ROW.unpack_from(row) for key, row in txn.cursor(db=self.records)}
+        rows = {key: Row.unpack(row) for key, row in txn.cursor(db=self.records)}
         payload_keys = set(txn.cursor(db=self.payloads).iternext(values=False))
 
-        assert {key: sequence for key, (sequence, _) in rows.items()} == order, "records and order disagree"
+        assert {key: row.sequence for key, row in rows.items()} == order, "records and order disagree"
         assert txn.stat(db=self.order)["entries"] == len(order), "a key stands twice in the order"
         assert payload_keys == rows.keys(), "records and payloads disagree"
         assert counters.num_records == len(rows), f"ledger: {counters.num_records} of {len(rows)} records"
-        recount = sum(charged for _, charged in rows.values())
+        recount = sum(row.charged_bytes for row in rows.values())
         assert counters.stored_bytes == recount, f"ledger: {counters.stored_bytes} bytes, recount {recount}"
         newest = max(order.values(), default=-1)
         assert newest < counters.next_sequence, f"sequence {newest} is not below {counters.next_sequence}"
+        for row in rows.values():
+            parent = rows.get(row.parent)
+            is_safe = parent is None or parent.is_marked or parent.sequence > row.sequence
+            assert is_safe, "a record would leave before the one that continues it"
 
     def _used_bytes(self) -> int:
         return (self.env.info()["last_pgno"] + 1) * _PAGE_BYTES
 
 
 class Change:
-    """A write transaction under way: rows, payloads, order and ledger move together or not at all."""
+    """A write transaction under way: rows, payloads, order and ledger move together or not at all.
+
+    The order of leaving is CLOCK. One rule keeps what stays prefix-closed: a parent is newer than its child, or it is
+    marked. Whatever makes a record new marks its parent; so an unmarked oldest record has nothing that continues it.
+    """
 
     def __init__(self, tables: Tables, txn: "lmdb.Transaction[bytes]") -> None:
         self._tables = tables
         self._txn = txn
         self.counters = tables.counters(txn)
 
-    def touch(self, key: bytes) -> bool:
-        """Make *key* the most recent; False if it is not there."""
-        row = self._txn.get(key, db=self._tables.records)
-        if row is None:
+    def mark(self, key: bytes) -> bool:
+        """Let *key* be passed over once when room is made; False if it is not there."""
+        packed = self._txn.get(key, db=self._tables.records) if key else None
+        if packed is None:
             return False
-        sequence, charged_bytes = _ROW.unpack_from(row)
-        self._txn.delete(_SEQUENCE.pack(sequence), db=self._tables.order)
-        self._append(key, charged_bytes, row[_ROW.size :])
+        row = Row.unpack(packed)
+        if not row.is_marked:
+            row.is_marked = True
+            self._txn.put(key, row.pack(), db=self._tables.records)
         return True
 
-    def add(self, sealed: Sealed) -> None:
-        """Store a block under a key that is not there, as the most recent."""
+    def add(self, sealed: Sealed, parent: bytes, coming: Collection[bytes] = ()) -> None:
+        """Store a block under a key that is not there, as the newest. A *parent* that is *coming* needs no mark."""
         self._txn.put(sealed.key, sealed.payload, db=self._tables.payloads)
-        self._append(sealed.key, sealed.charged_bytes, sealed.header)
+        self._append(sealed.key, Row(0, sealed.charged_bytes, False, sealed.header, parent), coming)
         self.counters.num_records += 1
         self.counters.stored_bytes += sealed.charged_bytes
         self.counters.written_bytes_total += sealed.payload.nbytes
@@ -153,37 +213,64 @@ class Change:
         row = self._txn.pop(key, db=self._tables.records)
         if row is None:
             return False
-        sequence, charged_bytes = _ROW.unpack_from(row)
+        sequence, charged_bytes, _ = _ROW.unpack_from(row)
         self._txn.delete(_SEQUENCE.pack(sequence), db=self._tables.order)
         self._txn.delete(key, db=self._tables.payloads)
         self.counters.num_records -= 1
         self.counters.stored_bytes -= charged_bytes
         return True
 
-    def evict(self, limit_bytes: int, max_records: int) -> list[bytes]:
-        """Remove the oldest until no more than *limit_bytes* are stored, at most *max_records* of them."""
+    def evict(self, limit_bytes: int, max_records: int = sys.maxsize) -> list[bytes]:
+        """Remove the oldest until no more than *limit_bytes* are stored, at most *max_records* of them.
+
+        What is marked gets a second chance instead. Of these there are only so many in one change: look at
+        `counters` for whether more changes are needed.
+        """
         evicted: list[bytes] = []
+        num_chances = 0
         while self.counters.stored_bytes > limit_bytes and len(evicted) < max_records:
             with self._txn.cursor(db=self._tables.order) as cursor:
                 if not cursor.first():
                     break
-                key = cursor.value()
-            self.forget(key)
-            evicted.append(key)
+                packed_sequence, key = cursor.item()
+            packed = self._txn.get(key, db=self._tables.records)
+            if packed is None:  # `check` says so, and this must not spin
+                self._txn.delete(packed_sequence, db=self._tables.order)
+                continue
+            row = Row.unpack(packed)
+            if not row.is_marked:
+                self.forget(key)
+                evicted.append(key)
+            elif num_chances == _MOST_SECOND_CHANCES:
+                break
+            else:
+                num_chances += 1
+                self._txn.delete(packed_sequence, db=self._tables.order)
+                row.is_marked = False
+                self._append(key, row)
         self.counters.evicted_total += len(evicted)
         return evicted
 
-    def take_spare_pages(self) -> None:
-        """Use as many pages as must be left; `lmdb.MapFullError` if they are not there. For a change that is undone."""
-        for number in range(_SPARE_PAGES):
-            self._txn.put(b"spare" + bytes([number]), _SPARE_VALUE, db=self._tables.ledger)
+    def leave_spare_pages(self) -> None:
+        """Use as many pages as must be left and give them back; `lmdb.MapFullError` if they are not there.
+
+        A deletion needs pages of its own: a map filled to the last page could never be emptied again.
+        """
+        spares = [b"spare" + bytes([number]) for number in range(_SPARE_PAGES)]
+        for spare in spares:
+            self._txn.put(spare, _SPARE_VALUE, db=self._tables.ledger)
+        for spare in spares:
+            self._txn.delete(spare, db=self._tables.ledger)
 
     def write_ledger(self) -> None:
         """The last act of every change."""
         self._txn.put(_COUNTERS_KEY, _COUNTERS.pack(*astuple(self.counters)), db=self._tables.ledger)
 
-    def _append(self, key: bytes, charged_bytes: int, header: bytes) -> None:
-        sequence = self.counters.next_sequence
+    def _append(self, key: bytes, row: Row, coming: Collection[bytes] = ()) -> None:
+        """Make *key* the newest."""
+        row.sequence = self.counters.next_sequence
         self.counters.next_sequence += 1
-        self._txn.put(key, _ROW.pack(sequence, charged_bytes) + header, db=self._tables.records)
-        self._txn.put(_SEQUENCE.pack(sequence), key, append=True, db=self._tables.order)
+        self._txn.put(key, row.pack(), db=self._tables.records)
+        self._txn.put(_SEQUENCE.pack(row.sequence), key, append=True, db=self._tables.order)
+        if row.parent and row.parent not in coming:
+            self.mark(row.parent)

@@ -4,13 +4,13 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Self
 
 from kvtier.store.blob_store import Blob, StoreStatistics
+from kvtier.store.cipher import Cipher
 from kvtier.store.codec import NO_CODEC, Codec
 from kvtier.store.record import Fault
-from kvtier.store.seal import fault_of, refuse_oversized, seal, unseal
+from kvtier.store.seal import fault_of, open_record, refuse_oversized, seal
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +18,19 @@ class _Row:
     header: bytes
     payload: bytes
     charged_bytes: int
+    parent: bytes
 
 
 class MemoryStore:
     """See `BlobStore`. Charges blocks as `LmdbStore` does, so both evict the same ones."""
 
-    def __init__(self, capacity_bytes: int, codec: Codec = NO_CODEC) -> None:
+    def __init__(self, capacity_bytes: int, codec: Codec = NO_CODEC, cipher: Cipher | None = None) -> None:
         self._capacity_bytes = capacity_bytes
         self._codec = codec
+        self._cipher = cipher
         self._lock = threading.RLock()  # guards everything below; a row itself never changes
         self._rows: OrderedDict[bytes, _Row] = OrderedDict()  # oldest first
+        self._marked: set[bytes] = set()
         self._stored_bytes = 0
         self._written_bytes_total = 0
         self._read_bytes_total = 0
@@ -40,15 +43,16 @@ class MemoryStore:
             return key in self._rows
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
-        refuse_oversized(blobs, self._capacity_bytes)
+        refuse_oversized(blobs, self._capacity_bytes, self._cipher)
         with self._open():
             new = {blob.key: blob for blob in blobs if blob.key not in self._rows}
             rows = {key: self._row(blob) for key, blob in new.items()}  # may fail: before any change
             for blob in blobs:
-                if blob.key not in self._rows:
-                    self._add(blob.key, rows[blob.key])
-                self._rows.move_to_end(blob.key)
-            return self._evict()
+                self._mark(blob.parent if blob.key in rows else blob.key)
+            evicted = self._evict(self._capacity_bytes - sum(row.charged_bytes for row in rows.values()))
+            for key, row in rows.items():
+                self._add(key, row)
+            return evicted + self._evict(self._capacity_bytes)
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
         return [self._read(key, out) for key, out in zip(keys, outs, strict=True)]
@@ -56,8 +60,7 @@ class MemoryStore:
     def touch(self, keys: Sequence[bytes]) -> None:
         with self._open():
             for key in keys:
-                if key in self._rows:
-                    self._rows.move_to_end(key)
+                self._mark(key)
 
     def delete(self, keys: Sequence[bytes]) -> int:
         with self._open():
@@ -65,14 +68,14 @@ class MemoryStore:
 
     def keys(self) -> Iterator[bytes]:
         with self._open():
-            return iter(list(self._rows))
+            return iter(list(reversed(self._rows)))
 
     def verify(self) -> Iterator[tuple[bytes, Fault | None]]:
         for key in self.keys():
             with self._open():
                 row = self._rows.get(key)
             if row is not None:
-                yield key, fault_of(key, row.header, memoryview(row.payload))
+                yield key, fault_of(key, row.header, memoryview(row.payload), self._cipher)
 
     def sync(self) -> None:
         with self._open():
@@ -84,10 +87,11 @@ class MemoryStore:
                 num_records=len(self._rows),
                 stored_bytes=self._stored_bytes,
                 capacity_bytes=self._capacity_bytes,
+                file_bytes=0,
                 written_bytes_total=self._written_bytes_total,
                 read_bytes_total=self._read_bytes_total,
                 evicted_total=self._evicted_total,
-                faults=MappingProxyType(dict(self._faults)),
+                faults=dict(self._faults),
             )
 
     def check(self) -> None:
@@ -95,6 +99,11 @@ class MemoryStore:
             recount = sum(row.charged_bytes for row in self._rows.values())
             assert recount == self._stored_bytes, f"stored_bytes is {self._stored_bytes}, recount {recount}"
             assert recount <= self._capacity_bytes, f"{recount} bytes exceed {self._capacity_bytes}"
+            assert self._marked <= self._rows.keys(), "a mark on no record"
+            places = {key: place for place, key in enumerate(self._rows)}
+            for key, row in self._rows.items():
+                is_safe = row.parent not in places or row.parent in self._marked or places[row.parent] > places[key]
+                assert is_safe, "a record would leave before the one that continues it"
 
     def close(self) -> None:
         with self._lock:
@@ -113,11 +122,12 @@ class MemoryStore:
         return self._lock
 
     def _row(self, blob: Blob) -> _Row:
-        sealed = seal(blob, self._codec)
-        return _Row(sealed.header, bytes(sealed.payload), sealed.charged_bytes)
+        sealed = seal(blob, self._codec, self._cipher)
+        return _Row(sealed.header, bytes(sealed.payload), sealed.charged_bytes, blob.parent)
 
     def _add(self, key: bytes, row: _Row) -> None:
         self._rows[key] = row
+        self._mark(row.parent)
         self._stored_bytes += row.charged_bytes
         self._written_bytes_total += len(row.payload)
 
@@ -125,15 +135,25 @@ class MemoryStore:
         row = self._rows.pop(key, None)
         if row is None:
             return False
+        self._marked.discard(key)
         self._stored_bytes -= row.charged_bytes
         return True
 
-    def _evict(self) -> list[bytes]:
+    def _mark(self, key: bytes) -> None:
+        if key in self._rows:
+            self._marked.add(key)
+
+    def _evict(self, limit_bytes: int) -> list[bytes]:
         evicted = []
-        while self._stored_bytes > self._capacity_bytes:
-            key = next(iter(self._rows))
-            self._forget(key)
-            evicted.append(key)
+        while self._rows and self._stored_bytes > limit_bytes:
+            key, row = next(iter(self._rows.items()))
+            if key in self._marked:
+                self._marked.discard(key)
+                self._rows.move_to_end(key)
+                self._mark(row.parent)
+            else:
+                self._forget(key)
+                evicted.append(key)
         self._evicted_total += len(evicted)
         return evicted
 
@@ -142,12 +162,12 @@ class MemoryStore:
             row = self._rows.get(key)
         if row is None:
             return Fault.MISSING
-        result = unseal(key, row.header, memoryview(row.payload), out)
+        result = open_record(key, row.header, memoryview(row.payload), out, self._cipher)
 
         with self._lock:
             if isinstance(result, Fault):
                 self._faults[result] += 1
-                if self._rows.get(key) is row:  # else replaced by a good one in the meantime
+                if result.is_bad_record and self._rows.get(key) is row:  # else replaced by a good one in the meantime
                     self._forget(key)
             else:
                 self._read_bytes_total += out.nbytes

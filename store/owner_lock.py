@@ -2,7 +2,10 @@
 
 import fcntl
 import os
+import time
 from pathlib import Path
+
+_PATIENCE_S = 10.0  # with what a process that is no more has left behind; its store may still be writing
 
 
 class StoreInUse(OSError):
@@ -10,24 +13,41 @@ class StoreInUse(OSError):
 
 
 class OwnerLock:
-    """Holds `owner.lock` in *folder* (with this process's pid in it) until `release`, or the process ends.
+    """Holds `owner.lock` in *folder* until `release`, or the process ends.
 
-    `flock`, so kill -9 frees it and no stale file can bar the way. StoreInUse if another has it.
+    `flock`, so kill -9 frees it and no stale file can bar the way. In the file is the pid of the *owner*, for whom a
+    process of the store's own may hold it. StoreInUse if another owner that is alive has it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, owner: int | None = None) -> None:
         self._file = os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            pid = os.read(self._file, 32).decode(errors="replace").strip() or "unknown"
-            os.close(self._file)
-            raise StoreInUse(
-                f"store {folder} is open in process {pid}; stop it, or give this one a folder of its own"
-            ) from error
+        give_up_at = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                pid = os.pread(self._file, 32, 0).decode(errors="replace").strip() or "unknown"
+                if _is_alive(pid) or time.monotonic() > give_up_at:
+                    os.close(self._file)
+                    raise StoreInUse(
+                        f"store {folder} is open in process {pid}; stop it, or give this one a folder of its own"
+                    ) from error
+                time.sleep(0.02)
         os.ftruncate(self._file, 0)
-        os.write(self._file, f"{os.getpid()}\n".encode())
+        os.pwrite(self._file, f"{owner or os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
         """Let others in; the file stays, removing it would let two owners lock two files."""
         os.close(self._file)
+
+
+def _is_alive(pid: str) -> bool:
+    """Whether there is such a process that has not ended; True for what is no pid."""
+    try:
+        status = Path(f"/proc/{int(pid)}/stat").read_text()
+    except ValueError:
+        return True
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in ("Z", "X")

@@ -12,24 +12,37 @@ if TYPE_CHECKING:
 
 NAMESPACE_BYTES = 16
 DIGEST_BYTES = 16
+NO_DIGEST = bytes(DIGEST_BYTES)  # of an encrypted record, whose digest is encrypted with the payload
+NO_CIPHER_ID = 0
+NO_KEY_ID = bytes(8)
 
 _MAGIC = b"KVTR"
-_VERSION = 1
-# magic, version, codec id, namespace, raw length, stored length, digest of the raw bytes
-_FIELDS = struct.Struct("<4sHH16sQQ16s")
+_VERSION = 2
+# magic, version, codec id, cipher id, key id, namespace, raw length, stored length, digest of what decodes
+_FIELDS = struct.Struct("<4sHHB8s16sQQ16s")
+_START = struct.pack("<4sH", _MAGIC, _VERSION)  # where both stand in every version
 _CHECKSUM_BYTES = 8
-HEADER_BYTES = _FIELDS.size + _CHECKSUM_BYTES  # 64
+HEADER_BYTES = _FIELDS.size + _CHECKSUM_BYTES  # 73
 
 
 class Fault(StrEnum):
-    """Why a read gave nothing. All but `missing` and `io_error` mean a bad record, which is deleted."""
+    """Why a read gave nothing."""
 
     MISSING = "missing"  # no such key: the ordinary miss
     CORRUPT = "corrupt"  # bytes of the header or the payload are not those that were put
     TORN = "torn"  # a length is not the one expected: the payload's, or the block's
     FOREIGN = "foreign"  # a record of another namespace under this key
-    VERSION = "version"  # header format or codec that this program does not know
+    VERSION = "version"  # header format, codec or cipher that this program does not know
+    KEY = "key"  # encrypted with another key than the one here, or one of both is not encrypted
     IO_ERROR = "io_error"  # the store could not be read; the record may be fine
+
+    @property
+    def is_bad_record(self) -> bool:
+        """Whether there is a record that nobody will ever read again, so that whoever met it deletes it."""
+        return self not in _RECORD_MAY_BE_FINE
+
+
+_RECORD_MAY_BE_FINE = frozenset({Fault.MISSING, Fault.KEY, Fault.IO_ERROR})
 
 
 def digest(data: "ReadableBuffer") -> bytes:
@@ -42,36 +55,55 @@ def digest(data: "ReadableBuffer") -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the header says about one payload; lengths in bytes, *digest* of the raw (decoded) bytes."""
+    """What the header says about one payload; lengths in bytes.
+
+    *stored_length* is that of the encoded, perhaps encrypted, payload, without what pads it (see
+    `seal.value_bytes`). *digest* is that of the bytes which decoding gives, `NO_DIGEST` if encrypted.
+    """
 
     namespace: bytes
     codec_id: int
     raw_length: int
     stored_length: int
     digest: bytes
+    cipher_id: int = NO_CIPHER_ID
+    key_id: bytes = NO_KEY_ID
 
     def pack(self, key: bytes) -> bytes:
-        """The header (64 bytes) under which the payload is kept at *key*, and at no other key."""
+        """The header (73 bytes) under which the payload is kept at *key*, and at no other key."""
         fields = _FIELDS.pack(
-            _MAGIC, _VERSION, self.codec_id, self.namespace, self.raw_length, self.stored_length, self.digest
+            _MAGIC,
+            _VERSION,
+            self.codec_id,
+            self.cipher_id,
+            self.key_id,
+            self.namespace,
+            self.raw_length,
+            self.stored_length,
+            self.digest,
         )
         return fields + _checksum(fields, key)
 
     @classmethod
     def unpack(cls, key: bytes, header: bytes) -> Self | Fault:
         """The record of *header* found at *key*, or what is wrong with it."""
-        if len(header) != HEADER_BYTES:
-            return Fault.TORN
-        magic, version, codec_id, namespace, raw_length, stored_length, raw_digest = _FIELDS.unpack_from(header)
-        if magic != _MAGIC:
-            return Fault.CORRUPT
-        if version != _VERSION:  # before the checksum, whose place another version may have moved
-            return Fault.VERSION
+        if len(header) != HEADER_BYTES or not header.startswith(_START):
+            return _fault_of_start(header)
+        _, _, codec_id, cipher_id, key_id, namespace, raw_length, stored_length, known = _FIELDS.unpack_from(header)
         if namespace != key[:NAMESPACE_BYTES]:
             return Fault.FOREIGN
         if header[_FIELDS.size :] != _checksum(header[: _FIELDS.size], key):
             return Fault.CORRUPT
-        return cls(namespace, codec_id, raw_length, stored_length, raw_digest)
+        return cls(namespace, codec_id, raw_length, stored_length, known, cipher_id, key_id)
+
+
+def _fault_of_start(header: bytes) -> Fault:
+    """What is wrong with a *header* of another length, magic or version; the length depends on the version."""
+    if len(header) < len(_START):
+        return Fault.TORN
+    if not header.startswith(_MAGIC):
+        return Fault.CORRUPT
+    return Fault.TORN if header.startswith(_START) else Fault.VERSION
 
 
 def _checksum(fields: bytes, key: bytes) -> bytes:

@@ -4,16 +4,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from store_cases import LmdbCase, MemoryCase, StoreCase
+from store_cases import LmdbCase, MemoryCase, ProcessCase, StoreCase
 
 from kvtier.store.blob_store import BlobStore
 from kvtier.store.codec import CODECS
 
 
-@pytest.fixture(params=["memory-none", "memory-zstd-plane-2", "lmdb-none", "lmdb-zstd-plane-2"])
+@pytest.fixture(params=["memory-none", "memory-zstd-plane-2", "lmdb-none", "lmdb-zstd-plane-2", "process-none"])
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> StoreCase:
     kind, _, codec = request.param.partition("-")
-    return MemoryCase(CODECS[codec]) if kind == "memory" else LmdbCase(CODECS[codec], tmp_path / "store")
+    if kind == "memory":
+        return MemoryCase(CODECS[codec])
+    return {"lmdb": LmdbCase, "process": ProcessCase}[kind](CODECS[codec], tmp_path / "store")
 
 
 @pytest.fixture

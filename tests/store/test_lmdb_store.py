@@ -11,11 +11,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from store_cases import blob_of, key_of, kv_bytes
+from store_cases import blob_of, key_of, kv_bytes, oldest_first
 
-from kvtier.store import lmdb_store
+from kvtier.store import data_file, lmdb_store
 from kvtier.store.blob_store import StoreFull
-from kvtier.store.boot_mark import BootMark, current_boot_id
+from kvtier.store.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.codec import NoCodec
 from kvtier.store.lmdb_store import LmdbStore
 from kvtier.store.owner_lock import StoreInUse
@@ -74,9 +74,9 @@ def test_reopening_keeps_records_recency_and_totals(tmp_path: Path) -> None:
     with LmdbStore(tmp_path, 4 * charged_bytes(20_000)) as store:
         assert store.statistics() == before
         assert (before.num_records, before.evicted_total, before.written_bytes_total) == (4, 2, 120_000)
-        assert list(store.keys()) == [key_of(n) for n in (2, 4, 5, 3)]
+        assert oldest_first(store) == [key_of(n) for n in (2, 3, 4, 5)]
         assert all(fault is None for _, fault in store.verify())
-        assert store.put_many([blob_of(7)]) == [key_of(2)]
+        assert store.put_many([blob_of(7), blob_of(8)]) == [key_of(2), key_of(4)]
         store.check()
 
 
@@ -86,7 +86,7 @@ def test_a_smaller_capacity_evicts_the_oldest_at_opening(tmp_path: Path, monkeyp
         store.put_many([blob_of(n) for n in range(9)])
 
     with LmdbStore(tmp_path, 2 * charged_bytes(20_000)) as store:
-        assert list(store.keys()) == [key_of(7), key_of(8)]
+        assert oldest_first(store) == [key_of(7), key_of(8)]
         store.check()
 
 
@@ -126,7 +126,7 @@ def test_a_store_killed_while_writing_opens_whole(tmp_path: Path) -> None:
 
         with LmdbStore(tmp_path, 3 << 20) as store:
             store.check()
-            keys = list(store.keys())
+            keys = oldest_first(store)
             assert key_of(last_number) in keys[-12:]  # said to be stored: at most one more call was
             for key in keys:
                 number = int.from_bytes(key[16:], "big")
@@ -141,11 +141,11 @@ def test_a_machine_that_went_down_with_the_store_open_leaves_it_empty(
 ) -> None:
     with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
         store.put_many([blob_of(1)])
-        assert BootMark.read(tmp_path) == BootMark(current_boot_id(), is_clean=False)
-    BootMark("earlier-boot", is_clean=False).write(tmp_path)
+        assert BootMark.read(tmp_path) == BootMark(current_boot_id(), FileState.PROCESS)
+    BootMark("earlier-boot", FileState.PROCESS).write(tmp_path)
 
     with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
-        assert list(store.keys()) == []
+        assert oldest_first(store) == []
         assert store.statistics().num_records == 0
     assert [text.partition("starts empty: ")[2] for text in warnings_in(caplog)] == [
         "the machine went down while it was open"
@@ -156,8 +156,8 @@ def test_a_store_closed_before_a_reboot_is_kept(tmp_path: Path) -> None:
     with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
         store.put_many([blob_of(1)])
     mark = BootMark.read(tmp_path)
-    assert mark == BootMark(current_boot_id(), is_clean=True)
-    BootMark("earlier-boot", is_clean=True).write(tmp_path)
+    assert mark == BootMark(current_boot_id(), FileState.CLEAN)
+    BootMark("earlier-boot", FileState.CLEAN).write(tmp_path)
 
     with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
         assert store.contains(key_of(1))
@@ -172,19 +172,19 @@ def test_a_file_that_cannot_be_vouched_for_is_replaced_by_an_empty_store(
     if damage == "no mark":
         (tmp_path / "boot_mark").unlink()
     elif damage == "other layout":
-        BootMark(current_boot_id(), is_clean=True, layout="kvtier-store-0").write(tmp_path)
+        BootMark(current_boot_id(), FileState.CLEAN, layout="kvtier-store-0").write(tmp_path)
     elif damage == "not LMDB":
         (tmp_path / "data.mdb").write_bytes(b"something else " * 5000)
     else:
         os.truncate(tmp_path / "data.mdb", 8192)
 
     with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
-        assert list(store.keys()) == []
+        assert oldest_first(store) == []
         assert store.put_many([blob_of(2)]) == []
         store.check()
     assert len(warnings_in(caplog)) == 1
     with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
-        assert list(store.keys()) == [key_of(2)]
+        assert oldest_first(store) == [key_of(2)]
 
 
 def test_a_full_disk_is_an_error_that_leaves_the_store_as_it_was(
@@ -201,19 +201,19 @@ def test_a_full_disk_is_an_error_that_leaves_the_store_as_it_was(
             with pytest.raises(OSError, match="No space left"):
                 store.put_many([blob_of(2, 16 << 20)])
 
-            assert list(store.keys()) == [key_of(1)]
+            assert oldest_first(store) == [key_of(1)]
             assert store.delete([key_of(1)]) == 1  # room is made without asking for room
             store.check()
 
         store.put_many([blob_of(3)])
-        assert list(store.keys()) == [key_of(3)]
+        assert oldest_first(store) == [key_of(3)]
 
 
 @pytest.mark.parametrize("seed", [1801911927, random.randrange(1 << 32)])  # the first filled the very last page
 def test_a_map_too_small_for_its_capacity_costs_blocks_but_never_the_state(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lmdb_store, "_map_bytes", lambda folder, capacity_bytes: 3 << 20)
+    monkeypatch.setattr(data_file, "map_bytes", lambda capacity_bytes: 3 << 20)
     make_room = LmdbStore._make_room
     rooms: list[int] = []
 
@@ -293,9 +293,9 @@ def test_a_broken_tree_is_an_error_now_and_an_empty_store_next_time(
         store.put_many([blob_of(500)])
     store.close()
 
-    assert BootMark.read(tmp_path) == BootMark("damaged", is_clean=False)
+    assert BootMark.read(tmp_path) == BootMark(current_boot_id(), FileState.DAMAGED)
     assert sum("is damaged" in text for text in warnings_in(caplog)) == 1
     with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
-        assert list(store.keys()) == []
+        assert oldest_first(store) == []
         store.put_many([blob_of(1)])
         store.check()

@@ -1,0 +1,83 @@
+"""A data file's root, kept beside it, so that a crash of the machine costs what came after and not everything.
+
+LMDB never overwrites a page that the newest root or a reader's root can reach. So with a reader held on the root
+that was synced last, all pages of that root are on the medium and stay as they are, whatever else has been written
+since. Only the root itself moves on: LMDB keeps it in the first two pages, in turns. Their copy, put back after a
+crash, is the file as it was at the checkpoint.
+"""
+
+import os
+from pathlib import Path
+
+import lmdb
+import xxhash
+
+from kvtier.store.boot_mark import sync_folder
+
+_NAME = "checkpoint"
+_CHECKSUM_BYTES = 16
+
+
+class Checkpoint:
+    """Takes checkpoints of one environment; holds the read transaction that keeps the last one whole.
+
+    `take` is the writer's: nobody may change the store meanwhile. Pages freed since the last checkpoint are not used
+    again before the next, so a store that runs out of pages takes one.
+    """
+
+    def __init__(self, folder: Path, env: lmdb.Environment) -> None:
+        self._folder = folder
+        self._env = env
+        self._reader: lmdb.Transaction[bytes] | None = None
+
+    def take(self) -> None:
+        """Sync the file and keep its root. OSError or lmdb.Error: the checkpoint before stays the one that counts."""
+        self._env.sync(True)
+        reader = self._env.begin()
+        try:
+            with (self._folder / "data.mdb").open("rb") as data:
+                _keep(self._folder, data.read(2 * self._env.stat()["psize"]))
+        except BaseException:
+            reader.abort()
+            raise
+        self.close()
+        self._reader = reader
+
+    def close(self) -> None:
+        """Let go of the last checkpoint's pages."""
+        if self._reader is not None:
+            self._reader.abort()
+            self._reader = None
+
+
+def restore(folder: Path) -> bool:
+    """Make the data file what it was at its last checkpoint; False if there is none that makes sense."""
+    try:
+        kept = (folder / _NAME).read_bytes()
+        root, checksum = kept[:-_CHECKSUM_BYTES], kept[-_CHECKSUM_BYTES:]
+        if xxhash.xxh3_128_digest(root) != checksum:
+            return False
+        data = os.open(folder / "data.mdb", os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        os.pwrite(data, root, 0)
+        os.fsync(data)
+    finally:
+        os.close(data)
+    return True
+
+
+def forget(folder: Path) -> None:
+    """There is no checkpoint any more: the file is another one, or is no longer kept in checkpoints."""
+    (folder / _NAME).unlink(missing_ok=True)
+
+
+def _keep(folder: Path, root: bytes) -> None:
+    fresh = folder / f"{_NAME}.new"
+    with fresh.open("wb") as file:
+        file.write(root + xxhash.xxh3_128_digest(root))
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(folder / _NAME)
+    sync_folder(folder)

@@ -1,0 +1,69 @@
+"""Group commit: calls that wait for the writer go into one transaction."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvtier.store.blob_store import Blob
+from kvtier.store.seal import charged_bytes
+
+
+class _Call:
+    """One caller's blobs, and what became of them."""
+
+    def __init__(self, blobs: Sequence[Blob]) -> None:
+        self.blobs = blobs
+        self.num_bytes = sum(charged_bytes(blob.raw.nbytes) for blob in blobs)
+        self.done = False
+        self.evicted: list[bytes] = []
+        self.error: Exception | None = None
+
+
+class GroupCommit:
+    """While one change is under way, the calls behind it gather; the next change takes them all, up to *most_bytes*.
+
+    Whoever gets the *writer* lock works for all: there is no thread of its own, and a lone call waits for nobody.
+    """
+
+    def __init__(self, writer: threading.RLock, most_bytes: int, act: Callable[[Sequence[Blob]], list[bytes]]) -> None:
+        self._writer = writer
+        self._most_bytes = most_bytes
+        self._act = act
+        self._waiting: deque[_Call] = deque()  # appended to by all, taken from by the holder of the writer lock
+
+    def put(self, blobs: Sequence[Blob]) -> list[bytes]:
+        """Store *blobs*; the keys evicted for them, those of other calls left to these. Raises what `act` does."""
+        call = _Call(blobs)
+        self._waiting.append(call)
+        with self._writer:
+            while not call.done:
+                self._serve(self._take())
+        if call.error is not None:
+            raise call.error
+        return call.evicted
+
+    def _take(self) -> list[_Call]:
+        calls = [self._waiting.popleft()]
+        num_bytes = calls[0].num_bytes
+        while self._waiting and num_bytes + self._waiting[0].num_bytes <= self._most_bytes:
+            calls.append(self._waiting.popleft())
+            num_bytes += calls[-1].num_bytes
+        return calls
+
+    def _serve(self, calls: Sequence[_Call]) -> None:
+        try:
+            evicted = self._act([blob for call in calls for blob in call.blobs])
+        except Exception as error:  # the callers' to handle
+            if len(calls) > 1:  # one may be to blame
+                for call in calls:
+                    self._serve([call])
+                return
+            calls[0].error, calls[0].done = error, True
+            return
+        for call in calls[1:]:
+            own = {blob.key for blob in call.blobs}
+            call.evicted = [key for key in evicted if key in own]
+        others = {key for call in calls[1:] for key in call.evicted}
+        calls[0].evicted = [key for key in evicted if key not in others]
+        for call in calls:
+            call.done = True

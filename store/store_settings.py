@@ -1,0 +1,29 @@
+"""What a store is opened with."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.store.cipher import Cipher
+from kvtier.store.codec import NO_CODEC, Codec
+from kvtier.store.codec_choice import CodecChoice
+from kvtier.store.durability import Durability
+from kvtier.store.lmdb_store import LmdbStore
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """See `LmdbStore`; *owner* is the pid of the process for whom the store is open, None for this one."""
+
+    folder: Path
+    capacity_bytes: int
+    codec: Codec | CodecChoice = NO_CODEC
+    cipher: Cipher | None = None
+    durability: Durability = Durability.PROCESS
+    interval_s: float = 10.0
+    owner: int | None = None
+
+    def open(self) -> LmdbStore:
+        """The store. What `LmdbStore` raises."""
+        return LmdbStore(
+            self.folder, self.capacity_bytes, self.codec, self.cipher, self.durability, self.interval_s, self.owner
+        )
