@@ -75,13 +75,17 @@ class HostConfig(_Table, frozen=True, kw_only=True):
 class DiskConfig(_Table, frozen=True, kw_only=True):
     """`[disk]`: the store that outlives the process; without this table there is none.
 
-    *path* is a folder, `~` expanded. *capacity* in bytes. A read later than *read_timeout_s* seconds is a miss.
+    *path* is a folder, `~` expanded; it never takes more than *capacity* bytes. A read later than *read_timeout_s*
+    seconds is a miss. *durability* says what is still there after which accident: process, interval (a checkpoint
+    every *checkpoint_s* seconds) or commit; see `Durability`.
     """
 
     path: Annotated[str, msgspec.Meta(min_length=1)]
     capacity: ByteSize = parse_bytes("32GiB")
     codec: Literal["none", "zstd"] = "none"
     read_timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 10.0
+    durability: Literal["process", "interval", "commit"] = "process"
+    checkpoint_s: Annotated[float, msgspec.Meta(ge=0.1, le=86400)] = 10.0
 
     def __post_init__(self) -> None:
         if self.capacity == 0:

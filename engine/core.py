@@ -5,21 +5,19 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvtier.engine.config import Config, DiskConfig
+from kvtier.engine.config import Config
 from kvtier.engine.detokenizer import Detokenizer
+from kvtier.engine.disk_store import open_store
 from kvtier.engine.kv_events import ZmqPublisher
 from kvtier.engine.request import Request
 from kvtier.engine.runner import Chunk, ModelRunner
 from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.scheduler import Scheduler, Work
-from kvtier.store.codec import NO_CODEC, Codec, ZstdPlaneCodec
-from kvtier.store.lmdb_store import LmdbStore
 from kvtier.tiers.block_hash import BlockChain, ExtraKeys, HashAlgorithm
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.disk_tier import DiskTier
@@ -33,13 +31,13 @@ log = logging.getLogger(__name__)
 
 # A host tier of a gigabyte or two is ready by then. Beside a first load, preparing made it up to three times slower.
 STARTUP_WAIT_S = 1.0
+INDEX_WAIT_S = 5.0  # a million blocks on disk are looked through in about three
 IDLE_WAIT_S = 0.05
 STALLED_WAIT_S = 0.002
 RESET_WAIT_S = 2.0
 SNAPSHOT_EVERY_S = 0.25
-LEAST_DISK_BLOCKS = 8  # of all groups together; with less, LMDB's index alone fills the store
-NUM_READERS = 2  # threads that read from disk; verifying one block overlaps reading the next
-STORE_NICENESS = 10  # writing to disk goes behind computing: on 2 cores a step beside it took twice as long
+NUM_READERS = 4  # reads from disk at a time
+NUM_WRITERS = 2  # writes: one at work and one that gathers behind it
 FLUSH_TIMEOUT_S = 120.0
 
 
@@ -79,7 +77,7 @@ class EngineCore:
                 undo.callback(memory.close)
             # While memory is prepared.
             namespace = self._runner.namespace(config.names.algorithm, config.names.resolved_seed)
-            self._store = None if config.disk is None else _open_store(config.disk, self._runner)
+            self._store = None if config.disk is None else open_store(config.disk, self._runner, memories)
             if self._store is not None:
                 undo.callback(self._store.close)
             disk = None if self._store is None else DiskTier(self._store, namespace.digest)
@@ -97,6 +95,9 @@ class EngineCore:
             undo.pop_all()
         for memory in memories:
             memory.wait_prepared(STARTUP_WAIT_S / len(memories))
+        give_up_at = time.monotonic() + INDEX_WAIT_S
+        while not self.cache.knows_disk and time.monotonic() < give_up_at:
+            self.cache.wait(IDLE_WAIT_S)
         timeout_s = None if config.disk is None else config.disk.read_timeout_s
         self._scheduler = Scheduler(self.cache, config.scheduler, timeout_s)
         self._end_token_ids = _end_token_ids(model)
@@ -266,21 +267,11 @@ class EngineCore:
         )
 
 
-def _open_store(config: DiskConfig, runner: ModelRunner) -> LmdbStore:
-    element_bytes = runner.model.dtype.itemsize
-    block_bytes = sum(runner.block_bytes)
-    least = LEAST_DISK_BLOCKS * block_bytes
-    if config.capacity < least:
-        raise ValueError(f"disk capacity: {config.capacity} bytes for blocks of {block_bytes}; use {least} or more")
-    codec: Codec = ZstdPlaneCodec(element_bytes) if config.codec == "zstd" else NO_CODEC
-    return LmdbStore(Path(config.path), config.capacity, codec)
-
-
 def _transfers(runner: ModelRunner) -> TransferEngine:
     """Lanes for the runner's device: streams on CUDA, threads elsewhere; disk always has threads of its own."""
     finished: Finished = Finished()
     lanes: dict[Route, Lane] = {
-        Route.HOST_TO_DISK: ThreadLane(finished, "store", niceness=STORE_NICENESS),
+        Route.HOST_TO_DISK: ThreadLane(finished, "store", num_threads=NUM_WRITERS),
         Route.DISK_TO_HOST: ThreadLane(finished, "load", num_threads=NUM_READERS),
     }
     for route in (Route.DEVICE_TO_HOST, Route.HOST_TO_DEVICE):

@@ -98,6 +98,9 @@ class World:
         self.cache = TieredCache(groups, self.memories, transfers, disk, self.clock, **options)
         self.tails: set[BlockName] = set()  # names of blocks that are not full
         self.rotten: set[tuple[int, int]] = set()  # host slots (group, slot) that this world has damaged
+        while not self.cache.knows_disk:
+            self.clock.now += 1
+            self.settle()
 
     def chain(self, salt: str, num_tokens: int) -> BlockChain:
         """A document's first tokens, named; the tokens are the same, the salt makes documents differ."""

@@ -71,6 +71,10 @@ class BlockPool:
         """All leases on all slots."""
         return int(self._all_leases.sum())
 
+    def parent(self, slot: int) -> BlockName | None:
+        """The name of the block that the slot's block continues, as far as it is known."""
+        return self._runs.parent(slot)
+
     def find(self, name: BlockName) -> int | None:
         """The slot that holds the block, or None. Changes nothing."""
         return self._slots.get(name)

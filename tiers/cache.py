@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.store.record import Fault
 from kvtier.tiers.block_hash import BlockChain, BlockName
 from kvtier.tiers.block_pool import ABSENT, BlockPool
+from kvtier.tiers.breaker import Attempt
 from kvtier.tiers.clean_ahead import CleanAhead
 from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.events import EventLog
@@ -22,10 +24,10 @@ from kvtier.tiers.spiller import Spiller
 from kvtier.tiers.statistics import CacheStatistics, TierStatistics
 from kvtier.tiers.tier import Reason, Tier
 from kvtier.transfer.block_memory import BlockMemory
+from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 LEAST_CLEAN_AHEAD = 32  # blocks; one prefill chunk's worth before anything has been measured
-MAX_FAILURES = 3  # writes in a row, after which a flush gives up
 NOTHING = np.empty(0, np.int32)
 
 
@@ -79,16 +81,17 @@ class TieredCache:
         self._residency = Residency(
             device, host, disk, [group.block_size for group in groups], siblings, self._siblings_group, events
         )
-        self._residency.announce_disk()
         # At most a quarter of the pool: within the window dirty blocks are skipped, beyond it the order is strict.
         most = max(1, min(memory.num_device_slots for memory in memories) // 4)
         self._window = CleanAhead(LEAST_CLEAN_AHEAD, most, clock)
-        self._spiller = Spiller(self._residency, memories, transfers, self._window, clock)
+        self._spiller = Spiller(self.groups, self._residency, memories, transfers, self._window, clock)
         self._promoter = Promoter(self.groups, self._residency, memories, transfers, clock, self._hand_over)
         # For the promotion that wants room, by group: how many device blocks it reaches, and how many are dirty.
         self._wanted, self._short = [0 for _ in groups], [0 for _ in groups]
         self._num_held = [0 for _ in groups]  # leases that callers hold, by group
         self._has_holes = False  # somebody evicted blocks by name
+        self._is_reading_index = False
+        self._read_index()
 
     def lookup(self, chain: BlockChain, num_tokens: int) -> Hit:
         """The longest prefix of the prompt that can be resumed, over all tiers at once. Pure; nothing is leased.
@@ -204,6 +207,7 @@ class TieredCache:
     def wait(self, timeout_s: float) -> None:
         """Like `poll`, but wait up to *timeout_s* for a copy to finish."""
         self._transfers.poll(timeout_s)
+        self._read_index()
         self._promoter.pump(self._window.num_blocks)
 
     def allocate(self, num_slots: Sequence[int]) -> Tables | None:
@@ -307,7 +311,7 @@ class TieredCache:
         # Each block goes once: a disk smaller than what is above would otherwise push out what was just written.
         stop_at = self._spiller.num_stored + self._spiller.num_dirty()
         while (num_left := self._spiller.num_dirty()) and self._spiller.num_stored < stop_at:
-            if self._clock() >= deadline or self._spiller.num_failed_in_a_row[Route.HOST_TO_DISK] >= MAX_FAILURES:
+            if self._clock() >= deadline or (self._residency.disk is not None and self._residency.disk.is_failing):
                 break
             progress(num_left)
             self._spiller.spill_host()
@@ -319,6 +323,11 @@ class TieredCache:
         while self._transfers.in_flight and self._clock() < deadline:
             self.wait(0.05)
         return num_left
+
+    @property
+    def knows_disk(self) -> bool:
+        """Whether what was on disk before has been looked through; until then some of it is a miss."""
+        return self._residency.disk is None or self._residency.disk.index.is_loaded
 
     def reset(self) -> bool:
         """Forget every block in every tier; False, and nothing changed, while blocks are leased or under way.
@@ -364,6 +373,35 @@ class TieredCache:
         for memory in self._memories:
             memory.close()
         return True
+
+    def _read_index(self) -> None:
+        """Have the next page of the disk's index read, unless that is under way or done."""
+        disk = self._residency.disk
+        if disk is None or disk.index.is_loaded or self._is_reading_index:
+            return
+        attempt = disk.reading.begin()
+        if attempt is None:
+            return
+        self._is_reading_index = self._transfers.submit(
+            Route.DISK_TO_HOST, disk.read_index, 0, lambda transfer: self._index_read(transfer, attempt)
+        )
+        if not self._is_reading_index:
+            disk.reading.withdrawn(attempt)
+
+    def _index_read(self, transfer: Transfer, attempt: Attempt) -> None:
+        disk = self._residency.disk
+        assert disk is not None, "an index of no disk was read"
+        self._is_reading_index = False
+        if transfer.error is None:
+            disk.reading.succeeded(attempt)
+            self._residency.was_on_disk(transfer.result)
+            self._read_index()
+        elif isinstance(transfer.error, LaneClosed):
+            disk.reading.withdrawn(attempt)
+        else:
+            disk.reading.failed(attempt)
+            disk.faults[Fault.IO_ERROR.value] += 1
+            disk.begin_index_again()
 
     def _limit(self, chain: BlockChain, num_tokens: int) -> int:
         most = min(max(0, num_tokens - 1), len(chain.names) * self.block_size)

@@ -1,33 +1,48 @@
 """DiskTier: a blob store seen as a tier: keys under one namespace, faults counted, never an exception upwards."""
 
-import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
-from kvtier.store.blob_store import Blob, BlobStore
+from kvtier.store.blob_store import Blob, BlobStore, StoreStatistics
 from kvtier.store.record import Fault
 from kvtier.tiers.block_hash import BlockName
+from kvtier.tiers.breaker import BreakerState, CircuitBreaker
+from kvtier.tiers.disk_index import DiskIndex
 from kvtier.tiers.statistics import TierStatistics
 
 NAMESPACE_BYTES = 16
 GROUP_BYTES = 4
-REST_S = 1.0
+PAGE_KEYS = 4096  # of the index at a time: 5 ms of a reader's
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What became of a batch: the keys that had to go for it, and the store after it."""
+
+    evicted: list[bytes]
+    statistics: StoreStatistics
 
 
 class DiskTier:
     """Key = namespace (16 B) ‖ block name ‖ group id (4 B, big endian).
 
-    `holds` and `forget` are the owner's; `read` and `write` run on a lane's thread.
+    The store is asked on lanes' threads only, by `read`, `write`, `touch` and `read_index`; everything else is the
+    owner's and waits for nothing, but for `clear`. While a breaker is open its side of the disk is left alone.
     """
 
     def __init__(self, store: BlobStore, namespace: bytes, clock: Callable[[], float] = time.monotonic) -> None:
         assert len(namespace) == NAMESPACE_BYTES, f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}"
-        self.store = store
+        self.index = DiskIndex()
         self.faults: Counter[str] = Counter()
+        self.reading = CircuitBreaker(clock)
+        self.writing = CircuitBreaker(clock)
+        self.latest = store.statistics()
+        self._store = store
         self._namespace = namespace
-        self._clock = clock
-        self._rests_until = -math.inf
+        self._walk: Iterator[bytes] | None = None
 
     def key(self, group_id: int, name: BlockName) -> bytes:
         """The store's key of a block."""
@@ -39,60 +54,69 @@ class DiskTier:
             return None
         return int.from_bytes(key[-GROUP_BYTES:], "big"), BlockName(key[NAMESPACE_BYTES:-GROUP_BYTES])
 
-    def names(self, num_groups: int) -> list[list[BlockName]]:
-        """The blocks that the store has of this namespace, by group, the oldest first. Reads the whole index."""
-        names: list[list[BlockName]] = [[] for _ in range(num_groups)]
-        try:
-            for key in self.store.keys():  # noqa: SIM118  # no dict
-                block = self.block_of(key)
-                if block is not None and block[0] < num_groups:
-                    names[block[0]].append(block[1])
-        except OSError:
-            self.faults[Fault.IO_ERROR.value] += 1
-        return names
-
-    def rest(self) -> None:
-        """Answer no question for a while: reading takes longer than requests can wait."""
-        self._rests_until = self._clock() + REST_S
-
     def holds(self, group_id: int, name: BlockName) -> bool:
-        """Whether the store has a record of the block; an index look-up, no payload is read. No while it rests."""
-        if self._clock() < self._rests_until:
-            return False
-        try:
-            return self.store.contains(self.key(group_id, name))
-        except OSError:
-            self.faults[Fault.IO_ERROR.value] += 1
-            return False
+        """Whether the block is known to be there. No while reading is out of order: it could not be had."""
+        return self.index.holds(group_id, name) and self.reading.allows()
+
+    def num_held(self, group_id: int, names: Sequence[BlockName]) -> int:
+        """How many of *names* come before one that `holds` would say no to."""
+        return self.index.num_held(group_id, names) if self.reading.allows() else 0
 
     def read(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> list[bytes | Fault]:
         """Read each key's block into its memory, verified; the digest, or why there is none."""
-        return self.store.read_many(keys, blocks)
+        return self._store.read_many(keys, blocks)
 
-    def write(self, blobs: Sequence[Blob]) -> list[bytes]:
-        """Store the blobs, first of them first evicted; the keys that had to go for them."""
-        return self.store.put_many(blobs)
+    def write(self, blobs: Sequence[Blob]) -> Written:
+        """Store the blobs, first of them first evicted. What the store raises."""
+        return Written(self._store.put_many(blobs), self._store.statistics())
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Let these outlive what nobody asks for. What the store raises."""
+        self._store.touch(keys)
+
+    def read_index(self) -> list[bytes]:
+        """The next page of what was there before us, newest first; none at the end. What the store raises."""
+        if self._walk is None:
+            self._walk = self._store.keys()
+        return list(islice(self._walk, PAGE_KEYS))
+
+    def load(self, keys: Sequence[bytes]) -> dict[int, list[BlockName]]:
+        """Take a page of the index in; the blocks that are new, by group."""
+        names: dict[int, list[BlockName]] = {}
+        for key in keys:
+            block = self.block_of(key)
+            if block is not None:
+                names.setdefault(block[0], []).append(block[1])
+        if not keys:
+            self.index.loaded()
+        return {group_id: new for group_id, page in names.items() if (new := self.index.load(group_id, page))}
+
+    def begin_index_again(self) -> None:
+        """The page could not be read: go back to the first."""
+        self._walk = None
 
     def clear(self) -> bool:
         """Delete every record of this namespace; False if the store could not, and may have some left."""
         try:
-            self.store.delete([key for key in self.store.keys() if self.block_of(key) is not None])  # noqa: SIM118  # no dict
+            self._store.delete([key for key in self._store.keys() if self.block_of(key) is not None])  # noqa: SIM118  # no dict
+            self.latest = self._store.statistics()
         except OSError:
             self.faults[Fault.IO_ERROR.value] += 1
             return False
+        self.index.clear()
         return True
 
     def statistics(self) -> TierStatistics:
-        """The store, all namespaces together; faults as this process has met them."""
-        try:
-            stored = self.store.statistics()
-        except OSError:
-            self.faults[Fault.IO_ERROR.value] += 1
-            return TierStatistics(corrupt=dict(self.faults))
+        """The store as it was after the last write, all namespaces together; faults as this process has met them."""
         return TierStatistics(
-            num_blocks=stored.num_records,
-            num_bytes=stored.stored_bytes,
-            capacity_bytes=stored.capacity_bytes,
-            num_evicted=stored.evicted_total,
+            num_blocks=self.latest.num_records,
+            num_bytes=self.latest.stored_bytes,
+            capacity_bytes=self.latest.capacity_bytes,
+            num_evicted=self.latest.evicted_total,
             corrupt=dict(self.faults),
         )
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether writing has been given up for now."""
+        return self.writing.state is not BreakerState.CLOSED

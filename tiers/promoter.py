@@ -12,13 +12,14 @@ import numpy.typing as npt
 from kvtier.store.record import Fault, digest
 from kvtier.tiers.block_hash import BlockChain, BlockName
 from kvtier.tiers.block_pool import ABSENT
+from kvtier.tiers.breaker import Attempt, BreakerState
 from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.groups import AttentionGroup, longest_hit
 from kvtier.tiers.promotion import NO_SLOT, Arrival, Hit, Promotion
 from kvtier.tiers.residency import Residency, SlotTier
 from kvtier.tiers.tier import Reason, Tier
 from kvtier.transfer.block_memory import BlockMemory
-from kvtier.transfer.lane import Transfer
+from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 REASONS = {Fault.MISSING: Reason.EVICTED_FROM_DISK, Fault.IO_ERROR: Reason.FAILED}  # any other fault: corrupt
@@ -69,6 +70,7 @@ class Promoter:
         self._to_read: deque[Arrival] = deque()
         self._to_upload: deque[Arrival] = deque()
         self._still_reading: set[Arrival] = set()  # for nobody any more; each leases its host slot
+        self._reads: list[Attempt] = []  # under way
         self._waiting: set[Promotion] = set()
 
     @property
@@ -145,7 +147,8 @@ class Promoter:
         now = self._clock()
         for promotion in [late for late in self._waiting if late.deadline is not None and late.deadline <= now]:
             if self._residency.disk is not None and any(arrival.source is Tier.DISK for arrival in promotion.waiting):
-                self._residency.disk.rest()  # or every request to come would wait as long
+                for attempt in self._reads:  # or every request to come would wait as long
+                    self._residency.disk.reading.hung(attempt)
             self.give_up(promotion, Reason.DEADLINE)
 
     def give_up(self, promotion: Promotion, reason: Reason) -> None:
@@ -274,7 +277,9 @@ class Promoter:
         host = self._residency.host
         host_slot = host.pools[group_id].find(name) if host is not None else None
         if host is None or host_slot is None:
-            arrival = Arrival(group_id, name, device_slot, Tier.DISK)
+            arrival = Arrival(
+                group_id, name, device_slot, Tier.DISK, parent=self._parent(promotion.chain, group_id, block_id)
+            )
             self._to_read.append(arrival)
         else:
             host.pools[group_id].lease([host_slot])
@@ -283,6 +288,13 @@ class Promoter:
             self._to_upload.append(arrival)
         self._arrivals[group_id][name] = arrival
         self._join(promotion, block_id, arrival)
+
+    def _parent(self, chain: BlockChain, group_id: int, block_id: int) -> BlockName | None:
+        """The block that one continues. None where a group forgets: it needs no more than its window."""
+        group = self._groups[group_id]
+        if group.forgets or block_id == 0:
+            return None
+        return chain.names_of(group.block_size, range(block_id - 1, block_id))[0]
 
     def _join(self, promotion: Promotion, block_id: int, arrival: Arrival) -> None:
         self._residency.device.pools[arrival.group_id].lease([arrival.device_slot])
@@ -312,6 +324,10 @@ class Promoter:
         residency = self._residency
         assert residency.host is not None, "blocks come from disk through the host tier"
         assert residency.disk is not None, "a block to read without a disk"
+        attempt = residency.disk.reading.begin()
+        if attempt is None:
+            self._give_up_reading()
+            return False
         group_id = self._to_read[0].group_id
         pool = residency.host.pools[group_id]
         batch = self._batch(self._to_read)
@@ -321,6 +337,7 @@ class Promoter:
         self._to_read.extendleft(reversed(batch[len(slots) :]))
         batch = batch[: len(slots)]
         if not batch:
+            residency.disk.reading.withdrawn(attempt)
             return False
         for arrival, slot in zip(batch, slots, strict=True):
             arrival.host_slot = slot
@@ -330,16 +347,27 @@ class Promoter:
             Route.DISK_TO_HOST,
             lambda: read_blocks(disk, memory, keys, slots),
             len(batch) * memory.block_bytes,
-            lambda transfer: self._landed_in_host(batch, transfer),
+            lambda transfer: self._landed_in_host(batch, transfer, attempt),
         )
         for arrival in batch:
             arrival.is_reading = submitted
-        if not submitted:
+        if submitted:
+            self._reads.append(attempt)
+        else:
+            residency.disk.reading.withdrawn(attempt)
             for arrival in batch:
                 arrival.host_slot = None
             pool.release(slots)
             self._to_read.extendleft(reversed(batch))
         return submitted
+
+    def _give_up_reading(self) -> None:
+        """The disk is to be left alone. What is queued fails, unless a probe is under way and may succeed."""
+        disk = self._residency.disk
+        if disk is not None and disk.reading.state is BreakerState.OPEN:
+            queued, self._to_read = list(self._to_read), deque()
+            for arrival in queued:
+                self._resolve(arrival, Reason.FAILED)
 
     def _submit_upload(self) -> bool:
         batch = self._batch(self._to_upload)
@@ -357,11 +385,18 @@ class Promoter:
             self._to_upload.extendleft(reversed(batch))
         return submitted
 
-    def _landed_in_host(self, batch: Sequence[Arrival], transfer: Transfer) -> None:
+    def _landed_in_host(self, batch: Sequence[Arrival], transfer: Transfer, attempt: Attempt) -> None:
         host, disk = self._residency.host, self._residency.disk
         assert host is not None, "a block was read without a host tier"
         assert disk is not None, "a block was read without a disk"
         outcomes = transfer.result if transfer.error is None else [Fault.IO_ERROR] * len(batch)
+        self._reads.remove(attempt)
+        if isinstance(transfer.error, LaneClosed):
+            disk.reading.withdrawn(attempt)
+        elif Fault.IO_ERROR in outcomes:
+            disk.reading.failed(attempt)
+        else:
+            disk.reading.succeeded(attempt)
         for arrival, outcome in zip(batch, outcomes, strict=True):
             assert arrival.host_slot is not None, "a block was read into no slot"
             arrival.is_reading = False
@@ -374,7 +409,7 @@ class Promoter:
                 self._residency.lost(arrival.group_id, arrival.name)
             else:
                 arrival.digest = outcome
-                self._residency.came_to_host(arrival.group_id, arrival.host_slot, arrival.name, outcome)
+                self._residency.came_to_host(arrival.group_id, arrival.host_slot, arrival.name, outcome, arrival.parent)
             if arrival in self._still_reading:
                 self._still_reading.discard(arrival)
                 host.pools[arrival.group_id].release([arrival.host_slot])
@@ -499,4 +534,4 @@ class Promoter:
             names = promotion.chain.names_of(size, needed)
             from_disk = [promotion.depths[(i + 1) * step - 1] == Tier.DISK.depth for i in needed]
             keys += [disk.key(group_id, name) for name in reversed(list(compress(names, from_disk)))]
-        self._transfers.submit(Route.HOST_TO_DISK, lambda: disk.store.touch(keys), 0, lambda transfer: None)
+        self._transfers.submit(Route.HOST_TO_DISK, lambda: disk.touch(keys), 0, lambda transfer: None)

@@ -104,6 +104,7 @@ class Arrival:
     device_slot: int
     source: Tier
     host_slot: int | None = None  # leased, once there is one
+    parent: BlockName | None = None  # see `Residency.came_to_host`
     is_reading: bool = False  # from disk into the host slot, at this moment
     digest: bytes = b""  # of the bytes that arrived in the host slot
     waiters: list[tuple[Promotion, int]] = field(default_factory=list)  # with the block's place in the table

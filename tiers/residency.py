@@ -82,8 +82,9 @@ class Residency:
         self.device = device
         self.host = host
         self.disk = disk
-        # Digest of each named host block, taken when its bytes arrived: [group][slot].
+        # Of each named host block: [group][slot]. The digest was taken when its bytes arrived.
         self.digests: list[dict[int, bytes]] = [{} for _ in device.pools]
+        self.parents: list[dict[int, BlockName]] = [{} for _ in device.pools]  # of those that have one, and need it
         self._block_sizes = block_sizes
         self.siblings = siblings
         self._siblings_group = siblings_group
@@ -116,10 +117,10 @@ class Residency:
         if absent and self.host is not None:
             in_host = self.host.pools[group_id].find_all([names[i] for i in absent])
             absent = list(compress(absent, (in_host == ABSENT).tolist()))
-        for i in absent:
-            if self.disk is None or not self.disk.holds(group_id, names[i]):
-                return slots, i
-        return slots, len(names)
+        if not absent:
+            return slots, len(names)
+        on_disk = 0 if self.disk is None else self.disk.num_held(group_id, [names[i] for i in absent])
+        return slots, len(names) if on_disk == len(absent) else absent[on_disk]
 
     def why_missing(self, names: Iterable[BlockName]) -> Reason:
         """Why no tier has one of these blocks: the tier that dropped the last copy, as far as is remembered."""
@@ -211,12 +212,17 @@ class Residency:
         self._tell_stored(Tier.DEVICE, group_id, [name], chain, block_id)
         return slot
 
-    def came_to_host(self, group_id: int, slot: int, name: BlockName, digest: bytes) -> bool:
-        """A block has arrived in a leased host slot; False if another slot has it already."""
+    def came_to_host(self, group_id: int, slot: int, name: BlockName, digest: bytes, parent: BlockName | None) -> bool:
+        """A block has arrived in a leased host slot; False if another slot has it already.
+
+        *parent* is the block that it continues, if that has to stay on disk for as long as this one.
+        """
         assert self.host is not None, "a block came to a host tier that is not there"
         if self.host.pools[group_id].commit([slot], [name]):
             return False
         self.digests[group_id][slot] = digest
+        if parent is not None:
+            self.parents[group_id][slot] = parent
         self._tell_stored(Tier.HOST, group_id, [name])
         return True
 
@@ -226,13 +232,16 @@ class Residency:
 
         What is still in host memory is not written a second time: a disk smaller than the host would never rest.
         """
+        assert self.disk is not None, "blocks came to a disk that is not there"
         if names:
+            self.disk.index.add(group_id, names)
             self._tell_stored(Tier.DISK, group_id, names)
         for key in evicted:
-            block = self.disk.block_of(key) if self.disk is not None else None
+            block = self.disk.block_of(key)
             if block is None:
                 continue
             group_id, name = block
+            self.disk.index.remove(group_id, name)
             self._tell(BlockRemoved(Tier.DISK, group_id, [name]))
             tier = self.tier_of(group_id, name)
             if tier is None:
@@ -242,14 +251,14 @@ class Residency:
 
     def not_on_disk(self, group_id: int, name: BlockName) -> None:
         """The store had no good record of a block that it was said to have, and has none now."""
-        self._tell(BlockRemoved(Tier.DISK, group_id, [name]))
+        if self.disk is not None and self.disk.index.remove(group_id, name):
+            self._tell(BlockRemoved(Tier.DISK, group_id, [name]))
 
-    def announce_disk(self) -> None:
-        """Tell of every block that was on disk before this process started."""
-        if self._events is None or self.disk is None:
-            return
-        for group_id, names in enumerate(self.disk.names(len(self._block_sizes))):
-            if names:
+    def was_on_disk(self, keys: Sequence[bytes]) -> None:
+        """A page of what was on disk before this process started has been read."""
+        assert self.disk is not None, "a page of the index of no disk"
+        for group_id, names in sorted(self.disk.load(keys).items()):
+            if group_id < len(self._block_sizes):
                 self._tell_stored(Tier.DISK, group_id, names)
 
     def clear(self) -> bool:
@@ -261,8 +270,9 @@ class Residency:
                 pool.evict(pool.cached_slots())
                 if tier is not None:
                     tier.dirty[group_id].clear()
-        for digests in self.digests:
-            digests.clear()
+        for books in (self.digests, self.parents):
+            for book in books:
+                book.clear()
         for tails in self._tails:
             tails.clear()
         if self.siblings is not None:
@@ -286,6 +296,8 @@ class Residency:
         for pool, digests in zip(self.host.pools, self.digests, strict=True):
             named = {slot for slot in range(pool.num_slots) if pool.name(slot) is not None}
             assert named == set(digests), "a host block without a digest, or a digest without a block"
+        for digests, parents in zip(self.digests, self.parents, strict=True):
+            assert parents.keys() <= digests.keys(), "a parent of no block"
 
     def check_tails_first(self) -> None:
         """Raise AssertionError if a device block would be evicted before one that continues it.
@@ -322,6 +334,7 @@ class Residency:
         if tier is self.host:
             for slot in slots.tolist():
                 self.digests[group_id].pop(slot, None)
+                self.parents[group_id].pop(slot, None)
             self._lost_below_device(group_id, names)
         elif self.siblings is not None and group_id == self._siblings_group:
             self.siblings.forget(slots)

@@ -72,6 +72,12 @@ class Runs:
         run = self._runs.get(int(self._run_of[slot]))
         return None if run is None else run.names[run.first + int(self._places[slot])]
 
+    def parent(self, slot: int) -> BlockName | None:
+        """The name before that of the block in the slot, if it is in a run and not a chain's first."""
+        run = self._runs.get(int(self._run_of[slot]))
+        before = -1 if run is None else run.first + int(self._places[slot]) - 1
+        return None if run is None or before < 0 else run.names[before]
+
     def following(self, slot: int, names: Sequence[BlockName], start: int) -> npt.NDArray[np.int32]:
         """The slots of as many of *names* from *start* on as are in one run from *slot* on, which holds the first."""
         run_id = int(self._run_of[slot])
@@ -113,8 +119,9 @@ class Runs:
             left = np.array(run.slots, np.int32)
             end = int(np.flatnonzero(self._run_of[left] == run_id)[-1]) + 1
             if end < len(run.slots) // 2:  # the tail is gone: so are its names
-                names, run.names = run.names, run.names[run.first : run.first + end]
-                first, run.first, run.slots = run.first, 0, run.slots[:end]
+                begin = max(0, run.first - 1)  # with the parent's
+                names, run.names = run.names, run.names[begin : run.first + end]
+                first, run.first, run.slots = run.first, run.first - begin, run.slots[:end]
                 return [names[first + place] for place in places.tolist()]
         first, last = run.first + int(places[-1]), run.first + int(places[0])
         if last - first == len(places) - 1 and (np.diff(places) == -1).all():  # a tail, as it is evicted

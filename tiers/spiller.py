@@ -8,17 +8,20 @@ from itertools import islice
 from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.store.record import digest
 from kvtier.tiers.block_hash import BlockName
+from kvtier.tiers.breaker import Attempt
 from kvtier.tiers.clean_ahead import CleanAhead
+from kvtier.tiers.groups import AttentionGroup
 from kvtier.tiers.residency import Residency, SlotTier
 from kvtier.transfer.block_memory import BlockMemory
-from kvtier.transfer.lane import Transfer
+from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 BATCH_BYTES = 8 << 20
 # Batches under way at most: to host a step's worth of large blocks, to disk enough to keep it busy.
 MAX_IN_FLIGHT = {Route.DEVICE_TO_HOST: 16, Route.HOST_TO_DISK: 4}
 PATIENCE_S = 1.0  # after which nobody waits for a copy any more
-BACK_OFF_S = 1.0  # after a failed batch; the tiers above keep serving
+BACK_OFF_S = 1.0  # after a batch that failed to leave the device; the device keeps serving
+HUNG_S = 10.0  # of one batch to disk: it is not slow, it hangs
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,9 @@ class Batch:
     names: tuple[BlockName, ...]
     upper_slots: tuple[int, ...]
     lower_slots: tuple[int, ...]
+    parents: tuple[BlockName | None, ...]  # the blocks that these continue, where that matters
     submitted_at: float
+    attempt: Attempt | None  # at writing to disk
 
 
 class Spiller:
@@ -42,12 +47,14 @@ class Spiller:
 
     def __init__(
         self,
+        groups: Sequence[AttentionGroup],
         residency: Residency,
         memories: Sequence[BlockMemory],
         transfers: TransferEngine,
         window: CleanAhead,
         clock: Callable[[], float],
     ) -> None:
+        self._groups = groups
         self._residency = residency
         self._memories = memories
         self._transfers = transfers
@@ -55,8 +62,7 @@ class Spiller:
         self._clock = clock
         self.num_stored = 0  # blocks that have landed on disk
         self._in_flight: dict[Route, list[Batch]] = {Route.DEVICE_TO_HOST: [], Route.HOST_TO_DISK: []}
-        self.num_failed_in_a_row = dict.fromkeys(self._in_flight, 0)
-        self._not_before = dict.fromkeys(self._in_flight, 0.0)
+        self._not_before = 0.0
 
     def spill_device(self, demand: Sequence[int]) -> None:
         """Start copies to host that are due. *demand*: for each group, slots about to be taken beyond the usual."""
@@ -69,6 +75,9 @@ class Spiller:
     def spill_host(self) -> None:
         """Start copies to disk that are due."""
         if self._residency.disk is not None:
+            for batch in self._in_flight[Route.HOST_TO_DISK]:
+                if batch.attempt is not None and self._clock() - batch.submitted_at > HUNG_S:
+                    self._residency.disk.writing.hung(batch.attempt)
             for group_id in range(len(self._memories)):
                 while self._start(Route.HOST_TO_DISK, group_id, self._dirty_in_host):
                     pass
@@ -105,7 +114,7 @@ class Spiller:
     def _start(self, route: Route, group_id: int, find_dirty: Callable[[int, int], list[int]]) -> bool:
         """Start one batch; False if there is nothing to copy, or no room or no time to."""
         under_way = [batch for batch in self._in_flight[route] if batch.group_id == group_id]
-        if len(under_way) >= MAX_IN_FLIGHT[route] or self._clock() < self._not_before[route]:
+        if len(under_way) >= MAX_IN_FLIGHT[route] or not self._may_use(route):
             return False
         pool = self._upper(route).pools[group_id]
         # A spill leases its source. Never more than a quarter of what is free: allocations find the rest.
@@ -122,15 +131,38 @@ class Spiller:
         if not dirty:
             return False
         names = tuple(name for slot in dirty if (name := pool.name(slot)) is not None)
-        batch = Batch(group_id, names, tuple(dirty), tuple(lower_slots), self._clock())
+        disk = self._residency.disk if route is Route.HOST_TO_DISK else None
+        batch = Batch(
+            group_id,
+            names,
+            tuple(dirty),
+            tuple(lower_slots),
+            self._parents(route, group_id, dirty),
+            self._clock(),
+            None if disk is None else disk.writing.begin(),
+        )
         pool.lend(dirty)
         self._in_flight[route].append(batch)
         work, deliver = self._work(route, batch)
         num_bytes = len(dirty) * self._memories[group_id].block_bytes
         if not self._transfers.submit(route, work, num_bytes, deliver):
-            self._end(route, batch)
+            self._end(route, batch, LaneClosed())
             return False
         return True
+
+    def _may_use(self, route: Route) -> bool:
+        """Whether the route's lower end is in order, as far as is known."""
+        if route is Route.HOST_TO_DISK:
+            return self._residency.disk is not None and self._residency.disk.writing.allows()
+        return self._clock() >= self._not_before
+
+    def _parents(self, route: Route, group_id: int, slots: Sequence[int]) -> tuple[BlockName | None, ...]:
+        """For each block the one that it continues. None where a group forgets: it needs no more than its window."""
+        if route is Route.HOST_TO_DISK:
+            return tuple(self._residency.parents[group_id].get(slot) for slot in slots)
+        if self._groups[group_id].forgets:
+            return (None,) * len(slots)
+        return tuple(self._residency.device.pools[group_id].parent(slot) for slot in slots)
 
     def _dirty_on_device(self, window: int, group_id: int, most: int) -> list[int]:
         """Up to *most* of the *window* oldest cached slots that have no copy below."""
@@ -174,7 +206,7 @@ class Spiller:
         """Host slots for blocks from the device; while the disk works, only such as lose nothing."""
         residency, window = self._residency, self._window.num_blocks
         assert residency.host is not None, "a route to the host without a host"
-        if residency.disk is not None and self._clock() >= self._not_before[Route.HOST_TO_DISK]:
+        if residency.disk is not None and not residency.disk.is_failing:
             return residency.take_clean(residency.host, group_id, num_slots, window)
         free = residency.host.pools[group_id].num_free
         return residency.take(residency.host, group_id, min(num_slots, free), window) or []
@@ -194,8 +226,13 @@ class Spiller:
         assert disk is not None, "a route to disk without a disk"
         digests = self._residency.digests[batch.group_id]
         blobs = [
-            Blob(disk.key(batch.group_id, name), digests[slot], memory.host_block(slot))
-            for name, slot in zip(batch.names, batch.upper_slots, strict=True)
+            Blob(
+                disk.key(batch.group_id, name),
+                digests[slot],
+                memory.host_block(slot),
+                b"" if parent is None else disk.key(batch.group_id, parent),
+            )
+            for name, slot, parent in zip(batch.names, batch.upper_slots, batch.parents, strict=True)
         ]
         return lambda: disk.write(blobs), lambda transfer: self._landed_on_disk(batch, transfer)
 
@@ -204,33 +241,42 @@ class Spiller:
         assert host is not None, "a batch landed in a host tier that is not there"
         if transfer.error is None:
             self._window.spilled(self._clock() - batch.submitted_at)
-            landed = zip(batch.names, batch.upper_slots, batch.lower_slots, transfer.result, strict=True)
-            for name, upper, lower, block_digest in landed:
+            landed = zip(batch.names, batch.upper_slots, batch.lower_slots, transfer.result, batch.parents, strict=True)
+            for name, upper, lower, block_digest, parent in landed:
                 if device.pools[batch.group_id].name(upper) != name:
                     continue  # evicted on purpose meanwhile
-                if self._residency.came_to_host(batch.group_id, lower, name, block_digest):
+                if self._residency.came_to_host(batch.group_id, lower, name, block_digest, parent):
                     host.mark_dirty(batch.group_id, [lower])
                 device.dirty[batch.group_id].pop(upper, None)
-        self._end(Route.DEVICE_TO_HOST, batch, failed=transfer.error is not None)
+        self._end(Route.DEVICE_TO_HOST, batch, transfer.error)
 
     def _landed_on_disk(self, batch: Batch, transfer: Transfer) -> None:
-        host = self._residency.host
+        host, disk = self._residency.host, self._residency.disk
         assert host is not None, "a batch left a host tier that is not there"
+        assert disk is not None, "a batch landed on a disk that is not there"
         if transfer.error is None:
+            disk.latest = transfer.result.statistics
             self.num_stored += len(batch.names)
             for name, slot in zip(batch.names, batch.upper_slots, strict=True):
                 if host.pools[batch.group_id].name(slot) == name:
                     host.dirty[batch.group_id].pop(slot, None)
-            self._residency.came_to_disk(batch.group_id, batch.names, transfer.result)
+            self._residency.came_to_disk(batch.group_id, batch.names, transfer.result.evicted)
         elif isinstance(transfer.error, StoreFull):
             self._residency.came_to_disk(batch.group_id, (), transfer.error.evicted)
-        self._end(Route.HOST_TO_DISK, batch, failed=transfer.error is not None)
+        self._end(Route.HOST_TO_DISK, batch, transfer.error)
 
-    def _end(self, route: Route, batch: Batch, failed: bool = False) -> None:
+    def _end(self, route: Route, batch: Batch, error: Exception | None) -> None:
         self._in_flight[route].remove(batch)
-        self.num_failed_in_a_row[route] = self.num_failed_in_a_row[route] + 1 if failed else 0
-        if failed:
-            self._not_before[route] = self._clock() + BACK_OFF_S
+        disk = self._residency.disk
+        if batch.attempt is not None and disk is not None:
+            if error is None:
+                disk.writing.succeeded(batch.attempt)
+            elif isinstance(error, LaneClosed):
+                disk.writing.withdrawn(batch.attempt)
+            else:
+                disk.writing.failed(batch.attempt)
+        elif error is not None and not isinstance(error, LaneClosed):
+            self._not_before = self._clock() + BACK_OFF_S
         self._upper(route).pools[batch.group_id].put_back(batch.upper_slots)
         if batch.lower_slots and self._residency.host is not None:
             self._residency.host.pools[batch.group_id].release(batch.lower_slots)

@@ -31,6 +31,9 @@ class BlockMemory(Protocol):
     def host_block(self, slot: int) -> memoryview:
         """The bytes of a host slot, writable, [block_bytes]."""
 
+    def host_span(self) -> tuple[int, int, int]:
+        """The host slots as a file, which other processes may map: its descriptor, their address here, bytes."""
+
     def wait_prepared(self, timeout_s: float) -> bool:
         """Wait until the host slots are as fast as they get, for *timeout_s* at most; whether they are."""
 
@@ -61,6 +64,9 @@ class CpuMemory:
 
     def host_block(self, slot: int) -> memoryview:
         return memoryview(self._host.blocks[slot])
+
+    def host_span(self) -> tuple[int, int, int]:
+        return self._host.span
 
     def wait_prepared(self, timeout_s: float) -> bool:
         return self._host.wait_prepared(timeout_s)

@@ -46,6 +46,9 @@ class CudaMemory:
     def host_block(self, slot: int) -> memoryview:
         return memoryview(self._slab.blocks[slot])
 
+    def host_span(self) -> tuple[int, int, int]:
+        return self._slab.span
+
     def wait_prepared(self, timeout_s: float) -> bool:
         return self._slab.wait_prepared(timeout_s)
 

@@ -48,6 +48,11 @@ class HostSlab:
         """Whether every piece is backed (and pinned, with CUDA)."""
         return self.prepared_bytes == self.num_bytes
 
+    @property
+    def span(self) -> tuple[int, int, int]:
+        """File descriptor, address in this process, and bytes: for a process that maps the same memory."""
+        return self._file, self.blocks.ctypes.data, self.num_bytes
+
     def wait_prepared(self, timeout_s: float) -> bool:
         """Wait for `prepared`, for *timeout_s* at most; whether it is."""
         self._thread.join(timeout_s)

@@ -132,6 +132,7 @@ class Machine(World):
                 residency.evict(residency.host, group_id, [host.find(name) for name in request.chain.names])
         if to is Tier.HOST and self.store is not None:
             self.store.delete(list(self.store.keys()))
+            self.cache._residency.disk.index.clear()
         assert set(self.cache.where(request.chain)) == {to}
 
 

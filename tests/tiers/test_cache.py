@@ -121,7 +121,7 @@ def test_an_allocation_meets_only_clean_blocks_when_copies_have_time() -> None:
 def test_an_allocation_does_not_wait_for_a_copy_and_counts_what_it_drops() -> None:
     w = world(num_device_slots=10)
     read(w, "a")
-    w.cache._spiller._not_before[Route.DEVICE_TO_HOST] = float("inf")  # as after a failed copy
+    w.cache._spiller._not_before = float("inf")  # as after a failed copy
     for table in (w.cache.allocate([5]), w.cache.allocate([5])):
         assert table is not None
         w.compute(table, w.chain("b", 20), 0, 20)
@@ -222,6 +222,7 @@ def test_a_copy_that_failed_publishes_nothing_and_the_next_try_finds_the_block_w
     assert promotion.why_no_more is Reason.FAILED
     w.check()
     w.lanes[route].failing = 0.0
+    w.clock.now += 2  # the disk's rest
     assert balance(read(w, "a"))[3] == 1
 
 
@@ -350,13 +351,14 @@ def test_nobody_waits_for_room_behind_a_disk_that_hangs() -> None:
     w = world(num_device_slots=16, num_host_slots=24)
     for document in "abc":
         read(w, document)
-    w.cache._spiller._not_before[Route.DEVICE_TO_HOST] = float("inf")
+    w.cache._spiller._not_before = float("inf")
     table = w.cache.allocate([6])
     assert table is not None
     w.compute(table, w.chain("new", 24), 0, 24)
     w.cache.release(table)
     w.cache._residency.host.dirty[0].update(dict.fromkeys(w.cache._residency.host.pools[0].cached_slots()[:2]))
     w.store.delete(list(w.store.keys()))
+    w.cache._residency.disk.index.clear()
     w.cache.spill()  # a write to disk that will not end: nobody stirs its lane
     hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
 

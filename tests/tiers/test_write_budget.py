@@ -1,0 +1,602 @@
+"""What may be written to disk: the budget under a clock of our own, admission of whole chains, the life of the SSD."""
+
+import hashlib
+import math
+import random
+from collections.abc import Callable, Sequence
+from itertools import compress
+
+import pytest
+from chaos import FakeClock
+
+from kvtier.tiers.block_hash import BlockName
+from kvtier.tiers.write_budget import (
+    DAY_S,
+    MAX_PROMISED,
+    RESERVE,
+    TERABYTE,
+    WAYS,
+    YEAR_S,
+    Admission,
+    RefusedBlocks,
+    SsdLife,
+    WriteBudget,
+)
+
+DAYS_BYTES = 1000
+HOUR_S = DAY_S / 24
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def budget(clock: FakeClock) -> WriteBudget:
+    return WriteBudget(DAYS_BYTES, clock)
+
+
+# --- WriteBudget
+
+
+def test_a_new_budget_has_one_day_s_bytes_at_once(budget: WriteBudget) -> None:
+    assert budget.left_bytes == DAYS_BYTES
+    assert budget.allows(DAYS_BYTES)
+    assert not budget.allows(DAYS_BYTES + 1)
+
+
+def test_what_is_spent_is_not_left(budget: WriteBudget) -> None:
+    budget.spend(400)
+    budget.spend(100)
+
+    assert budget.left_bytes == 500
+
+
+def test_asking_spends_nothing(budget: WriteBudget) -> None:
+    for _ in range(10):
+        budget.allows(DAYS_BYTES)
+        budget.spares(DAYS_BYTES)
+
+    assert budget.left_bytes == DAYS_BYTES
+
+
+def test_it_refills_evenly(budget: WriteBudget, clock: FakeClock) -> None:
+    budget.spend(DAYS_BYTES)
+
+    left = []
+    for _ in range(4):
+        clock.now += 6 * HOUR_S
+        left.append(budget.left_bytes)
+
+    assert left == [250, 500, 750, 1000]
+
+
+def test_many_small_refills_make_as_much_as_a_large_one(budget: WriteBudget, clock: FakeClock) -> None:
+    budget.spend(DAYS_BYTES)
+    for _ in range(10_000):
+        clock.now += DAY_S / 20_000
+        budget.spend(0)
+
+    assert budget.left_bytes == pytest.approx(DAYS_BYTES / 2, abs=1)
+
+
+def test_a_long_idle_time_saves_up_one_day_and_no_more(budget: WriteBudget, clock: FakeClock) -> None:
+    budget.spend(DAYS_BYTES)
+
+    clock.now += 100 * DAY_S
+
+    assert budget.left_bytes == DAYS_BYTES
+
+
+def test_the_reserve_is_there_for_what_matters_more(budget: WriteBudget) -> None:
+    budget.spend(700)
+
+    assert [budget.spares(num_bytes) for num_bytes in (50, 51)] == [True, False]
+    assert [budget.allows(num_bytes) for num_bytes in (51, 300, 301)] == [True, True, False]
+
+
+def test_what_was_overdrawn_is_paid_back_first(budget: WriteBudget, clock: FakeClock) -> None:
+    budget.spend(DAYS_BYTES + 500)
+
+    clock.now += DAY_S / 2
+    before = budget.left_bytes, budget.allows(1)
+    clock.now += HOUR_S
+
+    assert before == (0, False)
+    assert budget.allows(1)
+
+
+def test_no_limit_allows_everything(clock: FakeClock) -> None:
+    budget = WriteBudget(None, clock)
+    budget.spend(1 << 60)
+
+    assert budget.left_bytes is None
+    assert budget.allows(1 << 60)
+    assert budget.spares(1 << 60)
+
+
+def test_a_budget_of_nothing_allows_nothing(clock: FakeClock) -> None:
+    budget = WriteBudget(0, clock)
+    clock.now += 10 * DAY_S
+
+    assert not budget.allows(1)
+    assert not budget.spares(1)
+
+
+@pytest.mark.parametrize(("written", "left"), [(0, 1000), (300, 700), (1000, 0), (1500, 0)])
+def test_after_a_restart_what_was_written_in_the_last_day_counts(clock: FakeClock, written: int, left: int) -> None:
+    assert WriteBudget(DAYS_BYTES, clock, written).left_bytes == left
+
+
+def test_restarting_every_hour_gives_nothing_away(clock: FakeClock) -> None:
+    written: list[tuple[float, int]] = []
+    for _ in range(24 * 10):
+        last_day = sum(num_bytes for at, num_bytes in written if at > clock.now - DAY_S)
+        budget = WriteBudget(DAYS_BYTES, clock, last_day)
+        while budget.allows(10):
+            budget.spend(10)
+            written.append((clock.now, 10))
+        clock.now += HOUR_S
+
+    assert sum(num_bytes for _, num_bytes in written) <= (10 + 1) * DAYS_BYTES
+
+
+@pytest.mark.parametrize(("bytes_per_day", "written"), [(-1, 0), (1000, -1)])
+def test_negative_figures_are_refused(clock: FakeClock, bytes_per_day: int, written: int) -> None:
+    with pytest.raises(ValueError, match="neither can be negative"):
+        WriteBudget(bytes_per_day, clock, written)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_in_any_number_of_days_one_day_s_bytes_more_are_written_at_most(seed: int, clock: FakeClock) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    budget = WriteBudget(DAYS_BYTES, clock)
+    written = 0
+
+    for _ in range(3000):
+        clock.now += rng.choice([0, 1, 60, HOUR_S, DAY_S if rng.random() < 0.05 else 0])
+        num_bytes = rng.randrange(200)
+        assert budget.allows(num_bytes) or not budget.spares(num_bytes)
+        if rng.choice([budget.allows, budget.spares])(num_bytes):
+            budget.spend(num_bytes)
+            written += num_bytes
+        budget.check()
+
+        assert written <= (clock.now / DAY_S + 1) * DAYS_BYTES + 1e-6
+
+
+# --- RefusedBlocks
+
+
+def names_of(text: str, start: int, end: int) -> list[BlockName]:
+    """The chained names of blocks *start* to *end* of a document that is called *text*."""
+    return [BlockName(hashlib.sha256(f"{text} {i}".encode()).digest()) for i in range(start, end)]
+
+
+def test_a_refused_block_is_remembered() -> None:
+    refused = RefusedBlocks(100)
+    refused.remember(0, names_of("a", 0, 10))
+
+    assert refused.has(0, names_of("a", 0, 20)) == [True] * 10 + [False] * 10
+
+
+def test_groups_with_equal_names_are_told_apart() -> None:
+    refused = RefusedBlocks(100)
+    refused.remember(1, names_of("a", 0, 10))
+
+    assert refused.has(0, names_of("a", 0, 10)) == [False] * 10
+    assert refused.has(1, names_of("a", 0, 10)) == [True] * 10
+
+
+def test_the_newest_are_remembered_and_the_oldest_forgotten() -> None:
+    refused = RefusedBlocks(1600)
+    for start in range(0, 10_000, 50):
+        refused.remember(0, names_of("a", start, start + 50))
+        refused.check()
+
+    known = refused.has(0, names_of("a", 0, 10_000))
+
+    assert sum(known) == 1600
+    assert all(known[-400:])  # some longer than others, by how many came to their rows
+    assert not any(known[:-4800])
+
+
+def test_the_smallest_memory_remembers_one_row() -> None:
+    refused = RefusedBlocks(0)
+    refused.remember(0, names_of("a", 0, 100))
+    refused.check()
+
+    assert refused.has(0, names_of("a", 0, 100)) == [False] * (100 - WAYS) + [True] * WAYS
+
+
+# --- Admission
+
+BLOCK_BYTES = 5
+RESERVE_BYTES = round(RESERVE * DAYS_BYTES)
+
+
+class Disk:
+    """A disk of names and an admission to it; what is admitted is there at once, and paid for."""
+
+    def __init__(self, budget: WriteBudget, num_blocks: int = 10_000) -> None:
+        self.budget = budget
+        self.blocks: set[tuple[int, BlockName]] = set()
+        self.admission = Admission(budget, num_blocks, lambda group_id, name: (group_id, name) in self.blocks)
+
+    def ask(
+        self,
+        names: Sequence[BlockName],
+        parents: Sequence[BlockName | None],
+        group_id: int = 0,
+        admit: Callable[..., list[bool]] | None = None,
+    ) -> list[bool]:
+        """What is admitted, and there now."""
+        admitted = (admit or self.admission.admit)(group_id, names, parents, BLOCK_BYTES)
+        self.admission.check()
+        self.blocks.update((group_id, name) for name, is_admitted in zip(names, admitted, strict=True) if is_admitted)
+        self.budget.spend(sum(admitted) * BLOCK_BYTES)
+        return admitted
+
+    def ask_document(self, text: str, start: int, end: int, step: int = 1) -> list[bool]:
+        """Ask for blocks *start* to *end* in one call, in chain order or (-1) tail first; answers in chain order."""
+        names, parents = names_of(text, start, end), [None, *names_of(text, 0, end)][start:end]
+        return self.ask(names[::step], parents[::step])[::step]
+
+
+@pytest.fixture
+def disk(budget: WriteBudget) -> Disk:
+    return Disk(budget)
+
+
+@pytest.fixture
+def disk_over_budget(disk: Disk) -> Disk:
+    """Only the reserve is left."""
+    disk.budget.spend(DAYS_BYTES - RESERVE_BYTES)
+    return disk
+
+
+def test_under_the_budget_everything_is_admitted(disk: Disk) -> None:
+    assert disk.ask_document("a", 0, 50) == [True] * 50
+    assert disk.ask_document("b", 20, 50, -1) == [True] * 30
+
+
+def test_without_a_limit_everything_is_admitted_always(clock: FakeClock) -> None:
+    disk = Disk(WriteBudget(None, clock))
+
+    assert disk.ask_document("a", 0, 5000) == [True] * 5000
+    assert disk.admission.statistics().num_admitted == 5000
+
+
+def test_over_the_budget_nothing_is_admitted_the_first_time(disk_over_budget: Disk) -> None:
+    assert disk_over_budget.ask_document("a", 0, 20) == [False] * 20
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_over_the_budget_what_was_refused_is_admitted_when_it_is_used_again(disk_over_budget: Disk, step: int) -> None:
+    disk_over_budget.ask_document("a", 0, 20, step)
+
+    assert disk_over_budget.ask_document("a", 0, 20, step) == [True] * 20
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_when_a_document_goes_on_only_the_part_that_was_used_before_is_admitted(
+    disk_over_budget: Disk, step: int
+) -> None:
+    disk_over_budget.ask_document("a", 0, 20)
+
+    assert disk_over_budget.ask_document("a", 0, 30, step) == [True] * 20 + [False] * 10
+
+
+def test_a_block_behind_one_that_is_refused_in_the_same_call_is_refused(disk_over_budget: Disk) -> None:
+    disk_over_budget.ask_document("a", 0, 5)
+    disk_over_budget.ask_document("a", 6, 10)  # block 5 was never asked for
+
+    assert disk_over_budget.ask_document("a", 0, 10) == [True] * 5 + [False] * 5
+
+
+def test_the_budget_s_last_bytes_go_to_the_front_of_a_document(disk: Disk) -> None:
+    disk.budget.spend(DAYS_BYTES - RESERVE_BYTES - 7 * BLOCK_BYTES)
+
+    assert disk.ask_document("a", 0, 20, -1) == [True] * 7 + [False] * 13
+
+
+def test_what_is_admitted_in_a_call_counts_against_the_budget_before_it_is_spent(disk: Disk) -> None:
+    assert sum(disk.ask_document("a", 0, 300)) == (DAYS_BYTES - RESERVE_BYTES) // BLOCK_BYTES
+
+
+def test_a_new_block_behind_a_refused_one_is_refused_though_there_is_budget_again(
+    disk_over_budget: Disk, clock: FakeClock
+) -> None:
+    disk_over_budget.ask_document("a", 0, 10)
+    clock.now += DAY_S
+
+    assert disk_over_budget.ask_document("a", 10, 20) == [False] * 10
+
+
+def test_a_block_behind_one_on_disk_is_admitted(disk: Disk, clock: FakeClock) -> None:
+    disk.ask_document("a", 0, 10)
+    disk.budget.spend(700)
+    disk.ask_document("a", 10, 20)
+
+    assert disk.ask_document("a", 10, 20) == [True] * 10
+
+
+def test_a_new_block_behind_one_that_was_refused_and_is_on_disk_now_is_admitted(
+    disk_over_budget: Disk, clock: FakeClock
+) -> None:
+    disk_over_budget.ask_document("a", 0, 10)
+    disk_over_budget.ask_document("a", 0, 10)
+    clock.now += DAY_S
+
+    assert disk_over_budget.ask_document("a", 10, 20) == [True] * 10
+
+
+def test_a_new_block_behind_one_that_was_refused_and_is_promised_now_is_admitted(
+    disk_over_budget: Disk, clock: FakeClock
+) -> None:
+    (trunk,), (one,), (other,) = names_of("trunk", 0, 1), names_of("one", 0, 1), names_of("other", 0, 1)
+    disk_over_budget.ask([one, trunk], [trunk, None])
+    clock.now += DAY_S
+
+    assert disk_over_budget.ask([one], [trunk]) == [True]
+    assert disk_over_budget.ask([other], [trunk]) == [True]
+
+
+def test_a_document_that_was_begun_at_its_tail_is_written_to_its_front(disk: Disk) -> None:
+    disk.budget.spend(DAYS_BYTES - RESERVE_BYTES - 5 * BLOCK_BYTES)
+
+    answers = [disk.ask_document("a", start, start + 5) for start in range(45, -1, -5)]
+
+    assert answers == [[True] * 5] * 10
+
+
+def test_a_document_whose_tail_was_refused_may_be_written_in_its_front_part(
+    disk_over_budget: Disk, clock: FakeClock
+) -> None:
+    disk_over_budget.ask_document("a", 10, 20)
+    clock.now += DAY_S / 10
+
+    assert disk_over_budget.ask_document("a", 0, 10) == [True] * 10
+
+
+def test_a_promise_reaches_back_over_blocks_of_the_same_call_never_asked_for_before(disk: Disk) -> None:
+    disk.budget.spend(DAYS_BYTES - RESERVE_BYTES - BLOCK_BYTES)
+    disk.ask_document("a", 9, 10)
+
+    assert disk.ask_document("a", 5, 10, -1)[:4] == [True] * 4
+    assert disk.ask_document("a", 0, 5) == [True] * 5
+
+
+def test_a_promise_is_kept_once(disk: Disk) -> None:
+    disk.budget.spend(DAYS_BYTES - RESERVE_BYTES - BLOCK_BYTES)
+    disk.ask_document("a", 1, 2)
+    disk.ask_document("a", 0, 1)
+    disk.blocks.clear()  # dropped, and long ago
+
+    assert disk.ask_document("a", 0, 1) == [False]
+
+
+def test_what_was_admitted_and_not_written_is_admitted_again(disk_over_budget: Disk) -> None:
+    disk_over_budget.ask_document("a", 5, 10)
+    disk_over_budget.ask_document("a", 5, 10)
+    disk_over_budget.ask_document("a", 0, 5)
+    disk_over_budget.blocks.difference_update((0, name) for name in names_of("a", 0, 5))
+    disk_over_budget.budget.spend(DAYS_BYTES)
+
+    disk_over_budget.admission.not_written(0, names_of("a", 0, 5))
+
+    assert disk_over_budget.ask_document("a", 0, 5) == [True] * 5
+
+
+def test_promises_to_one_group_do_not_bind_another(disk: Disk) -> None:
+    disk.budget.spend(DAYS_BYTES - RESERVE_BYTES - BLOCK_BYTES)
+    first, second = names_of("a", 0, 2)
+    disk.ask([second], [first], group_id=1)
+
+    assert disk.ask([first], [None], group_id=0) == [False]
+    assert disk.ask([first], [None], group_id=1) == [True]
+
+
+def test_a_use_in_one_group_is_none_in_another(disk_over_budget: Disk) -> None:
+    (name,) = names_of("a", 0, 1)
+    disk_over_budget.ask([name], [None], group_id=0)
+
+    assert disk_over_budget.ask([name], [None], group_id=1) == [False]
+
+
+def test_a_block_that_needs_none_before_it_is_admitted_by_itself(disk_over_budget: Disk) -> None:
+    names = names_of("a", 0, 5)
+    disk_over_budget.ask(names, [None] * 5)
+
+    assert disk_over_budget.ask(names[3:], [None] * 2) == [True] * 2
+
+
+def test_chains_of_one_call_do_not_disturb_each_other(disk_over_budget: Disk) -> None:
+    disk_over_budget.ask_document("a", 0, 3)
+    a, b = names_of("a", 0, 3), names_of("b", 0, 3)
+
+    answers = disk_over_budget.ask([b[2], a[2], a[0], b[0], b[1], a[1]], [b[1], a[1], None, None, b[0], a[0]])
+
+    assert answers == [False, True, True, False, False, True]
+
+
+def test_branches_share_the_fate_of_their_trunk_and_not_each_other_s(disk_over_budget: Disk) -> None:
+    (trunk,), (one,), (other,) = names_of("trunk", 0, 1), names_of("one", 0, 1), names_of("other", 0, 1)
+    disk_over_budget.ask([one, trunk], [trunk, None])
+
+    assert disk_over_budget.ask([other, one, trunk], [trunk, trunk, None]) == [False, True, True]
+
+
+def test_when_the_reserve_is_used_up_not_even_the_second_time_helps(disk_over_budget: Disk) -> None:
+    disk_over_budget.ask_document("a", 0, 10)
+    disk_over_budget.budget.spend(RESERVE_BYTES - 4 * BLOCK_BYTES)
+
+    assert disk_over_budget.ask_document("a", 0, 10) == [True] * 4 + [False] * 6
+
+
+def test_what_leaves_unused_is_not_admitted_over_the_budget(disk_over_budget: Disk) -> None:
+    disk_over_budget.ask_document("a", 0, 10)
+
+    answers = disk_over_budget.ask(
+        names_of("a", 0, 10), [None, *names_of("a", 0, 9)], admit=disk_over_budget.admission.admit_leaving
+    )
+
+    assert answers == [False] * 10
+
+
+def test_what_leaves_unused_is_admitted_when_there_is_budget_again_tail_first_too(
+    disk_over_budget: Disk, clock: FakeClock
+) -> None:
+    disk_over_budget.ask_document("a", 0, 10)
+    clock.now += DAY_S
+
+    names, parents = names_of("a", 0, 10), [None, *names_of("a", 0, 9)]
+    answers = [
+        disk_over_budget.ask(
+            names[start : start + 5], parents[start : start + 5], admit=disk_over_budget.admission.admit_leaving
+        )
+        for start in (5, 0)
+    ]
+
+    assert answers == [[True] * 5] * 2
+
+
+def test_what_left_unused_and_was_refused_is_admitted_when_it_is_used_again(disk_over_budget: Disk) -> None:
+    names, parents = names_of("a", 0, 10), [None, *names_of("a", 0, 9)]
+    disk_over_budget.ask(names, parents)
+    disk_over_budget.ask(names, parents, admit=disk_over_budget.admission.admit_leaving)
+
+    assert disk_over_budget.ask(names, parents) == [True] * 10
+
+
+def test_decisions_are_counted_in_blocks_and_bytes(disk: Disk) -> None:
+    disk.budget.spend(DAYS_BYTES - RESERVE_BYTES - 7 * BLOCK_BYTES)
+    disk.ask_document("a", 0, 20)
+
+    statistics = disk.admission.statistics()
+
+    assert (statistics.num_admitted, statistics.admitted_bytes) == (7, 35)
+    assert (statistics.num_refused, statistics.refused_bytes) == (13, 65)
+
+
+def test_asking_for_nothing_changes_nothing(disk: Disk) -> None:
+    assert disk.ask([], []) == []
+
+
+def test_a_block_twice_in_one_call_is_a_mistake(disk: Disk) -> None:
+    (name,) = names_of("a", 0, 1)
+
+    with pytest.raises(AssertionError, match="twice"):
+        disk.ask([name, name], [None, None])
+
+
+def test_promises_that_nobody_collects_do_not_pile_up(disk: Disk) -> None:
+    names = names_of("a", 0, 2 * MAX_PROMISED + 2048)
+
+    for start in range(0, len(names), 2048):  # each by itself, behind one that never comes
+        batch = names[start : start + 2048]
+        disk.admission.admit(0, batch[1::2], batch[0::2], block_bytes=0)
+
+    disk.admission.check()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_on_disk_has_no_holes_and_stays_within_the_budget(seed: int, clock: FakeClock) -> None:
+    """Documents with common beginnings, used at random; what is dirty comes in mixed batches, children first."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    disk = Disk(WriteBudget(DAYS_BYTES, clock), num_blocks=300)
+    parent_of: dict[BlockName, BlockName | None] = {}
+    documents: list[list[BlockName]] = []
+    longest = 40
+    num_asked = num_failed = 0
+
+    for step in range(400):
+        clock.now += rng.choice([0, 60, HOUR_S, 3 * HOUR_S])
+        if len(documents) < 5 or rng.random() < 0.3:
+            trunk = rng.choice(documents)[: rng.randrange(longest)] if documents and rng.random() < 0.7 else []
+            new = names_of(f"{seed} {step}", 0, rng.randrange(1, longest + 1 - len(trunk)))
+            documents.append([*trunk, *new])
+            parent_of.update(zip(documents[-1], [None, *documents[-1][:-1]], strict=True))
+
+        group_id = rng.randrange(2)
+        dirty = {name for document in rng.sample(documents, min(3, len(documents))) for name in document}
+        dirty = {name for name in dirty if (group_id, name) not in disk.blocks}
+        admit = disk.admission.admit if rng.random() < 0.8 else disk.admission.admit_leaving
+        while dirty:
+            leaves = sorted(dirty - {parent for name in dirty if (parent := parent_of[name]) is not None})
+            batch: list[BlockName] = []
+            for name in rng.sample(leaves, rng.randrange(1, len(leaves) + 1)):
+                run: BlockName | None = name
+                while run in dirty and len(batch) < 8 and not any(parent_of[other] == run for other in dirty - {run}):
+                    dirty.remove(run)
+                    batch.append(run)
+                    run = parent_of[run]
+            rng.shuffle(batch)
+            admitted = disk.ask(batch, [parent_of[name] for name in batch], group_id, admit)
+            num_asked += len(batch)
+            if rng.random() < 0.1:  # the write fails, and is tried again
+                failed = list(compress(batch, admitted))
+                disk.blocks.difference_update((group_id, name) for name in failed)
+                disk.admission.not_written(group_id, failed)
+                dirty.update(failed)
+                num_failed += len(failed)
+            clock.now += rng.choice([0, 0, 0, 30])
+
+        for group, name in disk.blocks:
+            parent = parent_of[name]
+            assert parent is None or (group, parent) in disk.blocks, "a hole"
+        statistics = disk.admission.statistics()
+        assert statistics.num_admitted + statistics.num_refused == num_asked
+        overdrawn = 3 * longest * BLOCK_BYTES  # by documents that were begun
+        assert statistics.admitted_bytes - num_failed * BLOCK_BYTES <= (clock.now / DAY_S + 1) * DAYS_BYTES + overdrawn
+
+        inner = {(group, parent) for group, name in disk.blocks if (parent := parent_of[name]) is not None}
+        tails = sorted(disk.blocks - inner)
+        disk.blocks.difference_update(rng.sample(tails, rng.randrange(len(tails) // 4 + 1)))
+
+    assert statistics.num_refused > 0
+    assert statistics.num_admitted > 0
+
+
+# --- SsdLife
+
+
+def test_used_is_the_share_of_the_endurance_that_was_written(clock: FakeClock) -> None:
+    life = SsdLife(600, clock, written_bytes=0)
+
+    assert life.statistics(150 * TERABYTE).used == 0.25
+    assert life.statistics(900 * TERABYTE).used == 1.5
+
+
+def test_years_left_follow_the_rate_since_the_start(clock: FakeClock) -> None:
+    life = SsdLife(600, clock, written_bytes=90 * TERABYTE)
+
+    clock.now += YEAR_S / 2
+
+    assert life.statistics(100 * TERABYTE).years_left == pytest.approx(25)
+
+
+def test_while_nothing_is_written_it_lasts_for_ever(clock: FakeClock) -> None:
+    life = SsdLife(600, clock, written_bytes=TERABYTE)
+    clock.now += YEAR_S
+
+    assert life.statistics(TERABYTE).years_left == math.inf
+
+
+def test_at_the_moment_of_the_start_there_is_no_rate_yet(clock: FakeClock) -> None:
+    assert SsdLife(600, clock, written_bytes=0).statistics(TERABYTE).years_left == math.inf
+
+
+def test_a_drive_that_is_used_up_has_no_years_left(clock: FakeClock) -> None:
+    life = SsdLife(1, clock, written_bytes=0)
+    clock.now += 1
+
+    assert life.statistics(2 * TERABYTE).years_left == 0
+
+
+def test_an_endurance_of_nothing_is_refused(clock: FakeClock) -> None:
+    with pytest.raises(ValueError, match="need more than 0"):
+        SsdLife(0, clock, written_bytes=0)
