@@ -77,20 +77,43 @@ class DiskConfig(_Table, frozen=True, kw_only=True):
 
     *path* is a folder, `~` expanded; it never takes more than *capacity* bytes. A read later than *read_timeout_s*
     seconds is a miss. *durability* says what is still there after which accident: process, interval (a checkpoint
-    every *checkpoint_s* seconds) or commit; see `Durability`.
+    every *checkpoint_s* seconds) or commit; see `Durability`. *codec*: zstd makes blocks smaller and slower, auto does
+    so only where that makes reading faster, fp8 halves them and is lossy. Over *max_written_bytes_per_day* only what is
+    used a second time is written; *endurance* is the drive's TBW figure, for the gauge of its life. With an encryption
+    key (32 bytes: raw, hex or base64, in a file or printed by a command) records are encrypted, AES-256-GCM; with
+    another key nothing stored is found.
     """
 
     path: Annotated[str, msgspec.Meta(min_length=1)]
     capacity: ByteSize = parse_bytes("32GiB")
-    codec: Literal["none", "zstd"] = "none"
+    codec: Literal["none", "zstd", "auto", "fp8"] = "none"
     read_timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 10.0
     durability: Literal["process", "interval", "commit"] = "process"
     checkpoint_s: Annotated[float, msgspec.Meta(ge=0.1, le=86400)] = 10.0
+    max_written_bytes_per_day: ByteSize | None = None
+    endurance: ByteSize | None = None
+    encryption_key_file: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    encryption_key_command: Annotated[str, msgspec.Meta(min_length=1)] | None = None
 
     def __post_init__(self) -> None:
+        if self.encryption_key_file is not None and self.encryption_key_command is not None:
+            raise ValueError("encryption_key_file and encryption_key_command: give one of them")
+        if self.endurance == 0:
+            raise ValueError('endurance 0: give the bytes that the drive is made for ("600TB"), or leave it out')
         if self.capacity == 0:
             raise ValueError("capacity 0 stores nothing; give it a size, or remove the [disk] table for no disk tier")
         msgspec.structs.force_setattr(self, "path", str(Path(self.path).expanduser()))
+
+
+class TenantConfig(_Table, frozen=True, kw_only=True):
+    """`[tenants."SALT"]`: byte quotas of the requests with that cache_salt; without one a tier is not limited.
+
+    Over its quota a tenant loses its own blocks, tails first. *name* stands for it in metrics, where the salt must not.
+    """
+
+    host: ByteSize | None = None
+    disk: ByteSize | None = None
+    name: str | None = None
 
 
 class NameConfig(_Table, frozen=True, kw_only=True):
@@ -158,6 +181,7 @@ class Config(_Table, frozen=True, kw_only=True):
     names: NameConfig = NameConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     events: EventsConfig | None = None
+    tenants: dict[str, TenantConfig] = {}
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
     metrics_host: str = "127.0.0.1"
 
@@ -218,7 +242,9 @@ def _choices(kind: object, path: str = "$") -> dict[str, list[str]]:
     """What may stand at *path*, of type *kind*, and below it: the keys of each table, the values of each Literal."""
     if get_origin(kind) is Literal:
         return {path: list(get_args(kind))}
-    choices = {}
+    choices: dict[str, list[str]] = {}
+    if get_origin(kind) is dict:
+        return _choices(get_args(kind)[1], f"{path}[...]")
     for table in (kind, *get_args(kind)):  # Table, or Table | None
         if isinstance(table, type) and issubclass(table, _Table):
             fields = msgspec.structs.fields(table)

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Self
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtier.engine.config import Config
 from kvtier.engine.detokenizer import Detokenizer
-from kvtier.engine.disk_store import open_store
+from kvtier.engine.disk_store import disk_tier, open_store
 from kvtier.engine.kv_events import ZmqPublisher
 from kvtier.engine.request import Request
 from kvtier.engine.runner import Chunk, ModelRunner
@@ -20,9 +20,9 @@ from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.scheduler import Scheduler, Work
 from kvtier.tiers.block_hash import BlockChain, ExtraKeys, HashAlgorithm
 from kvtier.tiers.cache import TieredCache
-from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.events import EventLog
 from kvtier.tiers.statistics import CacheStatistics, PrefixStatistics, TokenBalance
+from kvtier.tiers.tenants import tenant_of
 from kvtier.tiers.tier import Tier
 from kvtier.transfer.lane import Finished, Lane, ThreadLane
 from kvtier.transfer.transfer_engine import Route, TransferEngine
@@ -52,6 +52,7 @@ class EngineStatistics:
     num_waiting: int
     num_promoting: int
     num_running: int
+    tenants: Mapping[str, Mapping[Tier, int]]  # bytes of those with a quota, by name and tier
 
 
 class EngineCore:
@@ -77,10 +78,11 @@ class EngineCore:
                 undo.callback(memory.close)
             # While memory is prepared.
             namespace = self._runner.namespace(config.names.algorithm, config.names.resolved_seed)
-            self._store = None if config.disk is None else open_store(config.disk, self._runner, memories)
-            if self._store is not None:
+            self._store, disk = None, None
+            if config.disk is not None:
+                self._store = open_store(config.disk, namespace.dtype, memories, config.tenants)
                 undo.callback(self._store.close)
-            disk = None if self._store is None else DiskTier(self._store, namespace.digest)
+                disk = disk_tier(self._store, config.disk, namespace)
             transfers = _transfers(self._runner)
             undo.callback(transfers.close)
             self.cache = TieredCache(
@@ -90,6 +92,7 @@ class EngineCore:
                 disk,
                 retention_tokens=config.device.retention_tokens,
                 partial_blocks=config.device.partial_blocks,
+                host_quotas={tenant_of(salt): t.host for salt, t in config.tenants.items() if t.host is not None},
                 events=self._events,
             )
             undo.pop_all()
@@ -255,16 +258,28 @@ class EngineCore:
             self.publisher.publish(events)
 
     def _snapshot(self) -> EngineStatistics:
-        scheduler = self._scheduler
+        scheduler, cache = self._scheduler, self.cache.statistics()
         return EngineStatistics(
-            self.cache.statistics(),
+            cache,
             scheduler.admitted_tokens,
             scheduler.hit_ratio.statistics(),
             0 if self.publisher is None else self.publisher.num_dropped,
             len(scheduler.waiting),
             len(scheduler.promoting),
             len(scheduler.running),
+            self._bytes_of_tenants(cache),
         )
+
+    def _bytes_of_tenants(self, cache: CacheStatistics) -> dict[str, dict[Tier, int]]:
+        on_disk = {} if cache.disk is None else cache.disk.tenants
+        usage = {}
+        for salt, tenant in self.config.tenants.items():
+            key = tenant_of(salt)
+            usage[tenant.name or key.hex()] = {
+                Tier.HOST: cache.host_tenants.get(key, 0),
+                Tier.DISK: on_disk.get(key, 0),
+            }
+        return usage
 
 
 def _transfers(runner: ModelRunner) -> TransferEngine:

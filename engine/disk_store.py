@@ -1,42 +1,85 @@
-"""The disk tier's store as the configuration asks for it."""
+"""The disk tier as the configuration asks for it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from kvtier.engine.config import DiskConfig
-from kvtier.engine.runner import ModelRunner
+from kvtier.engine.config import DiskConfig, TenantConfig
 from kvtier.store.channel import SharedMemory
-from kvtier.store.codec import NO_CODEC, Codec, ZstdPlaneCodec
+from kvtier.store.cipher import Cipher
+from kvtier.store.codec import CODECS, NO_CODEC, Codec
+from kvtier.store.codec_choice import CodecChoice
 from kvtier.store.data_file import BESIDES_BYTES, capacity_within, map_bytes
 from kvtier.store.durability import Durability
 from kvtier.store.store_process import StoreProcess
 from kvtier.store.store_settings import StoreSettings
+from kvtier.tiers.disk_tier import DiskTier
+from kvtier.tiers.namespace import Namespace
+from kvtier.tiers.ssd_life import SsdLife
+from kvtier.tiers.tenants import tenant_of
 from kvtier.transfer.block_memory import BlockMemory
 
 LEAST_BLOCKS = 8  # of all groups together; with less, LMDB's index alone fills the store
+_ELEMENT_BYTES = {"torch.bfloat16": 2, "torch.float16": 2, "torch.float32": 4}
+_ELEMENTS = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 
 
-def open_store(config: DiskConfig, runner: ModelRunner, memories: Sequence[BlockMemory]) -> StoreProcess:
+def open_store(
+    config: DiskConfig, dtype: str, memories: Sequence[BlockMemory], tenants: Mapping[str, TenantConfig]
+) -> StoreProcess:
     """A store, in a process of its own, whose folder stays within the configured capacity. What opening raises;
-    ValueError, with what to do, for a capacity that holds next to nothing."""
-    least = LEAST_BLOCKS * sum(runner.block_bytes)
+    ValueError, with what to do, for a capacity that holds next to nothing or a key that cannot be had."""
+    block_bytes = sum(memory.block_bytes for memory in memories)
     capacity_bytes = capacity_within(config.capacity)
-    if capacity_bytes < least:
+    if capacity_bytes < LEAST_BLOCKS * block_bytes:
         raise ValueError(
-            f"disk capacity: {config.capacity} bytes for blocks of {sum(runner.block_bytes)}; "
-            f"use {disk_bytes(least)} or more"
+            f"disk capacity: {config.capacity} bytes for blocks of {block_bytes}; "
+            f"use {disk_bytes(LEAST_BLOCKS * block_bytes)} or more"
         )
-    codec: Codec = ZstdPlaneCodec(runner.model.dtype.itemsize) if config.codec == "zstd" else NO_CODEC
     settings = StoreSettings(
         Path(config.path),
         capacity_bytes,
-        codec,
-        durability=Durability(config.durability),
-        interval_s=config.checkpoint_s,
+        _codec(config, dtype),
+        cipher_of(config),
+        Durability(config.durability),
+        config.checkpoint_s,
+        {tenant_of(salt): quota.disk for salt, quota in tenants.items() if quota.disk is not None},
     )
     return StoreProcess(settings, [SharedMemory(*memory.host_span()) for memory in memories])
+
+
+def disk_tier(store: StoreProcess, config: DiskConfig, namespace: Namespace) -> DiskTier:
+    """The store as a tier of this namespace. Its records are of one kind: exact or lossy, under one key or none."""
+    cipher = cipher_of(config)
+    namespace = replace(
+        namespace,
+        kv_quantization="fp8" if config.codec == "fp8" else "none",
+        encryption_key_id="" if cipher is None else cipher.key_id.hex(),
+    )
+    tier = DiskTier(store, namespace.digest, written_bytes_per_day=config.max_written_bytes_per_day)
+    if config.endurance is not None:
+        tier.life = SsdLife(config.endurance / 1e12, tier.clock, tier.latest.written_bytes_total)
+    return tier
+
+
+def cipher_of(config: DiskConfig) -> Cipher | None:
+    """The configured encryption. ValueError if its key cannot be had, ImportError without the package."""
+    if config.encryption_key_file is not None:
+        return Cipher.from_file(Path(config.encryption_key_file).expanduser())
+    if config.encryption_key_command is not None:
+        return Cipher.from_command(config.encryption_key_command)
+    return None
 
 
 def disk_bytes(stored_bytes: int) -> int:
     """The capacity to configure for a disk that holds that much."""
     return map_bytes(stored_bytes) + BESIDES_BYTES
+
+
+def _codec(config: DiskConfig, dtype: str) -> Codec | CodecChoice:
+    if config.codec == "none":
+        return NO_CODEC
+    if config.codec == "fp8":
+        return CODECS[f"fp8-{_ELEMENTS[dtype]}"]
+    compressed = CODECS[f"zstd-plane-{_ELEMENT_BYTES[dtype]}"]
+    return compressed if config.codec == "zstd" else CodecChoice(compressed)

@@ -9,7 +9,8 @@ from prometheus_client.registry import Collector
 
 from kvtier.engine.config import Config
 from kvtier.engine.core import EngineStatistics
-from kvtier.tiers.statistics import TierStatistics
+from kvtier.tiers.breaker import BreakerState
+from kvtier.tiers.statistics import CacheStatistics, TierStatistics
 from kvtier.tiers.tier import Tier
 
 
@@ -25,6 +26,8 @@ class EngineCollector(Collector):
         yield from _token_metrics(statistics)
         yield from _tier_metrics(statistics.cache.tiers)
         yield from _route_metrics(statistics)
+        yield from _disk_metrics(statistics.cache)
+        yield from _tenant_metrics(statistics)
         requests = GaugeMetricFamily("kvtier_requests", "Requests by state", labels=["state"])
         requests.add_metric(["waiting"], statistics.num_waiting)
         requests.add_metric(["promoting"], statistics.num_promoting)
@@ -96,6 +99,48 @@ def _route_metrics(statistics: EngineStatistics) -> Iterator[Metric]:
         seconds.add_metric([route], totals.seconds)
         failed.add_metric([route], totals.num_failed)
     yield from (moved, seconds, failed)
+
+
+def _disk_metrics(statistics: CacheStatistics) -> Iterator[Metric]:
+    disk = statistics.disk
+    if disk is None:
+        return
+    yield GaugeMetricFamily("kvtier_disk_file_bytes", "Bytes the store takes on the medium", disk.file_bytes)
+    written = "Bytes written to the store since it was made"
+    yield CounterMetricFamily("kvtier_disk_written_bytes", written, disk.written_bytes_total)
+    yield GaugeMetricFamily("kvtier_disk_index_blocks", "Blocks known to be on disk", disk.known_blocks)
+    loaded = "Whether what was on disk at the start has been looked through"
+    yield GaugeMetricFamily("kvtier_disk_index_loaded", loaded, disk.is_known)
+    state = GaugeMetricFamily(
+        "kvtier_disk_breaker", "1 for the state of the circuit breaker of each side", labels=["side", "state"]
+    )
+    opened = CounterMetricFamily("kvtier_disk_breaker_opened", "Times the breaker has opened", labels=["side"])
+    for side, current in disk.breakers.items():
+        for possible in BreakerState:
+            state.add_metric([side, possible], possible is current)
+        opened.add_metric([side], disk.num_opened[side])
+    yield from (state, opened)
+    if statistics.admission is not None:
+        blocks = CounterMetricFamily("kvtier_disk_admission_blocks", "Blocks admitted or refused", labels=["decision"])
+        blocks.add_metric(["admitted"], statistics.admission.num_admitted)
+        blocks.add_metric(["refused"], statistics.admission.num_refused)
+        yield blocks
+    if disk.budget_left_bytes is not None:
+        left = "Bytes that may be written now under max_written_bytes_per_day; below 0 overdrawn"
+        yield GaugeMetricFamily("kvtier_disk_budget_left_bytes", left, disk.budget_left_bytes)
+    if disk.life is not None:
+        used = "Share of the drive's endurance that this store has written"
+        yield GaugeMetricFamily("kvtier_ssd_life_used_ratio", used, disk.life.used)
+        years = "Years until the endurance is used up, at the rate since the start"
+        yield GaugeMetricFamily("kvtier_ssd_years_left", years, disk.life.years_left)
+
+
+def _tenant_metrics(statistics: EngineStatistics) -> Iterator[Metric]:
+    held = GaugeMetricFamily("kvtier_tenant_bytes", "Bytes of tenants with a quota", labels=["tier", "tenant"])
+    for tenant, usage in statistics.tenants.items():
+        for tier, num_bytes in usage.items():
+            held.add_metric([tier, tenant], num_bytes)
+    yield held
 
 
 class MetricsServer(Protocol):

@@ -6,6 +6,7 @@ from typing import Protocol, Self
 
 from kvtier.store.record import DIGEST_BYTES, NAMESPACE_BYTES, Fault
 
+TENANT_BYTES = 8
 MAX_KEY_BYTES = 511  # LMDB's limit; the others keep to it so that a store can be replaced by another
 
 
@@ -16,12 +17,14 @@ class Blob:
     *digest* is `record.digest` of the raw bytes, taken when they were made: whatever damages them
     between then and the disk is found when they are read. *parent* is the key of the block that this
     one continues, b"" if there is none or nobody minds: such a block leaves the store before its parent.
+    *tenant* (8 bytes, the same for a block and its parent, or b"") is whose quota it counts against.
     """
 
     key: bytes
     digest: bytes
     raw: memoryview
     parent: bytes = b""
+    tenant: bytes = b""
 
     def __post_init__(self) -> None:
         if not NAMESPACE_BYTES <= len(self.key) <= MAX_KEY_BYTES:
@@ -30,6 +33,8 @@ class Blob:
             raise ValueError(f"digest of {len(self.digest)} bytes; need {DIGEST_BYTES}")
         if len(self.parent) > MAX_KEY_BYTES:
             raise ValueError(f"parent's key of {len(self.parent)} bytes; at most {MAX_KEY_BYTES}")
+        if len(self.tenant) not in (0, TENANT_BYTES):
+            raise ValueError(f"tenant of {len(self.tenant)} bytes; need {TENANT_BYTES} or none")
 
 
 class StoreFull(OSError):
@@ -46,9 +51,11 @@ class StoreStatistics:
     stored_bytes: int  # sum of `seal.charged_bytes`: what counts against the capacity
     capacity_bytes: int
     file_bytes: int  # what the store takes on the medium now (`st_blocks`); 0 in memory
-    written_bytes_total: int  # * payload bytes as stored, for the budget of writes
+    written_bytes_total: int  # * payload bytes as stored
+    written_lately_bytes: int  # * of these about what the last day saw: older ones count less and less
     read_bytes_total: int  # raw bytes that were read and verified
     evicted_total: int  # * records
+    tenants: Mapping[bytes, int]  # * bytes stored of each, charged as in `stored_bytes`
     faults: Mapping[Fault, int]  # failed reads by cause; `missing` is no failure and not counted
 
 
@@ -58,7 +65,8 @@ class BlobStore(Protocol):
     The bytes of a key never change. At any moment `stored_bytes <= capacity_bytes`. Records leave by
     CLOCK: the oldest goes unless it was touched, then it loses its mark and counts as new. No record leaves
     for room before one that continues it, so what stays is prefix-closed. All methods may be called from
-    any thread: reads run side by side, changes one after another. OSError means that the change did not
+    any thread: reads run side by side, changes one after another. A tenant with a quota never has more than that;
+    for what is beyond it, its own records leave, in the same order. OSError means that the change did not
     happen. ValueError after `close`.
     """
 

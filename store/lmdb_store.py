@@ -5,11 +5,12 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self, TypeVar
 
 import lmdb
@@ -43,7 +44,12 @@ _log = logging.getLogger(__name__)
 
 
 class _StillTooMuch(Exception):
-    """Ends a change that could not evict enough at once."""
+    """One change went through as much of the order as it may, and there is still no room for *new_bytes*."""
+
+    def __init__(self, new_bytes: Mapping[bytes, int], evicted: list[bytes]) -> None:
+        super().__init__()
+        self.new_bytes = new_bytes
+        self.evicted = evicted
 
 
 class LmdbStore:
@@ -51,6 +57,7 @@ class LmdbStore:
 
     Payload, index, recency and accounting change in one transaction, so a process killed at any point leaves a whole
     store. What a crash of the machine leaves is a matter of *durability*; *interval_s* is the time between checkpoints.
+    *quotas* are bytes by tenant, of which none is exceeded from the first put of that tenant's on.
     *owner* is the pid that others are told, this process's by default.
     The start after a broken tree was met is empty; until then changes raise and reads are `Fault.IO_ERROR`.
     Without *capacity_bytes* it is the one with which the store was last opened; OSError if there is no such store.
@@ -67,6 +74,7 @@ class LmdbStore:
         cipher: Cipher | None = None,
         durability: Durability = Durability.PROCESS,
         interval_s: float = 10.0,
+        quotas: Mapping[bytes, int] = MappingProxyType({}),
         owner: int | None = None,
     ) -> None:
         self._folder = folder
@@ -74,6 +82,7 @@ class LmdbStore:
         self._cipher = cipher
         self._durability = durability
         self._interval_s = interval_s
+        self._quotas = quotas
         self._writer = threading.RLock()  # held for a change; taken before, never inside, `_gate`
         self._gate = threading.Condition()  # guards the five below
         self._num_readers = 0
@@ -160,11 +169,18 @@ class LmdbStore:
 
     def verify(self) -> Iterator[tuple[bytes, Fault | None]]:
         for key in self.keys():
-            with self._reading() as txn:
-                stored = self._tables.stored(txn, key)
-                fault = None if stored is None else fault_of(key, *stored, self._cipher)
-            if stored is not None:
-                yield key, fault
+            found = self.verify_one(key)
+            if found is not None:
+                yield key, found[1]
+
+    def verify_one(self, key: bytes) -> tuple[int, Fault | None] | None:
+        """How long *key*'s payload is as stored, and what is wrong with the record; None if there is none."""
+        with self._reading() as txn:
+            stored = self._tables.stored(txn, key)
+            if stored is None:
+                return None
+            header, payload = stored
+            return payload.nbytes, fault_of(key, header, payload, self._cipher)
 
     def sync(self) -> None:
         with self._in_use(), self._lmdb_errors():
@@ -176,6 +192,7 @@ class LmdbStore:
     def statistics(self) -> StoreStatistics:
         with self._reading() as txn:
             counters = self._tables.counters(txn)
+            tenants = self._tables.bytes_of_tenants(txn)
             file_bytes = self._tables.file_bytes()
         with self._gate:
             return StoreStatistics(
@@ -184,8 +201,10 @@ class LmdbStore:
                 capacity_bytes=self._capacity_bytes,
                 file_bytes=file_bytes,
                 written_bytes_total=counters.written_bytes_total,
+                written_lately_bytes=counters.written_lately_bytes,
                 read_bytes_total=self._read_bytes_total,
                 evicted_total=counters.evicted_total,
+                tenants=tenants,
                 faults=dict(self._faults),
             )
 
@@ -294,7 +313,7 @@ class LmdbStore:
                 with self._tables.env.begin(write=True) as txn:
                     change = Change(self._tables, txn)
                     yield change
-                    change.write_ledger()
+                    change.write_accounts()
 
     def _change(self, act: Callable[[Change], _T], new_bytes: int) -> _T:
         """Run *act*, which may need *new_bytes* of pages, as one change that leaves pages to delete with.
@@ -344,31 +363,57 @@ class LmdbStore:
             raise
 
     def _put_at_once(self, group: Sequence[Blob]) -> list[bytes]:
+        unique = {blob.key: blob for blob in group}.values()
+
         def put(change: Change) -> list[bytes]:
             new = [blob for blob in unique if not change.mark(blob.key)]
             for blob in new:  # nobody is evicted for what continues it
                 change.mark(blob.parent)
             sealed = [seal(blob, self._codec, self._cipher) for blob in new]
             # First, so that new records come behind those that get a second chance for them.
-            evicted = change.evict(max(0, self._capacity_bytes - sum(one.charged_bytes for one in sealed)))
+            new_bytes: Counter[bytes] = Counter()
+            for blob, one in zip(new, sealed, strict=True):
+                new_bytes[blob.tenant] += one.charged_bytes
+            evicted = self._evict(change, new_bytes)
             coming = {blob.key for blob in new}
             for blob, one in zip(new, sealed, strict=True):
                 coming.discard(blob.key)
-                change.add(one, blob.parent, coming)
-            evicted += change.evict(self._capacity_bytes)
-            if change.counters.stored_bytes > self._capacity_bytes:
-                raise _StillTooMuch
-            return evicted
+                change.add(one, blob, coming)
+            return evicted + self._evict(change, dict.fromkeys(new_bytes, 0))
 
-        unique = {blob.key: blob for blob in group}.values()
         # Small blocks dirty up to 3 index pages each way, as much as they are charged.
-        num_bytes = _charged_bytes(group)
+        most_bytes = 3 * _charged_bytes(group)
         try:
-            return self._change(put, 3 * num_bytes)
-        except _StillTooMuch:  # it got through too little of the order for one change
-            gone = self._evict_to(max(0, self._capacity_bytes - num_bytes))
+            return self._change(put, most_bytes)
+        except _StillTooMuch as too_much:
+            gone = self._make_way(too_much.new_bytes)
             again = {blob.key for blob in group}
-            return [key for key in gone if key not in again] + self._change(put, 3 * num_bytes)
+            return [key for key in gone if key not in again] + self._change(put, most_bytes)
+
+    def _evict(self, change: Change, new_bytes: Mapping[bytes, int]) -> list[bytes]:
+        """Make room for that many bytes of each tenant; `_StillTooMuch` if one change cannot."""
+        evicted: list[bytes] = []
+        for tenant, num_bytes in new_bytes.items():
+            if (quota := self._quotas.get(tenant)) is not None:
+                limit_bytes = max(0, quota - num_bytes)
+                evicted += change.evict_tenant(tenant, limit_bytes)
+                if change.bytes_of(tenant) > limit_bytes:
+                    raise _StillTooMuch(new_bytes, evicted)
+        limit_bytes = max(0, self._capacity_bytes - sum(new_bytes.values()))
+        evicted += change.evict(limit_bytes)
+        if change.counters.stored_bytes > limit_bytes:
+            raise _StillTooMuch(new_bytes, evicted)
+        return evicted
+
+    def _make_way(self, new_bytes: Mapping[bytes, int]) -> list[bytes]:
+        """Make that room in as many changes as it takes."""
+        evicted: list[bytes] = []
+        while True:
+            with self._changing() as change:
+                try:
+                    return evicted + self._evict(change, new_bytes)
+                except _StillTooMuch as too_much:
+                    evicted += too_much.evicted
 
     def _make_room(self, num_bytes: int) -> list[bytes]:
         """Evict *num_bytes* more than the capacity asks for; the pages are free to use on return."""

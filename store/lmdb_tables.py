@@ -1,22 +1,30 @@
 """The sub-databases of an LMDB store, and the one transaction that changes them together."""
 
+import math
 import os
 import struct
 import sys
-from collections.abc import Collection
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import lmdb
 
+from kvtier.store.blob_store import TENANT_BYTES, Blob
 from kvtier.store.durability import Durability
 from kvtier.store.record import HEADER_BYTES
 from kvtier.store.seal import Sealed
 
 _SEQUENCE = struct.Struct(">Q")  # big-endian, so that LMDB's byte order is the order of age
-_ROW = struct.Struct(">QQ?")  # sequence number, charged bytes, mark; the record's header and its parent's key follow
-_COUNTERS = struct.Struct("<6Q")
+# Sequence number, charged bytes, mark, tenant; the record's header and its parent's key follow.
+_ROW = struct.Struct(f">QQ?{TENANT_BYTES}s")
+_COUNTERS = struct.Struct("<7Qd")
 _COUNTERS_KEY = b"counters"
+_TENANT_BYTES_OF = struct.Struct("<Q")
+_NOBODY = bytes(TENANT_BYTES)
+_DAY_S = 86_400.0
 _PAGE_BYTES = 4096
 _SPARE_PAGES = 64  # left free by every change that adds: what a deletion of 8 records needs, three levels deep
 _SPARE_VALUE = bytes(_PAGE_BYTES // 2)  # LMDB gives it a page of its own
@@ -34,6 +42,15 @@ class Counters:
     written_bytes_total: int = 0
     evicted_total: int = 0
     capacity_bytes: int = 0  # with which the store was last opened
+    written_lately_bytes: int = 0  # fading, by two thirds a day
+    written_lately_at: float = 0.0  # seconds since 1970
+
+    def wrote(self, num_bytes: int, now: float) -> None:
+        """That much has been written."""
+        self.written_bytes_total += num_bytes
+        fading = math.exp(-max(0.0, now - self.written_lately_at) / _DAY_S)
+        self.written_lately_bytes = int(self.written_lately_bytes * fading) + num_bytes
+        self.written_lately_at = now
 
 
 @dataclass(slots=True)
@@ -43,6 +60,7 @@ class Row:
     sequence: int
     charged_bytes: int
     is_marked: bool
+    tenant: bytes
     header: bytes
     parent: bytes
 
@@ -50,20 +68,21 @@ class Row:
     def unpack(cls, row: bytes) -> "Row":
         """A row as it is kept."""
         end = _ROW.size + HEADER_BYTES
-        sequence, charged_bytes, is_marked = _ROW.unpack_from(row)
-        return cls(sequence, charged_bytes, is_marked, row[_ROW.size : end], row[end:])
+        sequence, charged_bytes, is_marked, tenant = _ROW.unpack_from(row)
+        return cls(sequence, charged_bytes, is_marked, tenant, row[_ROW.size : end], row[end:])
 
     def pack(self) -> bytes:
         """As it is kept."""
-        return _ROW.pack(self.sequence, self.charged_bytes, self.is_marked) + self.header + self.parent
+        return _ROW.pack(self.sequence, self.charged_bytes, self.is_marked, self.tenant) + self.header + self.parent
 
 
 class Tables:
-    """One LMDB environment with four sub-databases.
+    """One LMDB environment with five sub-databases.
 
-    records   key -> sequence number, charged bytes, mark, header, parent's key
+    records   key -> sequence number, charged bytes, mark, tenant, header, parent's key
     payloads  key -> payload, one value
-    order     sequence number -> key, oldest first
+    order     sequence number -> tenant and key, oldest first
+    tenants   tenant -> charged bytes
     ledger    `Counters`
     """
 
@@ -73,7 +92,7 @@ class Tables:
         self.env = lmdb.open(
             str(folder),
             map_size=map_bytes,
-            max_dbs=4,
+            max_dbs=5,
             max_readers=256,
             max_spare_txns=16,
             writemap=durability.is_mapped,
@@ -89,6 +108,7 @@ class Tables:
             self.records = self.env.open_db(b"records")
             self.payloads = self.env.open_db(b"payloads")
             self.order = self.env.open_db(b"order")
+            self.tenants = self.env.open_db(b"tenants")
             self.ledger = self.env.open_db(b"ledger")
             with self.env.begin() as txn:
                 self.counters(txn)
@@ -99,10 +119,15 @@ class Tables:
     @staticmethod
     def capacity_in(env: lmdb.Environment) -> int:
         """The capacity in the ledger of an environment that is open for reading only."""
+        return Tables.counters_in(env).capacity_bytes
+
+    @staticmethod
+    def counters_in(env: lmdb.Environment) -> Counters:
+        """The ledger of an environment that is open for reading only."""
         ledger = env.open_db(b"ledger", create=False)
         with env.begin() as txn:
             packed = txn.get(_COUNTERS_KEY, db=ledger)
-        return 0 if packed is None else Counters(*_COUNTERS.unpack(packed)).capacity_bytes
+        return Counters() if packed is None else Counters(*_COUNTERS.unpack(packed))
 
     def close(self) -> None:
         """Unmap; a transaction still open elsewhere would crash the process."""
@@ -151,12 +176,21 @@ class Tables:
             else:
                 is_there = cursor.prev() if cursor.set_range(_SEQUENCE.pack(sequence)) else cursor.last()
             rows = cursor.iterprev() if is_there else iter(())
-            return [(_SEQUENCE.unpack(packed)[0], key) for _, (packed, key) in zip(range(most), rows, strict=False)]
+            return [
+                (_SEQUENCE.unpack(packed)[0], key[TENANT_BYTES:])
+                for _, (packed, key) in zip(range(most), rows, strict=False)
+            ]
+
+    def bytes_of_tenants(self, txn: "lmdb.Transaction[bytes] | lmdb.Transaction[memoryview]") -> dict[bytes, int]:
+        """What each tenant has."""
+        rows = txn.cursor(db=self.tenants)
+        return {bytes(tenant): _TENANT_BYTES_OF.unpack(packed)[0] for tenant, packed in rows}
 
     def check(self, txn: "lmdb.Transaction[bytes]") -> None:
         """AssertionError if ledger, order, records and payloads disagree, or a record might leave before its child."""
         counters = self.counters(txn)
-        order = {key: _SEQUENCE.unpack(packed)[0] for packed, key in txn.cursor(db=self.order)}
+        order = {key[TENANT_BYTES:]: _SEQUENCE.unpack(packed)[0] for packed, key in txn.cursor(db=self.order)}
+        owners = {key[TENANT_BYTES:]: key[:TENANT_BYTES] for key in txn.cursor(db=self.order).iternext(keys=False)}
         rows = {key: Row.unpack(row) for key, row in txn.cursor(db=self.records)}
         payload_keys = set(txn.cursor(db=self.payloads).iternext(values=False))
 
@@ -166,6 +200,12 @@ class Tables:
         assert counters.num_records == len(rows), f"ledger: {counters.num_records} of {len(rows)} records"
         recount = sum(row.charged_bytes for row in rows.values())
         assert counters.stored_bytes == recount, f"ledger: {counters.stored_bytes} bytes, recount {recount}"
+        assert {key: row.tenant for key, row in rows.items()} == owners, "records and order disagree about tenants"
+        of_tenants: Counter[bytes] = Counter()
+        for row in rows.values():
+            of_tenants[row.tenant] += row.charged_bytes
+        of_tenants.pop(_NOBODY, None)
+        assert self.bytes_of_tenants(txn) == of_tenants, "a tenant's bytes are miscounted"
         newest = max(order.values(), default=-1)
         assert newest < counters.next_sequence, f"sequence {newest} is not below {counters.next_sequence}"
         for row in rows.values():
@@ -178,16 +218,18 @@ class Tables:
 
 
 class Change:
-    """A write transaction under way: rows, payloads, order and ledger move together or not at all.
+    """A write transaction under way: rows, payloads, order and accounts move together or not at all.
 
     The order of leaving is CLOCK. One rule keeps what stays prefix-closed: a parent is newer than its child, or it is
-    marked. Whatever makes a record new marks its parent; so an unmarked oldest record has nothing that continues it.
+    marked. Whatever makes a record new marks its parent; so an unmarked oldest record has nothing that continues it,
+    and of one tenant, who has all of a chain, neither has the oldest.
     """
 
     def __init__(self, tables: Tables, txn: "lmdb.Transaction[bytes]") -> None:
         self._tables = tables
         self._txn = txn
         self.counters = tables.counters(txn)
+        self._tenants: dict[bytes, int] = {}  # charged bytes, of those that this change has looked at
 
     def mark(self, key: bytes) -> bool:
         """Let *key* be passed over once when room is made; False if it is not there."""
@@ -200,24 +242,27 @@ class Change:
             self._txn.put(key, row.pack(), db=self._tables.records)
         return True
 
-    def add(self, sealed: Sealed, parent: bytes, coming: Collection[bytes] = ()) -> None:
-        """Store a block under a key that is not there, as the newest. A *parent* that is *coming* needs no mark."""
+    def add(self, sealed: Sealed, blob: Blob, coming: Collection[bytes] = ()) -> None:
+        """Store a *blob* whose key is not there, as the newest. A parent that is *coming* needs no mark."""
+        tenant = blob.tenant or _NOBODY
         self._txn.put(sealed.key, sealed.payload, db=self._tables.payloads)
-        self._append(sealed.key, Row(0, sealed.charged_bytes, False, sealed.header, parent), coming)
+        self._append(sealed.key, Row(0, sealed.charged_bytes, False, tenant, sealed.header, blob.parent), coming)
         self.counters.num_records += 1
         self.counters.stored_bytes += sealed.charged_bytes
-        self.counters.written_bytes_total += sealed.payload.nbytes
+        self.counters.wrote(sealed.payload.nbytes, time.time())
+        self._charge(tenant, sealed.charged_bytes)
 
     def forget(self, key: bytes) -> bool:
         """Remove *key*; False if it is not there."""
-        row = self._txn.pop(key, db=self._tables.records)
-        if row is None:
+        packed = self._txn.pop(key, db=self._tables.records)
+        if packed is None:
             return False
-        sequence, charged_bytes, _ = _ROW.unpack_from(row)
+        sequence, charged_bytes, _, tenant = _ROW.unpack_from(packed)
         self._txn.delete(_SEQUENCE.pack(sequence), db=self._tables.order)
         self._txn.delete(key, db=self._tables.payloads)
         self.counters.num_records -= 1
         self.counters.stored_bytes -= charged_bytes
+        self._charge(tenant, -charged_bytes)
         return True
 
     def evict(self, limit_bytes: int, max_records: int = sys.maxsize) -> list[bytes]:
@@ -226,30 +271,18 @@ class Change:
         What is marked gets a second chance instead. Of these there are only so many in one change: look at
         `counters` for whether more changes are needed.
         """
-        evicted: list[bytes] = []
-        num_chances = 0
-        while self.counters.stored_bytes > limit_bytes and len(evicted) < max_records:
-            with self._txn.cursor(db=self._tables.order) as cursor:
-                if not cursor.first():
-                    break
-                packed_sequence, key = cursor.item()
-            packed = self._txn.get(key, db=self._tables.records)
-            if packed is None:  # `check` says so, and this must not spin
-                self._txn.delete(packed_sequence, db=self._tables.order)
-                continue
-            row = Row.unpack(packed)
-            if not row.is_marked:
-                self.forget(key)
-                evicted.append(key)
-            elif num_chances == _MOST_SECOND_CHANCES:
-                break
-            else:
-                num_chances += 1
-                self._txn.delete(packed_sequence, db=self._tables.order)
-                row.is_marked = False
-                self._append(key, row)
-        self.counters.evicted_total += len(evicted)
-        return evicted
+        return self._turn(lambda: self.counters.stored_bytes > limit_bytes, max_records, None)
+
+    def evict_tenant(self, tenant: bytes, limit_bytes: int) -> list[bytes]:
+        """The same among the records of one tenant, until that has no more than *limit_bytes*."""
+        return self._turn(lambda: self.bytes_of(tenant) > limit_bytes, sys.maxsize, tenant)
+
+    def bytes_of(self, tenant: bytes) -> int:
+        """What the tenant has, charged as in `Counters.stored_bytes`."""
+        if tenant not in self._tenants:
+            packed = self._txn.get(tenant, db=self._tables.tenants)
+            self._tenants[tenant] = 0 if packed is None else _TENANT_BYTES_OF.unpack(packed)[0]
+        return self._tenants[tenant]
 
     def leave_spare_pages(self) -> None:
         """Use as many pages as must be left and give them back; `lmdb.MapFullError` if they are not there.
@@ -262,15 +295,63 @@ class Change:
         for spare in spares:
             self._txn.delete(spare, db=self._tables.ledger)
 
-    def write_ledger(self) -> None:
+    def write_accounts(self) -> None:
         """The last act of every change."""
         self._txn.put(_COUNTERS_KEY, _COUNTERS.pack(*astuple(self.counters)), db=self._tables.ledger)
+        for tenant, num_bytes in self._tenants.items():
+            if num_bytes:
+                self._txn.put(tenant, _TENANT_BYTES_OF.pack(num_bytes), db=self._tables.tenants)
+            else:
+                self._txn.delete(tenant, db=self._tables.tenants)
+
+    def _turn(self, is_too_much: Callable[[], bool], max_records: int, tenant: bytes | None) -> list[bytes]:
+        """Go through the order, oldest first, of one *tenant* or of all."""
+        evicted: list[bytes] = []
+        num_chances = 0
+        position: bytes | None = None  # in the order: where to go on
+        while len(evicted) < max_records and is_too_much():
+            found = self._oldest(position, tenant)
+            if found is None:
+                break
+            position, key = found
+            packed = self._txn.get(key, db=self._tables.records)
+            if packed is None:  # `check` says so, and this must not spin
+                self._txn.delete(position, db=self._tables.order)
+                continue
+            row = Row.unpack(packed)
+            if not row.is_marked:
+                self.forget(key)
+                evicted.append(key)
+            elif num_chances == _MOST_SECOND_CHANCES:
+                break
+            else:
+                num_chances += 1
+                self._txn.delete(position, db=self._tables.order)
+                row.is_marked = False
+                self._append(key, row)
+        self.counters.evicted_total += len(evicted)
+        return evicted
+
+    def _oldest(self, position: bytes | None, tenant: bytes | None) -> tuple[bytes, bytes] | None:
+        """Place and key of the oldest record, or of the oldest of a *tenant* not before *position*."""
+        with self._txn.cursor(db=self._tables.order) as cursor:
+            if tenant is None:
+                return (cursor.key(), cursor.value()[TENANT_BYTES:]) if cursor.first() else None
+            if cursor.first() if position is None else cursor.set_range(position):
+                for place, owned in cursor:
+                    if owned.startswith(tenant):
+                        return place, owned[TENANT_BYTES:]
+        return None
+
+    def _charge(self, tenant: bytes, num_bytes: int) -> None:
+        if tenant != _NOBODY:
+            self._tenants[tenant] = self.bytes_of(tenant) + num_bytes
 
     def _append(self, key: bytes, row: Row, coming: Collection[bytes] = ()) -> None:
         """Make *key* the newest."""
         row.sequence = self.counters.next_sequence
         self.counters.next_sequence += 1
         self._txn.put(key, row.pack(), db=self._tables.records)
-        self._txn.put(_SEQUENCE.pack(row.sequence), key, append=True, db=self._tables.order)
+        self._txn.put(_SEQUENCE.pack(row.sequence), row.tenant + key, append=True, db=self._tables.order)
         if row.parent and row.parent not in coming:
             self.mark(row.parent)

@@ -2,8 +2,10 @@
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Self
 
 from kvtier.store.blob_store import Blob, StoreStatistics
@@ -19,19 +21,28 @@ class _Row:
     payload: bytes
     charged_bytes: int
     parent: bytes
+    tenant: bytes
 
 
 class MemoryStore:
     """See `BlobStore`. Charges blocks as `LmdbStore` does, so both evict the same ones."""
 
-    def __init__(self, capacity_bytes: int, codec: Codec = NO_CODEC, cipher: Cipher | None = None) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        codec: Codec = NO_CODEC,
+        cipher: Cipher | None = None,
+        quotas: Mapping[bytes, int] = MappingProxyType({}),
+    ) -> None:
         self._capacity_bytes = capacity_bytes
         self._codec = codec
         self._cipher = cipher
+        self._quotas = quotas
         self._lock = threading.RLock()  # guards everything below; a row itself never changes
         self._rows: OrderedDict[bytes, _Row] = OrderedDict()  # oldest first
         self._marked: set[bytes] = set()
         self._stored_bytes = 0
+        self._tenants: Counter[bytes] = Counter()  # bytes of each
         self._written_bytes_total = 0
         self._read_bytes_total = 0
         self._evicted_total = 0
@@ -49,10 +60,10 @@ class MemoryStore:
             rows = {key: self._row(blob) for key, blob in new.items()}  # may fail: before any change
             for blob in blobs:
                 self._mark(blob.parent if blob.key in rows else blob.key)
-            evicted = self._evict(self._capacity_bytes - sum(row.charged_bytes for row in rows.values()))
+            evicted = self._make_room(list(rows.values()))
             for key, row in rows.items():
                 self._add(key, row)
-            return evicted + self._evict(self._capacity_bytes)
+            return evicted + self._make_room([])
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
         return [self._read(key, out) for key, out in zip(keys, outs, strict=True)]
@@ -89,8 +100,10 @@ class MemoryStore:
                 capacity_bytes=self._capacity_bytes,
                 file_bytes=0,
                 written_bytes_total=self._written_bytes_total,
+                written_lately_bytes=self._written_bytes_total,
                 read_bytes_total=self._read_bytes_total,
                 evicted_total=self._evicted_total,
+                tenants=dict(+self._tenants),
                 faults=dict(self._faults),
             )
 
@@ -99,6 +112,8 @@ class MemoryStore:
             recount = sum(row.charged_bytes for row in self._rows.values())
             assert recount == self._stored_bytes, f"stored_bytes is {self._stored_bytes}, recount {recount}"
             assert recount <= self._capacity_bytes, f"{recount} bytes exceed {self._capacity_bytes}"
+            for tenant, quota in self._quotas.items():
+                assert self._tenants[tenant] <= quota, f"a tenant has {self._tenants[tenant]} bytes of {quota}"
             assert self._marked <= self._rows.keys(), "a mark on no record"
             places = {key: place for place, key in enumerate(self._rows)}
             for key, row in self._rows.items():
@@ -123,12 +138,14 @@ class MemoryStore:
 
     def _row(self, blob: Blob) -> _Row:
         sealed = seal(blob, self._codec, self._cipher)
-        return _Row(sealed.header, bytes(sealed.payload), sealed.charged_bytes, blob.parent)
+        return _Row(sealed.header, bytes(sealed.payload), sealed.charged_bytes, blob.parent, blob.tenant)
 
     def _add(self, key: bytes, row: _Row) -> None:
         self._rows[key] = row
         self._mark(row.parent)
         self._stored_bytes += row.charged_bytes
+        if row.tenant:
+            self._tenants[row.tenant] += row.charged_bytes
         self._written_bytes_total += len(row.payload)
 
     def _forget(self, key: bytes) -> bool:
@@ -137,16 +154,28 @@ class MemoryStore:
             return False
         self._marked.discard(key)
         self._stored_bytes -= row.charged_bytes
+        if row.tenant:
+            self._tenants[row.tenant] -= row.charged_bytes
         return True
 
     def _mark(self, key: bytes) -> None:
         if key in self._rows:
             self._marked.add(key)
 
-    def _evict(self, limit_bytes: int) -> list[bytes]:
+    def _make_room(self, rows: Sequence[_Row]) -> list[bytes]:
+        """Evict until *rows* fit, each tenant's into its quota and all together into the capacity."""
         evicted = []
-        while self._rows and self._stored_bytes > limit_bytes:
-            key, row = next(iter(self._rows.items()))
+        for tenant, quota in self._quotas.items():
+            own = [row.charged_bytes for row in rows if row.tenant == tenant]
+            evicted += self._turn(partial(self._tenants.__getitem__, tenant), quota - sum(own), tenant)
+        limit_bytes = self._capacity_bytes - sum(row.charged_bytes for row in rows)
+        return evicted + self._turn(lambda: self._stored_bytes, limit_bytes, None)
+
+    def _turn(self, stored_bytes: Callable[[], int], limit_bytes: int, tenant: bytes | None) -> list[bytes]:
+        """Go through the order, oldest first, of one *tenant* or of all, until no more than that is left."""
+        evicted = []
+        while stored_bytes() > max(0, limit_bytes):
+            key, row = next((key, row) for key, row in self._rows.items() if tenant in (None, row.tenant))
             if key in self._marked:
                 self._marked.discard(key)
                 self._rows.move_to_end(key)

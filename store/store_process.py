@@ -60,7 +60,10 @@ class StoreProcess:
         return bool(self._ask_reader("contains", key))
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
-        rows = [(blob.key, blob.digest, self._map.place(blob.raw) or bytes(blob.raw), blob.parent) for blob in blobs]
+        rows = [
+            (blob.key, blob.digest, self._map.place(blob.raw) or bytes(blob.raw), blob.parent, blob.tenant)
+            for blob in blobs
+        ]
         evicted: list[bytes] = self._ask_writer("put_many", rows)
         return evicted
 

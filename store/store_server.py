@@ -48,9 +48,9 @@ class StoreServer:
         except Exception as error:  # the asker's to handle
             return False, error
 
-    def _put_many(self, rows: Sequence[tuple[bytes, bytes, Bytes, bytes]]) -> list[bytes]:
+    def _put_many(self, rows: Sequence[tuple[bytes, bytes, Bytes, bytes, bytes]]) -> list[bytes]:
         view = self._mappings.view
-        return self._store.put_many([Blob(key, digest, view(raw), parent) for key, digest, raw, parent in rows])
+        return self._store.put_many([Blob(key, digest, view(raw), *ties) for key, digest, raw, *ties in rows])
 
     def _read_many(
         self, keys: Sequence[bytes], pieces: Sequence[Bytes | int]

@@ -1,6 +1,7 @@
 """What a store is opened with."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.store.cipher import Cipher
@@ -20,10 +21,18 @@ class StoreSettings:
     cipher: Cipher | None = None
     durability: Durability = Durability.PROCESS
     interval_s: float = 10.0
+    quotas: Mapping[bytes, int] = field(default_factory=dict)
     owner: int | None = None
 
     def open(self) -> LmdbStore:
         """The store. What `LmdbStore` raises."""
         return LmdbStore(
-            self.folder, self.capacity_bytes, self.codec, self.cipher, self.durability, self.interval_s, self.owner
+            self.folder,
+            self.capacity_bytes,
+            self.codec,
+            self.cipher,
+            self.durability,
+            self.interval_s,
+            self.quotas,
+            self.owner,
         )

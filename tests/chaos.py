@@ -83,6 +83,7 @@ class World:
         store: BlobStore | None,
         rng: random.Random,
         failing: float = 0.0,
+        written_bytes_per_day: int | None = None,
         **options: Any,
     ) -> None:
         """*options* are the cache's own."""
@@ -93,7 +94,7 @@ class World:
         self.memories = [CpuMemory(blocks, num_host_slots) for blocks in self.device]
         self.finished: Finished = Finished()
         self.lanes = {route: ChaosLane(self.finished, rng, failing) for route in Route}
-        disk = None if store is None else DiskTier(store, NAMESPACE, self.clock)
+        disk = None if store is None else DiskTier(store, NAMESPACE, self.clock, written_bytes_per_day)
         transfers = TransferEngine(self.lanes, self.finished)
         self.cache = TieredCache(groups, self.memories, transfers, disk, self.clock, **options)
         self.tails: set[BlockName] = set()  # names of blocks that are not full
@@ -147,6 +148,14 @@ class World:
             if not any(lane.num_pending for lane in self.lanes.values()):
                 return
         raise AssertionError("copies never end")
+
+    def flush(self) -> None:
+        """Have everything written to disk."""
+
+        def stir(num_left: int) -> None:
+            self.settle()
+
+        assert self.cache.flush(10, stir) == 0
 
     def rot_a_host_block(self) -> None:
         """Flip a bit in some cached host block."""

@@ -2,7 +2,8 @@
 
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from kvtier.tiers.retention import Retention
 from kvtier.tiers.siblings import Siblings
 from kvtier.tiers.spiller import Spiller
 from kvtier.tiers.statistics import CacheStatistics, TierStatistics
+from kvtier.tiers.tenants import Tenants
 from kvtier.tiers.tier import Reason, Tier
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
@@ -52,10 +54,11 @@ class TieredCache:
         *,
         retention_tokens: int | None = None,
         partial_blocks: bool = True,
+        host_quotas: Mapping[bytes, int] = MappingProxyType({}),
         events: EventLog | None = None,
     ) -> None:
         """*retention_tokens*: see `Retention`. *partial_blocks*: reuse the first tokens of a block that shares them.
-        *events*: where to tell which block came and went."""
+        *host_quotas*: bytes of host memory by tenant. *events*: where to tell which block came and went."""
         self.groups = tuple(groups)
         self.block_size = name_block_size(groups)
         self.alignment = alignment(groups)
@@ -79,7 +82,15 @@ class TieredCache:
             self._siblings_group = next((i for i, group in enumerate(groups) if not group.forgets), 0)
             siblings = Siblings(memories[self._siblings_group].num_device_slots, self.block_size)
         self._residency = Residency(
-            device, host, disk, [group.block_size for group in groups], siblings, self._siblings_group, events
+            device,
+            host,
+            disk,
+            [group.block_size for group in groups],
+            [memory.block_bytes for memory in memories],
+            Tenants([memory.num_device_slots for memory in memories], host_quotas),
+            siblings,
+            self._siblings_group,
+            events,
         )
         # At most a quarter of the pool: within the window dirty blocks are skipped, beyond it the order is strict.
         most = max(1, min(memory.num_device_slots for memory in memories) // 4)
@@ -358,10 +369,19 @@ class TieredCache:
 
     def statistics(self) -> CacheStatistics:
         """Everything counted, by value."""
+        residency = self._residency
         tiers = {tier.tier: self._slot_statistics(tier) for tier in self._slot_tiers()}
-        if self._residency.disk is not None:
-            tiers[Tier.DISK] = self._residency.disk.statistics()
-        return CacheStatistics(tiers, self._transfers.statistics(), self._promoter.num_waiting, self._window.num_blocks)
+        if residency.disk is not None:
+            tiers[Tier.DISK] = residency.disk.statistics()
+        return CacheStatistics(
+            tiers,
+            self._transfers.statistics(),
+            self._promoter.num_waiting,
+            self._window.num_blocks,
+            None if residency.disk is None else residency.disk.details(),
+            None if residency.admission is None else residency.admission.statistics(),
+            residency.tenants.host_bytes,
+        )
 
     def close(self) -> bool:
         """End the lanes and give up the host memory. `flush` first if the disk should have everything.

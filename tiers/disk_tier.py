@@ -11,7 +11,9 @@ from kvtier.store.record import Fault
 from kvtier.tiers.block_hash import BlockName
 from kvtier.tiers.breaker import BreakerState, CircuitBreaker
 from kvtier.tiers.disk_index import DiskIndex
-from kvtier.tiers.statistics import TierStatistics
+from kvtier.tiers.ssd_life import SsdLife
+from kvtier.tiers.statistics import DiskStatistics, TierStatistics
+from kvtier.tiers.write_budget import WriteBudget
 
 NAMESPACE_BYTES = 16
 GROUP_BYTES = 4
@@ -33,16 +35,31 @@ class DiskTier:
     owner's and waits for nothing, but for `clear`. While a breaker is open its side of the disk is left alone.
     """
 
-    def __init__(self, store: BlobStore, namespace: bytes, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        store: BlobStore,
+        namespace: bytes,
+        clock: Callable[[], float] = time.monotonic,
+        written_bytes_per_day: int | None = None,
+    ) -> None:
+        """*written_bytes_per_day*: see `WriteBudget`."""
         assert len(namespace) == NAMESPACE_BYTES, f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}"
+        self.clock = clock
+        self.life: SsdLife | None = None  # if somebody knows what the drive is made for
         self.index = DiskIndex()
         self.faults: Counter[str] = Counter()
         self.reading = CircuitBreaker(clock)
         self.writing = CircuitBreaker(clock)
         self.latest = store.statistics()
+        self.budget = WriteBudget(written_bytes_per_day, clock, self.latest.written_lately_bytes)
         self._store = store
         self._namespace = namespace
         self._walk: Iterator[bytes] | None = None
+
+    def landed(self, written: Written) -> None:
+        """Take in what a batch did."""
+        self.budget.spend(written.statistics.written_bytes_total - self.latest.written_bytes_total)
+        self.latest = written.statistics
 
     def key(self, group_id: int, name: BlockName) -> bytes:
         """The store's key of a block."""
@@ -114,6 +131,20 @@ class DiskTier:
             capacity_bytes=self.latest.capacity_bytes,
             num_evicted=self.latest.evicted_total,
             corrupt=dict(self.faults),
+        )
+
+    def details(self) -> DiskStatistics:
+        """What only a disk has."""
+        return DiskStatistics(
+            file_bytes=self.latest.file_bytes,
+            written_bytes_total=self.latest.written_bytes_total,
+            known_blocks=self.index.num_blocks,
+            is_known=self.index.is_loaded,
+            breakers={"read": self.reading.state, "write": self.writing.state},
+            num_opened={"read": self.reading.num_opened, "write": self.writing.num_opened},
+            budget_left_bytes=self.budget.left_bytes,
+            life=None if self.life is None else self.life.statistics(self.latest.written_bytes_total),
+            tenants=dict(self.latest.tenants),
         )
 
     @property

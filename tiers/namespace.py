@@ -30,6 +30,7 @@ class Namespace:
     hash_algorithm: str
     hash_seed: str
     kv_quantization: str = "none"
+    encryption_key_id: str = ""  # of the disk's records
     shard_rank: int = 0
     num_shards: int = 1
     layout_version: int = LAYOUT_VERSION

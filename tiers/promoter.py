@@ -17,12 +17,17 @@ from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.groups import AttentionGroup, longest_hit
 from kvtier.tiers.promotion import NO_SLOT, Arrival, Hit, Promotion
 from kvtier.tiers.residency import Residency, SlotTier
+from kvtier.tiers.tenants import NOBODY, Ties, tenant_of
 from kvtier.tiers.tier import Reason, Tier
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-REASONS = {Fault.MISSING: Reason.EVICTED_FROM_DISK, Fault.IO_ERROR: Reason.FAILED}  # any other fault: corrupt
+REASONS = {  # any other fault: corrupt
+    Fault.MISSING: Reason.EVICTED_FROM_DISK,
+    Fault.IO_ERROR: Reason.FAILED,
+    Fault.KEY: Reason.FAILED,
+}
 BATCH_BYTES = 4 << 20  # small enough that reading, verifying and uploading overlap
 
 
@@ -278,7 +283,7 @@ class Promoter:
         host_slot = host.pools[group_id].find(name) if host is not None else None
         if host is None or host_slot is None:
             arrival = Arrival(
-                group_id, name, device_slot, Tier.DISK, parent=self._parent(promotion.chain, group_id, block_id)
+                group_id, name, device_slot, Tier.DISK, ties=self._ties(promotion.chain, group_id, block_id)
             )
             self._to_read.append(arrival)
         else:
@@ -289,12 +294,12 @@ class Promoter:
         self._arrivals[group_id][name] = arrival
         self._join(promotion, block_id, arrival)
 
-    def _parent(self, chain: BlockChain, group_id: int, block_id: int) -> BlockName | None:
-        """The block that one continues. None where a group forgets: it needs no more than its window."""
-        group = self._groups[group_id]
+    def _ties(self, chain: BlockChain, group_id: int, block_id: int) -> Ties:
+        """A block's ties. No parent where a group forgets: it needs no more than its window."""
+        group, tenant = self._groups[group_id], tenant_of(chain.extra.cache_salt)
         if group.forgets or block_id == 0:
-            return None
-        return chain.names_of(group.block_size, range(block_id - 1, block_id))[0]
+            return Ties(None, tenant)
+        return Ties(chain.names_of(group.block_size, range(block_id - 1, block_id))[0], tenant)
 
     def _join(self, promotion: Promotion, block_id: int, arrival: Arrival) -> None:
         self._residency.device.pools[arrival.group_id].lease([arrival.device_slot])
@@ -409,7 +414,7 @@ class Promoter:
                 self._residency.lost(arrival.group_id, arrival.name)
             else:
                 arrival.digest = outcome
-                self._residency.came_to_host(arrival.group_id, arrival.host_slot, arrival.name, outcome, arrival.parent)
+                self._residency.came_to_host(arrival.group_id, arrival.host_slot, arrival.name, outcome, arrival.ties)
             if arrival in self._still_reading:
                 self._still_reading.discard(arrival)
                 host.pools[arrival.group_id].release([arrival.host_slot])
@@ -434,12 +439,19 @@ class Promoter:
                 assert arrival.host_slot is not None, "a block was uploaded from no slot"
                 self._residency.evict(host, arrival.group_id, [arrival.host_slot])
                 self._resolve(arrival, Reason.CORRUPT)
+        for tenant in {arrival.ties.tenant for arrival in batch}:  # what came from disk has made host memory fuller
+            self._residency.keep_quota(batch[0].group_id, tenant)
 
     def _publish(self, arrival: Arrival) -> None:
         """The block is on the device: name it, or let those who waited use the one that was computed meanwhile."""
         promotion, block_id = arrival.waiters[0] if arrival.waiters else (None, 0)
         chain = None if promotion is None else promotion.chain
-        slot = self._residency.came_up(arrival.group_id, arrival.device_slot, arrival.name, chain, block_id)
+        tenant = (
+            self._residency.ties[arrival.group_id][arrival.host_slot].tenant
+            if arrival.host_slot is not None
+            else NOBODY
+        )
+        slot = self._residency.came_up(arrival.group_id, arrival.device_slot, arrival.name, tenant, chain, block_id)
         if slot != arrival.device_slot:
             pool = self._residency.device.pools[arrival.group_id]
             for waiter, place in arrival.waiters:
@@ -518,9 +530,12 @@ class Promoter:
         """Make these blocks the most recent in host memory, the prefix's tail still being evicted first of them."""
         if self._residency.host is None:
             return
-        for pool, group, needed in zip(self._residency.host.pools, self._groups, self.needed(num_tokens), strict=True):
-            slots = pool.find_all(chain.names_of(group.block_size, needed))[::-1]
-            pool.refresh(slots[slots != ABSENT])
+        for group_id, needed in enumerate(self.needed(num_tokens)):
+            pool = self._residency.host.pools[group_id]
+            slots = pool.find_all(chain.names_of(self._groups[group_id].block_size, needed))[::-1]
+            in_host = slots[slots != ABSENT]
+            pool.refresh(in_host)
+            self._residency.used_in_host(group_id, in_host.tolist())
 
     def _touch_on_disk(self, promotion: Promotion) -> None:
         """Make what came from disk the most recent there; not done while the lane to disk is full."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvtier.tiers.block_hash import BlockChain, BlockName
 from kvtier.tiers.statistics import TokenBalance
+from kvtier.tiers.tenants import NO_TIES, Ties
 from kvtier.tiers.tier import Reason, Tier
 
 NO_SLOT = -1  # in a table: this block is not needed by this group, and never read
@@ -104,7 +105,7 @@ class Arrival:
     device_slot: int
     source: Tier
     host_slot: int | None = None  # leased, once there is one
-    parent: BlockName | None = None  # see `Residency.came_to_host`
+    ties: Ties = NO_TIES
     is_reading: bool = False  # from disk into the host slot, at this moment
     digest: bytes = b""  # of the bytes that arrived in the host slot
     waiters: list[tuple[Promotion, int]] = field(default_factory=list)  # with the block's place in the table

@@ -8,12 +8,14 @@ from itertools import compress
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.tiers.admission import Admission
 from kvtier.tiers.block_hash import BlockChain, BlockName, TokenIds
 from kvtier.tiers.block_pool import ABSENT, BlockPool, Slots
 from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventLog
 from kvtier.tiers.ghosts import Ghosts
 from kvtier.tiers.siblings import Siblings
+from kvtier.tiers.tenants import NOBODY, Tenants, Ties, tenant_of
 from kvtier.tiers.tier import Reason, Tier
 
 NUM_GHOSTS = 1 << 16  # names of lost blocks that are remembered, to tell "evicted" from "never seen"
@@ -74,6 +76,8 @@ class Residency:
         host: SlotTier | None,
         disk: DiskTier | None,
         block_sizes: Sequence[int],
+        block_bytes: Sequence[int],
+        tenants: Tenants,
         siblings: Siblings | None = None,
         siblings_group: int = 0,
         events: EventLog | None = None,
@@ -84,8 +88,14 @@ class Residency:
         self.disk = disk
         # Of each named host block: [group][slot]. The digest was taken when its bytes arrived.
         self.digests: list[dict[int, bytes]] = [{} for _ in device.pools]
-        self.parents: list[dict[int, BlockName]] = [{} for _ in device.pools]  # of those that have one, and need it
+        self.ties: list[dict[int, Ties]] = [{} for _ in device.pools]
         self._block_sizes = block_sizes
+        self._block_bytes = block_bytes
+        self.tenants = tenants
+        self.admission: Admission | None = None
+        if disk is not None:
+            num_blocks = disk.latest.capacity_bytes * len(block_bytes) // sum(block_bytes)
+            self.admission = Admission(disk.budget, num_blocks, self._will_be_on_disk)
         self.siblings = siblings
         self._siblings_group = siblings_group
         self._events = events
@@ -176,6 +186,7 @@ class Residency:
         """The chain's blocks from *start* on, in this group's count, have been computed and named, in these slots."""
         if self.device.is_spilled:
             self.device.mark_dirty(group_id, slots.tolist())
+        self.tenants.computed(group_id, slots, tenant_of(chain.extra.cache_salt))
         size = self._block_sizes[group_id]
         if self.siblings is not None and group_id == self._siblings_group:
             keys = chain.sibling_keys(start, start + len(slots))
@@ -192,7 +203,9 @@ class Residency:
         if self._events is not None:
             self._tails[group_id].add(name)
 
-    def came_up(self, group_id: int, slot: int, name: BlockName, chain: BlockChain | None, block_id: int) -> int:
+    def came_up(
+        self, group_id: int, slot: int, name: BlockName, tenant: bytes, chain: BlockChain | None, block_id: int
+    ) -> int:
         """A block has arrived in a leased device slot: block *block_id* of *chain*, if somebody still wants it.
 
         The slot to use: another one, if the block was computed there meanwhile.
@@ -206,25 +219,49 @@ class Residency:
             holder = pool.find(name)
             assert holder is not None, "a name was taken by nobody"
             return holder
+        self.tenants.computed(group_id, np.array([slot], np.int32), tenant)
         if chain is not None and self.siblings is not None and group_id == self._siblings_group:
             keys, ids = chain.sibling_keys(block_id, block_id + 1), chain.named_ids(block_id, block_id + 1)
             self.siblings.record(np.array([slot], np.int32), keys, ids)
         self._tell_stored(Tier.DEVICE, group_id, [name], chain, block_id)
         return slot
 
-    def came_to_host(self, group_id: int, slot: int, name: BlockName, digest: bytes, parent: BlockName | None) -> bool:
-        """A block has arrived in a leased host slot; False if another slot has it already.
-
-        *parent* is the block that it continues, if that has to stay on disk for as long as this one.
-        """
+    def came_to_host(self, group_id: int, slot: int, name: BlockName, digest: bytes, ties: Ties) -> bool:
+        """A block has arrived in a leased host slot; False if another slot has it already."""
         assert self.host is not None, "a block came to a host tier that is not there"
         if self.host.pools[group_id].commit([slot], [name]):
             return False
         self.digests[group_id][slot] = digest
-        if parent is not None:
-            self.parents[group_id][slot] = parent
+        self.ties[group_id][slot] = ties
+        self.tenants.came_to_host(ties.tenant, self._block_bytes[group_id])
         self._tell_stored(Tier.HOST, group_id, [name])
         return True
+
+    def used_in_host(self, group_id: int, slots: Sequence[int]) -> None:
+        """Host blocks have come from the device, or were used, tails first: those that may go to disk become dirty."""
+        assert self.host is not None, "a block was used in a host tier that is not there"
+        if self.disk is None or self.admission is None:
+            return
+        pool, dirty, admitted = self.host.pools[group_id], self.host.dirty[group_id], []
+        asking = [
+            (slot, name)
+            for slot in slots
+            if slot not in dirty and (name := pool.name(slot)) is not None and not self.disk.holds(group_id, name)
+        ]
+        parents = [self.ties[group_id][slot].parent for slot, _ in asking]
+        names = [name for _, name in asking]
+        admitted = self.admission.admit(group_id, names, parents, self._block_bytes[group_id])
+        self.host.mark_dirty(group_id, [slot for (slot, _), may_go in zip(asking, admitted, strict=True) if may_go])
+
+    def keep_quota(self, group_id: int, tenant: bytes) -> None:
+        """Have a tenant that is over its quota of host memory lose its own oldest blocks there, tails first."""
+        excess = self.tenants.excess(tenant)
+        if not excess or self.host is None:
+            return
+        pool, dirty, ties = self.host.pools[group_id], self.host.dirty[group_id], self.ties[group_id]
+        own = [slot for slot in pool.oldest(pool.num_slots).tolist() if ties[slot].tenant == tenant]
+        clean_first = sorted(own, key=lambda slot: slot in dirty)
+        self.evict(self.host, group_id, clean_first[: -(-excess // self._block_bytes[group_id])])
 
     def came_to_disk(self, group_id: int, names: Sequence[BlockName], evicted: Sequence[bytes]) -> None:
         """Blocks are on disk, and the store dropped these keys for them, the oldest it had: what is still on the device
@@ -270,9 +307,8 @@ class Residency:
                 pool.evict(pool.cached_slots())
                 if tier is not None:
                     tier.dirty[group_id].clear()
-        for books in (self.digests, self.parents):
-            for book in books:
-                book.clear()
+        for group_id in range(len(self.digests)):
+            self._leave_host(group_id, list(self.digests[group_id]))
         for tails in self._tails:
             tails.clear()
         if self.siblings is not None:
@@ -296,8 +332,15 @@ class Residency:
         for pool, digests in zip(self.host.pools, self.digests, strict=True):
             named = {slot for slot in range(pool.num_slots) if pool.name(slot) is not None}
             assert named == set(digests), "a host block without a digest, or a digest without a block"
-        for digests, parents in zip(self.digests, self.parents, strict=True):
-            assert parents.keys() <= digests.keys(), "a parent of no block"
+        host_bytes: Counter[bytes] = Counter()
+        for digests, ties, num_bytes in zip(self.digests, self.ties, self._block_bytes, strict=True):
+            assert ties.keys() == digests.keys(), "ties of no block, or a block without"
+            for tie in ties.values():
+                host_bytes[tie.tenant] += num_bytes
+        host_bytes.pop(NOBODY, None)
+        assert self.tenants.host_bytes == host_bytes, "a tenant's bytes are miscounted"
+        if self.admission is not None:
+            self.admission.check()
 
     def check_tails_first(self) -> None:
         """Raise AssertionError if a device block would be evicted before one that continues it.
@@ -332,9 +375,7 @@ class Residency:
     ) -> None:
         """The slots' blocks, of these names, cannot be found in *tier* any more: draw the consequences."""
         if tier is self.host:
-            for slot in slots.tolist():
-                self.digests[group_id].pop(slot, None)
-                self.parents[group_id].pop(slot, None)
+            self._leave_host(group_id, slots.tolist())
             self._lost_below_device(group_id, names)
         elif self.siblings is not None and group_id == self._siblings_group:
             self.siblings.forget(slots)
@@ -350,6 +391,18 @@ class Residency:
             names = [name for name in names if name not in tails] if tails else names
         if names:
             self._tell(BlockRemoved(tier.tier, group_id, names))
+
+    def _leave_host(self, group_id: int, slots: Iterable[int]) -> None:
+        for slot in slots:
+            if self.digests[group_id].pop(slot, None) is not None:
+                self.tenants.came_to_host(self.ties[group_id].pop(slot).tenant, -self._block_bytes[group_id])
+
+    def _will_be_on_disk(self, group_id: int, name: BlockName) -> bool:
+        """Whether the disk has the block, or it has been admitted there."""
+        if self.disk is not None and self.disk.index.holds(group_id, name):
+            return True
+        slot = None if self.host is None else self.host.pools[group_id].find(name)
+        return self.host is not None and slot in self.host.dirty[group_id]
 
     def _lost_below_device(self, group_id: int, names: Sequence[BlockName]) -> None:
         """The host has dropped these: what the device still has of them, and the disk has not, is dirty again."""

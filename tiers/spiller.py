@@ -12,6 +12,7 @@ from kvtier.tiers.breaker import Attempt
 from kvtier.tiers.clean_ahead import CleanAhead
 from kvtier.tiers.groups import AttentionGroup
 from kvtier.tiers.residency import Residency, SlotTier
+from kvtier.tiers.tenants import Ties
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
@@ -32,7 +33,7 @@ class Batch:
     names: tuple[BlockName, ...]
     upper_slots: tuple[int, ...]
     lower_slots: tuple[int, ...]
-    parents: tuple[BlockName | None, ...]  # the blocks that these continue, where that matters
+    ties: tuple[Ties, ...]
     submitted_at: float
     attempt: Attempt | None  # at writing to disk
 
@@ -137,7 +138,7 @@ class Spiller:
             names,
             tuple(dirty),
             tuple(lower_slots),
-            self._parents(route, group_id, dirty),
+            self._ties(route, group_id, dirty),
             self._clock(),
             None if disk is None else disk.writing.begin(),
         )
@@ -156,13 +157,13 @@ class Spiller:
             return self._residency.disk is not None and self._residency.disk.writing.allows()
         return self._clock() >= self._not_before
 
-    def _parents(self, route: Route, group_id: int, slots: Sequence[int]) -> tuple[BlockName | None, ...]:
-        """For each block the one that it continues. None where a group forgets: it needs no more than its window."""
+    def _ties(self, route: Route, group_id: int, slots: Sequence[int]) -> tuple[Ties, ...]:
+        """The blocks' ties. No parent where a group forgets: it needs no more than its window."""
         if route is Route.HOST_TO_DISK:
-            return tuple(self._residency.parents[group_id].get(slot) for slot in slots)
-        if self._groups[group_id].forgets:
-            return (None,) * len(slots)
-        return tuple(self._residency.device.pools[group_id].parent(slot) for slot in slots)
+            return tuple(self._residency.ties[group_id][slot] for slot in slots)
+        pool, tenants = self._residency.device.pools[group_id], self._residency.tenants
+        forgets = self._groups[group_id].forgets
+        return tuple(Ties(None if forgets else pool.parent(slot), tenants.on_device(group_id, slot)) for slot in slots)
 
     def _dirty_on_device(self, window: int, group_id: int, most: int) -> list[int]:
         """Up to *most* of the *window* oldest cached slots that have no copy below."""
@@ -230,9 +231,10 @@ class Spiller:
                 disk.key(batch.group_id, name),
                 digests[slot],
                 memory.host_block(slot),
-                b"" if parent is None else disk.key(batch.group_id, parent),
+                b"" if ties.parent is None else disk.key(batch.group_id, ties.parent),
+                ties.tenant,
             )
-            for name, slot, parent in zip(batch.names, batch.upper_slots, batch.parents, strict=True)
+            for name, slot, ties in zip(batch.names, batch.upper_slots, batch.ties, strict=True)
         ]
         return lambda: disk.write(blobs), lambda transfer: self._landed_on_disk(batch, transfer)
 
@@ -241,21 +243,25 @@ class Spiller:
         assert host is not None, "a batch landed in a host tier that is not there"
         if transfer.error is None:
             self._window.spilled(self._clock() - batch.submitted_at)
-            landed = zip(batch.names, batch.upper_slots, batch.lower_slots, transfer.result, batch.parents, strict=True)
-            for name, upper, lower, block_digest, parent in landed:
+            landed = zip(batch.names, batch.upper_slots, batch.lower_slots, transfer.result, batch.ties, strict=True)
+            new = []
+            for name, upper, lower, block_digest, ties in landed:
                 if device.pools[batch.group_id].name(upper) != name:
                     continue  # evicted on purpose meanwhile
-                if self._residency.came_to_host(batch.group_id, lower, name, block_digest, parent):
-                    host.mark_dirty(batch.group_id, [lower])
+                if self._residency.came_to_host(batch.group_id, lower, name, block_digest, ties):
+                    new.append(lower)
                 device.dirty[batch.group_id].pop(upper, None)
+            self._residency.used_in_host(batch.group_id, new)
         self._end(Route.DEVICE_TO_HOST, batch, transfer.error)
+        for tenant in {ties.tenant for ties in batch.ties}:
+            self._residency.keep_quota(batch.group_id, tenant)
 
     def _landed_on_disk(self, batch: Batch, transfer: Transfer) -> None:
         host, disk = self._residency.host, self._residency.disk
         assert host is not None, "a batch left a host tier that is not there"
         assert disk is not None, "a batch landed on a disk that is not there"
         if transfer.error is None:
-            disk.latest = transfer.result.statistics
+            disk.landed(transfer.result)
             self.num_stored += len(batch.names)
             for name, slot in zip(batch.names, batch.upper_slots, strict=True):
                 if host.pools[batch.group_id].name(slot) == name:

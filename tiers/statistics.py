@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvtier.tiers.admission import AdmissionStatistics
+from kvtier.tiers.breaker import BreakerState
+from kvtier.tiers.ssd_life import SsdLifeStatistics
 from kvtier.tiers.tier import Reason, Tier
 from kvtier.transfer.transfer_engine import Route, RouteStatistics
 
@@ -64,6 +67,21 @@ class TierStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskStatistics:
+    """What only a disk has, now."""
+
+    file_bytes: int  # that the store takes on the medium
+    written_bytes_total: int  # since the store was made
+    known_blocks: int
+    is_known: bool  # whether what was there at the start has been looked through
+    breakers: Mapping[str, BreakerState]  # of "read" and "write"
+    num_opened: Mapping[str, int]
+    budget_left_bytes: int | None  # of writes; None: no limit
+    life: SsdLifeStatistics | None
+    tenants: Mapping[bytes, int]  # bytes of each
+
+
+@dataclass(frozen=True, slots=True)
 class CacheStatistics:
     """A `TieredCache` at one moment."""
 
@@ -71,3 +89,6 @@ class CacheStatistics:
     routes: Mapping[Route, RouteStatistics]
     promotions_waiting: int
     clean_ahead_blocks: int
+    disk: DiskStatistics | None = None
+    admission: AdmissionStatistics | None = None  # to the disk
+    host_tenants: Mapping[bytes, int] = field(default_factory=dict)  # bytes of each

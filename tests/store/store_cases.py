@@ -1,6 +1,6 @@
 """The stores under test, and a way to damage what they hold."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from kvtier.store.store_process import StoreProcess
 from kvtier.store.store_settings import StoreSettings
 
 NAMESPACE = b"model-A layout-1"
+NO_QUOTAS: Mapping[bytes, int] = {}
 
 
 def key_of(number: int, namespace: bytes = NAMESPACE) -> bytes:
@@ -47,7 +48,7 @@ class StoreCase(Protocol):
 
     codec: Codec
 
-    def open(self, capacity_bytes: int = 10 << 20) -> BlobStore: ...
+    def open(self, capacity_bytes: int = 10 << 20, quotas: Mapping[bytes, int] = NO_QUOTAS) -> BlobStore: ...
 
     def stored(self, store: BlobStore, key: bytes) -> tuple[bytes, bytes]: ...
 
@@ -58,8 +59,8 @@ class MemoryCase:
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
 
-    def open(self, capacity_bytes: int = 10 << 20) -> BlobStore:
-        return MemoryStore(capacity_bytes, self.codec)
+    def open(self, capacity_bytes: int = 10 << 20, quotas: Mapping[bytes, int] = NO_QUOTAS) -> BlobStore:
+        return MemoryStore(capacity_bytes, self.codec, quotas=quotas)
 
     def stored(self, store: BlobStore, key: bytes) -> tuple[bytes, bytes]:
         assert isinstance(store, MemoryStore)
@@ -77,8 +78,8 @@ class ProcessCase:
         self.codec = codec
         self.folder = folder
 
-    def open(self, capacity_bytes: int = 10 << 20) -> BlobStore:
-        return StoreProcess(StoreSettings(self.folder, capacity_bytes, self.codec))
+    def open(self, capacity_bytes: int = 10 << 20, quotas: Mapping[bytes, int] = NO_QUOTAS) -> BlobStore:
+        return StoreProcess(StoreSettings(self.folder, capacity_bytes, self.codec, quotas=quotas))
 
     def stored(self, store: BlobStore, key: bytes) -> tuple[bytes, bytes]:
         with self._environment() as (env, records, payloads), env.begin() as txn:
@@ -97,7 +98,7 @@ class ProcessCase:
 
     @contextmanager
     def _environment(self) -> Iterator[tuple[Any, Any, Any]]:
-        env = lmdb.open(str(self.folder), map_size=map_bytes(10 << 20), max_dbs=4, writemap=True, sync=False)
+        env = lmdb.open(str(self.folder), map_size=map_bytes(10 << 20), max_dbs=5, writemap=True, sync=False)
         try:
             yield env, env.open_db(b"records"), env.open_db(b"payloads")
         finally:
@@ -110,8 +111,8 @@ class LmdbCase:
         self.cipher = cipher
         self.folder = folder
 
-    def open(self, capacity_bytes: int = 10 << 20) -> BlobStore:
-        return LmdbStore(self.folder, capacity_bytes, self.codec, self.cipher)
+    def open(self, capacity_bytes: int = 10 << 20, quotas: Mapping[bytes, int] = NO_QUOTAS) -> BlobStore:
+        return LmdbStore(self.folder, capacity_bytes, self.codec, self.cipher, quotas=quotas)
 
     def stored(self, store: BlobStore, key: bytes) -> tuple[bytes, bytes]:
         assert isinstance(store, LmdbStore)

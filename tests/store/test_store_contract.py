@@ -360,12 +360,55 @@ def test_a_closed_store_says_so_and_closes_twice(case: StoreCase) -> None:
         read(store, key_of(1))
 
 
+ANN, BOB = b"tenantA.", b"tenantB."
+
+
+def test_over_its_quota_a_tenants_own_tail_goes_first(case: StoreCase) -> None:
+    charge = charged_bytes(1000)
+    with case.open(100 * charge, {ANN: 3 * charge}) as store:
+        store.put_many([replace(blob, tenant=BOB) for blob in chain_of(0, 4)])
+        store.put_many([replace(blob, tenant=ANN) for blob in chain_of(10, 3)])
+        assert store.statistics().tenants == {ANN: 3 * charge, BOB: 4 * charge}
+
+        assert store.put_many([replace(blob_of(20, 1000), tenant=ANN)]) == [key_of(12)]
+        assert store.put_many([replace(blob_of(n, 1000), tenant=BOB) for n in (30, 31)]) == []
+        store.touch([key_of(11)])
+        assert store.put_many([replace(blob_of(21, 1000), tenant=ANN)]) == [key_of(20)]
+        assert store.statistics().tenants == {ANN: 3 * charge, BOB: 6 * charge}
+        store.check()
+        store.delete([key_of(n) for n in (10, 11, 21)])
+        assert store.statistics().tenants == {BOB: 6 * charge}
+        store.check()
+
+
+def test_a_call_beyond_a_quota_keeps_its_last_blobs(case: StoreCase) -> None:
+    charge = charged_bytes(1000)
+    with case.open(100 * charge, {ANN: 2 * charge, BOB: 0}) as store:
+        gone = store.put_many([replace(blob_of(n, 1000), tenant=BOB if n == 2 else ANN) for n in range(5)])
+        assert set(gone) == {key_of(n) for n in (0, 1, 2)}
+        assert set(store.keys()) == {key_of(n) for n in (3, 4)}
+        store.check()
+
+
+def test_a_quota_with_more_second_chances_than_fit_one_change(case: StoreCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmdb_tables, "_MOST_SECOND_CHANCES", 3)
+    charge = charged_bytes(1000)
+    with case.open(100 * charge, {ANN: 10 * charge}) as store:
+        store.put_many([replace(blob_of(n, 1000), tenant=ANN) for n in range(10)])
+        store.touch([key_of(n) for n in range(9)])
+
+        assert store.put_many([replace(blob_of(n, 1000), tenant=ANN) for n in (10, 11)]) == [key_of(9), key_of(0)]
+        store.check()
+
+
 @dataclass
 class Clock:
     """The order of leaving, written down a second time as plainly as can be."""
 
     capacity_bytes: int
     charges: dict[bytes, int]
+    tenants: dict[bytes, bytes]
+    quotas: dict[bytes, int]
     keys: list[bytes] = field(default_factory=list)  # oldest first
     parents: dict[bytes, bytes] = field(default_factory=dict)
     marked: set[bytes] = field(default_factory=set)
@@ -373,18 +416,22 @@ class Clock:
     def put(self, blobs: list[Blob]) -> None:
         new = [blob for blob in blobs if blob.key not in self.keys]
         self.touch([blob.key for blob in blobs] + [blob.parent for blob in new])
-        self.evict(self.capacity_bytes - sum(self.charges[blob.key] for blob in new))
+        self.evict([blob.key for blob in new])
         for blob in new:
             self.parents[blob.key] = blob.parent
             self.renew(blob.key)
-        self.evict(self.capacity_bytes)
+        self.evict([])
 
-    def evict(self, limit_bytes: int) -> None:
-        while self.keys and sum(self.charges[key] for key in self.keys) > limit_bytes:
-            key = self.keys.pop(0)
-            if key in self.marked:
-                self.marked.discard(key)
-                self.renew(key)
+    def evict(self, new: list[bytes]) -> None:
+        for tenant, quota in [*self.quotas.items(), (None, self.capacity_bytes)]:
+            limit_bytes = quota - sum(self.charges[key] for key in new if tenant in (None, self.tenants[key]))
+            while own := [key for key in self.keys if tenant in (None, self.tenants[key])]:
+                if sum(self.charges[key] for key in own) <= limit_bytes:
+                    break
+                self.keys.remove(own[0])
+                if own[0] in self.marked:
+                    self.marked.discard(own[0])
+                    self.renew(own[0])
 
     def touch(self, keys: list[bytes]) -> None:
         self.marked.update(key for key in keys if key in self.keys)
@@ -408,11 +455,13 @@ def test_random_churn_agrees_with_a_model(case: StoreCase, monkeypatch: pytest.M
     blobs = {}
     for n in range(60):  # six trees
         parent = b"" if n < 6 else key_of(rng.randrange(n % 6, n, 6))
-        blobs[key_of(n)] = replace(blob_of(n, sizes[n % 5]), parent=parent)
+        tenant = [b"", b"", ANN, ANN, BOB, BOB][n % 6]
+        blobs[key_of(n)] = replace(blob_of(n, sizes[n % 5]), parent=parent, tenant=tenant)
     charges = {key: seal(blob, case.codec).charged_bytes for key, blob in blobs.items()}
-    model = Clock(capacity_bytes, charges)
+    quotas = {ANN: 100_000, BOB: 60_000}
+    model = Clock(capacity_bytes, charges, {key: blob.tenant for key, blob in blobs.items()}, quotas)
 
-    with case.open(capacity_bytes) as store:
+    with case.open(capacity_bytes, quotas) as store:
         for _ in range(250):
             keys = rng.sample(list(blobs), rng.randint(1, 8))
             action = rng.choice(["put", "put", "touch", "delete", "read"])

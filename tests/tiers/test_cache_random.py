@@ -15,6 +15,7 @@ from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.block_hash import BlockChain
 from kvtier.tiers.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
 from kvtier.tiers.promotion import Promotion, Tables
+from kvtier.tiers.tenants import tenant_of
 
 BLOCK_SIZE = 4
 DOCUMENTS = "abcdefghijklmn"
@@ -175,10 +176,16 @@ def seeds(count: int) -> list[int]:
     return [random.SystemRandom().randrange(1 << 30) for _ in range(count)]
 
 
+DISK_QUOTAS = {tenant_of(document): 5 * 4608 for document in DOCUMENTS[:4]}
+
+
 def run(groups: Sequence[AttentionGroup], store: BlobStore, seed: int, num_steps: int) -> Simulation:
     rng = random.Random(seed)
     sizes = [rng.choice([48, 64, 96]) for _ in groups]
-    world = World(groups, sizes, rng.choice([16, 24, 40]), rng.choice([6, 40, 80]), store, rng, rng.choice([0.0, 0.3]))
+    slots, failing = [rng.choice([16, 24, 40]), rng.choice([6, 40, 80])], rng.choice([0.0, 0.3])
+    quotas = {tenant_of(document): rng.randrange(20 * sum(sizes)) for document in DOCUMENTS if rng.random() < 0.3}
+    budget = rng.choice([None, None, 2000])
+    world = World(groups, sizes, *slots, store, rng, failing, budget, host_quotas=quotas)
     simulation = Simulation(world, groups)
     for _ in range(num_steps):
         simulation.step()
@@ -191,7 +198,7 @@ def test_no_wrong_byte_and_no_leaked_slot_over_a_rotting_store_in_memory(kind: s
     runs = []
     for seed in seeds(4):
         print(f"KVTIER_SEED={seed}")
-        runs.append(run(GROUPS[kind], MemoryStore(16 * 4096 * 2), seed, 600))
+        runs.append(run(GROUPS[kind], MemoryStore(16 * 4096 * 2, quotas=DISK_QUOTAS), seed, 600))
 
     assert sum(run.hits for run in runs) > 0, "the simulation never hit: it shows nothing"
     assert (sum(run.copies for run in runs) > 0) == (kind not in ("sizes", "states"))
@@ -202,7 +209,7 @@ def test_no_wrong_byte_and_no_leaked_slot_over_lmdb(kind: str, tmp_path: Path) -
     (seed,) = seeds(1)
     print(f"KVTIER_SEED={seed}")
 
-    with LmdbStore(tmp_path / "store", 64 * 4096 * 2) as store:
+    with LmdbStore(tmp_path / "store", 64 * 4096 * 2, quotas=DISK_QUOTAS) as store:
         assert run(GROUPS[kind], store, seed, 400).hits > 0
         store.check()
 

@@ -34,6 +34,7 @@ OTHER: dict[str, Any] = {
     "hash_algorithm": "xxh3_128",
     "hash_seed": "other",
     "kv_quantization": "fp8",
+    "encryption_key_id": "0123456789abcdef",
     "shard_rank": 1,
     "num_shards": 2,
     "layout_version": 2,
@@ -70,7 +71,7 @@ def test_the_digest_has_sixteen_bytes() -> None:
 
 def test_the_digest_stays_what_it_is_in_the_stores_already_written() -> None:
     canonical = (
-        '{"block_size":16,"config_digest":"c","dtype":"bfloat16","geometry":['
+        '{"block_size":16,"config_digest":"c","dtype":"bfloat16","encryption_key_id":"","geometry":['
         '{"head_dim":128,"kind":"FullAttention","layer_ids":[0,2],"num_kv_heads":8},'
         '{"head_dim":128,"kind":"SlidingWindow:1024","layer_ids":[1,3],"num_kv_heads":8}],'
         '"hash_algorithm":"sha256","hash_seed":"kvtier","kv_quantization":"none","layout_version":1,'

@@ -1,0 +1,207 @@
+"""The disk as a tier: its index in memory, and what it costs when it fails or may not be written much."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from chaos import NAMESPACE, World
+from test_cache import BLOCK_BYTES, CHARGE, DOCUMENT, balance, read
+
+from kvtier.store.memory_store import MemoryStore
+from kvtier.tiers import disk_tier
+from kvtier.tiers.block_hash import BlockName
+from kvtier.tiers.breaker import BreakerState
+from kvtier.tiers.disk_index import DiskIndex
+from kvtier.tiers.groups import FullAttention
+from kvtier.tiers.tier import Reason, Tier
+from kvtier.tiers.write_budget import DAY_S
+from kvtier.transfer.transfer_engine import Route
+
+BLOCK_SIZE = 4
+
+
+def world(store: MemoryStore, written_bytes_per_day: int | None = None, num_host_slots: int = 24) -> World:
+    groups = [FullAttention(BLOCK_SIZE)]
+    return World(
+        groups, [BLOCK_BYTES], 16, num_host_slots, store, random.Random(1), written_bytes_per_day=written_bytes_per_day
+    )
+
+
+def name(number: int) -> BlockName:
+    return BlockName(number.to_bytes(32, "big"))
+
+
+def test_an_index_agrees_with_a_model_whatever_happens_while_it_is_loaded() -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    disk = {(group, n) for group in range(2) for n in range(300) if rng.random() < 0.7}
+    pages = sorted(disk)
+    rng.shuffle(pages)
+    index = DiskIndex()
+    while pages or not index.is_loaded:
+        action = rng.random()
+        group, n = rng.randrange(2), rng.randrange(300)
+        if action < 0.3:
+            page, pages = pages[:20], pages[20:]
+            for group_id in range(2):
+                index.load(group_id, [name(n) for g, n in page if g == group_id])
+            if not pages:
+                index.loaded()
+        elif action < 0.7:
+            index.add(group, [name(n)])
+            disk.add((group, n))
+        else:
+            index.remove(group, name(n))
+            disk.discard((group, n))
+    assert {(group, n) for group in range(2) for n in range(300) if index.holds(group, name(n))} == disk
+    assert index.num_blocks == len(disk)
+    for group in range(2):
+        first_gone = next(n for n in range(301) if (group, n) not in disk)
+        assert index.num_held(group, [name(n) for n in range(301)]) == first_gone
+
+
+def test_the_newest_blocks_are_known_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "PAGE_KEYS", 12)
+    store = MemoryStore(1000 * CHARGE)
+    before = world(store)
+    for document in "abcdef":
+        read(before, document)
+    before.flush()
+    fresh = disk_tier.DiskTier(store, NAMESPACE)
+    fresh.load(fresh.read_index())
+
+    assert not fresh.index.is_loaded
+    assert fresh.num_held(0, before.names("f", DOCUMENT)) + fresh.num_held(0, before.names("e", DOCUMENT)) >= 10
+    assert fresh.num_held(0, before.names("a", DOCUMENT)) == 0
+    while page := fresh.read_index():
+        fresh.load(page)
+    fresh.load([])
+    assert fresh.index.is_loaded
+    assert all(fresh.num_held(0, before.names(document, DOCUMENT)) == 10 for document in "abcdef")
+
+
+class FailingStore(MemoryStore):
+    """A disk that fails, or hangs, for a while."""
+
+    fails = False
+    num_asked = 0
+
+    def read_many(self, keys, outs):  # type: ignore[no-untyped-def]
+        self.num_asked += 1
+        if self.fails:
+            raise OSError(5, "Input/output error")
+        return super().read_many(keys, outs)
+
+    def keys(self) -> Iterator[bytes]:
+        if self.fails:
+            raise OSError(5, "Input/output error")
+        return super().keys()
+
+
+def test_a_disk_that_fails_is_left_alone_and_tried_again_with_one_batch() -> None:
+    store = FailingStore(1000 * CHARGE)
+    w = world(store)
+    for document in "abcdefgh":
+        read(w, document)
+    disk = w.cache._residency.disk
+    store.fails = True
+    assert balance(read(w, "a"))[3] == DOCUMENT + 1
+    for document in "bc":
+        read(w, document)
+    assert disk.reading.state is BreakerState.OPEN
+    asked = store.num_asked
+
+    for document in "ab":
+        assert w.cache.lookup(w.chain(document, DOCUMENT), DOCUMENT + 1).why_no_more is not Reason.FAILED
+        read(w, document)
+    assert store.num_asked == asked  # nobody asked it
+
+    store.fails = False
+    w.clock.now += 2
+    assert disk.reading.state is BreakerState.HALF_OPEN
+    promotion = read(w, "h")
+    assert promotion.num_blocks == 10
+    assert disk.reading.state is BreakerState.CLOSED
+    w.check()
+
+
+def test_an_index_that_could_not_be_read_is_read_later() -> None:
+    store = FailingStore(1000 * CHARGE)
+    before = world(store)
+    read(before, "a")
+    before.flush()
+    store.fails = True
+    after = World.__new__(World)
+    with pytest.raises(AssertionError, match="never knows"):
+        _start(after, store)
+    store.fails = False
+    after.clock.now += 100
+    after.settle()
+    assert after.cache.knows_disk
+    assert balance(read(after, "a")) == (0, 0, 40, 1)
+
+
+def _start(w: World, store: MemoryStore) -> None:
+    """A world that does not wait for ever for its index."""
+    tries = iter(range(50))
+    settle = World.settle
+
+    def settle_some() -> None:
+        if next(tries, None) is None:
+            del w.settle
+            raise AssertionError("it never knows its disk")
+        settle(w)
+
+    w.settle = settle_some  # type: ignore[method-assign]
+    w.__init__([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 24, store, random.Random(1))  # type: ignore[misc]
+
+
+def test_over_the_budget_only_what_is_used_again_is_written() -> None:
+    store = MemoryStore(1000 * CHARGE)
+    w = world(store, written_bytes_per_day=20 * BLOCK_BYTES, num_host_slots=200)
+    for document in "abcdefgh":
+        read(w, document)
+    w.flush()
+    written = store.statistics().written_bytes_total
+    assert written <= 40 * BLOCK_BYTES  # a day's, and what was begun
+    admission = w.cache._residency.admission
+    assert admission is not None
+    assert admission.statistics().num_refused >= 40
+
+    w.clock.now += 3 * DAY_S
+    assert balance(read(w, "e")) == (0, 40, 0, 1)  # from host memory: used again
+    w.flush()
+
+    assert all(store.contains(w.cache._residency.disk.key(0, name)) for name in w.names("e", DOCUMENT))
+    w.check()
+
+
+def test_what_was_written_before_a_restart_counts() -> None:
+    store = MemoryStore(1000 * CHARGE)
+    w = world(store)
+    for document in "abc":
+        read(w, document)
+    w.flush()
+
+    w = world(store, written_bytes_per_day=20 * BLOCK_BYTES)
+
+    assert w.cache._residency.disk.budget.left_bytes == 0
+
+
+def test_copies_to_a_disk_that_fails_stop_and_begin_again() -> None:
+    store = MemoryStore(1000 * CHARGE)
+    w = world(store)
+    w.lanes[Route.HOST_TO_DISK].failing = 1.0
+    for document in "abcdef":
+        read(w, document)
+    disk = w.cache._residency.disk
+    assert disk.is_failing
+    assert disk.index.num_blocks == 0
+    w.lanes[Route.HOST_TO_DISK].failing = 0.0
+    w.clock.now += 100
+    for document in "ghij":
+        read(w, document)
+    assert not disk.is_failing
+    assert disk.index.num_blocks > 0
+    assert w.cache.statistics().tiers[Tier.DISK].num_blocks >= disk.index.num_blocks

@@ -1,0 +1,118 @@
+"""Tenants: whose blocks are where, what a quota costs its owner and nobody else."""
+
+import random
+from collections.abc import Mapping
+
+from chaos import World
+from test_cache import BLOCK_BYTES, CHARGE, DOCUMENT, read
+
+from kvtier.store.memory_store import MemoryStore
+from kvtier.tiers.groups import FullAttention
+from kvtier.tiers.tenants import NOBODY, tenant_of
+from kvtier.tiers.tier import Tier
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = DOCUMENT // BLOCK_SIZE
+ANN, BOB = tenant_of("ann"), tenant_of("bob")
+
+
+def world(host: Mapping[bytes, int], disk: Mapping[bytes, int], num_device_slots: int = 16) -> World:
+    """A world in which the documents' salts, and so their names, are the tenants."""
+    store = MemoryStore(1000 * CHARGE, quotas=disk)
+    groups = [FullAttention(BLOCK_SIZE)]
+    return World(groups, [BLOCK_BYTES], num_device_slots, 60, store, random.Random(1), host_quotas=host)
+
+
+def push_out(w: World) -> None:
+    """Have the device filled by others."""
+    for number in range(3):
+        read(w, f"other {number}")
+
+
+def test_a_tenant_is_known_by_its_salt_and_shows_nothing_of_it() -> None:
+    assert tenant_of(None) == tenant_of("") == NOBODY
+    assert len({tenant_of(salt) for salt in ("a", "b", "ab")}) == 3
+    assert all(len(tenant_of(salt)) == 8 and salt.encode() not in tenant_of(salt) for salt in ("secret", "x"))
+
+
+def test_blocks_count_for_their_tenant_in_every_tier() -> None:
+    w = world({}, {})
+    read(w, "ann")
+    read(w, "bob", 21)
+    push_out(w)
+    w.flush()
+
+    assert w.cache._residency.tenants.host_bytes[ANN] == NUM_BLOCKS * BLOCK_BYTES
+    assert w.cache._residency.tenants.host_bytes[BOB] == 5 * BLOCK_BYTES
+    tenants = w.store.statistics().tenants
+    assert tenants[ANN] == NUM_BLOCKS * CHARGE
+    assert tenants[BOB] == 5 * CHARGE
+    w.check()
+
+
+def test_over_its_quota_of_host_memory_a_tenant_loses_its_own_tails() -> None:
+    w = world({ANN: 4 * BLOCK_BYTES}, {})
+    read(w, "bob")
+    read(w, "ann")
+    push_out(w)
+
+    held = w.cache._residency.tenants.host_bytes
+    assert held[ANN] == 4 * BLOCK_BYTES
+    assert held[BOB] == NUM_BLOCKS * BLOCK_BYTES
+    host = w.cache._residency.host
+    names = w.names("ann", DOCUMENT)
+    assert [host.pools[0].find(name) is not None for name in names] == [True] * 4 + [False] * 6
+    w.check()
+
+
+def test_over_its_quota_on_disk_too() -> None:
+    w = world({}, {ANN: 4 * CHARGE})
+    read(w, "bob")
+    read(w, "ann")
+    push_out(w)
+    w.flush()
+
+    assert w.store.statistics().tenants[ANN] == 4 * CHARGE
+    assert w.store.statistics().tenants[BOB] == NUM_BLOCKS * CHARGE
+    keys = [w.cache._residency.disk.key(0, name) for name in w.names("ann", DOCUMENT)]
+    assert [w.store.contains(key) for key in keys] == [True] * 4 + [False] * 6
+    w.check()
+
+
+def test_a_quota_of_nothing_keeps_a_tenant_on_the_device() -> None:
+    w = world({ANN: 0}, {ANN: 0}, num_device_slots=30)
+    read(w, "ann")
+    again = read(w, "ann")
+    assert again.depths[: again.num_blocks].count(Tier.DEVICE.depth) == again.num_blocks == NUM_BLOCKS
+    push_out(w)
+    assert w.cache._residency.tenants.host_bytes.get(ANN, 0) == 0
+    assert ANN not in w.store.statistics().tenants
+    assert read(w, "ann").num_blocks < NUM_BLOCKS
+
+
+def test_what_came_back_from_disk_counts_again() -> None:
+    w = world({}, {})
+    read(w, "ann")
+    for number in range(12):
+        read(w, f"other {number}")
+    assert w.cache._residency.tenants.host_bytes.get(ANN, 0) == 0
+
+    promotion = read(w, "ann")
+
+    assert promotion.depths[: promotion.num_blocks].count(Tier.DISK.depth) == NUM_BLOCKS
+    assert w.cache._residency.tenants.host_bytes[ANN] == NUM_BLOCKS * BLOCK_BYTES
+    device = w.cache._residency.device.pools[0]
+    slots = [device.find(name) for name in w.names("ann", DOCUMENT)]
+    assert {w.cache._residency.tenants.on_device(0, slot) for slot in slots if slot is not None} == {ANN}
+    w.check()
+
+
+def test_a_chains_first_blocks_are_its_parents_on_disk() -> None:
+    w = world({}, {})
+    read(w, "ann")
+    push_out(w)
+    w.flush()
+
+    disk, names = w.cache._residency.disk, w.names("ann", DOCUMENT)
+    parents = {key: row.parent for key, row in w.store._rows.items()}
+    assert [parents[disk.key(0, name)] for name in names] == [b"", *(disk.key(0, name) for name in names[:-1])]

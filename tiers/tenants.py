@@ -1,0 +1,66 @@
+"""Whose a block is, and how many bytes of host memory each tenant has."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.store.blob_store import TENANT_BYTES
+from kvtier.tiers.block_hash import BlockName
+
+NOBODY = b""
+
+
+def tenant_of(cache_salt: str | None) -> bytes:
+    """The tenant of requests with that salt, 8 bytes that tell nothing of it; NOBODY without a salt."""
+    if not cache_salt:
+        return NOBODY
+    return hashlib.sha256(b"kvtier tenant\0" + cache_salt.encode()).digest()[:TENANT_BYTES]
+
+
+class Ties(NamedTuple):
+    """What a block is tied to: *parent*, the block that it continues, if that has to stay on disk for as long as this
+    one; and the *tenant* whose it is."""
+
+    parent: BlockName | None = None
+    tenant: bytes = NOBODY
+
+
+NO_TIES = Ties()
+
+
+class Tenants:
+    """Device slots' tenants, and host bytes by tenant against their quotas. A tenant without a quota is exempt."""
+
+    def __init__(self, num_device_slots: Sequence[int], quotas: Mapping[bytes, int]) -> None:
+        """*num_device_slots* by group; *quotas* in bytes of host memory."""
+        self._on_device = [np.zeros(num_slots, np.uint64) for num_slots in num_device_slots]
+        self._host_bytes: Counter[bytes] = Counter()
+        self._quotas = quotas
+
+    @property
+    def host_bytes(self) -> dict[bytes, int]:
+        """Bytes of host memory that each tenant's blocks are in."""
+        return dict(+self._host_bytes)
+
+    def computed(self, group_id: int, slots: npt.NDArray[np.int32], tenant: bytes) -> None:
+        """The tenant's blocks are in these device slots."""
+        self._on_device[group_id][slots] = int.from_bytes(tenant, "little")
+
+    def on_device(self, group_id: int, slot: int) -> bytes:
+        """Whose block is in the device slot."""
+        number = int(self._on_device[group_id][slot])
+        return number.to_bytes(TENANT_BYTES, "little") if number else NOBODY
+
+    def came_to_host(self, tenant: bytes, num_bytes: int) -> None:
+        """The tenant has a block more in host memory; or, if *num_bytes* is negative, one less."""
+        if tenant:
+            self._host_bytes[tenant] += num_bytes
+
+    def excess(self, tenant: bytes) -> int:
+        """Bytes of host memory that the tenant has beyond its quota."""
+        quota = self._quotas.get(tenant)
+        return 0 if quota is None else max(0, self._host_bytes[tenant] - quota)
