@@ -2,6 +2,7 @@
 
 import errno
 import re
+import struct
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
@@ -26,6 +27,10 @@ _DURABILITIES = {  # of the process that left such a mark
 
 class StoreLost(OSError):
     """The tree in the data file is broken, or nobody can vouch for it: the next engine that opens it starts empty."""
+
+
+class IndexDamaged(OSError):
+    """LMDB gives rows that nobody put; the next engine that opens the store does not know that."""
 
 
 class State(StrEnum):
@@ -89,8 +94,8 @@ class Inspection:
 def inspect(folder: Path) -> Inspection:
     """The store in *folder*, read in short transactions of a reader that others need not mind.
 
-    FileNotFoundError if there is none; StoreLost if its tree turns out to be broken. A broken tree may also crash the
-    process, and killed at any point it leaves a reader's slot, which the owner frees.
+    FileNotFoundError if there is none; StoreLost or IndexDamaged if it turns out to be broken, which may also crash
+    the process. Killed at any point it leaves a reader's slot, which the owner frees.
     """
     require_store(folder)
     state, next_start = standing(folder)
@@ -155,6 +160,8 @@ def _content(folder: Path) -> Content:
             )
     except DAMAGE as error:
         raise StoreLost(f"store {folder} is damaged, the next engine that opens it starts empty: {error}") from error
+    except struct.error as error:
+        raise IndexDamaged(f"store {folder} is damaged, a row of its index makes no sense: {error}") from error
     except lmdb.Error as error:
         raise OSError(errno.EIO, f"store {folder}: {error}") from error
 

@@ -367,15 +367,16 @@ class LmdbStore:
 
         def put(change: Change) -> list[bytes]:
             new = [blob for blob in unique if not change.mark(blob.key)]
-            for blob in new:  # nobody is evicted for what continues it
-                change.mark(blob.parent)
+            coming = {blob.key for blob in new}
+            for blob in new:
+                if blob.parent not in coming:  # nobody is evicted for what continues it
+                    change.mark(blob.parent)
             sealed = [seal(blob, self._codec, self._cipher) for blob in new]
             # First, so that new records come behind those that get a second chance for them.
             new_bytes: Counter[bytes] = Counter()
             for blob, one in zip(new, sealed, strict=True):
                 new_bytes[blob.tenant] += one.charged_bytes
             evicted = self._evict(change, new_bytes)
-            coming = {blob.key for blob in new}
             for blob, one in zip(new, sealed, strict=True):
                 coming.discard(blob.key)
                 change.add(one, blob, coming)
@@ -458,15 +459,19 @@ class LmdbStore:
         results: list[bytes | Fault] = []
         for piece in _pieces(pairs):
             results += self._read_piece(piece)
-        for i, (key, out) in enumerate(pairs):
+        faults = [i for i, result in enumerate(results) if isinstance(result, Fault)]
+        for i in faults:
             if _is_bad(results[i]):
-                results[i] = self._judge(key, out)
+                results[i] = self._judge(*pairs[i])
+        num_bytes = sum(out.nbytes for _, out in pairs) - sum(pairs[i][1].nbytes for i in faults)
         with self._gate:
-            for (_, out), result in zip(pairs, results, strict=True):
+            for i in faults:
+                result = results[i]
                 if not isinstance(result, Fault):
-                    self._read_bytes_total += out.nbytes
+                    num_bytes += pairs[i][1].nbytes
                 elif result is not Fault.MISSING:
                     self._faults[result] += 1
+            self._read_bytes_total += num_bytes
         return results
 
     def _read_piece(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:

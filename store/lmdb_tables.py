@@ -6,9 +6,11 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import astuple, dataclass
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import lmdb
 
@@ -29,6 +31,7 @@ _PAGE_BYTES = 4096
 _SPARE_PAGES = 64  # left free by every change that adds: what a deletion of 8 records needs, three levels deep
 _SPARE_VALUE = bytes(_PAGE_BYTES // 2)  # LMDB gives it a page of its own
 _SLACK_BYTES = 16 << 20  # disk space kept beyond what was asked for; alone enough for a deletion
+_ROWS_AT_ONCE = 64
 _MOST_SECOND_CHANCES = 512  # of one change: up to 3 index pages each, 6 MiB
 
 
@@ -53,8 +56,7 @@ class Counters:
         self.written_lately_at = now
 
 
-@dataclass(slots=True)
-class Row:
+class Row(NamedTuple):
     """What is kept of a record besides its payload."""
 
     sequence: int
@@ -68,8 +70,7 @@ class Row:
     def unpack(cls, row: bytes) -> "Row":
         """A row as it is kept."""
         end = _ROW.size + HEADER_BYTES
-        sequence, charged_bytes, is_marked, tenant = _ROW.unpack_from(row)
-        return cls(sequence, charged_bytes, is_marked, tenant, row[_ROW.size : end], row[end:])
+        return cls(*_ROW.unpack_from(row), row[_ROW.size : end], row[end:])  # type: ignore[call-arg]
 
     def pack(self) -> bytes:
         """As it is kept."""
@@ -229,6 +230,7 @@ class Change:
         self._tables = tables
         self._txn = txn
         self.counters = tables.counters(txn)
+        self._num_written = 0
         self._tenants: dict[bytes, int] = {}  # charged bytes, of those that this change has looked at
 
     def mark(self, key: bytes) -> bool:
@@ -238,8 +240,7 @@ class Change:
             return False
         row = Row.unpack(packed)
         if not row.is_marked:
-            row.is_marked = True
-            self._txn.put(key, row.pack(), db=self._tables.records)
+            self._txn.put(key, row._replace(is_marked=True).pack(), db=self._tables.records)
         return True
 
     def add(self, sealed: Sealed, blob: Blob, coming: Collection[bytes] = ()) -> None:
@@ -249,7 +250,7 @@ class Change:
         self._append(sealed.key, Row(0, sealed.charged_bytes, False, tenant, sealed.header, blob.parent), coming)
         self.counters.num_records += 1
         self.counters.stored_bytes += sealed.charged_bytes
-        self.counters.wrote(sealed.payload.nbytes, time.time())
+        self._num_written += sealed.payload.nbytes
         self._charge(tenant, sealed.charged_bytes)
 
     def forget(self, key: bytes) -> bool:
@@ -258,11 +259,7 @@ class Change:
         if packed is None:
             return False
         sequence, charged_bytes, _, tenant = _ROW.unpack_from(packed)
-        self._txn.delete(_SEQUENCE.pack(sequence), db=self._tables.order)
-        self._txn.delete(key, db=self._tables.payloads)
-        self.counters.num_records -= 1
-        self.counters.stored_bytes -= charged_bytes
-        self._charge(tenant, -charged_bytes)
+        self._left(key, sequence, charged_bytes, tenant)
         return True
 
     def evict(self, limit_bytes: int, max_records: int = sys.maxsize) -> list[bytes]:
@@ -297,6 +294,8 @@ class Change:
 
     def write_accounts(self) -> None:
         """The last act of every change."""
+        if self._num_written:
+            self.counters.wrote(self._num_written, time.time())
         self._txn.put(_COUNTERS_KEY, _COUNTERS.pack(*astuple(self.counters)), db=self._tables.ledger)
         for tenant, num_bytes in self._tenants.items():
             if num_bytes:
@@ -308,9 +307,9 @@ class Change:
         """Go through the order, oldest first, of one *tenant* or of all."""
         evicted: list[bytes] = []
         num_chances = 0
-        position: bytes | None = None  # in the order: where to go on
+        order = self._in_order(tenant)
         while len(evicted) < max_records and is_too_much():
-            found = self._oldest(position, tenant)
+            found = next(order, None)
             if found is None:
                 break
             position, key = found
@@ -320,28 +319,42 @@ class Change:
                 continue
             row = Row.unpack(packed)
             if not row.is_marked:
-                self.forget(key)
+                self._remove(key, row.sequence, row.charged_bytes, row.tenant)
                 evicted.append(key)
             elif num_chances == _MOST_SECOND_CHANCES:
                 break
             else:
                 num_chances += 1
                 self._txn.delete(position, db=self._tables.order)
-                row.is_marked = False
-                self._append(key, row)
+                self._append(key, row._replace(is_marked=False))
         self.counters.evicted_total += len(evicted)
         return evicted
 
-    def _oldest(self, position: bytes | None, tenant: bytes | None) -> tuple[bytes, bytes] | None:
-        """Place and key of the oldest record, or of the oldest of a *tenant* not before *position*."""
-        with self._txn.cursor(db=self._tables.order) as cursor:
-            if tenant is None:
-                return (cursor.key(), cursor.value()[TENANT_BYTES:]) if cursor.first() else None
-            if cursor.first() if position is None else cursor.set_range(position):
-                for place, owned in cursor:
-                    if owned.startswith(tenant):
-                        return place, owned[TENANT_BYTES:]
-        return None
+    def _in_order(self, tenant: bytes | None) -> Iterator[tuple[bytes, bytes]]:
+        """Place and key of each record, or of each of a *tenant*, oldest first; the order may change meanwhile."""
+        after = b""
+        while True:
+            with self._txn.cursor(db=self._tables.order) as cursor:
+                rows = islice(cursor, _ROWS_AT_ONCE) if cursor.set_range(after) else iter(())
+                page = list(rows)
+            for place, owned in page:
+                if tenant is None or owned.startswith(tenant):
+                    yield place, owned[TENANT_BYTES:]
+            if len(page) < _ROWS_AT_ONCE:
+                return
+            after = page[-1][0] + b"\0"
+
+    def _remove(self, key: bytes, sequence: int, charged_bytes: int, tenant: bytes) -> None:
+        self._txn.delete(key, db=self._tables.records)
+        self._left(key, sequence, charged_bytes, tenant)
+
+    def _left(self, key: bytes, sequence: int, charged_bytes: int, tenant: bytes) -> None:
+        """The record of *key* is gone: so go its place, its payload and its charge."""
+        self._txn.delete(_SEQUENCE.pack(sequence), db=self._tables.order)
+        self._txn.delete(key, db=self._tables.payloads)
+        self.counters.num_records -= 1
+        self.counters.stored_bytes -= charged_bytes
+        self._charge(tenant, -charged_bytes)
 
     def _charge(self, tenant: bytes, num_bytes: int) -> None:
         if tenant != _NOBODY:
@@ -349,9 +362,9 @@ class Change:
 
     def _append(self, key: bytes, row: Row, coming: Collection[bytes] = ()) -> None:
         """Make *key* the newest."""
-        row.sequence = self.counters.next_sequence
+        sequence = self.counters.next_sequence
         self.counters.next_sequence += 1
-        self._txn.put(key, row.pack(), db=self._tables.records)
-        self._txn.put(_SEQUENCE.pack(row.sequence), row.tenant + key, append=True, db=self._tables.order)
+        self._txn.put(key, row._replace(sequence=sequence).pack(), db=self._tables.records)
+        self._txn.put(_SEQUENCE.pack(sequence), row.tenant + key, append=True, db=self._tables.order)
         if row.parent and row.parent not in coming:
             self.mark(row.parent)

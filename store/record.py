@@ -1,9 +1,8 @@
 """The header kept with every payload, and why reading one may give nothing."""
 
 import struct
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
@@ -53,8 +52,7 @@ def digest(data: "ReadableBuffer") -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """What the header says about one payload; lengths in bytes.
 
     *stored_length* is that of the encoded, perhaps encrypted, payload, without what pads it (see
@@ -85,7 +83,7 @@ class Record:
         return fields + _checksum(fields, key)
 
     @classmethod
-    def unpack(cls, key: bytes, header: bytes) -> Self | Fault:
+    def unpack(cls, key: bytes, header: bytes) -> "Record | Fault":
         """The record of *header* found at *key*, or what is wrong with it."""
         if len(header) != HEADER_BYTES or not header.startswith(_START):
             return _fault_of_start(header)

@@ -1,7 +1,8 @@
 """From a blob to the header and value that are stored, and back, verified."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +19,7 @@ _INDEX_BYTES = 512
 _SIZE_CLASSES = 8  # of the values of one raw length
 
 
-@dataclass(frozen=True, slots=True)
-class Sealed:
+class Sealed(NamedTuple):
     """A block as it is stored. *payload* is the whole value, padded; it may be a view of the caller's memory."""
 
     key: bytes
@@ -28,6 +28,7 @@ class Sealed:
     charged_bytes: int
 
 
+@cache  # a store has blocks of few sizes
 def charged_bytes(value_bytes: int) -> int:
     """What a value of *value_bytes* counts against a capacity: its LMDB pages and index rows."""
     num_pages = -(-(value_bytes + _PAGE_HEADER_BYTES) // _PAGE_BYTES)
@@ -142,6 +143,8 @@ def _overhead_bytes(cipher: Cipher | None) -> int:
 def _encode(raw: memoryview, codec: Codec, cipher: Cipher | None) -> tuple[Codec, memoryview]:
     """The payload for *raw* and what encoded it: `none` where *codec* does not save enough."""
     payload = codec.encode(raw)
+    if payload is raw:
+        return codec, raw
     length = value_bytes(codec, payload.nbytes + _overhead_bytes(cipher), raw.nbytes)
     if length + _PAGE_HEADER_BYTES >= raw.nbytes:  # all eight eighths, or not a page less
         return NO_CODEC, raw

@@ -6,6 +6,7 @@ whatever happens meanwhile, to them or to the machine, the store is no worse off
 """
 
 import random
+import struct
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
@@ -18,7 +19,7 @@ from kvtier.store.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.cipher import Cipher
 from kvtier.store.data_file import DAMAGE
 from kvtier.store.durability import Durability
-from kvtier.store.inspection import NextStart, StoreLost, require_store, standing
+from kvtier.store.inspection import IndexDamaged, NextStart, StoreLost, require_store, standing
 from kvtier.store.lmdb_store import LmdbStore
 from kvtier.store.owner_lock import OwnerLock, StoreInUse
 from kvtier.store.record import NAMESPACE_BYTES, Fault
@@ -91,8 +92,8 @@ def verify_store(
 ) -> Iterator[Progress | Verification]:
     """Compare the accounting with a full count and verify all records or a random *sample*; the `Verification` is last.
 
-    With *fix* bad records are deleted. *owner* is the pid that others are told. StoreInUse, StoreLost; ValueError for a
-    key file that is none.
+    With *fix* bad records are deleted. *owner* is the pid that others are told. StoreInUse, StoreLost, IndexDamaged;
+    ValueError for a key file that is none.
     """
     cipher = None if key_file is None else Cipher.from_file(key_file)
     yield Progress("opening")
@@ -172,6 +173,8 @@ def _opened(folder: Path, owner: int, cipher: Cipher | None = None) -> Iterator[
     except StoreInUse as error:
         whose = str(error).partition(";")[0]
         raise StoreInUse(f"{whose}; stop that first. kvtier stats works meanwhile") from error
+    except struct.error as error:
+        raise IndexDamaged(f"store {folder} is damaged, a row of its index makes no sense: {error}") from error
     except OSError as error:
         if isinstance(error.__cause__, DAMAGE):
             why = f"store {folder} is damaged, the next engine that opens it starts empty: {error.__cause__}"
