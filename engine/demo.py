@@ -19,11 +19,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvtier.engine.config import Config, as_config
 from kvtier.engine.demo_document import Document, Fact, is_right, make_document, question, with_facts
 from kvtier.engine.demo_model import build_demo_model
-from kvtier.engine.disk_store import disk_bytes
 from kvtier.engine.llm import LLM, encode, load_model, torch_device
 from kvtier.engine.request import Completion
 from kvtier.engine.runner import bytes_per_block
 from kvtier.engine.sampling import SamplingParams
+from kvtier.store.data_file import most_bytes
 from kvtier.tiers.block_hash import BlockChain, HashAlgorithm
 from kvtier.tiers.disk_tier import GROUP_BYTES, NAMESPACE_BYTES
 from kvtier.tiers.tier import Tier
@@ -100,7 +100,7 @@ class Stage:
             {
                 "device": {"capacity": int(DEVICE_DOCUMENTS * blocks), "block_size": BLOCK_SIZE},
                 "host": {"capacity": int(HOST_DOCUMENTS * blocks)},
-                "disk": {"path": plan.store, "capacity": disk_bytes(int(DISK_DOCUMENTS * blocks))},
+                "disk": {"path": plan.store, "capacity": most_bytes(int(DISK_DOCUMENTS * blocks))},
                 # Far fewer blocks a step than the cache keeps clean ahead in so small a pool: none is lost.
                 "scheduler": {"prefill_chunk": min(512, num_tokens // BLOCK_SIZE // 8 * BLOCK_SIZE)},
             }

@@ -9,7 +9,7 @@ from kvtier.store.channel import SharedMemory
 from kvtier.store.cipher import Cipher
 from kvtier.store.codec import CODECS, NO_CODEC, Codec
 from kvtier.store.codec_choice import CodecChoice
-from kvtier.store.data_file import BESIDES_BYTES, capacity_within, map_bytes
+from kvtier.store.data_file import capacity_within, most_bytes
 from kvtier.store.durability import Durability
 from kvtier.store.store_process import StoreProcess
 from kvtier.store.store_settings import StoreSettings
@@ -34,7 +34,7 @@ def open_store(
     if capacity_bytes < LEAST_BLOCKS * block_bytes:
         raise ValueError(
             f"disk capacity: {config.capacity} bytes for blocks of {block_bytes}; "
-            f"use {disk_bytes(LEAST_BLOCKS * block_bytes)} or more"
+            f"use {most_bytes(LEAST_BLOCKS * block_bytes)} or more"
         )
     settings = StoreSettings(
         Path(config.path),
@@ -69,11 +69,6 @@ def cipher_of(config: DiskConfig) -> Cipher | None:
     if config.encryption_key_command is not None:
         return Cipher.from_command(config.encryption_key_command)
     return None
-
-
-def disk_bytes(stored_bytes: int) -> int:
-    """The capacity to configure for a disk that holds that much."""
-    return map_bytes(stored_bytes) + BESIDES_BYTES
 
 
 def _codec(config: DiskConfig, dtype: str) -> Codec | CodecChoice:

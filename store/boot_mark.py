@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
-_LAYOUT = "kvtier-store-3"  # the sub-databases and their rows; record headers have a version of their own
+_LAYOUT = "kvtier-store-4"  # the sub-databases and their rows; record headers have a version of their own
 _NAME = "boot_mark"
 
 
@@ -39,11 +39,11 @@ class BootMark:
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """The mark in *folder*; None if there is none or it makes no sense."""
+        """The mark in *folder*; None if there is none or it makes no sense. OSError if it cannot be read."""
         try:
             layout, boot_id, state = (folder / _NAME).read_text().split()
             return cls(boot_id, FileState(state), layout)
-        except (OSError, ValueError):
+        except (FileNotFoundError, ValueError):
             return None
 
     def write(self, folder: Path) -> None:

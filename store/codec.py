@@ -50,6 +50,8 @@ class NoCodec:
     def decode(self, payload: memoryview, out: memoryview) -> None:
         if payload.nbytes != out.nbytes:
             raise ValueError(f"{payload.nbytes} bytes of payload for a block of {out.nbytes}")
+        if payload is out:
+            return  # it was read to where it belongs
         # Not out[:] = payload: a slice copy keeps the interpreter lock, and a payload whose pages
         # are still on disk would hold up every thread of the process for the time of the disk read.
         np.copyto(_bytes_of(out), _bytes_of(payload))

@@ -1,4 +1,4 @@
-"""The data file of an LMDB store: how large it may get, and whether one left by an earlier process can be used."""
+"""The files of an LMDB store: how large they may get, and whether those left by an earlier process can be used."""
 
 import logging
 import shutil
@@ -9,12 +9,13 @@ import lmdb
 from kvtier.store.boot_mark import BootMark, FileState, current_boot_id, sync_folder
 from kvtier.store.checkpoint import restore
 from kvtier.store.durability import Durability
-from kvtier.store.lmdb_tables import Tables
+from kvtier.store.lmdb_tables import MAX_DBS, Tables
+from kvtier.store.slab import Slabs
 
 DATA = "data.mdb"
 PAGE_BYTES = 4096
-BESIDES_BYTES = 1 << 20  # at most: marks, lock files, the file system's own blocks for the file
-_HEADROOM_PARTS = 6
+BESIDES_BYTES = 1 << 20  # at most: marks, lock files, the file system's own blocks for the files
+_LEAST_INDEX_BYTES = 8 << 20
 # The tree itself is broken, not one payload; a file like this is not opened again. (Bad transaction:
 # what LMDB says when the root of a sub-database is broken. Any other error ends our transactions.)
 DAMAGE = (
@@ -22,7 +23,6 @@ DAMAGE = (
     lmdb.CorruptedError,
     lmdb.InvalidError,
     lmdb.PageNotFoundError,
-    lmdb.PanicError,
     lmdb.VersionMismatchError,
 )
 
@@ -30,18 +30,25 @@ _log = logging.getLogger(__name__)
 
 
 def part_bytes(capacity_bytes: int) -> int:
-    """Blocks of one change at most; it bounds how much of the file waits to be used again."""
+    """Blocks of one change at most; it bounds how much waits to be used again."""
     return min(32 << 20, max(1 << 20, capacity_bytes // 32))
 
 
-def map_bytes(capacity_bytes: int) -> int:
-    """Size of the map, which the file never exceeds: what churn at full capacity needs beyond the records.
+def slab_bytes(capacity_bytes: int) -> int:
+    """What all slots may take: the records, and those that were freed and cannot be written to yet."""
+    return capacity_bytes * 9 // 8 + 2 * part_bytes(capacity_bytes)
 
-    Measured over 8 to 60 turnovers in mixed sizes (64 KiB to 4 MiB), touches and a reader: capacities of
-    64 / 512 / 2048 MiB grew by 135 / 182 / 347 MiB; blocks of one size by 34 MiB, one part, at each.
-    """
-    wanted = capacity_bytes * 5 // 4 + _HEADROOM_PARTS * part_bytes(capacity_bytes)
+
+def index_bytes(capacity_bytes: int) -> int:
+    """Size of the map, which the data file never exceeds. An eighth is enough for blocks of one page; more is never
+    used for larger ones."""
+    wanted = capacity_bytes // 8 + _LEAST_INDEX_BYTES
     return -(-wanted // PAGE_BYTES) * PAGE_BYTES
+
+
+def most_bytes(capacity_bytes: int) -> int:
+    """What the folder of a store takes on the medium at most."""
+    return slab_bytes(capacity_bytes) + index_bytes(capacity_bytes) + BESIDES_BYTES
 
 
 def capacity_within(disk_bytes: int) -> int:
@@ -49,7 +56,7 @@ def capacity_within(disk_bytes: int) -> int:
     low, high = 0, disk_bytes
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if map_bytes(middle) + BESIDES_BYTES <= disk_bytes else (low, middle - 1)
+        low, high = (middle, high) if most_bytes(middle) <= disk_bytes else (low, middle - 1)
     return low
 
 
@@ -60,7 +67,7 @@ def recorded_capacity(folder: Path) -> int:
     reason = _distrust(folder)
     if reason is not None:
         raise OSError(f"store {folder}: {reason}; the next engine that opens it starts empty")
-    env = lmdb.open(str(folder), readonly=True, max_dbs=4)
+    env = lmdb.open(str(folder), readonly=True, max_dbs=MAX_DBS)
     try:
         return Tables.capacity_in(env)
     finally:
@@ -81,16 +88,16 @@ def open_trusted(folder: Path, capacity_bytes: int, durability: Durability) -> T
     is_synced = mark is not None and mark.state in (FileState.CLEAN, FileState.COMMIT)
     keeps_promise = durability is Durability.COMMIT and is_synced
     BootMark(current_boot_id(), FileState.COMMIT if keeps_promise else FileState.PROCESS).write(folder)
-    wanted = max(map_bytes(capacity_bytes), present)
+    wanted = max(index_bytes(capacity_bytes), present)
     try:
         return Tables(folder, wanted, durability)
     except DAMAGE as error:
         start_empty(folder, str(error))
-        return Tables(folder, map_bytes(capacity_bytes), durability)
+        return Tables(folder, index_bytes(capacity_bytes), durability)
 
 
 def compacted(folder: Path, tables: Tables, capacity_bytes: int, durability: Durability) -> Tables:
-    """The same records in a file without free pages, for a store with a lowered capacity. Needs their space twice."""
+    """The same index in a file without free pages, for a store with a lowered capacity."""
     copy = folder / "compact"
     shutil.rmtree(copy, ignore_errors=True)
     copy.mkdir()
@@ -99,14 +106,15 @@ def compacted(folder: Path, tables: Tables, capacity_bytes: int, durability: Dur
     (copy / DATA).replace(folder / DATA)
     shutil.rmtree(copy)
     sync_folder(folder)
-    return Tables(folder, map_bytes(capacity_bytes), durability)
+    return Tables(folder, index_bytes(capacity_bytes), durability)
 
 
 def start_empty(folder: Path, reason: str) -> None:
-    """Remove the data file, and say why."""
+    """Remove data file and slabs, and say why."""
     _log.warning("store %s starts empty: %s", folder, reason)
     for name in (DATA, "lock.mdb"):
         (folder / name).unlink(missing_ok=True)
+    Slabs.remove(folder)
     sync_folder(folder)
 
 

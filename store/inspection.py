@@ -1,5 +1,6 @@
 """A store looked at from outside, also while another process has it open: nothing is changed and nobody waits."""
 
+import contextlib
 import errno
 import re
 import struct
@@ -87,7 +88,7 @@ class Inspection:
     next_start: NextStart
     durability: Durability | None
     owner: int | None
-    file_bytes: int  # what the data file takes on the medium
+    file_bytes: int  # what the folder's files take on the medium
     content: Content | None
 
 
@@ -106,7 +107,7 @@ def inspect(folder: Path) -> Inspection:
         next_start=next_start,
         durability=None if mark is None else _DURABILITIES.get(mark.state),
         owner=None if state is State.CLEAN else _owner(folder),
-        file_bytes=(folder / DATA).stat().st_blocks * 512,
+        file_bytes=_file_bytes(folder),
         content=_content(folder) if next_start is NextStart.WARM else None,
     )
 
@@ -143,6 +144,14 @@ def _owner(folder: Path) -> int | None:
     except (OSError, ValueError):
         return None
     return pid if held else None
+
+
+def _file_bytes(folder: Path) -> int:
+    num_blocks = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # the owner has replaced or removed it
+            num_blocks += file.lstat().st_blocks
+    return num_blocks * 512
 
 
 def _content(folder: Path) -> Content:

@@ -2,6 +2,8 @@
 
 import errno
 import logging
+import mmap
+import struct
 import threading
 import time
 from collections import Counter
@@ -14,7 +16,6 @@ from types import MappingProxyType
 from typing import Self, TypeVar
 
 import lmdb
-import numpy as np
 
 from kvtier.store import data_file
 from kvtier.store.blob_store import Blob, StoreFull, StoreStatistics
@@ -28,12 +29,14 @@ from kvtier.store.durability import Durability
 from kvtier.store.group_commit import GroupCommit
 from kvtier.store.lmdb_tables import Change
 from kvtier.store.owner_lock import OwnerLock
-from kvtier.store.record import Fault
-from kvtier.store.seal import charged_bytes, fault_of, open_record, refuse_oversized, seal
+from kvtier.store.record import Fault, is_plain
+from kvtier.store.seal import Sealed, charged_bytes, fault_of, open_record, refuse_oversized, seal
+from kvtier.store.slab import Slabs, Slot, slot_bytes
 
 NUM_READERS = 4  # threads that share a large read
 _SHARE_BYTES = 1 << 20  # of a read that one thread takes at least
-_READ_BYTES = 4 << 20  # of one read transaction, or one block
+_READ_BYTES = 4 << 20  # read at a time by one thread, or one block
+_INDEX_PAGES = 8  # that one record's change may make new
 _RECORDS_PER_CHANGE = 512  # of a deletion: up to 3 index pages each, 6 MiB
 _RECORDS_WHEN_FULL = 8  # of a deletion that must not need more pages than a change leaves free
 _KEYS_PER_PAGE = 4096
@@ -55,15 +58,15 @@ class _StillTooMuch(Exception):
 class LmdbStore:
     """See `BlobStore`. One process owns *folder* (`StoreInUse` otherwise); opening takes the same time at any size.
 
-    Payload, index, recency and accounting change in one transaction, so a process killed at any point leaves a whole
-    store. What a crash of the machine leaves is a matter of *durability*; *interval_s* is the time between checkpoints.
+    A payload is written to a slot that no record has. Then record, slot, recency and accounting change in one
+    transaction, so a process killed at any point leaves a whole store. What a crash of the machine leaves is up to the
+    *durability*; *interval_s* is the time between checkpoints.
     *quotas* are bytes by tenant, of which none is exceeded from the first put of that tenant's on.
     *owner* is the pid that others are told, this process's by default.
     The start after a broken tree was met is empty; until then changes raise and reads are `Fault.IO_ERROR`.
     Without *capacity_bytes* it is the one with which the store was last opened; OSError if there is no such store.
-    The file never takes more than `data_file.map_bytes` of the capacity. Bytes are copied out of the map inside short
-    read transactions; no view of it leaves this file. A medium that fails to read a mapped page ends the process with
-    SIGBUS, as with every program that maps files: that is what `StoreProcess` is for.
+    The folder never takes more than `data_file.most_bytes` of the capacity. A medium that fails to read a page of the
+    index ends the process with SIGBUS, as with every program that maps files: that is what `StoreProcess` is for.
     """
 
     def __init__(
@@ -84,15 +87,18 @@ class LmdbStore:
         self._interval_s = interval_s
         self._quotas = quotas
         self._writer = threading.RLock()  # held for a change; taken before, never inside, `_gate`
-        self._gate = threading.Condition()  # guards the five below
+        self._gate = threading.Condition()  # guards the six below
         self._num_readers = 0
         self._read_bytes_total = 0
         self._faults: Counter[Fault] = Counter()
         self._is_damaged = False
+        self._has_panicked = False
         self._closed = False
         self._readers = ThreadPoolExecutor(NUM_READERS, "kvtier-store-read")
         self._readers_checked_at = time.monotonic()
         self._checkpoint: Checkpoint | None = None
+        self._synced_change: int | None = None  # up to which a checkpoint was taken
+        self._gone: list[bytes] = []  # evicted, and nobody has been told
         self._closing = threading.Event()
 
         if capacity_bytes is not None:
@@ -101,6 +107,7 @@ class LmdbStore:
         try:
             self._capacity_bytes = data_file.recorded_capacity(folder) if capacity_bytes is None else capacity_bytes
             self._tables = data_file.open_trusted(folder, self._capacity_bytes, durability)
+            self._slabs = Slabs(folder)
         except lmdb.Error as error:
             self._owner_lock.release()
             raise OSError(errno.EIO, f"store {folder}: {error}") from error
@@ -146,7 +153,7 @@ class LmdbStore:
             for key in keys:
                 change.mark(key)
 
-        self._change(mark_all, 3 * PAGE_BYTES * len(keys))
+        self._change(mark_all, _INDEX_PAGES * PAGE_BYTES * len(keys))
 
     def delete(self, keys: Sequence[bytes]) -> int:
         num_deleted, at_once, left = 0, _RECORDS_PER_CHANGE, list(keys)
@@ -173,27 +180,17 @@ class LmdbStore:
             if found is not None:
                 yield key, found[1]
 
-    def verify_one(self, key: bytes) -> tuple[int, Fault | None] | None:
-        """How long *key*'s payload is as stored, and what is wrong with the record; None if there is none."""
-        with self._reading() as txn:
-            stored = self._tables.stored(txn, key)
-            if stored is None:
-                return None
-            header, payload = stored
-            return payload.nbytes, fault_of(key, header, payload, self._cipher)
-
     def sync(self) -> None:
-        with self._in_use(), self._lmdb_errors():
-            self._tables.env.sync(True)  # not as the writer: others may go on writing meanwhile
-        if self._checkpoint is not None:
-            with self._writer, self._in_use(), self._lmdb_errors():
-                self._checkpoint.take()
+        with self._in_use(), self._lmdb_errors():  # not as the writer: others may go on writing meanwhile
+            self._slabs.sync()
+            self._tables.env.sync(True)
+        self._take_checkpoint()
 
     def statistics(self) -> StoreStatistics:
         with self._reading() as txn:
             counters = self._tables.counters(txn)
             tenants = self._tables.bytes_of_tenants(txn)
-            file_bytes = self._tables.file_bytes()
+            file_bytes = self._tables.index_bytes() + self._slabs.file_bytes()
         with self._gate:
             return StoreStatistics(
                 num_records=counters.num_records,
@@ -212,10 +209,10 @@ class LmdbStore:
         with self._writer, self._in_use(), self._lmdb_errors(), self._tables.env.begin() as txn:
             self._tables.check(txn)
             stored_bytes = self._tables.counters(txn).stored_bytes
-            file_bytes = self._tables.file_bytes()
+            file_bytes = self._tables.index_bytes() + self._slabs.file_bytes()
         assert stored_bytes <= self._capacity_bytes, f"{stored_bytes} bytes exceed {self._capacity_bytes}"
-        most = data_file.map_bytes(self._capacity_bytes) + data_file.BESIDES_BYTES
-        assert file_bytes <= most, f"the file takes {file_bytes} bytes, more than {most}"
+        most = data_file.most_bytes(self._capacity_bytes)
+        assert file_bytes <= most, f"the files take {file_bytes} bytes, more than {most}"
 
     def close(self) -> None:
         self._closing.set()
@@ -228,6 +225,7 @@ class LmdbStore:
             self._readers.shutdown()
             try:
                 with self._lmdb_errors():
+                    self._slabs.sync()
                     self._tables.env.sync(True)
                 if not self._is_damaged:
                     BootMark(current_boot_id(), FileState.CLEAN).write(self._folder)
@@ -235,6 +233,7 @@ class LmdbStore:
                 if self._checkpoint is not None:
                     self._checkpoint.close()
                 self._tables.close()
+                self._slabs.close()
                 self._owner_lock.release()
 
     def __enter__(self) -> Self:
@@ -257,19 +256,32 @@ class LmdbStore:
     def _settle(self) -> None:
         """Bring a file just opened within its capacity, and to its level of durability."""
         self._evict_to(self._capacity_bytes)
+        self._gone.clear()
+        with self._changing() as change:
+            change.counters.capacity_bytes = self._capacity_bytes
+        with self._changing() as change:
+            for slot in change.give_back(data_file.slab_bytes(self._capacity_bytes)):
+                self._slabs.punch(slot)
         with self._lmdb_errors():
-            if self._tables.file_bytes() > data_file.map_bytes(self._capacity_bytes):
+            if self._tables.index_bytes() > data_file.index_bytes(self._capacity_bytes) + data_file.BESIDES_BYTES:
                 self._tables = data_file.compacted(self._folder, self._tables, self._capacity_bytes, self._durability)
-            with self._changing() as change:
-                change.counters.capacity_bytes = self._capacity_bytes
             if self._durability is Durability.COMMIT:
+                self._slabs.sync()
                 self._tables.env.sync(True)
                 BootMark(current_boot_id(), FileState.COMMIT).write(self._folder)
             elif self._durability is Durability.INTERVAL:
                 self._checkpoint = Checkpoint(self._folder, self._tables.env)
-                self._checkpoint.take()
+                self._take_checkpoint()
                 BootMark(current_boot_id(), FileState.INTERVAL).write(self._folder)
                 threading.Thread(target=self._take_checkpoints, name="kvtier-checkpoint", daemon=True).start()
+
+    def _take_checkpoint(self) -> None:
+        if self._checkpoint is not None:
+            with self._writer, self._in_use(), self._lmdb_errors():
+                self._slabs.sync()
+                self._checkpoint.take()
+                with self._tables.env.begin() as txn:
+                    self._synced_change = self._tables.counters(txn).num_changes
 
     def _take_checkpoints(self) -> None:
         while not self._closing.wait(self._interval_s):
@@ -306,12 +318,14 @@ class LmdbStore:
         with self._writer:
             if self._closed:
                 raise ValueError("store is closed")
+            if self._has_panicked:
+                self._reopen()
             with self._lmdb_errors():
                 if time.monotonic() - self._readers_checked_at > _CHECK_READERS_S:
                     self._clear_stale_readers()
                 self._tables.reserve(new_bytes)
                 with self._tables.env.begin(write=True) as txn:
-                    change = Change(self._tables, txn)
+                    change = Change(self._tables, txn, self._synced_change)
                     yield change
                     change.write_accounts()
 
@@ -342,30 +356,46 @@ class LmdbStore:
             raise StoreFull(
                 errno.ENOSPC, f"store {self._folder}: map full; raise capacity_bytes or use blocks of one size"
             ) from error
-        except lmdb.Error as error:
-            if isinstance(error, DAMAGE) and not self._is_damaged:
+        except (lmdb.Error, struct.error) as error:
+            self._has_panicked |= isinstance(error, lmdb.PanicError)
+            if isinstance(error, (*DAMAGE, struct.error)) and not self._is_damaged:
                 self._is_damaged = True
                 _log.warning("store %s is damaged, the next start is empty: %s", self._folder, error)
                 BootMark(current_boot_id(), FileState.DAMAGED).write(self._folder)
             raise OSError(errno.EIO, f"store {self._folder}: {error}") from error
 
-    def _put_group(self, group: Sequence[Blob]) -> list[bytes]:
-        """Store *group*; if the map is full, after making room."""
-        try:
-            return self._put_at_once(group)
-        except StoreFull:
-            gone = self._make_room(2 * _charged_bytes(group))
-        again = {blob.key for blob in group}
-        try:
-            return [key for key in gone if key not in again] + self._put_at_once(group)
-        except StoreFull as error:
-            error.evicted = gone
-            raise
+    def _reopen(self) -> None:
+        """LMDB could not write its root, and does nothing more in this environment. The file is as it was before."""
+        with self._gate:
+            self._gate.wait_for(lambda: self._num_readers == 0)
+            if self._checkpoint is not None:
+                self._checkpoint.close()
+            self._tables.close()
+            with self._lmdb_errors():
+                self._tables = data_file.open_trusted(self._folder, self._capacity_bytes, self._durability)
+                self._has_panicked = False
+                if self._checkpoint is not None:
+                    self._checkpoint = Checkpoint(self._folder, self._tables.env)
+        self._take_checkpoint()
 
-    def _put_at_once(self, group: Sequence[Blob]) -> list[bytes]:
+    def _put_group(self, group: Sequence[Blob]) -> list[bytes]:
+        """Store *group*; if there is no room, after making some."""
+        try:
+            try:
+                self._put_at_once(group)
+            except StoreFull:
+                self._make_room(2 * _charged_bytes(group))
+                self._put_at_once(group)
+        except StoreFull as error:
+            error.evicted, self._gone = self._gone, []
+            raise
+        gone, self._gone = self._gone, []
+        return gone
+
+    def _put_at_once(self, group: Sequence[Blob]) -> None:
         unique = {blob.key: blob for blob in group}.values()
 
-        def put(change: Change) -> list[bytes]:
+        def put(change: Change) -> tuple[list[bytes], set[bytes]]:
             new = [blob for blob in unique if not change.mark(blob.key)]
             coming = {blob.key for blob in new}
             for blob in new:
@@ -377,26 +407,42 @@ class LmdbStore:
             for blob, one in zip(new, sealed, strict=True):
                 new_bytes[blob.tenant] += one.charged_bytes
             evicted = self._evict(change, new_bytes)
-            for blob, one in zip(new, sealed, strict=True):
+            slots = self._write(change, sealed)
+            for blob, one, slot in zip(new, sealed, slots, strict=True):
                 coming.discard(blob.key)
-                change.add(one, blob, coming)
-            return evicted + self._evict(change, dict.fromkeys(new_bytes, 0))
+                change.add(one, blob, slot, coming)
+            return evicted + self._evict(change, dict.fromkeys(new_bytes, 0)), {blob.key for blob in new}
 
-        # Small blocks dirty up to 3 index pages each way, as much as they are charged.
-        most_bytes = 3 * _charged_bytes(group)
+        index_bytes = _INDEX_PAGES * PAGE_BYTES * len(group)
         try:
-            return self._change(put, most_bytes)
+            evicted, new = self._change(put, index_bytes)
         except _StillTooMuch as too_much:
-            gone = self._make_way(too_much.new_bytes)
-            again = {blob.key for blob in group}
-            return [key for key in gone if key not in again] + self._change(put, most_bytes)
+            self._make_way(too_much.new_bytes)
+            evicted, new = self._change(put, index_bytes)
+        self._gone = [key for key in self._gone if key not in new] + evicted
+
+    def _write(self, change: Change, sealed: Sequence[Sealed]) -> list[Slot]:
+        """Write the payloads to slots that no record has."""
+        limit_bytes = data_file.slab_bytes(self._capacity_bytes)
+        sizes = [slot_bytes(one.payload.nbytes) for one in sealed]
+        free: dict[int, Iterator[Slot]] = {}
+        for size, num_slots in Counter(sizes).items():
+            slots, to_punch = change.allocate(size, num_slots, limit_bytes)
+            for slot in to_punch:
+                self._slabs.punch(slot)
+            free[size] = iter(slots)
+        placed = [next(free[size]) for size in sizes]
+        self._slabs.write(placed, [one.payload for one in sealed])
+        if self._durability is Durability.COMMIT:
+            self._slabs.sync()
+        return placed
 
     def _evict(self, change: Change, new_bytes: Mapping[bytes, int]) -> list[bytes]:
         """Make room for that many bytes of each tenant; `_StillTooMuch` if one change cannot."""
         evicted: list[bytes] = []
-        for tenant, num_bytes in new_bytes.items():
-            if (quota := self._quotas.get(tenant)) is not None:
-                limit_bytes = max(0, quota - num_bytes)
+        for tenant, quota in self._quotas.items():
+            if tenant in new_bytes:
+                limit_bytes = max(0, quota - new_bytes[tenant])
                 evicted += change.evict_tenant(tenant, limit_bytes)
                 if change.bytes_of(tenant) > limit_bytes:
                     raise _StillTooMuch(new_bytes, evicted)
@@ -406,54 +452,46 @@ class LmdbStore:
             raise _StillTooMuch(new_bytes, evicted)
         return evicted
 
-    def _make_way(self, new_bytes: Mapping[bytes, int]) -> list[bytes]:
+    def _make_way(self, new_bytes: Mapping[bytes, int]) -> None:
         """Make that room in as many changes as it takes."""
-        evicted: list[bytes] = []
-        while True:
+        is_done = False
+        while not is_done:
             with self._changing() as change:
                 try:
-                    return evicted + self._evict(change, new_bytes)
+                    evicted, is_done = self._evict(change, new_bytes), True
                 except _StillTooMuch as too_much:
-                    evicted += too_much.evicted
+                    evicted = too_much.evicted
+            self._gone += evicted
 
-    def _make_room(self, num_bytes: int) -> list[bytes]:
-        """Evict *num_bytes* more than the capacity asks for; the pages are free to use on return."""
-        gone = self._evict_to(max(0, self.statistics().stored_bytes - num_bytes), _RECORDS_WHEN_FULL)
+    def _make_room(self, num_bytes: int) -> None:
+        """Evict *num_bytes* more than the capacity asks for; pages and slots are free to use on return."""
+        self._evict_to(max(0, self.statistics().stored_bytes - num_bytes), _RECORDS_WHEN_FULL)
         self._free_pages()
-        return gone
 
     def _free_pages(self) -> None:
-        """Let pages be used again that were freed, but which a dead reader or the last checkpoint holds back."""
+        """Let be used again what is free, but held back by a dead reader, the last checkpoint or the last change."""
         with self._writer, self._in_use(), self._lmdb_errors():
             self._clear_stale_readers()
-            if self._checkpoint is not None:
-                self._checkpoint.take()
+        self._take_checkpoint()
         with self._changing():
-            pass  # pages become reusable one transaction after the one that freed them
+            pass
 
     def _clear_stale_readers(self) -> None:
         self._readers_checked_at = time.monotonic()
         self._tables.env.reader_check()
 
-    def _evict_to(self, limit_bytes: int, records_per_change: int = _RECORDS_PER_CHANGE) -> list[bytes]:
-        evicted: list[bytes] = []
+    def _evict_to(self, limit_bytes: int, records_per_change: int = _RECORDS_PER_CHANGE) -> None:
         while self.statistics().stored_bytes > limit_bytes:
             try:
                 with self._changing() as change:
-                    before = change.counters.next_sequence
                     gone = change.evict(limit_bytes, records_per_change)
-                    moved = change.counters.next_sequence > before
-            except StoreFull as error:
+            except StoreFull:
                 if records_per_change == _RECORDS_WHEN_FULL:
-                    error.evicted = evicted
                     raise
                 records_per_change = _RECORDS_WHEN_FULL
                 self._free_pages()
                 continue
-            if not gone and not moved:
-                break  # the ledger is wrong; `check` says so, and this must not spin
-            evicted += gone
-        return evicted
+            self._gone += gone
 
     def _read_share(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
         results: list[bytes | Fault] = []
@@ -475,17 +513,58 @@ class LmdbStore:
         return results
 
     def _read_piece(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
-        results: list[bytes | Fault] = []
+        """Read these blocks. Outside of a transaction: who comes between changes what is read, and that shows."""
         try:
-            with self._reading() as txn:
-                for key, out in pairs:
-                    stored = self._tables.stored(txn, key)
-                    if stored is not None and isinstance(self._codec, CodecChoice):
-                        self._codec.read(stored[1].nbytes, _seconds_to_have(stored[1]))
-                    results.append(Fault.MISSING if stored is None else open_record(key, *stored, out, self._cipher))
+            with self._in_use():
+                with self._lmdb_errors(), self._tables.env.begin() as txn:
+                    found = [self._tables.located(txn, key) for key, _ in pairs]
+                values = [
+                    memoryview(b"") if place is None else _target(*place, out)
+                    for place, (_, out) in zip(found, pairs, strict=True)
+                ]
+                there = [(place[1], value) for place, value in zip(found, values, strict=True) if place is not None]
+                started = time.perf_counter()
+                failed = self._fill(there)
+                if isinstance(self._codec, CodecChoice) and there:
+                    self._codec.read(sum(slot.num_bytes for slot, _ in there), time.perf_counter() - started)
         except OSError:
-            results += [Fault.IO_ERROR] * (len(pairs) - len(results))
-        return results
+            return [Fault.IO_ERROR] * len(pairs)
+        return [
+            Fault.MISSING
+            if place is None
+            else Fault.IO_ERROR
+            if place[1] in failed
+            else open_record(key, place[0], value, out, self._cipher)
+            for (key, out), place, value in zip(pairs, found, values, strict=True)
+        ]
+
+    def _fill(self, places: Sequence[tuple[Slot, memoryview]]) -> set[Slot]:
+        """Read all slots, together or, if that fails, one by one; those that cannot be read."""
+        try:
+            self._slabs.read([slot for slot, _ in places], [value for _, value in places])
+            return set()
+        except OSError:
+            if len(places) == 1:
+                return {places[0][0]}
+        return set().union(*(self._fill([place]) for place in places))
+
+    def verify_one(self, key: bytes) -> tuple[int, Fault | None] | None:
+        """Bytes read of a record and what is wrong with it; None if there is none. Deletes and counts nothing."""
+        with self._in_use(), self._lmdb_errors():
+            with self._tables.env.begin() as txn:
+                found = self._tables.located(txn, key)
+            if found is None:
+                return None
+            header, slot = found
+            value = _scratch(slot)
+            if self._fill([(slot, value)]):
+                return 0, Fault.IO_ERROR
+            fault = fault_of(key, header, value, self._cipher)
+            if fault is not None:  # or was it replaced meanwhile?
+                with self._tables.env.begin() as txn:
+                    if self._tables.located(txn, key) != found:
+                        return self.verify_one(key)
+            return slot.num_bytes, fault
 
     def _judge(self, key: bytes, out: memoryview) -> bytes | Fault:
         """Read *key*, found bad, once more with writers kept out, and delete it if it still is.
@@ -507,11 +586,14 @@ def _is_bad(result: bytes | Fault) -> bool:
     return isinstance(result, Fault) and result.is_bad_record
 
 
-def _seconds_to_have(value: memoryview) -> float:
-    """How long it takes until all of a value's pages are in memory."""
-    started = time.perf_counter()
-    np.frombuffer(value, np.uint8)[::PAGE_BYTES].max(initial=0)
-    return time.perf_counter() - started
+def _target(header: bytes, slot: Slot, out: memoryview) -> memoryview:
+    """Where to read a slot to: *out* itself, if what is in it is the block."""
+    return out if out.nbytes <= slot.num_bytes and is_plain(header, out.nbytes) else _scratch(slot)
+
+
+def _scratch(slot: Slot) -> memoryview:
+    """Memory for a whole slot, aligned."""
+    return memoryview(mmap.mmap(-1, slot.num_bytes))
 
 
 def _charged_bytes(blobs: Sequence[Blob]) -> int:

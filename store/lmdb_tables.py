@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -18,20 +18,26 @@ from kvtier.store.blob_store import TENANT_BYTES, Blob
 from kvtier.store.durability import Durability
 from kvtier.store.record import HEADER_BYTES
 from kvtier.store.seal import Sealed
+from kvtier.store.slab import Slot
 
 _SEQUENCE = struct.Struct(">Q")  # big-endian, so that LMDB's byte order is the order of age
-# Sequence number, charged bytes, mark, tenant; the record's header and its parent's key follow.
-_ROW = struct.Struct(f">QQ?{TENANT_BYTES}s")
-_COUNTERS = struct.Struct("<7Qd")
+# Sequence number, charged bytes, mark, tenant, size and number of the slot; header and parent's key follow.
+_ROW = struct.Struct(f">QQ?{TENANT_BYTES}sIQ")
+_FREE = struct.Struct(">IQQ")  # size of the slot, the change that freed it, its number
+_HOLE = struct.Struct(">IQ")  # size, number
+_SLOTS = struct.Struct("<Q")
+_COUNTERS = struct.Struct("<7Qd2Q")
 _COUNTERS_KEY = b"counters"
 _TENANT_BYTES_OF = struct.Struct("<Q")
 _NOBODY = bytes(TENANT_BYTES)
 _DAY_S = 86_400.0
 _PAGE_BYTES = 4096
+MAX_DBS = 7
 _SPARE_PAGES = 64  # left free by every change that adds: what a deletion of 8 records needs, three levels deep
 _SPARE_VALUE = bytes(_PAGE_BYTES // 2)  # LMDB gives it a page of its own
-_SLACK_BYTES = 16 << 20  # disk space kept beyond what was asked for; alone enough for a deletion
-_ROWS_AT_ONCE = 64
+_SLACK_BYTES = 8 << 20  # disk space kept beyond what was asked for
+_LEAST_SLACK_BYTES = 2 << 20  # of it, what a deletion may need
+_ROWS_AT_ONCE = 16
 _MOST_SECOND_CHANCES = 512  # of one change: up to 3 index pages each, 6 MiB
 
 
@@ -47,6 +53,12 @@ class Counters:
     capacity_bytes: int = 0  # with which the store was last opened
     written_lately_bytes: int = 0  # fading, by two thirds a day
     written_lately_at: float = 0.0  # seconds since 1970
+    num_changes: int = 0
+    slab_bytes: int = 0  # of all slots that take room on the medium
+
+    def pack(self) -> bytes:
+        """As it is kept."""
+        return _COUNTERS.pack(*(getattr(self, name) for name in self.__slots__))
 
     def wrote(self, num_bytes: int, now: float) -> None:
         """That much has been written."""
@@ -63,6 +75,7 @@ class Row(NamedTuple):
     charged_bytes: int
     is_marked: bool
     tenant: bytes
+    slot: Slot
     header: bytes
     parent: bytes
 
@@ -70,19 +83,22 @@ class Row(NamedTuple):
     def unpack(cls, row: bytes) -> "Row":
         """A row as it is kept."""
         end = _ROW.size + HEADER_BYTES
-        return cls(*_ROW.unpack_from(row), row[_ROW.size : end], row[end:])  # type: ignore[call-arg]
+        *facts, num_bytes, number = _ROW.unpack_from(row)
+        return cls(*facts, Slot(num_bytes, number), row[_ROW.size : end], row[end:])  # type: ignore[call-arg]
 
     def pack(self) -> bytes:
         """As it is kept."""
-        return _ROW.pack(self.sequence, self.charged_bytes, self.is_marked, self.tenant) + self.header + self.parent
+        return _ROW.pack(*self[:4], *self.slot) + self.header + self.parent
 
 
 class Tables:
-    """One LMDB environment with five sub-databases.
+    """One LMDB environment with seven sub-databases. Payloads are in slots of the `Slabs` beside it.
 
-    records   key -> sequence number, charged bytes, mark, tenant, header, parent's key
-    payloads  key -> payload, one value
+    records   key -> sequence number, charged bytes, mark, tenant, slot, header, parent's key
     order     sequence number -> tenant and key, oldest first
+    free      slots without a record: size, change that freed it, number
+    holes     those of them that take no room on the medium: size, number
+    slabs     size -> how many slots there are
     tenants   tenant -> charged bytes
     ledger    `Counters`
     """
@@ -93,7 +109,7 @@ class Tables:
         self.env = lmdb.open(
             str(folder),
             map_size=map_bytes,
-            max_dbs=5,
+            max_dbs=MAX_DBS,
             max_readers=256,
             max_spare_txns=16,
             writemap=durability.is_mapped,
@@ -107,7 +123,9 @@ class Tables:
             if self.env.stat()["entries"] == 0:
                 self.reserve(0)
             self.records = self.env.open_db(b"records")
-            self.payloads = self.env.open_db(b"payloads")
+            self.free = self.env.open_db(b"free")
+            self.holes = self.env.open_db(b"holes")
+            self.slabs = self.env.open_db(b"slabs")
             self.order = self.env.open_db(b"order")
             self.tenants = self.env.open_db(b"tenants")
             self.ledger = self.env.open_db(b"ledger")
@@ -141,7 +159,7 @@ class Tables:
         Writing to a hole of a mapped file on a full disk is SIGBUS, not ENOSPC.
         """
         map_bytes = self.env.info()["map_size"]
-        wanted = min(self._used_bytes() + new_bytes + _SLACK_BYTES, map_bytes)
+        wanted = min(self._used_bytes() + (new_bytes + _SLACK_BYTES if new_bytes else _LEAST_SLACK_BYTES), map_bytes)
         if wanted > self._reserved_bytes:
             end = min(wanted + _SLACK_BYTES, map_bytes)
             os.posix_fallocate(self._data_file, self._reserved_bytes, end - self._reserved_bytes)
@@ -151,7 +169,7 @@ class Tables:
         """Whether *new_bytes* and the spare pages might not fit after the last page in use."""
         return self._used_bytes() + new_bytes + _SPARE_PAGES * _PAGE_BYTES > self.env.info()["map_size"]
 
-    def file_bytes(self) -> int:
+    def index_bytes(self) -> int:
         """What the data file takes on the medium."""
         return os.fstat(self._data_file).st_blocks * 512
 
@@ -160,14 +178,13 @@ class Tables:
         packed = txn.get(_COUNTERS_KEY, db=self.ledger)
         return Counters() if packed is None else Counters(*_COUNTERS.unpack(packed))
 
-    def stored(self, txn: "lmdb.Transaction[memoryview]", key: bytes) -> tuple[bytes, memoryview] | None:
-        """Header and payload of *key*; the payload is a view of the map that dies with *txn*."""
-        row = txn.get(key, db=self.records)
-        if row is None:
+    def located(self, txn: "lmdb.Transaction[bytes]", key: bytes) -> tuple[bytes, Slot] | None:
+        """Header and slot of *key*."""
+        packed = txn.get(key, db=self.records)
+        if packed is None:
             return None
-        payload = txn.get(key, db=self.payloads)  # None: damage, which the length 0 shows
-        header = bytes(row[_ROW.size : _ROW.size + HEADER_BYTES])
-        return header, memoryview(b"") if payload is None else payload
+        *_, num_bytes, number = _ROW.unpack_from(packed)
+        return packed[_ROW.size : _ROW.size + HEADER_BYTES], Slot(num_bytes, number)
 
     def keys_before(self, txn: "lmdb.Transaction[bytes]", sequence: int | None, most: int) -> list[tuple[int, bytes]]:
         """Up to *most* records older than *sequence* (None: the newest), as sequence number and key, newest first."""
@@ -193,11 +210,9 @@ class Tables:
         order = {key[TENANT_BYTES:]: _SEQUENCE.unpack(packed)[0] for packed, key in txn.cursor(db=self.order)}
         owners = {key[TENANT_BYTES:]: key[:TENANT_BYTES] for key in txn.cursor(db=self.order).iternext(keys=False)}
         rows = {key: Row.unpack(row) for key, row in txn.cursor(db=self.records)}
-        payload_keys = set(txn.cursor(db=self.payloads).iternext(values=False))
 
         assert {key: row.sequence for key, row in rows.items()} == order, "records and order disagree"
         assert txn.stat(db=self.order)["entries"] == len(order), "a key stands twice in the order"
-        assert payload_keys == rows.keys(), "records and payloads disagree"
         assert counters.num_records == len(rows), f"ledger: {counters.num_records} of {len(rows)} records"
         recount = sum(row.charged_bytes for row in rows.values())
         assert counters.stored_bytes == recount, f"ledger: {counters.stored_bytes} bytes, recount {recount}"
@@ -207,12 +222,28 @@ class Tables:
             of_tenants[row.tenant] += row.charged_bytes
         of_tenants.pop(_NOBODY, None)
         assert self.bytes_of_tenants(txn) == of_tenants, "a tenant's bytes are miscounted"
+        self._check_slots(txn, [row.slot for row in rows.values()], counters.slab_bytes)
         newest = max(order.values(), default=-1)
         assert newest < counters.next_sequence, f"sequence {newest} is not below {counters.next_sequence}"
         for row in rows.values():
             parent = rows.get(row.parent)
             is_safe = parent is None or parent.is_marked or parent.sequence > row.sequence
             assert is_safe, "a record would leave before the one that continues it"
+
+    def _check_slots(self, txn: "lmdb.Transaction[bytes]", used: list[Slot], slab_bytes: int) -> None:
+        """Every slot is a record's, free, or a hole."""
+        free = [Slot(num_bytes, number) for num_bytes, _, number in map(_FREE.unpack, _keys(txn, self.free))]
+        holes = [Slot(*_HOLE.unpack(packed)) for packed in _keys(txn, self.holes)]
+        slots = sorted(used + free + holes)
+        assert len(set(slots)) == len(slots), "a slot is two things at once"
+        there = [
+            Slot(int.from_bytes(size, "big"), number)
+            for size, packed in txn.cursor(db=self.slabs)
+            for number in range(_SLOTS.unpack(packed)[0])
+        ]
+        assert slots == sorted(there), "a slot is nobody's, or one is used that is not there"
+        taken = sum(slot.num_bytes for slot in used + free)
+        assert taken == slab_bytes, f"ledger: {slab_bytes} bytes of slots, recount {taken}"
 
     def _used_bytes(self) -> int:
         return (self.env.info()["last_pgno"] + 1) * _PAGE_BYTES
@@ -226,10 +257,14 @@ class Change:
     and of one tenant, who has all of a chain, neither has the oldest.
     """
 
-    def __init__(self, tables: Tables, txn: "lmdb.Transaction[bytes]") -> None:
+    def __init__(self, tables: Tables, txn: "lmdb.Transaction[bytes]", synced_change: int | None) -> None:
+        """Slots freed after *synced_change* must stay as they are: an accident would make them records again. None:
+        after the change before this one."""
         self._tables = tables
         self._txn = txn
         self.counters = tables.counters(txn)
+        self._usable_before = self.counters.num_changes if synced_change is None else synced_change
+        self.counters.num_changes += 1
         self._num_written = 0
         self._tenants: dict[bytes, int] = {}  # charged bytes, of those that this change has looked at
 
@@ -243,11 +278,32 @@ class Change:
             self._txn.put(key, row._replace(is_marked=True).pack(), db=self._tables.records)
         return True
 
-    def add(self, sealed: Sealed, blob: Blob, coming: Collection[bytes] = ()) -> None:
-        """Store a *blob* whose key is not there, as the newest. A parent that is *coming* needs no mark."""
+    def allocate(self, num_bytes: int, num_slots: int, limit_bytes: int) -> tuple[list[Slot], list[Slot]]:
+        """Slots of that size to write to; and slots whose room must be punched out first, as all may take only
+        *limit_bytes*. `lmdb.MapFullError` if they cannot be had."""
+        numbers = [number for _, _, number in self._take_free(num_bytes, num_slots)]
+        slots = [Slot(num_bytes, number) for number in numbers]
+        missing = num_slots - len(slots)
+        self.counters.slab_bytes += missing * num_bytes
+        to_punch = self.give_back(limit_bytes) if missing else []
+        if missing and self.counters.slab_bytes > limit_bytes:
+            raise lmdb.MapFullError("no slot is free")
+        return slots + self._new_slots(num_bytes, missing), to_punch
+
+    def give_back(self, limit_bytes: int) -> list[Slot]:
+        """Free slots whose room must be punched out, so that all take *limit_bytes* at most, as far as possible."""
+        to_punch: list[Slot] = []
+        while self.counters.slab_bytes > limit_bytes and (found := self._take_free(None, 1)):
+            hole = Slot(found[0][0], found[0][2])
+            to_punch.append(hole)
+            self._txn.put(_HOLE.pack(*hole), b"", db=self._tables.holes)
+            self.counters.slab_bytes -= hole.num_bytes
+        return to_punch
+
+    def add(self, sealed: Sealed, blob: Blob, slot: Slot, coming: Collection[bytes] = ()) -> None:
+        """A *blob* whose key is not there is in *slot*: the newest. A parent that is *coming* needs no mark."""
         tenant = blob.tenant or _NOBODY
-        self._txn.put(sealed.key, sealed.payload, db=self._tables.payloads)
-        self._append(sealed.key, Row(0, sealed.charged_bytes, False, tenant, sealed.header, blob.parent), coming)
+        self._append(sealed.key, Row(0, sealed.charged_bytes, False, tenant, slot, sealed.header, blob.parent), coming)
         self.counters.num_records += 1
         self.counters.stored_bytes += sealed.charged_bytes
         self._num_written += sealed.payload.nbytes
@@ -258,8 +314,7 @@ class Change:
         packed = self._txn.pop(key, db=self._tables.records)
         if packed is None:
             return False
-        sequence, charged_bytes, _, tenant = _ROW.unpack_from(packed)
-        self._left(key, sequence, charged_bytes, tenant)
+        self._left(Row.unpack(packed))
         return True
 
     def evict(self, limit_bytes: int, max_records: int = sys.maxsize) -> list[bytes]:
@@ -296,7 +351,7 @@ class Change:
         """The last act of every change."""
         if self._num_written:
             self.counters.wrote(self._num_written, time.time())
-        self._txn.put(_COUNTERS_KEY, _COUNTERS.pack(*astuple(self.counters)), db=self._tables.ledger)
+        self._txn.put(_COUNTERS_KEY, self.counters.pack(), db=self._tables.ledger)
         for tenant, num_bytes in self._tenants.items():
             if num_bytes:
                 self._txn.put(tenant, _TENANT_BYTES_OF.pack(num_bytes), db=self._tables.tenants)
@@ -311,7 +366,7 @@ class Change:
         while len(evicted) < max_records and is_too_much():
             found = next(order, None)
             if found is None:
-                break
+                raise lmdb.CorruptedError("the ledger counts what no record has")
             position, key = found
             packed = self._txn.get(key, db=self._tables.records)
             if packed is None:  # `check` says so, and this must not spin
@@ -319,7 +374,8 @@ class Change:
                 continue
             row = Row.unpack(packed)
             if not row.is_marked:
-                self._remove(key, row.sequence, row.charged_bytes, row.tenant)
+                self._txn.delete(key, db=self._tables.records)
+                self._left(row)
                 evicted.append(key)
             elif num_chances == _MOST_SECOND_CHANCES:
                 break
@@ -340,21 +396,53 @@ class Change:
             for place, owned in page:
                 if tenant is None or owned.startswith(tenant):
                     yield place, owned[TENANT_BYTES:]
-            if len(page) < _ROWS_AT_ONCE:
+            if not page:
                 return
             after = page[-1][0] + b"\0"
 
-    def _remove(self, key: bytes, sequence: int, charged_bytes: int, tenant: bytes) -> None:
-        self._txn.delete(key, db=self._tables.records)
-        self._left(key, sequence, charged_bytes, tenant)
-
-    def _left(self, key: bytes, sequence: int, charged_bytes: int, tenant: bytes) -> None:
-        """The record of *key* is gone: so go its place, its payload and its charge."""
-        self._txn.delete(_SEQUENCE.pack(sequence), db=self._tables.order)
-        self._txn.delete(key, db=self._tables.payloads)
+    def _left(self, row: Row) -> None:
+        """A record is gone: so go its place and its charge, and its slot is free."""
+        self._txn.delete(_SEQUENCE.pack(row.sequence), db=self._tables.order)
+        freed = _FREE.pack(row.slot.num_bytes, self.counters.num_changes, row.slot.number)
+        self._txn.put(freed, b"", db=self._tables.free)
         self.counters.num_records -= 1
-        self.counters.stored_bytes -= charged_bytes
-        self._charge(tenant, -charged_bytes)
+        self.counters.stored_bytes -= row.charged_bytes
+        self._charge(row.tenant, -row.charged_bytes)
+
+    def _take_free(self, num_bytes: int | None, most: int) -> list[tuple[int, int, int]]:
+        """Up to *most* free slots of that size (None: of any) that may be written to, taken from the table."""
+        found: list[tuple[int, int, int]] = []
+        start = b"" if num_bytes is None else _FREE.pack(num_bytes, 0, 0)
+        with self._txn.cursor(db=self._tables.free) as cursor:
+            if cursor.set_range(start):
+                for packed in cursor.iternext(values=False):
+                    size, change, number = _FREE.unpack(packed)
+                    if len(found) == most or (num_bytes is not None and size != num_bytes):
+                        break
+                    if change <= self._usable_before:
+                        found.append((size, change, number))
+                    elif num_bytes is not None:
+                        break  # what follows was freed later still
+        for slot in found:
+            self._txn.delete(_FREE.pack(*slot), db=self._tables.free)
+        return found
+
+    def _new_slots(self, num_bytes: int, num_slots: int) -> list[Slot]:
+        """Slots that take no room so far: holes, and then the end of the slab."""
+        if not num_slots:
+            return []
+        with self._txn.cursor(db=self._tables.holes) as cursor:
+            is_there = cursor.set_range(_HOLE.pack(num_bytes, 0))
+            rows = islice(cursor.iternext(values=False), num_slots) if is_there else ()
+            slots = [slot for packed in rows if (slot := Slot(*_HOLE.unpack(packed))).num_bytes == num_bytes]
+        for slot in slots:
+            self._txn.delete(_HOLE.pack(*slot), db=self._tables.holes)
+        size = num_bytes.to_bytes(4, "big")
+        packed = self._txn.get(size, db=self._tables.slabs)
+        end = 0 if packed is None else _SLOTS.unpack(packed)[0]
+        missing = num_slots - len(slots)
+        self._txn.put(size, _SLOTS.pack(end + missing), db=self._tables.slabs)
+        return slots + [Slot(num_bytes, number) for number in range(end, end + missing)]
 
     def _charge(self, tenant: bytes, num_bytes: int) -> None:
         if tenant != _NOBODY:
@@ -368,3 +456,7 @@ class Change:
         self._txn.put(_SEQUENCE.pack(sequence), row.tenant + key, append=True, db=self._tables.order)
         if row.parent and row.parent not in coming:
             self.mark(row.parent)
+
+
+def _keys(txn: "lmdb.Transaction[bytes]", db: "lmdb._Database") -> Iterator[bytes]:
+    return txn.cursor(db=db).iternext(values=False)

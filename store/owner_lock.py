@@ -20,22 +20,28 @@ class OwnerLock:
     """
 
     def __init__(self, folder: Path, owner: int | None = None) -> None:
-        self._file = os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        self._file = os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._acquire(folder)
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"{owner or os.getpid()}\n".encode(), 0)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def _acquire(self, folder: Path) -> None:
         give_up_at = time.monotonic() + _PATIENCE_S
         while True:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
+                return
             except BlockingIOError as error:
                 pid = os.pread(self._file, 32, 0).decode(errors="replace").strip() or "unknown"
                 if _is_alive(pid) or time.monotonic() > give_up_at:
-                    os.close(self._file)
                     raise StoreInUse(
                         f"store {folder} is open in process {pid}; stop it, or give this one a folder of its own"
                     ) from error
                 time.sleep(0.02)
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, f"{owner or os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
         """Let others in; the file stays, removing it would let two owners lock two files."""

@@ -106,3 +106,11 @@ def _fault_of_start(header: bytes) -> Fault:
 
 def _checksum(fields: bytes, key: bytes) -> bytes:
     return xxhash.xxh3_64_digest(fields + key)
+
+
+def is_plain(header: bytes, num_bytes: int) -> bool:
+    """Whether a header that can be believed says that the value is the block itself, of *num_bytes*. Not verified."""
+    if len(header) != HEADER_BYTES:
+        return False
+    _, _, codec_id, cipher_id, _, _, raw_length, stored_length, _ = _FIELDS.unpack_from(header)
+    return bool(codec_id == 0 and cipher_id == NO_CIPHER_ID and raw_length == stored_length == num_bytes)

@@ -11,10 +11,10 @@ from kvtier.store.cipher import OVERHEAD_BYTES, Cipher
 from kvtier.store.codec import NO_CODEC, Codec, codec_by_id
 from kvtier.store.codec_choice import CodecChoice
 from kvtier.store.record import NAMESPACE_BYTES, NO_CIPHER_ID, NO_DIGEST, NO_KEY_ID, Fault, Record, digest
+from kvtier.store.slab import PAGE_BYTES as _PAGE_BYTES
+from kvtier.store.slab import slot_bytes
 
-_PAGE_BYTES = 4096
-_PAGE_HEADER_BYTES = 16
-# Rows in `records`, `payloads` and `order` for a key of 50 to 70 bytes at 2/3 full pages.
+# Rows in `records`, `order` and `free` for a key of 50 to 70 bytes at 2/3 full pages.
 _INDEX_BYTES = 512
 _SIZE_CLASSES = 8  # of the values of one raw length
 
@@ -30,9 +30,8 @@ class Sealed(NamedTuple):
 
 @cache  # a store has blocks of few sizes
 def charged_bytes(value_bytes: int) -> int:
-    """What a value of *value_bytes* counts against a capacity: its LMDB pages and index rows."""
-    num_pages = -(-(value_bytes + _PAGE_HEADER_BYTES) // _PAGE_BYTES)
-    return num_pages * _PAGE_BYTES + _INDEX_BYTES
+    """What a value of *value_bytes* counts against a capacity: its slot and its index rows."""
+    return slot_bytes(value_bytes) + _INDEX_BYTES
 
 
 def refuse_oversized(blobs: Iterable[Blob], capacity_bytes: int, cipher: Cipher | None = None) -> None:
@@ -48,15 +47,15 @@ def refuse_oversized(blobs: Iterable[Blob], capacity_bytes: int, cipher: Cipher 
 def value_bytes(codec: Codec, stored_length: int, raw_length: int) -> int:
     """Length of the value that holds *stored_length* bytes of a block: padded to a class where lengths would vary.
 
-    Values of mixed lengths cost LMDB 2 to 4 times the speed of writing and a quarter more room. So a
+    Slots are of equal size, one file for each. So a
     block has one of 8 lengths, the multiples of an eighth of the raw length, and fills whole pages:
     what shrinks 1.45 times takes six eighths.
     """
     if codec.is_fixed_length:
         return stored_length
-    num_eighths = -(-_SIZE_CLASSES * (stored_length + _PAGE_HEADER_BYTES) // max(raw_length, 1))
+    num_eighths = -(-_SIZE_CLASSES * stored_length // max(raw_length, 1))
     num_pages = -(-num_eighths * raw_length // (_SIZE_CLASSES * _PAGE_BYTES))
-    return num_pages * _PAGE_BYTES - _PAGE_HEADER_BYTES
+    return num_pages * _PAGE_BYTES
 
 
 def seal(blob: Blob, codec: Codec | CodecChoice, cipher: Cipher | None = None) -> Sealed:
@@ -94,10 +93,12 @@ def seal(blob: Blob, codec: Codec | CodecChoice, cipher: Cipher | None = None) -
 def open_record(
     key: bytes, header: bytes, payload: memoryview, out: memoryview, cipher: Cipher | None = None
 ) -> bytes | Fault:
-    """Decrypt and decode *payload*, a whole value, into *out*, verify *out* and return its digest; or what is wrong.
+    """Decrypt and decode the value that *payload* begins with into *out*, verify that and return its digest; or what is
+    wrong.
 
-    What pads the value is not looked at. With a *cipher* a record that is not encrypted is not
-    believed, since anybody could have written it. *out* holds anything after a fault.
+    What follows the value is not looked at. *payload* may be *out* itself, if it is neither encoded nor encrypted. With
+    a *cipher* a record that is not encrypted is not believed, since anybody could have written it. *out* holds anything
+    after a fault.
     """
     record = Record.unpack(key, header)
     if isinstance(record, Fault):
@@ -108,10 +109,10 @@ def open_record(
     own = (NO_CIPHER_ID, NO_KEY_ID) if cipher is None else (cipher.cipher_id, cipher.key_id)
     if (record.cipher_id, record.key_id) != own:
         return Fault.KEY
-    if record.raw_length != out.nbytes or payload.nbytes != value_bytes(codec, record.stored_length, out.nbytes):
+    if record.raw_length != out.nbytes or payload.nbytes < record.stored_length:
         return Fault.TORN
 
-    stored = payload[: record.stored_length]
+    stored = payload if payload.nbytes == record.stored_length else payload[: record.stored_length]
     try:
         if cipher is None:
             known = record.digest
@@ -146,7 +147,7 @@ def _encode(raw: memoryview, codec: Codec, cipher: Cipher | None) -> tuple[Codec
     if payload is raw:
         return codec, raw
     length = value_bytes(codec, payload.nbytes + _overhead_bytes(cipher), raw.nbytes)
-    if length + _PAGE_HEADER_BYTES >= raw.nbytes:  # all eight eighths, or not a page less
+    if length >= raw.nbytes:  # all eight eighths, or not a page less
         return NO_CODEC, raw
     return codec, payload
 

@@ -12,11 +12,12 @@ import numpy as np
 from kvtier.store.blob_store import Blob, BlobStore
 from kvtier.store.cipher import Cipher
 from kvtier.store.codec import Codec
-from kvtier.store.data_file import map_bytes
+from kvtier.store.data_file import index_bytes
 from kvtier.store.lmdb_store import LmdbStore
-from kvtier.store.lmdb_tables import _ROW, Row
+from kvtier.store.lmdb_tables import _ROW, MAX_DBS, Row
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import HEADER_BYTES, digest
+from kvtier.store.slab import Slabs
 from kvtier.store.store_process import StoreProcess
 from kvtier.store.store_settings import StoreSettings
 
@@ -71,61 +72,53 @@ class MemoryCase:
         store._rows[key] = replace(store._rows[key], header=header, payload=payload)
 
 
-class ProcessCase:
-    """The store is in another process; what it has stored is reached past it, as LMDB allows."""
-
-    def __init__(self, codec: Codec, folder: Path) -> None:
-        self.codec = codec
-        self.folder = folder
-
-    def open(self, capacity_bytes: int = 10 << 20, quotas: Mapping[bytes, int] = NO_QUOTAS) -> BlobStore:
-        return StoreProcess(StoreSettings(self.folder, capacity_bytes, self.codec, quotas=quotas))
-
-    def stored(self, store: BlobStore, key: bytes) -> tuple[bytes, bytes]:
-        with self._environment() as (env, records, payloads), env.begin() as txn:
-            row, payload = txn.get(key, db=records), txn.get(key, db=payloads)
-        assert row is not None
-        assert payload is not None
-        return Row.unpack(row).header, payload
-
-    def overwrite(self, store: BlobStore, key: bytes, header: bytes, payload: bytes) -> None:
-        with self._environment() as (env, records, payloads), env.begin(write=True) as txn:
-            row = txn.get(key, db=records)
-            assert row is not None
-            parent = Row.unpack(row).parent if len(header) == HEADER_BYTES else b""
-            txn.put(key, row[: _ROW.size] + header + parent, db=records)
-            txn.put(key, payload, db=payloads)
-
-    @contextmanager
-    def _environment(self) -> Iterator[tuple[Any, Any, Any]]:
-        env = lmdb.open(str(self.folder), map_size=map_bytes(10 << 20), max_dbs=5, writemap=True, sync=False)
-        try:
-            yield env, env.open_db(b"records"), env.open_db(b"payloads")
-        finally:
-            env.close()
-
-
 class LmdbCase:
     def __init__(self, codec: Codec, folder: Path, cipher: Cipher | None = None) -> None:
         self.codec = codec
-        self.cipher = cipher
         self.folder = folder
+        self.cipher = cipher
 
     def open(self, capacity_bytes: int = 10 << 20, quotas: Mapping[bytes, int] = NO_QUOTAS) -> BlobStore:
         return LmdbStore(self.folder, capacity_bytes, self.codec, self.cipher, quotas=quotas)
 
     def stored(self, store: BlobStore, key: bytes) -> tuple[bytes, bytes]:
-        assert isinstance(store, LmdbStore)
-        with store._tables.env.begin(buffers=True) as txn:
-            found = store._tables.stored(txn, key)
-            assert found is not None
-            return found[0], bytes(found[1])
+        """Reached past the store, as other processes can."""
+        with self._index(store) as (env, records), env.begin() as txn:
+            packed = txn.get(key, db=records)
+        assert packed is not None
+        row = Row.unpack(packed)
+        payload = bytearray(row.slot.num_bytes)
+        slabs = Slabs(self.folder)
+        slabs.read([row.slot], [memoryview(payload)])
+        slabs.close()
+        return row.header, bytes(payload)
 
     def overwrite(self, store: BlobStore, key: bytes, header: bytes, payload: bytes) -> None:
-        assert isinstance(store, LmdbStore)
-        with store._tables.env.begin(write=True) as txn:
-            row = txn.get(key, db=store._tables.records)
-            assert row is not None
-            parent = Row.unpack(row).parent if len(header) == HEADER_BYTES else b""
-            txn.put(key, row[: _ROW.size] + header + parent, db=store._tables.records)
-            txn.put(key, payload, db=store._tables.payloads)
+        with self._index(store) as (env, records), env.begin(write=True) as txn:
+            packed = txn.get(key, db=records)
+            assert packed is not None
+            row = Row.unpack(packed)
+            parent = row.parent if len(header) == HEADER_BYTES else b""
+            txn.put(key, packed[: _ROW.size] + header + parent, db=records)
+        slabs = Slabs(self.folder)
+        slabs.write([row.slot], [memoryview(payload)[: row.slot.num_bytes]])
+        slabs.close()
+
+    @contextmanager
+    def _index(self, store: BlobStore) -> Iterator[tuple[Any, Any]]:
+        """Environment and records; another process's as LMDB allows, once more here would be wrong."""
+        if isinstance(store, LmdbStore):
+            yield store._tables.env, store._tables.records
+            return
+        env = lmdb.open(str(self.folder), map_size=index_bytes(10 << 20), max_dbs=MAX_DBS, writemap=True, sync=False)
+        try:
+            yield env, env.open_db(b"records")
+        finally:
+            env.close()
+
+
+class ProcessCase(LmdbCase):
+    """The store is in another process."""
+
+    def open(self, capacity_bytes: int = 10 << 20, quotas: Mapping[bytes, int] = NO_QUOTAS) -> BlobStore:
+        return StoreProcess(StoreSettings(self.folder, capacity_bytes, self.codec, quotas=quotas))

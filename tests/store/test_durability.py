@@ -21,7 +21,7 @@ NEVER_S = 3600.0
 
 
 def crash(synced: Path, now: Path, after: Path, rng: random.Random) -> None:
-    """The folder *after* a crash: each page of the file is as it was synced, as it is now, or, torn, some of both."""
+    """The folder *after* a crash: each page of the files is as it was synced, as it is now, or, torn, some of both."""
     after.mkdir()
     shutil.copy(now / "boot_mark", after)
     if (now / "checkpoint").exists():
@@ -29,15 +29,17 @@ def crash(synced: Path, now: Path, after: Path, rng: random.Random) -> None:
     mark = BootMark.read(after)
     assert mark is not None
     BootMark("earlier-boot", mark.state).write(after)
-    old, new = (synced / "data.mdb").read_bytes(), (now / "data.mdb").read_bytes()
-    old = old.ljust(len(new), b"\0")
-    pages = bytearray(new)
-    for start in range(0, len(new), PAGE_BYTES):
-        end = min(start + PAGE_BYTES, len(new))
-        if old[start:end] != new[start:end]:
-            cut = rng.choice([start, end, end, rng.randrange(start, end, 512)])
-            pages[cut:end] = old[cut:end]
-    (after / "data.mdb").write_bytes(pages)
+    for file in [now / "data.mdb", *now.glob("slab-*")]:
+        kept = synced / file.name
+        old, new = kept.read_bytes() if kept.exists() else b"", file.read_bytes()
+        old = old.ljust(len(new), b"\0")
+        pages = bytearray(new)
+        for start in range(0, len(new), PAGE_BYTES):
+            end = min(start + PAGE_BYTES, len(new))
+            if old[start:end] != new[start:end]:
+                cut = rng.choice([start, end, end, rng.randrange(start, end, 512)])
+                pages[cut:end] = old[cut:end]
+        (after / file.name).write_bytes(pages)
 
 
 def state_of(store: LmdbStore) -> list[tuple[bytes, bytes]]:
@@ -72,7 +74,8 @@ def test_interval_goes_back_to_its_last_checkpoint(
 
     def take_and_note(checkpoint: Checkpoint) -> None:  # also when the map is full, which it will be
         take(checkpoint)
-        shutil.copy(folder / "data.mdb", synced)
+        for file in [folder / "data.mdb", *folder.glob("slab-*")]:
+            shutil.copy(file, synced)
         expected[:] = state_of(store)
 
     with LmdbStore(folder, CAPACITY_BYTES, durability=Durability.INTERVAL, interval_s=NEVER_S) as store:

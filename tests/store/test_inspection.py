@@ -49,7 +49,7 @@ def wait(*arguments):
     setattr(where, name, act)
     return act(*arguments)
 
-where = eval(sys.argv[2], vars(inspection))
+where = {"Row": inspection.Row, "inspection": inspection}[sys.argv[2]]
 name = sys.argv[3]
 act = getattr(where, name)
 setattr(where, name, wait)
@@ -134,7 +134,7 @@ def test_totals_are_those_of_the_stores_own_statistics(tmp_path: Path) -> None:
     assert (seen.content.num_records, seen.content.stored_bytes) == (known.num_records, known.stored_bytes)
     assert seen.content.capacity_bytes == known.capacity_bytes
     assert (seen.content.written_bytes_total, seen.content.evicted_total) == (120_000, 2)
-    assert seen.file_bytes == known.file_bytes
+    assert 0 <= seen.file_bytes - known.file_bytes < 100_000  # marks and locks
 
 
 def test_an_empty_store_has_no_namespaces(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_one_killed_in_a_transaction_holds_nothing_back_for_long(
 ) -> None:
     monkeypatch.setattr(lmdb_store, "_CHECK_READERS_S", 0.0)
     store.put_many([blob_of(n, 1000) for n in range(20)])
-    with start(INSPECTOR, tmp_path, "sys.modules['kvtier.store.inspection']", "islice") as inspector:
+    with start(INSPECTOR, tmp_path, "inspection", "islice") as inspector:
         assert read_line(inspector) == "waiting"
         (txn,) = readers_of(store, inspector.pid)
         assert txn != "-"

