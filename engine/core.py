@@ -1,6 +1,7 @@
 """EngineCore: model, cache and scheduler as one machine that is stepped. One thread owns it."""
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from kvtier.engine.request import Request
 from kvtier.engine.runner import Chunk, ModelRunner
 from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.scheduler import Scheduler, Work
+from kvtier.store.store_process import SWITCH_INTERVAL_S
 from kvtier.tiers.block_hash import BlockChain, ExtraKeys, HashAlgorithm
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.events import EventLog
@@ -80,6 +82,7 @@ class EngineCore:
             namespace = self._runner.namespace(config.names.algorithm, config.names.resolved_seed)
             self._store, disk = None, None
             if config.disk is not None:
+                sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
                 self._store = open_store(config.disk, namespace.dtype, memories, config.tenants)
                 undo.callback(self._store.close)
                 disk = disk_tier(self._store, config.disk, namespace)

@@ -3,13 +3,12 @@
 import errno
 import logging
 import mmap
-import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -20,14 +19,14 @@ import lmdb
 from kvtier.store import data_file
 from kvtier.store.blob_store import Blob, StoreFull, StoreStatistics
 from kvtier.store.boot_mark import BootMark, FileState, current_boot_id
-from kvtier.store.checkpoint import Checkpoint
+from kvtier.store.checkpoint import Checkpoint, forget
 from kvtier.store.cipher import Cipher
 from kvtier.store.codec import NO_CODEC, Codec
 from kvtier.store.codec_choice import CodecChoice
 from kvtier.store.data_file import DAMAGE, PAGE_BYTES
 from kvtier.store.durability import Durability
 from kvtier.store.group_commit import GroupCommit
-from kvtier.store.lmdb_tables import Change
+from kvtier.store.lmdb_tables import LITTLE_BYTES, REMOVAL_BYTES, Change
 from kvtier.store.owner_lock import OwnerLock
 from kvtier.store.record import Fault, is_plain
 from kvtier.store.seal import Sealed, charged_bytes, fault_of, open_record, refuse_oversized, seal
@@ -35,10 +34,11 @@ from kvtier.store.slab import Slabs, Slot, slot_bytes
 
 NUM_READERS = 4  # threads that share a large read
 _SHARE_BYTES = 1 << 20  # of a read that one thread takes at least
+_CACHED_SHARE_BYTES = 8 << 20  # if it only copies: handing work over takes as long as copying a megabyte
 _READ_BYTES = 4 << 20  # read at a time by one thread, or one block
 _INDEX_PAGES = 8  # that one record's change may make new
 _RECORDS_PER_CHANGE = 512  # of a deletion: up to 3 index pages each, 6 MiB
-_RECORDS_WHEN_FULL = 8  # of a deletion that must not need more pages than a change leaves free
+_RECORDS_WHEN_FULL = 8  # of a deletion for which there is no more room than `LITTLE_BYTES`
 _KEYS_PER_PAGE = 4096
 _CHECK_READERS_S = 10.0  # how often slots of readers in dead processes are freed: they hold back pages
 
@@ -108,7 +108,7 @@ class LmdbStore:
             self._capacity_bytes = data_file.recorded_capacity(folder) if capacity_bytes is None else capacity_bytes
             self._tables = data_file.open_trusted(folder, self._capacity_bytes, durability)
             self._slabs = Slabs(folder)
-        except lmdb.Error as error:
+        except (lmdb.Error, *DAMAGE) as error:
             self._owner_lock.release()
             raise OSError(errno.EIO, f"store {folder}: {error}") from error
         except BaseException:
@@ -131,8 +131,11 @@ class LmdbStore:
         for part in _parts(blobs, data_file.part_bytes(self._capacity_bytes)):
             try:
                 gone = self._group.put(part)
-            except StoreFull as error:
-                error.evicted = list(evicted | dict.fromkeys(error.evicted))
+            except OSError as error:
+                with self._writer:
+                    self._gone = self._without_those_back(evicted) + self._gone  # whoever comes next is told
+                    if isinstance(error, StoreFull):
+                        error.evicted, self._gone = list(dict.fromkeys(self._gone)), []
                 raise
             for blob in part:  # evicted by an earlier part, now back
                 evicted.pop(blob.key, None)
@@ -141,7 +144,9 @@ class LmdbStore:
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
         pairs = list(zip(keys, outs, strict=True))
-        num_shares = min(NUM_READERS, len(pairs), sum(out.nbytes for out in outs) // _SHARE_BYTES)
+        num_bytes = sum(out.nbytes for out in outs)
+        least = _CACHED_SHARE_BYTES if pairs and self._seems_cached(keys[len(keys) // 2]) else _SHARE_BYTES
+        num_shares = min(NUM_READERS, len(pairs), num_bytes // least)
         if num_shares <= 1:
             return self._read_share(pairs)
         size = -(-len(pairs) // num_shares)
@@ -156,18 +161,15 @@ class LmdbStore:
         self._change(mark_all, _INDEX_PAGES * PAGE_BYTES * len(keys))
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        num_deleted, at_once, left = 0, _RECORDS_PER_CHANGE, list(keys)
+        num_deleted, left = 0, list(keys)
+
+        def forget_some(change: Change, most: int) -> list[bool]:
+            return [change.forget(key) for key in left[:most]]
+
         while left:
-            try:
-                with self._changing() as change:
-                    num_deleted += sum(change.forget(key) for key in left[:at_once])
-            except StoreFull:
-                if at_once == _RECORDS_WHEN_FULL:
-                    raise
-                at_once = _RECORDS_WHEN_FULL
-                self._free_pages()
-                continue
-            del left[:at_once]
+            forgotten = self._remove(forget_some)
+            num_deleted += sum(forgotten)
+            del left[: len(forgotten)]
         return num_deleted
 
     def keys(self) -> Iterator[bytes]:
@@ -257,11 +259,14 @@ class LmdbStore:
         """Bring a file just opened within its capacity, and to its level of durability."""
         self._evict_to(self._capacity_bytes)
         self._gone.clear()
-        with self._changing() as change:
+        slab_bytes = data_file.slab_bytes(self._capacity_bytes)
+        with self._changing(LITTLE_BYTES) as change:
             change.counters.capacity_bytes = self._capacity_bytes
-        with self._changing() as change:
-            for slot in change.give_back(data_file.slab_bytes(self._capacity_bytes)):
-                self._slabs.punch(slot)
+            is_too_large = change.counters.slab_bytes > slab_bytes
+        if is_too_large:
+            with self._changing() as change:
+                for slot in change.give_back(slab_bytes):
+                    self._slabs.punch(slot)
         with self._lmdb_errors():
             if self._tables.index_bytes() > data_file.index_bytes(self._capacity_bytes) + data_file.BESIDES_BYTES:
                 self._tables = data_file.compacted(self._folder, self._tables, self._capacity_bytes, self._durability)
@@ -294,7 +299,8 @@ class LmdbStore:
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Keeps the map open meanwhile: `close` waits."""
+        """Keeps the map open meanwhile: `close` waits. Never one inside another."""
+        self._recover()
         with self._gate:
             if self._closed:
                 raise ValueError("store is closed")
@@ -313,13 +319,12 @@ class LmdbStore:
             yield txn
 
     @contextmanager
-    def _changing(self, new_bytes: int = 0) -> Iterator[Change]:
+    def _changing(self, new_bytes: int = REMOVAL_BYTES) -> Iterator[Change]:
         """A change that may need *new_bytes* of pages: committed at the end, undone by any exception."""
         with self._writer:
             if self._closed:
                 raise ValueError("store is closed")
-            if self._has_panicked:
-                self._reopen()
+            self._recover()
             with self._lmdb_errors():
                 if time.monotonic() - self._readers_checked_at > _CHECK_READERS_S:
                     self._clear_stale_readers()
@@ -341,7 +346,7 @@ class LmdbStore:
             return self._change_at_once(act, new_bytes)
 
     def _change_at_once(self, act: Callable[[Change], _T], new_bytes: int) -> _T:
-        with self._changing(new_bytes) as change:
+        with self._changing(new_bytes + REMOVAL_BYTES) as change:
             result = act(change)
             if self._tables.is_nearly_full(new_bytes):
                 change.leave_spare_pages()
@@ -356,44 +361,58 @@ class LmdbStore:
             raise StoreFull(
                 errno.ENOSPC, f"store {self._folder}: map full; raise capacity_bytes or use blocks of one size"
             ) from error
-        except (lmdb.Error, struct.error) as error:
-            self._has_panicked |= isinstance(error, lmdb.PanicError)
-            if isinstance(error, (*DAMAGE, struct.error)) and not self._is_damaged:
+        except (lmdb.Error, *DAMAGE) as error:
+            if self._is_dead():
+                self._has_panicked = True
+            if isinstance(error, DAMAGE) and not self._is_damaged:
                 self._is_damaged = True
                 _log.warning("store %s is damaged, the next start is empty: %s", self._folder, error)
                 BootMark(current_boot_id(), FileState.DAMAGED).write(self._folder)
             raise OSError(errno.EIO, f"store {self._folder}: {error}") from error
 
-    def _reopen(self) -> None:
-        """LMDB could not write its root, and does nothing more in this environment. The file is as it was before."""
-        with self._gate:
+    def _is_dead(self) -> bool:
+        """Whether LMDB does nothing more in this environment: it could not write its root."""
+        try:
+            self._tables.env.begin().abort()
+        except lmdb.PanicError:
+            return True
+        except lmdb.Error:
+            pass
+        return False
+
+    def _recover(self) -> None:
+        """Open the index again if LMDB gave it up, as it was before; OSError if that is not possible yet."""
+        if not self._has_panicked or self._closed:
+            return
+        with self._writer, self._gate:
             self._gate.wait_for(lambda: self._num_readers == 0)
-            if self._checkpoint is not None:
+            if not self._has_panicked:
+                return
+            if self._checkpoint is not None:  # its pages are nobody's as soon as its reader is gone
+                forget(self._folder)
+                self._synced_change = None
                 self._checkpoint.close()
             self._tables.close()
             with self._lmdb_errors():
-                self._tables = data_file.open_trusted(self._folder, self._capacity_bytes, self._durability)
-                self._has_panicked = False
-                if self._checkpoint is not None:
-                    self._checkpoint = Checkpoint(self._folder, self._tables.env)
+                self._tables = data_file.reopened(self._folder, self._capacity_bytes, self._durability)
+            self._has_panicked = False
+            if self._checkpoint is not None:
+                self._checkpoint = Checkpoint(self._folder, self._tables.env)
         self._take_checkpoint()
 
     def _put_group(self, group: Sequence[Blob]) -> list[bytes]:
-        """Store *group*; if there is no room, after making some."""
+        """Store *group*; if there is no room, after making some. All keys evicted that nobody was told of."""
         try:
-            try:
-                self._put_at_once(group)
-            except StoreFull:
-                self._make_room(2 * _charged_bytes(group))
-                self._put_at_once(group)
-        except StoreFull as error:
-            error.evicted, self._gone = self._gone, []
-            raise
+            self._put_at_once(group)
+        except StoreFull:
+            self._make_room(2 * _charged_bytes(group))
+            self._put_at_once(group)
         gone, self._gone = self._gone, []
         return gone
 
     def _put_at_once(self, group: Sequence[Blob]) -> None:
         unique = {blob.key: blob for blob in group}.values()
+        syncing: list[Future[None]] = []
 
         def put(change: Change) -> tuple[list[bytes], set[bytes]]:
             new = [blob for blob in unique if not change.mark(blob.key)]
@@ -408,6 +427,8 @@ class LmdbStore:
                 new_bytes[blob.tenant] += one.charged_bytes
             evicted = self._evict(change, new_bytes)
             slots = self._write(change, sealed)
+            if self._durability is Durability.COMMIT:  # beside the commit: their order does not matter, digests tell
+                syncing.append(self._readers.submit(self._slabs.sync))
             for blob, one, slot in zip(new, sealed, slots, strict=True):
                 coming.discard(blob.key)
                 change.add(one, blob, slot, coming)
@@ -420,6 +441,8 @@ class LmdbStore:
             self._make_way(too_much.new_bytes)
             evicted, new = self._change(put, index_bytes)
         self._gone = [key for key in self._gone if key not in new] + evicted
+        for sync in syncing:
+            sync.result()
 
     def _write(self, change: Change, sealed: Sequence[Sealed]) -> list[Slot]:
         """Write the payloads to slots that no record has."""
@@ -433,8 +456,6 @@ class LmdbStore:
             free[size] = iter(slots)
         placed = [next(free[size]) for size in sizes]
         self._slabs.write(placed, [one.payload for one in sealed])
-        if self._durability is Durability.COMMIT:
-            self._slabs.sync()
         return placed
 
     def _evict(self, change: Change, new_bytes: Mapping[bytes, int]) -> list[bytes]:
@@ -465,7 +486,7 @@ class LmdbStore:
 
     def _make_room(self, num_bytes: int) -> None:
         """Evict *num_bytes* more than the capacity asks for; pages and slots are free to use on return."""
-        self._evict_to(max(0, self.statistics().stored_bytes - num_bytes), _RECORDS_WHEN_FULL)
+        self._evict_to(max(0, self.statistics().stored_bytes - num_bytes))
         self._free_pages()
 
     def _free_pages(self) -> None:
@@ -473,25 +494,40 @@ class LmdbStore:
         with self._writer, self._in_use(), self._lmdb_errors():
             self._clear_stale_readers()
         self._take_checkpoint()
-        with self._changing():
+        with self._changing(LITTLE_BYTES):
             pass
 
     def _clear_stale_readers(self) -> None:
         self._readers_checked_at = time.monotonic()
         self._tables.env.reader_check()
 
-    def _evict_to(self, limit_bytes: int, records_per_change: int = _RECORDS_PER_CHANGE) -> None:
+    def _remove(self, act: Callable[[Change, int], _T]) -> _T:
+        """Run *act*, which removes so many records at most, as one change; of few, if map or medium are full."""
+        try:
+            with self._changing() as change:
+                return act(change, _RECORDS_PER_CHANGE)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+        self._free_pages()
+        with self._changing(LITTLE_BYTES) as change:
+            return act(change, _RECORDS_WHEN_FULL)
+
+    def _evict_to(self, limit_bytes: int) -> None:
         while self.statistics().stored_bytes > limit_bytes:
-            try:
-                with self._changing() as change:
-                    gone = change.evict(limit_bytes, records_per_change)
-            except StoreFull:
-                if records_per_change == _RECORDS_WHEN_FULL:
-                    raise
-                records_per_change = _RECORDS_WHEN_FULL
-                self._free_pages()
-                continue
-            self._gone += gone
+            self._gone += self._remove(lambda change, most: change.evict(limit_bytes, most))
+
+    def _without_those_back(self, evicted: Iterable[bytes]) -> list[bytes]:
+        """Those of *evicted* that nobody has put again, as far as that can be found out."""
+        with suppress(OSError):
+            return [key for key in evicted if not self.contains(key)]
+        return list(evicted)
+
+    def _seems_cached(self, key: bytes) -> bool:
+        """Whether a block is in the page cache, and so perhaps its neighbours."""
+        with self._in_use(), self._lmdb_errors(), self._tables.env.begin() as txn:
+            found = self._tables.located(txn, key)
+        return found is not None and self._slabs.is_cached(found[1])
 
     def _read_share(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
         results: list[bytes | Fault] = []
@@ -550,21 +586,22 @@ class LmdbStore:
 
     def verify_one(self, key: bytes) -> tuple[int, Fault | None] | None:
         """Bytes read of a record and what is wrong with it; None if there is none. Deletes and counts nothing."""
-        with self._in_use(), self._lmdb_errors():
-            with self._tables.env.begin() as txn:
-                found = self._tables.located(txn, key)
-            if found is None:
-                return None
-            header, slot = found
-            value = _scratch(slot)
-            if self._fill([(slot, value)]):
-                return 0, Fault.IO_ERROR
-            fault = fault_of(key, header, value, self._cipher)
-            if fault is not None:  # or was it replaced meanwhile?
+        while True:
+            with self._in_use(), self._lmdb_errors():
                 with self._tables.env.begin() as txn:
-                    if self._tables.located(txn, key) != found:
-                        return self.verify_one(key)
-            return slot.num_bytes, fault
+                    found = self._tables.located(txn, key)
+                if found is None:
+                    return None
+                header, slot = found
+                value = _scratch(slot)
+                if self._fill([(slot, value)]):
+                    return 0, Fault.IO_ERROR
+                fault = fault_of(key, header, value, self._cipher)
+                if fault is None:
+                    return slot.num_bytes, None
+                with self._tables.env.begin() as txn:  # or was it replaced meanwhile?
+                    if self._tables.located(txn, key) == found:
+                        return slot.num_bytes, fault
 
     def _judge(self, key: bytes, out: memoryview) -> bytes | Fault:
         """Read *key*, found bad, once more with writers kept out, and delete it if it still is.

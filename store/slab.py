@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 PAGE_BYTES = 4096
 _MOST_BUFFERS = 512  # of one system call; Linux allows 1024
@@ -55,6 +57,10 @@ class Slabs:
         """Fill each *out*, at most a slot long, from its slot; neighbours by one system call. OSError."""
         for slab, first, run in self._runs(slots, outs):
             slab.read(first, run)
+
+    def is_cached(self, slot: Slot) -> bool:
+        """Whether all of the slot is in the page cache now."""
+        return self._slab(slot.num_bytes).cached(slot.number * slot.num_bytes, slot.num_bytes) is not None
 
     def punch(self, slot: Slot) -> None:
         """Give a slot's room on the medium back; writing to it takes it again. OSError if that is not possible."""
@@ -116,7 +122,8 @@ class _Slab:
             buffers.append(value)
             if value.nbytes < self._num_bytes:
                 buffers.append(_PADDING[: self._num_bytes - value.nbytes])
-        _transfer(lambda left, at: os.pwritev(self._file, left, at), buffers, first * self._num_bytes)
+        if _transfer(lambda left, at: os.pwritev(self._file, left, at), buffers, first * self._num_bytes):
+            raise OSError(errno.EIO, "nothing more could be written to a slab")
 
     def read(self, first: int, outs: list[memoryview]) -> None:
         start = first * self._num_bytes
@@ -125,10 +132,11 @@ class _Slab:
         is_whole = all(out.nbytes == self._num_bytes and _is_aligned(out) for out in outs)
         if is_whole and self._direct is not None:
             direct = self._direct
-            _transfer(lambda left, at: os.preadv(direct, left, at), outs, start)
+            # A read cut short within a page goes on through the cache.
+            _fill(lambda left, at: os.preadv(self._file if at % PAGE_BYTES else direct, left, at), outs, start)
             return
         for i, out in enumerate(outs):
-            _transfer(lambda left, at: os.preadv(self._file, left, at), [out], start + i * self._num_bytes)
+            _fill(lambda left, at: os.preadv(self._file, left, at), [out], start + i * self._num_bytes)
 
     def punch(self, number: int) -> None:
         if _libc.fallocate(self._file, _PUNCH_HOLE, number * self._num_bytes, self._num_bytes):
@@ -142,25 +150,29 @@ class _Slab:
         if self._direct is not None:
             os.close(self._direct)
 
+    def cached(self, start: int, num_bytes: int) -> npt.NDArray[np.uint8] | None:
+        """These bytes, if all of them are in the page cache now."""
+        mapped = self._map
+        if mapped is None or len(mapped) < start + num_bytes:
+            size = os.fstat(self._file).st_size
+            if size < start + num_bytes:
+                return None  # a slot never written; reading says so
+            mapped = self._map = mmap.mmap(self._file, size, prot=mmap.PROT_READ)
+        found = np.frombuffer(mapped, np.uint8, num_bytes, start)
+        in_cache = bytearray(num_bytes // PAGE_BYTES)
+        vector = (ctypes.c_char * len(in_cache)).from_buffer(in_cache)
+        if _libc.mincore(found.__array_interface__["data"][0], num_bytes, vector) or 0 in in_cache:
+            return None
+        return found
+
     def _copy_cached(self, start: int, outs: list[memoryview]) -> bool:
         """Copy from the page cache, if all of it is there."""
-        end = start + len(outs) * self._num_bytes
-        mapped = self._map
-        if mapped is None or len(mapped) < end:
-            size = os.fstat(self._file).st_size
-            if size < end:
-                return False  # a slot never written; reading says so
-            mapped = self._map = mmap.mmap(self._file, size, prot=mmap.PROT_READ)
-        pages = np.frombuffer(mapped, np.uint8)
-        address = pages.__array_interface__["data"][0]
-        in_cache = bytearray((end - start) // PAGE_BYTES)
-        if _libc.mincore(address + start, end - start, (ctypes.c_char * len(in_cache)).from_buffer(in_cache)):
-            return False
-        if 0 in in_cache:
+        found = self.cached(start, len(outs) * self._num_bytes)
+        if found is None:
             return False
         for i, out in enumerate(outs):
-            at = start + i * self._num_bytes
-            np.copyto(np.frombuffer(out, np.uint8), pages[at : at + out.nbytes])
+            at = i * self._num_bytes
+            np.copyto(np.frombuffer(out, np.uint8), found[at : at + out.nbytes])
         return True
 
 
@@ -168,17 +180,22 @@ def _is_aligned(view: memoryview) -> bool:
     return bool(np.frombuffer(view, np.uint8).__array_interface__["data"][0] % PAGE_BYTES == 0)
 
 
-def _transfer(act: Callable[[list[memoryview], int], int], buffers: list[memoryview], at: int) -> None:
-    """Have all *buffers* written or filled, in as many calls as the kernel likes; zeros from beyond the file's end."""
+def _fill(read: Callable[[list[memoryview], int], int], buffers: list[memoryview], at: int) -> None:
+    """Have all *buffers* filled; with zeros from beyond the file's end."""
+    for buffer in _transfer(read, buffers, at):
+        np.frombuffer(buffer, np.uint8)[:] = 0
+
+
+def _transfer(act: Callable[[list[memoryview], int], int], buffers: list[memoryview], at: int) -> list[memoryview]:
+    """Have all *buffers* read or written, in as many calls as the kernel likes; what is left when it does no more."""
     while buffers:
         done = act(buffers, at)
         if done <= 0:
-            for buffer in buffers:
-                np.frombuffer(buffer, np.uint8)[:] = 0
-            return
+            return buffers
         at += done
         while buffers and done >= buffers[0].nbytes:
             done -= buffers[0].nbytes
             buffers = buffers[1:]
         if done:
             buffers = [buffers[0][done:], *buffers[1:]]
+    return []

@@ -3,6 +3,7 @@
 Run it with `make planted-bugs`. A bug that no test catches is a hole in the tests; the exit status says so.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -65,8 +66,8 @@ BUGS = [
     Bug(
         "the store does not verify what it reads",
         "store/seal.py",
-        "if digest(out) == record.digest else",
-        "if record.digest else",
+        "return known if digest(out) == known else Fault.CORRUPT",
+        "return known",
         "tests/store",
     ),
     Bug(
@@ -118,6 +119,55 @@ BUGS = [
         "self._num_tokens[slot] = self._token_ids.shape[1]",
         "tests/tiers",
     ),
+    Bug(
+        "pages of the last checkpoint may be overwritten",
+        "store/checkpoint.py",
+        "        self._reader = reader\n",
+        "        reader.abort()\n",
+        "tests/store/test_durability.py",
+    ),
+    Bug(
+        "slots of the last checkpoint may be overwritten",
+        "store/lmdb_store.py",
+        "Change(self._tables, txn, self._synced_change)",
+        "Change(self._tables, txn, None)",
+        "tests/store/test_durability.py",
+    ),
+    Bug(
+        "a file that nobody synced is believed after a crash of the machine",
+        "store/boot_mark.py",
+        "self.boot_id != current_boot_id()",
+        "not self.boot_id",
+        "tests/store",
+    ),
+    Bug(
+        "a record may leave the disk before the one that continues it",
+        "store/lmdb_tables.py",
+        "        if row.parent and row.parent not in coming:\n            self.mark(row.parent)\n",
+        "",
+        "tests/store/test_store_contract.py",
+    ),
+    Bug(
+        "what the disk drops is not told, and is looked for there",
+        "tiers/residency.py",
+        "            self.disk.index.remove(group_id, name)\n",
+        "",
+        "tests/tiers",
+    ),
+    Bug(
+        "a page of the disk's index brings back what has left meanwhile",
+        "tiers/disk_index.py",
+        "name not in held and (group_id, name) not in self._gone",
+        "name not in held",
+        "tests/tiers/test_disk_tier.py",
+    ),
+    Bug(
+        "a record of another encryption key counts as damaged, and is deleted",
+        "store/record.py",
+        "Fault.KEY, ",
+        "",
+        "tests/store",
+    ),
 ]
 
 
@@ -152,7 +202,9 @@ def first_failure(bug: Bug) -> str | None:
             "no:cacheprovider",
             bug.tests,
         ]
-        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+        # For the processes that tests start.
+        environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
         failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
         return failed[0].split(" - ")[0].removeprefix("FAILED ") if failed else None
 
