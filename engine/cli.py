@@ -1,11 +1,13 @@
 """The command `kvtier`."""
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import NoReturn
+from pathlib import Path
+from typing import NoReturn, TypeAlias
 
 EXAMPLES = """examples:
   kvtier demo                                  the bundled model, offline, on the CPU; about a minute
@@ -13,6 +15,33 @@ EXAMPLES = """examples:
   kvtier demo --model Qwen/Qwen3-0.6B --device cuda --document report.txt
   kvtier demo --json > demo.json               one JSON object, for scripts
 """
+MORE_EXAMPLES = """  kvtier check ~/.cache/kvtier                 verify every byte of a store that no engine has open
+  kvtier stats ~/.cache/kvtier                 what is in a store, also while an engine uses it
+  kvtier store rm ~/.cache/kvtier --all-but 3f2a
+"""
+CHECK_EXAMPLES = """examples:
+  kvtier check ~/.cache/kvtier                 the accounting, and every record
+  kvtier check ~/.cache/kvtier --sample 1000   the accounting, and a thousand random records
+  kvtier check ~/.cache/kvtier --fix           delete bad records
+  kvtier check ~/.cache/kvtier --key-file ~/kv.key --json
+
+exit status: 0 all is fine (or was fixed), 1 something is wrong, 2 it could not be checked
+"""
+STATS_EXAMPLES = """examples:
+  kvtier stats ~/.cache/kvtier
+  kvtier stats ~/.cache/kvtier --json | jq .stored_bytes
+
+exit status: 0 the next engine finds all of it, 1 it starts empty or from a checkpoint, 2 it could not be read
+"""
+STORE_EXAMPLES = """examples:
+  kvtier store ls ~/.cache/kvtier
+  kvtier store rm ~/.cache/kvtier --namespace 3f2a
+  kvtier store rm ~/.cache/kvtier --namespace 3f2a --namespace 71 --yes
+  kvtier store rm ~/.cache/kvtier --all-but 3f2a
+  kvtier store rm ~/.cache/kvtier --all
+"""
+
+_Commands: TypeAlias = "argparse._SubParsersAction[_OneLineParser]"
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -26,25 +55,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status. A mistake of the user's is one line that says what to do."""
     options = _parser().parse_args(arguments)
     try:
-        return int(options.run(options))
+        status = int(options.run(options))
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("kvtier: stopped", file=sys.stderr)
-        return 130
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # whoever reads our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         message = str(error).strip().splitlines() or [type(error).__name__]
         print(f"kvtier: {message[0]}", file=sys.stderr)
-        return 2
+        return int(getattr(error, "exit_status", 2))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _OneLineParser(
         prog="kvtier",
         description="Tiered KV-cache offload for LLM inference: device, host memory, disk; every load verified.",
-        epilog=EXAMPLES,
+        epilog=EXAMPLES + MORE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"kvtier {version('kvtier')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_demo(commands)
+    _add_check(commands)
+    _add_stats(commands)
+    _add_store(commands)
+    return parser
+
+
+def _add_demo(commands: _Commands) -> None:
     demo = commands.add_parser(
         "demo",
         help="ask many questions of a long document and see which tier answers",
@@ -60,7 +102,86 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda for --model only")
     demo.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     demo.set_defaults(run=_demo)
-    return parser
+
+
+def _add_check(commands: _Commands) -> None:
+    check = commands.add_parser(
+        "check",
+        help="verify a store: its accounting and every byte in it",
+        description="Compares a store's accounting with a full count, reads all records and verifies them. For a store "
+        "that no engine has open. Changes nothing without --fix.",
+        epilog=CHECK_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_folder(check)
+    check.add_argument("--fix", action="store_true", help="delete bad records (not those with another encryption key)")
+    check.add_argument("--sample", type=_count, metavar="N", help="read only N random records")
+    check.add_argument("--key-file", type=_path, metavar="FILE", help="the key of an encrypted store")
+    check.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    check.set_defaults(run=_check)
+
+
+def _add_stats(commands: _Commands) -> None:
+    stats = commands.add_parser(
+        "stats",
+        help="what is in a store",
+        description="What is in a store, by namespace, and how it was left. Works also while an engine has it open.",
+        epilog=STATS_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_folder(stats)
+    stats.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    stats.set_defaults(run=_stats)
+
+
+def _add_store(commands: _Commands) -> None:
+    store = commands.add_parser(
+        "store",
+        help="list or delete the namespaces of a store",
+        description="A namespace is what one model, with its weights, dtype and layout of KV, has in a store.",
+        epilog=STORE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = store.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    ls = actions.add_parser(
+        "ls",
+        help="list the namespaces",
+        description="Lists the namespaces of a store, also while an engine has it open.",
+        epilog=STORE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_folder(ls)
+    ls.set_defaults(run=_store_ls)
+    rm = actions.add_parser(
+        "rm",
+        help="delete the records of namespaces",
+        description="Deletes the records of namespaces, for a store that no engine has open. The file keeps its size, "
+        "its space is for new records; to give that back delete the folder. HEX is the beginning of a name.",
+        epilog=STORE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_folder(rm)
+    which = rm.add_mutually_exclusive_group(required=True)
+    which.add_argument("--namespace", action="append", default=[], metavar="HEX", help="this one; may be repeated")
+    which.add_argument("--all-but", action="append", default=[], metavar="HEX", help="not this one; may be repeated")
+    which.add_argument("--all", action="store_true", help="every record")
+    rm.add_argument("--yes", action="store_true", help="do not ask")
+    rm.set_defaults(run=_store_rm)
+
+
+def _add_folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", type=_path, metavar="STORE", help="the store's folder, as [disk] path names it")
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is too few; use 1 or more")
+    return number
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -72,6 +193,33 @@ def _demo(options: argparse.Namespace) -> int:
     if options.tokens < 1000:
         raise ValueError(f"--tokens {options.tokens}: too short to show anything; use 1000 or more")
     return report(options.model, options.document, options.tokens, options.device, options.json)
+
+
+# Imported there: rich and LMDB take a quarter of a second.
+
+
+def _check(options: argparse.Namespace) -> int:
+    from kvtier.engine.store_commands import check
+
+    return check(options.store, options.fix, options.sample, options.key_file, options.json)
+
+
+def _stats(options: argparse.Namespace) -> int:
+    from kvtier.engine.store_commands import stats
+
+    return stats(options.store, options.json)
+
+
+def _store_ls(options: argparse.Namespace) -> int:
+    from kvtier.engine.store_commands import list_namespaces
+
+    return list_namespaces(options.store)
+
+
+def _store_rm(options: argparse.Namespace) -> int:
+    from kvtier.engine.store_commands import remove
+
+    return remove(options.store, options.namespace, options.all_but, options.yes)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import msgspec
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,6 +23,7 @@ from kvtier.engine.request import Completion
 from kvtier.engine.runner import bytes_per_block
 from kvtier.engine.sampling import SamplingParams
 from kvtier.store.data_file import most_bytes
+from kvtier.store.lmdb_store import LmdbStore
 from kvtier.tiers.block_hash import BlockChain, HashAlgorithm
 from kvtier.tiers.disk_tier import GROUP_BYTES, NAMESPACE_BYTES
 from kvtier.tiers.tier import Tier
@@ -226,14 +226,15 @@ def flip_a_byte(stage: Stage) -> None:
     chain = BlockChain(BLOCK_SIZE, algorithm=HashAlgorithm(names.algorithm), seed=names.seed)
     chain.extend(token_ids)
     assert stage.config.disk is not None, "the demo has a disk"
-    with lmdb.open(stage.config.disk.path, max_dbs=8, map_size=1 << 40, writemap=False) as environment:
-        payloads = environment.open_db(b"payloads")
-        with environment.begin(db=payloads, write=True) as transaction:
-            for key in list(transaction.cursor().iternext(values=False)):
-                if key[NAMESPACE_BYTES:-GROUP_BYTES] == chain.names[block_id]:
-                    payload = bytearray(transaction.get(key) or b"")
-                    payload[len(payload) // 2] ^= 0x10
-                    transaction.put(key, bytes(payload))
+    with LmdbStore(Path(stage.config.disk.path)) as store:
+        keys = [key for key in store.keys() if key[NAMESPACE_BYTES:-GROUP_BYTES] == chain.names[block_id]]  # noqa: SIM118  # no dict
+        places = [place for key in keys if (place := store.place(key)) is not None]
+    for path, offset, length in places:
+        with path.open("r+b") as file:
+            file.seek(offset + length // 2)
+            (byte,) = file.read(1)
+            file.seek(offset + length // 2)
+            file.write(bytes([byte ^ 0x10]))
 
 
 def _step_elsewhere(plan: Plan, name: str, answers: dict[str, str]) -> Step:

@@ -7,6 +7,7 @@ crash, is the file as it was at the checkpoint.
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import lmdb
@@ -75,9 +76,12 @@ def forget(folder: Path) -> None:
 
 def _keep(folder: Path, root: bytes) -> None:
     fresh = folder / f"{_NAME}.new"
-    with fresh.open("wb") as file:
-        file.write(root + xxhash.xxh3_128_digest(root))
+    with fresh.open("r+b" if fresh.exists() else "wb") as file:
+        num_bytes = file.write(root + xxhash.xxh3_128_digest(root))
+        file.truncate()
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(folder / _NAME)
     sync_folder(folder)
+    with suppress(OSError), fresh.open("wb") as file:  # so that a full disk has room for the next: see `Checkpoint`
+        os.posix_fallocate(file.fileno(), 0, num_bytes)

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import struct
 from pathlib import Path
 
 import lmdb
@@ -18,13 +19,18 @@ BESIDES_BYTES = 1 << 20  # at most: marks, lock files, the file system's own blo
 _LEAST_INDEX_BYTES = 8 << 20
 # The tree itself is broken, not one payload; a file like this is not opened again. (Bad transaction:
 # what LMDB says when the root of a sub-database is broken. Any other error ends our transactions.)
-DAMAGE = (
+DAMAGE = (  # what LMDB says
     lmdb.BadTxnError,
     lmdb.CorruptedError,
+    lmdb.CursorFullError,
+    lmdb.IncompatibleError,
     lmdb.InvalidError,
+    lmdb.PageFullError,
     lmdb.PageNotFoundError,
+    lmdb.ProblemError,
     lmdb.VersionMismatchError,
 )
+NONSENSE = (struct.error, IndexError, OverflowError)  # what comes of rows from broken pages
 
 _log = logging.getLogger(__name__)
 
@@ -91,9 +97,14 @@ def open_trusted(folder: Path, capacity_bytes: int, durability: Durability) -> T
     wanted = max(index_bytes(capacity_bytes), present)
     try:
         return Tables(folder, wanted, durability)
-    except DAMAGE as error:
+    except (*DAMAGE, *NONSENSE) as error:
         start_empty(folder, str(error))
         return Tables(folder, index_bytes(capacity_bytes), durability)
+
+
+def reopened(folder: Path, capacity_bytes: int, durability: Durability) -> Tables:
+    """The tables that this process had open until now."""
+    return Tables(folder, max(index_bytes(capacity_bytes), (folder / DATA).stat().st_size), durability)
 
 
 def compacted(folder: Path, tables: Tables, capacity_bytes: int, durability: Durability) -> Tables:

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import re
-import struct
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,7 +12,7 @@ from pathlib import Path
 import lmdb
 
 from kvtier.store.boot_mark import BootMark, FileState
-from kvtier.store.data_file import DAMAGE, DATA
+from kvtier.store.data_file import DAMAGE, DATA, NONSENSE
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb_tables import Row, Tables
 from kvtier.store.record import NAMESPACE_BYTES
@@ -27,11 +26,7 @@ _DURABILITIES = {  # of the process that left such a mark
 
 
 class StoreLost(OSError):
-    """The tree in the data file is broken, or nobody can vouch for it: the next engine that opens it starts empty."""
-
-
-class IndexDamaged(OSError):
-    """LMDB gives rows that nobody put; the next engine that opens the store does not know that."""
+    """The index of the store is broken, or nobody can vouch for its files. The message says which and what follows."""
 
 
 class State(StrEnum):
@@ -95,8 +90,8 @@ class Inspection:
 def inspect(folder: Path) -> Inspection:
     """The store in *folder*, read in short transactions of a reader that others need not mind.
 
-    FileNotFoundError if there is none; StoreLost or IndexDamaged if it turns out to be broken, which may also crash
-    the process. Killed at any point it leaves a reader's slot, which the owner frees.
+    FileNotFoundError if there is none; StoreLost if it turns out to be broken, which may also crash the process.
+    Killed at any point it leaves a reader's slot, which the owner frees.
     """
     require_store(folder)
     state, next_start = standing(folder)
@@ -167,10 +162,8 @@ def _content(folder: Path) -> Content:
                 evicted_total=counters.evicted_total,
                 namespaces=_namespaces(env),
             )
-    except DAMAGE as error:
-        raise StoreLost(f"store {folder} is damaged, the next engine that opens it starts empty: {error}") from error
-    except struct.error as error:
-        raise IndexDamaged(f"store {folder} is damaged, a row of its index makes no sense: {error}") from error
+    except (*DAMAGE, *NONSENSE) as error:
+        raise StoreLost(f"store {folder} is damaged, kvtier check says whether it can be used: {error}") from error
     except lmdb.Error as error:
         raise OSError(errno.EIO, f"store {folder}: {error}") from error
 

@@ -23,7 +23,7 @@ from kvtier.store.checkpoint import Checkpoint, forget
 from kvtier.store.cipher import Cipher
 from kvtier.store.codec import NO_CODEC, Codec
 from kvtier.store.codec_choice import CodecChoice
-from kvtier.store.data_file import DAMAGE, PAGE_BYTES
+from kvtier.store.data_file import DAMAGE, NONSENSE, PAGE_BYTES
 from kvtier.store.durability import Durability
 from kvtier.store.group_commit import GroupCommit
 from kvtier.store.lmdb_tables import LITTLE_BYTES, REMOVAL_BYTES, Change
@@ -95,6 +95,7 @@ class LmdbStore:
         self._has_panicked = False
         self._closed = False
         self._readers = ThreadPoolExecutor(NUM_READERS, "kvtier-store-read")
+        self._syncer = ThreadPoolExecutor(1, "kvtier-store-sync")  # its own: the readers may wait for the writer
         self._readers_checked_at = time.monotonic()
         self._checkpoint: Checkpoint | None = None
         self._synced_change: int | None = None  # up to which a checkpoint was taken
@@ -108,7 +109,7 @@ class LmdbStore:
             self._capacity_bytes = data_file.recorded_capacity(folder) if capacity_bytes is None else capacity_bytes
             self._tables = data_file.open_trusted(folder, self._capacity_bytes, durability)
             self._slabs = Slabs(folder)
-        except (lmdb.Error, *DAMAGE) as error:
+        except (lmdb.Error, *NONSENSE) as error:
             self._owner_lock.release()
             raise OSError(errno.EIO, f"store {folder}: {error}") from error
         except BaseException:
@@ -225,10 +226,12 @@ class LmdbStore:
                 self._closed = True
                 self._gate.wait_for(lambda: self._num_readers == 0)  # a read after unmapping would crash
             self._readers.shutdown()
+            self._syncer.shutdown()
             try:
                 with self._lmdb_errors():
                     self._slabs.sync()
-                    self._tables.env.sync(True)
+                    if self._tables.is_open:  # else it could not be opened again, and is as it was
+                        self._tables.env.sync(True)
                 if not self._is_damaged:
                     BootMark(current_boot_id(), FileState.CLEAN).write(self._folder)
             finally:
@@ -361,10 +364,10 @@ class LmdbStore:
             raise StoreFull(
                 errno.ENOSPC, f"store {self._folder}: map full; raise capacity_bytes or use blocks of one size"
             ) from error
-        except (lmdb.Error, *DAMAGE) as error:
+        except (lmdb.Error, *NONSENSE) as error:
             if self._is_dead():
                 self._has_panicked = True
-            if isinstance(error, DAMAGE) and not self._is_damaged:
+            if isinstance(error, (*DAMAGE, *NONSENSE)) and not self._is_damaged:
                 self._is_damaged = True
                 _log.warning("store %s is damaged, the next start is empty: %s", self._folder, error)
                 BootMark(current_boot_id(), FileState.DAMAGED).write(self._folder)
@@ -428,7 +431,7 @@ class LmdbStore:
             evicted = self._evict(change, new_bytes)
             slots = self._write(change, sealed)
             if self._durability is Durability.COMMIT:  # beside the commit: their order does not matter, digests tell
-                syncing.append(self._readers.submit(self._slabs.sync))
+                syncing.append(self._syncer.submit(self._slabs.sync))
             for blob, one, slot in zip(new, sealed, slots, strict=True):
                 coming.discard(blob.key)
                 change.add(one, blob, slot, coming)
@@ -441,8 +444,13 @@ class LmdbStore:
             self._make_way(too_much.new_bytes)
             evicted, new = self._change(put, index_bytes)
         self._gone = [key for key in self._gone if key not in new] + evicted
-        for sync in syncing:
-            sync.result()
+        try:
+            for sync in syncing:
+                sync.result()
+        except OSError:
+            with suppress(OSError):  # else they are there, and may not survive a crash
+                self.delete(list(new))
+            raise
 
     def _write(self, change: Change, sealed: Sequence[Sealed]) -> list[Slot]:
         """Write the payloads to slots that no record has."""
@@ -525,9 +533,13 @@ class LmdbStore:
 
     def _seems_cached(self, key: bytes) -> bool:
         """Whether a block is in the page cache, and so perhaps its neighbours."""
-        with self._in_use(), self._lmdb_errors(), self._tables.env.begin() as txn:
-            found = self._tables.located(txn, key)
-        return found is not None and self._slabs.is_cached(found[1])
+        try:
+            with self._in_use():
+                with self._lmdb_errors(), self._tables.env.begin() as txn:
+                    found = self._tables.located(txn, key)
+                return found is not None and self._slabs.is_cached(found[1])
+        except OSError:  # who reads it says so
+            return False
 
     def _read_share(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
         results: list[bytes | Fault] = []
@@ -602,6 +614,12 @@ class LmdbStore:
                 with self._tables.env.begin() as txn:  # or was it replaced meanwhile?
                     if self._tables.located(txn, key) == found:
                         return slot.num_bytes, fault
+
+    def place(self, key: bytes) -> tuple[Path, int, int] | None:
+        """File, offset and length of a record's slot, for who wants to see its bytes; None if there is none."""
+        with self._in_use(), self._lmdb_errors(), self._tables.env.begin() as txn:
+            found = self._tables.located(txn, key)
+        return None if found is None else self._slabs.place(found[1])
 
     def _judge(self, key: bytes, out: memoryview) -> bytes | Fault:
         """Read *key*, found bad, once more with writers kept out, and delete it if it still is.

@@ -35,8 +35,9 @@ _PAGE_BYTES = 4096
 MAX_DBS = 7
 _SPARE_PAGES = 64  # left free by every change that adds: what a deletion of 8 records needs, three levels deep
 _SPARE_VALUE = bytes(_PAGE_BYTES // 2)  # LMDB gives it a page of its own
-_SLACK_BYTES = 8 << 20  # disk space kept beyond what was asked for
-_LEAST_SLACK_BYTES = 2 << 20  # of it, what a deletion may need
+REMOVAL_BYTES = 8 << 20  # of pages that a change may make new that only removes: see `_MOST_SECOND_CHANCES`
+LITTLE_BYTES = _SPARE_PAGES * _PAGE_BYTES  # if it removes 8 records at most
+_AHEAD_BYTES = 8 << 20  # of disk space that is taken at a time
 _ROWS_AT_ONCE = 16
 _MOST_SECOND_CHANCES = 512  # of one change: up to 3 index pages each, 6 MiB
 
@@ -84,7 +85,8 @@ class Row(NamedTuple):
         """A row as it is kept."""
         end = _ROW.size + HEADER_BYTES
         *facts, num_bytes, number = _ROW.unpack_from(row)
-        return cls(*facts, Slot(num_bytes, number), row[_ROW.size : end], row[end:])  # type: ignore[call-arg]
+        slot = _plausible(Slot(num_bytes, number))
+        return cls(*facts, slot, row[_ROW.size : end], row[end:])  # type: ignore[call-arg]
 
     def pack(self) -> bytes:
         """As it is kept."""
@@ -116,12 +118,12 @@ class Tables:
             sync=not durability.is_mapped,
             readahead=True,
         )
-        self._data_file = os.open(folder / "data.mdb", os.O_RDWR)
+        self._data_file: int | None = os.open(folder / "data.mdb", os.O_RDWR)
         self._reserved_bytes = self._used_bytes()  # pages in use got their disk space before they were
         try:
             self.env.reader_check()
             if self.env.stat()["entries"] == 0:
-                self.reserve(0)
+                self.reserve(LITTLE_BYTES)
             self.records = self.env.open_db(b"records")
             self.free = self.env.open_db(b"free")
             self.holes = self.env.open_db(b"holes")
@@ -148,10 +150,16 @@ class Tables:
             packed = txn.get(_COUNTERS_KEY, db=ledger)
         return Counters() if packed is None else Counters(*_COUNTERS.unpack(packed))
 
+    @property
+    def is_open(self) -> bool:
+        return self._data_file is not None
+
     def close(self) -> None:
-        """Unmap; a transaction still open elsewhere would crash the process."""
+        """Unmap; a transaction still open elsewhere would crash the process. Once more does nothing."""
         self.env.close()
-        os.close(self._data_file)
+        if self._data_file is not None:
+            os.close(self._data_file)
+            self._data_file = None
 
     def reserve(self, new_bytes: int) -> None:
         """Have disk space for *new_bytes* beyond the pages in use; OSError if there is none.
@@ -159,11 +167,17 @@ class Tables:
         Writing to a hole of a mapped file on a full disk is SIGBUS, not ENOSPC.
         """
         map_bytes = self.env.info()["map_size"]
-        wanted = min(self._used_bytes() + (new_bytes + _SLACK_BYTES if new_bytes else _LEAST_SLACK_BYTES), map_bytes)
+        wanted = min(self._used_bytes() + new_bytes, map_bytes)
         if wanted > self._reserved_bytes:
-            end = min(wanted + _SLACK_BYTES, map_bytes)
-            os.posix_fallocate(self._data_file, self._reserved_bytes, end - self._reserved_bytes)
-            self._reserved_bytes = end
+            try:
+                self._reserve_up_to(min(wanted + _AHEAD_BYTES, map_bytes))
+            except OSError:  # perhaps there is room for what is needed
+                self._reserve_up_to(wanted)
+
+    def _reserve_up_to(self, end: int) -> None:
+        assert self._data_file is not None, "the index is closed"
+        os.posix_fallocate(self._data_file, self._reserved_bytes, end - self._reserved_bytes)
+        self._reserved_bytes = end
 
     def is_nearly_full(self, new_bytes: int) -> bool:
         """Whether *new_bytes* and the spare pages might not fit after the last page in use."""
@@ -171,6 +185,7 @@ class Tables:
 
     def index_bytes(self) -> int:
         """What the data file takes on the medium."""
+        assert self._data_file is not None, "the index is closed"
         return os.fstat(self._data_file).st_blocks * 512
 
     def counters(self, txn: "lmdb.Transaction[bytes] | lmdb.Transaction[memoryview]") -> Counters:
@@ -184,7 +199,7 @@ class Tables:
         if packed is None:
             return None
         *_, num_bytes, number = _ROW.unpack_from(packed)
-        return packed[_ROW.size : _ROW.size + HEADER_BYTES], Slot(num_bytes, number)
+        return packed[_ROW.size : _ROW.size + HEADER_BYTES], _plausible(Slot(num_bytes, number))
 
     def keys_before(self, txn: "lmdb.Transaction[bytes]", sequence: int | None, most: int) -> list[tuple[int, bytes]]:
         """Up to *most* records older than *sequence* (None: the newest), as sequence number and key, newest first."""
@@ -194,10 +209,10 @@ class Tables:
             else:
                 is_there = cursor.prev() if cursor.set_range(_SEQUENCE.pack(sequence)) else cursor.last()
             rows = cursor.iterprev() if is_there else iter(())
-            return [
-                (_SEQUENCE.unpack(packed)[0], key[TENANT_BYTES:])
-                for _, (packed, key) in zip(range(most), rows, strict=False)
-            ]
+            page = [(_SEQUENCE.unpack(packed)[0], key[TENANT_BYTES:]) for packed, key in islice(rows, most)]
+        if page and sequence is not None and page[0][0] >= sequence:  # who goes on from the last would never end
+            raise lmdb.CorruptedError("the order is out of order")
+        return page
 
     def bytes_of_tenants(self, txn: "lmdb.Transaction[bytes] | lmdb.Transaction[memoryview]") -> dict[bytes, int]:
         """What each tenant has."""
@@ -234,14 +249,11 @@ class Tables:
         """Every slot is a record's, free, or a hole."""
         free = [Slot(num_bytes, number) for num_bytes, _, number in map(_FREE.unpack, _keys(txn, self.free))]
         holes = [Slot(*_HOLE.unpack(packed)) for packed in _keys(txn, self.holes)]
-        slots = sorted(used + free + holes)
+        slots = used + free + holes
         assert len(set(slots)) == len(slots), "a slot is two things at once"
-        there = [
-            Slot(int.from_bytes(size, "big"), number)
-            for size, packed in txn.cursor(db=self.slabs)
-            for number in range(_SLOTS.unpack(packed)[0])
-        ]
-        assert slots == sorted(there), "a slot is nobody's, or one is used that is not there"
+        there = {int.from_bytes(size, "big"): _SLOTS.unpack(packed)[0] for size, packed in txn.cursor(db=self.slabs)}
+        assert all(number < there.get(num_bytes, 0) for num_bytes, number in slots), "a slot is used that is not there"
+        assert len(slots) == sum(there.values()), "a slot is nobody's"
         taken = sum(slot.num_bytes for slot in used + free)
         assert taken == slab_bytes, f"ledger: {slab_bytes} bytes of slots, recount {taken}"
 
@@ -368,6 +380,8 @@ class Change:
             if found is None:
                 raise lmdb.CorruptedError("the ledger counts what no record has")
             position, key = found
+            if not key:
+                raise lmdb.CorruptedError("a place in the order is nobody's")
             packed = self._txn.get(key, db=self._tables.records)
             if packed is None:  # `check` says so, and this must not spin
                 self._txn.delete(position, db=self._tables.order)
@@ -394,11 +408,13 @@ class Change:
                 rows = islice(cursor, _ROWS_AT_ONCE) if cursor.set_range(after) else iter(())
                 page = list(rows)
             for place, owned in page:
+                if place < after:  # we should never end
+                    raise lmdb.CorruptedError("the order is out of order")
+                after = place + b"\0"
                 if tenant is None or owned.startswith(tenant):
                     yield place, owned[TENANT_BYTES:]
             if not page:
                 return
-            after = page[-1][0] + b"\0"
 
     def _left(self, row: Row) -> None:
         """A record is gone: so go its place and its charge, and its slot is free."""
@@ -453,9 +469,17 @@ class Change:
         sequence = self.counters.next_sequence
         self.counters.next_sequence += 1
         self._txn.put(key, row._replace(sequence=sequence).pack(), db=self._tables.records)
-        self._txn.put(_SEQUENCE.pack(sequence), row.tenant + key, append=True, db=self._tables.order)
+        if not self._txn.put(_SEQUENCE.pack(sequence), row.tenant + key, append=True, db=self._tables.order):
+            raise lmdb.CorruptedError("the newest in the order is newer than all records")
         if row.parent and row.parent not in coming:
             self.mark(row.parent)
+
+
+def _plausible(slot: Slot) -> Slot:
+    """*slot*, if a file can have it: what follows from the row of a broken page is not even tried."""
+    if slot.num_bytes == 0 or slot.num_bytes % _PAGE_BYTES or (slot.number + 1) * slot.num_bytes >> 62:
+        raise lmdb.CorruptedError(f"no payload is in {slot}")
+    return slot
 
 
 def _keys(txn: "lmdb.Transaction[bytes]", db: "lmdb._Database") -> Iterator[bytes]:

@@ -62,6 +62,10 @@ class Slabs:
         """Whether all of the slot is in the page cache now."""
         return self._slab(slot.num_bytes).cached(slot.number * slot.num_bytes, slot.num_bytes) is not None
 
+    def place(self, slot: Slot) -> tuple[Path, int, int]:
+        """The slot's file, where it begins there, and its length."""
+        return self._folder / f"slab-{slot.num_bytes}", slot.number * slot.num_bytes, slot.num_bytes
+
     def punch(self, slot: Slot) -> None:
         """Give a slot's room on the medium back; writing to it takes it again. OSError if that is not possible."""
         self._slab(slot.num_bytes).punch(slot.number)

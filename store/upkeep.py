@@ -6,7 +6,6 @@ whatever happens meanwhile, to them or to the machine, the store is no worse off
 """
 
 import random
-import struct
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
@@ -17,9 +16,9 @@ from pathlib import Path
 
 from kvtier.store.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.cipher import Cipher
-from kvtier.store.data_file import DAMAGE
+from kvtier.store.data_file import DAMAGE, NONSENSE
 from kvtier.store.durability import Durability
-from kvtier.store.inspection import IndexDamaged, NextStart, StoreLost, require_store, standing
+from kvtier.store.inspection import NextStart, StoreLost, require_store, standing
 from kvtier.store.lmdb_store import LmdbStore
 from kvtier.store.owner_lock import OwnerLock, StoreInUse
 from kvtier.store.record import NAMESPACE_BYTES, Fault
@@ -43,7 +42,7 @@ class Tally:
     """What verifying the records of one namespace gave."""
 
     num_records: int = 0
-    read_bytes: int = 0  # of payloads as stored
+    read_bytes: int = 0
     faults: Counter[Fault] = field(default_factory=Counter)
 
 
@@ -65,7 +64,7 @@ class Verification:
 
     @property
     def read_bytes(self) -> int:
-        """Payload bytes that were read."""
+        """What was read of them."""
         return sum(tally.read_bytes for tally in self.tallies.values())
 
     @property
@@ -92,7 +91,7 @@ def verify_store(
 ) -> Iterator[Progress | Verification]:
     """Compare the accounting with a full count and verify all records or a random *sample*; the `Verification` is last.
 
-    With *fix* bad records are deleted. *owner* is the pid that others are told. StoreInUse, StoreLost, IndexDamaged;
+    With *fix* bad records are deleted. *owner* is the pid that others are told. StoreInUse; StoreLost;
     ValueError for a key file that is none.
     """
     cipher = None if key_file is None else Cipher.from_file(key_file)
@@ -110,6 +109,7 @@ def verify_store(
         bad: list[bytes] = []
         num_deleted = done_bytes = 0
         began_at = said_at = time.perf_counter()
+        yield Progress("verifying", 0, total_bytes)
         for key in keys:
             found = store.verify_one(key)
             if found is None:
@@ -173,10 +173,8 @@ def _opened(folder: Path, owner: int, cipher: Cipher | None = None) -> Iterator[
     except StoreInUse as error:
         whose = str(error).partition(";")[0]
         raise StoreInUse(f"{whose}; stop that first. kvtier stats works meanwhile") from error
-    except struct.error as error:
-        raise IndexDamaged(f"store {folder} is damaged, a row of its index makes no sense: {error}") from error
     except OSError as error:
-        if isinstance(error.__cause__, DAMAGE):
+        if isinstance(error.__cause__, (*DAMAGE, *NONSENSE)):
             why = f"store {folder} is damaged, the next engine that opens it starts empty: {error.__cause__}"
             raise StoreLost(why) from error
         if error.errno is None:  # not the system's: nobody can vouch for the file, and the message says why

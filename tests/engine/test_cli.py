@@ -27,13 +27,25 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return status, *capsys.readouterr()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"]])
-def test_help_shows_examples(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "example"),
+    [
+        (["--help"], "kvtier demo --json"),
+        (["--help"], "kvtier check ~/.cache/kvtier"),
+        (["demo", "--help"], "kvtier demo --json"),
+        (["check", "--help"], "kvtier check ~/.cache/kvtier --fix"),
+        (["stats", "--help"], "kvtier stats ~/.cache/kvtier --json"),
+        (["store", "--help"], "kvtier store ls ~/.cache/kvtier"),
+        (["store", "ls", "--help"], "kvtier store ls ~/.cache/kvtier"),
+        (["store", "rm", "--help"], "kvtier store rm ~/.cache/kvtier --all-but"),
+    ],
+)
+def test_help_shows_examples(capsys: pytest.CaptureFixture[str], arguments: list[str], example: str) -> None:
     status, out, err = run(capsys, *arguments)
 
     assert (status, err) == (0, "")
     assert "examples:" in out
-    assert "kvtier demo --json" in out
+    assert example in out
 
 
 def test_help_needs_neither_torch_nor_transformers() -> None:
@@ -79,6 +91,10 @@ def test_the_command_starts_from_a_shell_and_ends_with_2_on_a_mistake() -> None:
         (["demo", "--device", "tpu"], "--device"),
         (["nonsense"], "nonsense"),
         ([], "COMMAND"),
+        (["check"], "STORE"),
+        (["stats", "/no/such/store"], "/no/such/store"),
+        (["store"], "COMMAND"),
+        (["store", "rm", "/no/such/store"], "--namespace"),
         (["demo", "--tokens", "999"], "1000 or more"),
         (["demo", "--tokens", "-5"], "1000 or more"),
         (["demo", "--model", "/no/such/model"], "/no/such/model"),

@@ -209,9 +209,11 @@ def test_a_flipped_byte_on_disk_is_recomputed_and_reported(tmp_path: Path) -> No
     config = configuration(tmp_path, 2.0, 2.0)
     with LLM(model, config, byte_tokenizer()) as llm:
         llm.generate(prompt, GREEDY)
-    with LmdbStore(tmp_path / "store", 64 << 20) as store:
+    with LmdbStore(tmp_path / "store") as store:
         keys = [key for key in store.keys() if key[-1] == FULL_GROUP]  # noqa: SIM118  # no dict
-    flip(tmp_path / "store", keys[len(keys) // 2])
+        place = store.place(keys[len(keys) // 2])
+    assert place is not None
+    flip(place)
 
     with LLM(model, config, byte_tokenizer()) as llm:
         done = llm.generate(prompt, GREEDY)[0]
@@ -222,15 +224,13 @@ def test_a_flipped_byte_on_disk_is_recomputed_and_reported(tmp_path: Path) -> No
     assert statistics.cache.tiers["disk"].corrupt == {"corrupt": 1}
 
 
-def flip(folder: Path, key: bytes) -> None:
-    import lmdb
-
-    with lmdb.open(str(folder), max_dbs=8, map_size=1 << 30) as environment:
-        payloads = environment.open_db(b"payloads")
-        with environment.begin(db=payloads, write=True) as transaction:
-            payload = bytearray(transaction.get(key))
-            payload[7] ^= 1
-            transaction.put(key, bytes(payload))
+def flip(place: tuple[Path, int, int]) -> None:
+    path, offset, _ = place
+    with path.open("r+b") as file:
+        file.seek(offset + 7)
+        (byte,) = file.read(1)
+        file.seek(offset + 7)
+        file.write(bytes([byte ^ 1]))
 
 
 @pytest.mark.parametrize(

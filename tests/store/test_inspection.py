@@ -240,7 +240,7 @@ def test_a_broken_tree_is_a_store_that_is_lost(tmp_path: Path) -> None:
     LmdbStore(tmp_path, CAPACITY_BYTES).close()
     (tmp_path / "data.mdb").write_bytes(b"no LMDB file " * 1000)
 
-    with pytest.raises(StoreLost, match="starts empty"):
+    with pytest.raises(StoreLost, match="is damaged"):
         inspect(tmp_path)
 
 

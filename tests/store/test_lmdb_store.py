@@ -16,6 +16,7 @@ from store_cases import blob_of, key_of, kv_bytes, oldest_first
 from kvtier.store import data_file, lmdb_store
 from kvtier.store.blob_store import StoreFull
 from kvtier.store.boot_mark import BootMark, FileState, current_boot_id
+from kvtier.store.durability import Durability
 from kvtier.store.lmdb_store import LmdbStore
 from kvtier.store.owner_lock import StoreInUse
 from kvtier.store.record import Fault, digest
@@ -296,4 +297,144 @@ def test_a_broken_tree_is_an_error_now_and_an_empty_store_next_time(
     with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
         assert oldest_first(store) == []
         store.put_many([blob_of(1)])
+        store.check()
+
+
+def test_a_boot_mark_that_cannot_be_read_is_an_error_and_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> str:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
+        store.put_many([blob_of(1)])
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "read_text", fail)
+
+        with pytest.raises(OSError, match="Input/output error") as error:
+            LmdbStore(tmp_path, CAPACITY_BYTES)
+
+    assert "\n" not in str(error.value)
+    with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
+        assert oldest_first(store) == [key_of(1)]
+
+
+def test_what_was_evicted_by_a_call_that_failed_is_told_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes: list[int] = []
+    write = Slabs.write
+
+    def fail_the_second(slabs: Slabs, slots: list[Slot], values: list[memoryview]) -> None:
+        writes.append(len(slots))
+        if len(writes) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        write(slabs, slots, values)
+
+    with LmdbStore(tmp_path, 4 << 20) as store:
+        first = [blob_of(n, 500_000) for n in range(8)]
+        store.put_many(first)
+        monkeypatch.setattr(Slabs, "write", fail_the_second)
+
+        with pytest.raises(OSError, match="Input/output error"):
+            store.put_many([blob_of(n, 500_000) for n in range(10, 14)])  # two parts or more
+        gone = {blob.key for blob in first} - set(store.keys())
+        assert gone
+
+        assert gone <= set(store.put_many([blob_of(20)]))
+
+
+@pytest.mark.parametrize("durability", list(Durability))
+def test_an_index_that_lmdb_gave_up_is_opened_again_and_nothing_is_lost(tmp_path: Path, durability: Durability) -> None:
+    with LmdbStore(tmp_path, CAPACITY_BYTES, durability=durability) as store:
+        store.put_many([blob_of(1)])
+        store.sync()
+        for act in (
+            lambda: oldest_first(store),
+            store.statistics,
+            lambda: store.put_many([blob_of(2)]),
+            store.sync,
+            lambda: list(store.verify()),
+        ):
+            before = store._tables
+            store._has_panicked = True
+
+            act()
+
+            assert store._tables is not before
+        assert store.read_many([key_of(1)], [memoryview(bytearray(20_000))]) == [blob_of(1).digest]
+        store.sync()
+        store.check()
+
+    with LmdbStore(tmp_path, CAPACITY_BYTES, durability=durability) as store:
+        assert oldest_first(store) == [key_of(1), key_of(2)]
+
+
+def test_an_index_that_cannot_be_opened_again_yet_is_an_error_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
+        store.put_many([blob_of(1)])
+        with monkeypatch.context() as broken:
+            broken.setattr(data_file, "reopened", fail)
+            store._has_panicked = True
+            for _ in range(2):
+                assert store.read_many([key_of(1)], [memoryview(bytearray(20_000))]) == [Fault.IO_ERROR]
+                for act in (store.keys, store.statistics, store.check, lambda: store.delete([key_of(1)])):
+                    with pytest.raises(OSError, match="Input/output error"):
+                        act()
+
+        assert store.read_many([key_of(1)], [memoryview(bytearray(20_000))]) == [blob_of(1).digest]
+        store.check()
+
+
+def test_reads_beside_an_index_that_is_opened_again_and_again_wait_for_nobody_forever(tmp_path: Path) -> None:
+    with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
+        store.put_many([blob_of(n) for n in range(8)])
+        stop = threading.Event()
+        problems: list[object] = []
+
+        def read() -> None:
+            while not stop.is_set():
+                results = store.read_many([key_of(3)], [memoryview(bytearray(20_000))])
+                if results != [blob_of(3).digest] or len(list(store.verify())) < 8:
+                    problems.append(results)
+
+        readers = [threading.Thread(target=read) for _ in range(3)]
+        for reader in readers:
+            reader.start()
+        for number in range(50):
+            store._has_panicked = True
+            store.put_many([blob_of(10 + number)])
+        stop.set()
+        for reader in readers:
+            reader.join(timeout=20)
+
+        assert not any(reader.is_alive() for reader in readers)
+        assert problems == []
+        store.check()
+
+
+@pytest.mark.parametrize("durability", list(Durability))
+def test_all_that_is_there_can_be_deleted_when_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: Durability
+) -> None:
+    def refuse(file: int, start: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with LmdbStore(tmp_path, 64 << 20, durability=durability, interval_s=3600.0) as store:
+        for first in range(0, 6000, 100):
+            store.put_many([blob_of(n, 1000) for n in range(first, first + 100)])
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+        store._tables._reserved_bytes = store._tables._used_bytes() + (2 << 20)
+
+        keys = list(store.keys())
+        random.Random(1).shuffle(keys)
+        assert store.delete(keys) == len(keys) == 6000
+
+        assert store._tables._used_bytes() <= store._tables._reserved_bytes
+        assert oldest_first(store) == []
         store.check()
