@@ -2,7 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow planted-bugs bench check format clean
+SEED ?=
+KILLS ?= 200
+
+.PHONY: demo test test-slow torture planted-bugs bench check format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -17,6 +20,10 @@ test: .venv/installed
 
 test-slow: .venv/installed
 	$(BIN)/pytest -q -m slow
+
+# The store under fire, in its long form: make torture SEED=1 KILLS=200. What fails says its seed.
+torture: .venv/installed
+	TORTURE_SEED=$(SEED) TORTURE_KILLS=$(KILLS) $(BIN)/pytest -q -s -m slow tests/torture
 
 planted-bugs: .venv/installed
 	$(BIN)/python tests/planted_bugs.py
