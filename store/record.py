@@ -21,6 +21,7 @@ _VERSION = 2
 _FIELDS = struct.Struct("<4sHHB8s16sQQ16s")
 _START = struct.pack("<4sH", _MAGIC, _VERSION)  # where both stand in every version
 _CHECKSUM_BYTES = 8
+_PIECE_BYTES = 64 << 10
 HEADER_BYTES = _FIELDS.size + _CHECKSUM_BYTES  # 73
 
 
@@ -45,11 +46,18 @@ _RECORD_MAY_BE_FINE = frozenset({Fault.MISSING, Fault.KEY, Fault.IO_ERROR})
 
 
 def digest(data: "ReadableBuffer") -> bytes:
-    """Digest of *data* (xxh3_128, 16 bytes), read in place; 0.38 of the time of copying it.
+    """Digest of *data* (xxh3_128, 16 bytes; contiguous), read in place; 0.38 of the time of copying it.
 
-    Finds damage, not malice: xxh3 is no cryptographic hash.
+    Finds damage, not malice: xxh3 is no cryptographic hash. In pieces so small that the interpreter's lock is kept:
+    giving it up for 30 us a megabyte, and waiting for it beside a busy thread, took five times as long.
     """
-    return xxhash.xxh3_128_digest(data)
+    view = memoryview(data)
+    if view.nbytes <= _PIECE_BYTES:
+        return xxhash.xxh3_128_digest(view)
+    view, running = view.cast("B"), xxhash.xxh3_128()
+    for start in range(0, len(view), _PIECE_BYTES):
+        running.update(view[start : start + _PIECE_BYTES])
+    return running.digest()
 
 
 class Record(NamedTuple):
