@@ -18,7 +18,7 @@ def run(folder: Path) -> None:
     config = {
         "device": {"capacity": 2 * TOKENS_PER_PROMPT * BYTES_PER_TOKEN, "block_size": 16},
         "host": {"capacity": 2 * TOKENS_PER_PROMPT * BYTES_PER_TOKEN},
-        "disk": {"path": str(folder), "capacity": "8MiB"},
+        "disk": {"path": str(folder), "capacity": "16MiB"},
         "scheduler": {"prefill_chunk": 64},
     }
     rng = random.Random()

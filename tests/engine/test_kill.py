@@ -36,6 +36,8 @@ def read_until(process: subprocess.Popen[str], word: str) -> str:
     for line in process.stdout:
         if line.strip() == word:
             return before
+        if line.strip() == "gone":
+            break
         before = line.strip()
     raise AssertionError(f"the engine ended before it said {word!r}")
 
@@ -57,7 +59,7 @@ def test_twenty_kills_during_spills_lose_no_record_and_leave_nothing_in_shared_m
         os.kill(pid, signal.SIGKILL)
         read_until(engines, "gone")
 
-        with LmdbStore(folder, 8 << 20) as store:
+        with LmdbStore(folder) as store:
             store.check()
             faults = {key: fault for key, fault in store.verify() if fault is not None}
             num_verified += store.statistics().num_records
