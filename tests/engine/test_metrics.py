@@ -7,14 +7,13 @@ import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
-import lmdb
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from small_models import VOCAB, byte_tokenizer
 from transformers import PreTrainedModel
 
 from kvtier.engine import LLM, AsyncLLM, Completion, SamplingParams
-from kvtier.tiers.disk_tier import GROUP_BYTES, NAMESPACE_BYTES
+from kvtier.store.lmdb_store import LmdbStore
 from kvtier.tiers.statistics import TokenBalance
 from kvtier.tiers.tier import Tier
 
@@ -79,14 +78,15 @@ def ask_around(llm: LLM) -> list[Completion]:
 
 
 def flip_a_byte_of_a_block(folder: Path, name: bytes) -> None:
-    with lmdb.open(str(folder), max_dbs=8, map_size=1 << 30) as environment:
-        payloads = environment.open_db(b"payloads")
-        with environment.begin(db=payloads, write=True) as transaction:
-            for key in list(transaction.cursor().iternext(values=False)):
-                if key[NAMESPACE_BYTES:-GROUP_BYTES] == name:
-                    payload = bytearray(transaction.get(key))
-                    payload[7] ^= 1
-                    transaction.put(key, bytes(payload))
+    with LmdbStore(folder) as store:
+        places = [store.place(key) for key in store.keys() if key[16:-4] == name]  # noqa: SIM118  # no dict
+    for place in places:
+        assert place is not None
+        with place[0].open("r+b") as file:
+            file.seek(place[1] + 7)
+            (byte,) = file.read(1)
+            file.seek(place[1] + 7)
+            file.write(bytes([byte ^ 1]))
 
 
 def test_token_counters_equal_the_sums_over_all_completions(model: PreTrainedModel, tmp_path: Path, port: int) -> None:

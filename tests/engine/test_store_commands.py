@@ -543,7 +543,7 @@ def test_check_shows_its_progress_on_a_terminal(many: Path) -> None:
 
 def test_ctrl_c_ends_a_check_and_leaves_the_store_closed(many: Path, tmp_path: Path) -> None:
     store = Path(shutil.copytree(many, tmp_path / "store"))
-    for _ in range(10):
+    for _ in range(60):
         with start("check", store) as check:
             wait_until_open(store, check)
             with suppress(ProcessLookupError):
