@@ -11,10 +11,9 @@ from kvtier.store.boot_mark import BootMark, FileState, current_boot_id, sync_fo
 from kvtier.store.checkpoint import restore
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb_tables import MAX_DBS, Tables
-from kvtier.store.slab import Slabs
+from kvtier.store.slab import PAGE_BYTES, Slabs
 
 DATA = "data.mdb"
-PAGE_BYTES = 4096
 BESIDES_BYTES = 1 << 20  # at most: marks, lock files, the file system's own blocks for the files
 _LEAST_INDEX_BYTES = 8 << 20
 # The tree itself is broken, not one payload; a file like this is not opened again. (Bad transaction:

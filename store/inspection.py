@@ -14,7 +14,8 @@ import lmdb
 from kvtier.store.boot_mark import BootMark, FileState
 from kvtier.store.data_file import DAMAGE, DATA, NONSENSE
 from kvtier.store.durability import Durability
-from kvtier.store.lmdb_tables import Row, Tables
+from kvtier.store.lmdb_rows import Row
+from kvtier.store.lmdb_tables import Tables
 from kvtier.store.record import NAMESPACE_BYTES
 
 _ROWS_PER_LOOK = 4096  # of one read transaction, 10 ms: the owner cannot use pages again that it frees meanwhile

@@ -128,9 +128,9 @@ BUGS = [
     ),
     Bug(
         "slots of the last checkpoint may be overwritten",
-        "store/lmdb_store.py",
-        "Change(self._tables, txn, self._synced_change)",
-        "Change(self._tables, txn, None)",
+        "store/lmdb_files.py",
+        "Change(self.tables, txn, self._synced_change)",
+        "Change(self.tables, txn, None)",
         "tests/store/test_durability.py",
     ),
     Bug(
@@ -142,7 +142,7 @@ BUGS = [
     ),
     Bug(
         "a record may leave the disk before the one that continues it",
-        "store/lmdb_tables.py",
+        "store/lmdb_change.py",
         "        if row.parent and row.parent not in coming:\n            self.mark(row.parent)\n",
         "",
         "tests/store/test_store_contract.py",

@@ -25,8 +25,8 @@ from kvtier.store.blob_store import Blob
 from kvtier.store.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.cipher import Cipher
 from kvtier.store.durability import Durability
+from kvtier.store.lmdb_rows import Row
 from kvtier.store.lmdb_store import LmdbStore
-from kvtier.store.lmdb_tables import Row
 from kvtier.store.record import Fault, Record, digest
 from kvtier.store.seal import charged_bytes
 from kvtier.store.upkeep import Tally, Verification
@@ -71,9 +71,9 @@ def fill(folder: Path, counts: dict[bytes, int], cipher: Cipher | None = None) -
 
 def damage(folder: Path, fault: Fault, *keys: bytes) -> None:
     """Have the records of *keys* meet with *fault*: their headers say something else."""
-    with LmdbStore(folder) as store, store._tables.env.begin(write=True) as txn:
+    with LmdbStore(folder) as store, store._files.tables.env.begin(write=True) as txn:
         for key in keys:
-            packed = txn.get(key, db=store._tables.records)
+            packed = txn.get(key, db=store._files.tables.records)
             assert packed is not None
             header = Row.unpack(packed).header
             record = Record.unpack(key, header)
@@ -88,7 +88,7 @@ def damage(folder: Path, fault: Fault, *keys: bytes) -> None:
             other = Record(**told, **fields).pack(key)
             if fault is Fault.VERSION:
                 other = header[:4] + b"\x63\x00" + header[6:]
-            txn.put(key, packed.replace(header, other), db=store._tables.records)
+            txn.put(key, packed.replace(header, other), db=store._files.tables.records)
 
 
 def flip_a_byte(folder: Path, raw: memoryview) -> None:
@@ -252,10 +252,10 @@ def test_check_says_that_the_accounting_is_wrong_and_fix_that_it_is_right_again(
     capsys: pytest.CaptureFixture[str], store: Path
 ) -> None:
     damage(store, Fault.TORN, key_of(3, B))
-    with LmdbStore(store) as opened, opened._tables.env.begin(write=True) as txn:
-        row = txn.get(key_of(3, B), db=opened._tables.records)
+    with LmdbStore(store) as opened, opened._files.tables.env.begin(write=True) as txn:
+        row = txn.get(key_of(3, B), db=opened._files.tables.records)
         assert row is not None
-        txn.put(key_of(3, B), row + key_of(2, B), db=opened._tables.records)  # its parent, which is older
+        txn.put(key_of(3, B), row + key_of(2, B), db=opened._files.tables.records)  # its parent, which is older
 
     status, out, _ = run(capsys, "check", store)
     fixed_status, fixed_out, _ = run(capsys, "check", store, "--fix")
@@ -268,7 +268,7 @@ def test_check_says_that_the_accounting_is_wrong_and_fix_that_it_is_right_again(
 def test_check_says_that_the_accounting_is_wrong_where_every_record_is_fine(
     capsys: pytest.CaptureFixture[str], store: Path
 ) -> None:
-    with LmdbStore(store) as opened, opened._changing() as change:
+    with LmdbStore(store) as opened, opened._files.changing() as change:
         change.counters.num_records += 1
 
     status, out, _ = run(capsys, "check", store, "--fix")
@@ -491,8 +491,8 @@ def test_a_tree_that_lmdb_finds_broken_is_said_to_be_damaged(capsys: pytest.Capt
 
 
 def test_a_row_of_the_index_that_makes_no_sense_is_damage(capsys: pytest.CaptureFixture[str], store: Path) -> None:
-    with LmdbStore(store) as opened, opened._tables.env.begin(write=True) as txn:
-        txn.put(key_of(3, B), b"short", db=opened._tables.records)
+    with LmdbStore(store) as opened, opened._files.tables.env.begin(write=True) as txn:
+        txn.put(key_of(3, B), b"short", db=opened._files.tables.records)
 
     for command, meaning in (("stats", "kvtier check says"), ("check", "the next engine that opens it starts empty")):
         status, out, err = run(capsys, command, store)

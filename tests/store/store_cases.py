@@ -13,8 +13,9 @@ from kvtier.store.blob_store import Blob, BlobStore
 from kvtier.store.cipher import Cipher
 from kvtier.store.codec import Codec
 from kvtier.store.data_file import index_bytes
+from kvtier.store.lmdb_rows import _ROW, Row
 from kvtier.store.lmdb_store import LmdbStore
-from kvtier.store.lmdb_tables import _ROW, MAX_DBS, Row
+from kvtier.store.lmdb_tables import MAX_DBS
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import HEADER_BYTES, digest
 from kvtier.store.slab import Slabs
@@ -108,7 +109,7 @@ class LmdbCase:
     def _index(self, store: BlobStore) -> Iterator[tuple[Any, Any]]:
         """Environment and records; another process's as LMDB allows, once more here would be wrong."""
         if isinstance(store, LmdbStore):
-            yield store._tables.env, store._tables.records
+            yield store._files.tables.env, store._files.tables.records
             return
         env = lmdb.open(str(self.folder), map_size=index_bytes(10 << 20), max_dbs=MAX_DBS, writemap=True, sync=False)
         try:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from store_cases import blob_of, key_of, kv_bytes, oldest_first
 
-from kvtier.store import data_file, lmdb_store
+from kvtier.store import data_file, lmdb_files
 from kvtier.store.blob_store import StoreFull
 from kvtier.store.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.durability import Durability
@@ -82,7 +82,7 @@ def test_reopening_keeps_records_recency_and_totals(tmp_path: Path) -> None:
 
 
 def test_a_smaller_capacity_evicts_the_oldest_at_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmdb_store, "_RECORDS_PER_CHANGE", 2)
+    monkeypatch.setattr(lmdb_files, "_RECORDS_PER_CHANGE", 2)
     with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
         store.put_many([blob_of(n) for n in range(9)])
 
@@ -282,7 +282,7 @@ def test_a_broken_tree_is_an_error_now_and_an_empty_store_next_time(
     store.close()
     store = LmdbStore(tmp_path, CAPACITY_BYTES)
     size = (tmp_path / "data.mdb").stat().st_size
-    used = store._tables._used_bytes()
+    used = store._files.tables._used_bytes()
     with (tmp_path / "data.mdb").open("r+b") as file:  # all tree pages behind the two meta pages
         file.seek(8192)
         file.write(bytes(used - 8192))
@@ -356,12 +356,12 @@ def test_an_index_that_lmdb_gave_up_is_opened_again_and_nothing_is_lost(tmp_path
             store.sync,
             lambda: list(store.verify()),
         ):
-            before = store._tables
-            store._has_panicked = True
+            before = store._files.tables
+            store._files._has_panicked = True
 
             act()
 
-            assert store._tables is not before
+            assert store._files.tables is not before
         assert store.read_many([key_of(1)], [memoryview(bytearray(20_000))]) == [blob_of(1).digest]
         store.sync()
         store.check()
@@ -380,7 +380,7 @@ def test_an_index_that_cannot_be_opened_again_yet_is_an_error_until_it_can(
         store.put_many([blob_of(1)])
         with monkeypatch.context() as broken:
             broken.setattr(data_file, "reopened", fail)
-            store._has_panicked = True
+            store._files._has_panicked = True
             for _ in range(2):
                 assert store.read_many([key_of(1)], [memoryview(bytearray(20_000))]) == [Fault.IO_ERROR]
                 for act in (store.keys, store.statistics, store.check, lambda: store.delete([key_of(1)])):
@@ -407,7 +407,7 @@ def test_reads_beside_an_index_that_is_opened_again_and_again_wait_for_nobody_fo
         for reader in readers:
             reader.start()
         for number in range(50):
-            store._has_panicked = True
+            store._files._has_panicked = True
             store.put_many([blob_of(10 + number)])
         stop.set()
         for reader in readers:
@@ -429,12 +429,12 @@ def test_all_that_is_there_can_be_deleted_when_the_disk_is_full(
         for first in range(0, 6000, 100):
             store.put_many([blob_of(n, 1000) for n in range(first, first + 100)])
         monkeypatch.setattr(os, "posix_fallocate", refuse)
-        store._tables._reserved_bytes = store._tables._used_bytes() + (2 << 20)
+        store._files.tables._reserved_bytes = store._files.tables._used_bytes() + (2 << 20)
 
         keys = list(store.keys())
         random.Random(1).shuffle(keys)
         assert store.delete(keys) == len(keys) == 6000
 
-        assert store._tables._used_bytes() <= store._tables._reserved_bytes
+        assert store._files.tables._used_bytes() <= store._files.tables._reserved_bytes
         assert oldest_first(store) == []
         store.check()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from store_cases import StoreCase, blob_of, key_of, kv_bytes, oldest_first
 
-from kvtier.store import data_file, lmdb_store, lmdb_tables, memory_store
+from kvtier.store import data_file, lmdb_change, lmdb_reader, memory_store
 from kvtier.store.blob_store import Blob, BlobStore
 from kvtier.store.cipher import Cipher
 from kvtier.store.codec import CODECS, NO_CODEC, Codec
@@ -179,7 +179,7 @@ def test_a_bad_record_replaced_before_it_could_be_deleted_stays(
         store.put_many([blob_of(1)])
         return Fault.CORRUPT
 
-    for module in (lmdb_store, memory_store):
+    for module in (lmdb_reader, memory_store):
         monkeypatch.setattr(module, "open_record", see_the_old_while_another_writes)
     read(store, key_of(1))
 
@@ -290,7 +290,7 @@ def test_a_prefix_outlives_what_was_added_to_it_later(case: StoreCase) -> None:
 
 
 def test_more_second_chances_than_fit_one_change(case: StoreCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmdb_tables, "_MOST_SECOND_CHANCES", 3)
+    monkeypatch.setattr(lmdb_change, "_MOST_SECOND_CHANCES", 3)
     with case.open(20 * charged_bytes(1000)) as store:
         store.put_many([blob_of(n, 1000) for n in range(20)])
         store.touch([key_of(n) for n in range(19)])
@@ -394,7 +394,7 @@ def test_a_call_beyond_a_quota_keeps_its_last_blobs(case: StoreCase) -> None:
 
 
 def test_a_quota_with_more_second_chances_than_fit_one_change(case: StoreCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmdb_tables, "_MOST_SECOND_CHANCES", 3)
+    monkeypatch.setattr(lmdb_change, "_MOST_SECOND_CHANCES", 3)
     charge = charged_bytes(1000)
     with case.open(100 * charge, {ANN: 10 * charge}) as store:
         store.put_many([replace(blob_of(n, 1000), tenant=ANN) for n in range(10)])

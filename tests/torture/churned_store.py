@@ -14,7 +14,7 @@ from fork_server import Say
 from lmdb_pages import used_bytes
 from torture_blocks import CHAIN_BLOCKS, KINDS, blob_of, chain, key_of, number_of, numbers_in, open_store, read_numbers
 
-from kvtier.store import lmdb_store
+from kvtier.store import lmdb_files
 from kvtier.store.codec import CODECS
 from kvtier.store.lmdb_store import LmdbStore
 from kvtier.store.record import Fault
@@ -40,7 +40,7 @@ def run(
 
     After turnover *pause_at* it waits until there is a file *go_on*.
     """
-    lmdb_store._CHECK_READERS_S = check_readers_s
+    lmdb_files._CHECK_READERS_S = check_readers_s
     churn = Churn(Path(folder), capacity_bytes, durability, random.Random(seed))
     say(unopened=held())
     for first in range(0, num_turnovers, turnovers_per_opening):

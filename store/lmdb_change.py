@@ -1,0 +1,233 @@
+"""The one transaction that changes all sub-databases of an LMDB store together."""
+
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from itertools import islice
+
+import lmdb
+
+from kvtier.store.blob_store import TENANT_BYTES, Blob
+from kvtier.store.lmdb_rows import COUNTERS_KEY, FREE, HOLE, NOBODY, SEQUENCE, SLOTS, TENANT_BYTES_OF, Row
+from kvtier.store.lmdb_tables import SPARE_PAGES, Tables
+from kvtier.store.seal import Sealed
+from kvtier.store.slab import PAGE_BYTES, Slot
+
+REMOVAL_BYTES = 8 << 20  # of pages that a change may make new that only removes: see `_MOST_SECOND_CHANCES`
+_SPARE_VALUE = bytes(PAGE_BYTES // 2)  # LMDB gives it a page of its own
+_ROWS_AT_ONCE = 16
+_MOST_SECOND_CHANCES = 512  # of one change: up to 3 index pages each, 6 MiB
+
+
+class Change:
+    """A write transaction under way: rows, payloads, order and accounts move together or not at all.
+
+    The order of leaving is CLOCK. One rule keeps what stays prefix-closed: a parent is newer than its child, or it is
+    marked. Whatever makes a record new marks its parent; so an unmarked oldest record has nothing that continues it,
+    and of one tenant, who has all of a chain, neither has the oldest.
+    """
+
+    def __init__(self, tables: Tables, txn: "lmdb.Transaction[bytes]", synced_change: int | None) -> None:
+        """Slots freed after *synced_change* must stay as they are: an accident would make them records again. None:
+        after the change before this one."""
+        self._tables = tables
+        self._txn = txn
+        self.counters = tables.counters(txn)
+        self._usable_before = self.counters.num_changes if synced_change is None else synced_change
+        self.counters.num_changes += 1
+        self._num_written = 0
+        self._tenants: dict[bytes, int] = {}  # charged bytes, of those that this change has looked at
+
+    def mark(self, key: bytes) -> bool:
+        """Let *key* be passed over once when room is made; False if it is not there."""
+        packed = self._txn.get(key, db=self._tables.records) if key else None
+        if packed is None:
+            return False
+        row = Row.unpack(packed)
+        if not row.is_marked:
+            self._txn.put(key, row._replace(is_marked=True).pack(), db=self._tables.records)
+        return True
+
+    def allocate(self, num_bytes: int, num_slots: int, limit_bytes: int) -> tuple[list[Slot], list[Slot]]:
+        """Slots of that size to write to; and slots whose room must be punched out first, as all may take only
+        *limit_bytes*. `lmdb.MapFullError` if they cannot be had."""
+        numbers = [number for _, _, number in self._take_free(num_bytes, num_slots)]
+        slots = [Slot(num_bytes, number) for number in numbers]
+        missing = num_slots - len(slots)
+        self.counters.slab_bytes += missing * num_bytes
+        to_punch = self.give_back(limit_bytes) if missing else []
+        if missing and self.counters.slab_bytes > limit_bytes:
+            raise lmdb.MapFullError("no slot is free")
+        return slots + self._new_slots(num_bytes, missing), to_punch
+
+    def give_back(self, limit_bytes: int) -> list[Slot]:
+        """Free slots whose room must be punched out, so that all take *limit_bytes* at most, as far as possible."""
+        to_punch: list[Slot] = []
+        while self.counters.slab_bytes > limit_bytes and (found := self._take_free(None, 1)):
+            hole = Slot(found[0][0], found[0][2])
+            to_punch.append(hole)
+            self._txn.put(HOLE.pack(*hole), b"", db=self._tables.holes)
+            self.counters.slab_bytes -= hole.num_bytes
+        return to_punch
+
+    def add(self, sealed: Sealed, blob: Blob, slot: Slot, coming: Collection[bytes] = ()) -> None:
+        """A *blob* whose key is not there is in *slot*: the newest. A parent that is *coming* needs no mark."""
+        tenant = blob.tenant or NOBODY
+        self._append(sealed.key, Row(0, sealed.charged_bytes, False, tenant, slot, sealed.header, blob.parent), coming)
+        self.counters.num_records += 1
+        self.counters.stored_bytes += sealed.charged_bytes
+        self._num_written += sealed.payload.nbytes
+        self._charge(tenant, sealed.charged_bytes)
+
+    def forget(self, key: bytes) -> bool:
+        """Remove *key*; False if it is not there."""
+        packed = self._txn.pop(key, db=self._tables.records)
+        if packed is None:
+            return False
+        self._left(Row.unpack(packed))
+        return True
+
+    def evict(self, limit_bytes: int, max_records: int = sys.maxsize) -> list[bytes]:
+        """Remove the oldest until no more than *limit_bytes* are stored, at most *max_records* of them.
+
+        What is marked gets a second chance instead. Of these there are only so many in one change: look at
+        `counters` for whether more changes are needed.
+        """
+        return self._turn(lambda: self.counters.stored_bytes > limit_bytes, max_records, None)
+
+    def evict_tenant(self, tenant: bytes, limit_bytes: int) -> list[bytes]:
+        """The same among the records of one tenant, until that has no more than *limit_bytes*."""
+        return self._turn(lambda: self.bytes_of(tenant) > limit_bytes, sys.maxsize, tenant)
+
+    def bytes_of(self, tenant: bytes) -> int:
+        """What the tenant has, charged as in `Counters.stored_bytes`."""
+        if tenant not in self._tenants:
+            packed = self._txn.get(tenant, db=self._tables.tenants)
+            self._tenants[tenant] = 0 if packed is None else TENANT_BYTES_OF.unpack(packed)[0]
+        return self._tenants[tenant]
+
+    def leave_spare_pages(self) -> None:
+        """Use as many pages as must be left and give them back; `lmdb.MapFullError` if they are not there.
+
+        A deletion needs pages of its own: a map filled to the last page could never be emptied again.
+        """
+        spares = [b"spare" + bytes([number]) for number in range(SPARE_PAGES)]
+        for spare in spares:
+            self._txn.put(spare, _SPARE_VALUE, db=self._tables.ledger)
+        for spare in spares:
+            self._txn.delete(spare, db=self._tables.ledger)
+
+    def write_accounts(self) -> None:
+        """The last act of every change."""
+        if self._num_written:
+            self.counters.wrote(self._num_written, time.time())
+        self._txn.put(COUNTERS_KEY, self.counters.pack(), db=self._tables.ledger)
+        for tenant, num_bytes in self._tenants.items():
+            if num_bytes:
+                self._txn.put(tenant, TENANT_BYTES_OF.pack(num_bytes), db=self._tables.tenants)
+            else:
+                self._txn.delete(tenant, db=self._tables.tenants)
+
+    def _turn(self, is_too_much: Callable[[], bool], max_records: int, tenant: bytes | None) -> list[bytes]:
+        """Go through the order, oldest first, of one *tenant* or of all."""
+        evicted: list[bytes] = []
+        num_chances = 0
+        order = self._in_order(tenant)
+        while len(evicted) < max_records and is_too_much():
+            found = next(order, None)
+            if found is None:
+                raise lmdb.CorruptedError("the ledger counts what no record has")
+            position, key = found
+            if not key:
+                raise lmdb.CorruptedError("a place in the order is nobody's")
+            packed = self._txn.get(key, db=self._tables.records)
+            if packed is None:  # `check` says so, and this must not spin
+                self._txn.delete(position, db=self._tables.order)
+                continue
+            row = Row.unpack(packed)
+            if not row.is_marked:
+                self._txn.delete(key, db=self._tables.records)
+                self._left(row)
+                evicted.append(key)
+            elif num_chances == _MOST_SECOND_CHANCES:
+                break
+            else:
+                num_chances += 1
+                self._txn.delete(position, db=self._tables.order)
+                self._append(key, row._replace(is_marked=False))
+        self.counters.evicted_total += len(evicted)
+        return evicted
+
+    def _in_order(self, tenant: bytes | None) -> Iterator[tuple[bytes, bytes]]:
+        """Place and key of each record, or of each of a *tenant*, oldest first; the order may change meanwhile."""
+        after = b""
+        while True:
+            with self._txn.cursor(db=self._tables.order) as cursor:
+                rows = islice(cursor, _ROWS_AT_ONCE) if cursor.set_range(after) else iter(())
+                page = list(rows)
+            for place, owned in page:
+                if place < after:  # we should never end
+                    raise lmdb.CorruptedError("the order is out of order")
+                after = place + b"\0"
+                if tenant is None or owned.startswith(tenant):
+                    yield place, owned[TENANT_BYTES:]
+            if not page:
+                return
+
+    def _left(self, row: Row) -> None:
+        """A record is gone: so go its place and its charge, and its slot is free."""
+        self._txn.delete(SEQUENCE.pack(row.sequence), db=self._tables.order)
+        freed = FREE.pack(row.slot.num_bytes, self.counters.num_changes, row.slot.number)
+        self._txn.put(freed, b"", db=self._tables.free)
+        self.counters.num_records -= 1
+        self.counters.stored_bytes -= row.charged_bytes
+        self._charge(row.tenant, -row.charged_bytes)
+
+    def _take_free(self, num_bytes: int | None, most: int) -> list[tuple[int, int, int]]:
+        """Up to *most* free slots of that size (None: of any) that may be written to, taken from the table."""
+        found: list[tuple[int, int, int]] = []
+        start = b"" if num_bytes is None else FREE.pack(num_bytes, 0, 0)
+        with self._txn.cursor(db=self._tables.free) as cursor:
+            if cursor.set_range(start):
+                for packed in cursor.iternext(values=False):
+                    size, change, number = FREE.unpack(packed)
+                    if len(found) == most or (num_bytes is not None and size != num_bytes):
+                        break
+                    if change <= self._usable_before:
+                        found.append((size, change, number))
+                    elif num_bytes is not None:
+                        break  # what follows was freed later still
+        for slot in found:
+            self._txn.delete(FREE.pack(*slot), db=self._tables.free)
+        return found
+
+    def _new_slots(self, num_bytes: int, num_slots: int) -> list[Slot]:
+        """Slots that take no room so far: holes, and then the end of the slab."""
+        if not num_slots:
+            return []
+        with self._txn.cursor(db=self._tables.holes) as cursor:
+            is_there = cursor.set_range(HOLE.pack(num_bytes, 0))
+            rows = islice(cursor.iternext(values=False), num_slots) if is_there else ()
+            slots = [slot for packed in rows if (slot := Slot(*HOLE.unpack(packed))).num_bytes == num_bytes]
+        for slot in slots:
+            self._txn.delete(HOLE.pack(*slot), db=self._tables.holes)
+        size = num_bytes.to_bytes(4, "big")
+        packed = self._txn.get(size, db=self._tables.slabs)
+        end = 0 if packed is None else SLOTS.unpack(packed)[0]
+        missing = num_slots - len(slots)
+        self._txn.put(size, SLOTS.pack(end + missing), db=self._tables.slabs)
+        return slots + [Slot(num_bytes, number) for number in range(end, end + missing)]
+
+    def _charge(self, tenant: bytes, num_bytes: int) -> None:
+        if tenant != NOBODY:
+            self._tenants[tenant] = self.bytes_of(tenant) + num_bytes
+
+    def _append(self, key: bytes, row: Row, coming: Collection[bytes] = ()) -> None:
+        """Make *key* the newest."""
+        sequence = self.counters.next_sequence
+        self.counters.next_sequence += 1
+        self._txn.put(key, row._replace(sequence=sequence).pack(), db=self._tables.records)
+        if not self._txn.put(SEQUENCE.pack(sequence), row.tenant + key, append=True, db=self._tables.order):
+            raise lmdb.CorruptedError("the newest in the order is newer than all records")
+        if row.parent and row.parent not in coming:
+            self.mark(row.parent)
