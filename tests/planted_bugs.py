@@ -103,7 +103,7 @@ BUGS = [
         "tiers/cache.py",
         "pool.release([table[start + place]])\n            table[start + place] = holder\n",
         "pool.release([holder])\n",
-        "tests/tiers/test_cache_random.py",
+        "tests/tiers/test_cache.py",
     ),
     Bug(
         "a part of a block is shared with prompts of another salt",
