@@ -29,14 +29,14 @@ class Bug:
 BUGS = [
     Bug(
         "a promoted block is published although its copy failed",
-        "tiers/promoter.py",
+        "tiers/arrivals.py",
         "outcomes = transfer.result if transfer.error is None else [None] * len(batch)",
         "outcomes = transfer.result if transfer.error is None else [True] * len(batch)",
         "tests/tiers",
     ),
     Bug(
         "host blocks are uploaded without looking at their digest",
-        "tiers/promoter.py",
+        "tiers/arrivals.py",
         "good = [digest(memory.host_block(slot)) == known for",
         "good = [bool(known) for",
         "tests/tiers/test_cache_random.py",
@@ -50,7 +50,7 @@ BUGS = [
     ),
     Bug(
         "a block can be found before its bytes have arrived",
-        "tiers/promoter.py",
+        "tiers/arrivals.py",
         "        self._arrivals[group_id][name] = arrival\n",
         "        self._arrivals[group_id][name] = arrival\n"
         "        self._residency.device.pools[group_id].commit([device_slot], [name])\n",
