@@ -55,7 +55,7 @@ class StoreStatistics:
     written_lately_bytes: int  # * of these about what the last day saw: older ones count less and less
     read_bytes_total: int  # raw bytes that were read and verified
     evicted_total: int  # * records
-    tenants: Mapping[bytes, int]  # * bytes stored of each, charged as in `stored_bytes`
+    tenants: Mapping[bytes, int]  # * bytes stored of those with a quota, charged as in `stored_bytes`
     faults: Mapping[Fault, int]  # failed reads by cause; `missing` is no failure and not counted
 
 

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
-_LAYOUT = "kvtier-store-4"  # the sub-databases and their rows; record headers have a version of their own
+_LAYOUT = "kvtier-store-5"  # the sub-databases and their rows; record headers have a version of their own
 _NAME = "boot_mark"
 
 

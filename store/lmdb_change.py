@@ -1,13 +1,12 @@
 """The one transaction that changes all sub-databases of an LMDB store together."""
 
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from itertools import islice
 
 import lmdb
 
-from kvtier.store.blob_store import TENANT_BYTES, Blob
+from kvtier.store.blob_store import MAX_KEY_BYTES, TENANT_BYTES, Blob
 from kvtier.store.lmdb_rows import COUNTERS_KEY, FREE, HOLE, NOBODY, SEQUENCE, SLOTS, TENANT_BYTES_OF, Row
 from kvtier.store.lmdb_tables import SPARE_PAGES, Tables
 from kvtier.store.seal import Sealed
@@ -40,7 +39,7 @@ class Change:
 
     def mark(self, key: bytes) -> bool:
         """Let *key* be passed over once when room is made; False if it is not there."""
-        packed = self._txn.get(key, db=self._tables.records) if key else None
+        packed = self._txn.get(key, db=self._tables.records) if 0 < len(key) <= MAX_KEY_BYTES else None
         if packed is None:
             return False
         row = Row.unpack(packed)
@@ -81,23 +80,23 @@ class Change:
 
     def forget(self, key: bytes) -> bool:
         """Remove *key*; False if it is not there."""
-        packed = self._txn.pop(key, db=self._tables.records)
+        packed = self._txn.pop(key, db=self._tables.records) if 0 < len(key) <= MAX_KEY_BYTES else None
         if packed is None:
             return False
         self._left(Row.unpack(packed))
         return True
 
-    def evict(self, limit_bytes: int, max_records: int = sys.maxsize) -> list[bytes]:
-        """Remove the oldest until no more than *limit_bytes* are stored, at most *max_records* of them.
+    def evict(self, limit_bytes: int, most: int) -> list[bytes]:
+        """Remove the oldest until no more than *limit_bytes* are stored, at most so many of them.
 
-        What is marked gets a second chance instead. Of these there are only so many in one change: look at
+        What is marked gets a second chance instead. Of these, too, there are only so many in one change: look at
         `counters` for whether more changes are needed.
         """
-        return self._turn(lambda: self.counters.stored_bytes > limit_bytes, max_records, None)
+        return self._turn(lambda: self.counters.stored_bytes > limit_bytes, most, NOBODY)
 
-    def evict_tenant(self, tenant: bytes, limit_bytes: int) -> list[bytes]:
+    def evict_tenant(self, tenant: bytes, limit_bytes: int, most: int) -> list[bytes]:
         """The same among the records of one tenant, until that has no more than *limit_bytes*."""
-        return self._turn(lambda: self.bytes_of(tenant) > limit_bytes, sys.maxsize, tenant)
+        return self._turn(lambda: self.bytes_of(tenant) > limit_bytes, most, tenant)
 
     def bytes_of(self, tenant: bytes) -> int:
         """What the tenant has, charged as in `Counters.stored_bytes`."""
@@ -128,21 +127,21 @@ class Change:
             else:
                 self._txn.delete(tenant, db=self._tables.tenants)
 
-    def _turn(self, is_too_much: Callable[[], bool], max_records: int, tenant: bytes | None) -> list[bytes]:
-        """Go through the order, oldest first, of one *tenant* or of all."""
+    def _turn(self, is_too_much: Callable[[], bool], most: int, tenant: bytes) -> list[bytes]:
+        """Go through the order, oldest first, of one *tenant* or, for NOBODY, of all."""
         evicted: list[bytes] = []
         num_chances = 0
         order = self._in_order(tenant)
-        while len(evicted) < max_records and is_too_much():
+        while len(evicted) < most and is_too_much():
             found = next(order, None)
             if found is None:
                 raise lmdb.CorruptedError("the ledger counts what no record has")
-            position, key = found
+            position, owner, key = found
             if not key:
                 raise lmdb.CorruptedError("a place in the order is nobody's")
             packed = self._txn.get(key, db=self._tables.records)
             if packed is None:  # `check` says so, and this must not spin
-                self._txn.delete(position, db=self._tables.order)
+                self._leave_place(position, owner)
                 continue
             row = Row.unpack(packed)
             if not row.is_marked:
@@ -153,30 +152,39 @@ class Change:
                 break
             else:
                 num_chances += 1
-                self._txn.delete(position, db=self._tables.order)
+                self._leave_place(position, owner)
                 self._append(key, row._replace(is_marked=False))
         self.counters.evicted_total += len(evicted)
         return evicted
 
-    def _in_order(self, tenant: bytes | None) -> Iterator[tuple[bytes, bytes]]:
-        """Place and key of each record, or of each of a *tenant*, oldest first; the order may change meanwhile."""
-        after = b""
+    def _in_order(self, tenant: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
+        """Place, owner and key of each record, or of each of a *tenant*, oldest first; they may change meanwhile."""
+        is_all = tenant == NOBODY
+        db = self._tables.order if is_all else self._tables.owned
+        after = b"" if is_all else tenant
         while True:
-            with self._txn.cursor(db=self._tables.order) as cursor:
+            with self._txn.cursor(db=db) as cursor:
                 rows = islice(cursor, _ROWS_AT_ONCE) if cursor.set_range(after) else iter(())
-                page = list(rows)
-            for place, owned in page:
+                page = [(place, found) for place, found in rows if is_all or place.startswith(tenant)]
+            for place, found in page:
                 if place < after:  # we should never end
                     raise lmdb.CorruptedError("the order is out of order")
                 after = place + b"\0"
-                if tenant is None or owned.startswith(tenant):
-                    yield place, owned[TENANT_BYTES:]
+                if is_all:
+                    yield place, found[:TENANT_BYTES], found[TENANT_BYTES:]
+                else:
+                    yield place[TENANT_BYTES:], tenant, found
             if not page:
                 return
 
+    def _leave_place(self, position: bytes, owner: bytes) -> None:
+        self._txn.delete(position, db=self._tables.order)
+        if owner != NOBODY:
+            self._txn.delete(owner + position, db=self._tables.owned)
+
     def _left(self, row: Row) -> None:
         """A record is gone: so go its place and its charge, and its slot is free."""
-        self._txn.delete(SEQUENCE.pack(row.sequence), db=self._tables.order)
+        self._leave_place(SEQUENCE.pack(row.sequence), row.tenant)
         freed = FREE.pack(row.slot.num_bytes, self.counters.num_changes, row.slot.number)
         self._txn.put(freed, b"", db=self._tables.free)
         self.counters.num_records -= 1
@@ -229,5 +237,7 @@ class Change:
         self._txn.put(key, row._replace(sequence=sequence).pack(), db=self._tables.records)
         if not self._txn.put(SEQUENCE.pack(sequence), row.tenant + key, append=True, db=self._tables.order):
             raise lmdb.CorruptedError("the newest in the order is newer than all records")
+        if row.tenant != NOBODY:
+            self._txn.put(row.tenant + SEQUENCE.pack(sequence), key, db=self._tables.owned)
         if row.parent and row.parent not in coming:
             self.mark(row.parent)

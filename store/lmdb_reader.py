@@ -49,7 +49,10 @@ class LmdbReader:
             return self._read_share(pairs)
         size = -(-len(pairs) // num_shares)
         shares = [pairs[start : start + size] for start in range(0, len(pairs), size)]
-        return list(chain.from_iterable(self._threads.map(self._read_share, shares)))
+        try:
+            return list(chain.from_iterable(self._threads.map(self._read_share, shares)))
+        except RuntimeError as error:  # its threads have ended
+            raise ValueError("store is closed") from error
 
     def verify_one(self, key: bytes) -> tuple[int, Fault | None] | None:
         """Bytes read of a record and what is wrong with it; None if there is none. Deletes and counts nothing."""

@@ -51,9 +51,12 @@ class Counters:
     def wrote(self, num_bytes: int, now: float) -> None:
         """That much has been written."""
         self.written_bytes_total += num_bytes
-        fading = math.exp(-max(0.0, now - self.written_lately_at) / _DAY_S)
-        self.written_lately_bytes = int(self.written_lately_bytes * fading) + num_bytes
+        self.written_lately_bytes = self.lately_bytes(now) + num_bytes
         self.written_lately_at = now
+
+    def lately_bytes(self, now: float) -> int:
+        """`written_lately_bytes`, faded until *now*."""
+        return round(self.written_lately_bytes * math.exp(-max(0.0, now - self.written_lately_at) / _DAY_S))
 
 
 class Row(NamedTuple):

@@ -1,7 +1,9 @@
-"""A store in one LMDB file: the disk tier of one process."""
+"""A store of one LMDB index and files of slots beside it: the disk tier of one process."""
 
+import errno
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -15,23 +17,25 @@ from kvtier.store.codec import NO_CODEC, Codec
 from kvtier.store.codec_choice import CodecChoice
 from kvtier.store.durability import Durability
 from kvtier.store.group_commit import GroupCommit
-from kvtier.store.lmdb_change import Change
+from kvtier.store.lmdb_change import REMOVAL_BYTES, Change
 from kvtier.store.lmdb_files import LmdbFiles
 from kvtier.store.lmdb_reader import LmdbReader
 from kvtier.store.record import Fault
-from kvtier.store.seal import Sealed, charged_bytes, refuse_oversized, seal
+from kvtier.store.seal import Sealed, charged_bytes, most_charged_bytes, refuse_unfit, seal
 from kvtier.store.slab import PAGE_BYTES, Slot, slot_bytes
 
 _INDEX_PAGES = 8  # that one record's change may make new
+_EVICTED_PAGES = 3  # that an eviction may
+_MOST_EVICTED = 512  # of one change, and as many as it adds: see `REMOVAL_BYTES`
+_MOST_TRIES = 8  # to make room for one group
 _KEYS_PER_PAGE = 4096
 
 
 class _StillTooMuch(Exception):
-    """One change went through as much of the order as it may, and there is still no room for *new_bytes*."""
+    """One change went through as much of the order as it may, and there is still no room."""
 
-    def __init__(self, new_bytes: Mapping[bytes, int], evicted: list[bytes]) -> None:
+    def __init__(self, evicted: list[bytes]) -> None:
         super().__init__()
-        self.new_bytes = new_bytes
         self.evicted = evicted
 
 
@@ -80,15 +84,15 @@ class LmdbStore:
 
     def contains(self, key: bytes) -> bool:
         with self._files.reading() as txn:
-            return txn.get(key, db=self._files.tables.records) is not None
+            return self._files.tables.located(txn, key) is not None
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
-        refuse_oversized(blobs, self._capacity_bytes, self._cipher)
+        refuse_unfit(blobs, self._capacity_bytes, self._cipher)
         evicted: dict[bytes, None] = {}
         for part in _parts(blobs, data_file.part_bytes(self._capacity_bytes)):
             try:
                 gone = self._group.put(part)
-            except OSError as error:
+            except BaseException as error:
                 with self._files.writer:
                     self._gone = self._without_those_back(evicted) + self._gone  # whoever comes next is told
                     if isinstance(error, StoreFull):
@@ -147,7 +151,7 @@ class LmdbStore:
     def statistics(self) -> StoreStatistics:
         with self._files.reading() as txn:
             counters = self._files.tables.counters(txn)
-            tenants = self._files.tables.bytes_of_tenants(txn)
+            tenants = self._files.tables.bytes_of_tenants(txn, self._quotas)
             file_bytes = self._files.file_bytes()
         read_bytes_total, faults = self._reader.counted()
         return StoreStatistics(
@@ -156,7 +160,7 @@ class LmdbStore:
             capacity_bytes=self._capacity_bytes,
             file_bytes=file_bytes,
             written_bytes_total=counters.written_bytes_total,
-            written_lately_bytes=counters.written_lately_bytes,
+            written_lately_bytes=counters.lately_bytes(time.time()),
             read_bytes_total=read_bytes_total,
             evicted_total=counters.evicted_total,
             tenants=tenants,
@@ -201,41 +205,42 @@ class LmdbStore:
         try:
             self._put_at_once(group)
         except StoreFull:
-            self._make_room(2 * _charged_bytes(group))
+            self._make_room(2 * sum(most_charged_bytes(blob, self._cipher) for blob in group))
             self._put_at_once(group)
         gone, self._gone = self._gone, []
         return gone
 
     def _put_at_once(self, group: Sequence[Blob]) -> None:
         unique = {blob.key: blob for blob in group}.values()
+        most = _MOST_EVICTED + len(unique)
         syncing: list[Future[None]] = []
 
         def put(change: Change) -> tuple[list[bytes], set[bytes]]:
-            new = [blob for blob in unique if not change.mark(blob.key)]
+            new = _mark(change, unique)
             coming = {blob.key for blob in new}
-            for blob in new:
-                if blob.parent not in coming:  # nobody is evicted for what continues it
-                    change.mark(blob.parent)
             sealed = [seal(blob, self._codec, self._cipher) for blob in new]
             # First, so that new records come behind those that get a second chance for them.
             new_bytes: Counter[bytes] = Counter()
             for blob, one in zip(new, sealed, strict=True):
                 new_bytes[blob.tenant] += one.charged_bytes
-            evicted = self._evict(change, new_bytes)
+            evicted = self._evict(change, new_bytes, most)
             slots = self._write(change, sealed)
             if self._durability is Durability.COMMIT:  # beside the commit: their order does not matter, digests tell
                 syncing.append(self._syncer.submit(self._files.slabs.sync))
             for blob, one, slot in zip(new, sealed, slots, strict=True):
                 coming.discard(blob.key)
                 change.add(one, blob, slot, coming)
-            return evicted + self._evict(change, dict.fromkeys(new_bytes, 0)), {blob.key for blob in new}
+            return evicted + self._evict(change, dict.fromkeys(new_bytes, 0), most), {blob.key for blob in new}
 
-        index_bytes = _INDEX_PAGES * PAGE_BYTES * len(group)
-        try:
-            evicted, new = self._files.change(put, index_bytes)
-        except _StillTooMuch as too_much:
-            self._make_way(too_much.new_bytes)
-            evicted, new = self._files.change(put, index_bytes)
+        index_bytes = (_INDEX_PAGES + _EVICTED_PAGES) * PAGE_BYTES * len(unique)
+        for _ in range(_MOST_TRIES):
+            try:
+                evicted, new = self._files.change(put, index_bytes)
+                break
+            except _StillTooMuch:
+                self._make_way(unique)
+        else:
+            raise StoreFull(errno.ENOSPC, f"store: no room for {len(unique)} blocks after {_MOST_TRIES} tries")
         self._gone = [key for key in self._gone if key not in new] + evicted
         try:
             for sync in syncing:
@@ -259,28 +264,32 @@ class LmdbStore:
         self._files.slabs.write(placed, [one.payload for one in sealed])
         return placed
 
-    def _evict(self, change: Change, new_bytes: Mapping[bytes, int]) -> list[bytes]:
-        """Make room for that many bytes of each tenant; `_StillTooMuch` if one change cannot."""
+    def _evict(self, change: Change, new_bytes: Mapping[bytes, int], most: int) -> list[bytes]:
+        """Make room for that many bytes of each tenant; `_StillTooMuch` if *most* evictions do not."""
         evicted: list[bytes] = []
-        for tenant, quota in self._quotas.items():
-            if tenant in new_bytes:
-                limit_bytes = max(0, quota - new_bytes[tenant])
-                evicted += change.evict_tenant(tenant, limit_bytes)
+        for tenant, num_bytes in new_bytes.items():
+            if tenant in self._quotas and tenant:
+                limit_bytes = max(0, self._quotas[tenant] - num_bytes)
+                evicted += change.evict_tenant(tenant, limit_bytes, most)
                 if change.bytes_of(tenant) > limit_bytes:
-                    raise _StillTooMuch(new_bytes, evicted)
+                    raise _StillTooMuch(evicted)
         limit_bytes = max(0, self._capacity_bytes - sum(new_bytes.values()))
-        evicted += change.evict(limit_bytes)
+        evicted += change.evict(limit_bytes, most - len(evicted))
         if change.counters.stored_bytes > limit_bytes:
-            raise _StillTooMuch(new_bytes, evicted)
+            raise _StillTooMuch(evicted)
         return evicted
 
-    def _make_way(self, new_bytes: Mapping[bytes, int]) -> None:
-        """Make that room in as many changes as it takes."""
+    def _make_way(self, group: Collection[Blob]) -> None:
+        """Make room for *group* in as many changes as it takes. It is marked in each of them, since a mark lasts one
+        turn: nobody is evicted for what continues it."""
         is_done = False
         while not is_done:
-            with self._files.changing() as change:
+            with self._files.changing(REMOVAL_BYTES + _EVICTED_PAGES * PAGE_BYTES * len(group)) as change:
+                new_bytes: Counter[bytes] = Counter()
+                for blob in _mark(change, group):
+                    new_bytes[blob.tenant] += most_charged_bytes(blob, self._cipher)
                 try:
-                    evicted, is_done = self._evict(change, new_bytes), True
+                    evicted, is_done = self._evict(change, new_bytes, _MOST_EVICTED), True
                 except _StillTooMuch as too_much:
                     evicted = too_much.evicted
             self._gone += evicted
@@ -301,9 +310,14 @@ class LmdbStore:
         return list(evicted)
 
 
-def _charged_bytes(blobs: Sequence[Blob]) -> int:
-    """About as much as they will be charged; with encryption, a page each too little."""
-    return sum(charged_bytes(blob.raw.nbytes) for blob in blobs)
+def _mark(change: Change, group: Iterable[Blob]) -> list[Blob]:
+    """Mark those of *group* that are there, and the parents of the others; those others."""
+    new = [blob for blob in group if not change.mark(blob.key)]
+    coming = {blob.key for blob in new}
+    for blob in new:
+        if blob.parent not in coming:
+            change.mark(blob.parent)
+    return new
 
 
 def _parts(blobs: Sequence[Blob], most_bytes: int) -> Iterator[list[Blob]]:

@@ -2,28 +2,29 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
 import lmdb
 
-from kvtier.store.blob_store import TENANT_BYTES
+from kvtier.store.blob_store import MAX_KEY_BYTES, TENANT_BYTES
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb_rows import COUNTERS_KEY, FREE, HOLE, NOBODY, SEQUENCE, SLOTS, TENANT_BYTES_OF, Counters, Row
 from kvtier.store.slab import PAGE_BYTES, Slot
 
-MAX_DBS = 7
+MAX_DBS = 8
 SPARE_PAGES = 64  # left free by every change that adds: what a deletion of 8 records needs, three levels deep
 LITTLE_BYTES = SPARE_PAGES * PAGE_BYTES  # of pages that a change may make new that removes 8 records at most
 _AHEAD_BYTES = 8 << 20  # of disk space that is taken at a time
 
 
 class Tables:
-    """One LMDB environment with seven sub-databases. Payloads are in slots of the `Slabs` beside it.
+    """One LMDB environment with eight sub-databases. Payloads are in slots of the `Slabs` beside it.
 
     records   key -> sequence number, charged bytes, mark, tenant, slot, header, parent's key
     order     sequence number -> tenant and key, oldest first
+    owned     tenant and sequence number -> key: the same of tenants alone
     free      slots without a record: size, change that freed it, number
     holes     those of them that take no room on the medium: size, number
     slabs     size -> how many slots there are
@@ -55,6 +56,7 @@ class Tables:
             self.holes = self.env.open_db(b"holes")
             self.slabs = self.env.open_db(b"slabs")
             self.order = self.env.open_db(b"order")
+            self.owned = self.env.open_db(b"owned")
             self.tenants = self.env.open_db(b"tenants")
             self.ledger = self.env.open_db(b"ledger")
             with self.env.begin() as txn:
@@ -121,7 +123,7 @@ class Tables:
 
     def located(self, txn: "lmdb.Transaction[bytes]", key: bytes) -> tuple[bytes, Slot] | None:
         """Header and slot of *key*."""
-        packed = txn.get(key, db=self.records)
+        packed = txn.get(key, db=self.records) if 0 < len(key) <= MAX_KEY_BYTES else None
         return None if packed is None else Row.located(packed)
 
     def keys_before(self, txn: "lmdb.Transaction[bytes]", sequence: int | None, most: int) -> list[tuple[int, bytes]]:
@@ -137,10 +139,10 @@ class Tables:
             raise lmdb.CorruptedError("the order is out of order")
         return page
 
-    def bytes_of_tenants(self, txn: "lmdb.Transaction[bytes] | lmdb.Transaction[memoryview]") -> dict[bytes, int]:
-        """What each tenant has."""
-        rows = txn.cursor(db=self.tenants)
-        return {bytes(tenant): TENANT_BYTES_OF.unpack(packed)[0] for tenant, packed in rows}
+    def bytes_of_tenants(self, txn: "lmdb.Transaction[bytes]", tenants: Iterable[bytes]) -> dict[bytes, int]:
+        """What those of *tenants* have that have anything."""
+        found = {tenant: txn.get(tenant, db=self.tenants) for tenant in tenants if tenant}
+        return {tenant: TENANT_BYTES_OF.unpack(packed)[0] for tenant, packed in found.items() if packed is not None}
 
     def check(self, txn: "lmdb.Transaction[bytes]") -> None:
         """AssertionError if ledger, order, records and payloads disagree, or a record might leave before its child."""
@@ -155,11 +157,15 @@ class Tables:
         recount = sum(row.charged_bytes for row in rows.values())
         assert counters.stored_bytes == recount, f"ledger: {counters.stored_bytes} bytes, recount {recount}"
         assert {key: row.tenant for key, row in rows.items()} == owners, "records and order disagree about tenants"
+        owned = {key: (place[:TENANT_BYTES], place[TENANT_BYTES:]) for place, key in txn.cursor(db=self.owned)}
+        expected = {key: (row.tenant, SEQUENCE.pack(row.sequence)) for key, row in rows.items() if row.tenant != NOBODY}
+        assert owned == expected, "records and the tenants' orders disagree"
         of_tenants: Counter[bytes] = Counter()
         for row in rows.values():
             of_tenants[row.tenant] += row.charged_bytes
         of_tenants.pop(NOBODY, None)
-        assert self.bytes_of_tenants(txn) == of_tenants, "a tenant's bytes are miscounted"
+        everybody = txn.cursor(db=self.tenants).iternext(values=False)
+        assert self.bytes_of_tenants(txn, everybody) == of_tenants, "a tenant's bytes are miscounted"
         self._check_slots(txn, [row.slot for row in rows.values()], counters.slab_bytes)
         newest = max(order.values(), default=-1)
         assert newest < counters.next_sequence, f"sequence {newest} is not below {counters.next_sequence}"

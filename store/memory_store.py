@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -12,7 +12,7 @@ from kvtier.store.blob_store import Blob, StoreStatistics
 from kvtier.store.cipher import Cipher
 from kvtier.store.codec import NO_CODEC, Codec
 from kvtier.store.record import Fault
-from kvtier.store.seal import fault_of, open_record, refuse_oversized, seal
+from kvtier.store.seal import fault_of, open_record, refuse_unfit, seal
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +54,17 @@ class MemoryStore:
             return key in self._rows
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
-        refuse_oversized(blobs, self._capacity_bytes, self._cipher)
+        refuse_unfit(blobs, self._capacity_bytes, self._cipher)
         with self._open():
             new = {blob.key: blob for blob in blobs if blob.key not in self._rows}
             rows = {key: self._row(blob) for key, blob in new.items()}  # may fail: before any change
             for blob in blobs:
                 self._mark(blob.parent if blob.key in rows else blob.key)
-            evicted = self._make_room(list(rows.values()))
+            tenants = dict.fromkeys(row.tenant for row in rows.values() if row.tenant in self._quotas)
+            evicted = self._make_room(list(rows.values()), tenants)
             for key, row in rows.items():
                 self._add(key, row)
-            return evicted + self._make_room([])
+            return evicted + self._make_room([], tenants)
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
         return [self._read(key, out) for key, out in zip(keys, outs, strict=True)]
@@ -103,7 +104,7 @@ class MemoryStore:
                 written_lately_bytes=self._written_bytes_total,
                 read_bytes_total=self._read_bytes_total,
                 evicted_total=self._evicted_total,
-                tenants=dict(+self._tenants),
+                tenants={tenant: self._tenants[tenant] for tenant in self._quotas if self._tenants[tenant]},
                 faults=dict(self._faults),
             )
 
@@ -162,10 +163,11 @@ class MemoryStore:
         if key in self._rows:
             self._marked.add(key)
 
-    def _make_room(self, rows: Sequence[_Row]) -> list[bytes]:
-        """Evict until *rows* fit, each tenant's into its quota and all together into the capacity."""
+    def _make_room(self, rows: Sequence[_Row], tenants: Iterable[bytes]) -> list[bytes]:
+        """Evict until *rows* fit, each of the *tenants*' into its quota and all together into the capacity."""
         evicted = []
-        for tenant, quota in self._quotas.items():
+        for tenant in tenants:
+            quota = self._quotas[tenant]
             own = [row.charged_bytes for row in rows if row.tenant == tenant]
             evicted += self._turn(partial(self._tenants.__getitem__, tenant), quota - sum(own), tenant)
         limit_bytes = self._capacity_bytes - sum(row.charged_bytes for row in rows)

@@ -16,6 +16,7 @@ from kvtier.store.slab import slot_bytes
 
 # Rows in `records`, `order` and `free` for a key of 50 to 70 bytes at 2/3 full pages.
 _INDEX_BYTES = 512
+MOST_BLOCK_BYTES = 2 << 30  # what is larger is no block; a header has four bytes for the length
 _SIZE_CLASSES = 8  # of the values of one raw length
 
 
@@ -34,10 +35,17 @@ def charged_bytes(value_bytes: int) -> int:
     return slot_bytes(value_bytes) + _INDEX_BYTES
 
 
-def refuse_oversized(blobs: Iterable[Blob], capacity_bytes: int, cipher: Cipher | None = None) -> None:
+def most_charged_bytes(blob: Blob, cipher: Cipher | None = None) -> int:
+    """What *blob* counts if it cannot be made smaller."""
+    return charged_bytes(blob.raw.nbytes + _overhead_bytes(cipher))
+
+
+def refuse_unfit(blobs: Iterable[Blob], capacity_bytes: int, cipher: Cipher | None = None) -> None:
     """ValueError if one of *blobs* could not be stored even in an empty store."""
     for blob in blobs:
-        if charged_bytes(blob.raw.nbytes + _overhead_bytes(cipher)) > capacity_bytes:
+        if not 0 < blob.raw.nbytes <= MOST_BLOCK_BYTES:
+            raise ValueError(f"store: a block of {blob.raw.nbytes} bytes; it must have 1 to {MOST_BLOCK_BYTES}")
+        if most_charged_bytes(blob, cipher) > capacity_bytes:
             raise ValueError(
                 f"store: a block of {blob.raw.nbytes} bytes does not fit a capacity of {capacity_bytes}; "
                 "raise capacity_bytes or use smaller blocks"

@@ -1,5 +1,7 @@
 """DiskTier: a blob store seen as a tier: keys under one namespace, faults counted, never an exception upwards."""
 
+import itertools
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +28,7 @@ class Written:
 
     evicted: list[bytes]
     statistics: StoreStatistics
+    number: int  # of the statistics: later ones have a higher one
 
 
 class DiskTier:
@@ -54,12 +57,19 @@ class DiskTier:
         self.budget = WriteBudget(written_bytes_per_day, clock, self.latest.written_lately_bytes)
         self._store = store
         self._namespace = namespace
+        self._counting = threading.Lock()  # guards the next
+        self._numbers = itertools.count(1)
+        self._latest_number = 0
         self._walk: Iterator[bytes] | None = None
 
     def landed(self, written: Written) -> None:
-        """Take in what a batch did."""
-        self.budget.spend(written.statistics.written_bytes_total - self.latest.written_bytes_total)
-        self.latest = written.statistics
+        """Take in what a batch did; others may have landed that came after it."""
+        if written.number < self._latest_number:
+            return
+        total_bytes = written.statistics.written_bytes_total
+        was_emptied = total_bytes < self.latest.written_bytes_total  # the store met damage, and began again
+        self.budget.spend(total_bytes if was_emptied else total_bytes - self.latest.written_bytes_total)
+        self.latest, self._latest_number = written.statistics, written.number
 
     def key(self, group_id: int, name: BlockName) -> bytes:
         """The store's key of a block."""
@@ -85,7 +95,9 @@ class DiskTier:
 
     def write(self, blobs: Sequence[Blob]) -> Written:
         """Store the blobs, first of them first evicted. What the store raises."""
-        return Written(self._store.put_many(blobs), self._store.statistics())
+        evicted = self._store.put_many(blobs)
+        with self._counting:
+            return Written(evicted, self._store.statistics(), next(self._numbers))
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Let these outlive what nobody asks for. What the store raises."""

@@ -34,5 +34,5 @@ class SsdLife:
         since_start = written_bytes - self._written_at_start
         left_bytes = max(0.0, self._endurance_bytes - written_bytes)
         years = (self._clock() - self._started_at) / YEAR_S
-        years_left = left_bytes / since_start * years if since_start and years else math.inf
+        years_left = left_bytes / since_start * years if since_start > 0 and years else math.inf
         return SsdLifeStatistics(written_bytes / self._endurance_bytes, years_left)

@@ -8,15 +8,17 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 from store_cases import blob_of, key_of, kv_bytes, oldest_first
 
-from kvtier.store import data_file, lmdb_files
+from kvtier.store import data_file, lmdb_files, lmdb_store
 from kvtier.store.blob_store import StoreFull
 from kvtier.store.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.durability import Durability
+from kvtier.store.lmdb_reader import LmdbReader
 from kvtier.store.lmdb_store import LmdbStore
 from kvtier.store.owner_lock import StoreInUse
 from kvtier.store.record import Fault, digest
@@ -438,3 +440,57 @@ def test_all_that_is_there_can_be_deleted_when_the_disk_is_full(
         assert store._files.tables._used_bytes() <= store._files.tables._reserved_bytes
         assert oldest_first(store) == []
         store.check()
+
+
+def test_what_was_written_lately_fades_while_the_store_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LmdbStore(tmp_path, 10 << 20) as store:
+        store.put_many([blob_of(1)])
+        assert store.statistics().written_lately_bytes == 20_000
+    later = time.time() + 30 * 86_400
+
+    with LmdbStore(tmp_path) as store:
+        monkeypatch.setattr(lmdb_store.time, "time", lambda: later)
+        assert store.statistics().written_lately_bytes == 0
+
+
+def test_closing_beside_a_large_read_of_bad_records_ends_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LmdbStore(tmp_path, 64 << 20)
+    keys = [key_of(n) for n in range(16)]
+    store.put_many([blob_of(n, 1 << 20) for n in range(16)])
+    for key in keys:
+        path, offset, _ = store.place(key) or (tmp_path, 0, 0)
+        with path.open("r+b") as slab:
+            slab.seek(offset)
+            slab.write(b"damage")
+    judging, go_on = threading.Event(), threading.Event()
+    judge = LmdbReader._judge
+
+    def judge_later(reader: LmdbReader, key: bytes, out: memoryview) -> bytes | Fault:
+        judging.set()
+        go_on.wait(30)
+        return judge(reader, key, out)
+
+    monkeypatch.setattr(LmdbReader, "_judge", judge_later)
+    outcomes: list[object] = []
+
+    def read_all() -> None:
+        try:
+            outcomes.append(store.read_many(keys, [memoryview(bytearray(1 << 20)) for _ in keys]))
+        except ValueError as error:
+            outcomes.append(error)
+
+    reading = threading.Thread(target=read_all, daemon=True)
+    reading.start()
+    assert judging.wait(30)
+    closing = threading.Thread(target=store.close, daemon=True)
+    closing.start()
+    time.sleep(0.2)  # it has the writer's lock by now, or has let it go
+    go_on.set()
+    closing.join(30)
+    reading.join(30)
+
+    assert not closing.is_alive()
+    assert not reading.is_alive()
+    assert isinstance(outcomes[0], ValueError)

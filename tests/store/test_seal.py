@@ -12,7 +12,7 @@ from kvtier.store.blob_store import Blob
 from kvtier.store.cipher import OVERHEAD_BYTES, Cipher
 from kvtier.store.codec import CODECS, NO_CODEC, Codec, ZstdPlaneCodec
 from kvtier.store.record import HEADER_BYTES, NO_DIGEST, Fault, Record, digest
-from kvtier.store.seal import Sealed, charged_bytes, fault_of, open_record, refuse_oversized, seal, value_bytes
+from kvtier.store.seal import Sealed, charged_bytes, fault_of, open_record, refuse_unfit, seal, value_bytes
 
 ZSTD = CODECS["zstd-plane-2"]
 CIPHERS = [None, Cipher(bytes(32))]
@@ -213,9 +213,9 @@ def test_a_length_that_no_block_has_is_torn() -> None:
 def test_a_block_that_only_encryption_makes_too_long_is_refused() -> None:
     blob = blob_of(1, 4080)  # fills a page
 
-    refuse_oversized([blob], charged_bytes(4080))
+    refuse_unfit([blob], charged_bytes(4080))
     with pytest.raises(ValueError, match="raise capacity_bytes"):
-        refuse_oversized([blob], charged_bytes(4080), Cipher(bytes(32)))
+        refuse_unfit([blob], charged_bytes(4080), Cipher(bytes(32)))
 
 
 def test_a_block_that_cannot_be_encoded_is_refused() -> None:

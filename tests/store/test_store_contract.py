@@ -1,17 +1,20 @@
 """What every store promises, asked of every store with every kind of codec."""
 
+import mmap
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
 from store_cases import StoreCase, blob_of, key_of, kv_bytes, oldest_first
 
-from kvtier.store import data_file, lmdb_change, lmdb_reader, memory_store
+from kvtier.store import data_file, lmdb_change, lmdb_reader, lmdb_store, memory_store
 from kvtier.store.blob_store import Blob, BlobStore
 from kvtier.store.cipher import Cipher
 from kvtier.store.codec import CODECS, NO_CODEC, Codec
+from kvtier.store.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import HEADER_BYTES, Fault, Record, digest
 from kvtier.store.seal import charged_bytes, seal
@@ -368,7 +371,7 @@ ANN, BOB = b"tenantA.", b"tenantB."
 
 def test_over_its_quota_a_tenants_own_tail_goes_first(case: StoreCase) -> None:
     charge = charged_bytes(1000)
-    with case.open(100 * charge, {ANN: 3 * charge}) as store:
+    with case.open(100 * charge, {ANN: 3 * charge, BOB: 50 * charge}) as store:
         store.put_many([replace(blob, tenant=BOB) for blob in chain_of(0, 4)])
         store.put_many([replace(blob, tenant=ANN) for blob in chain_of(10, 3)])
         assert store.statistics().tenants == {ANN: 3 * charge, BOB: 4 * charge}
@@ -419,14 +422,15 @@ class Clock:
     def put(self, blobs: list[Blob]) -> None:
         new = [blob for blob in blobs if blob.key not in self.keys]
         self.touch([blob.key for blob in blobs] + [blob.parent for blob in new])
-        self.evict([blob.key for blob in new])
+        tenants = list(dict.fromkeys(blob.tenant for blob in new if blob.tenant in self.quotas))
+        self.evict([blob.key for blob in new], tenants)
         for blob in new:
             self.parents[blob.key] = blob.parent
             self.renew(blob.key)
-        self.evict([])
+        self.evict([], tenants)
 
-    def evict(self, new: list[bytes]) -> None:
-        for tenant, quota in [*self.quotas.items(), (None, self.capacity_bytes)]:
+    def evict(self, new: list[bytes], tenants: list[bytes]) -> None:
+        for tenant, quota in [*((tenant, self.quotas[tenant]) for tenant in tenants), (None, self.capacity_bytes)]:
             limit_bytes = quota - sum(self.charges[key] for key in new if tenant in (None, self.tenants[key]))
             while own := [key for key in self.keys if tenant in (None, self.tenants[key])]:
                 if sum(self.charges[key] for key in own) <= limit_bytes:
@@ -524,3 +528,94 @@ def test_readers_beside_a_writer_never_see_wrong_bytes(case: StoreCase) -> None:
 
     assert wrong == []
     assert min(num_hits) >= 20
+
+
+def test_a_parent_stays_for_its_child_however_many_second_chances_it_takes(
+    case: StoreCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lmdb_change, "_MOST_SECOND_CHANCES", 3)
+    with case.open(20 * charged_bytes(1000)) as store:
+        store.put_many([blob_of(n, 1000) for n in range(20)])
+        store.touch([key_of(n) for n in range(10)])
+
+        assert store.put_many([replace(blob_of(20, 1000), parent=key_of(10))]) == [key_of(11)]
+
+        assert store.contains(key_of(10))
+        store.check()
+
+
+def test_a_call_that_brings_old_ones_again_and_new_ones(case: StoreCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmdb_change, "_MOST_SECOND_CHANCES", 3)
+    monkeypatch.setattr(lmdb_store, "_MOST_EVICTED", 2)
+    with case.open(40 * charged_bytes(1000)) as store:
+        store.put_many([blob_of(n, 1000) for n in range(40)])
+
+        evicted = store.put_many([blob_of(n, 1000) for n in [*range(20), *range(100, 110)]])
+
+        assert set(evicted) == {key_of(n) for n in range(20, 30)}
+        assert set(store.keys()) == {key_of(n) for n in [*range(20), *range(30, 40), *range(100, 110)]}
+        store.check()
+
+
+def test_more_evictions_than_fit_one_change(case: StoreCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmdb_store, "_MOST_EVICTED", 2)
+    charge = charged_bytes(1000)
+    with case.open(100 * charge, {ANN: 30 * charge}) as store:
+        store.put_many([replace(blob_of(n, 1000), tenant=ANN) for n in range(30)])
+        store.put_many([blob_of(n, 1000) for n in range(100, 170)])
+
+        of_ann = store.put_many([replace(blob_of(50, 20 * 1000), tenant=ANN)])
+        of_all = store.put_many([blob_of(51, 50 * 1000)])
+
+        assert of_ann == [key_of(n) for n in range(len(of_ann))]
+        assert len(of_ann) > 2
+        assert len(of_all) > 2
+        store.check()
+
+
+@pytest.mark.parametrize("num_bytes", [0, (2 << 30) + 1])
+def test_what_is_no_block_is_refused_and_nothing_happens(store: BlobStore, num_bytes: int) -> None:
+    store.put_many([blob_of(1)])
+
+    memory = mmap.mmap(-1, max(1, num_bytes))
+    with pytest.raises(ValueError, match="must have 1 to"):
+        store.put_many([Blob(key_of(2), bytes(16), memoryview(memory)[:num_bytes])])
+
+    assert read(store, key_of(1))[0] == blob_of(1).digest
+    store.put_many([blob_of(3)])
+    store.check()
+
+
+@pytest.mark.parametrize("key", [b"", b"k" * 512])
+def test_what_can_be_no_key_is_missing(store: BlobStore, key: bytes) -> None:
+    assert not store.contains(key)
+    assert read(store, key)[0] is Fault.MISSING
+    store.touch([key])
+    assert store.delete([key]) == 0
+    store.check()
+
+
+def test_evictions_before_a_blob_that_cannot_be_stored_are_told_to_the_next(
+    case: StoreCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts_of(charged_bytes(50_000), monkeypatch)
+    with case.open(2 * charged_bytes(50_000)) as store:
+        if not isinstance(store, LmdbStore):
+            return  # of a call that fails MemoryStore does nothing; another process has another codec
+        store.put_many([blob_of(0, 50_000), blob_of(1, 50_000)])
+        monkeypatch.setattr(type(case.codec), "encode", refuse_odd_sizes(type(case.codec).encode))
+
+        with pytest.raises(ValueError, match="odd"):
+            store.put_many([blob_of(2, 50_000), blob_of(3, 40_000)])
+
+        assert not store.contains(key_of(0))
+        assert key_of(0) in store.put_many([blob_of(4, 50_000)])
+
+
+def refuse_odd_sizes(encode: Callable[..., memoryview]) -> Callable[..., memoryview]:
+    def refuse(codec: Codec, raw: memoryview) -> memoryview:
+        if raw.nbytes == 40_000:
+            raise ValueError("odd")
+        return encode(codec, raw)
+
+    return refuse

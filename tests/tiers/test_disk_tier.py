@@ -4,15 +4,19 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from chaos import NAMESPACE, World
+from chaos import NAMESPACE, FakeClock, World
 from test_cache import BLOCK_BYTES, CHARGE, DOCUMENT, balance, read
 
+from kvtier.store.blob_store import Blob
 from kvtier.store.memory_store import MemoryStore
+from kvtier.store.record import digest
 from kvtier.tiers import disk_tier
 from kvtier.tiers.block_hash import BlockName
 from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.disk_index import DiskIndex
+from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.groups import FullAttention
+from kvtier.tiers.ssd_life import SsdLife
 from kvtier.tiers.tier import Reason, Tier
 from kvtier.tiers.write_budget import DAY_S
 from kvtier.transfer.transfer_engine import Route
@@ -205,3 +209,36 @@ def test_copies_to_a_disk_that_fails_stop_and_begin_again() -> None:
     assert not disk.is_failing
     assert disk.index.num_blocks > 0
     assert w.cache.statistics().tiers[Tier.DISK].num_blocks >= disk.index.num_blocks
+
+
+def test_batches_that_land_in_another_order_never_count_backwards() -> None:
+    store = MemoryStore(1000 * CHARGE)
+    disk = DiskTier(store, bytes(16), FakeClock(), 1000 * CHARGE)
+    blobs = [Blob(disk.key(0, BlockName(bytes([n]) * 32)), digest(b"kv"), memoryview(b"kv")) for n in range(3)]
+    first, second, third = [disk.write([blob]) for blob in blobs]
+    left = disk.budget.left_bytes
+
+    totals = []
+    for written in (second, first, third):
+        disk.landed(written)
+        totals.append(disk.details().written_bytes_total)
+
+    assert totals == [4, 4, 6]
+    assert left is not None
+    assert disk.budget.left_bytes == left - 6
+
+
+def test_a_store_that_begins_again_gives_no_budget_back() -> None:
+    clock = FakeClock()
+    disk = DiskTier(MemoryStore(1000 * CHARGE), bytes(16), clock, 1000)
+    disk.life = SsdLife(1, clock, 0)
+    clock.now += 1.0
+    disk.landed(disk.write([Blob(disk.key(0, BlockName(bytes(32))), digest(b"k" * 600), memoryview(b"k" * 600))]))
+    disk._store = MemoryStore(1000 * CHARGE)  # as after damage
+
+    disk.landed(disk.write([Blob(disk.key(0, BlockName(bytes(32))), digest(b"k" * 300), memoryview(b"k" * 300))]))
+
+    assert disk.budget.left_bytes == 100
+    life = disk.details().life
+    assert life is not None
+    assert life.years_left > 0

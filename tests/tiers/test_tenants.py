@@ -36,7 +36,7 @@ def test_a_tenant_is_known_by_its_salt_and_shows_nothing_of_it() -> None:
 
 
 def test_blocks_count_for_their_tenant_in_every_tier() -> None:
-    w = world({}, {})
+    w = world({}, {ANN: 1000 * CHARGE, BOB: 1000 * CHARGE})
     read(w, "ann")
     read(w, "bob", 21)
     push_out(w)
@@ -66,7 +66,7 @@ def test_over_its_quota_of_host_memory_a_tenant_loses_its_own_tails() -> None:
 
 
 def test_over_its_quota_on_disk_too() -> None:
-    w = world({}, {ANN: 4 * CHARGE})
+    w = world({}, {ANN: 4 * CHARGE, BOB: 1000 * CHARGE})
     read(w, "bob")
     read(w, "ann")
     push_out(w)
