@@ -1,4 +1,6 @@
-"""CudaLane: copies on a CUDA stream of their own, ordered against compute in both directions."""
+"""CudaLane: copies on CUDA streams of their own, ordered against compute in both directions."""
+
+from queue import SimpleQueue
 
 import torch
 
@@ -6,7 +8,7 @@ from kvtier.transfer.lane import Finished, ThreadLane, Transfer
 
 
 class CudaLane:
-    """A `ThreadLane` whose thread works on its own CUDA stream.
+    """A `ThreadLane` each of whose threads works on a CUDA stream of its own.
 
     Before the copy: the stream waits for everything that compute had enqueued when the transfer was submitted. So a
     spill reads a block after the kernels that wrote it, and a promotion overwrites a slot after the kernels that
@@ -14,13 +16,20 @@ class CudaLane:
     After the copy: the transfer counts as finished when its bytes have landed (the thread synchronises the stream, the
     owner does not wait). Blocks are published and slots handed on by `poll()` after that, so compute enqueued later
     finds a promoted block complete, and a spilled slot's next writer comes after the spill's read.
+
+    With several threads one verifies a batch on the CPU while another one's is on the bus; transfers then finish in
+    any order, which is safe since each leases both of its ends.
     """
 
-    def __init__(self, finished: Finished, name: str, device: torch.device, capacity: int = 64) -> None:
+    def __init__(
+        self, finished: Finished, name: str, device: torch.device, capacity: int = 64, num_threads: int = 1
+    ) -> None:
         self._device = device
-        # Lower number, higher priority: copies are short and must not queue behind compute.
-        self._stream = torch.cuda.Stream(device=device, priority=-1)  # type: ignore[no-untyped-call]  # untyped in torch
-        self._threads = ThreadLane(finished, name, num_threads=1, capacity=capacity)
+        self._unused: SimpleQueue[torch.cuda.Stream] = SimpleQueue()
+        for _ in range(num_threads):
+            # Lower number, higher priority: copies are short and must not queue behind compute.
+            self._unused.put(torch.cuda.Stream(device=device, priority=-1))  # type: ignore[no-untyped-call]  # untyped
+        self._threads = ThreadLane(finished, name, num_threads, capacity)
 
     @property
     def num_pending(self) -> int:
@@ -32,12 +41,16 @@ class CudaLane:
         copy = transfer.work
 
         def ordered_copy() -> object:
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                self._stream.wait_event(computed)
-                try:
-                    return copy()
-                finally:  # also after a failure half way: what was enqueued may still be writing
-                    self._stream.synchronize()
+            stream = self._unused.get_nowait()  # as many as threads
+            try:
+                with torch.cuda.device(self._device), torch.cuda.stream(stream):
+                    stream.wait_event(computed)
+                    try:
+                        return copy()
+                    finally:  # also after a failure half way: what was enqueued may still be writing
+                        stream.synchronize()
+            finally:
+                self._unused.put(stream)
 
         transfer.work = ordered_copy
         return self._threads.submit(transfer)

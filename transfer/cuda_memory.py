@@ -3,42 +3,64 @@
 import logging
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from kvtier.transfer.host_slab import HostSlab
-from kvtier.transfer.pinning import cuda_pin
+from kvtier.transfer.block_runs import Slots, slot_pairs
+from kvtier.transfer.copy_choice import COPIES, CopyChoice, choose_copies, num_trial_blocks
+from kvtier.transfer.cuda_copies import Ends, LoopCopies
+from kvtier.transfer.host_slab import HostSlab, Pin
+from kvtier.transfer.pinning import cuda_pin, node_of_gpu
 
 log = logging.getLogger(__name__)
+
+TRIAL_WAIT_S = 2.0  # for pinning the trial's memory; if it takes longer, the trial is of unpinned memory
 
 
 class CudaMemory:
     """`device_blocks` is a [num_slots, block_bytes] uint8 view of the slab on the GPU.
 
     The copies run on the calling thread's current stream (a `CudaLane`'s) and wait for it before they return; `copy`,
-    called by the thread that computes, does not wait.
+    called by the thread that computes, does not wait. `choice` says which ways to copy were taken and how fast they
+    were; None if there are no host slots, or *way* named one of `COPIES` to take without measuring.
     """
 
-    def __init__(self, device_blocks: torch.Tensor, num_host_slots: int) -> None:
+    num_copiers = 4  # a digest runs at about half of the bus's speed; bench/gpu_copies.py measures 1 to 8
+
+    def __init__(self, device_blocks: torch.Tensor, num_host_slots: int, way: str | None = None) -> None:
         self.num_device_slots, self.block_bytes = device_blocks.shape
         self.num_host_slots = num_host_slots
         self._device = device_blocks
-        try:
-            pin = cuda_pin()
-        except ImportError:
-            log.warning("host memory stays unpinned, copies are slower: CuPy is missing; install kvtier[cuda13]")
-            pin = None
-        self._slab = HostSlab(num_host_slots, self.block_bytes, pin)
-        self._host = torch.from_numpy(self._slab.blocks)
+        gpu = device_blocks.device
+        pin, node = cuda_pin(gpu), node_of_gpu(gpu)
+        self.choice: CopyChoice | None = None
+        down, up = (way or "loop",) * 2
+        if num_host_slots and way is None:  # before the live slots are pinned, which would slow it down
+            self.choice = _choose(self.block_bytes, gpu, pin, node)
+            down, up = self.choice.down, self.choice.up
+            log.info("copies of blocks of %d bytes: %s", self.block_bytes, self.choice)
+        self._slab = HostSlab(num_host_slots, self.block_bytes, pin, node)
+        ends = Ends(device_blocks, torch.from_numpy(self._slab.blocks), self._slab.slots_per_piece)
+        self._down, self._up, self._unpinned = COPIES[down](ends), COPIES[up](ends), LoopCopies(ends)
+
+    @property
+    def prepared_bytes(self) -> int:
+        return self._slab.prepared_bytes
 
     def to_host(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
-        for source, target in zip(device_slots, host_slots, strict=True):
-            self._host[target].copy_(self._device[source], non_blocking=True)
-        torch.cuda.current_stream(self._device.device).synchronize()
+        device, host = slot_pairs(device_slots, host_slots, self.num_device_slots, self.num_host_slots)
+        pinned = self._are_pinned(host)
+        self._down.to_host(device[pinned], host[pinned])
+        if not pinned.all():
+            self._unpinned.to_host(device[~pinned], host[~pinned])
 
     def to_device(self, host_slots: Sequence[int], device_slots: Sequence[int]) -> None:
-        for source, target in zip(host_slots, device_slots, strict=True):
-            self._device[target].copy_(self._host[source], non_blocking=True)
-        torch.cuda.current_stream(self._device.device).synchronize()
+        device, host = slot_pairs(device_slots, host_slots, self.num_device_slots, self.num_host_slots)
+        pinned = self._are_pinned(host)
+        self._up.to_device(host[pinned], device[pinned])
+        if not pinned.all():
+            self._unpinned.to_device(host[~pinned], device[~pinned])
 
     def copy(self, source: int, target: int) -> None:
         self._device[target].copy_(self._device[source], non_blocking=True)
@@ -54,3 +76,20 @@ class CudaMemory:
 
     def close(self) -> None:
         self._slab.close()
+
+    def _are_pinned(self, host: Slots) -> npt.NDArray[np.bool_]:
+        """Which of the slots are pinned. More may be a moment later, which does no harm."""
+        self._slab.copied = True
+        return host < self._slab.num_pinned_slots
+
+
+def _choose(block_bytes: int, gpu: torch.device, pin: Pin, node: int | None) -> CopyChoice:
+    """The choice for blocks of that size, on memory of the same kind as the live slots."""
+    num_blocks = num_trial_blocks(block_bytes)
+    slab = HostSlab(num_blocks, block_bytes, pin, node)
+    try:
+        slab.wait_prepared(TRIAL_WAIT_S)
+        device_blocks = torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=gpu)
+        return choose_copies(COPIES, Ends(device_blocks, torch.from_numpy(slab.blocks), slab.slots_per_piece))
+    finally:
+        slab.close()

@@ -5,18 +5,23 @@ import math
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.transfer.pages import map_pages, prefer_node
+
 log = logging.getLogger(__name__)
 
 # Pins num_bytes of memory at an address; gives the function that undoes it.
 Pin = Callable[[int, int], Callable[[], None]]
-MADV_POPULATE_WRITE = 23  # <linux/mman.h>; Python's mmap does not name it
-MAP_STEP_BYTES = 4 << 20  # the interpreter's lock is held for one step: 2 ms
-PIECE_BYTES = 64 << 20  # one registration of >= 512 GiB fails and one of many GiB stalls every CUDA call
+# Every CUDA call of the process waits while a piece is registered: 34 ms at 1 GB/s, the slowest that people report,
+# against the 50 ms promised (bench/gpu_copies.py measures it). One registration of >= 512 GiB fails: the driver keeps
+# 16 bytes a page in one allocation of 2 GiB at most.
+PIECE_BYTES = 32 << 20
+YIELD_S = 0.001  # between registrations, for the calls that queue at the driver's lock
 
 
 class HostSlab:
@@ -24,22 +29,27 @@ class HostSlab:
 
     The bytes of a slot belong to whoever leases the slot. Memory touched for the first time is 8 to 18 times slower
     than reused memory (measured; DESIGN.md section 10), so a background thread backs the file piece by piece and,
-    when *pin* is given, pins each piece; slots that it has not reached yet work, only slower.
+    when *pin* is given, pins each piece; slots that it has not reached yet work, only slower. *node* is where the
+    pages should lie on a machine with several memory nodes.
     """
 
-    def __init__(self, num_slots: int, block_bytes: int, pin: Pin | None = None) -> None:
+    def __init__(self, num_slots: int, block_bytes: int, pin: Pin | None = None, node: int | None = None) -> None:
         self.num_slots = num_slots
         self.block_bytes = block_bytes
         self.num_bytes = num_slots * block_bytes
+        self.slots_per_piece = slots_per_piece(block_bytes, PIECE_BYTES)
         self.prepared_bytes = 0
+        self.copied = False  # set by whoever copies blocks; cleared with each piece, which then rests (`pause_s`)
         self._pin = pin
         self._unpins: list[Callable[[], None]] = []
         self._stop = threading.Event()
         self._file = os.memfd_create("kvtier-host-slab", os.MFD_CLOEXEC)
         os.ftruncate(self._file, max(self.num_bytes, mmap.PAGESIZE))
-        self._map = mmap.mmap(self._file, max(self.num_bytes, mmap.PAGESIZE))
-        flat = np.frombuffer(self._map, dtype=np.uint8, count=self.num_bytes)
+        mapped = mmap.mmap(self._file, max(self.num_bytes, mmap.PAGESIZE))
+        flat = np.frombuffer(mapped, dtype=np.uint8, count=self.num_bytes)
         self.blocks: npt.NDArray[np.uint8] = flat.reshape(num_slots, block_bytes)  # [num_slots, block_bytes]
+        if node is not None and num_slots and not prefer_node(self.blocks.ctypes.data, self.num_bytes, node):
+            log.warning("host slab: the kernel refuses to place memory on node %d, next to the GPU", node)
         self._thread = threading.Thread(target=self._prepare, name="kvtier-host-slab", daemon=True)
         self._thread.start()
 
@@ -47,6 +57,11 @@ class HostSlab:
     def prepared(self) -> bool:
         """Whether every piece is backed (and pinned, with CUDA)."""
         return self.prepared_bytes == self.num_bytes
+
+    @property
+    def num_pinned_slots(self) -> int:
+        """Slots from 0 on that are pinned; only grows until `close`. Whole slots: a piece ends where a slot does."""
+        return 0 if self._pin is None else self.prepared_bytes // self.block_bytes
 
     @property
     def span(self) -> tuple[int, int, int]:
@@ -69,20 +84,21 @@ class HostSlab:
             self._file = -1
 
     def _prepare(self) -> None:
-        base = self.blocks.ctypes.data
-        # Whole slots and whole pages: a copy may not begin in one registration and end in another.
-        unit = math.lcm(self.block_bytes, mmap.PAGESIZE)
-        piece_bytes = unit * max(1, PIECE_BYTES // unit)
+        base, piece_bytes = self.blocks.ctypes.data, self.slots_per_piece * self.block_bytes
         try:
             for start in range(0, self.num_bytes, piece_bytes):
                 if self._stop.is_set():
                     return
                 length = min(piece_bytes, self.num_bytes - start)
+                started = time.monotonic()
                 os.posix_fallocate(self._file, start, length)
-                self._map_pages(start, length)
+                map_pages(base + start, length)
                 if self._pin is not None:
                     self._unpins.append(self._pin(base + start, length))
                 self.prepared_bytes = start + length
+                if self._pin is not None:
+                    self._stop.wait(pause_s(time.monotonic() - started, self.copied))
+                    self.copied = False
         except Exception as error:  # a thread's top; unprepared slots work, only slower
             log.warning(
                 "host slab: prepared %d of %d bytes, the rest stays slower: %s",
@@ -91,12 +107,17 @@ class HostSlab:
                 error,
             )
 
-    def _map_pages(self, start: int, length: int) -> None:
-        """Enter the pages in the page table, so that a first copy is as fast as a later one (else 6 times slower)."""
-        for offset in range(start, start + length, MAP_STEP_BYTES):
-            if self._stop.is_set():
-                return
-            try:
-                self._map.madvise(MADV_POPULATE_WRITE, offset, min(MAP_STEP_BYTES, start + length - offset))
-            except OSError:  # Linux before 5.14 does not know it; the first copies are slower then
-                return
+
+def slots_per_piece(block_bytes: int, piece_bytes: int) -> int:
+    """Slots that are backed and pinned at a time: whole slots and whole pages, about *piece_bytes*.
+
+    A copy may not begin in one registration and end in another. So a block that no page size divides makes larger
+    pieces, of as many as 4,096 blocks; real blocks are multiples of 256 bytes, which is 16.
+    """
+    unit = math.lcm(block_bytes, mmap.PAGESIZE) // block_bytes
+    return unit * max(1, piece_bytes // (unit * block_bytes))
+
+
+def pause_s(took_s: float, copied: bool) -> float:
+    """How long to rest after a piece: as long as it took if blocks were copied meanwhile, else a moment."""
+    return took_s if copied else YIELD_S

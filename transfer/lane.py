@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -29,16 +29,18 @@ class Transfer:
     deliver: Callable[["Transfer"], None]
     result: Any = None
     error: Exception | None = None
-    seconds: float = field(default=0.0)
+    seconds: float = 0.0  # that it ran
+    finished_at: float = 0.0  # monotonic
 
     def run(self) -> None:
         """Do the work where we stand; the only place where a copy's error is caught."""
-        started = time.perf_counter()
+        started_at = time.monotonic()
         try:
             self.result = self.work()
         except Exception as error:  # a thread's top: the owner learns of it in poll()
             self.error = error
-        self.seconds = time.perf_counter() - started
+        self.finished_at = time.monotonic()
+        self.seconds = self.finished_at - started_at
 
 
 Finished = queue.SimpleQueue[Transfer]

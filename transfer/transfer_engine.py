@@ -2,11 +2,12 @@
 
 import queue
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from kvtier.transfer.lane import Finished, Lane, Transfer
+from kvtier.transfer.lane_speed import LaneSpeed
 
 
 class Route(StrEnum):
@@ -26,15 +27,17 @@ class RouteStatistics:
     num_bytes: int = 0
     seconds: float = 0.0
     num_failed: int = 0
+    bytes_per_s: float | None = None  # lately, while there was something to move
 
     def plus(self, transfer: Transfer) -> "RouteStatistics":
         """These totals and one more finished transfer."""
         failed = transfer.error is not None
-        return RouteStatistics(
-            self.num_transfers + 1,
-            self.num_bytes + (0 if failed else transfer.num_bytes),
-            self.seconds + transfer.seconds,
-            self.num_failed + failed,
+        return replace(
+            self,
+            num_transfers=self.num_transfers + 1,
+            num_bytes=self.num_bytes + (0 if failed else transfer.num_bytes),
+            seconds=self.seconds + transfer.seconds,
+            num_failed=self.num_failed + failed,
         )
 
 
@@ -48,6 +51,8 @@ class TransferEngine:
         self._lanes = dict(lanes)
         self._finished = finished
         self._statistics = {route: RouteStatistics() for route in Route}
+        self._speeds = {route: LaneSpeed() for route in Route}
+        self._pending_bytes = dict.fromkeys(Route, 0)
         self._in_flight = 0
 
     def submit(
@@ -57,10 +62,13 @@ class TransferEngine:
 
         def count_and_deliver(transfer: Transfer) -> None:
             self._statistics[route] = self._statistics[route].plus(transfer)
+            self._speeds[route].finished(transfer)
+            self._pending_bytes[route] -= num_bytes
             deliver(transfer)
 
         if not self._lanes[route].submit(Transfer(work, num_bytes, count_and_deliver)):
             return False
+        self._pending_bytes[route] += num_bytes
         self._in_flight += 1
         return True
 
@@ -82,6 +90,14 @@ class TransferEngine:
         """Transfers on this route that have not finished."""
         return self._lanes[route].num_pending
 
+    def pending_bytes(self, route: Route) -> int:
+        """Bytes of transfers on this route that have been submitted and not delivered."""
+        return self._pending_bytes[route]
+
+    def speed(self, route: Route) -> LaneSpeed:
+        """How fast the route's lane was lately."""
+        return self._speeds[route]
+
     @property
     def in_flight(self) -> int:
         """Transfers submitted and not delivered, on all routes."""
@@ -89,7 +105,10 @@ class TransferEngine:
 
     def statistics(self) -> dict[Route, RouteStatistics]:
         """Totals by route, by value."""
-        return dict(self._statistics)
+        return {
+            route: replace(totals, bytes_per_s=self._speeds[route].bytes_per_s)
+            for route, totals in self._statistics.items()
+        }
 
     def close(self) -> bool:
         """Close the lanes and deliver what they had left, queued transfers as failed; False if one of them hangs."""

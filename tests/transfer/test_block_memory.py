@@ -1,7 +1,7 @@
 """BlockMemory: one contract for CPU and GPU; a block has the same bytes on both sides. DeviceSlab: where it lies."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,12 +10,17 @@ import pytest
 import torch
 
 from kvtier.transfer.block_memory import BlockMemory, CpuMemory
+from kvtier.transfer.copy_choice import COPIES
 from kvtier.transfer.cuda_memory import CudaMemory
 from kvtier.transfer.device_slab import DeviceSlab
+from kvtier.transfer.host_slab import HostSlab
+from kvtier.transfer.poisoned_memory import POISON, PoisonedMemory
 
 NUM_DEVICE_SLOTS = 12
 NUM_HOST_SLOTS = 20
 BLOCK_BYTES = 5003  # odd on purpose: nothing may count on alignment
+DEADLINE_S = 10.0
+LONG_KERNEL_CYCLES = 500_000_000  # about a quarter of a second on the GPUs of today
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -46,18 +51,49 @@ def on_cpu() -> Device:
     return Device(CpuMemory(blocks.numpy(), NUM_HOST_SLOTS), blocks)
 
 
-def on_gpu() -> Device:
+def on_cpu_poisoned() -> Device:
+    device = on_cpu()
+    return Device(PoisonedMemory(device.memory, device.blocks), device.blocks)
+
+
+def on_gpu(way: str | None) -> Device:
     blocks = torch.zeros(NUM_DEVICE_SLOTS, BLOCK_BYTES, dtype=torch.uint8, device=torch.device("cuda", 0))
-    return Device(CudaMemory(blocks, NUM_HOST_SLOTS), blocks)
+    memory = CudaMemory(blocks, NUM_HOST_SLOTS, way)
+    assert memory.wait_prepared(DEADLINE_S)
+    return Device(memory, blocks)
+
+
+def on_gpu_unpinned(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Half of the host slots are not pinned yet, for ever."""
+    monkeypatch.setattr(HostSlab, "num_pinned_slots", property(lambda slab: NUM_HOST_SLOTS // 2))
+    return on_gpu("batch")
 
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+ON_GPU = [
+    pytest.param(lambda patch: on_gpu(None), id="cuda", marks=GPU),
+    *(pytest.param(lambda patch, way=way: on_gpu(way), id=f"cuda-{way}", marks=GPU) for way in COPIES),
+    pytest.param(on_gpu_unpinned, id="cuda-unpinned", marks=GPU),
+]
+EVERYWHERE = [
+    pytest.param(lambda patch: on_cpu(), id="cpu"),
+    pytest.param(lambda patch: on_cpu_poisoned(), id="cpu-poisoned"),
+    *ON_GPU,
+]
 
 
-@pytest.fixture(params=[pytest.param(on_cpu, id="cpu"), pytest.param(on_gpu, id="cuda", marks=GPU)])
-def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    open_device: Callable[[], Device] = request.param
-    device = open_device()
+@pytest.fixture(params=EVERYWHERE)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    open_device: Callable[[pytest.MonkeyPatch], Device] = request.param
+    device = open_device(monkeypatch)
+    yield device
+    device.memory.close()
+
+
+@pytest.fixture(params=ON_GPU)
+def gpu_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    open_device: Callable[[pytest.MonkeyPatch], Device] = request.param
+    device = open_device(monkeypatch)
     yield device
     device.memory.close()
 
@@ -147,10 +183,37 @@ def test_no_slots_is_no_copy(device: Device) -> None:
 
 
 def test_slots_that_do_not_pair_up_raise(device: Device) -> None:
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="2 device slots and 1 host slots"):
         device.memory.to_host([0, 1], [0])
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="2 device slots and 1 host slots"):
         device.memory.to_device([0], [0, 1])
+
+
+@pytest.mark.parametrize("wrong", [-1, NUM_DEVICE_SLOTS])
+def test_a_device_slot_that_is_not_there_raises_and_copies_nothing(device: Device, wrong: int) -> None:
+    device.write(noise(1, NUM_DEVICE_SLOTS))
+
+    with pytest.raises(IndexError, match="device slots"):
+        device.memory.to_host([0, wrong], [0, 1])
+
+    assert not device.read_host().any()
+
+
+@pytest.mark.parametrize("wrong", [-1, NUM_HOST_SLOTS])
+def test_a_host_slot_that_is_not_there_raises_and_copies_nothing(device: Device, wrong: int) -> None:
+    content = noise(1, NUM_DEVICE_SLOTS)
+    device.write(content)
+
+    with pytest.raises(IndexError, match="host slots"):
+        device.memory.to_host([0, 1], [0, wrong])
+
+    assert not device.read_host().any()
+
+
+def test_a_memory_says_how_much_of_it_is_prepared(device: Device) -> None:
+    assert device.memory.wait_prepared(DEADLINE_S)
+
+    assert device.memory.prepared_bytes == NUM_HOST_SLOTS * BLOCK_BYTES
 
 
 def test_a_host_block_is_writable_and_has_the_block_s_bytes(device: Device) -> None:
@@ -161,6 +224,7 @@ def test_a_host_block_is_writable_and_has_the_block_s_bytes(device: Device) -> N
 
 
 def test_a_host_block_is_the_slot_and_no_copy_of_it(device: Device) -> None:
+    device.write(np.zeros((NUM_DEVICE_SLOTS, BLOCK_BYTES), np.uint8))
     block = device.memory.host_block(3)
 
     block[:] = b"\x07" * BLOCK_BYTES
@@ -178,6 +242,114 @@ def test_a_host_block_outlives_its_memory(device: Device) -> None:
     device.memory.close()
 
     assert set(block) == {7}
+
+
+def gpu_test(test: Callable[..., None]) -> Callable[..., None]:
+    for mark in GPU:
+        test = mark(test)
+    return test
+
+
+@gpu_test
+def test_a_copy_down_reads_what_its_stream_wrote_and_has_landed_when_it_returns(gpu_device: Device) -> None:
+    torch.cuda._sleep(LONG_KERNEL_CYCLES)
+    gpu_device.blocks[3].fill_(7)
+
+    gpu_device.memory.to_host([3], [12])
+
+    assert set(gpu_device.memory.host_block(12)) == {7}
+
+
+@gpu_test
+def test_a_copy_up_has_landed_when_it_returns(gpu_device: Device) -> None:
+    gpu_device.memory.host_block(12)[:] = b"\x07" * BLOCK_BYTES
+    torch.cuda._sleep(LONG_KERNEL_CYCLES)
+
+    gpu_device.memory.to_device([12], [3])
+
+    with torch.cuda.stream(torch.cuda.Stream()):  # which waits for nobody
+        content = gpu_device.blocks[3].cpu()
+    assert bool((content == 7).all())
+
+
+@gpu_test
+def test_the_measured_choice_is_among_the_ways_and_can_be_read() -> None:
+    device = on_gpu(None)
+
+    choice = device.memory.choice
+
+    device.memory.close()
+    assert {choice.down, choice.up} <= set(COPIES)
+    assert choice.down_gb_per_s[choice.down] > 0
+    assert choice.up_gb_per_s[choice.up] > 0
+
+
+@gpu_test
+def test_memory_that_cannot_be_pinned_copies_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: int, num_bytes: int) -> Callable[[], None]:
+        raise RuntimeError("cudaHostRegister: out of memory")
+
+    monkeypatch.setattr("kvtier.transfer.cuda_memory.cuda_pin", lambda device: refuse)
+    blocks = torch.full((NUM_DEVICE_SLOTS, BLOCK_BYTES), 7, dtype=torch.uint8, device=torch.device("cuda", 0))
+    memory = CudaMemory(blocks, NUM_HOST_SLOTS)
+
+    memory.to_host([3], [12])
+
+    assert set(memory.host_block(12)) == {7}
+    memory.close()
+
+
+# --- poisoned: slots that hold nothing are NaN
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_poison_is_not_a_number_whatever_the_dtype(dtype: torch.dtype) -> None:
+    poison = torch.full((8,), POISON, dtype=torch.uint8).view(dtype)
+
+    assert bool(poison.float().isnan().all())
+
+
+def test_fresh_slots_are_poisoned() -> None:
+    device = on_cpu_poisoned()
+
+    fresh = device.read()
+
+    device.memory.close()
+    assert (fresh == POISON).all()
+
+
+def test_poison_fills_the_slots_given_and_no_others() -> None:
+    device = on_cpu_poisoned()
+    content = noise(1, NUM_DEVICE_SLOTS)
+    device.write(content)
+
+    device.memory.poison([2, 5])
+
+    device.memory.close()
+    content[[2, 5]] = POISON
+    assert np.array_equal(device.read(), content)
+
+
+def test_a_slot_is_poison_from_the_start_of_its_promotion_on() -> None:
+    seen = []
+
+    class Spy(CpuMemory):
+        def to_device(self, host_slots: Sequence[int], device_slots: Sequence[int]) -> None:
+            seen.append(blocks[device_slots].clone())
+            super().to_device(host_slots, device_slots)
+
+    blocks = torch.zeros(NUM_DEVICE_SLOTS, BLOCK_BYTES, dtype=torch.uint8)
+    memory = PoisonedMemory(Spy(blocks.numpy(), NUM_HOST_SLOTS), blocks)
+    blocks.fill_(7)
+
+    memory.to_device([0, 1], [4, 2])
+
+    memory.close()
+    assert bool((seen[0] == POISON).all())
+    assert not blocks[[2, 4]].any()
+    assert bool((blocks[[0, 1, 3]] == 7).all())
 
 
 def test_close_ends_the_memory_s_threads() -> None:

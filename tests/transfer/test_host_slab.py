@@ -9,14 +9,15 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
+import torch
 
-from kvtier.transfer import host_slab
+from kvtier.transfer import host_slab, pages
+from kvtier.transfer import pinning as pinning_module
 from kvtier.transfer.host_slab import HostSlab
-from kvtier.transfer.pinning import cuda_pin
+from kvtier.transfer.pinning import cuda_pin, node_of_gpu
 
 DEADLINE_S = 10.0
 PAGE = 4096
@@ -302,29 +303,216 @@ def test_close_may_be_called_twice() -> None:
     os.close(number_of_its_file)  # raises if the slab has closed it a second time
 
 
+# --- pieces
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "num_slots"),
+    [
+        (PAGE, 8192),  # 32 MiB
+        (512 << 10, 64),
+        (5 << 20, 6),
+        (48 << 20, 1),  # larger than a piece should be
+        (PAGE // 2, 16384),
+        (24_576 + 512, 1336),  # eight of them are whole pages
+        (5003, 4096),  # no page divides it
+    ],
+)
+def test_a_piece_has_whole_slots_and_whole_pages(block_bytes: int, num_slots: int) -> None:
+    slots = host_slab.slots_per_piece(block_bytes, 32 << 20)
+
+    assert slots == num_slots
+    assert slots * block_bytes % PAGE == 0
+
+
+def test_slots_count_as_pinned_from_the_first_on_as_pieces_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_slab, "PIECE_BYTES", 2 * PAGE)
+    may_begin = threading.Event()
+    seen: list[int] = []
+
+    def register(address: int, num_bytes: int) -> None:
+        wait_for(may_begin)
+        seen.append(slab.num_pinned_slots)
+
+    slab = HostSlab(5, PAGE, pinning(register))
+    may_begin.set()
+
+    assert wait_until(lambda: slab.prepared)
+    slab.close()
+    assert seen == [0, 2, 4]
+    assert slab.num_pinned_slots == 5
+
+
+def test_a_slab_that_nobody_pins_has_no_pinned_slots() -> None:
+    slab = HostSlab(5, PAGE)
+
+    assert slab.wait_prepared(DEADLINE_S)
+
+    slab.close()
+    assert slab.num_pinned_slots == 0
+
+
+def test_pinning_rests_as_long_as_a_piece_took_while_blocks_are_copied() -> None:
+    assert host_slab.pause_s(0.5, copied=True) == 0.5
+    assert host_slab.pause_s(0.5, copied=False) == host_slab.YIELD_S
+
+
+def test_the_next_piece_waits_while_blocks_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_slab, "PIECE_BYTES", PAGE)
+    may_begin, pinned = threading.Event(), threading.Event()
+    asked: list[bool] = []
+    num_calls: list[int] = []
+
+    def register(address: int, num_bytes: int) -> None:
+        wait_for(may_begin)
+        num_calls.append(num_bytes)
+
+    def pause_s(took_s: float, copied: bool) -> float:
+        asked.append(copied)
+        pinned.set()
+        return 60.0
+
+    monkeypatch.setattr(host_slab, "pause_s", pause_s)
+    slab = HostSlab(3, PAGE, pinning(register))
+    slab.copied = True
+    may_begin.set()
+    wait_for(pinned)
+
+    slab.close()  # ends the pause
+
+    assert asked == [True]
+    assert len(num_calls) == 1
+
+
+# --- where pages lie
+
+
+def test_memory_is_asked_for_from_the_node_given(caplog: pytest.LogCaptureFixture) -> None:
+    slab = HostSlab(64, PAGE, node=0)
+    assert slab.wait_prepared(DEADLINE_S)
+    if caplog.records:
+        pytest.skip("the kernel, or a sandbox, forbids mbind")
+
+    [line] = [
+        line
+        for line in Path("/proc/self/numa_maps").read_text().splitlines()
+        if line.startswith(f"{slab.blocks.ctypes.data:x} ")
+    ]
+
+    slab.close()
+    assert "prefer" in line.split()[1]
+    assert "N0=64" in line
+
+
+def test_a_node_that_is_not_there_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    slab = HostSlab(4, PAGE, node=63)
+
+    assert slab.wait_prepared(DEADLINE_S)
+
+    slab.close()
+    assert "refuses to place memory on node 63" in caplog.text
+
+
+@pytest.mark.skipif(tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14), reason="Linux before 5.14 cannot")
+def test_pages_are_entered_in_the_page_table() -> None:
+    slab = HostSlab(64, PAGE)
+    assert slab.wait_prepared(DEADLINE_S)
+    start = f"{slab.blocks.ctypes.data:x}-"
+    smaps = Path("/proc/self/smaps").read_text().split("VmFlags")
+
+    [entry] = [entry for entry in smaps if f"\n{start}" in entry]
+
+    slab.close()
+    assert "Rss:                 256 kB" in entry
+
+
+@pytest.mark.parametrize(
+    ("content", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), ("", None), (None, None)], ids=repr
+)
+def test_the_node_of_a_device_is_what_the_kernel_says(tmp_path: Path, content: str | None, node: int | None) -> None:
+    (tmp_path / "devices/system/node/node1").mkdir(parents=True)
+    device = tmp_path / "bus/pci/devices/0000:1b:00.0"
+    device.mkdir(parents=True)
+    if content is not None:
+        (device / "numa_node").write_text(content)
+
+    assert pages.node_of_device("0000:1B:00.0", tmp_path) == node
+
+
+def test_a_machine_with_one_node_has_nothing_to_choose(tmp_path: Path) -> None:
+    (tmp_path / "devices/system/node/node0").mkdir(parents=True)
+    device = tmp_path / "bus/pci/devices/0000:1b:00.0"
+    device.mkdir(parents=True)
+    (device / "numa_node").write_text("0\n")
+
+    assert pages.node_of_device("0000:1b:00.0", tmp_path) is None
+
+
+def test_without_a_known_call_memory_lies_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages.platform, "machine", lambda: "vax")
+
+    assert not pages.prefer_node(0, PAGE, 0)
+
+
 # --- pinning
 
 
-def test_without_cupy_there_is_nothing_to_register_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+class FakeCudart:
+    """What torch offers of the runtime; `refuse` is the error of the next registration."""
 
-    with pytest.raises(ImportError):
-        cuda_pin()
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, ...]] = []
+        self.refuse = 0
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.calls.append((address, num_bytes, flags))
+        return self.refuse
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append((address,))
+        return 0
 
 
-def test_registering_pins_the_given_bytes_with_no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[int, int, int]] = []
-    cuda = ModuleType("cupy.cuda")
-    cuda.runtime = SimpleNamespace(
-        hostRegister=lambda *arguments: calls.append(arguments),
-        hostUnregister=lambda *arguments: calls.append(arguments),
-    )
-    monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
-    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
-    blocks = np.zeros(PAGE, np.uint8)
+@pytest.fixture
+def cudart(monkeypatch: pytest.MonkeyPatch) -> FakeCudart:
+    cudart = FakeCudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return cudart
 
-    unpin = cuda_pin()(blocks.ctypes.data, PAGE)
+
+def test_registering_pins_the_given_bytes_for_every_gpu(cudart: FakeCudart) -> None:
+    unpin = cuda_pin(torch.device("cuda", 0))(4096, 8192)
     unpin()
 
-    assert calls == [(blocks.ctypes.data, PAGE, 0), (blocks.ctypes.data,)]
+    assert cudart.calls == [(4096, 8192, 1), (4096,)]
+
+
+def test_a_refused_registration_raises_with_its_error(cudart: FakeCudart) -> None:
+    cudart.refuse = 2
+
+    with pytest.raises(RuntimeError, match="of 8192 bytes: CUDA error 2"):
+        cuda_pin(torch.device("cuda", 0))(4096, 8192)
+
+
+def test_one_piece_of_the_process_is_registered_at_a_time(cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone: list[bool] = []
+
+    def register(address: int, num_bytes: int, flags: int) -> int:
+        alone.append(pinning_module._one_at_a_time.locked())
+        return 0
+
+    monkeypatch.setattr(cudart, "cudaHostRegister", register)
+    for _ in range(2):  # as two slabs do
+        cuda_pin(torch.device("cuda", 0))(0, 1)
+
+    assert alone == [True, True]
+    assert not pinning_module._one_at_a_time.locked()
+
+
+def test_the_node_of_a_gpu_is_looked_up_under_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(pinning_module, "node_of_device", lambda address: {"0000:1b:00.0": 1}[address])
+
+    assert node_of_gpu(torch.device("cuda", 0)) == 1

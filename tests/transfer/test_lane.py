@@ -56,6 +56,15 @@ QUEUED = [
         id="cuda",
         marks=GPU,
     ),
+    pytest.param(
+        LaneCase(
+            lambda finished, capacity: CudaLane(finished, "test", gpu(), capacity, num_threads=3),
+            3,
+            lambda lane: lane._threads._closed,
+        ),
+        id="3cuda",
+        marks=GPU,
+    ),
 ]
 every_lane = pytest.mark.parametrize("case", [INLINE, *QUEUED])
 every_queued_lane = pytest.mark.parametrize("case", QUEUED)
@@ -341,7 +350,7 @@ def test_an_inline_lane_has_finished_when_submit_returns(finished: Finished) -> 
 
 @pytest.mark.parametrize("work", [int, fail])
 def test_a_transfer_knows_how_long_its_work_ran(monkeypatch: pytest.MonkeyPatch, work: Callable[[], Any]) -> None:
-    monkeypatch.setattr(lane_module, "time", SimpleNamespace(perf_counter=itertools.count(10.0, 2.5).__next__))
+    monkeypatch.setattr(lane_module, "time", SimpleNamespace(monotonic=itertools.count(10.0, 2.5).__next__))
     timed = transfer(work)
 
     timed.run()

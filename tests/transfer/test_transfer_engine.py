@@ -251,7 +251,7 @@ def test_a_slow_route_does_not_hold_up_the_others(engine: TransferEngine, owner:
 
 
 def test_routes_are_measured_apart(monkeypatch: pytest.MonkeyPatch, owner: Owner) -> None:
-    monkeypatch.setattr(lane_module, "time", SimpleNamespace(perf_counter=itertools.count(0.0, 2.0).__next__))
+    monkeypatch.setattr(lane_module, "time", SimpleNamespace(monotonic=itertools.count(0.0, 2.0).__next__))
     engine = inline_engine()
     for route, work, num_bytes in [(UP, int, 100), (UP, int, 50), (UP, fail, 7), (DOWN, int, 3)]:
         engine.submit(route, work, num_bytes, owner.deliver)
@@ -259,8 +259,8 @@ def test_routes_are_measured_apart(monkeypatch: pytest.MonkeyPatch, owner: Owner
     engine.poll()
 
     assert engine.statistics() == {
-        Route.DEVICE_TO_HOST: RouteStatistics(num_transfers=1, num_bytes=3, seconds=2.0, num_failed=0),
-        Route.HOST_TO_DEVICE: RouteStatistics(num_transfers=3, num_bytes=150, seconds=6.0, num_failed=1),
+        Route.DEVICE_TO_HOST: RouteStatistics(1, num_bytes=3, seconds=2.0, bytes_per_s=1.5),
+        Route.HOST_TO_DEVICE: RouteStatistics(3, 150, 6.0, num_failed=1, bytes_per_s=pytest.approx(26.5, rel=0.01)),
         Route.HOST_TO_DISK: RouteStatistics(),
         Route.DISK_TO_HOST: RouteStatistics(),
     }

@@ -1,0 +1,40 @@
+"""LaneSpeed: how many bytes a second a lane moves while it has something to move."""
+
+from kvtier.transfer.lane import Transfer
+
+_MEMORY_S = 0.5  # of moving, after which a measurement counts half
+_LEAST_S = 1e-6
+
+
+class LaneSpeed:
+    """Learns from finished transfers, in the order in which they finish. Owned by the lane's owner.
+
+    Threads that move at the same time count once: what is measured is the lane, not a transfer. Failed transfers and
+    those without bytes say nothing.
+    """
+
+    def __init__(self) -> None:
+        self._num_bytes = 0.0
+        self._seconds = 0.0
+        self._until = float("-inf")  # up to when the lane's time has been counted
+
+    @property
+    def measured_at(self) -> float:
+        """When the last transfer finished, on the clock of `Transfer.finished_at`."""
+        return self._until
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """The speed lately; None before the first transfer."""
+        return self._num_bytes / max(self._seconds, _LEAST_S) if self._num_bytes else None
+
+    def finished(self, transfer: Transfer) -> None:
+        """Learn from one transfer."""
+        if transfer.error is not None or not transfer.num_bytes:
+            return
+        started_at = max(self._until, transfer.finished_at - transfer.seconds)
+        seconds = max(0.0, transfer.finished_at - started_at)
+        fading = 0.5 ** (seconds / _MEMORY_S)
+        self._num_bytes = self._num_bytes * fading + transfer.num_bytes
+        self._seconds = self._seconds * fading + seconds
+        self._until = max(self._until, transfer.finished_at)
