@@ -135,12 +135,15 @@ class SchedulerConfig(_Table, frozen=True, kw_only=True):
     """`[scheduler]`: *token_budget* tokens are computed per step at most, *prefill_chunk* of one prompt at most.
 
     *max_running* requests decode together, *max_waiting* queue behind them; one more is refused.
+    *load*: of a hit in a colder tier, "cost" loads as much as comes faster than computing it, by the measured speeds of
+    lanes and prefill and by what is queued; "always" loads all.
     """
 
     token_budget: Count = 2048
     prefill_chunk: Count = 512
     max_running: Count = 64
     max_waiting: Count = 4096
+    load: Literal["cost", "always"] = "cost"
 
 
 Endpoint = Annotated[str, msgspec.Meta(pattern="^(tcp|ipc|inproc)://.")]
@@ -188,6 +191,11 @@ class Config(_Table, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.host is not None and self.host.capacity == 0:  # TOML cannot say None
             msgspec.structs.force_setattr(self, "host", None)
+        if "" in self.tenants:
+            raise ValueError('tenants."": requests without a cache_salt are no tenant; leave it out')
+        names = [tenant.name for tenant in self.tenants.values() if tenant.name is not None]
+        if len(set(names)) < len(names):
+            raise ValueError(f"tenants: the same name twice among {', '.join(names)}; their bytes would be mixed up")
         if self.disk is not None and self.host is None:
             raise ValueError("disk needs host as its landing place; raise host.capacity or remove [disk]")
 

@@ -19,11 +19,14 @@ from kvtier.engine.request import Request
 from kvtier.engine.runner import Chunk, ModelRunner
 from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.scheduler import Scheduler, Work
+from kvtier.engine.step_times import StepTimes
 from kvtier.store.store_process import SWITCH_INTERVAL_S
 from kvtier.tiers.block_hash import BlockChain, ExtraKeys, HashAlgorithm
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.events import EventLog
-from kvtier.tiers.statistics import CacheStatistics, PrefixStatistics, TokenBalance
+from kvtier.tiers.load_planner import LoadPlanner
+from kvtier.tiers.prefill_speed import PrefillSpeed
+from kvtier.tiers.statistics import CacheStatistics, PlanStatistics, PrefixStatistics, TokenBalance
 from kvtier.tiers.tenants import tenant_of
 from kvtier.tiers.tier import Tier
 from kvtier.transfer.lane import Finished, Lane, ThreadLane
@@ -55,6 +58,8 @@ class EngineStatistics:
     num_promoting: int
     num_running: int
     tenants: Mapping[str, Mapping[Tier, int]]  # bytes of those with a quota, by name and tier
+    host_prepared_bytes: int  # of the host tier: backed by memory, and pinned on CUDA
+    plans: PlanStatistics
 
 
 class EngineCore:
@@ -86,8 +91,11 @@ class EngineCore:
                 self._store = open_store(config.disk, namespace.dtype, memories, config.tenants)
                 undo.callback(self._store.close)
                 disk = disk_tier(self._store, config.disk, namespace)
-            transfers = _transfers(self._runner)
+            transfers = _transfers(self._runner, memories[0].num_copiers)
             undo.callback(transfers.close)
+            prefill = PrefillSpeed()
+            self._step_times = StepTimes(prefill, config.device.block_size)
+            self.planner = LoadPlanner(prefill, config.scheduler.prefill_chunk, time.monotonic)
             self.cache = TieredCache(
                 self._runner.groups,
                 memories,
@@ -97,15 +105,17 @@ class EngineCore:
                 partial_blocks=config.device.partial_blocks,
                 host_quotas={tenant_of(salt): t.host for salt, t in config.tenants.items() if t.host is not None},
                 events=self._events,
+                planner=self.planner if config.scheduler.load == "cost" else None,
             )
             undo.pop_all()
+        self._memories = memories
         for memory in memories:
             memory.wait_prepared(STARTUP_WAIT_S / len(memories))
         give_up_at = time.monotonic() + INDEX_WAIT_S
         while not self.cache.knows_disk and time.monotonic() < give_up_at:
             self.cache.wait(IDLE_WAIT_S)
         timeout_s = None if config.disk is None else config.disk.read_timeout_s
-        self._scheduler = Scheduler(self.cache, config.scheduler, timeout_s)
+        self._scheduler = Scheduler(self.cache, config.scheduler, timeout_s, self.planner)
         self._end_token_ids = _end_token_ids(model)
         self._closed = False
         self._publish_events()  # what is on disk already
@@ -235,6 +245,8 @@ class EngineCore:
         return chain
 
     def _compute(self, work: Sequence[Work]) -> list[Request]:
+        started_at = time.monotonic()
+        depths = [item.request.num_computed for item in work]
         logits = self._runner.run(
             [
                 Chunk(
@@ -254,6 +266,7 @@ class EngineCore:
                 advanced.append(request)
                 if request.finish_reason is not None:
                     self._scheduler.retire(request)
+        self._step_times.stepped(work, depths, time.monotonic() - started_at, bool(advanced))
         return advanced
 
     def _publish_events(self) -> None:
@@ -271,6 +284,8 @@ class EngineCore:
             len(scheduler.promoting),
             len(scheduler.running),
             self._bytes_of_tenants(cache),
+            sum(memory.prepared_bytes for memory in self._memories),
+            self.planner.statistics(),
         )
 
     def _bytes_of_tenants(self, cache: CacheStatistics) -> dict[str, dict[Tier, int]]:
@@ -285,7 +300,7 @@ class EngineCore:
         return usage
 
 
-def _transfers(runner: ModelRunner) -> TransferEngine:
+def _transfers(runner: ModelRunner, num_copiers: int) -> TransferEngine:
     """Lanes for the runner's device: streams on CUDA, threads elsewhere; disk always has threads of its own."""
     finished: Finished = Finished()
     lanes: dict[Route, Lane] = {
@@ -296,7 +311,7 @@ def _transfers(runner: ModelRunner) -> TransferEngine:
         if runner.device.type == "cuda":
             from kvtier.transfer.cuda_lane import CudaLane
 
-            lanes[route] = CudaLane(finished, route, runner.device)
+            lanes[route] = CudaLane(finished, route, runner.device, num_threads=num_copiers)
         else:
             lanes[route] = ThreadLane(finished, route)
     return TransferEngine(lanes, finished)

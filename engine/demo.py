@@ -102,7 +102,7 @@ class Stage:
                 "host": {"capacity": int(HOST_DOCUMENTS * blocks)},
                 "disk": {"path": plan.store, "capacity": most_bytes(int(DISK_DOCUMENTS * blocks))},
                 # Far fewer blocks a step than the cache keeps clean ahead in so small a pool: none is lost.
-                "scheduler": {"prefill_chunk": min(512, num_tokens // BLOCK_SIZE // 8 * BLOCK_SIZE)},
+                "scheduler": {"prefill_chunk": min(512, num_tokens // BLOCK_SIZE // 8 * BLOCK_SIZE), "load": "always"},
             }
         )
         # From the middle outwards: the first question's answer is in the block that the last step damages.

@@ -94,11 +94,26 @@ def _route_metrics(statistics: EngineStatistics) -> Iterator[Metric]:
     moved = CounterMetricFamily("kvtier_moved_bytes", "Bytes copied between tiers, by route", labels=["route"])
     seconds = CounterMetricFamily("kvtier_moved_seconds", "Time the copies ran, by route", labels=["route"])
     failed = CounterMetricFamily("kvtier_failed_transfers", "Copies that failed, by route", labels=["route"])
+    lately = "How fast the route was lately, while there was something to copy"
+    speed = GaugeMetricFamily("kvtier_route_bytes_per_second", lately, labels=["route"])
     for route, totals in statistics.cache.routes.items():
         moved.add_metric([route], totals.num_bytes)
         seconds.add_metric([route], totals.seconds)
         failed.add_metric([route], totals.num_failed)
-    yield from (moved, seconds, failed)
+        if totals.bytes_per_s is not None:
+            speed.add_metric([route], totals.bytes_per_s)
+    yield from (moved, seconds, failed, speed)
+    prepared = "Bytes of the host tier that are backed by memory, and pinned on CUDA"
+    yield GaugeMetricFamily("kvtier_host_prepared_bytes", prepared, statistics.host_prepared_bytes)
+    plans = CounterMetricFamily(
+        "kvtier_load_plans", "Hits in colder tiers by what was loaded of them: all, part, nothing", labels=["loaded"]
+    )
+    for loaded, num_plans in statistics.plans.num_plans.items():
+        plans.add_metric([loaded], num_plans)
+    yield plans
+    if statistics.plans.prefill_tokens_per_s is not None:
+        prefill = "Tokens computed a second, of the first 1,000 of a prompt"
+        yield GaugeMetricFamily("kvtier_prefill_tokens_per_second", prefill, statistics.plans.prefill_tokens_per_s)
 
 
 def _disk_metrics(statistics: CacheStatistics) -> Iterator[Metric]:

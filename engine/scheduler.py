@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,6 +11,7 @@ from kvtier.engine.request import FinishReason, Request
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.groups import AttentionGroup
 from kvtier.tiers.hit_ratio import HitRatio
+from kvtier.tiers.load_planner import LoadPlanner
 from kvtier.tiers.promotion import Hit, Promotion
 from kvtier.tiers.statistics import TokenBalance
 from kvtier.tiers.tier import Reason
@@ -36,7 +37,14 @@ class Scheduler:
     engine's thread.
     """
 
-    def __init__(self, cache: TieredCache, config: SchedulerConfig, promotion_timeout_s: float | None) -> None:
+    def __init__(
+        self,
+        cache: TieredCache,
+        config: SchedulerConfig,
+        promotion_timeout_s: float | None,
+        planner: LoadPlanner | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.waiting: deque[Request] = deque()
         self.promoting: list[Request] = []
         self.running: list[Request] = []
@@ -45,6 +53,8 @@ class Scheduler:
         self._cache = cache
         self._config = config
         self._timeout_s = promotion_timeout_s
+        self._planner = planner
+        self._clock = clock
         self._max_running = min(config.max_running, config.token_budget)  # so that each of them can decode in a step
         self._num_slots = cache.free_slots()  # nothing is leased yet: all there are
 
@@ -119,14 +129,14 @@ class Scheduler:
         num_active = len(self.running) + len(self.promoting)
         if num_active >= self._max_running:
             return False
-        hit = request.hit if request.hit is not None and time.monotonic() < request.hit_until else self._lookup(request)
+        hit = request.hit if request.hit is not None and self._clock() < request.hit_until else self._lookup(request)
         request.hit = None
         needed = most_blocks(self._cache.groups, len(request.token_ids) + 1, self._config.prefill_chunk)
         shared = self._cache.num_leased(hit)
         free = self._cache.free_slots()
         fits = all(blocks - there <= slots for blocks, there, slots in zip(needed, shared, free, strict=True))
         if (not fits and num_active > 0) or not self._cache.make_room(hit):
-            request.hit, request.hit_until = hit, time.monotonic() + HIT_LASTS_S
+            request.hit, request.hit_until = hit, self._clock() + HIT_LASTS_S
             return False
         self.waiting.remove(request)
         request.junction = self._cache.junction(hit)
@@ -137,7 +147,20 @@ class Scheduler:
         request.chain.extend(request.token_ids)
         if not request.reads_cache:
             return self._cache.no_hit(request.chain, len(request.token_ids))
-        return self._cache.lookup(request.chain, len(request.token_ids))
+        hit = self._cache.lookup(request.chain, len(request.token_ids))
+        return self._cache.worth_loading(hit, len(request.token_ids), self._busy_s())
+
+    def _busy_s(self) -> float:
+        """How long the device will compute the prompts that have been let in, as far as that is known."""
+        if self._planner is None:
+            return 0.0
+        seconds = self._planner.compute_seconds
+        busy_s = sum(seconds(r.num_computed, r.num_to_compute) for r in self.running if not r.is_decoding)
+        for request in self.promoting:
+            if request.promotion is not None:
+                depth = request.promotion.num_tokens
+                busy_s += seconds(depth, len(request.token_ids) - depth)
+        return busy_s
 
     def _park(self, request: Request, promotion: Promotion) -> None:
         request.promotion = promotion

@@ -44,8 +44,8 @@ BUGS = [
     Bug(
         "an abandoned promotion keeps its lease on blocks under way",
         "tiers/promoter.py",
-        "promotion.is_cut = True\n        self._residency.device.pools[arrival.group_id].release(",
-        "promotion.is_cut = True\n        print(",
+        "promotion.failure = failure\n        self._residency.device.pools[arrival.group_id].release(",
+        "promotion.failure = failure\n        print(",
         "tests/tiers/test_cache_random.py",
     ),
     Bug(

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from kvtier.store.record import Fault, digest
+from kvtier.store.record import Fault, digest_among
 from kvtier.tiers.block_hash import BlockChain, BlockName
 from kvtier.tiers.breaker import Attempt, BreakerState
 from kvtier.tiers.disk_tier import DiskTier
@@ -21,7 +21,7 @@ REASONS = {  # any other fault: corrupt
     Fault.IO_ERROR: Reason.FAILED,
     Fault.KEY: Reason.FAILED,
 }
-BATCH_BYTES = 4 << 20  # small enough that reading, verifying and uploading overlap
+BATCH_BYTES = 4 << 20  # for each copier: small enough that reading, verifying and uploading overlap
 
 
 def read_blocks(
@@ -35,6 +35,7 @@ def upload_blocks(
     memory: BlockMemory, host_slots: Sequence[int], digests: Sequence[bytes], device_slots: Sequence[int]
 ) -> list[bool]:
     """An uploader's work: copy to the device those host blocks that still are what arrived there."""
+    digest = digest_among(memory.num_copiers)
     good = [digest(memory.host_block(slot)) == known for slot, known in zip(host_slots, digests, strict=True)]
     memory.to_device(
         [slot for slot, is_good in zip(host_slots, good, strict=True) if is_good],
@@ -98,6 +99,16 @@ class Arrivals:
         while self._to_upload and self._submit_upload():
             pass
 
+    @property
+    def queued_to_read(self) -> int:
+        """Bytes of blocks that wait for the lane from disk."""
+        return sum(self._memories[arrival.group_id].block_bytes for arrival in self._to_read)
+
+    @property
+    def queued_to_upload(self) -> int:
+        """Bytes of blocks that wait for the lane to the device."""
+        return sum(self._memories[arrival.group_id].block_bytes for arrival in self._to_upload)
+
     def hung(self) -> None:
         """A deadline has passed: the reads under way count as hung, or every request to come would wait as long."""
         for attempt in self._reads:
@@ -144,7 +155,8 @@ class Arrivals:
     def _batch(self, queue: deque[Arrival]) -> list[Arrival]:
         """The first blocks in the queue that are of one group, up to a batch."""
         group_id = queue[0].group_id
-        most = max(1, BATCH_BYTES // self._memories[group_id].block_bytes)
+        memory = self._memories[group_id]
+        most = max(1, memory.num_copiers * BATCH_BYTES // memory.block_bytes)
         batch: list[Arrival] = []
         while queue and queue[0].group_id == group_id and len(batch) < most:
             batch.append(queue.popleft())

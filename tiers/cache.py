@@ -3,6 +3,7 @@
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -16,8 +17,9 @@ from kvtier.tiers.clean_ahead import CleanAhead
 from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.events import EventLog
 from kvtier.tiers.groups import AttentionGroup, alignment, longest_hit, longest_single, name_block_size
+from kvtier.tiers.load_planner import LoadPlanner
 from kvtier.tiers.promoter import Promoter
-from kvtier.tiers.promotion import NO_SLOT, Hit, PartialHit, Promotion, Table, Tables
+from kvtier.tiers.promotion import NO_SLOT, Hit, Misses, PartialHit, Promotion, Table, Tables
 from kvtier.tiers.residency import Residency, SlotTier
 from kvtier.tiers.retention import Retention
 from kvtier.tiers.siblings import Siblings
@@ -56,15 +58,18 @@ class TieredCache:
         partial_blocks: bool = True,
         host_quotas: Mapping[bytes, int] = MappingProxyType({}),
         events: EventLog | None = None,
+        planner: LoadPlanner | None = None,
     ) -> None:
         """*retention_tokens*: see `Retention`. *partial_blocks*: reuse the first tokens of a block that shares them.
-        *host_quotas*: bytes of host memory by tenant. *events*: where to tell which block came and went."""
+        *host_quotas*: bytes of host memory by tenant. *events*: where to tell which block came and went.
+        *planner*: see `worth_loading`; without one all of every hit is."""
         self.groups = tuple(groups)
         self.block_size = name_block_size(groups)
         self.alignment = alignment(groups)
         self._memories = memories
         self._transfers = transfers
         self._clock = clock
+        self._planner = planner
         self._retention = Retention(self.groups, retention_tokens)
         with_host = all(memory.num_host_slots for memory in memories)
         if disk is not None and not with_host:
@@ -127,12 +132,13 @@ class TieredCache:
                 names = chain.names_of(self.groups[group_id].block_size, needed)
                 start, slots = needed.start, self._residency.device.pools[group_id].find_all(names)
             device_slots.append(slots[needed.start - start : needed.stop - start])
-        why_no_more = Reason.LAST_BLOCK
+        misses = Misses(())
         if num_found < limit:
             ends = {num_found // group.block_size * group.block_size + group.block_size for group in self.groups}
-            why_no_more = self._residency.why_missing(chain.names[end // self.block_size - 1] for end in sorted(ends))
+            why = self._residency.why_missing(chain.names[end // self.block_size - 1] for end in sorted(ends))
+            misses = Misses(((limit, why),))
         partial = self._partial_hit(chain, num_found, num_tokens)
-        return Hit(chain, limit, num_found, why_no_more, partial, device_slots, self._residency.num_changes)
+        return Hit(chain, limit, num_found, misses, partial, device_slots, self._residency.num_changes)
 
     def junction(self, hit: Hit) -> int | None:
         """Tokens of the prompt after which only groups that forget lack something: the prefix has come a second time,
@@ -168,7 +174,21 @@ class TieredCache:
 
     def no_hit(self, chain: BlockChain, num_tokens: int) -> Hit:
         """The hit of a request that does not want to read the cache."""
-        return Hit(chain, self._limit(chain, num_tokens), 0, Reason.SKIPPED)
+        limit = self._limit(chain, num_tokens)
+        return Hit(chain, limit, 0, Misses(((limit, Reason.SKIPPED),)))
+
+    def worth_loading(self, hit: Hit, num_tokens: int, busy_s: float = 0.0) -> Hit:
+        """As much of the hit as is faster loaded than computed, for a prompt of *num_tokens*.
+
+        *busy_s*: how long the device will be computing for others first.
+        """
+        demand = None if self._planner is None else self._promoter.demand(hit, self.alignment)
+        if self._planner is None or demand is None:
+            return hit
+        best = self._planner.best(demand, num_tokens, busy_s, self._transfers)
+        if best == hit.num_tokens:
+            return hit
+        return replace(self._promoter.shorter(hit, best), misses=hit.misses.cut(hit.num_tokens, Reason.COST))
 
     def make_room(self, hit: Hit) -> bool:
         """Whether promoting the hit would now push out no block without a copy below; if not, such copies are started.

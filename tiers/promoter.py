@@ -12,6 +12,7 @@ from kvtier.tiers.arrivals import Arrivals
 from kvtier.tiers.block_hash import BlockChain, BlockName
 from kvtier.tiers.block_pool import ABSENT
 from kvtier.tiers.groups import AttentionGroup, longest_hit
+from kvtier.tiers.load_planner import Demand
 from kvtier.tiers.promotion import NO_SLOT, Arrival, Hit, Promotion
 from kvtier.tiers.residency import Residency, SlotTier
 from kvtier.tiers.tier import Reason, Tier
@@ -47,15 +48,16 @@ class Promoter:
 
     def promote(self, hit: Hit, window: int, deadline: float | None = None) -> Promotion:
         """Start bringing the hit up; done at once if all of it is on the device."""
-        why_no_more = hit.why_no_more
         if hit.as_of != self._residency.num_changes and self._residency.disk is None:
-            shorter = self._shorter(hit, hit.num_tokens)  # with a disk, what has left the tiers above is asked of it
+            shorter = self.shorter(hit, hit.num_tokens)  # with a disk, what has left the tiers above is asked of it
             if shorter.num_tokens < hit.num_tokens:
-                why_no_more = self._residency.why_missing([hit.chain.names[shorter.num_blocks]])
+                why = self._residency.why_missing([hit.chain.names[shorter.num_blocks]])
+                shorter = replace(shorter, misses=hit.misses.cut(hit.num_tokens, why))
             hit = shorter
         slots = self.device_slots(hit)
         while (deficit := self._deficit(hit, slots)) > 0:
-            hit, why_no_more = self._shorter(hit, hit.num_tokens - deficit), Reason.CAPACITY
+            misses = hit.misses.cut(hit.num_tokens, Reason.CAPACITY)
+            hit = replace(self.shorter(hit, hit.num_tokens - deficit), misses=misses)
             slots = self.device_slots(hit)
         promotion = Promotion(
             hit.chain,
@@ -63,7 +65,7 @@ class Promoter:
             hit.num_tokens,
             [array("i", [NO_SLOT]) * needed.start for needed in self.needed(hit.num_tokens)],
             bytearray(hit.num_blocks),
-            why_no_more,
+            hit.misses,
             deadline,
         )
         missing = self._lease_what_is_there(promotion, slots)
@@ -100,6 +102,44 @@ class Promoter:
             missing = sum(self._arrivals.find(group_id, name) is None for _, name in absent)
             result.append((set(found[found != ABSENT].tolist()), missing))
         return result
+
+    def demand(self, hit: Hit, step: int) -> Demand | None:
+        """What the hit's prefixes have to move, those that end at a multiple of *step* tokens; None if nothing.
+
+        Where a group forgets, every prefix is taken to need as much of its blocks as the whole hit.
+        """
+        absent = [
+            self._absent(group_id, hit.chain, needed, found)
+            for group_id, (found, needed) in enumerate(
+                zip(self.device_slots(hit), self.needed(hit.num_tokens), strict=True)
+            )
+        ]
+        firsts = [
+            0 if group.forgets else blocks[0][0] * group.block_size // step
+            for group, blocks in zip(self._groups, absent, strict=True)
+            if blocks
+        ]
+        if not firsts:
+            return None
+        start = min(firsts)
+        ends = np.arange(start, hit.num_tokens // step + 1, dtype=np.float64) * step
+        moved = np.zeros((2, len(ends)))  # from disk, to the device
+        for group_id, (group, blocks) in enumerate(zip(self._groups, absent, strict=True)):
+            if blocks:
+                # The first prefix that needs each block.
+                places = np.array([block_id for block_id, _ in blocks]) * group.block_size // step + 1 - start
+                places = np.ones_like(places) if group.forgets else places
+                for row, num_bytes in enumerate(self._to_move(group_id, [name for _, name in blocks])):
+                    moved[row] += np.bincount(places, num_bytes, len(ends))
+        disk_bytes, device_bytes = moved.cumsum(axis=1)
+        arrivals, transfers = self._arrivals, self._transfers
+        return Demand(
+            ends,
+            disk_bytes,
+            device_bytes,
+            arrivals.queued_to_read + transfers.pending_bytes(Route.DISK_TO_HOST),
+            arrivals.queued_to_upload + transfers.pending_bytes(Route.HOST_TO_DEVICE),
+        )
 
     def keep_warm(self, hit: Hit) -> None:
         """Make the hit's host blocks the last to be evicted there: they are wanted, only not yet."""
@@ -160,6 +200,20 @@ class Promoter:
         names = chain.names_of(self._groups[group_id].block_size, needed)
         return [(needed.start + i, names[i]) for i in absent]
 
+    def _to_move(
+        self, group_id: int, names: Sequence[BlockName]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """For each of the blocks, none on the device, the bytes to read from disk and those to copy to the device."""
+        host, block_bytes = self._residency.host, self._memories[group_id].block_bytes
+        in_host = np.full(len(names), ABSENT) if host is None else host.pools[group_id].find_all(names)
+        disk_bytes = np.where(in_host == ABSENT, block_bytes, 0)
+        device_bytes = np.full(len(names), block_bytes)
+        for place, name in enumerate(names):
+            if self._arrivals.find(group_id, name) is not None:  # counted with what is queued, which it waits for
+                disk_bytes[place] = min(disk_bytes[place], 1)
+                device_bytes[place] = 1
+        return disk_bytes, device_bytes
+
     def _deficit(self, hit: Hit, slots: Sequence[npt.NDArray[np.int32]]) -> int:
         """How many tokens fewer the hit must have, for the group that lacks most slots to hold it on the device."""
         worst = 0
@@ -173,7 +227,7 @@ class Promoter:
                 worst = max(worst, (taken - pool.num_free) * self._groups[group_id].block_size)
         return worst
 
-    def _shorter(self, hit: Hit, num_tokens: int) -> Hit:
+    def shorter(self, hit: Hit, num_tokens: int) -> Hit:
         """The same hit with at most that many tokens, and no partial block."""
 
         def first_hole(group_id: int, start: int, end: int) -> int:
@@ -252,16 +306,15 @@ class Promoter:
 
     def _leave_out(self, promotion: Promotion, arrival: Arrival, block_id: int, failure: Reason) -> None:
         promotion.tables[arrival.group_id][block_id] = NO_SLOT
-        promotion.why_no_more = failure
-        promotion.is_cut = True
+        promotion.failure = failure
         self._residency.device.pools[arrival.group_id].release([arrival.device_slot])
 
     def _finish_if_arrived(self, promotion: Promotion) -> None:
         """Once nothing is under way: cut the prefix at what cannot be resumed, and hand its leases to the caller."""
         if promotion.waiting or promotion.done:
             return
-        if promotion.is_cut:
-            self._cut(promotion)
+        if promotion.failure is not None:
+            self._cut(promotion, promotion.failure)
         promotion.done = True
         if promotion.depths.count(Tier.DEVICE.depth, 0, promotion.num_blocks) < promotion.num_blocks:
             self._refresh_host(promotion.chain, promotion.num_tokens)
@@ -269,7 +322,7 @@ class Promoter:
         self._waiting.discard(promotion)
         self._hand_over(promotion)
 
-    def _cut(self, promotion: Promotion) -> None:
+    def _cut(self, promotion: Promotion, failure: Reason) -> None:
         """Shorten the prefix to what can be resumed with the blocks that did arrive."""
         tables = promotion.tables
 
@@ -287,6 +340,7 @@ class Promoter:
             names = promotion.chain.names_of(self._groups[group_id].block_size, behind)
             slots = self._residency.device.pools[group_id].find_all(names)[::-1]
             self._residency.device.pools[group_id].refresh(slots[slots != ABSENT])
+        promotion.misses = promotion.misses.cut(promotion.num_tokens, failure)
         promotion.num_tokens, promotion.num_copied = usable, 0
 
     def _refresh_host(self, chain: BlockChain, num_tokens: int) -> None:

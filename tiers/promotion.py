@@ -32,13 +32,37 @@ class PartialHit:
 
 
 @dataclass(frozen=True, slots=True)
+class Misses:
+    """Why the tokens after a prefix have to be computed: each reason with the token up to which it is the one."""
+
+    reasons: tuple[tuple[int, Reason], ...]  # ascending
+
+    def after(self, num_tokens: int) -> dict[Reason, int]:
+        """Tokens after the first *num_tokens*, by reason."""
+        counts: dict[Reason, int] = {}
+        for end, reason in self.reasons:
+            if end > num_tokens:
+                counts[reason] = counts.get(reason, 0) + end - num_tokens
+                num_tokens = end
+        return counts
+
+    def first(self, num_tokens: int) -> Reason:
+        """Why the token after *num_tokens* is missed; LAST_BLOCK if none is."""
+        return next(iter(self.after(num_tokens)), Reason.LAST_BLOCK)
+
+    def cut(self, num_tokens: int, reason: Reason) -> "Misses":
+        """The same for a prefix of *num_tokens* that *reason* has made shorter."""
+        return Misses(((num_tokens, reason), *self.reasons))
+
+
+@dataclass(frozen=True, slots=True)
 class Hit:
     """The longest prefix that can be resumed. A value: nothing is leased, and it may be out of date a step later."""
 
     chain: BlockChain
     limit: int  # tokens that may hit: whole blocks of all groups, and never the last token
     num_tokens: int  # of them found
-    why_no_more: Reason  # for the first block not found; LAST_BLOCK if all were
+    misses: Misses
     partial: PartialHit | None = None
     # For each group the device slots of the blocks it needs, ABSENT for those further down, and as of which
     # `Residency.num_changes`.
@@ -49,6 +73,11 @@ class Hit:
     def num_blocks(self) -> int:
         """The hit in names of the chain."""
         return self.num_tokens // self.chain.block_size
+
+    @property
+    def why_no_more(self) -> Reason:
+        """For the first block not found; LAST_BLOCK if all were."""
+        return self.misses.first(self.num_tokens)
 
 
 @dataclass(eq=False, slots=True)
@@ -65,11 +94,11 @@ class Promotion:
     num_tokens: int
     tables: Tables
     depths: bytearray  # [name of the chain] depth of the coldest tier that any group had it in
-    why_no_more: Reason
+    misses: Misses
     deadline: float | None = None
     num_copied: int = 0
     done: bool = False
-    is_cut: bool = False  # some block did not arrive
+    failure: Reason | None = None  # of the last block that did not arrive
     waiting: set["Arrival"] = field(default_factory=set)
 
     @property
@@ -77,22 +106,26 @@ class Promotion:
         """The prefix in names of the chain."""
         return self.num_tokens // self.chain.block_size
 
+    @property
+    def why_no_more(self) -> Reason:
+        """Of the first token that has to be computed; LAST_BLOCK if it is the last one's block."""
+        return self.misses.first(self.num_tokens + self.num_copied)
+
     def continues(self, earlier: "Promotion") -> None:
         """This one goes on where *earlier* was cut short: what that one brought up counts for where it came from."""
         both = zip(self.depths, earlier.depths, strict=False)
         self.depths[: len(earlier.depths)] = bytes(map(max, both))
-        if self.why_no_more is not Reason.LAST_BLOCK:
-            self.why_no_more = earlier.why_no_more
+        self.misses = earlier.misses
 
     def balance(self, num_prompt_tokens: int) -> TokenBalance:
         """Where the tokens of the request's prompt came from; a block that no group needs counts with the next one."""
         depths, block_size = self.depths[: self.num_blocks], self.chain.block_size
         device, host, disk = (depths.count(tier.depth) * block_size for tier in WARMEST_FIRST)
         recomputed = num_prompt_tokens - self.num_tokens - self.num_copied
-        missed = max(0, self.limit - self.num_tokens - self.num_copied)
-        reasons = {Reason.LAST_BLOCK: recomputed - missed}
-        if missed:
-            reasons[self.why_no_more] = reasons.get(self.why_no_more, 0) + missed
+        missed = self.misses.after(self.num_tokens + self.num_copied)
+        reasons = {Reason.LAST_BLOCK: recomputed - sum(missed.values())}
+        for reason, num_tokens in missed.items():
+            reasons[reason] = reasons.get(reason, 0) + num_tokens
         return TokenBalance(device + self.num_copied, host, disk, recomputed, reasons, self.num_copied)
 
 

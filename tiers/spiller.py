@@ -6,7 +6,7 @@ from functools import partial
 from itertools import islice
 
 from kvtier.store.blob_store import Blob, StoreFull
-from kvtier.store.record import digest
+from kvtier.store.record import digest_among
 from kvtier.tiers.block_hash import BlockName
 from kvtier.tiers.breaker import Attempt
 from kvtier.tiers.clean_ahead import CleanAhead
@@ -219,6 +219,7 @@ class Spiller:
 
             def copy_down() -> list[bytes]:
                 memory.to_host(batch.upper_slots, batch.lower_slots)
+                digest = digest_among(memory.num_copiers)
                 return [digest(memory.host_block(slot)) for slot in batch.lower_slots]
 
             return copy_down, lambda transfer: self._landed_in_host(batch, transfer)

@@ -82,6 +82,14 @@ class DiskStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanStatistics:
+    """Hits in colder tiers by what was loaded of them (all, part, nothing), and what the choice goes by."""
+
+    num_plans: Mapping[str, int]
+    prefill_tokens_per_s: float | None  # of the first 1,000 tokens of a prompt; None before it is known
+
+
+@dataclass(frozen=True, slots=True)
 class CacheStatistics:
     """A `TieredCache` at one moment."""
 

@@ -27,6 +27,7 @@ class Reason(StrEnum):
     CORRUPT = "corrupt"  # found, but its bytes were not what had been stored
     FAILED = "failed"  # found, but the copy failed
     DEADLINE = "deadline"  # found, but the copy was too late
+    COST = "cost"  # found, but computing it was expected to be faster than loading it
     SKIPPED = "skipped"  # the request asked not to read the cache
     LAST_BLOCK = "last_block"  # always computed: the last token's logits are what prefill is for
 

@@ -19,7 +19,7 @@ def run(folder: Path) -> None:
         "device": {"capacity": 2 * TOKENS_PER_PROMPT * BYTES_PER_TOKEN, "block_size": 16},
         "host": {"capacity": 2 * TOKENS_PER_PROMPT * BYTES_PER_TOKEN},
         "disk": {"path": str(folder), "capacity": "16MiB"},
-        "scheduler": {"prefill_chunk": 64},
+        "scheduler": {"prefill_chunk": 64, "load": "always"},
     }
     rng = random.Random()
     with LLM(build("llama"), config, byte_tokenizer()) as llm:

@@ -29,7 +29,7 @@ def opened(model: PreTrainedModel, folder: Path | None = None, **scheduler: int)
     tables: dict[str, object] = {
         "device": {"capacity": NUM_SLOTS * BLOCK_BYTES, "block_size": BLOCK_SIZE},
         "host": {"capacity": NUM_SLOTS * BLOCK_BYTES},
-        "scheduler": {"prefill_chunk": 64, "token_budget": 128, **scheduler},
+        "scheduler": {"prefill_chunk": 64, "token_budget": 128, "load": "always", **scheduler},
     }
     if folder is not None:
         tables["disk"] = {"path": str(folder / "store"), "capacity": "64MiB"}
@@ -379,7 +379,7 @@ from kvtier.engine import AsyncLLM, SamplingParams
 
 async def main():
     small = {"capacity": "8MiB"}
-    config = {"device": small, "host": small, "disk": {"path": sys.argv[1], "capacity": "64MiB"}}
+    config = {"device": small, "host": small, "disk": {"path": sys.argv[1], "capacity": "64MiB"}, "scheduler": {"load": "always"}}
     llm = AsyncLLM(build("llama"), config, byte_tokenizer())
     await llm.start()
     async for piece in llm.generate("Say hello. " * 20, SamplingParams(max_tokens=3)):

@@ -137,6 +137,8 @@ def test_a_file_that_is_not_toml_is_named(tmp_path):
         ({"events": {"buffer_steps": 0}}, "$.events.buffer_steps: Expected `int` >= 1"),
         ({"metrics_port": 70_000}, "$.metrics_port: Expected `int` <= 65535"),
         ({"host": {"capacity": "0"}, "disk": {"path": "x"}}, "$: disk needs host as its landing place"),
+        ({"tenants": {"": {"host": 1}}}, '$: tenants."": requests without a cache_salt are no tenant'),
+        ({"tenants": {"a": {"name": "x"}, "b": {"name": "x"}}}, "$: tenants: the same name twice among x, x"),
     ],
 )
 def test_a_mistake_is_named_with_its_path(data, message):

@@ -35,7 +35,7 @@ def configuration(folder: Path, prompts_on_device: float, prompts_in_host: float
         "device": {"capacity": int(prompts_on_device * prompt), "block_size": BLOCK_SIZE},
         "host": {"capacity": int(prompts_in_host * prompt)},
         "disk": {"path": str(folder / "store"), "capacity": "64MiB"},
-        "scheduler": {"prefill_chunk": 64, "token_budget": 128},
+        "scheduler": {"prefill_chunk": 64, "token_budget": 128, "load": "always"},
     }
 
 

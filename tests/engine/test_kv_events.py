@@ -640,7 +640,7 @@ def configuration(device_slots: int = 40, host_slots: int = 0, folder: Path | No
     tables: dict[str, object] = {
         "device": {"capacity": device_slots * BLOCK_BYTES, "block_size": BLOCK_SIZE, "partial_blocks": False},
         "host": {"capacity": host_slots * BLOCK_BYTES},
-        "scheduler": {"prefill_chunk": 64, "token_budget": 128},
+        "scheduler": {"prefill_chunk": 64, "token_budget": 128, "load": "always"},
         "events": {"endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"},
     }
     return tables if folder is None else {**tables, "disk": {"path": str(folder / "store"), "capacity": "64MiB"}}

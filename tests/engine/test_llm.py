@@ -37,7 +37,7 @@ def configuration(folder: Path | None = None, device_slots: int = 200, host_slot
     tables: dict[str, object] = {
         "device": {"capacity": device_slots * BLOCK_BYTES, "block_size": BLOCK_SIZE},
         "host": {"capacity": host_slots * BLOCK_BYTES},
-        "scheduler": {"prefill_chunk": 64, "token_budget": 128},
+        "scheduler": {"prefill_chunk": 64, "token_budget": 128, "load": "always"},
     }
     return tables if folder is None else {**tables, "disk": {"path": str(folder / "store"), "capacity": "64MiB"}}
 

@@ -38,7 +38,7 @@ def configuration(folder: Path, port: int | None, num_slots: int = 24) -> dict[s
         "device": {"capacity": num_slots * BLOCK_BYTES, "block_size": BLOCK_SIZE},
         "host": {"capacity": num_slots * BLOCK_BYTES},
         "disk": {"path": str(folder / "store"), "capacity": "64MiB"},
-        "scheduler": {"prefill_chunk": 64, "token_budget": 128},
+        "scheduler": {"prefill_chunk": 64, "token_budget": 128, "load": "always"},
     }
     return tables if port is None else {**tables, "metrics_port": port}
 

@@ -77,7 +77,7 @@ def engine(
     tables: dict[str, object] = {
         "device": {"capacity": num_slots * BLOCK_BYTES, "block_size": BLOCK_SIZE},
         "host": {"capacity": num_host_slots * BLOCK_BYTES},
-        "scheduler": {"prefill_chunk": 64, "token_budget": 128, **scheduler},
+        "scheduler": {"prefill_chunk": 64, "token_budget": 128, "load": "always", **scheduler},
     }
     if folder is not None:
         tables["disk"] = {"path": str(folder / "store"), "capacity": "64MiB", "read_timeout_s": read_timeout_s}

@@ -636,7 +636,7 @@ def llm_of(name: str, tokenizer: PreTrainedTokenizerFast, folder: Path | None = 
     settings: dict[str, object] = {
         "device": {"capacity": 120 * BLOCK_SIZE * 1024, "block_size": BLOCK_SIZE, **device},
         "host": {"capacity": 120 * BLOCK_SIZE * 1024},
-        "scheduler": {"prefill_chunk": 64, "token_budget": 128},
+        "scheduler": {"prefill_chunk": 64, "token_budget": 128, "load": "always"},
     }
     if folder is not None:
         settings["disk"] = {"path": str(folder / "store"), "capacity": "64MiB"}

@@ -1,0 +1,77 @@
+"""LoadPlanner: how much of a hit to load, and what to compute although it is cached, because that is faster."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.tiers.prefill_speed import PrefillSpeed
+from kvtier.tiers.statistics import PlanStatistics
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+# A lane that was slow is tried again some time: so long after the last measurement it is thought twice as fast.
+_OPTIMISM_S = 30.0
+_FIRST_TOKENS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What each prefix of a hit has to move, beside what is queued already. The first one moves nothing."""
+
+    ends: npt.NDArray[np.float64]  # [num_prefixes] tokens, ascending
+    disk_bytes: npt.NDArray[np.float64]  # [num_prefixes] to read from disk
+    device_bytes: npt.NDArray[np.float64]  # [num_prefixes] to copy to the device
+    queued_disk_bytes: int
+    queued_device_bytes: int
+
+
+class LoadPlanner:
+    """Chooses the prefix with which a request's first token comes soonest, if prefill speed and lanes are known.
+
+    Until they are, everything is loaded. Loading runs beside the computing of others: what the device is busy with
+    anyway hides it. What is queued on a lane counts, so a disk that is too slow for all is used by some. Owned by the
+    engine's thread.
+    """
+
+    def __init__(self, prefill: PrefillSpeed, chunk: int, clock: Callable[[], float]) -> None:
+        """*chunk*: tokens of a prompt computed in a step at most."""
+        self.prefill = prefill
+        self.num_plans: Counter[str] = Counter()  # by what came of it: all, part, nothing
+        self._chunk = chunk
+        self._clock = clock
+
+    def best(self, demand: Demand, num_tokens: int, busy_s: float, transfers: TransferEngine) -> int:
+        """Of the hit of a prompt of *num_tokens*, the tokens to use; *busy_s*: computing that goes first anyway."""
+        if not self.prefill.is_known:
+            return int(demand.ends[-1])
+        loads = np.maximum(
+            self._seconds(Route.DISK_TO_HOST, demand.disk_bytes, demand.queued_disk_bytes, transfers),
+            self._seconds(Route.HOST_TO_DEVICE, demand.device_bytes, demand.queued_device_bytes, transfers),
+        )
+        starts = np.maximum(loads, busy_s)
+        computes = self.prefill.seconds_of_rest(demand.ends, num_tokens, self._chunk)
+        totals = starts + computes
+        place = len(totals) - 1 - int(np.argmin(totals[::-1]))  # of equals the longest: it leaves more time to others
+        self.num_plans["all" if place == len(totals) - 1 else "part" if place else "nothing"] += 1
+        return int(demand.ends[place])
+
+    def statistics(self) -> PlanStatistics:
+        """By value."""
+        seconds = self.compute_seconds(0, _FIRST_TOKENS)
+        return PlanStatistics(dict(self.num_plans), _FIRST_TOKENS / seconds if seconds else None)
+
+    def compute_seconds(self, depth: int, num_tokens: int) -> float:
+        """To compute that many tokens after *depth* others; 0 if that is not known yet."""
+        return self.prefill.seconds(depth, num_tokens, self._chunk) if self.prefill.is_known else 0.0
+
+    def _seconds(
+        self, route: Route, num_bytes: npt.NDArray[np.float64], queued_bytes: int, transfers: TransferEngine
+    ) -> npt.NDArray[np.float64]:
+        """Until a lane that starts with what is queued has moved that much too; 0 where there is nothing to move."""
+        speed = transfers.speed(route)
+        if speed.bytes_per_s is None:
+            return np.zeros(len(num_bytes))
+        hope = 2.0 ** (max(0.0, self._clock() - speed.measured_at) / _OPTIMISM_S)
+        return np.where(num_bytes > 0, (num_bytes + queued_bytes) / (speed.bytes_per_s * hope), 0.0)
