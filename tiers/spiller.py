@@ -66,10 +66,16 @@ class Spiller:
         self._not_before = 0.0
 
     def spill_device(self, demand: Sequence[int]) -> None:
-        """Start copies to host that are due. *demand*: for each group, slots about to be taken beyond the usual."""
+        """Start copies to host that are due. *demand*: for each group, slots about to be taken beyond the usual.
+
+        Half of the window is headroom: for that the bus is left to promotions while there are any.
+        """
         if self._residency.host is not None:
+            ahead = self._window.num_blocks
+            if self._transfers.num_pending(Route.HOST_TO_DEVICE):
+                ahead = -(-ahead // 2)
             for group_id, wanted in enumerate(demand):
-                window = self._window.num_blocks + wanted
+                window = ahead + wanted
                 while self._start(Route.DEVICE_TO_HOST, group_id, partial(self._dirty_on_device, window)):
                     pass
 

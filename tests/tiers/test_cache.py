@@ -132,6 +132,33 @@ def test_an_allocation_does_not_wait_for_a_copy_and_counts_what_it_drops() -> No
     assert w.cache.statistics().tiers[Tier.DEVICE].dropped_spills > 0
 
 
+def test_copies_ahead_of_need_leave_the_bus_to_promotions() -> None:
+    w = world(num_device_slots=32, num_host_slots=60)
+    read(w, "a")
+    w.flush()
+    w.cache._residency.evict(w.cache._residency.device, 0, w.cache._residency.device.pools[0].cached_slots())
+    for document in "bc":
+        table = w.cache.allocate([10])
+        assert table is not None
+        w.compute(table, w.chain(document, DOCUMENT), 0, DOCUMENT)
+        w.cache.release(table)
+    window = w.cache._window.num_blocks
+    assert window == 8
+
+    promotion = w.cache.promote(w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1))
+    assert w.lanes[Route.HOST_TO_DEVICE].num_pending
+    w.cache.spill()
+    meanwhile = w.cache._spiller.num_leases(w.cache._residency.device, 0)
+    w.settle()
+    w.cache.spill()
+
+    assert meanwhile == window // 2
+    assert w.cache._spiller.num_leases(w.cache._residency.device, 0) == window // 2  # the other half
+    w.settle()
+    w.cache.release(promotion.tables)
+    w.check()
+
+
 def test_a_block_wanted_by_two_is_under_way_once() -> None:
     w = world(num_device_slots=16, num_host_slots=40)
     read(w, "a")
