@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import IO, Any, ParamSpec, TypeVar
 
+from kvtier.store.channel import portable
+
 _END_TIMEOUT_S = 5.0  # for closing a store when nobody listens any more
 
 _P = ParamSpec("_P")
@@ -50,7 +52,8 @@ def _process(*job: Any) -> Iterator[Iterator[Any]]:
     with tempfile.TemporaryFile() as errors:
         with there:
             process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(there.fileno())],
+                # -P: no module of this one's is looked for in the working directory
+                [sys.executable, "-P", "-m", __name__, str(there.fileno())],
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=errors,
@@ -74,15 +77,21 @@ def _process(*job: Any) -> Iterator[Iterator[Any]]:
 def _listen(
     connection: "Connection[Any, Any]", process: "subprocess.Popen[bytes]", errors: IO[bytes], job: tuple[Any, ...]
 ) -> Iterator[Any]:
+    for kind, what in _received(connection, process, errors, job):
+        if kind == "end":
+            return
+        if kind == "error":
+            raise what
+        yield what
+
+
+def _received(
+    connection: "Connection[Any, Any]", process: "subprocess.Popen[bytes]", errors: IO[bytes], job: tuple[Any, ...]
+) -> Iterator[tuple[str, Any]]:
     try:
         connection.send(job)
         while True:
-            kind, what = connection.recv()
-            if kind == "end":
-                return
-            if kind == "error":
-                raise what
-            yield what
+            yield connection.recv()
     except (EOFError, ConnectionError) as error:
         status = process.wait()
         errors.seek(0)
@@ -112,7 +121,7 @@ def _messages(function: Callable[..., Any], args: Any, kwargs: Any) -> Generator
         yield "end", None
     except Exception as error:  # the listener's to handle
         error.add_note(traceback.format_exc())
-        yield "error", error
+        yield "error", portable(error)
 
 
 if __name__ == "__main__":

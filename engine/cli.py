@@ -109,7 +109,7 @@ def _add_check(commands: _Commands) -> None:
         "check",
         help="verify a store: its accounting and every byte in it",
         description="Compares a store's accounting with a full count, reads all records and verifies them. For a store "
-        "that no engine has open. Changes nothing without --fix.",
+        "that no engine has open. Without --fix it deletes nothing, whatever it finds.",
         epilog=CHECK_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -155,8 +155,8 @@ def _add_store(commands: _Commands) -> None:
     rm = actions.add_parser(
         "rm",
         help="delete the records of namespaces",
-        description="Deletes the records of namespaces, for a store that no engine has open. The file keeps its size, "
-        "its space is for new records; to give that back delete the folder. HEX is the beginning of a name.",
+        description="Deletes the records of namespaces, for a store that no engine has open, and gives their room back "
+        "to the file system, so that nobody finds them there. HEX is the beginning of a name.",
         epilog=STORE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -178,10 +178,9 @@ def _path(text: str) -> Path:
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is too few; use 1 or more")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
 
 
 def _demo(options: argparse.Namespace) -> int:

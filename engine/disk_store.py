@@ -40,7 +40,7 @@ def open_store(
         Path(config.path),
         capacity_bytes,
         _codec(config, dtype),
-        cipher_of(config),
+        _cipher(config),
         Durability(config.durability),
         config.checkpoint_s,
         {tenant_of(salt): quota.disk for salt, quota in tenants.items() if quota.disk is not None},
@@ -50,7 +50,7 @@ def open_store(
 
 def disk_tier(store: StoreProcess, config: DiskConfig, namespace: Namespace) -> DiskTier:
     """The store as a tier of this namespace. Its records are of one kind: exact or lossy, under one key or none."""
-    cipher = cipher_of(config)
+    cipher = store.settings.cipher
     namespace = replace(
         namespace,
         kv_quantization="fp8" if config.codec == "fp8" else "none",
@@ -62,7 +62,7 @@ def disk_tier(store: StoreProcess, config: DiskConfig, namespace: Namespace) -> 
     return tier
 
 
-def cipher_of(config: DiskConfig) -> Cipher | None:
+def _cipher(config: DiskConfig) -> Cipher | None:
     """The configured encryption. ValueError if its key cannot be had, ImportError without the package."""
     if config.encryption_key_file is not None:
         return Cipher.from_file(Path(config.encryption_key_file).expanduser())

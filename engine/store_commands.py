@@ -20,7 +20,7 @@ from rich.text import Text
 
 from kvtier.engine.apart import Crashed, call_apart, iterate_apart
 from kvtier.store import upkeep
-from kvtier.store.inspection import Inspection, NamespaceUse, NextStart, State, StoreLost, inspect
+from kvtier.store.inspection import Inspection, NamespaceUse, NextStart, State, StoreDamaged, StoreLost, inspect
 from kvtier.store.record import Fault
 from kvtier.store.upkeep import Verification
 
@@ -118,8 +118,8 @@ def remove(folder: Path, named: Sequence[str], all_but: Sequence[str], is_confir
     with _damage(folder), iterate_apart(upkeep.delete_namespaces, folder, os.getpid(), wanted, num_bytes) as items:
         gone = _last(items, upkeep.Deletion)
     print(
-        f"store {folder}: {gone.num_records:,} records deleted, {_size(gone.stored_bytes)}; the file keeps its size "
-        "and its space is for new records"
+        f"store {folder}: {gone.num_records:,} records deleted, {_size(gone.stored_bytes)}, and all room given back "
+        "that no record has"
     )
     return 0
 
@@ -130,7 +130,7 @@ def _damage(folder: Path) -> Iterator[None]:
     try:
         yield
     except StoreLost as error:
-        raise Damaged(str(error), is_trusted=False) from error
+        raise Damaged(str(error), is_trusted=isinstance(error, StoreDamaged)) from error
     except Crashed as error:
         if error.signal_name not in _CRASHES:
             raise

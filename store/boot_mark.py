@@ -12,12 +12,13 @@ from typing import Self
 
 _LAYOUT = "kvtier-store-5"  # the sub-databases and their rows; record headers have a version of their own
 _NAME = "boot_mark"
+_MARK_BYTES = 128  # longer than any mark, and within one sector
 
 
 class FileState(StrEnum):
     """How the data file was left, if nothing is heard of it since."""
 
-    CLEAN = "clean"  # closed and synced
+    CLEAN = "clean"  # all of it synced, and nothing written since: closed, or about to be compacted
     PROCESS = "process"  # open, nothing synced
     INTERVAL = "interval"  # open, synced at checkpoints
     COMMIT = "commit"  # open, synced with every change
@@ -47,14 +48,18 @@ class BootMark:
             return None
 
     def write(self, folder: Path) -> None:
-        """Replace the mark in *folder*, durably and in one step."""
-        fresh = folder / f"{_NAME}.new"
-        with fresh.open("w") as file:
-            file.write(f"{self.layout}\n{self.boot_id}\n{self.state}\n")
+        """Replace the mark in *folder*, durably and in one step: a sector is written whole or not at all.
+
+        In its place, so that a store can be opened and closed on a full disk.
+        """
+        text = f"{self.layout}\n{self.boot_id}\n{self.state}".ljust(_MARK_BYTES - 1) + "\n"
+        is_new = not (folder / _NAME).exists()
+        with open(folder / _NAME, "r+b", opener=open_or_make) as file:
+            file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
-        fresh.replace(folder / _NAME)
-        sync_folder(folder)
+        if is_new:
+            sync_folder(folder)
 
     @property
     def is_of_another_layout(self) -> bool:
@@ -65,6 +70,11 @@ class BootMark:
     def saw_crash(self) -> bool:
         """Whether the machine went down while the file was open."""
         return self.state is not FileState.CLEAN and self.boot_id != current_boot_id()
+
+
+def open_or_make(path: str, flags: int) -> int:
+    """An opener for `open`: of files that only their owner may read, as all of a store."""
+    return os.open(path, flags | os.O_CREAT, 0o600)
 
 
 def sync_folder(folder: Path) -> None:

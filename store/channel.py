@@ -1,16 +1,23 @@
 """How a store's process is spoken to: questions and answers over a socket, bytes of blocks through shared memory."""
 
 import contextlib
+import errno
 import mmap
+import os
+import pickle
+import socket
+import struct
 from bisect import bisect_right
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 
 _MADV_POPULATE_WRITE = 23  # <linux/mman.h>; Python's mmap does not name it
 _WARM_STEP_BYTES = 4 << 20  # the interpreter's lock is held for one step: 2 ms
+_HEADER = struct.Struct("=QQ")  # of a message: bytes in all, number
+_PIECE_BYTES = 64 << 10  # all of a question or answer, unless bytes of blocks are in it
 
 
 class SharedMemory(NamedTuple):
@@ -75,29 +82,76 @@ class Mappings:
         return self._views[piece.memory][piece.offset : piece.offset + piece.num_bytes]
 
 
+class NoAnswer(Exception):
+    """The other side is gone, or silent for too long. Not an error of the store's: those are answers."""
+
+
 class Channel:
-    """One connection, for one question at a time: a method of the store's and its arguments; (True, result) comes back,
-    or (False, error)."""
+    """The asker's end of a socket, for one question at a time.
 
-    def __init__(self, connection: "Connection[Any, Any]") -> None:
-        self._connection = connection
+    Each question has a number, and its answer the same. After `NoAnswer` or an interruption an answer may still come,
+    and memory be written for it: then only the end of the other process makes the channels to it harmless.
+    One that nobody has any more hangs up, as a forked child does at once: it must not keep the other side waiting.
+    """
 
-    def ask(self, timeout_s: float, method: str, *arguments: Any) -> Any:
-        """What the method gives, or raises. TimeoutError if it takes longer, EOFError or OSError if nobody is there."""
-        self._connection.send((method, arguments))
-        if not self._connection.poll(timeout_s):
-            raise TimeoutError(f"no answer to {method} in {timeout_s:.0f} s")
-        is_good, value = self._connection.recv()
-        if not is_good:
-            raise value
-        return value
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._number = 0
+        _channels.add(self)
 
-    def wait_hung_up(self) -> None:
-        """Return when the other side is no more."""
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                self._connection.recv_bytes()
+    def ask(self, question: bytes, timeout_s: float) -> memoryview:
+        """The answer; `NoAnswer` if nobody is there, or after *timeout_s* of silence."""
+        self._number += 1
+        try:
+            self._socket.settimeout(timeout_s)
+            send(self._socket, self._number, question)
+            number, answer = receive(self._socket)
+        except TimeoutError as error:
+            raise NoAnswer(f"no answer in {timeout_s:.0f} s") from error
+        except (EOFError, OSError) as error:
+            raise NoAnswer("its process ended") from error
+        if number != self._number:
+            raise NoAnswer("it answered another question")
+        return answer
 
-    def close(self) -> None:
-        """Hang up."""
-        self._connection.close()
+    def hang_up(self) -> None:
+        """Close this process's end."""
+        self._socket.close()
+
+    __del__ = hang_up
+
+
+_channels: WeakSet[Channel] = WeakSet()
+
+
+def _hang_up_all() -> None:
+    for channel in list(_channels):
+        channel.hang_up()
+
+
+os.register_at_fork(after_in_child=_hang_up_all)
+
+
+def send(end: socket.socket, number: int, message: bytes) -> None:
+    """Send a whole message; OSError if that is not possible, TimeoutError after the socket's timeout."""
+    end.sendall(_HEADER.pack(_HEADER.size + len(message), number) + message)
+
+
+def receive(end: socket.socket) -> tuple[int, memoryview]:
+    """Number and bytes of the next message; EOFError at the end, TimeoutError after the socket's timeout of silence."""
+    data = bytearray()
+    while len(data) < _HEADER.size or len(data) < _HEADER.unpack_from(data)[0]:
+        piece = end.recv(_PIECE_BYTES)
+        if not piece:
+            raise EOFError
+        data += piece
+    return _HEADER.unpack_from(data)[1], memoryview(data)[_HEADER.size :]
+
+
+def portable(error: Exception) -> Exception:
+    """*error*, if another process can have it; else an OSError that has its text."""
+    try:
+        pickle.loads(pickle.dumps(error))  # some can be packed and not unpacked
+    except Exception:  # whatever their own code raises
+        return OSError(errno.EIO, f"{type(error).__name__}: {error}")
+    return error

@@ -13,7 +13,8 @@ from pathlib import Path
 import lmdb
 import xxhash
 
-from kvtier.store.boot_mark import sync_folder
+from kvtier.store.boot_mark import open_or_make, sync_folder
+from kvtier.store.lmdb_tables import keep_when_forked
 
 _NAME = "checkpoint"
 _CHECKSUM_BYTES = 16
@@ -22,8 +23,8 @@ _CHECKSUM_BYTES = 16
 class Checkpoint:
     """Takes checkpoints of one environment; holds the read transaction that keeps the last one whole.
 
-    `take` is the writer's: nobody may change the store meanwhile. Pages freed since the last checkpoint are not used
-    again before the next, so a store that runs out of pages takes one.
+    `take` is the writer's: nobody may change the store from before the file is synced until it returns. Pages freed
+    since the last checkpoint are not used again before the next, so a store that runs out of pages takes one.
     """
 
     def __init__(self, folder: Path, env: lmdb.Environment) -> None:
@@ -32,9 +33,10 @@ class Checkpoint:
         self._reader: lmdb.Transaction[bytes] | None = None
 
     def take(self) -> None:
-        """Sync the file and keep its root. OSError or lmdb.Error: the checkpoint before stays the one that counts."""
-        self._env.sync(True)
+        """Keep the root of the file, which is synced. OSError or lmdb.Error: the checkpoint before stays the one that
+        counts."""
         reader = self._env.begin()
+        keep_when_forked(reader)
         try:
             with (self._folder / "data.mdb").open("rb") as data:
                 _keep(self._folder, data.read(2 * self._env.stat()["psize"]))
@@ -69,19 +71,15 @@ def restore(folder: Path) -> bool:
     return True
 
 
-def forget(folder: Path) -> None:
-    """There is no checkpoint any more: the file is another one, or is no longer kept in checkpoints."""
-    (folder / _NAME).unlink(missing_ok=True)
-
-
 def _keep(folder: Path, root: bytes) -> None:
     fresh = folder / f"{_NAME}.new"
-    with fresh.open("r+b" if fresh.exists() else "wb") as file:
+    with open(fresh, "r+b", opener=open_or_make) as file:
         num_bytes = file.write(root + xxhash.xxh3_128_digest(root))
         file.truncate()
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(folder / _NAME)
     sync_folder(folder)
-    with suppress(OSError), fresh.open("wb") as file:  # so that a full disk has room for the next: see `Checkpoint`
+    # So that a full disk has room for the next: see `Checkpoint`.
+    with suppress(OSError), open(fresh, "r+b", opener=open_or_make) as file:
         os.posix_fallocate(file.fileno(), 0, num_bytes)

@@ -1,13 +1,19 @@
-"""Encryption at rest: what another reads on the disk says nothing about prompts, and what he writes is not believed."""
+"""Encryption at rest: what another reads on the disk tells no keys and values, and what he writes is not believed.
+
+In clear lie the names of blocks, their order and sizes, and tenants. A name is a hash of token ids: unless the seed of
+the names, or the request's salt, is a secret, who guesses a prompt can see whether it was here.
+"""
 
 import base64
 import binascii
 import hashlib
 import os
+import select
 import shlex
 import signal
 import stat
 import subprocess
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +30,7 @@ _NONCE_BYTES = 12
 _TAG_BYTES = 16
 OVERHEAD_BYTES = _NONCE_BYTES + DIGEST_BYTES + _TAG_BYTES  # of a value over its payload
 _KEY_ID_TAG = b"kvtier encryption key id\x00"
-_MAX_KEY_FILE_BYTES = 4096
+_MOST_BYTES = 4096  # of a file, or of what a command prints: a key has less than a hundred
 _HOW_TO_MAKE_ONE = "make one with: openssl rand -hex 32"
 
 
@@ -142,7 +148,7 @@ def _read_private(path: Path) -> bytes:
             if mode & 0o077:
                 remedy = f"chmod 600 {shlex.quote(str(path))}"
                 raise ValueError(f"encryption key {path}: others may use it (mode {mode:04o}); run: {remedy}")
-            return file.read(_MAX_KEY_FILE_BYTES)
+            return file.read(_MOST_BYTES)
     except OSError as error:
         raise ValueError(f"encryption key {path}: {error.strerror}; {_HOW_TO_MAKE_ONE}") from error
 
@@ -167,11 +173,28 @@ def _output_of(command: str, timeout_s: float) -> bytes:
     except OSError as error:
         raise ValueError(f"{name}: {error.strerror}; give the full path of a program") from None
     with process:
+        give_up_at = time.monotonic() + timeout_s
+        output = b""
         try:
-            output, _ = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
+            while piece := _read_piece(process, give_up_at):
+                output += piece
+                if len(output) > _MOST_BYTES:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    raise ValueError(f"{name}: prints more than {_MOST_BYTES} bytes; let it print the key only")
+            process.wait(max(0.0, give_up_at - time.monotonic()))
+        except (TimeoutError, subprocess.TimeoutExpired):
             os.killpg(process.pid, signal.SIGKILL)
             raise ValueError(f"{name}: no end after {timeout_s} s; run it by hand to see what it waits for") from None
     if process.returncode != 0:
         raise ValueError(f"{name}: exit status {process.returncode}; run it by hand to see why")
     return output
+
+
+def _read_piece(process: "subprocess.Popen[bytes]", give_up_at: float) -> bytes:
+    """Some of what it prints, nothing at the end; TimeoutError if that does not come until then."""
+    assert process.stdout is not None
+    readable = select.poll()
+    readable.register(process.stdout, select.POLLIN)
+    if not readable.poll(max(0.0, give_up_at - time.monotonic()) * 1000):
+        raise TimeoutError
+    return os.read(process.stdout.fileno(), _MOST_BYTES)

@@ -1,8 +1,8 @@
 """The files of an LMDB store: how large they may get, and whether those left by an earlier process can be used."""
 
 import logging
+import os
 import shutil
-import struct
 from pathlib import Path
 
 import lmdb
@@ -14,11 +14,12 @@ from kvtier.store.lmdb_tables import MAX_DBS, Tables
 from kvtier.store.slab import PAGE_BYTES, Slabs
 
 DATA = "data.mdb"
+_COPY = "compact"  # a folder
 BESIDES_BYTES = 1 << 20  # at most: marks, lock files, the file system's own blocks for the files
 _LEAST_INDEX_BYTES = 8 << 20
 # The tree itself is broken, not one payload; a file like this is not opened again. (Bad transaction:
 # what LMDB says when the root of a sub-database is broken. Any other error ends our transactions.)
-DAMAGE = (  # what LMDB says
+DAMAGE = (  # what LMDB says, and `lmdb_rows`
     lmdb.BadTxnError,
     lmdb.CorruptedError,
     lmdb.CursorFullError,
@@ -29,7 +30,6 @@ DAMAGE = (  # what LMDB says
     lmdb.ProblemError,
     lmdb.VersionMismatchError,
 )
-NONSENSE = (struct.error, IndexError, OverflowError)  # what comes of rows from broken pages
 
 _log = logging.getLogger(__name__)
 
@@ -82,36 +82,45 @@ def recorded_capacity(folder: Path) -> int:
 def open_trusted(folder: Path, capacity_bytes: int, durability: Durability) -> Tables:
     """The tables in *folder*, empty ones if those there cannot be trusted.
 
-    The caller holds the folder's lock, and writes the mark of the level once that much is true.
+    Of what is there nothing is changed, so the mark stays true. The caller holds the folder's lock, and writes the mark
+    of the level once that much is true, before the first change.
     """
-    present = (folder / DATA).stat().st_size if (folder / DATA).exists() else 0
-    if present:
+    shutil.rmtree(folder / _COPY, ignore_errors=True)
+    if not (folder / DATA).exists() or (folder / DATA).stat().st_size == 0:
+        _clear(folder)
+    else:
         reason = _distrust(folder)
         if reason is not None:
-            start_empty(folder, reason)
-    mark = BootMark.read(folder)
-    is_synced = mark is not None and mark.state in (FileState.CLEAN, FileState.COMMIT)
-    keeps_promise = durability is Durability.COMMIT and is_synced
-    BootMark(current_boot_id(), FileState.COMMIT if keeps_promise else FileState.PROCESS).write(folder)
-    wanted = max(index_bytes(capacity_bytes), present)
+            _start_empty(folder, reason)
     try:
-        return Tables(folder, wanted, durability)
-    except (*DAMAGE, *NONSENSE) as error:
-        start_empty(folder, str(error))
-        return Tables(folder, index_bytes(capacity_bytes), durability)
+        return reopened(folder, capacity_bytes, durability)
+    except DAMAGE as error:
+        _start_empty(folder, str(error))
+        return reopened(folder, capacity_bytes, durability)
 
 
 def reopened(folder: Path, capacity_bytes: int, durability: Durability) -> Tables:
-    """The tables that this process had open until now."""
-    return Tables(folder, max(index_bytes(capacity_bytes), (folder / DATA).stat().st_size), durability)
+    """The tables in *folder*, which are trusted."""
+    present = (folder / DATA).stat().st_size if (folder / DATA).exists() else 0
+    return Tables(folder, max(index_bytes(capacity_bytes), present), durability)
 
 
 def compacted(folder: Path, tables: Tables, capacity_bytes: int, durability: Durability) -> Tables:
-    """The same index in a file without free pages, for a store with a lowered capacity."""
-    copy = folder / "compact"
-    shutil.rmtree(copy, ignore_errors=True)
-    copy.mkdir()
-    tables.env.copy(str(copy), compact=True)
+    """The same index in a file without free pages, for a store with a lowered capacity; as it is, if there is no room
+    for a copy. The mark must be CLEAN, and it is true of either file."""
+    copy = folder / _COPY
+    try:
+        copy.mkdir(mode=0o700)
+        tables.env.copy(str(copy), compact=True)
+        with (copy / DATA).open("rb") as file:
+            os.fchmod(file.fileno(), 0o600)
+            os.fsync(file.fileno())
+    except DAMAGE:
+        raise
+    except (lmdb.Error, OSError) as error:
+        _log.warning("store %s: its index stays larger than it should, it cannot be copied: %s", folder, error)
+        shutil.rmtree(copy, ignore_errors=True)
+        return tables
     tables.close()
     (copy / DATA).replace(folder / DATA)
     shutil.rmtree(copy)
@@ -119,13 +128,18 @@ def compacted(folder: Path, tables: Tables, capacity_bytes: int, durability: Dur
     return Tables(folder, index_bytes(capacity_bytes), durability)
 
 
-def start_empty(folder: Path, reason: str) -> None:
-    """Remove data file and slabs, and say why."""
+def _start_empty(folder: Path, reason: str) -> None:
     _log.warning("store %s starts empty: %s", folder, reason)
+    _clear(folder)
+
+
+def _clear(folder: Path) -> None:
+    """Remove data file and slabs, and promise nothing. Killed in between, the next start goes on with it."""
     for name in (DATA, "lock.mdb"):
         (folder / name).unlink(missing_ok=True)
     Slabs.remove(folder)
     sync_folder(folder)
+    BootMark(current_boot_id(), FileState.PROCESS).write(folder)
 
 
 def _distrust(folder: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import os
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 import lmdb
 
 from kvtier.store.boot_mark import BootMark, FileState
-from kvtier.store.data_file import DAMAGE, DATA, NONSENSE
+from kvtier.store.data_file import DAMAGE, DATA
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb_rows import Row
 from kvtier.store.lmdb_tables import Tables
@@ -28,6 +29,10 @@ _DURABILITIES = {  # of the process that left such a mark
 
 class StoreLost(OSError):
     """The index of the store is broken, or nobody can vouch for its files. The message says which and what follows."""
+
+
+class StoreDamaged(StoreLost):
+    """It is the index, and who opens the store next does not know it."""
 
 
 class State(StrEnum):
@@ -132,13 +137,21 @@ def standing(folder: Path) -> tuple[State, NextStart]:
 
 
 def _owner(folder: Path) -> int | None:
-    """The pid in the lock file, if the kernel lists a lock on it: trying the lock would bar a process about to open."""
+    """The pid in the lock file, if there is such a process and the kernel lists a lock on that file: trying the lock
+    would bar a process about to open."""
     lock = folder / "owner.lock"
     try:
         pid = int(lock.read_text())
-        held = re.search(rf"FLOCK .*:{lock.stat().st_ino} ", Path("/proc/locks").read_text())
+        os.kill(pid, 0)
+    except PermissionError:  # somebody else's
+        pass
     except (OSError, ValueError):
         return None
+    there = lock.stat()
+    major, minor = os.major(there.st_dev), os.minor(there.st_dev)
+    # Devices without a number of their own may have another here than there (btrfs).
+    device = f"{major:02x}:{minor:02x}" if major else "00:[0-9a-f]+"
+    held = re.search(rf"FLOCK .* {device}:{there.st_ino} ", Path("/proc/locks").read_text())
     return pid if held else None
 
 
@@ -163,8 +176,8 @@ def _content(folder: Path) -> Content:
                 evicted_total=counters.evicted_total,
                 namespaces=_namespaces(env),
             )
-    except (*DAMAGE, *NONSENSE) as error:
-        raise StoreLost(f"store {folder} is damaged, kvtier check says whether it can be used: {error}") from error
+    except DAMAGE as error:
+        raise StoreDamaged(f"store {folder} is damaged, kvtier check says whether it can be used: {error}") from error
     except lmdb.Error as error:
         raise OSError(errno.EIO, f"store {folder}: {error}") from error
 

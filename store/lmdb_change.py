@@ -59,14 +59,21 @@ class Change:
             raise lmdb.MapFullError("no slot is free")
         return slots + self._new_slots(num_bytes, missing), to_punch
 
-    def give_back(self, limit_bytes: int) -> list[Slot]:
-        """Free slots whose room must be punched out, so that all take *limit_bytes* at most, as far as possible."""
+    def give_back(self, limit_bytes: int, most: int = 128) -> list[Slot]:
+        """Free slots whose room must be punched out, so that all take *limit_bytes* at most, as far as possible: at
+        most so many of them, up to 3 index pages each."""
         to_punch: list[Slot] = []
-        while self.counters.slab_bytes > limit_bytes and (found := self._take_free(None, 1)):
-            hole = Slot(found[0][0], found[0][2])
-            to_punch.append(hole)
-            self._txn.put(HOLE.pack(*hole), b"", db=self._tables.holes)
-            self.counters.slab_bytes -= hole.num_bytes
+        with self._txn.cursor(db=self._tables.free) as cursor:
+            is_there = cursor.first()
+            while is_there and len(to_punch) < most and self.counters.slab_bytes > limit_bytes:
+                num_bytes, change, number = FREE.unpack(cursor.key())
+                if change > self._usable_before:
+                    is_there = cursor.next()
+                    continue
+                is_there = cursor.delete() and bool(cursor.key())  # and is at the next one
+                to_punch.append(Slot(num_bytes, number))
+                self._txn.put(HOLE.pack(num_bytes, number), b"", db=self._tables.holes)
+                self.counters.slab_bytes -= num_bytes
         return to_punch
 
     def add(self, sealed: Sealed, blob: Blob, slot: Slot, coming: Collection[bytes] = ()) -> None:

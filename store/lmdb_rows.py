@@ -1,9 +1,9 @@
-"""What the sub-databases of an LMDB store hold, as bytes."""
+"""What the sub-databases of an LMDB store hold, as bytes. What makes no sense comes of broken pages: CorruptedError."""
 
 import math
 import struct
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lmdb
 
@@ -11,16 +11,53 @@ from kvtier.store.blob_store import TENANT_BYTES
 from kvtier.store.record import HEADER_BYTES
 from kvtier.store.slab import PAGE_BYTES, Slot
 
-SEQUENCE = struct.Struct(">Q")  # big-endian, so that LMDB's byte order is the order of age
-FREE = struct.Struct(">IQQ")  # size of the slot, the change that freed it, its number
-HOLE = struct.Struct(">IQ")  # size, number
-SLOTS = struct.Struct("<Q")
-TENANT_BYTES_OF = struct.Struct("<Q")
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_MOST = 1 << 62  # that anything counts up to
+
+
+class _Layout(struct.Struct):
+    """Of rows."""
+
+    def unpack(self, row: "Buffer") -> tuple[Any, ...]:
+        try:
+            return super().unpack(row)
+        except struct.error as error:
+            raise lmdb.CorruptedError(f"a row makes no sense: {error}") from error
+
+    def unpack_from(self, row: "Buffer", offset: int = 0) -> tuple[Any, ...]:
+        try:
+            return super().unpack_from(row, offset)
+        except struct.error as error:
+            raise lmdb.CorruptedError(f"a row makes no sense: {error}") from error
+
+
+class _Counts(_Layout):
+    """Of rows that say how many there are of something."""
+
+    def unpack(self, row: "Buffer") -> tuple[Any, ...]:
+        return self._plausible(super().unpack(row))
+
+    def pack(self, *counts: float) -> bytes:
+        return super().pack(*self._plausible(counts))
+
+    def _plausible(self, counts: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not all(0 <= count < _MOST for count in counts):
+            raise lmdb.CorruptedError(f"a row makes no sense: {counts}")
+        return counts
+
+
+SEQUENCE = _Layout(">Q")  # big-endian, so that LMDB's byte order is the order of age
+FREE = _Layout(">IQQ")  # size of the slot, the change that freed it, its number
+HOLE = _Layout(">IQ")  # size, number
+SLOTS = _Counts("<Q")
+TENANT_BYTES_OF = _Counts("<Q")
 COUNTERS_KEY = b"counters"
 NOBODY = bytes(TENANT_BYTES)
 # Sequence number, charged bytes, mark, tenant, size and number of the slot; header and parent's key follow.
-_ROW = struct.Struct(f">QQ?{TENANT_BYTES}sIQ")
-_COUNTERS = struct.Struct("<7Qd2Q")
+_ROW = _Layout(f">QQ?{TENANT_BYTES}sIQ")
+_COUNTERS = _Counts("<7Qd2Q")
 _DAY_S = 86_400.0
 
 

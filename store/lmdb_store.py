@@ -47,8 +47,9 @@ class LmdbStore:
     *durability*; *interval_s* is the time between checkpoints.
     *quotas* are bytes by tenant, of which none is exceeded from the first put of that tenant's on.
     *owner* is the pid that others are told, this process's by default.
-    The start after a broken tree was met is empty; until then changes raise and reads are `Fault.IO_ERROR`.
-    Without *capacity_bytes* it is the one with which the store was last opened; OSError if there is no such store.
+    The start after a broken tree was met is empty; until then changes raise, and reads go on, each verified.
+    Without *capacity_bytes* it is the one with which the store was last opened; OSError if there is no such store,
+    or a broken one, which stays as it is. A process forked from the owner's may not use it.
     The folder never takes more than `data_file.most_bytes` of the capacity. A medium that fails to read a page of the
     index ends the process with SIGBUS, as with every program that maps files: that is what `StoreProcess` is for.
     """
@@ -257,8 +258,7 @@ class LmdbStore:
         free: dict[int, Iterator[Slot]] = {}
         for size, num_slots in Counter(sizes).items():
             slots, to_punch = change.allocate(size, num_slots, limit_bytes)
-            for slot in to_punch:
-                self._files.slabs.punch(slot)
+            self._files.slabs.punch(*to_punch)
             free[size] = iter(slots)
         placed = [next(free[size]) for size in sizes]
         self._files.slabs.write(placed, [one.payload for one in sealed])

@@ -1,10 +1,15 @@
 """The sub-databases of an LMDB store."""
 
+import ctypes
+import errno
 import os
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import lmdb
 
@@ -17,6 +22,9 @@ MAX_DBS = 8
 SPARE_PAGES = 64  # left free by every change that adds: what a deletion of 8 records needs, three levels deep
 LITTLE_BYTES = SPARE_PAGES * PAGE_BYTES  # of pages that a change may make new that removes 8 records at most
 _AHEAD_BYTES = 8 << 20  # of disk space that is taken at a time
+_MOST_READERS = 256
+_LOCK_BYTES = (_MOST_READERS + 64) * 64  # at least: 64 bytes for each reader, 200 for all
+_parents: "weakref.WeakSet[Any]" = weakref.WeakSet()  # what is open here, and a forked process must not close
 
 
 class Tables:
@@ -33,18 +41,24 @@ class Tables:
     """
 
     def __init__(self, folder: Path, map_bytes: int, durability: Durability) -> None:
+        """What is there already stays as it is."""
+        _take_room(folder / "lock.mdb", _LOCK_BYTES)
         # Without readahead cold reads are 14 times slower. The map size never changes: LMDB would pull it from under a
         # reader. For the other two see `Durability`.
         self.env = lmdb.open(
             str(folder),
             map_size=map_bytes,
             max_dbs=MAX_DBS,
-            max_readers=256,
+            max_readers=_MOST_READERS,
             max_spare_txns=16,
             writemap=durability.is_mapped,
             sync=not durability.is_mapped,
             readahead=True,
+            mode=0o600,
         )
+        keep_when_forked(self.env)
+        self._syncing = threading.Lock()
+        self.is_doubtful = False  # the last sync failed; `_syncing` guards it
         self._data_file: int | None = os.open(folder / "data.mdb", os.O_RDWR)
         self._reserved_bytes = self._used_bytes()  # pages in use got their disk space before they were
         try:
@@ -89,6 +103,30 @@ class Tables:
             os.close(self._data_file)
             self._data_file = None
 
+    def sync(self) -> None:
+        """Return when the file, as it was at the call, is on the medium. OSError or lmdb.Error, and from then on until
+        somebody has called `write_again`."""
+        with self._syncing:
+            if self.is_doubtful:
+                raise OSError(errno.EIO, "the index could not be synced before")
+            try:
+                self.env.sync(True)
+            except lmdb.Error:
+                self.is_doubtful = True
+                raise
+
+    def write_again(self) -> None:
+        """Have all pages written by the next sync. The kernel takes what it could not write for written, and says so
+        once; then a sync works that has done nothing, and a checkpoint would be believed that is not there. The caller
+        is the writer."""
+        assert self._data_file is not None, "the index is closed"
+        with self._syncing:
+            for start in range(0, self._used_bytes(), _AHEAD_BYTES):
+                pages = os.pread(self._data_file, _AHEAD_BYTES, start)
+                if os.pwrite(self._data_file, pages, start) < len(pages):
+                    raise OSError(errno.EIO, "the index could not be written again")
+            self.is_doubtful = False
+
     def reserve(self, new_bytes: int) -> None:
         """Have disk space for *new_bytes* beyond the pages in use; OSError if there is none.
 
@@ -120,6 +158,23 @@ class Tables:
         """The ledger as *txn* sees it."""
         packed = txn.get(COUNTERS_KEY, db=self.ledger)
         return Counters() if packed is None else Counters.unpack(packed)
+
+    def num_slots(self, txn: "lmdb.Transaction[bytes]") -> dict[int, int]:
+        """How many slots there are, by their size."""
+        return {int.from_bytes(size, "big"): SLOTS.unpack(packed)[0] for size, packed in txn.cursor(db=self.slabs)}
+
+    def hole_slots(self, txn: "lmdb.Transaction[bytes]") -> Iterator[Slot]:
+        """Slots that take no room."""
+        return (Slot(*HOLE.unpack(packed)) for packed in _keys(txn, self.holes))
+
+    def nobodys(self, txn: "lmdb.Transaction[bytes]", slots: Iterable[Slot]) -> list[Slot]:
+        """Those of *slots* that are to take no room: holes, and what is behind the last slot."""
+        ends = self.num_slots(txn)
+        return [
+            slot
+            for slot in slots
+            if slot.number >= ends.get(slot.num_bytes, 0) or txn.get(HOLE.pack(*slot), db=self.holes) is not None
+        ]
 
     def located(self, txn: "lmdb.Transaction[bytes]", key: bytes) -> tuple[bytes, Slot] | None:
         """Header and slot of *key*."""
@@ -177,10 +232,9 @@ class Tables:
     def _check_slots(self, txn: "lmdb.Transaction[bytes]", used: list[Slot], slab_bytes: int) -> None:
         """Every slot is a record's, free, or a hole."""
         free = [Slot(num_bytes, number) for num_bytes, _, number in map(FREE.unpack, _keys(txn, self.free))]
-        holes = [Slot(*HOLE.unpack(packed)) for packed in _keys(txn, self.holes)]
-        slots = used + free + holes
+        slots = used + free + list(self.hole_slots(txn))
         assert len(set(slots)) == len(slots), "a slot is two things at once"
-        there = {int.from_bytes(size, "big"): SLOTS.unpack(packed)[0] for size, packed in txn.cursor(db=self.slabs)}
+        there = self.num_slots(txn)
         assert all(number < there.get(num_bytes, 0) for num_bytes, number in slots), "a slot is used that is not there"
         assert len(slots) == sum(there.values()), "a slot is nobody's"
         taken = sum(slot.num_bytes for slot in used + free)
@@ -188,6 +242,29 @@ class Tables:
 
     def _used_bytes(self) -> int:
         return (self.env.info()["last_pgno"] + 1) * PAGE_BYTES
+
+
+def keep_when_forked(opened: "lmdb.Environment | lmdb.Transaction[bytes]") -> None:
+    """Never free *opened* in a process forked from this one: that would free its slot in the table of readers, which
+    the two share, and LMDB would write over what this one still reads."""
+    _parents.add(opened)
+
+
+def _keep_parents() -> None:
+    for opened in _parents:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(opened))
+
+
+os.register_at_fork(after_in_child=_keep_parents)
+
+
+def _take_room(path: Path, num_bytes: int) -> None:
+    """Have disk space for a file that is mapped, as `reserve` does; OSError."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(file, 0, num_bytes)
+    finally:
+        os.close(file)
 
 
 def _keys(txn: "lmdb.Transaction[bytes]", db: "lmdb._Database") -> Iterator[bytes]:

@@ -20,11 +20,10 @@ class OwnerLock:
     """
 
     def __init__(self, folder: Path, owner: int | None = None) -> None:
-        self._file = os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self._acquire(folder)
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, f"{owner or os.getpid()}\n".encode(), 0)
+            os.pwrite(self._file, f"{owner or os.getpid():<20}\n".encode(), 0)
         except BaseException:
             os.close(self._file)
             raise

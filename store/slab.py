@@ -5,7 +5,7 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -13,10 +13,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.store.boot_mark import sync_folder
+
 PAGE_BYTES = 4096
 _MOST_BUFFERS = 512  # of one system call; Linux allows 1024
 _PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _PADDING = memoryview(bytes(PAGE_BYTES))
+_NOTHING = memoryview(b"")
+_PREFIX = "slab-"
+_MOST_FILE_BYTES = 1 << 62
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
@@ -40,16 +45,20 @@ class Slabs:
     Reads may run beside anything; what is read while somebody writes there is neither the old nor the new payload.
     What is in the page cache is copied from a map of the file, at the speed of memory; the rest is read past the cache
     into the caller's memory, where that is aligned: what is above this store is the cache.
+    *written* is what was written to since somebody last cleared it.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._slabs: dict[int, _Slab] = {}
-        for path in folder.glob("slab-*"):
-            self._slab(int(path.name.removeprefix("slab-")))
+        self._num_named = -1  # of the files whose names are on the medium
+        self.written: list[Slot] = []
+        for path in _files(folder):
+            self._slab(int(path.name.removeprefix(_PREFIX)))
 
     def write(self, slots: Sequence[Slot], values: Sequence[memoryview]) -> None:
         """Fill each slot with its value; neighbours by one system call. OSError."""
+        self.written += slots
         for slab, first, run in self._runs(slots, values):
             slab.write(first, run)
 
@@ -64,25 +73,36 @@ class Slabs:
 
     def place(self, slot: Slot) -> tuple[Path, int, int]:
         """The slot's file, where it begins there, and its length."""
-        return self._folder / f"slab-{slot.num_bytes}", slot.number * slot.num_bytes, slot.num_bytes
+        return self._folder / f"{_PREFIX}{slot.num_bytes}", slot.number * slot.num_bytes, slot.num_bytes
 
-    def punch(self, slot: Slot) -> None:
-        """Give a slot's room on the medium back; writing to it takes it again. OSError if that is not possible."""
-        self._slab(slot.num_bytes).punch(slot.number)
+    def punch(self, *slots: Slot) -> None:
+        """Give the room of *slots* on the medium back, neighbours by one system call; writing takes it again. OSError
+        if that is not possible."""
+        for slab, first, run in self._runs(slots, [_NOTHING] * len(slots)):
+            slab.punch(first, len(run))
+
+    def cut(self, num_slots: Mapping[int, int]) -> None:
+        """Give back what is behind that many slots, by their size; nobody may be reading there. OSError."""
+        for num_bytes, slab in self._slabs.items():
+            slab.cut(num_slots.get(num_bytes, 0))
 
     def sync(self) -> None:
         """Return when everything written so far is on the medium."""
-        for slab in list(self._slabs.values()):
+        slabs = list(self._slabs.values())
+        for slab in slabs:
             slab.sync()
+        if self._num_named < len(slabs):
+            sync_folder(self._folder)
+            self._num_named = len(slabs)
 
     def file_bytes(self) -> int:
         """What the files take on the medium."""
-        return sum(file.stat().st_blocks * 512 for file in self._folder.glob("slab-*"))
+        return sum(slab.file_bytes() for slab in list(self._slabs.values()))
 
     @staticmethod
     def remove(folder: Path) -> None:
         """Remove what no store has open."""
-        for path in folder.glob("slab-*"):
+        for path in _files(folder):
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -107,14 +127,14 @@ class Slabs:
     def _slab(self, num_bytes: int) -> "_Slab":
         slab = self._slabs.get(num_bytes)
         if slab is None:
-            slab = self._slabs.setdefault(num_bytes, _Slab(self._folder / f"slab-{num_bytes}", num_bytes))
+            slab = self._slabs.setdefault(num_bytes, _Slab(self._folder / f"{_PREFIX}{num_bytes}", num_bytes))
         return slab
 
 
 class _Slab:
     def __init__(self, path: Path, num_bytes: int) -> None:
         self._num_bytes = num_bytes
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._direct: int | None = None
         with contextlib.suppress(OSError):  # tmpfs has no way past the cache: it is one
             self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
@@ -126,6 +146,8 @@ class _Slab:
             buffers.append(value)
             if value.nbytes < self._num_bytes:
                 buffers.append(_PADDING[: self._num_bytes - value.nbytes])
+        if (first + len(values)) * self._num_bytes > _MOST_FILE_BYTES:
+            raise OSError(errno.EFBIG, f"no slab has a slot {first}")
         if _transfer(lambda left, at: os.pwritev(self._file, left, at), buffers, first * self._num_bytes):
             raise OSError(errno.EIO, "nothing more could be written to a slab")
 
@@ -142,9 +164,16 @@ class _Slab:
         for i, out in enumerate(outs):
             _fill(lambda left, at: os.preadv(self._file, left, at), [out], start + i * self._num_bytes)
 
-    def punch(self, number: int) -> None:
-        if _libc.fallocate(self._file, _PUNCH_HOLE, number * self._num_bytes, self._num_bytes):
-            raise OSError(ctypes.get_errno(), "a slot's room cannot be given back")
+    def punch(self, first: int, num_slots: int) -> None:
+        if _libc.fallocate(self._file, _PUNCH_HOLE, first * self._num_bytes, num_slots * self._num_bytes):
+            raise OSError(ctypes.get_errno(), "the room of slots cannot be given back")
+
+    def cut(self, num_slots: int) -> None:
+        if os.fstat(self._file).st_size > num_slots * self._num_bytes:
+            os.ftruncate(self._file, num_slots * self._num_bytes)
+
+    def file_bytes(self) -> int:
+        return os.fstat(self._file).st_blocks * 512
 
     def sync(self) -> None:
         os.fdatasync(self._file)
@@ -178,6 +207,11 @@ class _Slab:
             at = i * self._num_bytes
             np.copyto(np.frombuffer(out, np.uint8), found[at : at + out.nbytes])
         return True
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those of slabs; what else there may be is not ours."""
+    return [path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdecimal()]
 
 
 def _is_aligned(view: memoryview) -> bool:

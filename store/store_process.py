@@ -1,9 +1,9 @@
 """A store in a process of its own."""
 
-import contextlib
 import json
 import logging
 import os
+import pickle
 import queue
 import socket
 import subprocess
@@ -11,11 +11,10 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from typing import Any, Self
 
 from kvtier.store.blob_store import Blob, StoreStatistics
-from kvtier.store.channel import Channel, MemoryMap, SharedMemory
+from kvtier.store.channel import Channel, MemoryMap, NoAnswer, Place, SharedMemory
 from kvtier.store.record import Fault
 from kvtier.store.store_settings import StoreSettings
 
@@ -26,6 +25,7 @@ TIMEOUT_S = 60.0  # for one call; what takes longer hangs, and the process is en
 # interpreter's lock. With Python's own 5 ms, reads of 8 MiB beside a busy thread come at a tenth of their speed.
 SWITCH_INTERVAL_S = 0.0005
 _OPEN_TIMEOUT_S = 300.0  # making a file smaller copies it
+_END_TIMEOUT_S = 5.0  # for a killed process: it takes milliseconds, or hangs in the kernel, on its disk
 
 _log = logging.getLogger(__name__)
 
@@ -41,15 +41,19 @@ class StoreProcess:
       LMDB's would wait up to 5 ms for the interpreter's lock, 64 puts 340 ms instead of 6.
     - What ends a process that maps a file, a medium that fails under it, ends that one: calls under way raise
       `StoreDied` (reads give `Fault.IO_ERROR`), and the next call starts it again. So with one that hangs: it is killed
-      after *timeout_s*. A call returns only once nothing is written to its memory any more.
+      after *timeout_s* of silence. So with a call that is interrupted, by Ctrl-C: nobody waits for its answer.
+    - A read returns only once nothing is written to its memory any more. It alone has no deadline behind the kill: a
+      process that the kernel cannot end, as its disk hangs, may still write.
 
+    It is for the process that made it: in a forked child all but `close`, which does nothing there, is a ValueError.
     *memories* (host slabs) must outlive the store. Other memory works too, with copies. Raises what opening raises.
     """
 
     def __init__(
         self, settings: StoreSettings, memories: Sequence[SharedMemory] = (), timeout_s: float = TIMEOUT_S
     ) -> None:
-        self._settings = replace(settings, owner=os.getpid())
+        self._pid = os.getpid()
+        self.settings = replace(settings, owner=self._pid)
         self._memories = memories
         self._timeout_s = timeout_s
         self._map = MemoryMap(memories)
@@ -76,7 +80,7 @@ class StoreProcess:
         places = [self._map.place(out) for out in outs]
         pieces = [out.nbytes if place is None else place for place, out in zip(places, outs, strict=True)]
         try:
-            results, others = self._ask_reader("read_many", keys, pieces)
+            results, others = self._fill(keys, pieces)
         except StoreDied as error:
             _log.warning("%s", error)
             return [Fault.IO_ERROR] * len(keys)
@@ -109,13 +113,15 @@ class StoreProcess:
         self._ask_writer("check")
 
     def close(self) -> None:
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            worker = self._worker
+            worker, self._worker = self._worker, None
         if worker is not None:
-            worker.close(self._timeout_s)
+            worker.close()
 
     def __enter__(self) -> Self:
         return self
@@ -125,115 +131,134 @@ class StoreProcess:
 
     def _running(self) -> "_Worker":
         """The process, started if need be."""
+        if os.getpid() != self._pid:
+            raise ValueError(
+                f"store {self.settings.folder} is open in process {self._pid}, of which this one, {os.getpid()}, is a "
+                "fork; use it there"
+            )
         with self._lock:
             if self._closed:
                 raise ValueError("store is closed")
             if self._worker is None or self._worker.has_ended:
-                self._worker = _Worker(self._settings, self._memories)
+                if self._worker is not None and not self._worker.end():
+                    raise StoreDied(f"store {self.settings.folder}: its process was killed, and has not ended yet")
+                self._worker = _Worker(self.settings, self._memories, self._timeout_s)
                 self.num_starts += 1
             return self._worker
 
     def _ask_reader(self, method: str, *arguments: Any) -> Any:
-        worker = self._running()
-        with worker.reader() as channel:
-            return worker.ask(channel, self._timeout_s, method, *arguments)
+        return self._running().ask_reader(method, *arguments)
 
     def _ask_writer(self, method: str, *arguments: Any) -> Any:
+        return self._running().ask_writer(method, *arguments)
+
+    def _fill(self, keys: Sequence[bytes], pieces: Sequence[Place | int]) -> Any:
         worker = self._running()
-        with worker.writer() as channel:
-            return worker.ask(channel, self._timeout_s, method, *arguments)
+        try:
+            return worker.ask_reader("read_many", keys, pieces)
+        except BaseException:
+            if worker.has_ended:
+                worker.end(timeout_s=None)  # until then it may write to the pieces
+            raise
 
     def _iterate(self, method: str) -> Iterator[Any]:
         worker = self._running()
-        with worker.reader() as channel:
-            worker.ask(channel, self._timeout_s, "begin", method)
-            while items := worker.ask(channel, self._timeout_s, "next"):
+        ended = list(worker.ended_walks)
+        number = worker.ask_reader("begin", method, ended)
+        worker.ended_walks.difference_update(ended)
+        try:
+            while items := worker.ask_reader("go_on", number):
                 yield from items
+                if self._running() is not worker:
+                    raise StoreDied(f"store {self.settings.folder}: its process ended, and {method} with it")
+        finally:
+            worker.ended_walks.add(number)  # no question of its own: this may be the garbage collector's call
 
 
 class _Worker:
     """One life of the process."""
 
-    def __init__(self, settings: StoreSettings, memories: Sequence[SharedMemory]) -> None:
+    def __init__(self, settings: StoreSettings, memories: Sequence[SharedMemory], timeout_s: float) -> None:
+        self._folder = settings.folder
+        self._timeout_s = timeout_s
+        self._writers: queue.SimpleQueue[Channel | None] = queue.SimpleQueue()
+        self._readers: queue.SimpleQueue[Channel | None] = queue.SimpleQueue()
+        self.has_ended = False
+        self.ended_walks: set[int] = set()  # which the process need not keep any longer
+
         pairs = [socket.socketpair() for _ in range(NUM_WRITERS + NUM_READERS)]
+        for i, (here, _) in enumerate(pairs):
+            (self._writers if i < NUM_WRITERS else self._readers).put(Channel(here))
         theirs = [there.fileno() for _, there in pairs]
         shared = [(memory.file, memory.num_bytes) for memory in memories]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvtier.store.store_server", json.dumps([theirs, shared, NUM_WRITERS])],
-            pass_fds=[*theirs, *(memory.file for memory in memories)],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal is not for it
-        )
-        for _, there in pairs:
-            there.close()
-        connections: list[Connection[Any, Any]] = [Connection(here.detach()) for here, _ in pairs]
-        self._channels = [Channel(connection) for connection in connections]
-        self._writers: queue.SimpleQueue[Channel] = queue.SimpleQueue()
-        self._readers: queue.SimpleQueue[Channel] = queue.SimpleQueue()
-        self.has_ended = False
+        arguments = json.dumps([theirs, shared, NUM_WRITERS, os.getpid()])
         try:
-            connections[0].send(settings)
-            if not connections[0].poll(_OPEN_TIMEOUT_S):
-                raise StoreDied(f"store {settings.folder}: does not open in {_OPEN_TIMEOUT_S:.0f} s")
-            is_open, error = connections[0].recv()
-        except (EOFError, OSError) as why:
-            self._end()
-            raise StoreDied(f"store {settings.folder}: its process ended while opening it") from why
-        if not is_open:
-            self._end()
-            raise error
-        for number, channel in enumerate(self._channels):
-            (self._writers if number < NUM_WRITERS else self._readers).put(channel)
-
-    @contextlib.contextmanager
-    def writer(self) -> Iterator[Channel]:
-        """A channel for a call that changes something; waits for one."""
-        channel = self._writers.get()
-        try:
-            yield channel
+            self._process = subprocess.Popen(
+                # -P: no module of the store's is looked for in the working directory
+                [sys.executable, "-P", "-m", "kvtier.store.store_server", arguments],
+                pass_fds=[*theirs, *(memory.file for memory in memories)],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in a terminal is not for it
+            )
         finally:
-            self._writers.put(channel)
-
-    @contextlib.contextmanager
-    def reader(self) -> Iterator[Channel]:
-        """A channel for a call that changes nothing; waits for one."""
-        channel = self._readers.get()
+            for _, there in pairs:
+                there.close()
         try:
-            yield channel
-        finally:
-            self._readers.put(channel)
+            self._ask(self._writers, _OPEN_TIMEOUT_S, "open", settings)
+        except BaseException:
+            self.end()
+            raise
 
-    def ask(self, channel: Channel, timeout_s: float, method: str, *arguments: Any) -> Any:
-        """What the store's *method* gives or raises; `StoreDied` if the process ends, or has to be ended, over it."""
+    def ask_reader(self, method: str, *arguments: Any) -> Any:
+        """What the store's *method*, which changes nothing, gives or raises; `StoreDied` if there is no answer."""
+        return self._ask(self._readers, self._timeout_s, method, *arguments)
+
+    def ask_writer(self, method: str, *arguments: Any) -> Any:
+        """What the store's *method*, which changes something, gives or raises; `StoreDied` if there is no answer."""
+        return self._ask(self._writers, self._timeout_s, method, *arguments)
+
+    def end(self, timeout_s: float | None = _END_TIMEOUT_S) -> bool:
+        """Kill the process; whether it is gone, so that nothing is written to memory any more."""
+        self.has_ended = True
+        for free in (self._writers, self._readers):
+            free.put(None)  # for whoever waits for a channel
         try:
-            return channel.ask(timeout_s, method, *arguments)
-        except TimeoutError as error:
-            if error.errno is not None:  # the store's own
-                raise
             self._process.kill()
-            channel.wait_hung_up()
-            raise self._died(str(error)) from error
-        except (EOFError, ConnectionError) as error:
-            raise self._died(f"its process ended, status {self._process.wait()}") from error
-
-    def close(self, timeout_s: float) -> None:
-        """Have the store closed, and wait for the process; a store that hangs is left to the kernel."""
-        try:
-            with self.writer() as channel:
-                self.ask(channel, timeout_s, "close")
-        except (EOFError, OSError) as error:
-            _log.warning("store: not closed properly: %s", error)
-        self._end()
-
-    def _died(self, why: str) -> StoreDied:
-        self.has_ended = True
-        return StoreDied(f"store: {why}")
-
-    def _end(self) -> None:
-        self.has_ended = True
-        for channel in self._channels:
-            channel.close()
-        try:
-            self._process.wait(5)
+            self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            return False
+        except BaseException:  # Ctrl-C once more
+            self.end(timeout_s)
+            raise
+        return True
+
+    def close(self) -> None:
+        """Have the store closed, and end the process."""
+        try:
+            self.ask_writer("close")
+        except OSError as error:
+            _log.warning("store: not closed properly: %s", error)
+        finally:
+            self.end()
+
+    def _ask(self, free: "queue.SimpleQueue[Channel | None]", timeout_s: float, method: str, *arguments: Any) -> Any:
+        question = pickle.dumps((method, arguments))
+        # A channel comes back only from a call that went well. After any other, an interruption between two of these
+        # lines included, an answer may be on its way that is nobody's, or the channel be lost.
+        try:
+            channel = free.get(timeout=timeout_s)
+            if channel is None:
+                raise NoAnswer("its process ended")
+            answer = channel.ask(question, timeout_s)
+            free.put(channel)
+        except (NoAnswer, queue.Empty) as error:
+            self.end()
+            why = str(error) or f"no channel free in {timeout_s:.0f} s"
+            raise StoreDied(f"store {self._folder}: {method}: {why}, status {self._process.returncode}") from error
+        except BaseException:
+            self.end()
+            raise
+        is_good, value = pickle.loads(answer)
+        if not is_good:
+            raise value
+        return value

@@ -13,7 +13,10 @@ from kvtier.store.lmdb_store import LmdbStore
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """See `LmdbStore`; *owner* is the pid of the process for whom the store is open, None for this one."""
+    """See `LmdbStore`; *owner* is the pid of the process for whom the store is open, None for this one.
+
+    The folder is absolute from here on: whoever opens it may do so later, or in another working directory.
+    """
 
     folder: Path
     capacity_bytes: int
@@ -23,6 +26,9 @@ class StoreSettings:
     interval_s: float = 10.0
     quotas: Mapping[bytes, int] = field(default_factory=dict)
     owner: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", self.folder.absolute())  # frozen
 
     def open(self) -> LmdbStore:
         """The store. What `LmdbStore` raises."""

@@ -2,7 +2,8 @@
 
 Generators, so that whoever runs them sees how far they are and can end them anywhere: the store is closed then. They
 are meant for a process of their own, since a broken tree may crash it. The store is opened with `Durability.COMMIT`:
-whatever happens meanwhile, to them or to the machine, the store is no worse off than before.
+whatever happens meanwhile, to them or to the machine, the store is no worse off than before. One that is broken stays
+as it is.
 """
 
 import random
@@ -16,9 +17,9 @@ from pathlib import Path
 
 from kvtier.store.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.cipher import Cipher
-from kvtier.store.data_file import DAMAGE, NONSENSE
+from kvtier.store.data_file import DAMAGE
 from kvtier.store.durability import Durability
-from kvtier.store.inspection import NextStart, StoreLost, require_store, standing
+from kvtier.store.inspection import NextStart, StoreDamaged, StoreLost, require_store, standing
 from kvtier.store.lmdb_store import LmdbStore
 from kvtier.store.owner_lock import OwnerLock, StoreInUse
 from kvtier.store.record import NAMESPACE_BYTES, Fault
@@ -94,6 +95,7 @@ def verify_store(
     With *fix* bad records are deleted. *owner* is the pid that others are told. StoreInUse; StoreLost;
     ValueError for a key file that is none.
     """
+    require_store(folder)
     cipher = None if key_file is None else Cipher.from_file(key_file)
     yield Progress("opening")
     went_back = standing(folder)[1] is NextStart.CHECKPOINT
@@ -141,7 +143,9 @@ def verify_store(
 def delete_namespaces(
     folder: Path, owner: int, namespaces: Collection[bytes], total_bytes: int
 ) -> Iterator[Progress | Deletion]:
-    """Delete all records of *namespaces*, about *total_bytes*; the `Deletion` is last. Errors as `verify_store`."""
+    """Delete all records of *namespaces*, about *total_bytes*, and have nobody read their payloads any more; the
+    `Deletion` is last. Errors as `verify_store`."""
+    require_store(folder)
     yield Progress("opening")
     with _opened(folder, owner) as store:
         before_bytes = store.statistics().stored_bytes
@@ -151,6 +155,7 @@ def delete_namespaces(
             num_records += store.delete(batch)
             num_bytes = before_bytes - store.statistics().stored_bytes
             yield Progress("deleting", num_bytes, max(total_bytes, num_bytes))
+        store.give_back()
     yield Deletion(num_records, num_bytes)
 
 
@@ -163,20 +168,24 @@ def condemn(folder: Path) -> None:
         lock.release()
 
 
+class _KeptStore(LmdbStore):
+    def give_back(self) -> None:
+        """Punch out all slots that no record has: what is left in them is gone, and takes no room."""
+        self._files.give_back(0)
+
+
 @contextmanager
-def _opened(folder: Path, owner: int, cipher: Cipher | None = None) -> Iterator[LmdbStore]:
+def _opened(folder: Path, owner: int, cipher: Cipher | None = None) -> Iterator[_KeptStore]:
     """The store in *folder* with the capacity it had."""
-    require_store(folder)
     try:
-        with LmdbStore(folder, cipher=cipher, durability=Durability.COMMIT, owner=owner) as store:
+        with _KeptStore(folder, cipher=cipher, durability=Durability.COMMIT, owner=owner) as store:
             yield store
     except StoreInUse as error:
         whose = str(error).partition(";")[0]
         raise StoreInUse(f"{whose}; stop that first. kvtier stats works meanwhile") from error
     except OSError as error:
-        if isinstance(error.__cause__, (*DAMAGE, *NONSENSE)):
-            why = f"store {folder} is damaged, the next engine that opens it starts empty: {error.__cause__}"
-            raise StoreLost(why) from error
+        if isinstance(error.__cause__, DAMAGE):
+            raise StoreDamaged(f"store {folder} is damaged: {error.__cause__}") from error
         if error.errno is None:  # not the system's: nobody can vouch for the file, and the message says why
             raise StoreLost(str(error)) from error
         raise

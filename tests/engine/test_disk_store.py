@@ -22,6 +22,7 @@ def llm_of(folder: Path, disk: dict[str, Any], **tables: Any) -> LLM:
         "device": {"capacity": 60 * BLOCK_BYTES, "block_size": BLOCK_SIZE},
         "host": {"capacity": 200 * BLOCK_BYTES},
         "disk": {"path": str(folder / "store"), "capacity": "64MiB", **disk},
+        "scheduler": {"load": "always"},
         **tables,
     }
     return LLM(build("llama"), settings, byte_tokenizer())
@@ -77,6 +78,16 @@ def test_encrypted_blocks_are_found_with_their_key_only(tmp_path: Path) -> None:
         warm = ask(llm)
     assert warm.tokens.disk == FOUND
     assert warm.token_ids == cold.token_ids
+
+
+def test_the_command_for_the_key_runs_once_a_start(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("1" * 64)
+    command = f"sh -c 'echo run >>{tmp_path / 'runs'}; cat {tmp_path / 'key'}'"
+
+    with llm_of(tmp_path, {"encryption_key_command": command}):
+        pass
+
+    assert (tmp_path / "runs").read_text() == "run\n"
 
 
 def test_a_key_that_others_may_read_is_refused(tmp_path: Path) -> None:

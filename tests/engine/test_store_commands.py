@@ -362,7 +362,7 @@ def test_records_under_another_key_are_reported_and_kept_beside_others(
     [
         (["--key-file", "/no/such/key"], "/no/such/key"),
         (["--sample", "0"], "--sample"),
-        (["--sample", "all"], "--sample"),
+        (["--sample", "all"], "'all' is not a number"),
     ],
 )
 def test_a_mistake_in_the_options_of_check_is_one_line(
@@ -486,7 +486,8 @@ def test_a_tree_that_lmdb_finds_broken_is_said_to_be_damaged(capsys: pytest.Capt
     status, out, err = run(capsys, "check", store)
 
     assert (status, out) == (1, "")
-    assert "is damaged, the next engine that opens it starts empty" in err
+    assert "is damaged: " in err
+    assert "with --fix the next engine that opens it starts empty" in err
     assert len(err.splitlines()) == 1
 
 
@@ -500,6 +501,41 @@ def test_a_row_of_the_index_that_makes_no_sense_is_damage(capsys: pytest.Capture
         assert "is damaged" in err
         assert meaning in err
         assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", [["check"], ["store", "rm", "--all", "--yes"]])
+def test_a_broken_index_is_said_to_be_damaged_and_nothing_is_deleted(
+    capsys: pytest.CaptureFixture[str], store: Path, command: list[str]
+) -> None:
+    data = bytearray((store / "data.mdb").read_bytes())
+    place = -1
+    while (place := data.find(b"\x02\0\x05\0order", place + 1)) >= 0:  # it is a sub-database no more
+        data[place] = 0
+    (store / "data.mdb").write_bytes(data)
+    files = [store / name for name in ("data.mdb", "slab-8192", "boot_mark")]
+    before = [path.read_bytes() for path in files]
+
+    status, out, err = run(capsys, *command, store)
+
+    assert (status, out) == (1, "")
+    assert "is damaged: " in err
+    assert len(err.splitlines()) == 1
+    assert [path.read_bytes() for path in files] == before
+
+    assert run(capsys, "check", store, "--fix")[0] == 1
+    assert BootMark.read(store) == BootMark(current_boot_id(), FileState.DAMAGED)
+
+
+@pytest.mark.parametrize("command", [["check"], ["stats"], ["store", "ls"], ["store", "rm", "--all"]])
+def test_a_file_that_is_no_folder_is_no_store(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str]
+) -> None:
+    (tmp_path / "file").touch()
+
+    status, out, err = run(capsys, *command, tmp_path / "file")
+
+    assert (status, out) == (2, "")
+    assert f"store {tmp_path / 'file'}: there is none" in err
 
 
 def find_unreadable(*_: object) -> Iterator[Verification]:
@@ -687,6 +723,16 @@ def test_rm_deletes_what_was_named_and_nothing_else(
     assert (status, err) == (0, "")
     assert f"{num_gone} records deleted, {num_gone * CHARGED_KIB:.1f} KiB" in out
     assert num_left(store) == left
+
+
+def test_nobody_finds_in_a_slab_what_was_deleted(capsys: pytest.CaptureFixture[str], store: Path) -> None:
+    before = (store / "slab-8192").stat().st_blocks
+
+    assert run(capsys, "store", "rm", store, "--namespace", A.hex(), "--yes")[0] == 0
+
+    assert (store / "slab-8192").stat().st_blocks * 512 <= before * 512 - 12 * BLOCK_BYTES
+    found = [bytes(blob_of(n, A).raw) in (store / "slab-8192").read_bytes() for n in range(12)]
+    assert [n for n in range(12) if found[n]] == list(range(7))  # B has the same payloads
 
 
 def test_rm_of_many_records_deletes_them_all(capsys: pytest.CaptureFixture[str], many: Path, tmp_path: Path) -> None:

@@ -173,6 +173,14 @@ def test_a_command_that_fails_says_why_and_shows_no_secret(command: str, reason:
     one_line_of(error)
 
 
+@pytest.mark.parametrize("command", ["yes", f"sh -c 'yes & echo {KEY.hex()}; wait'"])
+def test_a_command_that_prints_without_end_is_ended(command: str) -> None:
+    with pytest.raises(ValueError, match="prints more than 4096 bytes") as error:
+        Cipher.from_command(command, timeout_s=10)
+
+    one_line_of(error)
+
+
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -150,7 +150,7 @@ def test_a_level_is_promised_only_once_what_came_before_is_synced(
     monkeypatch.setattr(BootMark, "write", note)
     with LmdbStore(tmp_path / "killed", CAPACITY_BYTES, durability=level) as store:
         assert store.contains(key_of(1))
-    assert seen == [FileState.PROCESS, FileState(level.value), FileState.CLEAN]
+    assert seen == [FileState(level.value), FileState.CLEAN]
 
 
 @pytest.mark.parametrize("before", list(Durability))

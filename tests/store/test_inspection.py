@@ -198,6 +198,26 @@ def test_a_killed_owner_leaves_its_store_open_and_whole(tmp_path: Path) -> None:
     assert seen.content.num_records == 1
 
 
+def test_a_process_that_is_gone_is_no_owner_whatever_else_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start_owner(tmp_path, Durability.PROCESS) as owner:
+        assert read_line(owner) == "open"
+        lock = (tmp_path / "owner.lock").stat()
+        major, minor = os.major(lock.st_dev), os.minor(lock.st_dev)
+        owner.kill()
+    here = f"{major:02x}:{minor:02x}:{lock.st_ino}"
+    elsewhere = f"{major:02x}:{minor + 1:02x}:{lock.st_ino}"
+    read_text = Path.read_text
+    listed = ""
+    monkeypatch.setattr(Path, "read_text", lambda path: listed if path == Path("/proc/locks") else read_text(path))
+
+    for pid, place, expected in ((owner.pid, here, None), (os.getpid(), elsewhere, None), (os.getpid(), here, 1)):
+        (tmp_path / "owner.lock").write_text(f"{pid}\n")
+        listed = f"1: FLOCK  ADVISORY  WRITE {pid} {place} 0 EOF\n"
+        assert inspect(tmp_path).owner == (expected and pid)
+
+
 @pytest.mark.parametrize(
     ("left", "next_start"),
     [

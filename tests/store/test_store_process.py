@@ -1,5 +1,8 @@
-"""What a process of its own changes: shared memory, a process that dies or hangs, an owner that is killed."""
+"""What a process of its own changes: shared memory, a process that dies or hangs, a caller that is interrupted, an
+owner that is killed or forks."""
 
+import contextlib
+import errno
 import mmap
 import os
 import signal
@@ -7,29 +10,32 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
 from store_cases import blob_of, key_of, kv_bytes
 
 from kvtier.store.blob_store import Blob
-from kvtier.store.channel import SharedMemory
+from kvtier.store.channel import Channel, SharedMemory
 from kvtier.store.lmdb_store import LmdbStore
 from kvtier.store.owner_lock import StoreInUse
 from kvtier.store.record import Fault, digest
-from kvtier.store.store_process import StoreDied, StoreProcess
+from kvtier.store.store_process import NUM_READERS, StoreDied, StoreProcess
 from kvtier.store.store_settings import StoreSettings
 
 CAPACITY_BYTES = 10 << 20
 BLOCK_BYTES = 50_000
 NUM_SLOTS = 16
+DEADLINE_S = 30.0  # for what takes milliseconds, or a start of the process: reached only when a test fails
 
 # Opens a store, puts block 1, says so, and is killed.
 OWNER = """
-import sys, time
+import multiprocessing, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from store_cases import blob_of
@@ -38,9 +44,50 @@ from kvtier.store.store_settings import StoreSettings
 
 store = StoreProcess(StoreSettings(Path(sys.argv[1]), 10 << 20))
 store.put_many([blob_of(1)])
+if "fork" in sys.argv:
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True).start()
 print(store._worker._process.pid, flush=True)
 time.sleep(60)
 """
+
+# A store whose opening takes a minute once it has its folder.
+SLOW_START = """
+import time
+from kvtier.store import owner_lock
+
+acquire = owner_lock.OwnerLock.__init__
+
+def acquire_and_wait(*arguments):
+    acquire(*arguments)
+    time.sleep(60)
+
+owner_lock.OwnerLock.__init__ = acquire_and_wait
+"""
+
+
+class Unsendable(Exception):
+    """Can be pickled, not unpickled."""
+
+    def __init__(self, what: str, when: str) -> None:
+        super().__init__(f"{what} {when}")
+
+
+class RaisingCodec:
+    """One that raises *error* in the store's process."""
+
+    codec_id = 0
+    name = "none"
+    is_lossless = True
+    is_fixed_length = True
+
+    def __init__(self, error: str) -> None:
+        self._error = error
+
+    def encode(self, raw: memoryview) -> memoryview:
+        raise eval(self._error)
+
+    def decode(self, payload: memoryview, out: memoryview) -> None:
+        raise NotImplementedError
 
 
 @dataclass
@@ -76,6 +123,16 @@ def pid_of(store: StoreProcess) -> int:
     return store._worker._process.pid
 
 
+def stop(pid: int) -> None:
+    """Have the process hang; each of its threads stops when it next looks for signals."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: all(_state(task) in "TZX" for task in Path(f"/proc/{pid}/task").iterdir()))
+
+
+def _state(process: Path) -> str:
+    return (process / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 def read(store: StoreProcess, number: int) -> bytes | Fault:
     out = bytearray(BLOCK_BYTES)
     (result,) = store.read_many([key_of(number)], [memoryview(out)])
@@ -86,13 +143,14 @@ def read(store: StoreProcess, number: int) -> bytes | Fault:
 def test_blocks_go_from_slot_to_slot(store: StoreProcess, slab: Slab, monkeypatch: pytest.MonkeyPatch) -> None:
     blobs = [slab.fill(slot, slot) for slot in range(8)]
     sent: list[int] = []
-    send = type(store._worker._channels[0]).ask  # type: ignore[union-attr]
+    ask = Channel.ask
 
-    def measure(channel: object, timeout_s: float, method: str, *arguments: object) -> object:
-        sent.append(len(repr(arguments)))
-        return send(channel, timeout_s, method, *arguments)  # type: ignore[arg-type]
+    def measure(channel: Channel, question: bytes, timeout_s: float) -> memoryview:
+        answer = ask(channel, question, timeout_s)
+        sent.append(len(question) + len(answer))
+        return answer
 
-    monkeypatch.setattr(type(store._worker._channels[0]), "ask", measure)  # type: ignore[union-attr]
+    monkeypatch.setattr(Channel, "ask", measure)
     store.put_many(blobs)
     outs = [memoryview(slab.slots[8 + i]) for i in range(8)]
 
@@ -136,7 +194,7 @@ def test_reads_of_a_killed_process_are_faults(store: StoreProcess) -> None:
 def test_a_process_that_hangs_is_ended_and_the_call_returns_when_it_is_gone(store: StoreProcess) -> None:
     store.put_many([blob_of(1, BLOCK_BYTES)])
     pid = pid_of(store)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     started = time.monotonic()
 
     assert read(store, 1) is Fault.IO_ERROR
@@ -148,7 +206,7 @@ def test_a_process_that_hangs_is_ended_and_the_call_returns_when_it_is_gone(stor
 
 def _has_ended(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
+        return _state(Path(f"/proc/{pid}")) in "ZX"
     except OSError:
         return True
 
@@ -178,6 +236,7 @@ def test_calls_under_way_when_the_process_dies_all_return(store: StoreProcess) -
         thread.start()
     for _ in range(3):
         time.sleep(0.2)
+        wait_for(lambda: read(store, 1) is not Fault.IO_ERROR)
         os.kill(pid_of(store), signal.SIGKILL)
     time.sleep(0.3)
     done.set()
@@ -197,20 +256,40 @@ def test_others_are_told_the_owner_and_may_open_once_it_has_closed(store: StoreP
         assert opened.contains(key_of(1))
 
 
-def test_after_kill_9_of_the_owner_the_next_start_takes_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_forked", [False, True])
+def test_after_kill_9_of_the_owner_the_next_start_takes_over(tmp_path: Path, has_forked: bool) -> None:
     arguments = [sys.executable, "-c", OWNER, str(tmp_path / "store"), str(Path(__file__).parent)]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as owner:
+    with subprocess.Popen(arguments + ["fork"] * has_forked, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         child = int(owner.stdout.readline())
         owner.kill()
     with StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES)) as store:
         assert store.contains(key_of(1))
         store.check()
-    for _ in range(100):
-        if not Path(f"/proc/{child}").exists():
-            break
-        time.sleep(0.1)
-    assert not Path(f"/proc/{child}").exists()
+    wait_for(lambda: not Path(f"/proc/{child}").exists())
+
+
+def test_after_kill_9_of_an_owner_whose_store_is_still_opening_the_next_start_takes_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLOW_START)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    arguments = [sys.executable, "-c", OWNER, str(tmp_path / "store"), str(Path(__file__).parent)]
+    with subprocess.Popen(arguments) as owner:
+        lock = tmp_path / "store" / "owner.lock"
+        wait_for(lambda: lock.exists() and lock.read_text() == f"{owner.pid}\n")
+        owner.kill()
+
+    monkeypatch.undo()
+    with StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES)) as store:
+        assert not store.contains(key_of(1))
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.02)
 
 
 def test_what_opening_raises_is_raised_here(tmp_path: Path) -> None:
@@ -229,3 +308,276 @@ def test_an_iteration_given_up_halfway_leaves_its_channel_in_order(store: StoreP
 
 def read_small(store: StoreProcess) -> bytes | Fault:
     return store.read_many([key_of(3)], [memoryview(bytearray(100))])[0]
+
+
+def fill(store: StoreProcess) -> None:
+    store.put_many([blob_of(n, BLOCK_BYTES) for n in range(8)])
+
+
+def interrupted(call: Callable[[], object], after_s: float = 0.3) -> None:
+    """Run *call* until Ctrl-C."""
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, after_s)
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def finish(call: Callable[[], object]) -> None:
+    """Run *call*, which must come to its end, whatever that is."""
+    done: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    done.result(DEADLINE_S)
+
+
+def let_go_on(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("method", ["read_many", "statistics", "keys", "touch"])
+def test_an_interrupted_call_leaves_no_answer_to_another(store: StoreProcess, method: str) -> None:
+    fill(store)
+    pid = pid_of(store)
+    calls: dict[str, Callable[[], object]] = {
+        "read_many": lambda: read(store, 7),
+        "statistics": store.statistics,
+        "keys": lambda: list(store.keys()),
+        "touch": lambda: store.touch([key_of(7)]),
+    }
+    stop(pid)
+
+    interrupted(calls[method])
+
+    let_go_on(pid)
+    time.sleep(0.2)  # the answer comes, if one does
+    for _ in range(2):
+        assert [read(store, n) for n in range(7)] == [digest(kv_bytes(n, BLOCK_BYTES)) for n in range(7)]
+        assert store.delete([key_of(9), key_of(99)]) == 0
+    assert store.statistics().num_records == 8
+
+
+def test_memory_is_not_written_to_once_an_interrupted_read_has_returned(store: StoreProcess, slab: Slab) -> None:
+    fill(store)
+    pid = pid_of(store)
+    slab.slots[3] = 0
+    stop(pid)
+
+    interrupted(lambda: store.read_many([key_of(7)], [memoryview(slab.slots[3])]))
+
+    assert _has_ended(pid)
+    let_go_on(pid)
+    time.sleep(0.2)
+    assert not slab.slots[3].any()
+
+
+def test_calls_beside_an_interrupted_one_end_as_with_a_process_that_died(store: StoreProcess) -> None:
+    fill(store)
+    results: list[bytes | Fault] = []
+    stop(pid_of(store))
+    threads = [threading.Thread(target=lambda: results.append(read(store, 1))) for _ in range(2 * NUM_READERS)]
+    for thread in threads:
+        thread.start()
+
+    interrupted(store.sync)
+
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert len(results) == 2 * NUM_READERS
+    assert set(results) <= {Fault.IO_ERROR, digest(kv_bytes(1, BLOCK_BYTES))}
+    assert read(store, 1) == digest(kv_bytes(1, BLOCK_BYTES))
+
+
+def test_an_interruption_between_any_two_lines_costs_no_channel_and_no_right_answer(store: StoreProcess) -> None:
+    fill(store)
+    num_lines = 0
+
+    def count(frame: FrameType, event: str, _: object) -> object:
+        nonlocal num_lines
+        if frame.f_code.co_name in ("_ask", "ask"):
+            num_lines += event == "line"
+            if num_lines == interrupted_line:
+                raise KeyboardInterrupt
+        return count
+
+    for interrupted_line in range(1, 100):
+        num_lines = 0
+        for _ in range(2):  # one may get away
+            sys.settrace(count)
+            try:
+                read(store, 7)
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(None)
+        finish(lambda: [store.contains(key_of(1)) for _ in range(2 * NUM_READERS)])
+        assert read(store, 1) == digest(kv_bytes(1, BLOCK_BYTES))
+        if num_lines < interrupted_line:
+            break
+    assert interrupted_line > 10
+
+
+def test_a_channel_that_is_lost_ends_the_process_and_no_call_waits_for_it(store: StoreProcess) -> None:
+    fill(store)
+    pid = pid_of(store)
+
+    assert store._worker is not None
+    store._worker._readers.get()  # as when interrupted before it has a name
+
+    wait_for(lambda: _has_ended(pid))
+    assert [read(store, 1) for _ in range(2)] == [Fault.IO_ERROR, digest(kv_bytes(1, BLOCK_BYTES))]
+
+
+def test_more_walks_than_channels_hold_up_nobody(store: StoreProcess) -> None:
+    fill(store)
+
+    walks = [store.keys() for _ in range(2 * NUM_READERS)]
+
+    assert {next(walk) for walk in walks} == {key_of(7)}
+    finish(lambda: read(store, 1))
+    assert all(len(list(walk)) == 7 for walk in walks)
+    assert store.num_starts == 1
+
+
+def test_walks_that_ended_are_not_kept(store: StoreProcess) -> None:
+    fill(store)
+    for _ in range(100):
+        next(store.keys())
+        list(store.verify())
+
+    assert store._worker is not None
+    assert len(store._worker.ended_walks) <= 2
+
+
+def test_a_walk_ends_with_its_process(store: StoreProcess) -> None:
+    fill(store)
+    walk = store.keys()
+    next(walk)
+    os.kill(pid_of(store), signal.SIGKILL)
+    assert read(store, 1) is Fault.IO_ERROR
+
+    with pytest.raises(StoreDied, match="ended"):
+        list(walk)
+
+
+@pytest.mark.parametrize("error", ["ConnectionAbortedError(103, 'oh')", "EOFError('oh')", "TimeoutError('oh')"])
+def test_an_error_of_the_stores_is_no_end_of_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    with StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES, RaisingCodec(error))) as store:
+
+        def put() -> None:
+            with pytest.raises(type(eval(error)), match="oh") as raised:
+                store.put_many([blob_of(1)])
+            assert raised.value.args == eval(error).args
+
+        finish(put)
+
+        assert not store.contains(key_of(1))
+        assert store.num_starts == 1
+
+
+def test_an_error_that_cannot_be_sent_arrives_as_an_os_error_with_its_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    codec = RaisingCodec("Unsendable('too much', 'at noon')")
+    with StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES, codec)) as store:
+        with pytest.raises(OSError, match="Unsendable: too much at noon") as raised:
+            store.put_many([blob_of(1)])
+
+        assert raised.value.errno == errno.EIO
+        assert store.num_starts == 1
+
+
+@pytest.mark.parametrize("method", ["delete", "put_many"])
+def test_a_large_question_to_a_process_that_hangs_has_a_deadline(store: StoreProcess, method: str) -> None:
+    many = {"delete": [key_of(n) for n in range(10_000)], "put_many": [blob_of(1, 1 << 20)]}[method]
+    stop(pid_of(store))
+
+    def ask() -> None:
+        with pytest.raises(StoreDied, match="no answer in 2 s"):
+            getattr(store, method)(many)
+
+    finish(ask)
+
+    assert store.num_starts == 1
+    store.put_many([blob_of(1, 1 << 20)])
+    assert store.num_starts == 2
+
+
+def test_close_of_a_store_that_hangs_has_a_deadline(store: StoreProcess) -> None:
+    pid = pid_of(store)
+    stop(pid)
+
+    finish(store.close)
+
+    assert _has_ended(pid)
+
+
+def test_a_forked_child_leaves_the_store_alone(store: StoreProcess) -> None:
+    fill(store)
+    walk = store.keys()
+    next(walk)
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException), store:
+            for use in (lambda: list(walk), lambda: read(store, 1), store.sync, store.keys, store.statistics):
+                with pytest.raises(ValueError, match=f"open in process {os.getppid()}"):
+                    use()
+            store.close()
+            os._exit(0)
+        os._exit(1)
+
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list(walk)) == 7
+    assert read(store, 1) == digest(kv_bytes(1, BLOCK_BYTES))
+    assert store.num_starts == 1
+
+
+def test_a_forked_child_holds_no_socket_open(store: StoreProcess) -> None:
+    def num_sockets() -> int:
+        links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+        return sum(link.is_symlink() and os.readlink(link).startswith("socket:") for link in links)
+
+    before = num_sockets()
+    child = os.fork()
+    if child == 0:
+        os._exit(before - num_sockets())
+
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) >= NUM_READERS
+
+
+def test_a_store_stays_where_it_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with StoreProcess(StoreSettings(Path("store"), CAPACITY_BYTES)) as store:
+        store.put_many([blob_of(1, BLOCK_BYTES)])
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        os.kill(pid_of(store), signal.SIGKILL)
+        assert read(store, 1) is Fault.IO_ERROR
+
+        assert read(store, 1) == digest(kv_bytes(1, BLOCK_BYTES))
+
+    assert not (tmp_path / "elsewhere" / "store").exists()
+
+
+def test_a_file_in_the_working_directory_is_no_module_of_the_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('not the queue you wanted')")
+    monkeypatch.chdir(tmp_path)
+
+    with StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES)) as store:
+        store.put_many([blob_of(1)])

@@ -42,7 +42,8 @@ def run(
     """
     lmdb_files._CHECK_READERS_S = check_readers_s
     churn = Churn(Path(folder), capacity_bytes, durability, random.Random(seed))
-    say(unopened=held())
+    unopened = held()
+    say(unopened=unopened)
     for first in range(0, num_turnovers, turnovers_per_opening):
         codec = _CODECS[first // turnovers_per_opening % 2]
         with open_store(folder, capacity_bytes, codec, durability) as store:
@@ -56,6 +57,9 @@ def run(
                 while place == pause_at and not Path(go_on).exists():
                     time.sleep(0.01)
             churn.assert_books_agree(store)
+    give_up_at = time.monotonic() + 5.0
+    while held() != unopened and time.monotonic() < give_up_at:  # a thread that was joined is listed a moment longer
+        time.sleep(0.01)
     say(closed=held())
 
 

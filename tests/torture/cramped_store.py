@@ -34,7 +34,7 @@ def fill(say: Say, mount_point: str, codec: str, durability: str, seed: int) -> 
     model.assert_whole()
 
     num_errors = _go_on(model, 60)
-    _take_the_rest(hog)
+    take_the_rest(hog)
     num_errors += _go_on(model, 60)
     assert num_errors > 0, "the disk was not full"
     while model.there:  # what is there can be deleted although there is no room
@@ -105,7 +105,7 @@ def _go_on(model: ModelStore, num_calls: int) -> int:
     return num_errors
 
 
-def _take_the_rest(hog: Path) -> None:
+def take_the_rest(hog: Path) -> None:
     """Leave not a byte on the file system."""
     with hog.open("wb", buffering=0) as file:
         for size in (1 << 20, 4096):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from cramped_store import take_the_rest
 from forks import ForkServer, describe
 from torture_blocks import blob_of, chain, open_store, read_numbers
 
@@ -56,6 +57,22 @@ def test_a_disk_that_is_full_from_the_start_is_an_error(mount: Mount, seed: int)
     subprocess.run(["mount", "-o", "remount,size=64m", str(point)], check=True)
     with open_store(point / "store", 1 << 20, "none", Durability.PROCESS) as store:
         store.put_many([blob_of(0)])
+        store.check()
+
+
+@pytest.mark.parametrize("durability", list(Durability))
+def test_a_store_opens_warm_on_a_disk_that_somebody_else_has_filled(mount: Mount, durability: str) -> None:
+    point = mount("-t", "tmpfs", "-o", "size=64m", "torture")
+    numbers = chain("mixed", 1)
+    with open_store(point / "store", 1 << 20, "none", durability) as store:
+        store.put_many([blob_of(number) for number in numbers])
+    take_the_rest(point / "hog")
+
+    for _ in range(3):
+        with open_store(point / "store", 1 << 20, "none", durability) as store:
+            assert read_numbers(store, numbers) == (numbers, {})
+            store.check()
+    with open_store(point / "store", 512 << 10, "none", durability) as store:
         store.check()
 
 
