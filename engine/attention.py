@@ -1,28 +1,29 @@
 """Paged attention as transformers calls it: writes new keys and values into the slab, reads the prefix from it."""
 
-from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from kvtier.tiers.groups import AttentionGroup, ChunkedLocal, SlidingWindow
+from kvtier.engine.paged_choice import Shape, choose, plan_for
+from kvtier.engine.paged_gather import Scoring, Scratch, attend_gathered
+from kvtier.engine.paged_in_place import Plan, attend_in_place
+from kvtier.engine.paged_segment import Segment, segment
+from kvtier.transfer.layer_gate import LayerGate
+
+__all__ = ["IMPLEMENTATION", "GroupStep", "Segment", "Step", "current_step", "paged_attention", "segment"]
 
 IMPLEMENTATION = "kvtier"  # the name under which transformers finds `paged_attention`
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """One request's share of a step, in one group: which rows it has in the batch and which blocks it reads."""
+class Paths:
+    """A step's segments by the way they go (`paged_choice`)."""
 
-    rows: slice  # of the packed batch
-    slots: torch.Tensor  # [num_blocks] int64, the blocks from the first needed one on
-    num_keys: int  # tokens in those blocks up to the last one of this step
-    mask: torch.Tensor | None  # [num_queries, num_keys] bool, True where a query reads a key
-    is_causal: bool  # instead of a mask, when queries and keys are the same tokens
+    gathered: tuple[Segment, ...]
+    in_place: Plan | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,22 @@ class GroupStep:
     write_slots: torch.Tensor  # [num_tokens] int64: where each token of the batch is written
     write_offsets: torch.Tensor  # [num_tokens] int64, within the block
     segments: tuple[Segment, ...]
+    scratch: Scratch = field(default_factory=Scratch)
+    paths: dict[tuple[int, bool, bool], Paths] = field(default_factory=dict)  # found by the first layer, for all
+
+    def paths_of(self, num_heads: int, has_softcap: bool, has_sinks: bool) -> Paths:
+        """The way of each segment, for layers with so many query heads and those scores."""
+        paths = self.paths.get((num_heads, has_softcap, has_sinks))
+        if paths is None:
+            *_, num_kv_heads, head_dim = self.slab.shape
+            kind, device, dtype = self.segments[0].group, self.slab.device, self.slab.dtype
+            shape = Shape(device, dtype, num_heads, num_kv_heads, head_dim, kind, has_softcap, has_sinks)
+            choice = choose(shape, self.slab)
+            there = [part for part in self.segments if choice.in_place(part)]
+            gathered = tuple(part for part in self.segments if not choice.in_place(part))
+            paths = Paths(gathered, plan_for(shape, there) if there else None)
+            self.paths[num_heads, has_softcap, has_sinks] = paths
+        return paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,49 +58,12 @@ class Step:
 
     groups: tuple[GroupStep, ...]
     layers: dict[int, tuple[int, int]]
+    gates: tuple[LayerGate, ...] = ()  # of prefixes that are still arriving, layer by layer
+    give_up_at: float = 0.0  # waiting for them; monotonic
 
 
 # transformers passes nothing of ours down to its attention function; the step travels beside the call.
 current_step: ContextVar[Step] = ContextVar("kvtier_step")
-
-
-def segment(
-    group: AttentionGroup, table: Sequence[int], rows: slice, start: int, num_tokens: int, device: torch.device
-) -> Segment:
-    """The segment of a request whose tokens *start* to *start* + *num_tokens* are computed in this step."""
-    end = start + num_tokens
-    first_block = group.first_needed(start)
-    first_key = first_block * group.block_size
-    slots = torch.tensor(table[first_block : -(-end // group.block_size)], dtype=torch.int64, device=device)
-    if num_tokens == 1:  # decoding: all that was read back, but for the first block's tokens outside the window
-        needs_mask = first_key < _oldest_key(group, start)
-    else:  # nothing before the chunk, nothing outside the window: plain causal attention
-        needs_mask = first_key < start or first_key < _oldest_key(group, end - 1)
-    mask = _mask(group, start, num_tokens, first_key, device) if needs_mask else None
-    return Segment(rows, slots, end - first_key, mask, is_causal=mask is None and num_tokens > 1)
-
-
-def _oldest_key(group: AttentionGroup, position: int) -> int:
-    """The first token that the token at *position* reads."""
-    match group:
-        case SlidingWindow(window_tokens=window):
-            return max(0, position - window + 1)
-        case ChunkedLocal(chunk_tokens=chunk):
-            return position // chunk * chunk
-        case _:
-            return 0
-
-
-def _mask(group: AttentionGroup, start: int, num_tokens: int, first_key: int, device: torch.device) -> torch.Tensor:
-    queries = torch.arange(start, start + num_tokens, device=device)[:, None]
-    keys = torch.arange(first_key, start + num_tokens, device=device)[None, :]
-    mask = keys <= queries
-    match group:
-        case SlidingWindow(window_tokens=window):
-            mask &= keys > queries - window
-        case ChunkedLocal(chunk_tokens=chunk):
-            mask &= keys >= queries // chunk * chunk
-    return mask
 
 
 def paged_attention(
@@ -101,62 +81,21 @@ def paged_attention(
     step = current_step.get()
     group_id, layer = step.layers[module.layer_idx]  # type: ignore[index]  # an int that Module types as a tensor
     group = step.groups[group_id]
+    for gate in step.gates:
+        gate.wait(layer, group.slab.shape[1], step.give_up_at)
     keys, values = group.slab[:, layer, 0], group.slab[:, layer, 1]  # [num_slots, block_size, num_kv_heads, head_dim]
     keys[group.write_slots, group.write_offsets] = key[0].transpose(0, 1)
     values[group.write_slots, group.write_offsets] = value[0].transpose(0, 1)
 
-    output = torch.empty_like(query)
-    for part in group.segments:
-        read_keys = _gather(keys, part)
-        read_values = _gather(values, part)
-        queries = query[:, :, part.rows]
-        if softcap is None and s_aux is None:
-            attended = F.scaled_dot_product_attention(
-                queries,
-                read_keys,
-                read_values,
-                attn_mask=part.mask,
-                is_causal=part.is_causal,
-                scale=scaling,
-                enable_gqa=queries.shape[1] != read_keys.shape[1],
-            )
-        else:
-            attended = _capped_attention(queries, read_keys, read_values, part, scaling, softcap, s_aux)
-        output[:, :, part.rows] = attended
-    return output.transpose(1, 2), None
-
-
-def _gather(slab: torch.Tensor, part: Segment) -> torch.Tensor:
-    blocks = torch.index_select(slab, 0, part.slots)  # [num_blocks, block_size, num_kv_heads, head_dim]
-    return blocks.flatten(0, 1)[: part.num_keys].transpose(0, 1).unsqueeze(0)
-
-
-def _capped_attention(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    part: Segment,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention with capped scores (Gemma 2) or sinks (gpt-oss), which SDPA does not have."""
-    repeat = queries.shape[1] // keys.shape[1]
-    scores = queries @ keys.repeat_interleave(repeat, dim=1).transpose(2, 3)
-    scores = scores * (queries.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    mask = part.mask
-    if part.is_causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    if sinks is not None:
-        column = sinks.reshape(1, -1, 1, 1).expand(1, -1, scores.shape[2], 1).to(scores.dtype)
-        weights = torch.softmax(torch.cat([scores, column], dim=-1).float(), dim=-1)[..., :-1]
-    else:
-        weights = torch.softmax(scores.float(), dim=-1)
-    return weights.to(values.dtype) @ values.repeat_interleave(repeat, dim=1)
+    _, num_heads, num_tokens, head_dim = query.shape
+    scoring = Scoring(head_dim**-0.5 if scaling is None else scaling, softcap, s_aux)
+    paths = group.paths_of(num_heads, softcap is not None, s_aux is not None)
+    output = query.new_empty(num_tokens, num_heads, head_dim)
+    if paths.gathered:
+        attend_gathered(query, group.slab, layer, paths.gathered, scoring, output, group.scratch)
+    if paths.in_place is not None:
+        attend_in_place(query, group.slab, layer, paths.in_place, group.segments[0].group, scoring, output)
+    return output.unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)

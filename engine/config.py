@@ -136,7 +136,8 @@ class SchedulerConfig(_Table, frozen=True, kw_only=True):
 
     *max_running* requests decode together, *max_waiting* queue behind them; one more is refused.
     *load*: of a hit in a colder tier, "cost" loads as much as comes faster than computing it, by the measured speeds of
-    lanes and prefill and by what is queued; "always" loads all.
+    lanes and prefill and by what is queued; "always" loads all. *by_layers*: a prompt whose prefix comes from host
+    memory, while nothing else runs, begins to compute with the first layers and waits for the others as it gets there.
     """
 
     token_budget: Count = 2048
@@ -144,6 +145,7 @@ class SchedulerConfig(_Table, frozen=True, kw_only=True):
     max_running: Count = 64
     max_waiting: Count = 4096
     load: Literal["cost", "always"] = "cost"
+    by_layers: bool = True
 
 
 Endpoint = Annotated[str, msgspec.Meta(pattern="^(tcp|ipc|inproc)://.")]

@@ -106,6 +106,9 @@ class EngineCore:
                 host_quotas={tenant_of(salt): t.host for salt, t in config.tenants.items() if t.host is not None},
                 events=self._events,
                 planner=self.planner if config.scheduler.load == "cost" else None,
+                by_layers=config.scheduler.by_layers,
+                # A copy started after one step is taken in after the next: both take from what is clean.
+                least_clean_ahead=2 * -(-config.scheduler.token_budget // config.device.block_size),
             )
             undo.pop_all()
         self._memories = memories
@@ -253,20 +256,26 @@ class EngineCore:
                     item.request.token_ids[item.request.num_computed : item.request.num_computed + item.num_tokens],
                     item.request.num_computed,
                     item.request.tables,
+                    None if item.request.promotion is None else item.request.promotion.gate,
                 )
                 for item in work
             ]
         )
-        self._scheduler.computed(work)
+        began_early = [item.request for item in work if item.request.promotion is not None]
+        lost = self._scheduler.settle(work)
+        self._scheduler.computed([item for item in work if item.request not in lost])
         advanced = []
         for row, item in enumerate(work):
             request = item.request
+            if request in lost:
+                continue
             if request.num_to_compute == 0:  # else only a part of the prompt is in, and its logits predict nothing new
                 request.append(request.sampler.sample(logits[row]), self._end_token_ids)
                 advanced.append(request)
                 if request.finish_reason is not None:
                     self._scheduler.retire(request)
-        self._step_times.stepped(work, depths, time.monotonic() - started_at, bool(advanced))
+        if not began_early:  # else it has waited for copies
+            self._step_times.stepped(work, depths, time.monotonic() - started_at, bool(advanced))
         return advanced
 
     def _publish_events(self) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,16 +14,19 @@ import xxhash
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from kvtier.engine.attention import IMPLEMENTATION, GroupStep, Segment, Step, current_step, segment
+from kvtier.engine.paged_gather import Scratch
 from kvtier.tiers.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.tiers.namespace import GroupGeometry, Namespace
 from kvtier.transfer.block_memory import BlockMemory, CpuMemory
 from kvtier.transfer.device_slab import DeviceSlab
+from kvtier.transfer.layer_gate import LayerGate
 
 log = logging.getLogger(__name__)
 
 LOADING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})  # say nothing about the KV
 # With these the keys of a block depend on how long the prompt is; equal names would not mean equal bytes.
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+ARRIVAL_WAIT_S = 10.0  # for a layer of a prefix; what is computed without it counts for nothing
 OBSERVED = f"{IMPLEMENTATION}-observed"  # the attention function while a model is being looked at
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of the largest logit, at load
 
@@ -38,6 +42,7 @@ class Chunk:
     token_ids: Sequence[int]
     start: int  # position of the first of them
     tables: Sequence[Sequence[int]]  # [group][block] -> device slot
+    gate: LayerGate | None = None  # if its prefix is still arriving
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,7 @@ class ModelRunner:
             )
             for group in self.geometry
         ]
+        self._scratch = Scratch()
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[index]  # a tensor
         self.max_tokens: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         try:
@@ -128,8 +134,8 @@ class ModelRunner:
         if self.device.type == "cuda":
             from kvtier.transfer.cuda_memory import CudaMemory
 
-            return [CudaMemory(slab.blocks, num_host_slots) for slab in self._slabs]
-        return [CpuMemory(slab.blocks.numpy(), num_host_slots) for slab in self._slabs]
+            return [CudaMemory(slab.blocks, num_host_slots, slab.num_layers) for slab in self._slabs]
+        return [CpuMemory(slab.blocks.numpy(), num_host_slots, slab.num_layers) for slab in self._slabs]
 
     def close(self) -> None:
         """Give the model its own attention back; the caller may go on using it."""
@@ -159,7 +165,8 @@ class ModelRunner:
     @contextmanager
     def _step(self, chunks: Sequence[Chunk], ends: Sequence[int]) -> Iterator[None]:
         groups = tuple(self._group_step(group_id, chunks, ends) for group_id in range(len(self.groups)))
-        token = current_step.set(Step(groups, self._layers))
+        gates = tuple(chunk.gate for chunk in chunks if chunk.gate is not None)
+        token = current_step.set(Step(groups, self._layers, gates, time.monotonic() + ARRIVAL_WAIT_S))
         try:
             yield
         finally:
@@ -181,6 +188,7 @@ class ModelRunner:
             torch.tensor(slots, device=self.device),
             torch.tensor(offsets, device=self.device),
             tuple(segments),
+            self._scratch,
         )
 
     def _verify(self) -> None:

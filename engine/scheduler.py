@@ -18,6 +18,7 @@ from kvtier.tiers.tier import Reason
 
 MAX_PROMOTIONS = 3  # of one request: a corrupt block shortens the first, the second goes as far as is left
 CUT_SHORT = frozenset({Reason.CORRUPT, Reason.EVICTED_FROM_DISK})
+ARRIVAL_POLL_S = 0.01
 HIT_LASTS_S = 0.05  # while room is made for a hit it is not looked up again: 36 ms for 8,192 blocks on disk
 
 
@@ -102,7 +103,35 @@ class Scheduler:
             budget -= self._add_work(request, budget, step)
         while self.waiting and budget > 0 and self._admit(request := self.waiting[0]):
             budget -= self._add_work(request, budget, step)
+        if not step:
+            self._begin_early(step)
         return step
+
+    def settle(self, work: Sequence[Work]) -> list[Request]:
+        """Wait for the prefixes that were arriving while the step was computed; the requests whose did not arrive as
+        expected. What was computed for these counts for nothing: they start again from what is there."""
+        lost = []
+        for request in [item.request for item in work]:
+            promotion = request.promotion
+            if promotion is None:
+                continue
+            while not promotion.done:
+                self._cache.wait(ARRIVAL_POLL_S)
+            num_copied = request.num_computed - request.num_committed
+            own = [
+                table[request.num_committed // group.block_size + bool(num_copied) :]
+                for table, group in zip(request.tables, self._cache.groups, strict=True)
+            ]
+            self.promoting.remove(request)
+            if (promotion.num_tokens, promotion.num_copied) == (request.num_committed, num_copied):
+                self._run(request, promotion)
+                for table, slots in zip(request.tables, own, strict=True):
+                    table.extend(slots)
+            else:
+                self._cache.release(own)
+                self._start(request)
+                lost.append(request)
+        return lost
 
     def computed(self, work: Sequence[Work]) -> None:
         """The step's tokens are in their slots: name the blocks that are full now."""
@@ -182,6 +211,10 @@ class Scheduler:
                 self._cache.cancel(promotion)
                 self._park(request, again)
                 return
+        self._run(request, promotion)
+
+    def _run(self, request: Request, promotion: Promotion) -> None:
+        """The promotion's leases are the request's."""
         request.promotion = None
         request.num_promotions = 0
         request.tables = promotion.tables
@@ -194,6 +227,28 @@ class Scheduler:
             request.tokens = promotion.balance(len(request.prompt_token_ids))
             self.admitted_tokens = self.admitted_tokens.plus(request.tokens)
         self.running.append(request)
+
+    def _begin_early(self, step: list[Work]) -> None:
+        """There is nothing else to compute: begin with a prompt whose prefix is arriving layer by layer.
+
+        The promotion keeps its leases; those on the blocks to compute are the request's.
+        """
+        for request in self.promoting:
+            promotion = request.promotion
+            if promotion is None or promotion.gate is None:
+                continue
+            num_tokens = len(request.token_ids) - promotion.num_tokens - promotion.num_copied
+            num_tokens = min(num_tokens, self._config.prefill_chunk, self._config.token_budget)
+            end = promotion.num_tokens + promotion.num_copied + num_tokens
+            pairs = zip(self._cache.groups, promotion.tables, strict=True)
+            slots = self._cache.allocate([-(-end // group.block_size) - len(table) for group, table in pairs])
+            if slots is None:
+                continue
+            request.tables = [there + own for there, own in zip(promotion.tables, slots, strict=True)]
+            request.num_committed = promotion.num_tokens
+            request.num_computed = promotion.num_tokens + promotion.num_copied
+            step.append(Work(request, num_tokens))
+            return
 
     def _add_work(self, request: Request, budget: int, step: list[Work]) -> int:
         """Give the request tokens to compute, if it still runs and finds slots; how many."""

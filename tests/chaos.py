@@ -91,7 +91,7 @@ class World:
         self.clock = FakeClock()
         self.store = store
         self.device = [np.zeros((num_device_slots, size), dtype=np.uint8) for size in block_bytes]
-        self.memories = [CpuMemory(blocks, num_host_slots) for blocks in self.device]
+        self.memories = [CpuMemory(blocks, num_host_slots, num_layers=4) for blocks in self.device]
         self.finished: Finished = Finished()
         self.lanes = {route: ChaosLane(self.finished, rng, failing) for route in Route}
         disk = None if store is None else DiskTier(store, NAMESPACE, self.clock, written_bytes_per_day)

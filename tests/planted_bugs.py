@@ -30,8 +30,8 @@ BUGS = [
     Bug(
         "a promoted block is published although its copy failed",
         "tiers/arrivals.py",
-        "outcomes = transfer.result if transfer.error is None else [None] * len(batch)",
-        "outcomes = transfer.result if transfer.error is None else [True] * len(batch)",
+        "self._landed_on_device(batch, transfer.result if transfer.error is None else [None] * len(batch))",
+        "self._landed_on_device(batch, transfer.result if transfer.error is None else [True] * len(batch))",
         "tests/tiers",
     ),
     Bug(
@@ -72,7 +72,7 @@ BUGS = [
     ),
     Bug(
         "the sliding window is one token too long",
-        "engine/attention.py",
+        "engine/paged_segment.py",
         "mask &= keys > queries - window",
         "mask &= keys >= queries - window",
         "tests/engine/test_equality.py",

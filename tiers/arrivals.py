@@ -8,12 +8,14 @@ from kvtier.tiers.block_hash import BlockChain, BlockName
 from kvtier.tiers.breaker import Attempt, BreakerState
 from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.groups import AttentionGroup
+from kvtier.tiers.layered_upload import LayeredUpload
 from kvtier.tiers.promotion import Arrival
 from kvtier.tiers.residency import Residency, SlotTier
 from kvtier.tiers.tenants import NOBODY, Ties, tenant_of
 from kvtier.tiers.tier import Reason, Tier
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
+from kvtier.transfer.layer_gate import LayerGate
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 REASONS = {  # any other fault: corrupt
@@ -21,6 +23,8 @@ REASONS = {  # any other fault: corrupt
     Fault.IO_ERROR: Reason.FAILED,
     Fault.KEY: Reason.FAILED,
 }
+MOST_PARTS = 8  # that blocks come in layer by layer: an eighth of the copy is all that computing has to wait for
+BY_LAYERS_BYTES = 4 << 20  # less is there before computing could begin
 BATCH_BYTES = 4 << 20  # for each copier: small enough that reading, verifying and uploading overlap
 
 
@@ -31,12 +35,17 @@ def read_blocks(
     return disk.read(keys, [memory.host_block(slot) for slot in host_slots])
 
 
+def verify_blocks(memory: BlockMemory, host_slots: Sequence[int], digests: Sequence[bytes]) -> list[bool]:
+    """Which host blocks still are what arrived there."""
+    digest = digest_among(memory.num_copiers)
+    return [digest(memory.host_block(slot)) == known for slot, known in zip(host_slots, digests, strict=True)]
+
+
 def upload_blocks(
     memory: BlockMemory, host_slots: Sequence[int], digests: Sequence[bytes], device_slots: Sequence[int]
 ) -> list[bool]:
     """An uploader's work: copy to the device those host blocks that still are what arrived there."""
-    digest = digest_among(memory.num_copiers)
-    good = [digest(memory.host_block(slot)) == known for slot, known in zip(host_slots, digests, strict=True)]
+    good = verify_blocks(memory, host_slots, digests)
     memory.to_device(
         [slot for slot, is_good in zip(host_slots, good, strict=True) if is_good],
         [slot for slot, is_good in zip(device_slots, good, strict=True) if is_good],
@@ -66,6 +75,7 @@ class Arrivals:
         self._arrivals: list[dict[BlockName, Arrival]] = [{} for _ in groups]
         self._to_read: deque[Arrival] = deque()
         self._to_upload: deque[Arrival] = deque()
+        self._to_verify: deque[tuple[LayeredUpload, list[Arrival]]] = deque()
         self._still_reading: set[Arrival] = set()  # for nobody any more; each leases its host slot
         self._reads: list[Attempt] = []  # under way
 
@@ -92,8 +102,31 @@ class Arrivals:
         self._arrivals[group_id][name] = arrival
         return arrival
 
+    def by_layers(self, arrivals: Sequence[Arrival]) -> LayerGate | None:
+        """Have these, just started and all in host memory, come layer by layer, so that computing can begin before
+        they are all there; None if they come as usual.
+
+        They are verified beside the copies: see `LayerGate` for what that means.
+        """
+        num_parts = min(MOST_PARTS, max(self._memories[arrival.group_id].num_layers for arrival in arrivals))
+        num_bytes = sum(self._memories[arrival.group_id].block_bytes for arrival in arrivals)
+        if num_bytes < BY_LAYERS_BYTES or any(a.source is not Tier.HOST for a in arrivals):
+            return None
+        upload = LayeredUpload(arrivals, self._memories, num_parts)
+        wanted = set(arrivals)
+        kept = deque(arrival for arrival in self._to_upload if arrival not in wanted)
+        if kept or not self._transfers.submit(
+            Route.HOST_TO_DEVICE, upload.copy, num_bytes, lambda transfer: self._copied_layers(upload, transfer)
+        ):
+            return None
+        self._to_upload = kept
+        self._to_verify.extend((upload, batch) for batch in self._batches(arrivals))
+        return upload.gate
+
     def pump(self, window: int) -> None:
         """Hand queued blocks to lanes that have room."""
+        while self._to_verify and self._submit_verification():
+            pass
         while self._to_read and self._submit_read(window):
             pass
         while self._to_upload and self._submit_upload():
@@ -151,6 +184,11 @@ class Arrivals:
         if group.forgets or block_id == 0:
             return Ties(None, tenant)
         return Ties(chain.names_of(group.block_size, range(block_id - 1, block_id))[0], tenant)
+
+    def _batches(self, arrivals: Sequence[Arrival]) -> Iterator[list[Arrival]]:
+        queue = deque(sorted(arrivals, key=lambda arrival: arrival.group_id))
+        while queue:
+            yield self._batch(queue)
 
     def _batch(self, queue: deque[Arrival]) -> list[Arrival]:
         """The first blocks in the queue that are of one group, up to a batch."""
@@ -221,11 +259,39 @@ class Arrivals:
             Route.HOST_TO_DEVICE,
             lambda: upload_blocks(memory, host_slots, digests, device_slots),
             len(batch) * memory.block_bytes,
-            lambda transfer: self._landed_on_device(batch, transfer),
+            lambda transfer: self._uploaded(batch, transfer),
         )
         if not submitted:
             self._to_upload.extendleft(reversed(batch))
         return submitted
+
+    def _submit_verification(self) -> bool:
+        upload, batch = self._to_verify[0]
+        memory = self._memories[batch[0].group_id]
+        host_slots = [arrival.host_slot for arrival in batch if arrival.host_slot is not None]
+        digests = [arrival.digest for arrival in batch]
+        submitted = self._transfers.submit(
+            Route.HOST_TO_DEVICE,
+            lambda: verify_blocks(memory, host_slots, digests),
+            0,
+            lambda transfer: self._verified(upload, batch, transfer),
+        )
+        if submitted:
+            self._to_verify.popleft()
+        return submitted
+
+    def _copied_layers(self, upload: LayeredUpload, transfer: Transfer) -> None:
+        upload.copied(transfer.error is None)
+        self._take_in(upload)
+
+    def _verified(self, upload: LayeredUpload, batch: Sequence[Arrival], transfer: Transfer) -> None:
+        upload.verified(batch, transfer.result if transfer.error is None else [None] * len(batch))
+        self._take_in(upload)
+
+    def _take_in(self, upload: LayeredUpload) -> None:
+        if (outcomes := upload.outcomes()) is not None:
+            for batch in self._batches(list(outcomes)):
+                self._landed_on_device(batch, [outcomes[arrival] for arrival in batch])
 
     def _landed_in_host(self, batch: Sequence[Arrival], transfer: Transfer, attempt: Attempt) -> None:
         host, disk = self._residency.host, self._residency.disk
@@ -260,10 +326,13 @@ class Arrivals:
             else:
                 self._resolve(arrival, failure)
 
-    def _landed_on_device(self, batch: Sequence[Arrival], transfer: Transfer) -> None:
+    def _uploaded(self, batch: Sequence[Arrival], transfer: Transfer) -> None:
+        self._landed_on_device(batch, transfer.result if transfer.error is None else [None] * len(batch))
+
+    def _landed_on_device(self, batch: Sequence[Arrival], outcomes: Sequence[bool | None]) -> None:
+        """*outcomes*: whether a block's bytes are right; None if its copy failed."""
         host = self._residency.host
         assert host is not None, "a block was uploaded without a host tier"
-        outcomes = transfer.result if transfer.error is None else [None] * len(batch)
         for arrival, is_good in zip(batch, outcomes, strict=True):
             if is_good:
                 if host.pools[arrival.group_id].find(arrival.name) is not None:  # else it was evicted on purpose

@@ -59,10 +59,14 @@ class TieredCache:
         host_quotas: Mapping[bytes, int] = MappingProxyType({}),
         events: EventLog | None = None,
         planner: LoadPlanner | None = None,
+        by_layers: bool = False,
+        least_clean_ahead: int = LEAST_CLEAN_AHEAD,
     ) -> None:
         """*retention_tokens*: see `Retention`. *partial_blocks*: reuse the first tokens of a block that shares them.
         *host_quotas*: bytes of host memory by tenant. *events*: where to tell which block came and went.
-        *planner*: see `worth_loading`; without one all of every hit is."""
+        *planner*: see `worth_loading`; without one all of every hit is. *by_layers*: whether host blocks may come layer
+        by layer (`Promotion.gate`). *least_clean_ahead*: blocks at the eviction end that have a copy below at any rate;
+        what is allocated before a copy that was started now has been taken in."""
         self.groups = tuple(groups)
         self.block_size = name_block_size(groups)
         self.alignment = alignment(groups)
@@ -99,9 +103,9 @@ class TieredCache:
         )
         # At most a quarter of the pool: within the window dirty blocks are skipped, beyond it the order is strict.
         most = max(1, min(memory.num_device_slots for memory in memories) // 4)
-        self._window = CleanAhead(LEAST_CLEAN_AHEAD, most, clock)
+        self._window = CleanAhead(min(least_clean_ahead, most), most, clock)
         self._spiller = Spiller(self.groups, self._residency, memories, transfers, self._window, clock)
-        self._promoter = Promoter(self.groups, self._residency, memories, transfers, clock, self._hand_over)
+        self._promoter = Promoter(self.groups, self._residency, memories, transfers, clock, self._hand_over, by_layers)
         # For the promotion that wants room, by group: how many device blocks it reaches, and how many are dirty.
         self._wanted, self._short = [0 for _ in groups], [0 for _ in groups]
         self._num_held = [0 for _ in groups]  # leases that callers hold, by group

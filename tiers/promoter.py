@@ -31,6 +31,7 @@ class Promoter:
         transfers: TransferEngine,
         clock: Callable[[], float],
         hand_over: Callable[[Promotion], None],
+        by_layers: bool,
     ) -> None:
         self._groups = groups
         self._residency = residency
@@ -38,6 +39,7 @@ class Promoter:
         self._transfers = transfers
         self._clock = clock
         self._hand_over = hand_over
+        self._by_layers = by_layers
         self._arrivals = Arrivals(groups, residency, memories, transfers, self._resolved)
         self._waiting: set[Promotion] = set()
 
@@ -70,11 +72,15 @@ class Promoter:
         )
         missing = self._lease_what_is_there(promotion, slots)
         self._copy_partial(promotion, hit, missing, window)
+        started: list[Arrival] = []
         for group_id, blocks in enumerate(missing):
             taken = self._residency.take(self._residency.device, group_id, len(blocks), window) if blocks else []
             assert taken is not None, "a promotion was measured too short"
             for block_id, slot in zip(blocks, taken, strict=True):
-                self._join(promotion, block_id, self._arrivals.start(hit.chain, group_id, block_id, slot))
+                started.append(self._arrivals.start(hit.chain, group_id, block_id, slot))
+                self._join(promotion, block_id, started[-1])
+        if self._by_layers and started and len(started) == len(promotion.waiting):
+            promotion.gate = self._arrivals.by_layers(started)
         if promotion.waiting:
             self._count_unneeded_with_next(promotion)
             self._waiting.add(promotion)

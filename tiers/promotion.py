@@ -12,6 +12,7 @@ from kvtier.tiers.block_hash import BlockChain, BlockName
 from kvtier.tiers.statistics import TokenBalance
 from kvtier.tiers.tenants import NO_TIES, Ties
 from kvtier.tiers.tier import Reason, Tier
+from kvtier.transfer.layer_gate import LayerGate
 
 NO_SLOT = -1  # in a table: this block is not needed by this group, and never read
 if TYPE_CHECKING:  # block -> device slot or NO_SLOT; an array of "i", which numpy and torch read as it is
@@ -99,6 +100,7 @@ class Promotion:
     num_copied: int = 0
     done: bool = False
     failure: Reason | None = None  # of the last block that did not arrive
+    gate: LayerGate | None = None  # if its blocks come layer by layer: computing may begin before it is done
     waiting: set["Arrival"] = field(default_factory=set)
 
     @property

@@ -126,9 +126,9 @@ class Spiller:
         pool = self._upper(route).pools[group_id]
         # A spill leases its source. Never more than a quarter of what is free: allocations find the rest.
         num_lent = sum(len(batch.names) for batch in under_way)
-        most = min(
-            max(1, BATCH_BYTES // self._memories[group_id].block_bytes), (pool.num_free + num_lent) // 4 - num_lent
-        )
+        memory = self._memories[group_id]
+        batch_bytes = BATCH_BYTES * (memory.num_copiers if route is Route.DEVICE_TO_HOST else 1)
+        most = min(max(1, batch_bytes // memory.block_bytes), (pool.num_free + num_lent) // 4 - num_lent)
         most = max(most, 0 if under_way else 1)
         dirty = find_dirty(group_id, most)
         lower_slots: list[int] = []

@@ -20,6 +20,7 @@ class BlockMemory(Protocol):
     block_bytes: int
     num_device_slots: int
     num_host_slots: int
+    num_layers: int  # of the group; each has an equal share of a block, one after the other
     num_copiers: int  # threads that should copy in one direction at a time: while one verifies, another copies
 
     @property
@@ -31,6 +32,9 @@ class BlockMemory(Protocol):
 
     def to_device(self, host_slots: Sequence[int], device_slots: Sequence[int]) -> None:
         """Copy host slot i to device slot i, pair by pair."""
+
+    def to_device_layers(self, host_slots: Sequence[int], device_slots: Sequence[int], layers: range) -> None:
+        """The same for some consecutive layers only."""
 
     def copy(self, source: int, target: int) -> None:
         """Copy one device slot to another, in order with what the calling thread computes on the device."""
@@ -48,14 +52,21 @@ class BlockMemory(Protocol):
         """Give up the host slots."""
 
 
+def layer_bytes(layers: range, num_layers: int, block_bytes: int) -> slice:
+    """Where in a block these layers are."""
+    each = block_bytes // num_layers
+    return slice(layers.start * each, layers.stop * each)
+
+
 class CpuMemory:
     """Device slots in ordinary memory: `device_blocks` is a [num_slots, block_bytes] uint8 view of the slab."""
 
     num_copiers = 1  # one thread saturates memory
 
-    def __init__(self, device_blocks: npt.NDArray[np.uint8], num_host_slots: int) -> None:
+    def __init__(self, device_blocks: npt.NDArray[np.uint8], num_host_slots: int, num_layers: int = 1) -> None:
         self.num_device_slots, self.block_bytes = device_blocks.shape
         self.num_host_slots = num_host_slots
+        self.num_layers = num_layers
         self._device = device_blocks
         self._host = HostSlab(num_host_slots, self.block_bytes)
 
@@ -73,6 +84,12 @@ class CpuMemory:
         device, host = slot_pairs(device_slots, host_slots, self.num_device_slots, self.num_host_slots)
         for source, target in zip(host.tolist(), device.tolist(), strict=True):
             np.copyto(self._device[target], self._host.blocks[source])
+
+    def to_device_layers(self, host_slots: Sequence[int], device_slots: Sequence[int], layers: range) -> None:
+        device, host = slot_pairs(device_slots, host_slots, self.num_device_slots, self.num_host_slots)
+        part = layer_bytes(layers, self.num_layers, self.block_bytes)
+        for source, target in zip(host.tolist(), device.tolist(), strict=True):
+            np.copyto(self._device[target, part], self._host.blocks[source, part])
 
     def copy(self, source: int, target: int) -> None:
         np.copyto(self._device[target], self._device[source])

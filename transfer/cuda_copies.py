@@ -71,6 +71,12 @@ class LoopCopies:
             self._ends.device[target : target + num_blocks].copy_(blocks, non_blocking=True)
         _wait_landed(self._ends.device.device)
 
+    def to_device_part(self, host: Slots, device: Slots, part: slice) -> None:
+        """`to_device` of some bytes of each block."""
+        for source, target in zip(host.tolist(), device.tolist(), strict=True):
+            self._ends.device[target, part].copy_(self._ends.host[source, part], non_blocking=True)
+        _wait_landed(self._ends.device.device)
+
 
 class SourceOrder(IntEnum):
     """When a batch may read its sources: `cudaMemcpySrcAccessOrder`, whose numbers these are."""
@@ -102,6 +108,13 @@ class BatchCopies:
     def to_device(self, host: Slots, device: Slots) -> None:
         above, below, sizes = self._addresses(device, host)
         self._submit(above, below, sizes, SourceOrder.ANY)
+        _wait_landed(self._ends.device.device)
+
+    def to_device_part(self, host: Slots, device: Slots, part: slice) -> None:
+        """`to_device` of some bytes of each block."""
+        above = (self._ends.device.data_ptr() + device * self._block_bytes + part.start).tolist()
+        below = (self._ends.host.data_ptr() + host * self._block_bytes + part.start).tolist()
+        self._submit(above, below, [part.stop - part.start] * len(host), SourceOrder.ANY)
         _wait_landed(self._ends.device.device)
 
     def _addresses(self, device: Slots, host: Slots) -> tuple[list[int], list[int], list[int]]:

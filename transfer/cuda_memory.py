@@ -7,9 +7,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvtier.transfer.block_memory import layer_bytes
 from kvtier.transfer.block_runs import Slots, slot_pairs
 from kvtier.transfer.copy_choice import COPIES, CopyChoice, choose_copies, num_trial_blocks
-from kvtier.transfer.cuda_copies import Ends, LoopCopies
+from kvtier.transfer.cuda_copies import BatchCopies, Ends, LoopCopies
 from kvtier.transfer.host_slab import HostSlab, Pin
 from kvtier.transfer.pinning import cuda_pin, node_of_gpu
 
@@ -28,8 +29,11 @@ class CudaMemory:
 
     num_copiers = 4  # a digest runs at about half of the bus's speed; bench/gpu_copies.py measures 1 to 8
 
-    def __init__(self, device_blocks: torch.Tensor, num_host_slots: int, way: str | None = None) -> None:
+    def __init__(
+        self, device_blocks: torch.Tensor, num_host_slots: int, num_layers: int = 1, way: str | None = None
+    ) -> None:
         self.num_device_slots, self.block_bytes = device_blocks.shape
+        self.num_layers = num_layers
         self.num_host_slots = num_host_slots
         self._device = device_blocks
         gpu = device_blocks.device
@@ -43,6 +47,7 @@ class CudaMemory:
         self._slab = HostSlab(num_host_slots, self.block_bytes, pin, node)
         ends = Ends(device_blocks, torch.from_numpy(self._slab.blocks), self._slab.slots_per_piece)
         self._down, self._up, self._unpinned = COPIES[down](ends), COPIES[up](ends), LoopCopies(ends)
+        self._up_layers = BatchCopies(ends) if up == "batch" else self._unpinned
 
     @property
     def prepared_bytes(self) -> int:
@@ -61,6 +66,14 @@ class CudaMemory:
         self._up.to_device(host[pinned], device[pinned])
         if not pinned.all():
             self._unpinned.to_device(host[~pinned], device[~pinned])
+
+    def to_device_layers(self, host_slots: Sequence[int], device_slots: Sequence[int], layers: range) -> None:
+        device, host = slot_pairs(device_slots, host_slots, self.num_device_slots, self.num_host_slots)
+        part = layer_bytes(layers, self.num_layers, self.block_bytes)
+        pinned = self._are_pinned(host)
+        self._up_layers.to_device_part(host[pinned], device[pinned], part)
+        if not pinned.all():
+            self._unpinned.to_device_part(host[~pinned], device[~pinned], part)
 
     def copy(self, source: int, target: int) -> None:
         self._device[target].copy_(self._device[source], non_blocking=True)

@@ -22,6 +22,7 @@ class DeviceSlab:
         shape = (num_slots, num_layers, 2, block_size, num_kv_heads, head_dim)
         # Written once here: memory never touched before would slow the first blocks down (DESIGN.md section 10).
         self.tensor = torch.empty(shape, dtype=dtype, device=device).zero_()
+        self.num_layers = num_layers
         self.block_bytes = self.tensor[0].numel() * self.tensor.element_size()
 
     @property

@@ -22,6 +22,7 @@ class PoisonedMemory:
         self.num_device_slots = memory.num_device_slots
         self.num_host_slots = memory.num_host_slots
         self.num_copiers = memory.num_copiers
+        self.num_layers = memory.num_layers
         self._memory = memory
         self._device = device_blocks
         device_blocks.fill_(POISON)
@@ -41,6 +42,11 @@ class PoisonedMemory:
     def to_device(self, host_slots: Sequence[int], device_slots: Sequence[int]) -> None:
         self.poison(device_slots)
         self._memory.to_device(host_slots, device_slots)
+
+    def to_device_layers(self, host_slots: Sequence[int], device_slots: Sequence[int], layers: range) -> None:
+        if layers.start == 0:
+            self.poison(device_slots)
+        self._memory.to_device_layers(host_slots, device_slots, layers)
 
     def copy(self, source: int, target: int) -> None:
         self._memory.copy(source, target)

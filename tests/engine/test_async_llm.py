@@ -379,7 +379,8 @@ from kvtier.engine import AsyncLLM, SamplingParams
 
 async def main():
     small = {"capacity": "8MiB"}
-    config = {"device": small, "host": small, "disk": {"path": sys.argv[1], "capacity": "64MiB"}, "scheduler": {"load": "always"}}
+    disk = {"path": sys.argv[1], "capacity": "64MiB"}
+    config = {"device": small, "host": small, "disk": disk, "scheduler": {"load": "always"}}
     llm = AsyncLLM(build("llama"), config, byte_tokenizer())
     await llm.start()
     async for piece in llm.generate("Say hello. " * 20, SamplingParams(max_tokens=3)):

@@ -12,6 +12,7 @@ from chaos import World
 from kvtier.store.blob_store import BlobStore
 from kvtier.store.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
+from kvtier.tiers import arrivals
 from kvtier.tiers.block_hash import BlockChain
 from kvtier.tiers.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
 from kvtier.tiers.promotion import Promotion, Tables
@@ -161,6 +162,11 @@ class Simulation:
         assert [pool.num_free for pool in pools] == [pool.num_slots for pool in pools], "a slot leaked"
 
 
+@pytest.fixture(autouse=True)
+def _small_blocks_come_by_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "BY_LAYERS_BYTES", 0)
+
+
 def rot(store: MemoryStore, key: bytes, rng: random.Random) -> None:
     """Flip one bit of the stored payload."""
     row = store._rows[key]
@@ -185,7 +191,8 @@ def run(groups: Sequence[AttentionGroup], store: BlobStore, seed: int, num_steps
     slots, failing = [rng.choice([16, 24, 40]), rng.choice([6, 40, 80])], rng.choice([0.0, 0.3])
     quotas = {tenant_of(document): rng.randrange(20 * sum(sizes)) for document in DOCUMENTS if rng.random() < 0.3}
     budget = rng.choice([None, None, 2000])
-    world = World(groups, sizes, *slots, store, rng, failing, budget, host_quotas=quotas)
+    by_layers = rng.random() < 0.5
+    world = World(groups, sizes, *slots, store, rng, failing, budget, host_quotas=quotas, by_layers=by_layers)
     simulation = Simulation(world, groups)
     for _ in range(num_steps):
         simulation.step()

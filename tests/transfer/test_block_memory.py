@@ -58,7 +58,7 @@ def on_cpu_poisoned() -> Device:
 
 def on_gpu(way: str | None) -> Device:
     blocks = torch.zeros(NUM_DEVICE_SLOTS, BLOCK_BYTES, dtype=torch.uint8, device=torch.device("cuda", 0))
-    memory = CudaMemory(blocks, NUM_HOST_SLOTS, way)
+    memory = CudaMemory(blocks, NUM_HOST_SLOTS, way=way)
     assert memory.wait_prepared(DEADLINE_S)
     return Device(memory, blocks)
 
@@ -408,3 +408,24 @@ def test_the_blocks_of_a_slab_are_the_same_memory() -> None:
     memory.close()
     assert (slab.tensor[3] == 1.5).all()
     assert not slab.tensor[[0, 1, 2, 4]].any()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_layers_copied_up_one_after_the_other_are_the_whole_blocks(device: Device, seed: int) -> None:
+    print(f"seed {seed}")
+    above, below = noise(seed, NUM_DEVICE_SLOTS), noise(seed + 100, NUM_HOST_SLOTS)
+    device.write(above)
+    device.write_host(below)
+    device_slots, host_slots = pick_slots(seed, count=7)
+    device.memory.num_layers = num_layers = next(n for n in (4, 3, 1) if BLOCK_BYTES % n == 0)
+    each = BLOCK_BYTES // num_layers
+
+    for layer in range(num_layers):
+        device.memory.to_device_layers(host_slots, device_slots, range(layer, layer + 1))
+        part = slice(layer * each, (layer + 1) * each)
+        above[device_slots, part] = below[host_slots, part]
+        if layer > 0 or num_layers == 1:  # the first poisons the rest, where that is so
+            seen = device.read()
+            assert np.array_equal(seen[device_slots, : part.stop], above[device_slots, : part.stop])
+
+    assert np.array_equal(device.read(), above)

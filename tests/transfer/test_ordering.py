@@ -72,7 +72,7 @@ def on_cpu(finished: Finished) -> Machine:
 def on_gpu(finished: Finished, way: str) -> Machine:
     gpu = torch.device("cuda", 0)
     blocks = torch.zeros(NUM_SLOTS, BLOCK_BYTES, dtype=torch.uint8, device=gpu)
-    below: BlockMemory = CudaMemory(blocks, NUM_SLOTS, way)
+    below: BlockMemory = CudaMemory(blocks, NUM_SLOTS, way=way)
     assert below.wait_prepared(DEADLINE_S)
     machine = Machine(blocks, PoisonedMemory(below, blocks), CudaLane(finished, "test", gpu, num_threads=2), finished)
     machine.delay()  # kernels and buffers that are used for the first time are loaded and made, which takes its time

@@ -1,0 +1,42 @@
+"""LayerGate: lets the computing of a layer wait until the layer's blocks have arrived."""
+
+import threading
+import time
+
+
+class LayerGate:
+    """Blocks arrive in *num_parts*, each some consecutive layers of all of them. A lane's thread opens one part after
+    the other; the thread that computes waits for that of the layer it comes to.
+
+    A gate says that copies have landed, not that they are right: who computed before everything was verified must
+    throw the result away if something was not.
+    """
+
+    def __init__(self, num_parts: int) -> None:
+        self.num_parts = num_parts
+        self._num_open = 0
+        self._condition = threading.Condition()
+
+    def layers(self, part: int, num_layers: int) -> range:
+        """The layers, of a group's *num_layers*, that arrive in that part; there may be none."""
+        return range(-(-part * num_layers // self.num_parts), -(-(part + 1) * num_layers // self.num_parts))
+
+    def open_next(self) -> None:
+        """One more part has arrived."""
+        with self._condition:
+            self._num_open += 1
+            self._condition.notify_all()
+
+    def open_all(self) -> None:
+        """Nothing more will arrive: let nobody wait."""
+        with self._condition:
+            self._num_open = self.num_parts
+            self._condition.notify_all()
+
+    def wait(self, layer: int, num_layers: int, give_up_at: float) -> None:
+        """Until the layer's part has arrived, or that monotonic time has come."""
+        part = layer * self.num_parts // num_layers
+        if part < self._num_open:
+            return
+        with self._condition:
+            self._condition.wait_for(lambda: part < self._num_open, max(0.0, give_up_at - time.monotonic()))
