@@ -47,7 +47,7 @@ class Bed:
         assert choice is not None, "nothing was chosen"
         for way in COPIES:
             if choice.down_gb_per_s[way]:
-                memories[way] = CudaMemory(device, num_slots, way)
+                memories[way] = CudaMemory(device, num_slots, way=way)
         for memory in memories.values():
             if not memory.wait_prepared(PREPARE_S):
                 raise RuntimeError("host memory could not be pinned: see `ulimit -l`, and the memory of the container")

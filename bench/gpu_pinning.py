@@ -28,7 +28,7 @@ def pinning(gpu: torch.device, num_bytes: int) -> list[Row]:
     own_pin = cuda_memory.cuda_pin
     cuda_memory.cuda_pin = lambda device: _timed(own_pin(device), pieces)
     started = time.perf_counter()
-    memory = CudaMemory(device, num_bytes // BLOCK_BYTES, "batch")
+    memory = CudaMemory(device, num_bytes // BLOCK_BYTES, way="batch")
     memory.to_host([0], [memory.num_host_slots - 1])  # the last to be pinned
     first_copy_s = time.perf_counter() - started
     stalls = _small_calls(small, lambda: memory.prepared_bytes == num_bytes, PINNING_S)
