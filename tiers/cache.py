@@ -9,14 +9,13 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.store.record import Fault
 from kvtier.tiers.block_hash import BlockChain, BlockName
 from kvtier.tiers.block_pool import ABSENT, BlockPool
-from kvtier.tiers.breaker import Attempt
 from kvtier.tiers.clean_ahead import CleanAhead
 from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.events import EventLog
 from kvtier.tiers.groups import AttentionGroup, alignment, longest_hit, longest_single, name_block_size
+from kvtier.tiers.index_load import IndexLoad
 from kvtier.tiers.load_planner import LoadPlanner
 from kvtier.tiers.promoter import Promoter
 from kvtier.tiers.promotion import NO_SLOT, Hit, Misses, PartialHit, Promotion, Table, Tables
@@ -28,8 +27,7 @@ from kvtier.tiers.statistics import CacheStatistics, TierStatistics
 from kvtier.tiers.tenants import Tenants
 from kvtier.tiers.tier import Reason, Tier
 from kvtier.transfer.block_memory import BlockMemory
-from kvtier.transfer.lane import LaneClosed, Transfer
-from kvtier.transfer.transfer_engine import Route, TransferEngine
+from kvtier.transfer.transfer_engine import TransferEngine
 
 LEAST_CLEAN_AHEAD = 32  # blocks; one prefill chunk's worth before anything has been measured
 NOTHING = np.empty(0, np.int32)
@@ -110,8 +108,9 @@ class TieredCache:
         self._wanted, self._short = [0 for _ in groups], [0 for _ in groups]
         self._num_held = [0 for _ in groups]  # leases that callers hold, by group
         self._has_holes = False  # somebody evicted blocks by name
-        self._is_reading_index = False
-        self._read_index()
+        self._index_load = None if disk is None else IndexLoad(disk, self._residency, transfers)
+        if self._index_load is not None:
+            self._index_load.go_on()
 
     def lookup(self, chain: BlockChain, num_tokens: int) -> Hit:
         """The longest prefix of the prompt that can be resumed, over all tiers at once. Pure; nothing is leased.
@@ -242,7 +241,8 @@ class TieredCache:
     def wait(self, timeout_s: float) -> None:
         """Like `poll`, but wait up to *timeout_s* for a copy to finish."""
         self._transfers.poll(timeout_s)
-        self._read_index()
+        if self._index_load is not None:
+            self._index_load.go_on()
         self._promoter.pump(self._window.num_blocks)
 
     def allocate(self, num_slots: Sequence[int]) -> Tables | None:
@@ -417,35 +417,6 @@ class TieredCache:
         for memory in self._memories:
             memory.close()
         return True
-
-    def _read_index(self) -> None:
-        """Have the next page of the disk's index read, unless that is under way or done."""
-        disk = self._residency.disk
-        if disk is None or disk.index.is_loaded or self._is_reading_index:
-            return
-        attempt = disk.reading.begin()
-        if attempt is None:
-            return
-        self._is_reading_index = self._transfers.submit(
-            Route.DISK_TO_HOST, disk.read_index, 0, lambda transfer: self._index_read(transfer, attempt)
-        )
-        if not self._is_reading_index:
-            disk.reading.withdrawn(attempt)
-
-    def _index_read(self, transfer: Transfer, attempt: Attempt) -> None:
-        disk = self._residency.disk
-        assert disk is not None, "an index of no disk was read"
-        self._is_reading_index = False
-        if transfer.error is None:
-            disk.reading.succeeded(attempt)
-            self._residency.was_on_disk(transfer.result)
-            self._read_index()
-        elif isinstance(transfer.error, LaneClosed):
-            disk.reading.withdrawn(attempt)
-        else:
-            disk.reading.failed(attempt)
-            disk.faults[Fault.IO_ERROR.value] += 1
-            disk.begin_index_again()
 
     def _limit(self, chain: BlockChain, num_tokens: int) -> int:
         most = min(max(0, num_tokens - 1), len(chain.names) * self.block_size)
