@@ -258,7 +258,8 @@ class LmdbStore:
         free: dict[int, Iterator[Slot]] = {}
         for size, num_slots in Counter(sizes).items():
             slots, to_punch = change.allocate(size, num_slots, limit_bytes)
-            self._files.slabs.punch(*to_punch)
+            if to_punch:
+                self._files.slabs.punch(*to_punch)
             free[size] = iter(slots)
         placed = [next(free[size]) for size in sizes]
         self._files.slabs.write(placed, [one.payload for one in sealed])

@@ -277,7 +277,7 @@ def test_after_kill_9_of_an_owner_whose_store_is_still_opening_the_next_start_ta
     arguments = [sys.executable, "-c", OWNER, str(tmp_path / "store"), str(Path(__file__).parent)]
     with subprocess.Popen(arguments) as owner:
         lock = tmp_path / "store" / "owner.lock"
-        wait_for(lambda: lock.exists() and lock.read_text() == f"{owner.pid}\n")
+        wait_for(lambda: lock.exists() and lock.read_text().strip() == str(owner.pid))
         owner.kill()
 
     monkeypatch.undo()
