@@ -16,10 +16,10 @@ from kvtier.store.record import Fault, is_plain
 from kvtier.store.seal import fault_of, open_record
 from kvtier.store.slab import Slot
 
-NUM_READERS = 4  # threads that share a large read
+NUM_READERS = 8  # threads that share a large read: as many requests as a drive likes to have waiting
 _SHARE_BYTES = 1 << 20  # of a read that one thread takes at least
 _CACHED_SHARE_BYTES = 8 << 20  # if it only copies: handing work over takes as long as copying a megabyte
-_READ_BYTES = 4 << 20  # read at a time by one thread, or one block
+_READ_BYTES = 1 << 20  # read at a time by one thread, or one block: others read while it is verified
 
 _log = logging.getLogger(__name__)
 

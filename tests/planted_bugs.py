@@ -168,6 +168,27 @@ BUGS = [
         "",
         "tests/store",
     ),
+    Bug(
+        "what was computed on a prefix that turned out damaged counts",
+        "engine/scheduler.py",
+        "if (promotion.num_tokens, promotion.num_copied) == (request.num_committed, num_copied):",
+        "if promotion.done:",
+        "tests/engine/test_by_layers.py",
+    ),
+    Bug(
+        "a layer is computed before its blocks have arrived",
+        "transfer/layer_gate.py",
+        "part = layer * self.num_parts // num_layers",
+        "part = -1",
+        "tests/transfer/test_layer_gate.py",
+    ),
+    Bug(
+        "what is queued on a lane is not counted when a load is planned",
+        "tiers/load_planner.py",
+        "(num_bytes + queued_bytes) / (speed",
+        "num_bytes / (speed",
+        "tests/tiers/test_load_planner.py",
+    ),
 ]
 
 
