@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 
 from kvtier.store.cipher import Cipher
@@ -20,6 +21,7 @@ NUM_READERS = 8  # threads that share a large read: as many requests as a drive 
 _SHARE_BYTES = 1 << 20  # of a read that one thread takes at least
 _CACHED_SHARE_BYTES = 8 << 20  # if it only copies: handing work over takes as long as copying a megabyte
 _READ_BYTES = 1 << 20  # read at a time by one thread, or one block: others read while it is verified
+_CACHED_READ_BYTES = 4 << 20  # where reading is copying: each piece has its transaction
 
 _log = logging.getLogger(__name__)
 
@@ -43,14 +45,15 @@ class LmdbReader:
         """See `BlobStore.read_many`."""
         pairs = list(zip(keys, outs, strict=True))
         num_bytes = sum(out.nbytes for out in outs)
-        least = _CACHED_SHARE_BYTES if pairs and self._seems_cached(keys[len(keys) // 2]) else _SHARE_BYTES
-        num_shares = min(NUM_READERS, len(pairs), num_bytes // least)
+        is_cached = bool(pairs) and self._seems_cached(keys[len(keys) // 2])
+        num_shares = min(NUM_READERS, len(pairs), num_bytes // (_CACHED_SHARE_BYTES if is_cached else _SHARE_BYTES))
+        read = partial(self._read_share, piece_bytes=_CACHED_READ_BYTES if is_cached else _READ_BYTES)
         if num_shares <= 1:
-            return self._read_share(pairs)
+            return read(pairs)
         size = -(-len(pairs) // num_shares)
         shares = [pairs[start : start + size] for start in range(0, len(pairs), size)]
         try:
-            return list(chain.from_iterable(self._threads.map(self._read_share, shares)))
+            return list(chain.from_iterable(self._threads.map(read, shares)))
         except RuntimeError as error:  # its threads have ended
             raise ValueError("store is closed") from error
 
@@ -87,9 +90,9 @@ class LmdbReader:
         except OSError:  # who reads it says so
             return False
 
-    def _read_share(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
+    def _read_share(self, pairs: Sequence[tuple[bytes, memoryview]], piece_bytes: int) -> list[bytes | Fault]:
         results: list[bytes | Fault] = []
-        for piece in _pieces(pairs):
+        for piece in _pieces(pairs, piece_bytes):
             results += self._read_piece(piece)
         faults = [i for i, result in enumerate(results) if isinstance(result, Fault)]
         for i in faults:
@@ -176,11 +179,11 @@ def _scratch(slot: Slot) -> memoryview:
     return memoryview(mmap.mmap(-1, slot.num_bytes))
 
 
-def _pieces(pairs: Sequence[tuple[bytes, memoryview]]) -> Iterator[Sequence[tuple[bytes, memoryview]]]:
-    """Runs of *pairs* of at most _READ_BYTES, or of one block."""
+def _pieces(pairs: Sequence[tuple[bytes, memoryview]], most_bytes: int) -> Iterator[Sequence[tuple[bytes, memoryview]]]:
+    """Runs of *pairs* of at most *most_bytes*, or of one block."""
     start = num_bytes = 0
     for i, (_, out) in enumerate(pairs):
-        if i > start and num_bytes + out.nbytes > _READ_BYTES:
+        if i > start and num_bytes + out.nbytes > most_bytes:
             yield pairs[start:i]
             start, num_bytes = i, 0
         num_bytes += out.nbytes
