@@ -114,7 +114,9 @@ class SimulatedEngine:
         memory = CpuMemory(self._device, machine.host_blocks)
         store = MemoryStore(machine.disk_blocks * charged_bytes(BLOCK_BYTES))
         disk = DiskTier(store, bytes(NAMESPACE_BYTES), self._clock) if with_disk else None
-        self.planner = LoadPlanner(PrefillSpeed(), machine.chunk // TOKENS_EACH, self._clock)
+        self.planner = LoadPlanner(
+            PrefillSpeed(), machine.chunk // TOKENS_EACH, self._clock, with_splits=load == "split"
+        )
         self.cache = TieredCache(
             [FullAttention(BLOCK_SIZE)],
             [memory],
@@ -122,7 +124,7 @@ class SimulatedEngine:
             disk,
             self._clock,
             partial_blocks=False,
-            planner=self.planner if load == "cost" else None,
+            planner=None if load == "always" else self.planner,
         )
         config = SchedulerConfig(
             token_budget=4 * machine.chunk // TOKENS_EACH, prefill_chunk=machine.chunk // TOKENS_EACH, max_running=64

@@ -136,7 +136,8 @@ class SchedulerConfig(_Table, frozen=True, kw_only=True):
 
     *max_running* requests decode together, *max_waiting* queue behind them; one more is refused.
     *load*: of a hit in a colder tier, "cost" loads as much as comes faster than computing it, by the measured speeds of
-    lanes and prefill and by what is queued; "always" loads all. *by_layers*: a prompt whose prefix comes from host
+    lanes and prefill and by what is queued; "split" also computes the front of a hit while the rest of it is loaded,
+    where that is faster by a tenth; "always" loads all. *by_layers*: a prompt whose prefix comes from host
     memory, while nothing else runs, begins to compute with the first layers and waits for the others as it gets there.
     """
 
@@ -144,7 +145,7 @@ class SchedulerConfig(_Table, frozen=True, kw_only=True):
     prefill_chunk: Count = 512
     max_running: Count = 64
     max_waiting: Count = 4096
-    load: Literal["cost", "always"] = "cost"
+    load: Literal["cost", "split", "always"] = "cost"
     by_layers: bool = True
 
 

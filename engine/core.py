@@ -95,7 +95,13 @@ class EngineCore:
             undo.callback(transfers.close)
             prefill = PrefillSpeed()
             self._step_times = StepTimes(prefill, config.device.block_size)
-            self.planner = LoadPlanner(prefill, config.scheduler.prefill_chunk, time.monotonic)
+            self.planner = LoadPlanner(
+                prefill,
+                config.scheduler.prefill_chunk,
+                time.monotonic,
+                with_splits=config.scheduler.load == "split"
+                and not any(group.forgets for group in self._runner.groups),
+            )
             self.cache = TieredCache(
                 self._runner.groups,
                 memories,
@@ -105,7 +111,7 @@ class EngineCore:
                 partial_blocks=config.device.partial_blocks,
                 host_quotas={tenant_of(salt): t.host for salt, t in config.tenants.items() if t.host is not None},
                 events=self._events,
-                planner=self.planner if config.scheduler.load == "cost" else None,
+                planner=None if config.scheduler.load == "always" else self.planner,
                 by_layers=config.scheduler.by_layers,
                 # A copy started after one step is taken in after the next: both take from what is clean.
                 least_clean_ahead=2 * -(-config.scheduler.token_budget // config.device.block_size),
@@ -250,18 +256,16 @@ class EngineCore:
     def _compute(self, work: Sequence[Work]) -> list[Request]:
         started_at = time.monotonic()
         depths = [item.request.num_computed for item in work]
-        logits = self._runner.run(
-            [
-                Chunk(
-                    item.request.token_ids[item.request.num_computed : item.request.num_computed + item.num_tokens],
-                    item.request.num_computed,
-                    item.request.tables,
-                    None if item.request.promotion is None else item.request.promotion.gate,
-                )
-                for item in work
-            ]
-        )
-        began_early = [item.request for item in work if item.request.promotion is not None]
+        chunks = [
+            Chunk(
+                item.request.token_ids[item.request.num_computed : item.request.num_computed + item.num_tokens],
+                item.request.num_computed,
+                item.request.tables,
+                None if item.request.promotion is None else item.request.promotion.gate,
+            )
+            for item in work
+        ]
+        logits = self._runner.run(chunks)
         lost = self._scheduler.settle(work)
         self._scheduler.computed([item for item in work if item.request not in lost])
         advanced = []
@@ -274,7 +278,7 @@ class EngineCore:
                 advanced.append(request)
                 if request.finish_reason is not None:
                     self._scheduler.retire(request)
-        if not began_early:  # else it has waited for copies
+        if all(chunk.gate is None for chunk in chunks):  # else it has waited for copies
             self._step_times.stepped(work, depths, time.monotonic() - started_at, bool(advanced))
         return advanced
 

@@ -106,7 +106,9 @@ def _route_metrics(statistics: EngineStatistics) -> Iterator[Metric]:
     prepared = "Bytes of the host tier that are backed by memory, and pinned on CUDA"
     yield GaugeMetricFamily("kvtier_host_prepared_bytes", prepared, statistics.host_prepared_bytes)
     plans = CounterMetricFamily(
-        "kvtier_load_plans", "Hits in colder tiers by what was loaded of them: all, part, nothing", labels=["loaded"]
+        "kvtier_load_plans",
+        "Hits in colder tiers by what was loaded of them: all, split, part, nothing",
+        labels=["loaded"],
     )
     for loaded, num_plans in statistics.plans.num_plans.items():
         plans.add_metric([loaded], num_plans)

@@ -61,6 +61,11 @@ class Request:
         self.sampler = Sampler(self.sampling)
 
     @property
+    def split(self) -> Promotion | None:
+        """What is loaded for it while it computes the tokens before that."""
+        return self.promotion if self.promotion is not None and self.promotion.start else None
+
+    @property
     def num_to_compute(self) -> int:
         """Tokens known and not computed: the prompt's rest, or the one token sampled last."""
         return len(self.token_ids) - self.num_computed

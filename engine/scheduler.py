@@ -86,9 +86,6 @@ class Scheduler:
         for queue in (self.waiting, self.promoting, self.running):
             if request in queue:
                 queue.remove(request)
-        if request.promotion is not None:
-            self._cache.cancel(request.promotion)
-            request.promotion = None
         self._release(request)
 
     def schedule(self) -> list[Work]:
@@ -97,6 +94,9 @@ class Scheduler:
         for request in [parked for parked in self.promoting if parked.promotion and parked.promotion.done]:
             self.promoting.remove(request)
             self._start(request)
+        for request in self.running:
+            if (rest := request.split) is not None and rest.done and request.num_computed >= rest.start:
+                self._rejoin(request, rest)
         step: list[Work] = []
         budget = self._config.token_budget
         for request in [r for r in self.running if r.is_decoding] + [r for r in self.running if not r.is_decoding]:
@@ -113,7 +113,7 @@ class Scheduler:
         lost = []
         for request in [item.request for item in work]:
             promotion = request.promotion
-            if promotion is None:
+            if promotion is None or request.split:
                 continue
             while not promotion.done:
                 self._cache.wait(ARRIVAL_POLL_S)
@@ -169,7 +169,10 @@ class Scheduler:
             return False
         self.waiting.remove(request)
         request.junction = self._cache.junction(hit)
-        self._park(request, self._cache.promote(hit, self._timeout_s))
+        if hit.start:
+            self._split(request, hit)
+        else:
+            self._park(request, self._cache.promote(hit, self._timeout_s))
         return True
 
     def _lookup(self, request: Request) -> Hit:
@@ -184,12 +187,27 @@ class Scheduler:
         if self._planner is None:
             return 0.0
         seconds = self._planner.compute_seconds
-        busy_s = sum(seconds(r.num_computed, r.num_to_compute) for r in self.running if not r.is_decoding)
+        busy_s = sum(seconds(r.num_computed, _left(r)) for r in self.running if not r.is_decoding)
         for request in self.promoting:
             if request.promotion is not None:
                 depth = request.promotion.num_tokens
                 busy_s += seconds(depth, len(request.token_ids) - depth)
         return busy_s
+
+    def _split(self, request: Request, hit: Hit) -> None:
+        """Begin with what is on the device of a hit, and compute what comes before the rest while that is loaded."""
+        front = self._cache.promote(self._cache.on_device(hit))
+        assert front.done, "what is on the device has to be waited for"
+        request.promotion = self._cache.promote(hit, self._timeout_s)
+        request.tables = front.tables
+        request.num_committed = request.num_computed = front.num_tokens
+        self.running.append(request)
+
+    def _rejoin(self, request: Request, rest: Promotion) -> None:
+        """The front is computed and the rest loaded, as much of it as arrived: its leases are the request's."""
+        for table, group, loaded in zip(request.tables, self._cache.groups, rest.tables, strict=True):
+            table.extend(loaded[rest.start // group.block_size :])
+        self._has(request, rest)
 
     def _park(self, request: Request, promotion: Promotion) -> None:
         request.promotion = promotion
@@ -215,18 +233,22 @@ class Scheduler:
 
     def _run(self, request: Request, promotion: Promotion) -> None:
         """The promotion's leases are the request's."""
+        request.tables = promotion.tables
+        self._has(request, promotion)
+        self.running.append(request)
+
+    def _has(self, request: Request, promotion: Promotion) -> None:
+        """The promotion's prefix is in the request's tables."""
         request.promotion = None
         request.num_promotions = 0
-        request.tables = promotion.tables
         request.num_committed = promotion.num_tokens
         request.num_computed = promotion.num_tokens + promotion.num_copied
         if request.reads_cache:
             count = self.hit_ratio.admitted if request.tokens is None else self.hit_ratio.readmitted
-            count(len(request.token_ids), request.num_computed)
+            count(len(request.token_ids), request.num_computed - promotion.num_computed)
         if request.tokens is None:
             request.tokens = promotion.balance(len(request.prompt_token_ids))
             self.admitted_tokens = self.admitted_tokens.plus(request.tokens)
-        self.running.append(request)
 
     def _begin_early(self, step: list[Work]) -> None:
         """There is nothing else to compute: begin with a prompt whose prefix is arriving layer by layer.
@@ -254,8 +276,8 @@ class Scheduler:
         """Give the request tokens to compute, if it still runs and finds slots; how many."""
         if budget <= 0 or request not in self.running:
             return 0
-        num_tokens = min(request.num_to_compute, self._config.prefill_chunk, budget)
-        if not self._lease_slots(request, request.num_computed + num_tokens, step):
+        num_tokens = min(_left(request), self._config.prefill_chunk, budget)
+        if not num_tokens or not self._lease_slots(request, request.num_computed + num_tokens, step):
             return 0
         step.append(Work(request, num_tokens))
         return num_tokens
@@ -284,10 +306,18 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _release(self, request: Request) -> None:
+        if request.promotion is not None:
+            self._cache.cancel(request.promotion)
+            request.promotion = None
         if request.tables:
             self._cache.commit_tail(request.tables, request.chain, request.num_computed)
             self._cache.release(request.tables)
         request.tables = []
+
+
+def _left(request: Request) -> int:
+    """Tokens that the request can compute now: of a split hit not those that are being loaded."""
+    return max(0, request.split.start - request.num_computed) if request.split else request.num_to_compute
 
 
 @lru_cache(maxsize=4096)

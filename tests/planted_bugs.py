@@ -183,6 +183,20 @@ BUGS = [
         "tests/transfer/test_layer_gate.py",
     ),
     Bug(
+        "a split request goes on before the rest of its prefix has been loaded",
+        "engine/scheduler.py",
+        "(rest := request.split) is not None and rest.done and",
+        "(rest := request.split) is not None and",
+        "tests/engine/test_split.py",
+    ),
+    Bug(
+        "the rest of a split prefix is released as if its beginning were younger",
+        "tiers/cache.py",
+        "        self._promoter.released(promotion)\n",
+        "",
+        "tests/tiers/test_splits.py",
+    ),
+    Bug(
         "what is queued on a lane is not counted when a load is planned",
         "tiers/load_planner.py",
         "(num_bytes + queued_bytes) / (speed",

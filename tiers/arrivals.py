@@ -335,7 +335,9 @@ class Arrivals:
         assert host is not None, "a block was uploaded without a host tier"
         for arrival, is_good in zip(batch, outcomes, strict=True):
             if is_good:
-                if host.pools[arrival.group_id].find(arrival.name) is not None:  # else it was evicted on purpose
+                if (
+                    host.pools[arrival.group_id].find(arrival.name) == arrival.host_slot
+                ):  # else it was evicted on purpose
                     self._publish(arrival)
                 self._resolve(arrival, None)
             elif is_good is None:

@@ -183,15 +183,20 @@ class TieredCache:
     def worth_loading(self, hit: Hit, num_tokens: int, busy_s: float = 0.0) -> Hit:
         """As much of the hit as is faster loaded than computed, for a prompt of *num_tokens*.
 
-        *busy_s*: how long the device will be computing for others first.
+        *busy_s*: how long the device will be computing for others first. A hit that comes back split (`Hit.start`) is
+        begun with what is `on_device` of it; promoting it brings the rest.
         """
         demand = None if self._planner is None else self._promoter.demand(hit, self.alignment)
         if self._planner is None or demand is None:
             return hit
-        best = self._planner.best(demand, num_tokens, busy_s, self._transfers)
-        if best == hit.num_tokens:
-            return hit
-        return replace(self._promoter.shorter(hit, best), misses=hit.misses.cut(hit.num_tokens, Reason.COST))
+        plan = self._planner.best(demand, num_tokens, busy_s, self._transfers)
+        if plan.end == hit.num_tokens:
+            return replace(hit, start=plan.start) if plan.start else hit
+        return replace(self._promoter.shorter(hit, plan.end), misses=hit.misses.cut(hit.num_tokens, Reason.COST))
+
+    def on_device(self, hit: Hit) -> Hit:
+        """As much of the hit as is on the device: promoting that is done at once."""
+        return self._promoter.on_device(hit)
 
     def make_room(self, hit: Hit) -> bool:
         """Whether promoting the hit would now push out no block without a copy below; if not, such copies are started.
@@ -229,6 +234,7 @@ class TieredCache:
         if not promotion.done:
             self._promoter.give_up(promotion, Reason.DEADLINE)
         self.release(promotion.tables)
+        self._promoter.released(promotion)
 
     def free_slots(self) -> list[int]:
         """For each group, how many device slots `allocate` could give now."""

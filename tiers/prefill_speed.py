@@ -38,8 +38,10 @@ class PrefillSpeed:
         """To compute that many tokens after *depth* others, *chunk* at a time."""
         return float(self.seconds_of_rest(np.array([depth], np.float64), depth + num_tokens, chunk)[0])
 
-    def seconds_of_rest(self, depths: npt.NDArray[np.float64], num_tokens: int, chunk: int) -> npt.NDArray[np.float64]:
-        """To compute the rest of a prompt of *num_tokens*, from each of the *depths* on."""
+    def seconds_of_rest(
+        self, depths: npt.NDArray[np.float64], num_tokens: int | npt.NDArray[np.float64], chunk: int
+    ) -> npt.NDArray[np.float64]:
+        """To compute the rest of a prompt of *num_tokens*, from each of the *depths* on; or of each of several."""
         if self._fit is None:
             self._fit = _non_negative_fit(self._products, self._with_seconds)
         per_step, per_token, per_read = self._fit

@@ -13,7 +13,7 @@ from kvtier.tiers.block_hash import BlockChain, BlockName
 from kvtier.tiers.block_pool import ABSENT
 from kvtier.tiers.groups import AttentionGroup, longest_hit
 from kvtier.tiers.load_planner import Demand
-from kvtier.tiers.promotion import NO_SLOT, Arrival, Hit, Promotion
+from kvtier.tiers.promotion import COMPUTED, NO_SLOT, Arrival, Hit, Promotion
 from kvtier.tiers.residency import Residency, SlotTier
 from kvtier.tiers.tier import Reason, Tier
 from kvtier.transfer.block_memory import BlockMemory
@@ -56,20 +56,24 @@ class Promoter:
                 why = self._residency.why_missing([hit.chain.names[shorter.num_blocks]])
                 shorter = replace(shorter, misses=hit.misses.cut(hit.num_tokens, why))
             hit = shorter
-        slots = self.device_slots(hit)
+        slots = self._slots_from_start(hit)
         while (deficit := self._deficit(hit, slots)) > 0:
             misses = hit.misses.cut(hit.num_tokens, Reason.CAPACITY)
             hit = replace(self.shorter(hit, hit.num_tokens - deficit), misses=misses)
-            slots = self.device_slots(hit)
+            slots = self._slots_from_start(hit)
         promotion = Promotion(
             hit.chain,
             hit.limit,
             hit.num_tokens,
-            [array("i", [NO_SLOT]) * needed.start for needed in self.needed(hit.num_tokens)],
+            [array("i", [NO_SLOT]) * needed.start for needed in self.needed(hit.num_tokens, hit.start)],
             bytearray(hit.num_blocks),
             hit.misses,
             deadline,
+            hit.start,
         )
+        if hit.start:
+            computed = range(self.on_device(hit).num_blocks, hit.start // hit.chain.block_size)
+            promotion.depths[computed.start : computed.stop] = bytes([COMPUTED]) * len(computed)
         missing = self._lease_what_is_there(promotion, slots)
         self._copy_partial(promotion, hit, missing, window)
         started: list[Arrival] = []
@@ -79,7 +83,7 @@ class Promoter:
             for block_id, slot in zip(blocks, taken, strict=True):
                 started.append(self._arrivals.start(hit.chain, group_id, block_id, slot))
                 self._join(promotion, block_id, started[-1])
-        if self._by_layers and started and len(started) == len(promotion.waiting):
+        if self._by_layers and not hit.start and started and len(started) == len(promotion.waiting):
             promotion.gate = self._arrivals.by_layers(started)
         if promotion.waiting:
             self._count_unneeded_with_next(promotion)
@@ -98,6 +102,17 @@ class Promoter:
                 self._residency.device.pools, self._groups, self.needed(hit.num_tokens), strict=True
             )
         ]
+
+    def on_device(self, hit: Hit) -> Hit:
+        """As much of the hit as is on the device."""
+        starts = [
+            absent[0][0] * group.block_size
+            for group_id, (group, found, needed) in enumerate(
+                zip(self._groups, self.device_slots(hit), self.needed(hit.num_tokens), strict=True)
+            )
+            if (absent := self._absent(group_id, hit.chain, needed, found))
+        ]
+        return self.shorter(replace(hit, start=0), min(starts, default=hit.num_tokens))
 
     def resident_and_missing(self, hit: Hit) -> list[tuple[set[int], int]]:
         """For each group: the device slots that the hit's blocks are in already, and how many slots it would take."""
@@ -173,6 +188,12 @@ class Promoter:
         self._arrivals.drop(unwanted)
         self._finish_if_arrived(promotion)
 
+    def released(self, promotion: Promotion) -> None:
+        """A promotion's leases have ended before its caller had the beginning of a split prefix: what is on the device
+        of that, whoever left it there, must outlive the rest."""
+        for group_id in range(len(self._groups) if promotion.start else 0):
+            self._refresh_device(promotion, group_id, 0)
+
     def num_leases(self, tier: SlotTier, group_id: int) -> int:
         """Leases that blocks under way hold on a pool, beside those of the promotions that wait for them."""
         return self._arrivals.num_leases(tier, group_id)
@@ -189,12 +210,20 @@ class Promoter:
             assert promotion.waiting, "a promotion waits for nothing"
             assert promotion.waiting <= under_way, "a promotion waits for a block that is not under way"
 
-    def needed(self, num_tokens: int) -> list[range]:
-        """For each group, the blocks that a request reads which goes on after that many tokens."""
-        ends = [num_tokens // group.block_size for group in self._groups]
-        return [
-            range(min(end, group.first_needed(num_tokens)), end) for group, end in zip(self._groups, ends, strict=True)
-        ]
+    def needed(self, num_tokens: int, start: int = 0) -> list[range]:
+        """For each group, the blocks that a request reads which goes on after that many tokens, but for those before
+        *start*."""
+        result = []
+        for group in self._groups:
+            end = num_tokens // group.block_size
+            result.append(range(min(end, max(group.first_needed(num_tokens), start // group.block_size)), end))
+        return result
+
+    def _slots_from_start(self, hit: Hit) -> list[npt.NDArray[np.int32]]:
+        """`device_slots` without those before the start of a split hit."""
+        whole = zip(self.device_slots(hit), self.needed(hit.num_tokens), strict=True)
+        parts = self.needed(hit.num_tokens, hit.start)
+        return [found[part.start - needed.start :] for (found, needed), part in zip(whole, parts, strict=True)]
 
     def _absent(
         self, group_id: int, chain: BlockChain, needed: range, slots: npt.NDArray[np.int32]
@@ -223,7 +252,8 @@ class Promoter:
     def _deficit(self, hit: Hit, slots: Sequence[npt.NDArray[np.int32]]) -> int:
         """How many tokens fewer the hit must have, for the group that lacks most slots to hold it on the device."""
         worst = 0
-        for group_id, (found, needed) in enumerate(zip(slots, self.needed(hit.num_tokens), strict=True)):
+        parts = self.needed(hit.num_tokens, hit.start)
+        for group_id, (found, needed) in enumerate(zip(slots, parts, strict=True)):
             absent = self._absent(group_id, hit.chain, needed, found)
             if absent:
                 pool = self._residency.device.pools[group_id]
@@ -234,13 +264,13 @@ class Promoter:
         return worst
 
     def shorter(self, hit: Hit, num_tokens: int) -> Hit:
-        """The same hit with at most that many tokens, and no partial block."""
+        """The same hit with at most that many tokens, and no partial block; of a split one its beginning stays."""
 
         def first_hole(group_id: int, start: int, end: int) -> int:
             names = hit.chain.names_of(self._groups[group_id].block_size, range(start, end))
             return start + self._residency.locate(group_id, names)[1]
 
-        longest = longest_hit(max(0, num_tokens), self._groups, first_hole)
+        longest = max(hit.start, longest_hit(max(0, num_tokens), self._groups, first_hole))
         if longest == hit.num_tokens:
             return replace(hit, as_of=-1)
         return replace(hit, num_tokens=longest, partial=None, as_of=-1)
@@ -248,7 +278,8 @@ class Promoter:
     def _lease_what_is_there(self, promotion: Promotion, slots: Sequence[npt.NDArray[np.int32]]) -> list[list[int]]:
         """Lease device blocks and join arrivals, in all groups, before a slot is taken; the blocks that are neither."""
         missing: list[list[int]] = []
-        for group_id, (found, needed) in enumerate(zip(slots, self.needed(promotion.num_tokens), strict=True)):
+        parts = self.needed(promotion.num_tokens, promotion.start)
+        for group_id, (found, needed) in enumerate(zip(slots, parts, strict=True)):
             promotion.tables[group_id].frombytes(found.tobytes())
             absent = self._absent(group_id, promotion.chain, needed, found)
             self._residency.device.pools[group_id].lease(found[found != ABSENT] if absent else found)
@@ -333,6 +364,7 @@ class Promoter:
         tables = promotion.tables
 
         def first_hole(group_id: int, start: int, end: int) -> int:
+            start = max(start, promotion.start // self._groups[group_id].block_size)
             return next((i for i in range(start, end) if tables[group_id][i] == NO_SLOT), end)
 
         usable = longest_hit(promotion.num_tokens, self._groups, first_hole)
@@ -342,12 +374,15 @@ class Promoter:
             self._residency.device.pools[group_id].release(unneeded[::-1])
             tables[group_id] = array("i", [NO_SLOT]) * needed.start + table[needed.start : needed.stop]
             # Meanwhile somebody may have filled the hole, and left: what is behind it must not outlive that.
-            behind = range(needed.stop, promotion.num_tokens // self._groups[group_id].block_size)
-            names = promotion.chain.names_of(self._groups[group_id].block_size, behind)
-            slots = self._residency.device.pools[group_id].find_all(names)[::-1]
-            self._residency.device.pools[group_id].refresh(slots[slots != ABSENT])
+            self._refresh_device(promotion, group_id, 0 if promotion.start else needed.stop)
         promotion.misses = promotion.misses.cut(promotion.num_tokens, failure)
         promotion.num_tokens, promotion.num_copied = usable, 0
+
+    def _refresh_device(self, promotion: Promotion, group_id: int, start: int) -> None:
+        """Make the prefix's device blocks from *start* on that nobody leases the most recent, its tail the least."""
+        size, pool = self._groups[group_id].block_size, self._residency.device.pools[group_id]
+        slots = pool.find_all(promotion.chain.names_of(size, range(start, promotion.num_tokens // size)))[::-1]
+        pool.refresh(slots[slots != ABSENT])
 
     def _refresh_host(self, chain: BlockChain, num_tokens: int) -> None:
         """Make these blocks the most recent in host memory, the prefix's tail still being evicted first of them."""

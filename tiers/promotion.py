@@ -15,6 +15,7 @@ from kvtier.tiers.tier import Reason, Tier
 from kvtier.transfer.layer_gate import LayerGate
 
 NO_SLOT = -1  # in a table: this block is not needed by this group, and never read
+COMPUTED = 255  # in depths: cached somewhere, but computed while the rest of a split hit is loaded
 if TYPE_CHECKING:  # block -> device slot or NO_SLOT; an array of "i", which numpy and torch read as it is
     Table = array[int]
 else:
@@ -69,6 +70,7 @@ class Hit:
     # `Residency.num_changes`.
     device_slots: Sequence[npt.NDArray[np.int32]] = ()
     as_of: int = -1
+    start: int = 0  # of a split hit: tokens before it that are not on the device are computed, not loaded
 
     @property
     def num_blocks(self) -> int:
@@ -87,7 +89,7 @@ class Promotion:
 
     `num_tokens` may then be smaller than the hit's: blocks that failed, were corrupt or late are left out, with all
     that needs them. *num_copied* tokens follow that were copied out of a cached block; they are in a block of the
-    caller's own, which nobody else can find.
+    caller's own, which nobody else can find. Of a split hit it brings only what comes after the first *start* tokens.
     """
 
     chain: BlockChain
@@ -97,6 +99,7 @@ class Promotion:
     depths: bytearray  # [name of the chain] depth of the coldest tier that any group had it in
     misses: Misses
     deadline: float | None = None
+    start: int = 0
     num_copied: int = 0
     done: bool = False
     failure: Reason | None = None  # of the last block that did not arrive
@@ -113,6 +116,11 @@ class Promotion:
         """Of the first token that has to be computed; LAST_BLOCK if it is the last one's block."""
         return self.misses.first(self.num_tokens + self.num_copied)
 
+    @property
+    def num_computed(self) -> int:
+        """Tokens before *start* that the caller computes although they are cached."""
+        return self.depths.count(COMPUTED) * self.chain.block_size
+
     def continues(self, earlier: "Promotion") -> None:
         """This one goes on where *earlier* was cut short: what that one brought up counts for where it came from."""
         both = zip(self.depths, earlier.depths, strict=False)
@@ -123,12 +131,14 @@ class Promotion:
         """Where the tokens of the request's prompt came from; a block that no group needs counts with the next one."""
         depths, block_size = self.depths[: self.num_blocks], self.chain.block_size
         device, host, disk = (depths.count(tier.depth) * block_size for tier in WARMEST_FIRST)
-        recomputed = num_prompt_tokens - self.num_tokens - self.num_copied
+        after = num_prompt_tokens - self.num_tokens - self.num_copied
         missed = self.misses.after(self.num_tokens + self.num_copied)
-        reasons = {Reason.LAST_BLOCK: recomputed - sum(missed.values())}
+        reasons = {Reason.LAST_BLOCK: after - sum(missed.values())}
+        if self.num_computed:
+            missed[Reason.COST] = missed.get(Reason.COST, 0) + self.num_computed
         for reason, num_tokens in missed.items():
             reasons[reason] = reasons.get(reason, 0) + num_tokens
-        return TokenBalance(device + self.num_copied, host, disk, recomputed, reasons, self.num_copied)
+        return TokenBalance(device + self.num_copied, host, disk, after + self.num_computed, reasons, self.num_copied)
 
 
 @dataclass(eq=False, slots=True)

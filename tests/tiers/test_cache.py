@@ -557,3 +557,32 @@ def test_what_a_full_store_evicted_in_vain_is_dirty_again() -> None:
     below = [name for name in on_device if w.cache._residency.has_copy_below_device(0, name)]
     dirty = [w.cache._residency.device.pools[0].name(slot) for slot in w.cache._residency.device.dirty[0]]
     assert set(on_device) - set(below) <= set(dirty)
+
+
+def test_a_block_that_left_host_memory_on_its_way_up_and_came_again_is_not_taken_for_the_one_that_left() -> None:
+    w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 40, None, random.Random(1))
+    for document in "abc":
+        read(w, document)
+    chain = w.chain("a", DOCUMENT + 1)
+    upload = w.cache.promote(w.cache.lookup(chain, DOCUMENT + 1))
+    assert not upload.done
+    w.cache.evict_blocks(chain.names)
+    again = w.cache.promote(w.cache.no_hit(chain, DOCUMENT + 1))
+    slots = w.cache.allocate([1])
+    assert slots is not None
+    w.compute(slots, chain, 0, BLOCK_SIZE)
+    w.cache.release(slots)
+    for _ in range(8):
+        w.cache._spiller.spill_device([16])
+        w.lanes[Route.DEVICE_TO_HOST].stir(1.0)
+        w.cache.poll()
+    host = w.cache._residency.host
+    assert host is not None
+    assert host.pools[0].find(chain.names[0]) is not None
+
+    w.settle()
+
+    assert upload.done
+    for promotion in (upload, again):
+        w.cache.release(promotion.tables)
+    w.check()

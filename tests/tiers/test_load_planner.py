@@ -7,7 +7,7 @@ import pytest
 from chaos import FakeClock
 from test_cache import BLOCK_BYTES, DOCUMENT, balance, read, world
 
-from kvtier.tiers.load_planner import Demand, LoadPlanner
+from kvtier.tiers.load_planner import Demand, LoadPlanner, Plan
 from kvtier.tiers.prefill_speed import PrefillSpeed, tokens_read
 from kvtier.tiers.promotion import Misses
 from kvtier.tiers.tier import Reason, Tier
@@ -70,20 +70,28 @@ def moved(route: Route, num_bytes: int, seconds: float, finished_at: float, tran
 class Case:
     """A planner whose device is known, and lanes that moved so many bytes a second."""
 
-    def __init__(self, disk_bytes_per_s: float | None, device_bytes_per_s: float | None) -> None:
+    def __init__(
+        self, disk_bytes_per_s: float | None, device_bytes_per_s: float | None, with_splits: bool = False
+    ) -> None:
         self.clock = FakeClock()
         finished: Finished = Finished()
         self.transfers = TransferEngine({route: InlineLane(finished) for route in Route}, finished)
         for route, speed in ((Route.DISK_TO_HOST, disk_bytes_per_s), (Route.HOST_TO_DEVICE, device_bytes_per_s)):
             if speed is not None:
                 moved(route, int(speed), 1.0, 0.0, self.transfers)
-        self.planner = LoadPlanner(learnt(), CHUNK, self.clock)
+        self.planner = LoadPlanner(learnt(), CHUNK, self.clock, with_splits)
 
-    def best(self, num_tokens: int, queued_disk_bytes: int = 0, busy_s: float = 0.0) -> int:
-        """Of a hit of 8,000 tokens on disk, 1,000 bytes a token, how many tokens to load."""
+    def plan(self, num_tokens: int, queued_disk_bytes: int = 0, busy_s: float = 0.0) -> Plan:
+        """For a hit of 8,000 tokens on disk, 1,000 bytes a token."""
         ends = np.arange(0, 8001, 100, dtype=np.float64)
         demand = Demand(ends, ends * 1000, ends * 1000, queued_disk_bytes, 0)
         return self.planner.best(demand, num_tokens, busy_s, self.transfers)
+
+    def best(self, num_tokens: int, queued_disk_bytes: int = 0, busy_s: float = 0.0) -> int:
+        """How many tokens to load, of a hit that is not split."""
+        start, end = self.plan(num_tokens, queued_disk_bytes, busy_s)
+        assert start == 0
+        return end
 
 
 def test_fast_lanes_load_all() -> None:
@@ -135,6 +143,8 @@ def test_a_lane_that_was_slow_is_tried_again_some_time() -> None:
     case = Case(1e6, 1e10)
     assert case.best(8500) == 0
 
+    case.clock.now += 120
+    assert case.best(8500) == 0
     case.clock.now += 300
 
     assert case.best(8500) == 8000
@@ -146,6 +156,49 @@ def test_plans_are_counted_by_what_came_of_them() -> None:
         case.best(8500, busy_s=busy_s)
 
     assert case.planner.num_plans == {"nothing": 1, "part": 1, "all": 2}
+
+
+def test_where_computing_is_as_fast_as_loading_both_are_done_at_once() -> None:
+    case = Case(1e7, 1e10, with_splits=True)
+    whole = 8_000_000 / 1e7
+
+    start, end = case.plan(8500)
+
+    front = learnt().seconds(0, start, CHUNK)
+    assert end == 8000
+    assert front == pytest.approx((8000 - start) * 1000 / 1e7, rel=0.1)  # both are done at the same time
+    assert front < 0.6 * min(whole, learnt().seconds(0, 8000, CHUNK))
+    assert case.planner.num_plans == {"split": 1}
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_split_beats_every_other_way_to_split(seed: int) -> None:
+    """Against brute force: everything loaded, nothing loaded, and every place between."""
+    rng = random.Random(seed)
+    speed, num_tokens, busy_s = 10 ** rng.uniform(6, 8), rng.randrange(8001, 20_000), rng.choice([0.0, 0.2])
+    case = Case(speed, 1e12, with_splits=True)
+    compute = case.planner.compute_seconds
+    places = range(0, 8001, 100)
+    splits = {
+        place: max(busy_s + compute(0, place), (8000 - place) * 1000 / speed) + compute(8000, num_tokens - 8000)
+        for place in places
+    }
+    unsplit = min(max(busy_s, place * 1000 / speed) + compute(place, num_tokens - place) for place in places)
+
+    start, end = case.plan(num_tokens, busy_s=busy_s)
+
+    best = min(splits.values())
+    if start:
+        assert end == 8000
+        assert splits[start] == pytest.approx(best)
+        assert best < 0.9 * unsplit
+    else:
+        assert best >= 0.9 * unsplit * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("disk_bytes_per_s", "tokens"), [(1e9, 8000), (1e5, 0)])
+def test_nothing_is_split_for_a_small_gain(disk_bytes_per_s: float, tokens: int) -> None:
+    assert Case(disk_bytes_per_s, 1e10, with_splits=True).plan(8500) == (0, tokens)
 
 
 # --- in the cache
