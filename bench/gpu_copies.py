@@ -7,13 +7,15 @@ Ratios are of things done in turn in one run, in random order: medians. Two minu
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from gpu_lanes import digests, lanes
 from gpu_pinning import pinning
-from gpu_report import gpu_arguments, publish_gpu
+from gpu_report import gpu_arguments, measure, publish_gpu
 from report import Row
 from store_blocks import KIB, MIB
 from store_rounds import Side, Work, alternate, at_least, gb_per_s, in_words, ratio_of
@@ -146,30 +148,27 @@ def at_once(works: Sequence[Work]) -> Work:
     return run_all
 
 
-def copies(gpu: torch.device, num_rounds: int) -> list[Row]:
-    """By size of block."""
-    rows = []
-    for block_bytes in SIZES:
-        bed, size = Bed.of(block_bytes, gpu), in_words(block_bytes)
+def copies(gpu: torch.device, block_bytes: int, num_rounds: int) -> list[Row]:
+    """Of blocks of one size."""
+    size, promised = in_words(block_bytes), block_bytes >= LEAST_PROMISED
+    with closing(Bed.of(block_bytes, gpu)) as bed:
         print(f"{size}: {bed.memories['chosen'].choice}", flush=True)
         with torch.cuda.stream(torch.cuda.Stream()):
-            rows += one_way(bed, size, block_bytes >= LEAST_PROMISED, num_rounds)
-        rows += both_ways(bed, size, block_bytes >= LEAST_PROMISED, num_rounds)
-        bed.close()
-    return rows
+            rows = one_way(bed, size, promised, num_rounds)
+        return rows + both_ways(bed, size, promised, num_rounds)
 
 
 def main() -> None:
     options = gpu_arguments(__doc__.partition("\n")[0])
     gpu = torch.device("cuda", torch.cuda.current_device())
     num_rounds, pinned_bytes = (2, 1 << 30) if options.quick else (7, 32 << 30)
-    parts: list[Callable[[], list[Row]]] = [
-        lambda: copies(gpu, num_rounds),
-        lambda: lanes(gpu, num_rounds),
-        lambda: digests(num_rounds),
-        lambda: pinning(gpu, pinned_bytes),
-    ]
-    publish_gpu("gpu_copies", [row for part in parts for row in part()], options.json)
+    parts: dict[str, Callable[[], list[Row]]] = {
+        **{f"blocks of {in_words(size)}": partial(copies, gpu, size, num_rounds) for size in SIZES},
+        "lanes": lambda: lanes(gpu, num_rounds),
+        "pinning": lambda: pinning(gpu, pinned_bytes),
+        "digests": lambda: digests(num_rounds),
+    }
+    publish_gpu("gpu_copies", measure("gpu_copies", parts, options.json))
 
 
 if __name__ == "__main__":

@@ -28,14 +28,16 @@ def pinning(gpu: torch.device, num_bytes: int) -> list[Row]:
     own_pin = cuda_memory.cuda_pin
     cuda_memory.cuda_pin = lambda device: _timed(own_pin(device), pieces)
     started = time.perf_counter()
-    memory = CudaMemory(device, num_bytes // BLOCK_BYTES, way="batch")
+    try:
+        memory = CudaMemory(device, num_bytes // BLOCK_BYTES, way="loop")
+    finally:
+        cuda_memory.cuda_pin = own_pin
     memory.to_host([0], [memory.num_host_slots - 1])  # the last to be pinned
     first_copy_s = time.perf_counter() - started
     stalls = _small_calls(small, lambda: memory.prepared_bytes == num_bytes, PINNING_S)
     took_s = time.perf_counter() - started
     prepared = memory.prepared_bytes
     memory.close()
-    cuda_memory.cuda_pin = own_pin
     size = f"pinning {num_bytes >> 30} GiB"
     return [
         Row(f"{size}: prepared", 100 * prepared / num_bytes, "%", ">= 100", prepared == num_bytes),

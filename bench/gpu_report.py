@@ -3,11 +3,12 @@
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from gpu_progress import failure, has_failed
 from report import Row, commit, machine, publish
 
 
@@ -23,11 +24,34 @@ def gpu_arguments(question: str) -> Namespace:
     return options
 
 
-def publish_gpu(bench: str, rows: Sequence[Row], file: Path | None) -> None:
-    """Print the rows as a table, and write them to *file* in the schema of DESIGN.md section 8."""
+def measure(bench: str, parts: Mapping[str, Callable[[], list[Row]]], file: Path | None) -> list[Row]:
+    """The rows of all parts, written after each. One that fails is a row that says so; the next ones are measured."""
+    rows: list[Row] = []
+    for name, part in parts.items():
+        try:
+            rows += part()
+        except Exception as error:
+            rows.append(failure(name, error))
+        if file is not None:
+            write_gpu(bench, rows, file)
+    return rows
+
+
+def write_gpu(bench: str, rows: Sequence[Row], file: Path) -> None:
+    """Write the rows to *file* in the schema of DESIGN.md section 8."""
+    facts = {"bench": bench, "machine": f"{machine()}, {_gpu()}", "commit": commit(), "rows": [asdict(r) for r in rows]}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def publish_gpu(bench: str, rows: Sequence[Row]) -> None:
+    """Print the rows as a table; ends the program with status 1 if something could not be measured."""
     publish(bench, rows, as_json=False)
-    print(f"on {torch.cuda.get_device_name()}, torch {torch.__version__}")
-    if file is not None:
-        where = f"{machine()}, {torch.cuda.get_device_name()}, torch {torch.__version__}"
-        facts = {"bench": bench, "machine": where, "commit": commit(), "rows": [asdict(row) for row in rows]}
-        file.write_text(json.dumps(facts, indent=1) + "\n")
+    print(f"on {_gpu()}")
+    if has_failed(rows):
+        sys.exit(1)
+
+
+def _gpu() -> str:
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"{name}, torch {torch.__version__}"

@@ -52,8 +52,12 @@ def copy_speed(device: torch.device) -> float:
     """GB/s of a copy on the device, read and written: the roof for what is bound by memory."""
     source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    (copy,) = seconds([lambda: target.copy_(source) and None])
-    return 2 * COPY_BYTES / copy / 1e9
+
+    def copy() -> None:
+        target.copy_(source)
+
+    (took,) = seconds([copy])
+    return 2 * COPY_BYTES / took / 1e9
 
 
 def new_slab(block_size: int, num_tokens: int, device: torch.device) -> torch.Tensor:

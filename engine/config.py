@@ -53,13 +53,15 @@ class DeviceConfig(_Table, frozen=True, kw_only=True):
 
     With *partial_blocks* a prompt that agrees with the first tokens only of a cached block gets a copy of it.
     *retention_tokens* is for models with sliding windows: without it every block of theirs is kept, 0 keeps those that
-    a prompt which goes on from this one needs, N also those to resume at every N tokens.
+    a prompt which goes on from this one needs, N also those to resume at every N tokens. *poison* is for debugging: a
+    slot is not a number until something was computed or copied into it, so that a read of a wrong one shows.
     """
 
     capacity: ByteSize = parse_bytes("1GiB")
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 32
     partial_blocks: bool = True
     retention_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    poison: bool = False
 
     def __post_init__(self) -> None:
         if self.capacity == 0:

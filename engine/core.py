@@ -15,6 +15,7 @@ from kvtier.engine.config import Config
 from kvtier.engine.detokenizer import Detokenizer
 from kvtier.engine.disk_store import disk_tier, open_store
 from kvtier.engine.kv_events import ZmqPublisher
+from kvtier.engine.poisoned_cache import PoisonedCache
 from kvtier.engine.request import Request
 from kvtier.engine.runner import Chunk, ModelRunner
 from kvtier.engine.sampling import SamplingParams
@@ -102,7 +103,9 @@ class EngineCore:
                 with_splits=config.scheduler.load == "split"
                 and not any(group.forgets for group in self._runner.groups),
             )
-            self.cache = TieredCache(
+            if config.device.poison:
+                memories = self._runner.poisoned(memories)
+            self.cache = (PoisonedCache if config.device.poison else TieredCache)(
                 self._runner.groups,
                 memories,
                 transfers,

@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from kvtier.tiers.namespace import GroupGeometry, Namespace
 from kvtier.transfer.block_memory import BlockMemory, CpuMemory
 from kvtier.transfer.device_slab import DeviceSlab
 from kvtier.transfer.layer_gate import LayerGate
+from kvtier.transfer.poisoned_memory import PoisonedMemory
 
 log = logging.getLogger(__name__)
 
@@ -131,11 +132,22 @@ class ModelRunner:
                 f"host capacity: {host_capacity_bytes} bytes hold no block of {sum(self.block_bytes)}; "
                 "raise host.capacity, or set it to 0 for no host tier"
             )
-        if self.device.type == "cuda":
-            from kvtier.transfer.cuda_memory import CudaMemory
+        memories: list[BlockMemory] = []
+        with ExitStack() as undo:  # if one cannot be made, those before it give back what they have
+            for slab in self._slabs:
+                if self.device.type == "cuda":
+                    from kvtier.transfer.cuda_memory import CudaMemory
 
-            return [CudaMemory(slab.blocks, num_host_slots, slab.num_layers) for slab in self._slabs]
-        return [CpuMemory(slab.blocks.numpy(), num_host_slots, slab.num_layers) for slab in self._slabs]
+                    memories.append(CudaMemory(slab.blocks, num_host_slots, slab.num_layers))
+                else:
+                    memories.append(CpuMemory(slab.blocks.numpy(), num_host_slots, slab.num_layers))
+                undo.callback(memories[-1].close)
+            undo.pop_all()
+        return memories
+
+    def poisoned(self, memories: Sequence[BlockMemory]) -> list[BlockMemory]:
+        """The same memories, whose slots that hold nothing are not a number."""
+        return [PoisonedMemory(memory, slab.blocks) for memory, slab in zip(memories, self._slabs, strict=True)]
 
     def close(self) -> None:
         """Give the model its own attention back; the caller may go on using it."""

@@ -16,7 +16,8 @@ from kvtier.transfer.cuda_kernel import KernelCopies
 
 log = logging.getLogger(__name__)
 
-COPIES: Mapping[str, Callable[[Ends], BlockCopies]] = {
+Way = Callable[[Ends], BlockCopies]
+COPIES: Mapping[str, Way] = {
     "batch": BatchCopies,
     "loop": LoopCopies,
     "kernel": KernelCopies,
@@ -50,7 +51,7 @@ def num_trial_blocks(block_bytes: int) -> int:
     return min(max(2, TRIAL_BYTES // block_bytes), MAX_TRIAL_BLOCKS)
 
 
-def choose_copies(ways: Mapping[str, Callable[[Ends], BlockCopies]], scratch: Ends) -> CopyChoice:
+def choose_copies(ways: Mapping[str, Way], scratch: Ends) -> CopyChoice:
     """Try each way on scattered blocks in *scratch*, all of whose slots are free; the first of *ways* is preferred.
 
     A way that is not there, fails, or copies wrong bytes has speed 0. RuntimeError if none works.

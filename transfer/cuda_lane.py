@@ -19,6 +19,9 @@ class CudaLane:
 
     With several threads one verifies a batch on the CPU while another one's is on the bus; transfers then finish in
     any order, which is safe since each leases both of its ends.
+
+    What a transfer waited for compute is no time of the lane's: behind a long step a small copy would make the bus look
+    a hundred times slower than it is, and a hit not worth loading.
     """
 
     def __init__(
@@ -44,11 +47,14 @@ class CudaLane:
             stream = self._unused.get_nowait()  # as many as threads
             try:
                 with torch.cuda.device(self._device), torch.cuda.stream(stream):
+                    asked = stream.record_event(_timed_event())
                     stream.wait_event(computed)
+                    released = stream.record_event(_timed_event())
                     try:
                         return copy()
                     finally:  # also after a failure half way: what was enqueued may still be writing
                         stream.synchronize()
+                        transfer.waited_s = asked.elapsed_time(released) / 1000
             finally:
                 self._unused.put(stream)
 
@@ -57,3 +63,7 @@ class CudaLane:
 
     def close(self) -> bool:
         return self._threads.close()
+
+
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # untyped in torch

@@ -1,7 +1,7 @@
 """CudaMemory: device slots on a GPU, host slots in memory that is being pinned in the background."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +9,7 @@ import torch
 
 from kvtier.transfer.block_memory import layer_bytes
 from kvtier.transfer.block_runs import Slots, slot_pairs
-from kvtier.transfer.copy_choice import COPIES, CopyChoice, choose_copies, num_trial_blocks
+from kvtier.transfer.copy_choice import COPIES, CopyChoice, Way, choose_copies, num_trial_blocks
 from kvtier.transfer.cuda_copies import BatchCopies, Ends, LoopCopies
 from kvtier.transfer.host_slab import HostSlab, Pin
 from kvtier.transfer.pinning import cuda_pin, node_of_gpu
@@ -46,8 +46,12 @@ class CudaMemory:
             log.info("copies of blocks of %d bytes: %s", self.block_bytes, self.choice)
         self._slab = HostSlab(num_host_slots, self.block_bytes, pin, node)
         ends = Ends(device_blocks, torch.from_numpy(self._slab.blocks), self._slab.slots_per_piece)
-        self._down, self._up, self._unpinned = COPIES[down](ends), COPIES[up](ends), LoopCopies(ends)
-        self._up_layers = BatchCopies(ends) if up == "batch" else self._unpinned
+        try:
+            self._down, self._up, self._unpinned = COPIES[down](ends), COPIES[up](ends), LoopCopies(ends)
+            self._up_layers = BatchCopies(ends) if up == "batch" else self._unpinned
+        except BaseException:
+            self._slab.close()  # or what is pinned of it stays so, and the next mapping there cannot be pinned
+            raise
 
     @property
     def prepared_bytes(self) -> int:
@@ -96,6 +100,13 @@ class CudaMemory:
         return host < self._slab.num_pinned_slots
 
 
+def ways_to(is_pinned: bool) -> Mapping[str, Way]:
+    """The ways to try on host memory that is pinned as a whole, or is not: a kernel that reads memory which is not
+    pinned ends the process's CUDA context, and nothing works after that.
+    """
+    return COPIES if is_pinned else {name: way for name, way in COPIES.items() if name != "kernel"}
+
+
 def _choose(block_bytes: int, gpu: torch.device, pin: Pin, node: int | None) -> CopyChoice:
     """The choice for blocks of that size, on memory of the same kind as the live slots."""
     num_blocks = num_trial_blocks(block_bytes)
@@ -103,6 +114,7 @@ def _choose(block_bytes: int, gpu: torch.device, pin: Pin, node: int | None) -> 
     try:
         slab.wait_prepared(TRIAL_WAIT_S)
         device_blocks = torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=gpu)
-        return choose_copies(COPIES, Ends(device_blocks, torch.from_numpy(slab.blocks), slab.slots_per_piece))
+        ends = Ends(device_blocks, torch.from_numpy(slab.blocks), slab.slots_per_piece)
+        return choose_copies(ways_to(slab.num_pinned_slots == num_blocks), ends)
     finally:
         slab.close()

@@ -29,7 +29,8 @@ class Transfer:
     deliver: Callable[["Transfer"], None]
     result: Any = None
     error: Exception | None = None
-    seconds: float = 0.0  # that it ran
+    seconds: float = 0.0  # that it ran, without *waited_s*
+    waited_s: float = 0.0  # that it was held up by what is not the lane's: says nothing of how fast that is
     finished_at: float = 0.0  # monotonic
 
     def run(self) -> None:
@@ -40,7 +41,7 @@ class Transfer:
         except Exception as error:  # a thread's top: the owner learns of it in poll()
             self.error = error
         self.finished_at = time.monotonic()
-        self.seconds = self.finished_at - started_at
+        self.seconds = max(0.0, self.finished_at - started_at - self.waited_s)
 
 
 Finished = queue.SimpleQueue[Transfer]

@@ -9,11 +9,12 @@ class LayerGate:
     the other; the thread that computes waits for that of the layer it comes to.
 
     A gate says that copies have landed, not that they are right: who computed before everything was verified must
-    throw the result away if something was not.
+    throw the result away if something was not, or if a wait ended without its layer (`missed`).
     """
 
     def __init__(self, num_parts: int) -> None:
         self.num_parts = num_parts
+        self.missed = False  # somebody went on without a layer; set by the thread that waits
         self._num_open = 0
         self._condition = threading.Condition()
 
@@ -39,4 +40,6 @@ class LayerGate:
         if part < self._num_open:
             return
         with self._condition:
-            self._condition.wait_for(lambda: part < self._num_open, max(0.0, give_up_at - time.monotonic()))
+            timeout_s = max(0.0, give_up_at - time.monotonic())
+            if not self._condition.wait_for(lambda: part < self._num_open, timeout_s):
+                self.missed = True

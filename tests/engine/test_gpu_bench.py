@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import gpu_plots
+import gpu_report
 import gpu_serving
 import pytest
 import torch
@@ -112,6 +113,23 @@ def test_a_part_that_fails_is_a_row_and_the_next_ones_are_measured(
     assert end.value.code == 1
     assert rows["part c: RuntimeError"]["ok"] is False
     assert "measured" in rows
+
+
+def test_a_part_of_the_copies_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:
+    def fail() -> list[Row]:
+        assert [row["name"] for row in json.loads(file.read_text())["rows"]] == ["measured"], "written after each part"
+        raise RuntimeError("host memory could not be pinned")
+
+    file = tmp_path / "results" / "rows.json"
+    parts = {"first": lambda: [Row("measured", 1.0, "")], "second": fail, "third": lambda: [Row("too", 2.0, "")]}
+
+    rows = gpu_report.measure("gpu_copies", parts, file)
+
+    assert [row.name for row in rows] == ["measured", "second: RuntimeError", "too"]
+    assert [row["name"] for row in json.loads(file.read_text())["rows"]] == [row.name for row in rows]
+    with pytest.raises(SystemExit) as end:
+        gpu_report.publish_gpu("gpu_copies", rows)
+    assert end.value.code == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

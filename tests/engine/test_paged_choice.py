@@ -86,9 +86,12 @@ def test_a_kernel_that_answers_otherwise_is_never_used(error: float, monkeypatch
 
 
 @pytest.mark.usefixtures("_pretend_cuda")
-def test_a_kernel_that_does_not_compile_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Failed to find C compiler"), ImportError("no libcuda.so"), TypeError("another Triton")]
+)
+def test_a_kernel_that_does_not_compile_is_never_used(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(shape: Shape) -> float:
-        raise RuntimeError("Failed to find C compiler")
+        raise error
 
     monkeypatch.setattr(paged_choice, "_largest_error", fail)
 

@@ -1,5 +1,6 @@
 """BlockMemory: one contract for CPU and GPU; a block has the same bytes on both sides. DeviceSlab: where it lies."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -69,10 +70,21 @@ def on_gpu_unpinned(monkeypatch: pytest.MonkeyPatch) -> Device:
     return on_gpu("batch")
 
 
+def on_gpu_by_kernel(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Which takes whole words of 16 bytes only."""
+    monkeypatch.setattr(sys.modules[__name__], "BLOCK_BYTES", BLOCK_BYTES // 16 * 16)
+    return on_gpu("kernel")
+
+
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 ON_GPU = [
     pytest.param(lambda patch: on_gpu(None), id="cuda", marks=GPU),
-    *(pytest.param(lambda patch, way=way: on_gpu(way), id=f"cuda-{way}", marks=GPU) for way in COPIES),
+    *(
+        pytest.param(lambda patch, way=way: on_gpu(way), id=f"cuda-{way}", marks=GPU)
+        for way in COPIES
+        if way != "kernel"
+    ),
+    pytest.param(on_gpu_by_kernel, id="cuda-kernel", marks=GPU),
     pytest.param(on_gpu_unpinned, id="cuda-unpinned", marks=GPU),
 ]
 EVERYWHERE = [
@@ -285,13 +297,25 @@ def test_the_measured_choice_is_among_the_ways_and_can_be_read() -> None:
 
 
 @gpu_test
+def test_a_memory_that_cannot_be_made_leaves_nothing_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    slabs: list[HostSlab] = []
+    close = HostSlab.close
+    monkeypatch.setattr(HostSlab, "close", lambda slab: (slabs.append(slab), close(slab)))
+
+    with pytest.raises(RuntimeError, match="whole words"):
+        on_gpu("kernel")
+
+    assert [slab.num_bytes for slab in slabs] == [NUM_HOST_SLOTS * BLOCK_BYTES]
+
+
+@gpu_test
 def test_memory_that_cannot_be_pinned_copies_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(address: int, num_bytes: int) -> Callable[[], None]:
         raise RuntimeError("cudaHostRegister: out of memory")
 
     monkeypatch.setattr("kvtier.transfer.cuda_memory.cuda_pin", lambda device: refuse)
-    blocks = torch.full((NUM_DEVICE_SLOTS, BLOCK_BYTES), 7, dtype=torch.uint8, device=torch.device("cuda", 0))
-    memory = CudaMemory(blocks, NUM_HOST_SLOTS)
+    blocks = torch.full((NUM_DEVICE_SLOTS, 4096), 7, dtype=torch.uint8, device=torch.device("cuda", 0))
+    memory = CudaMemory(blocks, NUM_HOST_SLOTS)  # 4096: a size that every way takes, were the memory pinned
 
     memory.to_host([3], [12])
 

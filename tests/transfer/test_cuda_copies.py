@@ -24,6 +24,7 @@ from kvtier.transfer.cuda_copies import (
     cuda_batch,
 )
 from kvtier.transfer.cuda_kernel import KernelCopies
+from kvtier.transfer.cuda_memory import ways_to
 
 NUM_DEVICE_SLOTS = 40
 NUM_HOST_SLOTS = 60
@@ -330,6 +331,12 @@ def test_a_way_that_copies_wrong_bytes_is_left_out(caplog: pytest.LogCaptureFixt
 
     assert (choice.down, choice.up) == ("loop", "loop")
     assert "wrong bytes" in caplog.text
+
+
+def test_a_kernel_is_not_tried_on_memory_that_is_not_pinned() -> None:
+    """It would end the process's CUDA context."""
+    assert "kernel" not in ways_to(is_pinned=False)
+    assert ways_to(is_pinned=True).keys() == ways_to(is_pinned=False).keys() | {"kernel"}
 
 
 def test_the_kernel_needs_a_device() -> None:

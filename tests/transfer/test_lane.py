@@ -492,3 +492,29 @@ def test_submit_does_not_wait_for_compute(cuda_lane: CudaLane, finished: Finishe
 
     assert not computed.query()
     take(finished, 1)
+
+
+@gpu_test
+def test_what_a_copy_waited_for_compute_is_no_time_of_the_lane_s(
+    cuda_lane: CudaLane, finished: Finished, bench: CudaBench
+) -> None:
+    """A planner would think that the bus is slow."""
+    bench.delay()
+    cuda_lane.submit(transfer(lambda: bench.host.copy_(bench.block, non_blocking=True)))
+
+    [back] = take(finished, 1)
+
+    assert back.waited_s > 0.02
+    assert back.seconds < back.waited_s / 2
+
+
+def test_what_a_transfer_waited_for_others_does_not_count_as_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = itertools.count(100.0, 5.0)
+    monkeypatch.setattr(lane_module, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    held_up, quick = transfer(lambda: None), transfer(lambda: None)
+    held_up.waited_s = 4.0
+
+    held_up.run()
+    quick.run()
+
+    assert (held_up.seconds, held_up.finished_at, quick.seconds) == (1.0, 105.0, 5.0)

@@ -43,12 +43,14 @@ def test_a_wait_ends_when_the_part_has_come_and_not_before() -> None:
     computing.join(10.0)
 
     assert passed == list(range(8))
+    assert not gate.missed
 
 
 def test_a_wait_ends_in_time_if_nothing_comes() -> None:
     gate = LayerGate(2)
 
     gate.wait(0, 2, time.monotonic() + 0.01)
+    assert gate.missed
 
     threading.Timer(0.05, gate.open_all).start()
     gate.wait(1, 2, time.monotonic() + 30.0)
