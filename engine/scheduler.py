@@ -12,7 +12,7 @@ from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.groups import AttentionGroup
 from kvtier.tiers.hit_ratio import HitRatio
 from kvtier.tiers.load_planner import LoadPlanner
-from kvtier.tiers.promotion import Hit, Promotion
+from kvtier.tiers.promotion import Hit, Promotion, Tables
 from kvtier.tiers.statistics import TokenBalance
 from kvtier.tiers.tier import Reason
 
@@ -118,10 +118,7 @@ class Scheduler:
             while not promotion.done:
                 self._cache.wait(ARRIVAL_POLL_S)
             num_copied = request.num_computed - request.num_committed
-            own = [
-                table[request.num_committed // group.block_size + bool(num_copied) :]
-                for table, group in zip(request.tables, self._cache.groups, strict=True)
-            ]
+            own = self._leases_besides_promotion(request)
             self.promoting.remove(request)
             if (promotion.num_tokens, promotion.num_copied) == (request.num_committed, num_copied):
                 self._run(request, promotion)
@@ -129,6 +126,7 @@ class Scheduler:
                     table.extend(slots)
             else:
                 self._cache.release(own)
+                request.tables = []
                 self._start(request)
                 lost.append(request)
         return lost
@@ -305,7 +303,18 @@ class Scheduler:
         request.num_computed = request.num_committed = 0
         self.waiting.appendleft(request)
 
+    def _leases_besides_promotion(self, request: Request) -> Tables:
+        """Of a request that began early: the tables' slots that are its own already."""
+        num_copied = request.num_computed - request.num_committed
+        return [
+            table[request.num_committed // group.block_size + bool(num_copied) :]
+            for table, group in zip(request.tables, self._cache.groups, strict=True)
+        ]
+
     def _release(self, request: Request) -> None:
+        if request.tables and request.promotion is not None and not request.split:  # a step that began early has failed
+            self._cache.release(self._leases_besides_promotion(request))
+            request.tables = []
         if request.promotion is not None:
             self._cache.cancel(request.promotion)
             request.promotion = None

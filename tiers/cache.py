@@ -16,6 +16,7 @@ from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.events import EventLog
 from kvtier.tiers.groups import AttentionGroup, alignment, longest_hit, longest_single, name_block_size
 from kvtier.tiers.index_load import IndexLoad
+from kvtier.tiers.landings import Landings
 from kvtier.tiers.load_planner import LoadPlanner
 from kvtier.tiers.promoter import Promoter
 from kvtier.tiers.promotion import NO_SLOT, Hit, Misses, PartialHit, Promotion, Table, Tables
@@ -103,7 +104,10 @@ class TieredCache:
         most = max(1, min(memory.num_device_slots for memory in memories) // 4)
         self._window = CleanAhead(min(least_clean_ahead, most), most, clock)
         self._spiller = Spiller(self.groups, self._residency, memories, transfers, self._window, clock)
-        self._promoter = Promoter(self.groups, self._residency, memories, transfers, clock, self._hand_over, by_layers)
+        self._landings = Landings(self.groups, self._residency, memories, transfers)
+        self._promoter = Promoter(
+            self.groups, self._residency, memories, transfers, clock, self._landings, self._hand_over, by_layers
+        )
         # For the promotion that wants room, by group: how many device blocks it reaches, and how many are dirty.
         self._wanted, self._short = [0 for _ in groups], [0 for _ in groups]
         self._num_held = [0 for _ in groups]  # leases that callers hold, by group
@@ -389,10 +393,13 @@ class TieredCache:
         self._residency.check()
         if not self.groups[self._siblings_group].forgets and not self._has_holes:
             self._residency.check_tails_first()
+        self._landings.check()
         self._promoter.check()
         for tier in self._slot_tiers():
             for group_id, pool in enumerate(tier.pools):
                 expected = self._spiller.num_leases(tier, group_id) + self._promoter.num_leases(tier, group_id)
+                if tier.tier is Tier.HOST:
+                    expected += self._landings.num_leases(group_id)
                 if tier.tier is Tier.DEVICE:
                     expected += self._num_held[group_id] + self._promoter.num_waiting_leases(group_id)
                 assert pool.num_leases == expected, f"{tier.tier}: {pool.num_leases} leases, {expected} accounted for"

@@ -46,8 +46,6 @@ class LayeredUpload:
         """For each block whether it arrived and is right, None if its copy failed; None until all that is known."""
         if self._is_copied is None or len(self._outcomes) < self._num_arrivals:
             return None
-        return (
-            self._outcomes
-            if self._is_copied
-            else {**self._outcomes, **{a: None for a, good in self._outcomes.items() if good}}
-        )
+        if self._is_copied and not self.gate.missed:  # who went on without a layer has computed with what was there
+            return self._outcomes
+        return {arrival: None if is_good else is_good for arrival, is_good in self._outcomes.items()}

@@ -16,6 +16,7 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 # twice as fast every so often: a disk that is slow for good costs one request in so much time.
 _PATIENCE_S = 120.0
 _OPTIMISM_S = 30.0
+_MOST_DOUBLINGS = 64.0
 _FIRST_TOKENS = 1000
 _LEAST_GAIN = 0.1  # of the time to the first token, for which a part is computed although loading it would be possible
 
@@ -107,5 +108,5 @@ class LoadPlanner:
         speed = transfers.speed(route)
         if speed.bytes_per_s is None:
             return np.zeros(len(num_bytes))
-        hope = 2.0 ** (max(0.0, self._clock() - speed.measured_at - _PATIENCE_S) / _OPTIMISM_S)
+        hope = 2.0 ** min(max(0.0, self._clock() - speed.measured_at - _PATIENCE_S) / _OPTIMISM_S, _MOST_DOUBLINGS)
         return np.where(num_bytes > 0, (num_bytes + queued_bytes) / (speed.bytes_per_s * hope), 0.0)

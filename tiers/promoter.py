@@ -12,6 +12,7 @@ from kvtier.tiers.arrivals import Arrivals
 from kvtier.tiers.block_hash import BlockChain, BlockName
 from kvtier.tiers.block_pool import ABSENT
 from kvtier.tiers.groups import AttentionGroup, longest_hit
+from kvtier.tiers.landings import Landings
 from kvtier.tiers.load_planner import Demand
 from kvtier.tiers.promotion import COMPUTED, NO_SLOT, Arrival, Hit, Promotion
 from kvtier.tiers.residency import Residency, SlotTier
@@ -30,6 +31,7 @@ class Promoter:
         memories: Sequence[BlockMemory],
         transfers: TransferEngine,
         clock: Callable[[], float],
+        landings: Landings,
         hand_over: Callable[[Promotion], None],
         by_layers: bool,
     ) -> None:
@@ -40,7 +42,8 @@ class Promoter:
         self._clock = clock
         self._hand_over = hand_over
         self._by_layers = by_layers
-        self._arrivals = Arrivals(groups, residency, memories, transfers, self._resolved)
+        self._landings = landings
+        self._arrivals = Arrivals(groups, residency, memories, transfers, landings, self._resolved)
         self._waiting: set[Promotion] = set()
 
     @property
@@ -158,7 +161,7 @@ class Promoter:
             ends,
             disk_bytes,
             device_bytes,
-            arrivals.queued_to_read + transfers.pending_bytes(Route.DISK_TO_HOST),
+            self._landings.queued_bytes + transfers.pending_bytes(Route.DISK_TO_HOST),
             arrivals.queued_to_upload + transfers.pending_bytes(Route.HOST_TO_DEVICE),
         )
 
@@ -168,11 +171,12 @@ class Promoter:
 
     def pump(self, window: int) -> None:
         """Go on with what is queued, and end promotions whose time is over."""
-        self._arrivals.pump(window)
+        self._landings.pump(window)
+        self._arrivals.pump()
         now = self._clock()
         for promotion in [late for late in self._waiting if late.deadline is not None and late.deadline <= now]:
             if any(arrival.source is Tier.DISK for arrival in promotion.waiting):
-                self._arrivals.hung()
+                self._landings.hung()
             self.give_up(promotion, Reason.DEADLINE)
 
     def give_up(self, promotion: Promotion, reason: Reason) -> None:

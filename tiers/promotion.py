@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.block_hash import BlockChain, BlockName
+from kvtier.tiers.landings import Landing
 from kvtier.tiers.statistics import TokenBalance
-from kvtier.tiers.tenants import NO_TIES, Ties
+from kvtier.tiers.tenants import NOBODY
 from kvtier.tiers.tier import Reason, Tier
 from kvtier.transfer.layer_gate import LayerGate
 
@@ -150,7 +151,7 @@ class Arrival:
     device_slot: int
     source: Tier
     host_slot: int | None = None  # leased, once there is one
-    ties: Ties = NO_TIES
-    is_reading: bool = False  # from disk into the host slot, at this moment
-    digest: bytes = b""  # of the bytes that arrived in the host slot
+    digest: bytes = b""  # of the bytes in the host slot
+    landing: Landing | None = None  # while it has to come from disk
+    tenant: bytes = NOBODY  # whose host memory a landing has made fuller
     waiters: list[tuple[Promotion, int]] = field(default_factory=list)  # with the block's place in the table

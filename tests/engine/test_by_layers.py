@@ -1,14 +1,18 @@
 """A prefix that comes from host memory layer by layer, while the rest of its prompt is being computed."""
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from small_models import build, byte_tokenizer, plain_greedy
 from test_equality import GREEDY, chain_of, configuration, prompt_of, push_down
 
+from kvtier.engine import runner
 from kvtier.engine.attention import IMPLEMENTATION
 from kvtier.engine.llm import LLM
 from kvtier.tiers import arrivals
+from kvtier.tiers.block_hash import NO_EXTRA_KEYS
 from kvtier.tiers.tier import Reason, Tier
 from kvtier.transfer import layer_gate
 from kvtier.transfer.block_memory import CpuMemory
@@ -41,6 +45,62 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(layer_gate.LayerGate, "wait", note)
     return seen
+
+
+def test_a_layer_that_comes_after_the_wait_has_ended_is_no_wrong_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("llama")
+    prompt = prompt_of(1)
+    tables = without_disk(tmp_path)
+    tables["device"]["poison"] = True
+    copy = CpuMemory.to_device_layers
+
+    def late(memory: CpuMemory, host_slots: Sequence[int], device_slots: Sequence[int], layers: range) -> None:
+        time.sleep(0.3)
+        copy(memory, host_slots, device_slots, layers)
+
+    with LLM(model, tables, byte_tokenizer()) as llm:
+        llm.generate(prompt, GREEDY)
+        push_down(llm, prompt, Tier.DEVICE)
+        monkeypatch.setattr(runner, "ARRIVAL_WAIT_S", 0.01)
+        monkeypatch.setattr(CpuMemory, "to_device_layers", late)
+        done = llm.generate(prompt, GREEDY)[0]
+        llm.check()
+
+    assert done.token_ids == plain_greedy(model, prompt, NUM_NEW)
+
+
+@pytest.mark.parametrize("how", ["it fails", "a block is damaged"])
+def test_a_request_that_began_early_can_be_aborted_whatever_came_of_that(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("llama")
+    prompt = prompt_of(1)
+    with LLM(model, configuration(tmp_path, 1.5, 6.0), byte_tokenizer()) as llm:
+        llm.generate(prompt, GREEDY)
+        llm.core.cache.flush(20.0)
+        push_down(llm, prompt, Tier.DEVICE)
+        core = llm.core
+        host = core.cache._residency.host
+        assert host is not None
+        if how == "a block is damaged":  # found on disk then: the request is parked a second time
+            (slot,) = host.pools[0].find_all(chain_of(llm, prompt).names[3:4]).tolist()
+            core._memories[0].host_block(slot)[3] ^= 1
+        request = core.add(prompt, GREEDY, NO_EXTRA_KEYS, time.monotonic())
+        work = core._scheduler.schedule()
+        while not work:
+            work = core._scheduler.schedule()
+        assert work[0].request.promotion is not None
+        if how == "a block is damaged":
+            assert core._scheduler.settle(work) == [request]
+
+        core.abort(request)
+
+        while core.cache.num_under_way:
+            core.cache.wait(0.01)
+        llm.check()
+        assert core.cache.free_slots() == [core._runner.num_slots]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

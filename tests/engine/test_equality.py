@@ -57,6 +57,23 @@ def chain_of(llm: LLM, prompt: list[int]) -> BlockChain:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_nothing_reads_a_slot_that_is_not_its_own_or_not_yet_filled(name: str, device: str, tmp_path: Path) -> None:
+    """Every slot that holds nothing is NaN: one foreign read, and no token would be right."""
+    model = build(name, device)
+    prompts = [prompt_of(seed, 100 + 37 * seed) for seed in range(6)]
+    tables = configuration(tmp_path, 1.5, 3.0)
+    tables["device"]["poison"] = True
+    with LLM(model, tables, byte_tokenizer()) as llm:
+        for _ in range(3):
+            done = llm.generate(prompts, GREEDY)
+            assert [answer.token_ids for answer in done] == [plain_greedy(model, prompt, NUM_NEW) for prompt in prompts]
+        llm.check()
+        loaded = llm.core.statistics.tokens
+    assert loaded.host + loaded.disk > 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", [*MODELS, *MORE_MODELS])
 def test_logits_equal_plain_transformers_in_chunks_over_shuffled_blocks(name: str, device: str) -> None:
     model = build(name, device, spread=0.02)

@@ -9,14 +9,14 @@ from simulated_engine import BLOCK_BYTES, Machine, SimulatedEngine
 from kvtier.engine.request import Request
 from kvtier.engine.scheduler import Work
 from kvtier.engine.step_times import StepTimes
-from kvtier.tiers import arrivals
+from kvtier.tiers import landings
 from kvtier.tiers.prefill_speed import PrefillSpeed, tokens_read
 from kvtier.tiers.tier import Reason
 
 
 @pytest.fixture(autouse=True)
 def one_block_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "BATCH_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(landings, "BATCH_BYTES", BLOCK_BYTES)
 
 
 def engines(disk_bytes_per_s: float, per_s: float) -> tuple[dict[str, SimulatedEngine], dict[str, float]]:

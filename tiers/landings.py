@@ -1,0 +1,228 @@
+"""Landings: blocks on their way from disk into host memory, verified as they land."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvtier.store.record import Fault
+from kvtier.tiers.block_hash import BlockChain, BlockName
+from kvtier.tiers.breaker import Attempt, BreakerState
+from kvtier.tiers.disk_tier import DiskTier
+from kvtier.tiers.groups import AttentionGroup
+from kvtier.tiers.residency import Residency
+from kvtier.tiers.tenants import Ties, tenant_of
+from kvtier.tiers.tier import Reason
+from kvtier.transfer.block_memory import BlockMemory
+from kvtier.transfer.lane import LaneClosed, Transfer
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+REASONS = {  # any other fault: corrupt
+    Fault.MISSING: Reason.EVICTED_FROM_DISK,
+    Fault.IO_ERROR: Reason.FAILED,
+    Fault.KEY: Reason.FAILED,
+}
+BATCH_BYTES = 4 << 20  # for each copier: small enough that reading, verifying and uploading overlap
+
+
+def blocks_in_batch(memory: BlockMemory) -> int:
+    """How many blocks to read, or to verify and copy up, in one go."""
+    return max(1, memory.num_copiers * BATCH_BYTES // memory.block_bytes)
+
+
+def read_blocks(
+    disk: DiskTier, memory: BlockMemory, keys: Sequence[bytes], host_slots: Sequence[int]
+) -> list[bytes | Fault]:
+    """A reader's work: fill the host slots from disk, verified; each block's digest or fault."""
+    return disk.read(keys, [memory.host_block(slot) for slot in host_slots])
+
+
+@dataclass(eq=False, slots=True)
+class Landing:
+    """One block on its way from disk into host memory. While *waiters* are told of its end it leases *host_slot*."""
+
+    group_id: int
+    name: BlockName
+    ties: Ties
+    waiters: dict[object, "Waiter"] = field(default_factory=dict)  # by who waits
+    host_slot: int | None = None  # leased, once it is being read
+    digest: bytes = b""  # of the bytes that landed
+
+
+Waiter = Callable[[Landing, Reason | None], None]
+"""Told that the block has landed (None), or why it never will."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Read:
+    """A batch at a reader."""
+
+    batch: tuple[Landing, ...]
+    attempt: Attempt
+    is_for_later: bool
+
+
+class Landings:
+    """A block is read once, however many wait for it. A batch that finds its lane full waits here, in order. What is
+    wanted now goes before what may come later. Owned by the cache's thread.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[AttentionGroup],
+        residency: Residency,
+        memories: Sequence[BlockMemory],
+        transfers: TransferEngine,
+    ) -> None:
+        self._groups = groups
+        self._residency = residency
+        self._memories = memories
+        self._transfers = transfers
+        self._under_way: list[dict[BlockName, Landing]] = [{} for _ in groups]
+        self._wanted_now: deque[Landing] = deque()
+        self._wanted_later: deque[Landing] = deque()
+        self._reading: list[Read] = []
+
+    def join(
+        self, chain: BlockChain, group_id: int, block_id: int, who: object, waiter: Waiter, now: bool = True
+    ) -> Landing:
+        """Have a block read that is on disk, in its turn; *now*: before all that may come later."""
+        (name,) = chain.names_of(self._groups[group_id].block_size, range(block_id, block_id + 1))
+        landing = self._under_way[group_id].get(name)
+        if landing is None:
+            landing = Landing(group_id, name, self._ties(chain, group_id, block_id))
+            self._under_way[group_id][name] = landing
+            (self._wanted_now if now else self._wanted_later).append(landing)
+        elif now and landing in self._wanted_later:
+            self._wanted_later.remove(landing)
+            self._wanted_now.append(landing)
+        landing.waiters[who] = waiter
+        return landing
+
+    def leave(self, landing: Landing, who: object) -> None:
+        """Wait no longer. What nobody waits for is not begun; what is being read lands in host memory nevertheless."""
+        landing.waiters.pop(who, None)
+        for queue in (self._wanted_now, self._wanted_later):
+            if not landing.waiters and landing in queue:
+                queue.remove(landing)
+                del self._under_way[landing.group_id][landing.name]
+
+    def pump(self, window: int) -> None:
+        """Hand queued blocks to readers that are free: what may come later only where nothing else is to be read, and
+        in one batch at a time."""
+        while self._wanted_now and self._submit(self._wanted_now, window):
+            pass
+        if self._wanted_later and not self._wanted_now and not any(read.is_for_later for read in self._reading):
+            self._submit(self._wanted_later, window)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Of blocks wanted now that wait for a reader."""
+        return sum(self._memories[landing.group_id].block_bytes for landing in self._wanted_now)
+
+    def hung(self) -> None:
+        """A deadline has passed: the reads under way count as hung, or every request to come would wait as long."""
+        for read in self._reading:
+            assert self._residency.disk is not None, "a read without a disk"
+            self._residency.disk.reading.hung(read.attempt)
+
+    def num_leases(self, group_id: int) -> int:
+        """Host slots of the group that are being read into."""
+        return sum(landing.host_slot is not None for landing in self._under_way[group_id].values())
+
+    def check(self) -> None:
+        """Raise AssertionError if a block under way is neither queued nor being read, or waited for by nobody."""
+        reading = [landing for read in self._reading for landing in read.batch]
+        queued = [*self._wanted_now, *self._wanted_later]
+        under_way = [landing for landings in self._under_way for landing in landings.values()]
+        assert set(under_way) == {*reading, *queued}, "the books of what is being read disagree"
+        assert len(under_way) == len(reading) + len(queued), "a block is under way twice"
+        assert all(landing.waiters and landing.host_slot is None for landing in queued), "a block is read for nobody"
+
+    def _ties(self, chain: BlockChain, group_id: int, block_id: int) -> Ties:
+        """A block's ties. No parent where a group forgets: it needs no more than its window."""
+        group, tenant = self._groups[group_id], tenant_of(chain.extra.cache_salt)
+        if group.forgets or block_id == 0:
+            return Ties(None, tenant)
+        return Ties(chain.names_of(group.block_size, range(block_id - 1, block_id))[0], tenant)
+
+    def _submit(self, queue: deque[Landing], window: int) -> bool:
+        """Have the first blocks of the queue read that are of one group, up to a batch; False if that cannot be."""
+        residency = self._residency
+        assert residency.host is not None, "blocks come from disk through the host tier"
+        assert residency.disk is not None, "a block to read without a disk"
+        attempt = residency.disk.reading.begin()
+        if attempt is None:
+            self._give_up()
+            return False
+        group_id = queue[0].group_id
+        memory, disk, pool = self._memories[group_id], residency.disk, residency.host.pools[group_id]
+        most = blocks_in_batch(memory)
+        batch: list[Landing] = []
+        for landing in queue:
+            if landing.group_id != group_id or len(batch) == most:
+                break
+            batch.append(landing)
+        slots = residency.take_clean(residency.host, group_id, len(batch), window)
+        # No spill will make room.
+        if not slots and queue is self._wanted_now and not self._transfers.num_pending(Route.HOST_TO_DISK):
+            slots = residency.take(residency.host, group_id, min(len(batch), pool.num_free), window) or []
+        read = Read(tuple(batch[: len(slots)]), attempt, queue is self._wanted_later)
+        keys = [disk.key(group_id, landing.name) for landing in read.batch]
+        if not keys or not self._transfers.submit(
+            Route.DISK_TO_HOST,
+            lambda: read_blocks(disk, memory, keys, slots),
+            len(keys) * memory.block_bytes,
+            lambda transfer: self._landed(read, transfer),
+        ):
+            residency.disk.reading.withdrawn(attempt)
+            pool.release(slots)
+            return False
+        for landing, slot in zip(read.batch, slots, strict=True):
+            queue.popleft()
+            landing.host_slot = slot
+        self._reading.append(read)
+        return True
+
+    def _give_up(self) -> None:
+        """The disk is to be left alone. What is queued fails, unless a probe is under way and may succeed."""
+        disk = self._residency.disk
+        if disk is not None and disk.reading.state is BreakerState.OPEN:
+            queued = [*self._wanted_now, *self._wanted_later]
+            self._wanted_now.clear()
+            self._wanted_later.clear()
+            for landing in queued:
+                self._end(landing, Reason.FAILED)
+
+    def _landed(self, read: Read, transfer: Transfer) -> None:
+        disk = self._residency.disk
+        assert disk is not None, "a block was read without a disk"
+        outcomes = transfer.result if transfer.error is None else [Fault.IO_ERROR] * len(read.batch)
+        self._reading.remove(read)
+        if isinstance(transfer.error, LaneClosed):
+            disk.reading.withdrawn(read.attempt)
+        elif Fault.IO_ERROR in outcomes:
+            disk.reading.failed(read.attempt)
+        else:
+            disk.reading.succeeded(read.attempt)
+        for landing, outcome in zip(read.batch, outcomes, strict=True):
+            assert landing.host_slot is not None, "a block was read into no slot"
+            if isinstance(outcome, Fault):
+                disk.faults[outcome.value] += outcome is not Fault.MISSING
+                if outcome is not Fault.IO_ERROR:
+                    self._residency.not_on_disk(landing.group_id, landing.name)
+                self._residency.lost(landing.group_id, landing.name)
+                self._end(landing, REASONS.get(outcome, Reason.CORRUPT))
+            else:
+                landing.digest = outcome
+                group_id, slot = landing.group_id, landing.host_slot
+                self._residency.came_to_host(group_id, slot, landing.name, outcome, landing.ties)
+                self._end(landing, None)
+        for tenant in {landing.ties.tenant for landing in read.batch}:  # host memory has become fuller
+            self._residency.keep_quota(read.batch[0].group_id, tenant)
+
+    def _end(self, landing: Landing, failure: Reason | None) -> None:
+        del self._under_way[landing.group_id][landing.name]
+        for waiter in list(landing.waiters.values()):
+            waiter(landing, failure)
+        if landing.host_slot is not None and self._residency.host is not None:
+            self._residency.host.pools[landing.group_id].release([landing.host_slot])
