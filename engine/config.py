@@ -141,6 +141,8 @@ class SchedulerConfig(_Table, frozen=True, kw_only=True):
     lanes and prefill and by what is queued; "split" also computes the front of a hit while the rest of it is loaded,
     where that is faster by a tenth; "always" loads all. *by_layers*: a prompt whose prefix comes from host
     memory, while nothing else runs, begins to compute with the first layers and waits for the others as it gets there.
+    *look_ahead* is the share of host memory into which what waiting requests need is brought from disk, each for
+    *look_ahead_s* seconds at most.
     """
 
     token_budget: Count = 2048
@@ -149,6 +151,8 @@ class SchedulerConfig(_Table, frozen=True, kw_only=True):
     max_waiting: Count = 4096
     load: Literal["cost", "split", "always"] = "cost"
     by_layers: bool = True
+    look_ahead: Annotated[float, msgspec.Meta(ge=0, le=0.5)] = 0.25
+    look_ahead_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 30.0
 
 
 Endpoint = Annotated[str, msgspec.Meta(pattern="^(tcp|ipc|inproc)://.")]

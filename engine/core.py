@@ -15,6 +15,7 @@ from kvtier.engine.config import Config
 from kvtier.engine.detokenizer import Detokenizer
 from kvtier.engine.disk_store import disk_tier, open_store
 from kvtier.engine.kv_events import ZmqPublisher
+from kvtier.engine.look_ahead import LookAhead
 from kvtier.engine.poisoned_cache import PoisonedCache
 from kvtier.engine.request import Request
 from kvtier.engine.runner import Chunk, ModelRunner
@@ -127,7 +128,11 @@ class EngineCore:
         while not self.cache.knows_disk and time.monotonic() < give_up_at:
             self.cache.wait(IDLE_WAIT_S)
         timeout_s = None if config.disk is None else config.disk.read_timeout_s
-        self._scheduler = Scheduler(self.cache, config.scheduler, timeout_s, self.planner)
+        look_ahead = None
+        if config.host is not None and config.disk is not None and config.scheduler.look_ahead:
+            most_bytes = int(config.scheduler.look_ahead * config.host.capacity)
+            look_ahead = LookAhead(self.cache, most_bytes, time.monotonic, config.scheduler.look_ahead_s)
+        self._scheduler = Scheduler(self.cache, config.scheduler, timeout_s, self.planner, look_ahead=look_ahead)
         self._end_token_ids = _end_token_ids(model)
         self._closed = False
         self._publish_events()  # what is on disk already
@@ -151,13 +156,14 @@ class EngineCore:
         extra: ExtraKeys,
         arrived_at: float,
         reads_cache: bool = True,
+        priority: int = 0,
     ) -> Request:
-        """Queue a prompt. ValueError, with what to do, if it is empty, not made of the model's tokens, longer than the
-        model or the device can hold, or the queue is full."""
+        """Queue a prompt; a lower *priority* is more urgent. ValueError, with what to do, if it has no tokens or others
+        than the model's, is longer than the model or the device can hold, or the queue is full."""
         self._check_tokens(token_ids, sampling)
         chain = self._name(token_ids, extra)
         detokenizer = Detokenizer(self.tokenizer, sampling.stop)
-        request = Request(token_ids, sampling, chain, detokenizer, reads_cache, arrived_at)
+        request = Request(token_ids, sampling, chain, detokenizer, reads_cache, priority, arrived_at)
         self._scheduler.add(request)
         return request
 

@@ -40,6 +40,7 @@ class Request:
     chain: BlockChain  # named as far as the tokens go
     detokenizer: Detokenizer
     reads_cache: bool = True
+    priority: int = 0  # lower is more urgent
     arrived_at: float = field(default_factory=time.monotonic)
     token_ids: list[int] = field(init=False)  # the prompt, then what was generated
     sampler: Sampler = field(init=False)

@@ -1,18 +1,22 @@
 """Scheduler: which tokens to compute in the next step, for whom, and in which slots."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import zip_longest
+
+import numpy as np
 
 from kvtier.engine.config import SchedulerConfig
+from kvtier.engine.look_ahead import LookAhead
 from kvtier.engine.request import FinishReason, Request
+from kvtier.engine.waiting_queue import WaitingQueue
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.groups import AttentionGroup
 from kvtier.tiers.hit_ratio import HitRatio
 from kvtier.tiers.load_planner import LoadPlanner
-from kvtier.tiers.promotion import Hit, Promotion, Tables
+from kvtier.tiers.promotion import NO_SLOT, Hit, Promotion, Tables
 from kvtier.tiers.statistics import TokenBalance
 from kvtier.tiers.tier import Reason
 
@@ -33,9 +37,9 @@ class Work:
 class Scheduler:
     """Continuous batching under a token budget: decode first, then chunks of prefill, then new requests.
 
-    A request whose prefix is being promoted is parked and blocks nobody. When slots run out, the youngest running
-    request goes back to the queue; what it computed stays cached and spills like everything else. Owned by the
-    engine's thread.
+    A request whose prefix is being promoted is parked and blocks nobody. When slots run out, or are wanted by a more
+    urgent request, the youngest of the least urgent that run goes back to the queue; what it computed stays cached and
+    spills like everything else. Owned by the engine's thread.
     """
 
     def __init__(
@@ -45,8 +49,9 @@ class Scheduler:
         promotion_timeout_s: float | None,
         planner: LoadPlanner | None = None,
         clock: Callable[[], float] = time.monotonic,
+        look_ahead: LookAhead | None = None,
     ) -> None:
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue()
         self.promoting: list[Request] = []
         self.running: list[Request] = []
         self.admitted_tokens = TokenBalance()  # of all prompts so far
@@ -55,6 +60,7 @@ class Scheduler:
         self._config = config
         self._timeout_s = promotion_timeout_s
         self._planner = planner
+        self._look_ahead = look_ahead
         self._clock = clock
         self._max_running = min(config.max_running, config.token_budget)  # so that each of them can decode in a step
         self._num_slots = cache.free_slots()  # nothing is leased yet: all there are
@@ -76,7 +82,7 @@ class Scheduler:
                 )
         if len(self.waiting) >= self._config.max_waiting:
             raise ValueError(f"queue: {len(self.waiting)} requests are waiting already; raise scheduler.max_waiting")
-        self.waiting.append(request)
+        self.waiting.add(request)
 
     def abort(self, request: Request) -> None:
         """End the request wherever it is; its leases end now."""
@@ -86,6 +92,8 @@ class Scheduler:
         for queue in (self.waiting, self.promoting, self.running):
             if request in queue:
                 queue.remove(request)
+        if self._look_ahead is not None:
+            self._look_ahead.forget(request)
         self._release(request)
 
     def schedule(self) -> list[Work]:
@@ -99,10 +107,19 @@ class Scheduler:
                 self._rejoin(request, rest)
         step: list[Work] = []
         budget = self._config.token_budget
-        for request in [r for r in self.running if r.is_decoding] + [r for r in self.running if not r.is_decoding]:
+        by_priority = sorted(self.running, key=_priority)
+        for request in [r for r in by_priority if r.is_decoding]:
             budget -= self._add_work(request, budget, step)
-        while self.waiting and budget > 0 and self._admit(request := self.waiting[0]):
+        for request in [r for r in by_priority if not r.is_decoding]:
+            while self.waiting and self.waiting.first.priority < request.priority and budget > 0:
+                if not self._admit(urgent := self.waiting.first, step):
+                    break
+                budget -= self._add_work(urgent, budget, step)
             budget -= self._add_work(request, budget, step)
+        while self.waiting and budget > 0 and self._admit(request := self.waiting.first, step):
+            budget -= self._add_work(request, budget, step)
+        if self._look_ahead is not None and self.waiting:
+            self._look_ahead.look(self.waiting)
         if not step:
             self._begin_early(step)
         return step
@@ -151,26 +168,61 @@ class Scheduler:
         self.running.remove(request)
         self._release(request)
 
-    def _admit(self, request: Request) -> bool:
-        """Let the request in unless it would probably push out a running one. Alone it may always start."""
-        num_active = len(self.running) + len(self.promoting)
-        if num_active >= self._max_running:
+    def _admit(self, request: Request, step: list[Work]) -> bool:
+        """Let the request in unless it would probably push out a running one that is as urgent. Alone it may always
+        start."""
+        if not self._may_one_more_run and not self._give_way(request, step):
             return False
-        hit = request.hit if request.hit is not None and self._clock() < request.hit_until else self._lookup(request)
+        if request.hit is None or self._clock() >= request.hit_until:
+            request.hit, request.hit_until = self._lookup(request), self._clock() + HIT_LASTS_S
+        hit = request.hit
+        while not self._fits(request, hit):
+            if not self._give_way(request, step):
+                return False
+        if not self._cache.make_room(hit):
+            return False
         request.hit = None
-        needed = most_blocks(self._cache.groups, len(request.token_ids) + 1, self._config.prefill_chunk)
-        shared = self._cache.num_leased(hit)
-        free = self._cache.free_slots()
-        fits = all(blocks - there <= slots for blocks, there, slots in zip(needed, shared, free, strict=True))
-        if (not fits and num_active > 0) or not self._cache.make_room(hit):
-            request.hit, request.hit_until = hit, self._clock() + HIT_LASTS_S
-            return False
         self.waiting.remove(request)
         request.junction = self._cache.junction(hit)
         if hit.start:
             self._split(request, hit)
         else:
             self._park(request, self._cache.promote(hit, self._timeout_s))
+        if self._look_ahead is not None:
+            self._look_ahead.forget(request)  # the promotion has its own leases now
+        return True
+
+    @property
+    def _may_one_more_run(self) -> bool:
+        return len(self.running) + len(self.promoting) < self._max_running
+
+    def _fits(self, request: Request, hit: Hit) -> bool:
+        """Whether there are slots for all of the request, beside those that are active."""
+        if not self.running and not self.promoting:
+            return True
+        shared, free = self._cache.num_leased(hit), self._cache.free_slots()
+        spoken_for = [self._blocks_to_come(r) for r in (*self.running, *self.promoting) if not r.is_decoding]
+        for group_id, blocks in enumerate(self._most_blocks(request)):
+            if blocks - shared[group_id] > free[group_id] - sum(to_come[group_id] for to_come in spoken_for):
+                return False
+        return True
+
+    def _most_blocks(self, request: Request) -> list[int]:
+        return most_blocks(self._cache.groups, len(request.token_ids) + 1, self._config.prefill_chunk)
+
+    def _blocks_to_come(self, request: Request) -> list[int]:
+        """For each group, the slots that the request will lease beside those that it has, to compute its prompt."""
+        tables = [request.tables, [] if request.promotion is None else request.promotion.tables]
+        leased = [sum(map(_num_leased, pair)) for pair in zip_longest(*tables, fillvalue=())]
+        return [max(0, most - there) for most, there in zip_longest(self._most_blocks(request), leased, fillvalue=0)]
+
+    def _give_way(self, request: Request, step: list[Work]) -> bool:
+        """Send a less urgent request back to the queue; False if none runs."""
+        victim = self._victim()
+        if victim is None or victim.priority <= request.priority:
+            return False
+        step[:] = [work for work in step if work.request is not victim]
+        self._preempt(victim)
         return True
 
     def _lookup(self, request: Request) -> Hit:
@@ -288,8 +340,8 @@ class Scheduler:
         if not any(missing):
             return True
         while (slots := self._cache.allocate(missing)) is None:
-            victim = self.running[-1]
-            if victim is request:
+            victim = self._victim()
+            if victim is None or victim is request:
                 return False
             step[:] = [work for work in step if work.request is not victim]
             self._preempt(victim)
@@ -297,11 +349,16 @@ class Scheduler:
             table.extend(new)
         return True
 
+    def _victim(self) -> Request | None:
+        """Who has to give way: of the least urgent that run, the youngest."""
+        return max(reversed(self.running), key=_priority, default=None)
+
     def _preempt(self, request: Request) -> None:
+        """Back to the queue. Its blocks stay cached, go down as all do, and come up again with its next turn."""
         self.running.remove(request)
         self._release(request)
         request.num_computed = request.num_committed = 0
-        self.waiting.appendleft(request)
+        self.waiting.add_again(request)
 
     def _leases_besides_promotion(self, request: Request) -> Tables:
         """Of a request that began early: the tables' slots that are its own already."""
@@ -322,6 +379,14 @@ class Scheduler:
             self._cache.commit_tail(request.tables, request.chain, request.num_computed)
             self._cache.release(request.tables)
         request.tables = []
+
+
+def _priority(request: Request) -> int:
+    return request.priority
+
+
+def _num_leased(table: Sequence[int]) -> int:
+    return int(np.count_nonzero(np.array(table, np.int32) != NO_SLOT))
 
 
 def _left(request: Request) -> int:

@@ -15,6 +15,7 @@ from kvtier.tiers.clean_ahead import CleanAhead
 from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.events import EventLog
 from kvtier.tiers.groups import AttentionGroup, alignment, longest_hit, longest_single, name_block_size
+from kvtier.tiers.holds import Hold, Holds
 from kvtier.tiers.index_load import IndexLoad
 from kvtier.tiers.landings import Landings
 from kvtier.tiers.load_planner import LoadPlanner
@@ -108,6 +109,8 @@ class TieredCache:
         self._promoter = Promoter(
             self.groups, self._residency, memories, transfers, clock, self._landings, self._hand_over, by_layers
         )
+        block_bytes = [memory.block_bytes for memory in memories]
+        self._holds = Holds(self.groups, self._residency, block_bytes, self._landings, self._spiller, clock)
         # For the promotion that wants room, by group: how many device blocks it reaches, and how many are dirty.
         self._wanted, self._short = [0 for _ in groups], [0 for _ in groups]
         self._num_held = [0 for _ in groups]  # leases that callers hold, by group
@@ -254,6 +257,28 @@ class TieredCache:
         if self._index_load is not None:
             self._index_load.go_on()
         self._promoter.pump(self._window.num_blocks)
+        self._holds.pump()
+
+    def hold(self, chain: BlockChain, num_tokens: int, most_bytes: int | None = None) -> Hold | None:
+        """Keep in host memory what a prompt needs that goes on after these tokens, whole blocks of them: what is there
+        already now, what is on disk or on the device as soon as nothing more urgent is copied.
+
+        None if that is more than *most_bytes*, or if more than half of host memory would be held. The caller ends the
+        hold.
+        """
+        blocks = self._promoter.needed(
+            min(num_tokens, len(chain.names) * self.block_size) // self.alignment * self.alignment
+        )
+        num_bytes = sum(len(needed) * m.block_bytes for needed, m in zip(blocks, self._memories, strict=True))
+        capacity = sum(memory.num_host_slots * memory.block_bytes for memory in self._memories)
+        free = capacity // 2 - self._holds.num_bytes
+        if num_bytes > (free if most_bytes is None else min(free, most_bytes)):
+            return None
+        return self._holds.begin(chain, blocks)
+
+    def end_hold(self, hold: Hold) -> None:
+        """Let go of what is held; a second time does nothing."""
+        self._holds.end(hold)
 
     def allocate(self, num_slots: Sequence[int]) -> Tables | None:
         """Lease that many device slots of each group, for blocks about to be computed; None if one has too few.
@@ -375,12 +400,14 @@ class TieredCache:
         return self._residency.disk is None or self._residency.disk.index.is_loaded
 
     def reset(self) -> bool:
-        """Forget every block in every tier; False, and nothing changed, while blocks are leased or under way.
+        """Forget every block in every tier, and end all holds; False, and nothing changed, while blocks are leased or
+        under way.
 
         Waits for the store to delete this namespace's records.
         """
         if any(self._num_held) or self._transfers.in_flight:
             return False
+        self._holds.end_all()
         return self._residency.clear()
 
     @property
@@ -399,7 +426,7 @@ class TieredCache:
             for group_id, pool in enumerate(tier.pools):
                 expected = self._spiller.num_leases(tier, group_id) + self._promoter.num_leases(tier, group_id)
                 if tier.tier is Tier.HOST:
-                    expected += self._landings.num_leases(group_id)
+                    expected += self._landings.num_leases(group_id) + self._holds.num_leases(group_id)
                 if tier.tier is Tier.DEVICE:
                     expected += self._num_held[group_id] + self._promoter.num_waiting_leases(group_id)
                 assert pool.num_leases == expected, f"{tier.tier}: {pool.num_leases} leases, {expected} accounted for"

@@ -79,6 +79,22 @@ class Spiller:
                 while self._start(Route.DEVICE_TO_HOST, group_id, partial(self._dirty_on_device, window)):
                     pass
 
+    def copy_down(self, group_id: int, slots: Sequence[int]) -> None:
+        """Start copying those of these device slots to host that have no copy below, whoever leases them."""
+
+        def find_dirty(group_id: int, most: int) -> list[int]:
+            pool, on_the_way = self._residency.device.pools[group_id], self._on_the_way(Route.DEVICE_TO_HOST, group_id)
+            return [
+                slot
+                for slot in slots
+                if slot not in on_the_way
+                and (name := pool.name(slot)) is not None
+                and not self._residency.has_copy_below_device(group_id, name)
+            ][:most]
+
+        while self._residency.host is not None and self._start(Route.DEVICE_TO_HOST, group_id, find_dirty):
+            pass
+
     def spill_host(self) -> None:
         """Start copies to disk that are due."""
         if self._residency.disk is not None:
@@ -192,12 +208,7 @@ class Spiller:
         assert residency.host is not None, "a host route without a host"
         assert residency.disk is not None, "a route to disk without a disk"
         pool, marks = residency.host.pools[group_id], residency.host.dirty[group_id]
-        on_the_way = {
-            slot
-            for batch in self._in_flight[Route.HOST_TO_DISK]
-            if batch.group_id == group_id
-            for slot in batch.upper_slots
-        }
+        on_the_way = self._on_the_way(Route.HOST_TO_DISK, group_id)
         dirty: list[int] = []
         for slot in list(islice(marks, most + len(on_the_way))):
             name = pool.name(slot)
@@ -208,6 +219,11 @@ class Spiller:
             else:
                 dirty.append(slot)
         return dirty
+
+    def _on_the_way(self, route: Route, group_id: int) -> set[int]:
+        """Slots of the route's upper tier that are being copied."""
+        batches = [batch for batch in self._in_flight[route] if batch.group_id == group_id]
+        return {slot for batch in batches for slot in batch.upper_slots}
 
     def _host_slots(self, group_id: int, num_slots: int) -> list[int]:
         """Host slots for blocks from the device; while the disk works, only such as lose nothing."""

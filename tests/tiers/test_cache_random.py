@@ -15,6 +15,7 @@ from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers import arrivals
 from kvtier.tiers.block_hash import BlockChain
 from kvtier.tiers.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
+from kvtier.tiers.holds import Hold
 from kvtier.tiers.promotion import Promotion, Tables
 from kvtier.tiers.tenants import tenant_of
 
@@ -49,9 +50,11 @@ class Simulation:
         self.cache = world.cache
         self.groups = groups
         self.readers: list[Reader] = []
+        self.holds: list[Hold] = []
         self.hits = 0
         self.copies = 0
         self.splits = 0
+        self.whole = 0  # prefixes that were held as a whole
 
     def step(self) -> None:
         operations = [
@@ -60,6 +63,7 @@ class Simulation:
             (40, self.leave),
             (20, self.cancel),
             (100, self.cache.spill),
+            (30, self.hold_or_let_go),
             (140, self.stir),
             (10, self.world.rot_a_host_block),
             (10, self.rot_the_store),
@@ -166,6 +170,17 @@ class Simulation:
             self.readers.remove(reader)
             self.cache.cancel(reader.promotion)
 
+    def hold_or_let_go(self) -> None:
+        if self.holds and self.rng.random() < 0.6:
+            hold = self.rng.choice(self.holds)
+            self.holds.remove(hold)
+            self.whole += hold.is_whole and bool(hold.slots)
+            self.cache.end_hold(hold)
+        num_tokens = self.rng.randrange(1, 60)
+        hold = self.cache.hold(self.world.chain(self.rng.choice(DOCUMENTS), num_tokens), num_tokens)
+        if hold is not None:
+            self.holds.append(hold)
+
     def stir(self) -> None:
         for lane in self.world.lanes.values():
             if self.rng.random() < 0.7:
@@ -182,6 +197,8 @@ class Simulation:
     def finish(self) -> None:
         """Everybody leaves; nothing may be left leased or under way, and everything still has its bytes."""
         self.world.settle()
+        for hold in self.holds:
+            self.cache.end_hold(hold)
         for reader in self.readers:
             if reader.tables is None or reader.is_split:
                 self.cache.cancel(reader.promotion)
@@ -239,6 +256,7 @@ def test_no_wrong_byte_and_no_leaked_slot_over_a_rotting_store_in_memory(kind: s
         runs.append(run(GROUPS[kind], MemoryStore(16 * 4096 * 2, quotas=DISK_QUOTAS), seed, 600))
 
     assert sum(run.hits for run in runs) > 0, "the simulation never hit: it shows nothing"
+    assert sum(run.whole for run in runs) > 0, "nothing was ever held"
     assert (sum(run.splits for run in runs) > 0) == (kind == "full")
     assert (sum(run.copies for run in runs) > 0) == (kind not in ("sizes", "states"))
 

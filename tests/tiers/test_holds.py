@@ -1,0 +1,158 @@
+"""Prefixes that are kept in host memory, wherever they are now."""
+
+import pytest
+from chaos import World
+from test_cache import BLOCK_SIZE, DOCUMENT, balance, read, world
+
+from kvtier.tiers.holds import Hold
+from kvtier.tiers.tier import Tier
+from kvtier.transfer.transfer_engine import Route
+
+
+def held(w: World, document: str, num_tokens: int = DOCUMENT) -> Hold:
+    hold = w.cache.hold(w.chain(document, num_tokens), num_tokens)
+    assert hold is not None
+    return hold
+
+
+def until_whole(w: World, hold: Hold) -> None:
+    for _ in range(50):
+        w.clock.now += 0.1
+        w.settle()
+        w.check()
+        if hold.is_whole:
+            return
+    raise AssertionError("what is held never came")
+
+
+def host_blocks(w: World, document: str) -> int:
+    host = w.cache._residency.host
+    assert host is not None
+    return sum(host.pools[0].find(name) is not None for name in w.names(document, DOCUMENT))
+
+
+def on_disk_only(w: World, document: str) -> None:
+    read(w, document)
+    w.flush()
+    others = iter("mnopqrstuvwxyz")
+    while any(tier is not Tier.DISK for tier in w.cache.where(w.chain(document, DOCUMENT))):
+        read(w, next(others))
+    assert host_blocks(w, document) == 0
+
+
+def test_what_is_held_comes_from_disk_takes_no_device_slot_and_outlives_what_flushes_host_memory() -> None:
+    w = world(num_device_slots=16, num_host_slots=24)
+    on_disk_only(w, "a")
+    free = w.cache.free_slots()
+
+    hold = held(w, "a")
+    until_whole(w, hold)
+    assert w.cache.free_slots() == free
+    for document in "bcdefgh":
+        read(w, document)
+
+    assert host_blocks(w, "a") == DOCUMENT // BLOCK_SIZE
+    assert balance(read(w, "a"))[1] == DOCUMENT  # from host memory
+    w.cache.end_hold(hold)
+    w.check()
+    for document in "ijklmno":
+        read(w, document)
+    assert host_blocks(w, "a") == 0
+
+
+@pytest.mark.parametrize("is_leased", [True, False])
+def test_what_only_the_device_has_is_copied_down_also_while_a_request_leases_it(is_leased: bool) -> None:
+    w = world(num_device_slots=16, num_host_slots=40)
+    chain = w.chain("a", DOCUMENT)
+    promotion = w.cache.promote(w.cache.lookup(chain, DOCUMENT + 1))
+    slots = w.cache.allocate([DOCUMENT // BLOCK_SIZE])
+    assert slots is not None
+    promotion.tables[0].extend(slots[0])
+    w.compute(promotion.tables, chain, 0, DOCUMENT)
+    if not is_leased:
+        w.cache.release(promotion.tables)
+    assert host_blocks(w, "a") == 0
+
+    hold = held(w, "a")
+    until_whole(w, hold)
+
+    assert host_blocks(w, "a") == DOCUMENT // BLOCK_SIZE
+    w.cache.end_hold(hold)
+    if is_leased:
+        w.cache.release(promotion.tables)
+    w.check()
+
+
+def test_half_of_host_memory_may_be_held() -> None:
+    w = world(num_device_slots=16, num_host_slots=20)
+    read(w, "a")
+    hold = held(w, "a")
+
+    assert w.cache.hold(w.chain("b", BLOCK_SIZE), BLOCK_SIZE) is None
+
+    w.cache.end_hold(hold)
+    w.cache.end_hold(hold)
+    assert w.cache.hold(w.chain("b", BLOCK_SIZE), BLOCK_SIZE) is not None
+
+
+def test_what_is_let_go_before_it_is_read_is_not_read() -> None:
+    w = world(num_device_slots=16, num_host_slots=24)
+    on_disk_only(w, "a")
+    w.lanes[Route.DISK_TO_HOST].capacity = 0
+
+    hold = held(w, "a")
+    w.cache.poll()
+    w.cache.end_hold(hold)
+    w.lanes[Route.DISK_TO_HOST].capacity = 6
+    w.settle()
+
+    assert host_blocks(w, "a") == 0
+    w.check()
+
+
+def test_a_promotion_s_blocks_are_read_before_those_that_are_only_held() -> None:
+    w = world(num_device_slots=24, num_host_slots=24)
+    on_disk_only(w, "a")
+    on_disk_only(w, "b")
+    w.lanes[Route.DISK_TO_HOST].capacity = 0
+    hold = held(w, "a")
+    chain = w.chain("b", DOCUMENT)
+    promotion = w.cache.promote(w.cache.lookup(chain, DOCUMENT + 1))
+    w.lanes[Route.DISK_TO_HOST].capacity = 1
+
+    w.cache.poll()
+    w.lanes[Route.DISK_TO_HOST].stir(1.0)
+    w.cache.poll()
+
+    assert host_blocks(w, "b") > 0
+    assert host_blocks(w, "a") == 0
+    w.settle()
+    w.cache.end_hold(hold)
+    w.cache.release(promotion.tables)
+    w.check()
+
+
+def test_a_promotion_of_what_is_being_held_reads_nothing_twice() -> None:
+    w = world(num_device_slots=16, num_host_slots=40)
+    on_disk_only(w, "a")
+    hold = held(w, "a")
+
+    promotion = w.cache.promote(w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1))
+    w.settle()
+
+    assert balance(promotion)[2] == DOCUMENT
+    until_whole(w, hold)
+    w.cache.release(promotion.tables)
+    w.cache.end_hold(hold)
+    w.check()
+
+
+def test_a_reset_ends_holds() -> None:
+    w = world()
+    read(w, "a")
+    until_whole(w, hold := held(w, "a"))
+
+    assert w.cache.reset()
+
+    assert not hold.slots
+    w.check()
