@@ -6,13 +6,13 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from asyncio_extras import call_in_executor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvtier.engine.config import Config, as_config
 from kvtier.engine.core import EngineCore, EngineStatistics
 from kvtier.engine.llm import GREEDY, Prompt, encode, load_model, salted
+from kvtier.engine.logprobs import TokenLogprobs
 from kvtier.engine.metrics import MetricsServer, serve_metrics
 from kvtier.engine.request import Completion, Request
 from kvtier.engine.sampling import SamplingParams
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 IDLE_S = 0.1  # how often an engine without requests looks after its tiers …
 COPYING_S = 0.005  # … and while it has something to copy down
 
+_T = TypeVar("_T")
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -38,6 +41,7 @@ class Piece:
     text: str
     token_id: int
     completion: Completion | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -104,8 +108,11 @@ class AsyncLLM:
         model: str | Path | PreTrainedModel,
         config: Config | Mapping[str, object] | str | Path | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        progress: Callable[[str], None] = lambda stage: None,
     ) -> None:
+        """*progress* is told what is being done while the engine starts, in the engine's thread."""
         self.config = as_config({} if config is None else config)
+        self._progress = progress
         self._model = model
         self._tokenizer = tokenizer
         self._core: EngineCore | None = None
@@ -140,11 +147,10 @@ class AsyncLLM:
         cache_salt: str | None = None,
         extra: ExtraKeys = NO_EXTRA_KEYS,
         skip_reading_prefix_cache: bool = False,
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncGenerator[Piece, None]:
         """Stream the continuation of one prompt. ValueError for a prompt that cannot run, or when the queue is full."""
         arrived_at = time.monotonic()
-        tokenizer = self._running_core().tokenizer
-        token_ids = await call_in_executor(encode, tokenizer, prompt, executor=self._tokenizer_thread)
+        token_ids = await self.with_tokenizer(lambda tokenizer: encode(tokenizer, prompt))
         self._running_core()  # again: it may have been closed meanwhile
         stream = _Stream(asyncio.get_running_loop())
         self._open.add(stream)
@@ -168,6 +174,23 @@ class AsyncLLM:
             self._open.discard(stream)
             self._commands.put(lambda core: self._abort(core, stream))
 
+    async def with_tokenizer(self, work: Callable[[PreTrainedTokenizerBase], _T]) -> _T:
+        """The result of *work* with the tokenizer, in the thread in which prompts are tokenized."""
+        tokenizer = self._running_core().tokenizer
+        result: _T = await call_in_executor(work, tokenizer, executor=self._tokenizer_thread)
+        return result
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens that a prompt and its continuation may have together."""
+        return self._running_core().longest_request
+
+    async def wait_end(self) -> None:
+        """Until the engine has been closed; raises what it failed of."""
+        self._running_core()
+        assert self._serving is not None, "the engine runs"
+        await asyncio.shield(self._serving)
+
     async def reset_prefix_cache(self) -> bool:
         """Forget every cached block, in host memory and on disk too; False, and nothing changed, while requests run."""
         self._running_core()
@@ -183,8 +206,11 @@ class AsyncLLM:
         """The engine's last snapshot, by value; at most a quarter of a second old."""
         return self._running_core().statistics
 
-    async def close(self) -> None:
-        """Abort what runs, write what is cached to disk, end the threads. Idempotent."""
+    async def close(self, progress: Callable[[int], None] = lambda num_left: None) -> None:
+        """Abort what runs, write what is cached to disk, end the threads. Idempotent.
+
+        *progress* gets the number of blocks still to write, in the engine's thread.
+        """
         if self._closed:
             return
         self._closed = True
@@ -194,7 +220,7 @@ class AsyncLLM:
             self._commands.put(None)
             await asyncio.wait([self._serving])
         if self._core is not None:
-            await call_in_executor(self._core.close, executor=self._engine_thread)
+            await call_in_executor(self._core.close, progress, executor=self._engine_thread)
         if self._at_exit is not None:
             self._at_exit.detach()
         self._engine_thread.shutdown(wait=False)
@@ -217,8 +243,9 @@ class AsyncLLM:
         return self._core
 
     def _load(self) -> EngineCore:
+        self._progress("loading the weights")
         model, tokenizer = load_model(self._model, self.config.model, self._tokenizer)
-        return EngineCore(model, tokenizer, self.config)
+        return EngineCore(model, tokenizer, self.config, self._progress)
 
     def _serve(self, core: EngineCore) -> None:
         """The engine's thread: take commands, step, hand out pieces, until told to end."""
@@ -267,4 +294,5 @@ class AsyncLLM:
         stream = self._streams.get(request)
         if stream is not None:
             done = None if request.finish_reason is None else request.completion()
-            stream.send(Piece(request.new_text, request.token_ids[-1], done))
+            logprobs = request.logprobs[-1] if request.logprobs else None
+            stream.send(Piece(request.new_text, request.token_ids[-1], done, logprobs))

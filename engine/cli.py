@@ -18,6 +18,7 @@ EXAMPLES = """examples:
 MORE_EXAMPLES = """  kvtier check ~/.cache/kvtier                 verify every byte of a store that no engine has open
   kvtier stats ~/.cache/kvtier                 what is in a store, also while an engine uses it
   kvtier store rm ~/.cache/kvtier --all-but 3f2a
+  kvtier serve --model Qwen/Qwen3-0.6B         an OpenAI-compatible server
 """
 CHECK_EXAMPLES = """examples:
   kvtier check ~/.cache/kvtier                 the accounting, and every record
@@ -39,6 +40,16 @@ STORE_EXAMPLES = """examples:
   kvtier store rm ~/.cache/kvtier --namespace 3f2a --namespace 71 --yes
   kvtier store rm ~/.cache/kvtier --all-but 3f2a
   kvtier store rm ~/.cache/kvtier --all
+"""
+SERVE_EXAMPLES = """examples:
+  kvtier serve --model Qwen/Qwen3-0.6B --config laptop
+  kvtier serve --model ./my-model --config kvtier.toml --check-config
+  kvtier serve --model Qwen/Qwen3-0.6B --api-keys keys.toml --host 0.0.0.0 --log-format json
+
+then:
+  curl localhost:8000/v1/completions -d '{"model": "Qwen/Qwen3-0.6B", "prompt": "The capital of France is"}'
+
+exit status: 0 it was told to end, or --check-config found nothing that it would refuse; 2 it could not serve
 """
 
 _Commands: TypeAlias = "argparse._SubParsersAction[_OneLineParser]"
@@ -83,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(commands)
     _add_stats(commands)
     _add_store(commands)
+    _add_serve(commands)
     return parser
 
 
@@ -169,6 +181,33 @@ def _add_store(commands: _Commands) -> None:
     rm.set_defaults(run=_store_rm)
 
 
+def _add_serve(commands: _Commands) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="an OpenAI-compatible server",
+        description="Serves a model over HTTP, as OpenAI's API has it: /v1/completions, /v1/chat/completions, "
+        "/v1/models; and /health, /ready, /metrics, /version. What is given here replaces what the configuration has "
+        "in [server]. SIGTERM lets running requests finish, writes what is cached to disk and ends; a second one ends "
+        "at once.",
+        epilog=SERVE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    serve.add_argument("--model", required=True, metavar="PATH_OR_HUB_ID", help="a transformers causal LM")
+    serve.add_argument("--config", metavar="FILE_OR_NAME", help="a TOML file, or laptop, longdoc-qa, gpu-8gb")
+    serve.add_argument("--host", metavar="ADDRESS", help="where to listen (127.0.0.1: this machine only)")
+    serve.add_argument("--port", type=int, metavar="N", help="0: a free one (8000)")
+    serve.add_argument("--model-name", metavar="NAME", help="what clients call the model (its folder, or hub id)")
+    serve.add_argument("--api-keys", metavar="FILE", help='TOML or JSON: a table [keys] of "KEY" = "tenant"')
+    serve.add_argument(
+        "--tenant-isolation",
+        choices=["off", "strict"],
+        help="strict: tenants share no cached block; off: they share those of requests without a cache_salt (strict)",
+    )
+    serve.add_argument("--log-format", choices=["human", "json"], help="json: one object a line (human)")
+    serve.add_argument("--check-config", action="store_true", help="print what the configuration comes to, and end")
+    serve.set_defaults(run=_serve)
+
+
 def _add_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", type=_path, metavar="STORE", help="the store's folder, as [disk] path names it")
 
@@ -192,6 +231,14 @@ def _demo(options: argparse.Namespace) -> int:
     if options.tokens < 1000:
         raise ValueError(f"--tokens {options.tokens}: too short to show anything; use 1000 or more")
     return report(options.model, options.document, options.tokens, options.device, options.json)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from kvtier.engine.serve_command import serve
+
+    names = ("host", "port", "model_name", "api_keys", "tenant_isolation", "log_format")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    return serve(options.model, options.config, given, options.check_config)
 
 
 # Imported there: rich and LMDB take a quarter of a second.

@@ -183,6 +183,29 @@ class EventsConfig(_Table, frozen=True, kw_only=True):
                 raise ValueError(f"endpoint {endpoint} has no such port; use 1 to 65535, or 0 for a free one")
 
 
+class ServerConfig(_Table, frozen=True, kw_only=True):
+    """`[server]`: what `kvtier serve` does; its command line counts more.
+
+    The model is served under *model_name*, by default its own. *api_keys* is a file of keys and their tenants. With
+    *tenant_isolation* "strict" they share no cached block, and only *metrics_tenants* may read `/metrics`; with "off"
+    they share those of requests without a cache_salt. *max_queued* completions wait behind the *scheduler.max_running*
+    that run; what comes then is answered with 429, as a body of more than *max_body* bytes is with 413 and a prompt of
+    more than *max_prompt_tokens* with 400. Told to end, the server lets running requests go on for *drain_s* seconds.
+    """
+
+    host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
+    model_name: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    api_keys: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    tenant_isolation: Literal["off", "strict"] = "strict"
+    metrics_tenants: tuple[str, ...] = ()
+    max_queued: Annotated[int, msgspec.Meta(ge=0)] = 256
+    max_body: ByteSize = parse_bytes("16MiB")
+    max_prompt_tokens: Count | None = None
+    drain_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0
+    log_format: Literal["human", "json"] = "human"
+
+
 class Config(_Table, frozen=True, kw_only=True):
     """The whole tree. A tier that is None is absent; *metrics_port* None serves no metrics, 0 picks a free port."""
 
@@ -193,6 +216,7 @@ class Config(_Table, frozen=True, kw_only=True):
     names: NameConfig = NameConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     events: EventsConfig | None = None
+    server: ServerConfig = ServerConfig()
     tenants: dict[str, TenantConfig] = {}
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
     metrics_host: str = "127.0.0.1"

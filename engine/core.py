@@ -15,6 +15,8 @@ from kvtier.engine.config import Config
 from kvtier.engine.detokenizer import Detokenizer
 from kvtier.engine.disk_store import disk_tier, open_store
 from kvtier.engine.kv_events import ZmqPublisher
+from kvtier.engine.logprobs import token_logprobs
+from kvtier.engine.longest_request import longest_request
 from kvtier.engine.look_ahead import LookAhead
 from kvtier.engine.poisoned_cache import PoisonedCache
 from kvtier.engine.request import Request
@@ -72,23 +74,34 @@ class EngineCore:
     `StoreInUse` if another process has the store, and what `ZmqPublisher` raises if its endpoints cannot be had.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: Config) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: Config,
+        progress: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        """*progress* is told what is being done, in the order in which it is."""
         self.tokenizer = tokenizer
         self.config = config
         with ExitStack() as undo:  # if a later part refuses, the earlier ones are closed again
+            progress("looking at the model's attention")
             self._runner = ModelRunner(model, config.device.block_size, config.device.capacity)
             undo.callback(self._runner.close)
             self._events = None if config.events is None else EventLog()
             self.publisher = None if config.events is None else ZmqPublisher(config.events, self._runner.groups)
             if self.publisher is not None:
                 undo.callback(self.publisher.close)
+            progress("preparing host memory")
             memories = self._runner.memories(0 if config.host is None else config.host.capacity)
             for memory in memories:
                 undo.callback(memory.close)
             # While memory is prepared.
+            progress("taking the digest of the weights")
             namespace = self._runner.namespace(config.names.algorithm, config.names.resolved_seed)
             self._store, disk = None, None
             if config.disk is not None:
+                progress(f"opening the store {config.disk.path}")
                 sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
                 self._store = open_store(config.disk, namespace.dtype, memories, config.tenants)
                 undo.callback(self._store.close)
@@ -122,6 +135,7 @@ class EngineCore:
             )
             undo.pop_all()
         self._memories = memories
+        progress("waiting for host memory and the disk's index")
         for memory in memories:
             memory.wait_prepared(STARTUP_WAIT_S / len(memories))
         give_up_at = time.monotonic() + INDEX_WAIT_S
@@ -134,6 +148,9 @@ class EngineCore:
             look_ahead = LookAhead(self.cache, most_bytes, time.monotonic, config.scheduler.look_ahead_s)
         self._scheduler = Scheduler(self.cache, config.scheduler, timeout_s, self.planner, look_ahead=look_ahead)
         self._end_token_ids = _end_token_ids(model)
+        self.longest_request = longest_request(  # tokens of a prompt and its continuation
+            self._runner.groups, self.cache.free_slots(), config.scheduler.prefill_chunk, self._runner.max_tokens
+        )
         self._closed = False
         self._publish_events()  # what is on disk already
         self.statistics = self._snapshot()
@@ -283,7 +300,10 @@ class EngineCore:
             if request in lost:
                 continue
             if request.num_to_compute == 0:  # else only a part of the prompt is in, and its logits predict nothing new
-                request.append(request.sampler.sample(logits[row]), self._end_token_ids)
+                token_id = request.sampler.sample(logits[row])
+                if request.sampling.logprobs is not None:
+                    request.logprobs.append(token_logprobs(logits[row], token_id, request.sampling.logprobs))
+                request.append(token_id, self._end_token_ids)
                 advanced.append(request)
                 if request.finish_reason is not None:
                     self._scheduler.retire(request)

@@ -1,23 +1,25 @@
 """Metrics: every name in one place, filled from the engine's statistics when Prometheus asks."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvtier.engine.config import Config
-from kvtier.engine.core import EngineStatistics
 from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.statistics import CacheStatistics, TierStatistics
 from kvtier.tiers.tier import Tier
+
+if TYPE_CHECKING:
+    from kvtier.engine.core import EngineStatistics  # which imports torch: a server counts before it has that
 
 
 class EngineCollector(Collector):
     """Reads a snapshot on every scrape; nothing is counted twice or on the engine's path."""
 
-    def __init__(self, statistics: Callable[[], EngineStatistics]) -> None:
+    def __init__(self, statistics: "Callable[[], EngineStatistics]") -> None:
         self._statistics = statistics
 
     def collect(self) -> Iterator[Metric]:
@@ -37,7 +39,7 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily("kvtier_clean_ahead_blocks", window, statistics.cache.clean_ahead_blocks)
 
 
-def _token_metrics(statistics: EngineStatistics) -> Iterator[Metric]:
+def _token_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
     tokens = statistics.tokens
     yield CounterMetricFamily("kvtier_prompt_tokens", "Prompt tokens of admitted requests", tokens.num_tokens)
     hits = CounterMetricFamily("kvtier_hit_tokens", "Prompt tokens that were loaded, by tier", labels=["tier"])
@@ -90,7 +92,7 @@ def _tier_metrics(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Metric]:
     yield from (blocks, resident, capacity, evicted, dropped, corrupt)
 
 
-def _route_metrics(statistics: EngineStatistics) -> Iterator[Metric]:
+def _route_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
     moved = CounterMetricFamily("kvtier_moved_bytes", "Bytes copied between tiers, by route", labels=["route"])
     seconds = CounterMetricFamily("kvtier_moved_seconds", "Time the copies ran, by route", labels=["route"])
     failed = CounterMetricFamily("kvtier_failed_transfers", "Copies that failed, by route", labels=["route"])
@@ -152,12 +154,37 @@ def _disk_metrics(statistics: CacheStatistics) -> Iterator[Metric]:
         yield GaugeMetricFamily("kvtier_ssd_years_left", years, disk.life.years_left)
 
 
-def _tenant_metrics(statistics: EngineStatistics) -> Iterator[Metric]:
+def _tenant_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
     held = GaugeMetricFamily("kvtier_tenant_bytes", "Bytes of tenants with a quota", labels=["tier", "tenant"])
     for tenant, usage in statistics.tenants.items():
         for tier, num_bytes in usage.items():
             held.add_metric([tier, tenant], num_bytes)
     yield held
+
+
+_TTFT_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+_TOKEN_GAP_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+
+
+class HttpMetrics:
+    """What the HTTP server counts itself, as it happens."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "kvtier_http_requests", "Requests answered, by route and status", ["route", "status"], registry=registry
+        )
+        self.ttft = Histogram(
+            "kvtier_http_ttft_seconds",
+            "From a request's tokenized prompt to its first token",
+            buckets=_TTFT_S,
+            registry=registry,
+        )
+        self.token_gap = Histogram(
+            "kvtier_http_token_gap_seconds",
+            "Between two tokens of a completion",
+            buckets=_TOKEN_GAP_S,
+            registry=registry,
+        )
 
 
 class MetricsServer(Protocol):
@@ -185,7 +212,7 @@ class _HttpServer:
         self._server.server_close()
 
 
-def serve_metrics(statistics: Callable[[], EngineStatistics], config: Config) -> MetricsServer:
+def serve_metrics(statistics: "Callable[[], EngineStatistics]", config: Config) -> MetricsServer:
     """Serve `/metrics` on the configured port, if there is one. OSError if the port is taken."""
     if config.metrics_port is None:
         return _NoServer()

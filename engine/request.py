@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvtier.engine.detokenizer import Detokenizer
+from kvtier.engine.logprobs import TokenLogprobs
 from kvtier.engine.sampling import Sampler, SamplingParams
 from kvtier.tiers.block_hash import BlockChain
 from kvtier.tiers.promotion import Hit, Promotion, Tables
@@ -29,6 +30,7 @@ class Completion:
     finish_reason: FinishReason
     ttft_s: float  # from the request's arrival to its first token
     tokens: TokenBalance
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each token, if they were asked for
 
 
 @dataclass(eq=False, slots=True)
@@ -56,6 +58,7 @@ class Request:
     first_token_at: float | None = None
     finish_reason: FinishReason | None = None
     new_text: str = ""  # since the last step
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -106,4 +109,4 @@ class Request:
         assert self.finish_reason is not None, "the request is not finished"
         ttft_s = (self.first_token_at or time.monotonic()) - self.arrived_at
         tokens = self.tokens or TokenBalance(recomputed=len(self.prompt_token_ids))
-        return Completion(self.detokenizer.text, self.generated, self.finish_reason, ttft_s, tokens)
+        return Completion(self.detokenizer.text, self.generated, self.finish_reason, ttft_s, tokens, self.logprobs)

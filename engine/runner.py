@@ -224,8 +224,16 @@ class ModelRunner:
 
 def bytes_per_block(model: PreTrainedModel, block_size: int) -> int:
     """Bytes of keys and values of *block_size* tokens, all layers together."""
+    return sum(num_bytes for _, num_bytes in layers_of(model, block_size, model.dtype.itemsize))
+
+
+def layers_of(model: PreTrainedModel, block_size: int, itemsize: int) -> list[tuple[AttentionGroup, int]]:
+    """Each layer's kind of attention, and the bytes of a block of its keys and values, *itemsize* each.
+
+    The model may be on the meta device. Raises `UnsupportedModel` like `ModelRunner`.
+    """
     layers = _inspect(model, block_size).values()
-    return sum(2 * block_size * layer.num_kv_heads * layer.head_dim * model.dtype.itemsize for layer in layers)
+    return [(layer.group, 2 * block_size * layer.num_kv_heads * layer.head_dim * itemsize) for layer in layers]
 
 
 def config_digest(config: PreTrainedConfig) -> str:

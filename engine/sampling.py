@@ -16,7 +16,8 @@ class SamplingParams:
 
     *temperature* 0 is greedy; *top_p* 1 and *top_k* 0 cut nothing off, and *top_k* cuts first. The same *seed* draws
     the same tokens; None draws others each time. Generation ends after *max_tokens*, before a *stop* string (which
-    is not part of the text), at one of *stop_token_ids*, or at the model's end token unless *ignore_eos*.
+    is not part of the text), at one of *stop_token_ids*, or at the model's end token unless *ignore_eos*. With
+    *logprobs* each token comes with its logarithmic probability and those of so many of the likeliest; None: without.
     """
 
     max_tokens: int = 16
@@ -27,6 +28,7 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -38,6 +40,7 @@ class SamplingParams:
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "use more than 0, and 1 to keep every token")
         _require(self.top_k >= 0, "top_k", self.top_k, "use 0 to keep every token")
         _require(self.seed is None or self.seed >= 0, "seed", self.seed, "use 0 or more, or None for no fixed seed")
+        _require((self.logprobs or 0) >= 0, "logprobs", self.logprobs, "use 0 for the token's own, None for none")
         _require(all(self.stop), "stop", self.stop, "leave out the empty string: it would stop everything")
 
 

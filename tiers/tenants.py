@@ -15,10 +15,13 @@ NOBODY = b""
 
 
 def tenant_of(cache_salt: str | None) -> bytes:
-    """The tenant of requests with that salt, 8 bytes that tell nothing of it; NOBODY without a salt."""
+    """The tenant of requests with that salt, 8 bytes that tell nothing of it; NOBODY without a salt.
+
+    One tenant may have many salts: those that begin with the tenant's own and a NUL.
+    """
     if not cache_salt:
         return NOBODY
-    return hashlib.sha256(b"kvtier tenant\0" + cache_salt.encode()).digest()[:TENANT_BYTES]
+    return hashlib.sha256(b"kvtier tenant\0" + cache_salt.partition("\0")[0].encode()).digest()[:TENANT_BYTES]
 
 
 class Ties(NamedTuple):

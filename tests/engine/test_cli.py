@@ -32,6 +32,8 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     [
         (["--help"], "kvtier demo --json"),
         (["--help"], "kvtier check ~/.cache/kvtier"),
+        (["--help"], "kvtier serve --model"),
+        (["serve", "--help"], "kvtier serve --model Qwen/Qwen3-0.6B --config laptop"),
         (["demo", "--help"], "kvtier demo --json"),
         (["check", "--help"], "kvtier check ~/.cache/kvtier --fix"),
         (["stats", "--help"], "kvtier stats ~/.cache/kvtier --json"),

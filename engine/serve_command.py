@@ -1,0 +1,102 @@
+"""`kvtier serve`: what belongs to the process: configuration, keys, the port, signals, the log."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from kvtier.engine.config import Config, as_config
+from kvtier.engine.server.api_keys import ApiKeys
+from kvtier.engine.server.log_lines import write_log
+
+log = logging.getLogger(__name__)
+
+_LOOPBACK = ("127.", "::1", "localhost")
+
+
+def serve(model: str, source: str | None, given: Mapping[str, object], checks_only: bool) -> int:
+    """Serve *model* until a signal; the exit status. *given* are settings of `[server]` that replace the file's.
+
+    ValueError, OSError: what cannot be used, before anything is loaded. With *checks_only* nothing is served: the plan
+    is printed, and the status is 2 if the server would refuse it.
+    """
+    config = _config(source, given)
+    if not checks_only:
+        write_log(config.server.log_format)
+    keys = None if config.server.api_keys is None else ApiKeys.from_file(Path(config.server.api_keys).expanduser())
+    if given.get("tenant_isolation") == "strict" and keys is None:
+        raise ValueError("--tenant-isolation strict: without --api-keys FILE there are no tenants to keep apart")
+    return _check(model, config, keys) if checks_only else _serve(model, config, keys)
+
+
+def _config(source: str | None, given: Mapping[str, object]) -> Config:
+    config = as_config(source or {})
+    settings = msgspec.to_builtins(config.server, enc_hook=int) | dict(given)
+    whole: dict[str, object] = msgspec.to_builtins(config, enc_hook=int)
+    return as_config({**whole, "server": settings})
+
+
+def _check(model: str, config: Config, keys: ApiKeys | None) -> int:
+    from kvtier.engine.server.plan import make_plan  # torch and transformers take seconds: not before the keys are read
+
+    plan = make_plan(model, config, keys)
+    for line in plan.lines():
+        print(line)
+    return 2 if plan.refusals else 0
+
+
+def _serve(model: str, config: Config, keys: ApiKeys | None) -> int:
+    settings = config.server
+    with _bound(settings.host, settings.port) as bound:
+        port = bound.getsockname()[1]
+        log.info("listening", extra={"fields": {"host": settings.host, "port": port, "pid": os.getpid()}})
+        if keys is None and not settings.host.startswith(_LOOPBACK):
+            log.warning("everybody who reaches %s may ask: there are no api keys", settings.host)
+        if asyncio.run(_run(model, config, keys, bound)):
+            return 0
+    # The thread that loads the model cannot be told to end, and must not meet an interpreter that is ending.
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+async def _run(model: str, config: Config, keys: ApiKeys | None, bound: socket.socket) -> bool:
+    """Serve until a signal; False if that came before the model was loaded."""
+    try:
+        from kvtier.engine.server.http_server import HttpServer
+    except ImportError as error:
+        raise ImportError(f"serve: {error}; pip install 'kvtier[serve]'") from error
+
+    name = config.server.model_name or (Path(model).resolve().name if Path(model).is_dir() else model)
+    shows_bars = sys.stderr.isatty() and config.server.log_format == "human"
+    server = HttpServer(model, config, bound, name, keys, shows_bars=shows_bars)
+    loop, signals = asyncio.get_running_loop(), []
+
+    def end(number: int, _: FrameType | None) -> None:
+        signals.append(number)
+        if len(signals) > 1:  # at once: nothing is flushed; what was written already is whole
+            os._exit(128 + number)
+        log.info("signal %s: draining; a second one ends at once", signal.Signals(number).name)
+        loop.call_soon_threadsafe(server.stop)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return await server.run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise OSError(f"serve: cannot listen on {host}:{port} ({error.strerror}); choose another --port") from error

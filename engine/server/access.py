@@ -1,0 +1,106 @@
+"""What happens around every request: its id, its key, its line in the log, its count in the metrics."""
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import Collection
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvtier.engine.server.api_error import ApiError
+from kvtier.engine.server.facts import Facts, facts_of
+from kvtier.engine.server.service import Service
+
+log = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/version"})  # need no key: nothing in them is anybody's
+QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})  # machines ask for them every few seconds
+CLIENT_LEFT = 499  # for the log only: the client was not there to see a status; nginx's number
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class Access:
+    """The outermost ASGI layer: names the request and, when it has ended, tells of it."""
+
+    def __init__(self, app: ASGIApp, service: Service, routes: Collection[str]) -> None:
+        """*routes* are paths that may be labels of metrics; a client could make up any number of others."""
+        self._app = app
+        self._service = service
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, then log and count."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        asked_id = Headers(scope=scope).get("x-request-id", "")
+        facts = Facts(asked_id if _REQUEST_ID.fullmatch(asked_id) else uuid.uuid4().hex)
+        facts.put(scope)
+        status, began_at = 500, time.monotonic()
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = facts.request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_named)
+        except asyncio.CancelledError:
+            facts.client_left = True
+            raise
+        finally:
+            self._tell(scope, facts, CLIENT_LEFT if facts.client_left else status, time.monotonic() - began_at)
+
+    def _tell(self, scope: Scope, facts: Facts, status: int, seconds: float) -> None:
+        path = scope["path"] if scope["path"] in self._routes else "other"
+        self._service.metrics.requests.labels(path, str(status)).inc()
+        fields = {
+            "request_id": facts.request_id,
+            "method": scope["method"],
+            "path": path,
+            "status": status,
+            "duration_s": round(seconds, 4),
+            "tenant": facts.tenant,
+            **facts.fields,
+        }
+        level = logging.DEBUG if path in QUIET_PATHS and status not in (401, 403) else logging.INFO
+        log.log(level, "request", extra={"fields": {key: value for key, value in fields.items() if value is not None}})
+
+
+class KeyCheck:
+    """Lets in who has a key, and notes whose it is. Without a file of keys it lets everybody in."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer 401 or 403, or hand the request on."""
+        refusal = None
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            refusal = self._refusal(scope)
+        if refusal is None:
+            await self._app(scope, receive, send)
+        else:
+            await refusal.response()(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        service = self._service
+        if service.keys is None:
+            return None
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        tenant = service.keys.tenant_of(key.strip()) if scheme.lower() == "bearer" else None
+        if tenant is None:
+            message = "no API key, or one that is not known here; send it as 'Authorization: Bearer KEY'"
+            headers = {"WWW-Authenticate": "Bearer"}
+            return ApiError(401, message, code="invalid_api_key", headers=headers)
+        facts_of(scope).tenant = tenant
+        # They tell of all tenants together, which is more than one of them may know of the others.
+        if scope["path"] == "/metrics" and service.is_strict and tenant not in service.settings.metrics_tenants:
+            return ApiError(403, "metrics are for those in server.metrics_tenants", code="forbidden")
+        return None

@@ -1,0 +1,80 @@
+"""ApiKeys: who may ask, and whose tenant that is."""
+
+import hashlib
+import hmac
+import json
+import logging
+import stat
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_DIGEST = "sha256:"  # a key that the file does not say, only its digest
+_LEAST_LENGTH = 8
+
+
+class ApiKeys:
+    """Digests of keys, and their tenants; keys themselves are not kept."""
+
+    def __init__(self, tenants: Mapping[str, str]) -> None:
+        """*tenants* by key, or by "sha256:" and a key's digest in hexadecimal. ValueError for what is neither."""
+        self._tenants = {_digest_of(key): tenant for key, tenant in tenants.items()}
+        for tenant in tenants.values():
+            if not tenant or "\0" in tenant:
+                raise ValueError(f"tenant {tenant!r}: give each key's tenant a name, without NUL")
+
+    @classmethod
+    def from_file(cls, path: Path) -> "ApiKeys":
+        """The keys in a TOML or JSON file: a table `keys` with a tenant for each. ValueError if it has none.
+
+        Warns when others may read the file.
+        """
+        try:
+            content = path.read_text(encoding="utf-8")
+            tables = json.loads(content) if path.suffix == ".json" else tomllib.loads(content)
+        except OSError as error:
+            raise ValueError(f"api keys {path}: {error.strerror}; give a file that can be read") from error
+        except ValueError:  # its message may quote the file
+            kind = "JSON" if path.suffix == ".json" else "TOML"
+            raise ValueError(f'api keys {path}: is not {kind}; write [keys] and lines of "KEY" = "tenant"') from None
+        keys = tables.get("keys") if isinstance(tables, dict) and set(tables) == {"keys"} else None
+        if not isinstance(keys, dict) or not keys or not all(isinstance(tenant, str) for tenant in keys.values()):
+            raise ValueError(f'api keys {path}: has no table of keys alone; write [keys] and lines of "KEY" = "tenant"')
+        if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            log.warning("api keys %s: others may read it; chmod 600 it", path)
+        try:
+            return cls(keys)
+        except ValueError as error:
+            raise ValueError(f"api keys {path}: {error}") from None
+
+    @property
+    def tenants(self) -> frozenset[str]:
+        """All names."""
+        return frozenset(self._tenants.values())
+
+    def tenant_of(self, key: str) -> str | None:
+        """Whose key it is. It takes as long for a wrong key as for any of the right ones."""
+        digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+        found = None
+        for known, tenant in self._tenants.items():
+            if hmac.compare_digest(known, digest):
+                found = tenant
+        return found
+
+
+def _digest_of(key: str) -> bytes:
+    if key.startswith(_DIGEST):
+        try:
+            digest = bytes.fromhex(key.removeprefix(_DIGEST))
+        except ValueError:
+            digest = b""
+        if len(digest) != hashlib.sha256().digest_size:
+            raise ValueError('a "sha256:" is not followed by 64 hexadecimal digits; printf %s KEY | sha256sum')
+        return digest
+    if len(key) < _LEAST_LENGTH or not key.isprintable() or " " in key:
+        raise ValueError(
+            f"a key is shorter than {_LEAST_LENGTH} characters or has blanks; openssl rand -hex 32 makes one"
+        )
+    return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,68 @@
+"""`/v1/chat/completions`: messages."""
+
+from collections.abc import Iterator, Sequence
+
+from kvtier.engine.async_llm import Piece
+from kvtier.engine.logprobs import TokenLogprobs
+from kvtier.engine.server.reply import Answer, envelope
+from kvtier.engine.server.token_text import TokenText, finite
+from kvtier.engine.server.usage import Usage
+
+_PART_OF_A_CHARACTER = "\ufffd"
+
+
+class ChatReply:
+    """A `Reply`; a stream says first who speaks, then what, then why it ended."""
+
+    def __init__(self, model: str, text: TokenText, tells_logprobs: bool, includes_usage: bool) -> None:
+        self._head = envelope("chat.completion", "chatcmpl", model)
+        self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
+        self._text = text
+        self._tells_logprobs = tells_logprobs
+        self._no_usage: dict[str, object] = {"usage": None} if includes_usage else {}
+        self._begun: set[int] = set()
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, object]:
+        choices = [
+            {
+                "index": answer.index,
+                "message": {"role": "assistant", "content": answer.completion.text, "refusal": None},
+                "logprobs": self._logprobs(answer.completion.logprobs),
+                "finish_reason": answer.completion.finish_reason,
+            }
+            for answer in answers
+        ]
+        return {**self._head, "choices": choices, "usage": usage.openai(), "kvtier": usage.kvtier()}
+
+    def chunks(self, index: int, piece: Piece) -> Iterator[dict[str, object]]:
+        if index not in self._begun:
+            self._begun.add(index)
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+        if piece.text or piece.logprobs:
+            logprobs = self._logprobs([] if piece.logprobs is None else [piece.logprobs])
+            yield self._chunk(index, {"content": piece.text}, logprobs)
+        if piece.completion is not None:
+            yield self._chunk(index, {}, finish_reason=piece.completion.finish_reason)
+
+    def last_chunk(self, usage: Usage) -> dict[str, object]:
+        return {**self._chunk_head, "choices": [], "usage": usage.openai(), "kvtier": usage.kvtier()}
+
+    def _chunk(
+        self, index: int, delta: dict[str, str], logprobs: object = None, finish_reason: str | None = None
+    ) -> dict[str, object]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {**self._chunk_head, "choices": [choice], **self._no_usage}
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, object] | None:
+        if not self._tells_logprobs:
+            return None
+        content = [
+            {**self._token(item.token_id, item.logprob), "top_logprobs": [self._token(*pair) for pair in item.top]}
+            for item in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, object]:
+        token = self._text.of(token_id)
+        content = None if _PART_OF_A_CHARACTER in token else list(token.encode())
+        return {"token": token, "logprob": finite(logprob), "bytes": content}

@@ -1,0 +1,90 @@
+"""`POST /v1/chat/completions`: a conversation to go on with, written down by the tokenizer's chat template."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from kvtier.engine.server.api_error import ApiError
+from kvtier.engine.server.generation_request import GenerationRequest, LogprobCount, TokenCount
+
+
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a message; models here read text only."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one side said. An answer of this server's can be sent back as it came, with its empty fields."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = None  # what is said about an answer; no part of it
+    tool_calls: list[Any] | None = None  # refused unless there are none
+
+    def __post_init__(self) -> None:
+        if self.tool_calls:
+            raise ValueError("tool_calls are not supported; leave them out")
+
+    def for_template(self) -> dict[str, str]:
+        """What templates know: developers, who came later, are their system."""
+        parts = self.content or ""
+        text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+        written = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return written | ({} if self.name is None else {"name": self.name})
+
+
+class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A conversation. Without a limit the answer may be as long as there is room."""
+
+    messages: list[Message]
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
+    logprobs: bool = False
+    top_logprobs: LogprobCount | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.messages:
+            raise ValueError("messages: there are none; send one")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: set logprobs to true as well")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens: differs from max_completion_tokens; give one of them")
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """None if none are wanted."""
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def num_prompts(self) -> int:
+        """One conversation."""
+        return 1
+
+    def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[Sequence[int]]:
+        """The conversation's token ids. ApiError 400 if there is no template, or if it does not take this one."""
+        if tokenizer.chat_template is None:
+            message = "the model's tokenizer has no chat template; use /v1/completions, or a model made for chats"
+            raise ApiError(400, message, code="no_chat_template")
+        messages = [message.for_template() for message in self.messages]
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            message = f"the model's chat template does not take these messages: {error}"
+            raise ApiError(400, message, param="messages", code="invalid_value") from None
+        token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return [token_ids]
+
+    def max_new_tokens(self, room: int) -> int:
+        """How many tokens to generate; *room* is what the longest request has left."""
+        return self.max_completion_tokens or self.max_tokens or max(1, room)

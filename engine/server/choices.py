@@ -1,0 +1,65 @@
+"""Choices: the completions of one request, generated together, their pieces as they come."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from kvtier.engine.async_llm import AsyncLLM, Piece
+from kvtier.engine.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One completion to generate; *index* is its place in the answer."""
+
+    index: int
+    prompt: Sequence[int]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ChoicePiece:
+    """What one step added to the choice at *index*."""
+
+    index: int
+    piece: Piece
+
+
+async def generate(
+    llm: AsyncLLM, choices: Sequence[Sequence[Choice]], cache_salt: str | None, skips_cache: bool
+) -> AsyncGenerator[ChoicePiece, None]:
+    """Pieces of all *choices*, which are grouped by prompt, until the last has ended.
+
+    A prompt's first choice computes it. The others start when its first token is there, and find its blocks.
+    Closing the iterator ends them all. An error of one is an error of the whole.
+    """
+    pieces: asyncio.Queue[ChoicePiece | BaseException] = asyncio.Queue()
+    tasks: list[asyncio.Task[None]] = []
+
+    async def follow(choice: Choice, followers: Sequence[Choice]) -> None:
+        try:
+            stream = llm.generate(
+                choice.prompt, choice.sampling, cache_salt=cache_salt, skip_reading_prefix_cache=skips_cache
+            )
+            async with aclosing(stream):
+                async for piece in stream:
+                    pieces.put_nowait(ChoicePiece(choice.index, piece))
+                    tasks.extend(asyncio.create_task(follow(follower, ())) for follower in followers)
+                    followers = ()
+        except BaseException as error:  # the task's top: whoever reads the pieces learns of it
+            pieces.put_nowait(error)
+
+    num_running = sum(len(group) for group in choices)
+    tasks += [asyncio.create_task(follow(first, others)) for first, *others in choices]
+    try:
+        while num_running:
+            piece = await pieces.get()
+            if isinstance(piece, BaseException):
+                raise piece
+            num_running -= piece.piece.completion is not None
+            yield piece
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)

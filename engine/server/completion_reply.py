@@ -1,0 +1,66 @@
+"""`/v1/completions`: texts."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from kvtier.engine.async_llm import Piece
+from kvtier.engine.logprobs import TokenLogprobs
+from kvtier.engine.server.reply import Answer, envelope
+from kvtier.engine.server.token_text import TokenText, finite
+from kvtier.engine.server.usage import Usage
+
+
+class CompletionReply:
+    """A `Reply`; chunks have the same form as the whole."""
+
+    def __init__(self, model: str, text: TokenText, tells_logprobs: bool, includes_usage: bool) -> None:
+        self._head = envelope("text_completion", "cmpl", model)
+        self._text = text
+        self._tells_logprobs = tells_logprobs
+        self._no_usage: dict[str, object] = {"usage": None} if includes_usage else {}
+        self._offsets: Counter[int] = Counter()  # characters of each choice's tokens so far
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, object]:
+        choices = [
+            self._choice(
+                answer.index, answer.completion.text, answer.completion.logprobs, answer.completion.finish_reason
+            )
+            for answer in answers
+        ]
+        return {**self._head, "choices": choices, "usage": usage.openai(), "kvtier": usage.kvtier()}
+
+    def chunks(self, index: int, piece: Piece) -> Iterator[dict[str, object]]:
+        if piece.text or piece.logprobs or piece.completion:
+            logprobs = [] if piece.logprobs is None else [piece.logprobs]
+            finish_reason = None if piece.completion is None else piece.completion.finish_reason
+            choice = self._choice(index, piece.text, logprobs, finish_reason)
+            yield {**self._head, "choices": [choice], **self._no_usage}
+
+    def last_chunk(self, usage: Usage) -> dict[str, object]:
+        return {**self._head, "choices": [], "usage": usage.openai(), "kvtier": usage.kvtier()}
+
+    def _choice(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprobs], finish_reason: str | None
+    ) -> dict[str, object]:
+        told = self._logprobs(index, logprobs) if self._tells_logprobs else None
+        return {"index": index, "text": text, "logprobs": told, "finish_reason": finish_reason}
+
+    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> dict[str, object]:
+        tokens = [self._text.of(item.token_id) for item in logprobs]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(token)
+        top = [  # the chosen one too, be it likely or not
+            {
+                self._text.of(token_id): finite(logprob)
+                for token_id, logprob in (*item.top, (item.token_id, item.logprob))
+            }
+            for item in logprobs
+        ]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [finite(item.logprob) for item in logprobs],
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }

@@ -1,0 +1,39 @@
+"""What a request does while its client is there, and no longer."""
+
+import asyncio
+from collections.abc import Coroutine
+
+from starlette.types import Message, Receive, Send
+
+SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long is as good as gone
+
+
+def in_time(send: Send) -> Send:
+    """*send*, with a TimeoutError if the client does not read."""
+
+    async def send_in_time(message: Message) -> None:
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await send(message)
+
+    return send_in_time
+
+
+async def while_connected(receive: Receive, work: Coroutine[object, object, None]) -> bool:
+    """Do *work*; its errors are raised. False if the client left first: then it was cancelled, and has ended."""
+    doing = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if doing.done():
+            doing.result()
+            return True
+        return False
+    finally:
+        doing.cancel()
+        leaving.cancel()
+        await asyncio.wait({doing, leaving})
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,68 @@
+"""Settings that do nothing beside the others, for whoever believes that they do."""
+
+from collections.abc import Collection, Iterator
+
+from kvtier.engine.config import Config, DiskConfig, SchedulerConfig, ServerConfig
+from kvtier.engine.server.api_keys import ApiKeys
+from kvtier.tiers.groups import AttentionGroup
+
+
+def dead_settings(config: Config, groups: Collection[AttentionGroup], keys: ApiKeys | None) -> list[str]:
+    """One line each, `key: why it does nothing`. A setting that is left at its default is not mentioned."""
+    return [
+        *_of_the_engine(config, groups),
+        *_of_the_disk(config.disk),
+        *_of_the_server(config.server, config.scheduler, keys),
+        *_of_tenants(config, keys),
+    ]
+
+
+def _of_the_engine(config: Config, groups: Collection[AttentionGroup]) -> Iterator[str]:
+    scheduler, default = config.scheduler, SchedulerConfig()
+    if config.device.retention_tokens is not None and not any(group.forgets for group in groups):
+        yield "device.retention_tokens: no layer of this model has a window"
+    if config.host is None and scheduler.by_layers != default.by_layers:
+        yield "scheduler.by_layers: there is no host tier to load from"
+    if config.host is None and scheduler.load != default.load:
+        yield "scheduler.load: there is no tier to load from"
+    if scheduler.load == "split" and any(group.forgets for group in groups):
+        yield 'scheduler.load: "split" is as "cost" here, for layers of this model have windows'
+    if scheduler.token_budget < scheduler.prefill_chunk != default.prefill_chunk:
+        yield f"scheduler.prefill_chunk: token_budget is {scheduler.token_budget}, no chunk is longer"
+    if scheduler.token_budget < scheduler.max_running != default.max_running:
+        yield f"scheduler.max_running: token_budget is {scheduler.token_budget}, no more can decode in a step"
+    if config.metrics_port is None and config.metrics_host != Config().metrics_host:
+        yield "metrics_host: without a metrics_port /metrics is where the server is"
+
+
+def _of_the_disk(disk: DiskConfig | None) -> Iterator[str]:
+    if disk is not None and disk.durability != "interval" and disk.checkpoint_s != DiskConfig(path="-").checkpoint_s:
+        yield f'disk.checkpoint_s: durability is "{disk.durability}"; only "interval" has checkpoints'
+
+
+def _of_the_server(server: ServerConfig, scheduler: SchedulerConfig, keys: ApiKeys | None) -> Iterator[str]:
+    most_queued = scheduler.max_waiting - scheduler.max_running
+    if most_queued < server.max_queued != ServerConfig().max_queued:
+        yield f"server.max_queued: no more than scheduler.max_waiting, {scheduler.max_waiting}, run and wait together"
+    if keys is None and server.tenant_isolation != ServerConfig().tenant_isolation:
+        yield "server.tenant_isolation: without api_keys there are no tenants"
+    if server.metrics_tenants and keys is None:
+        yield "server.metrics_tenants: without api_keys /metrics is open"
+    elif server.metrics_tenants and server.tenant_isolation == "off":
+        yield 'server.metrics_tenants: with tenant_isolation "off" every key may read /metrics'
+    if keys is not None:
+        for tenant in set(server.metrics_tenants) - keys.tenants:
+            yield f"server.metrics_tenants: no key is {tenant}'s"
+
+
+def _of_tenants(config: Config, keys: ApiKeys | None) -> Iterator[str]:
+    for salt, tenant in config.tenants.items():
+        who = tenant.name or "..."  # the salt may be a secret
+        if config.host is None and tenant.host is not None:
+            yield f"tenants.{who}.host: there is no host tier"
+        if config.disk is None and tenant.disk is not None:
+            yield f"tenants.{who}.disk: there is no [disk]"
+        if keys is not None and salt not in keys.tenants:
+            yield f"tenants.{who}: no key is that tenant's; with api_keys [tenants] go by the names in that file"
+        elif keys is not None and config.server.tenant_isolation == "off":
+            yield f'tenants.{who}: only for requests with a cache_salt, while tenant_isolation is "off"'

@@ -1,0 +1,188 @@
+"""Generation: one request for completions or a chat, from its body to the last byte of its answer."""
+
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from typing import TypeAlias
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from kvtier.engine.async_llm import AsyncLLM
+from kvtier.engine.server.api_error import ApiError, json_response
+from kvtier.engine.server.chat_reply import ChatReply
+from kvtier.engine.server.chat_request import ChatRequest
+from kvtier.engine.server.choices import Choice, ChoicePiece, generate
+from kvtier.engine.server.completion_reply import CompletionReply
+from kvtier.engine.server.completion_request import CompletionRequest
+from kvtier.engine.server.connection import in_time, while_connected
+from kvtier.engine.server.facts import facts_of
+from kvtier.engine.server.generation_request import IGNORED, NEUTRAL
+from kvtier.engine.server.reply import Answer, Reply
+from kvtier.engine.server.request_body import parse, read_body
+from kvtier.engine.server.service import Service
+from kvtier.engine.server.tenancy import effective_salt
+from kvtier.engine.server.token_text import TokenText
+from kvtier.engine.server.usage import Usage
+from kvtier.engine.server.waiting_room import RoomFull
+
+Asked: TypeAlias = CompletionRequest | ChatRequest
+
+_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class Generation:
+    """An ASGI answer. What it holds of the engine and the waiting room it gives back when the client leaves."""
+
+    def __init__(self, service: Service, asked: Asked) -> None:
+        self._service = service
+        self._asked = asked
+        self._field = "messages" if isinstance(asked, ChatRequest) else "prompt"
+        self._usage = Usage(asked.n)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Generate and send."""
+        try:
+            is_there = await while_connected(receive, self._answer(scope, receive, in_time(send)))
+        except TimeoutError:
+            is_there = False
+        facts_of(scope).client_left = not is_there
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked, service = self._asked, self._service
+        if asked.model != service.model_name:
+            message = f"there is no model of that name here; there is {service.model_name}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+        llm = service.llm()
+        num_completions = asked.n * asked.num_prompts
+        if num_completions > service.room.capacity:
+            message = f"{num_completions} completions at once; the server takes {service.room.capacity}: ask for fewer"
+            raise ApiError(400, message, code="too_many_completions")
+        try:
+            with service.room.enter(num_completions):
+                with self._api_errors():
+                    choices, text = await llm.with_tokenizer(
+                        lambda tokenizer: (self._choices(asked.prompts(tokenizer), llm), TokenText(tokenizer))
+                    )
+                kind = ChatReply if isinstance(asked, ChatRequest) else CompletionReply
+                reply = kind(service.model_name, text, asked.num_top_logprobs is not None, asked.includes_usage)
+                salt = effective_salt(facts_of(scope).tenant, asked.cache_salt, service.is_strict)
+                skips_cache = asked.kvtier.skip_reading_prefix_cache
+                async with aclosing(generate(llm, choices, salt, skips_cache)) as pieces:
+                    observed = self._observed(pieces)
+                    if asked.stream:
+                        await self._send_stream(observed, reply, send)
+                    else:
+                        answers = await self._collect(observed)
+                        await json_response(reply.whole(answers, self._usage))(scope, receive, send)
+        except RoomFull as full:
+            headers = {"Retry-After": str(full.retry_after_s)}
+            raise ApiError(429, f"{full}", code="queue_full", headers=headers) from None
+        finally:
+            self._tell(scope)
+
+    def _choices(self, prompts: Sequence[Sequence[int]], llm: AsyncLLM) -> list[list[Choice]]:
+        """The choices of each prompt. ApiError 400 for a prompt that is too long."""
+        asked = self._asked
+        groups = []
+        for number, prompt in enumerate(prompts):
+            self._check_length(len(prompt), asked.max_new_tokens(0), llm.longest_request)
+            max_tokens = asked.max_new_tokens(llm.longest_request - len(prompt))
+            indices = range(number * asked.n, (number + 1) * asked.n)
+            groups.append([Choice(i, prompt, asked.sampling(i % asked.n, max_tokens)) for i in indices])
+        return groups
+
+    def _check_length(self, num_prompt: int, num_new: int, longest: int) -> None:
+        code = "context_length_exceeded"
+        if (limit := self._service.settings.max_prompt_tokens) is not None and num_prompt > limit:
+            message = f"the prompt has {num_prompt} tokens, the server takes {limit}; shorten it"
+            raise ApiError(400, message, code=code, param=self._field)
+        if num_prompt + num_new > longest:
+            message = (
+                f"This model's maximum context length is {longest} tokens. However, you requested "
+                f"{num_prompt + num_new} ({num_prompt} in the {self._field}, {num_new} in the completion). "
+                "Please shorten one of them."
+            )
+            raise ApiError(400, message, code=code, param=self._field)
+
+    async def _observed(self, pieces: AsyncIterator[ChoicePiece]) -> AsyncIterator[ChoicePiece]:
+        """*pieces*, timed and counted."""
+        metrics, began_at = self._service.metrics, time.monotonic()
+        last_at: dict[int, float] = {}
+        with self._api_errors():
+            async for item in pieces:
+                now = time.monotonic()
+                if item.index in last_at:
+                    metrics.token_gap.observe(now - last_at[item.index])
+                elif not last_at:
+                    metrics.ttft.observe(now - began_at)
+                last_at[item.index] = now
+                if item.piece.completion is not None:
+                    self._usage.add(item.index, item.piece.completion)
+                yield item
+
+    @contextmanager
+    def _api_errors(self) -> Iterator[None]:
+        """What the engine does not take, or cannot finish, as an ApiError."""
+        try:
+            yield
+        except ValueError as error:
+            raise ApiError(400, str(error), param=self._field, code="invalid_value") from None
+        except RuntimeError as error:  # the engine has ended under the request
+            code = "shutting_down" if self._service.is_draining else "engine_failed"
+            raise ApiError(503, "the server ends before the answer is complete; ask again", code=code) from error
+
+    async def _collect(self, pieces: AsyncIterator[ChoicePiece]) -> list[Answer]:
+        answers = []
+        async for item in pieces:
+            if item.piece.completion is not None:
+                answers.append(Answer(item.index, item.piece.completion))
+        return sorted(answers, key=lambda answer: answer.index)
+
+    async def _send_stream(self, pieces: AsyncIterator[ChoicePiece], reply: Reply, send: Send) -> None:
+        """Server-sent events. Nothing is sent before the first piece, so what fails until then has its own status."""
+        has_begun = False
+        try:
+            async for item in pieces:
+                if not has_begun:
+                    await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                    has_begun = True
+                events = b"".join(_event(chunk) for chunk in reply.chunks(item.index, item.piece))
+                if events:
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
+            last = _event(reply.last_chunk(self._usage)) if self._asked.includes_usage else b""
+            last += b"data: [DONE]\n\n"
+        except ApiError as error:
+            if not has_begun:
+                raise
+            last = _event(error.content())
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _tell(self, scope: Scope) -> None:
+        usage = self._usage
+        facts_of(scope).fields |= {
+            "stream": self._asked.stream,
+            "prompt_tokens": usage.prompts.num_tokens,
+            **usage.by_tier(),
+            "generated": usage.num_generated,
+            "ttft_s": None if usage.ttft_s is None else round(usage.ttft_s, 4),
+        }
+
+
+def _event(content: object) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+async def complete(request: Request) -> Generation:
+    """`POST /v1/completions`."""
+    service: Service = request.app.state.service
+    body = await read_body(request, service.settings.max_body)
+    return Generation(service, parse(body, CompletionRequest, IGNORED, NEUTRAL))
+
+
+async def chat(request: Request) -> Generation:
+    """`POST /v1/chat/completions`."""
+    service: Service = request.app.state.service
+    body = await read_body(request, service.settings.max_body)
+    return Generation(service, parse(body, ChatRequest, IGNORED, NEUTRAL))

@@ -1,0 +1,113 @@
+"""What completions and chats have in common: how to generate, and what kvtier adds to that."""
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from kvtier.engine.sampling import SamplingParams
+
+MOST_CHOICES = 128
+MOST_LOGPROBS = 20
+_SEEDS = 1 << 64
+
+# Of OpenAI's parameters, those that say nothing about the answer …
+IGNORED = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+# … and those that would change it, with the values that ask for nothing.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "audio": (),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "moderation": (),
+    "presence_penalty": (0,),
+    "reasoning_effort": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+TokenCount: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
+LogprobCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`stream_options`. Obfuscation pads events against listeners; on a loopback there are none."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class KvtierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`kvtier`: what only this server has."""
+
+    skip_reading_prefix_cache: bool = False
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The parameters of both endpoints; defaults are OpenAI's. Beyond OpenAI's: *top_k*, *stop_token_ids*,
+    *ignore_eos*, *cache_salt* and *kvtier*."""
+
+    model: str
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] = 0
+    seed: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_CHOICES)] = 1
+    stop: Text | Annotated[list[Text], msgspec.Meta(max_length=16)] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    cache_salt: Text | None = None
+    kvtier: KvtierOptions = KvtierOptions()
+
+    def __post_init__(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: there is no stream; set stream to true or leave them out")
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with what it took."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to tell with each; None: nothing of the kind."""
+        raise NotImplementedError
+
+    def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
+        """How to generate one of the *n* choices: with one seed for all they would be the same."""
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(0, self.top_k),
+            seed=None if self.seed is None else (self.seed + choice) % _SEEDS,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            logprobs=self.num_top_logprobs,
+        )

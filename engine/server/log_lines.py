@@ -1,0 +1,50 @@
+"""How the log looks: for people, or one JSON object a line. What a record has as *fields* comes with it."""
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from typing import Literal
+
+
+class JsonLines(logging.Formatter):
+    """`{"time", "level", "logger", "message", …fields}`; the time is UTC."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        seconds, milliseconds = divmod(round(record.created * 1000), 1000)
+        line: dict[str, object] = {
+            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{milliseconds:03}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class PlainLines(logging.Formatter):
+    """The message, then `name=value` of each field."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """One line."""
+        return " ".join([super().formatMessage(record), *(f"{key}={value}" for key, value in _fields(record).items())])
+
+
+def write_log(kind: Literal["human", "json"]) -> None:
+    """Let the process's log go to stderr in that form."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if kind == "json" else PlainLines())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("kvtier").setLevel(logging.INFO)
+
+
+def _fields(record: logging.LogRecord) -> Mapping[str, object]:
+    fields: Mapping[str, object] = getattr(record, "fields", {})
+    return fields

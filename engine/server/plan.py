@@ -1,0 +1,169 @@
+"""Plan: what a configuration comes to with a model, known without its weights."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+
+from kvtier.engine.config import Config
+from kvtier.engine.disk_store import LEAST_BLOCKS
+from kvtier.engine.longest_request import longest_request
+from kvtier.engine.runner import layers_of
+from kvtier.engine.server.api_keys import ApiKeys
+from kvtier.engine.server.dead_settings import dead_settings
+from kvtier.store.data_file import capacity_within, most_bytes
+from kvtier.tiers.groups import AttentionGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What fits in one tier."""
+
+    tier: str
+    capacity_bytes: int
+    num_blocks: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The plan; with *refusals* the server would not start."""
+
+    model: str
+    architecture: str
+    dtype: str
+    model_tokens: int | None  # what the model takes
+    block_size: int
+    block_bytes: int
+    rooms: list[Room]
+    longest_request: int
+    remarks: list[str]  # what does not fit, or does not work
+    dead_settings: list[str]
+    refusals: list[str]
+
+    def lines(self) -> Iterator[str]:
+        """The plan for people."""
+        limit = "any number of" if self.model_tokens is None else f"{self.model_tokens:,}"
+        yield f"model      {self.model}: {self.architecture}, {self.dtype}, takes {limit} tokens"
+        per_token = self.block_bytes / self.block_size
+        yield f"KV         {per_token:,.0f} bytes per token, {self.block_bytes:,} per block of {self.block_size} tokens"
+        for room in self.rooms:
+            size = _size(room.capacity_bytes)
+            yield f"{room.tier:<11}{size:>10}  {room.num_blocks:>10,} blocks {room.num_tokens:>12,} tokens"
+        yield f"longest    {self.longest_request:,} tokens, a prompt and its continuation together"
+        for title, lines in (
+            ("does not fit, or does not work", self.remarks),
+            ("has no effect", self.dead_settings),
+            ("refused", self.refusals),
+        ):
+            if lines:
+                yield ""
+                yield f"{title}:"
+                yield from (f"  {line}" for line in lines)
+
+
+def make_plan(model: str, config: Config, keys: ApiKeys | None) -> Plan:
+    """The plan. ValueError if the model's configuration cannot be had, `UnsupportedModel` if it cannot be paged."""
+    try:
+        described = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise ValueError(f"model {model}: cannot be loaded ({why}); give a folder or a name on the hub") from error
+    dtype = _dtype(described, config.model.dtype)
+    block_size = config.device.block_size
+    layers = _layers(described, block_size, dtype.itemsize)
+    groups = tuple(dict.fromkeys(group for group, _ in layers))
+    block_bytes = sum(num_bytes for _, num_bytes in layers)
+    rooms = list(_rooms(config, block_size, block_bytes))
+    model_tokens: int | None = getattr(described.get_text_config(), "max_position_embeddings", None)
+    slots = [rooms[0].num_blocks] * len(groups)
+    longest = longest_request(groups, slots, config.scheduler.prefill_chunk, model_tokens)
+    return Plan(
+        model,
+        (described.architectures or [type(described).__name__])[0],
+        str(dtype).removeprefix("torch."),
+        model_tokens,
+        block_size,
+        block_bytes,
+        rooms,
+        longest,
+        list(_remarks(model, config, model_tokens, longest, block_bytes)),
+        dead_settings(config, groups, keys),
+        list(_refusals(config, rooms, block_bytes)),
+    )
+
+
+def _dtype(described: PreTrainedConfig, wanted: str) -> torch.dtype:
+    if wanted != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[wanted]
+    found = described.get_text_config().dtype or described.dtype
+    return found if isinstance(found, torch.dtype) else torch.float32
+
+
+def _layers(described: PreTrainedConfig, block_size: int, itemsize: int) -> list[tuple[AttentionGroup, int]]:
+    with torch.device("meta"):  # in bfloat16: some models compute in nothing else, and the shapes are the same
+        model = AutoModelForCausalLM.from_config(described, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    return layers_of(model.eval(), block_size, itemsize)
+
+
+def _rooms(config: Config, block_size: int, block_bytes: int) -> Iterator[Room]:
+    capacities = {"device": int(config.device.capacity)}
+    if config.host is not None:
+        capacities["host"] = int(config.host.capacity)
+    if config.disk is not None:
+        capacities["disk"] = capacity_within(config.disk.capacity)
+    for tier, capacity_bytes in capacities.items():
+        num_blocks = capacity_bytes // block_bytes
+        yield Room(tier, capacity_bytes, num_blocks, num_blocks * block_size)
+
+
+def _refusals(config: Config, rooms: list[Room], block_bytes: int) -> Iterator[str]:
+    least = {"device": 2, "host": 1, "disk": LEAST_BLOCKS}
+    needed = {
+        "device": 2 * block_bytes,
+        "host": block_bytes,
+        "disk": most_bytes(LEAST_BLOCKS * block_bytes),
+    }
+    for room in rooms:
+        if room.num_blocks < least[room.tier]:
+            yield f"{room.tier}.capacity: holds {room.num_blocks} blocks; use {needed[room.tier]} bytes or more"
+
+
+def _remarks(model: str, config: Config, model_tokens: int | None, longest: int, block_bytes: int) -> Iterator[str]:
+    server = config.server
+    if model_tokens is not None and longest < model_tokens:
+        needed = -(-model_tokens // config.device.block_size) * block_bytes
+        these = f"requests from {longest + 1:,} to {model_tokens:,} tokens"
+        yield f"{these}: device.capacity {_size(needed)} would hold them"
+    if server.max_prompt_tokens is not None and server.max_prompt_tokens >= longest:
+        yield f"server.max_prompt_tokens: no prompt can have more than {longest - 1:,} tokens anyway"
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if config.host is not None and config.host.capacity > memory_bytes * 3 // 4:
+        yield f"host.capacity: more than three quarters of this machine's memory, {_size(memory_bytes)}"
+    if config.disk is not None:
+        free_bytes = _free_bytes(Path(config.disk.path))
+        if config.disk.capacity > free_bytes:
+            yield f"disk.capacity: only {_size(free_bytes)} are free, besides what a store there has already"
+    try:
+        if AutoTokenizer.from_pretrained(model).chat_template is None:
+            yield "/v1/chat/completions: the tokenizer has no chat template"
+    except (OSError, ValueError):
+        yield "the tokenizer: it is not there, and the server will not start without one"
+
+
+def _free_bytes(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:,.1f} TiB"

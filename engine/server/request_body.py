@@ -1,0 +1,74 @@
+"""What a client sends: read within limits, and checked against a type; whatever is wrong with it is an `ApiError`."""
+
+import asyncio
+import re
+from collections.abc import Collection, Mapping
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from kvtier.engine.server.api_error import ApiError
+
+READ_TIMEOUT_S = 60.0  # a client that sends more slowly holds nothing but its connection, and that not for ever
+
+_T = TypeVar("_T")
+
+
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """The body. ApiError 413 beyond the limit, 408 if it does not come."""
+    too_large = ApiError(413, f"the body has more than {limit_bytes} bytes; send less", code="body_too_large")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > limit_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limit_bytes:
+                    raise too_large
+    except TimeoutError:
+        message = f"the body did not arrive in {READ_TIMEOUT_S:.0f} s; send it again"
+        raise ApiError(408, message, code="timeout") from None
+    return bytes(body)
+
+
+def parse(body: bytes, kind: type[_T], ignored: Collection[str], neutral: Mapping[str, Collection[object]]) -> _T:
+    """The *kind* that *body* says in JSON. ApiError 400, naming the field, if it does not.
+
+    Fields in *ignored* may have any value, those in *neutral* only values that change nothing; null is as if absent.
+    """
+    try:
+        content = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(content, dict):
+        raise ApiError(400, "the body is not a JSON object; send one", code="invalid_json")
+    content = {name: value for name, value in content.items() if value is not None and name not in ignored}
+    for name in neutral.keys() & content.keys():
+        if content.pop(name) not in neutral[name]:
+            raise ApiError(400, f"{name} is not supported; leave it out", code="unsupported_parameter", param=name)
+    try:
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from None
+
+
+def _explain(message: str) -> ApiError:
+    """msgspec's "what - at `$.path`" for whoever sent it; it contains no value of the request's."""
+    if unknown := re.match(
+        r"Object contains unknown field `(?P<name>[^`]*)`(?: - at `\$\.?(?P<path>[^`]*)`)?", message
+    ):
+        param = ".".join(filter(None, [unknown["path"], unknown["name"]]))
+        return ApiError(400, f"{param}: unknown parameter", code="unknown_parameter", param=param)
+    if missing := re.match(r"Object missing required field `([^`]*)`(?: - at `\$\.?([^`]*)`)?", message):
+        param = ".".join(filter(None, [missing[2], missing[1]]))
+        return ApiError(400, f"{param}: is missing", code="missing_required_parameter", param=param)
+    located = re.fullmatch(r"(.*) - at `\$\.?([^`]*)`", message, re.DOTALL)
+    if located:
+        what, param = located.groups()
+        message = f"{param}: {what}"
+    else:  # said by a type itself: it begins with the name
+        param = next(iter(re.findall(r"^([a-z_]+)(?: is|:)", message)), "")
+    return ApiError(400, message.replace("`", ""), code="invalid_value", param=param or None)

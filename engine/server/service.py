@@ -1,0 +1,75 @@
+"""Service: what all requests share: the engine once it is loaded, who may ask, and how much at once."""
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry
+
+from kvtier.engine.config import Config
+from kvtier.engine.metrics import EngineCollector, HttpMetrics
+from kvtier.engine.server.api_error import ApiError
+from kvtier.engine.server.api_keys import ApiKeys
+from kvtier.engine.server.waiting_room import WaitingRoom
+
+if TYPE_CHECKING:
+    from kvtier.engine.async_llm import AsyncLLM  # which is imported while the server answers already
+
+LOADING_RETRY_S = 5
+_DRAIN_POLL_S = 0.05
+
+
+class Service:
+    """It goes from loading to ready to draining. Owned by the event loop; *stage* may be set from any thread."""
+
+    def __init__(self, config: Config, model_name: str, keys: ApiKeys | None) -> None:
+        scheduler = config.scheduler
+        self.config = config
+        self.settings = config.server
+        self.model_name = model_name
+        self.keys = keys
+        self.created = int(time.time())
+        self.stage = "starting"
+        self.is_draining = False
+        # All that are here may be waiting at once, before the first step or after all were preempted.
+        self.room = WaitingRoom(min(scheduler.max_running + config.server.max_queued, scheduler.max_waiting))
+        self.registry = CollectorRegistry()
+        self.metrics = HttpMetrics(self.registry)
+        self._llm: AsyncLLM | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests for completions are taken."""
+        return self._llm is not None and not self.is_draining
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether tenants share nothing."""
+        return self.keys is not None and self.settings.tenant_isolation == "strict"
+
+    def loaded(self, llm: "AsyncLLM") -> None:
+        """The engine runs: take requests."""
+        self._llm = llm
+        self.registry.register(EngineCollector(llm.statistics))
+
+    def llm(self) -> "AsyncLLM":
+        """The engine. ApiError 503 while it is loading, and when the server is about to end."""
+        if self.is_draining:
+            raise ApiError(503, "the server is about to end; ask another one", code="shutting_down")
+        if self._llm is None:
+            headers = {"Retry-After": str(LOADING_RETRY_S)}
+            raise ApiError(503, f"the model is being loaded: {self.stage}", code="loading", headers=headers)
+        return self._llm
+
+    @property
+    def longest_request(self) -> int | None:
+        """Tokens of a prompt and its continuation; None before the model is loaded."""
+        return None if self._llm is None else self._llm.longest_request
+
+    async def drain(self, timeout_s: float) -> int:
+        """Take no more requests, and wait for those that run; how many are left after *timeout_s*."""
+        self.is_draining = True
+        deadline = time.monotonic() + timeout_s
+        while self.room.num_inside and time.monotonic() < deadline:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        return self.room.num_inside

@@ -1,0 +1,165 @@
+"""`kvtier serve --check-config`: the plan, without weights."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from small_models import MODELS, MORE_MODELS, build, byte_tokenizer
+
+from kvtier.engine.cli import main
+from kvtier.engine.config import as_config
+from kvtier.engine.server.plan import make_plan
+
+BLOCK_BYTES = 16 * 1024  # of every small model in float32, at 16 tokens
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="module")
+def no_weights(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model's folder without what is in its layers."""
+    folder = tmp_path_factory.mktemp("described") / "small-llama"
+    shutil.copytree(model_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+def check(
+    capsys: pytest.CaptureFixture[str], folder: Path, model: Path, config: str, *arguments: str
+) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr."""
+    file = folder / "kvtier.toml"
+    file.write_text(config)
+    capsys.readouterr()
+    status = main(["serve", "--model", str(model), "--config", str(file), "--check-config", *arguments])
+    return status, *capsys.readouterr()
+
+
+def test_it_tells_what_fits_where_without_loading_weights(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, no_weights: Path
+) -> None:
+    config = '[device]\ncapacity = "1MiB"\nblock_size = 16\n[host]\ncapacity = "2MiB"\n'
+
+    status, out, _ = check(capsys, tmp_path, no_weights, config)
+
+    assert status == 0
+    assert "1,024 bytes per token, 16,384 per block of 16 tokens" in out
+    assert "64 blocks        1,024 tokens" in out
+    assert "128 blocks        2,048 tokens" in out
+    assert "longest    1,024 tokens" in out
+    assert "requests from 1,025 to 4,096 tokens: device.capacity 4.0 MiB would hold them" in out
+    assert "refused" not in out
+    assert "has no effect" not in out
+
+
+def test_it_names_settings_that_do_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, no_weights: Path
+) -> None:
+    config = """
+metrics_host = "0.0.0.0"
+[device]
+retention_tokens = 64
+[host]
+capacity = 0
+[scheduler]
+token_budget = 32
+max_running = 48
+prefill_chunk = 64
+by_layers = false
+[server]
+metrics_tenants = ["ops"]
+max_queued = 5000
+[tenants.secret-salt]
+host = "1GiB"
+"""
+    status, out, _ = check(capsys, tmp_path, no_weights, config)
+
+    dead = out.partition("has no effect:")[2]
+    named = {line.partition(":")[0].strip() for line in dead.splitlines() if line.strip()}
+    assert status == 0
+    assert named == {
+        "device.retention_tokens",
+        "scheduler.prefill_chunk",
+        "scheduler.max_running",
+        "scheduler.by_layers",
+        "metrics_host",
+        "server.max_queued",
+        "server.metrics_tenants",
+        "tenants.....host",
+    }
+    assert "secret-salt" not in out
+
+
+def test_what_is_left_at_its_default_is_not_called_dead(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, no_weights: Path
+) -> None:
+    _, out, _ = check(capsys, tmp_path, no_weights, "[scheduler]\ntoken_budget = 16\nmax_waiting = 20\n")
+
+    assert "has no effect" not in out
+
+
+def test_it_says_which_tenants_quotas_are_nobodys(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, no_weights: Path
+) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[keys]\n"sk-12345678" = "ann"\n')
+    config = '[tenants.ann]\nhost = "1GiB"\n[tenants.eve]\nhost = "1GiB"\nname = "eve"\n'
+
+    _, out, _ = check(capsys, tmp_path, no_weights, config, "--api-keys", str(keys))
+
+    assert "tenants.eve: no key is that tenant's" in out
+    assert "tenants.ann" not in out
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ('[device]\ncapacity = "16KiB"\n', "device.capacity: holds 0 blocks; use 65536 bytes or more"),
+        ('[host]\ncapacity = "16KiB"\n', "host.capacity: holds 0 blocks; use 32768 bytes or more"),
+        ('[disk]\npath = "/tmp/none"\ncapacity = "1MiB"\n', "disk.capacity: holds 0 blocks; use"),
+    ],
+)
+def test_what_would_not_start_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, no_weights: Path, config: str, what: str
+) -> None:
+    status, out, _ = check(capsys, tmp_path, no_weights, config)
+
+    assert status == 2
+    assert what in out.partition("refused:")[2]
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ("[server]\nmax_quued = 3\n", "$.server.max_quued: unknown key; did you mean max_queued?"),
+        ('[server]\ntenant_isolation = "loose"\n', "use one of off, strict"),
+        ("[server]\nport = 70000\n", "$.server.port"),
+    ],
+)
+def test_dead_keys_and_values_are_one_line_and_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, no_weights: Path, config: str, what: str
+) -> None:
+    status, _, err = check(capsys, tmp_path, no_weights, config)
+
+    assert status == 2
+    assert what in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", [*MODELS, *MORE_MODELS])
+def test_the_plan_agrees_with_what_the_engine_finds(tmp_path: Path, name: str) -> None:
+    from kvtier.engine.core import EngineCore
+
+    model, folder = build(name), tmp_path / "model"
+    model.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    config = as_config({"device": {"capacity": 40 * BLOCK_BYTES, "block_size": 16}, "host": {"capacity": "1MiB"}})
+
+    plan = make_plan(str(folder), config, None)
+
+    with EngineCore(model, byte_tokenizer(), config) as core:
+        assert plan.longest_request == core.longest_request
+        assert plan.rooms[0].num_blocks == core.cache.free_slots()[0]
+        assert plan.block_bytes == BLOCK_BYTES

@@ -1,0 +1,276 @@
+"""The server under more than it can take, and with clients that leave."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from serving import DEADLINE_S, MODEL, ServerInThread, chat_tokenizer, come_true, serving, tables
+from small_models import build
+
+from kvtier.engine.config import as_config
+from kvtier.engine.server.http_server import HttpServer
+from kvtier.engine.server.waiting_room import RoomFull, WaitingRoom
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[ServerInThread]:
+    """A server that runs two completions, and lets one wait."""
+    config = tables(max_queued=1, max_body=4000, max_prompt_tokens=300)
+    config["scheduler"] = {"load": "always", "max_running": 2, "token_budget": 64, "prefill_chunk": 64}
+    with serving(build("llama"), config) as address:
+        yield address
+
+
+@pytest.fixture
+def small_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.engine.server.connection.SEND_TIMEOUT_S", 0.2)
+
+
+def test_a_body_that_is_too_large_is_a_413(small: ServerInThread) -> None:
+    body = b'{"prompt": "' + b"x" * 5000
+
+    announced = small.post("/v1/completions", content=body)
+    in_chunks = small.post("/v1/completions", content=iter([body[:3000], body[3000:]]))
+
+    assert [answer.status_code for answer in (announced, in_chunks)] == [413, 413]
+    assert announced.json()["error"]["code"] == "body_too_large"
+    assert small.complete("Hello")["choices"]
+
+
+def test_a_prompt_longer_than_the_server_takes_is_a_400(small: ServerInThread) -> None:
+    answer = small.post("/v1/completions", json={"model": MODEL, "prompt": "x" * 301})
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert small.complete("x" * 300)["choices"]
+
+
+def test_more_completions_than_there_can_be_at_once_are_a_400(small: ServerInThread) -> None:
+    answer = small.post("/v1/completions", json={"model": MODEL, "prompt": ["a", "b"], "n": 2})
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_completions")
+
+
+def test_beyond_the_queue_it_is_429_with_the_time_to_try_again(small: ServerInThread) -> None:
+    with small.streaming("Hello", max_tokens=3500) as a, small.streaming("Hello", max_tokens=3500) as b:
+        next(a), next(b)  # both run
+        waiting = threading.Thread(target=small.complete, args=["Hello"])
+        waiting.start()
+        come_true(lambda: small.server.service.room.num_inside == 3)
+
+        refused = small.post("/v1/completions", json={"model": MODEL, "prompt": "Hello"})
+
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert int(refused.headers["Retry-After"]) >= 1
+    waiting.join(DEADLINE_S)
+    assert not waiting.is_alive()
+    assert small.complete("Hello")["choices"]
+
+
+def test_the_openai_client_comes_again_when_it_is_told_to(small: ServerInThread) -> None:
+    client = small.openai().with_options(max_retries=10)
+    with small.streaming("Hello", n=3, max_tokens=700) as stream:
+        next(stream)
+
+        done = client.completions.create(model=MODEL, prompt="Hello", max_tokens=2)  # 429 at first
+
+        assert done.usage.completion_tokens == 2
+        assert sum(1 for _ in stream)  # and nothing was taken from the others
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+def test_a_client_that_leaves_a_stream_takes_its_leases_along(small: ServerInThread, num_choices: int) -> None:
+    with small.streaming("Hello " * 20, max_tokens=3500, n=num_choices) as stream:
+        next(stream)
+        assert not small.is_at_rest()
+
+    come_true(small.is_at_rest)
+    small.server.llm._core.cache.check()
+    come_true(lambda: small.server.llm.statistics().num_running == 0)
+
+
+def test_a_client_that_does_not_wait_for_its_answer_takes_its_leases_along(small: ServerInThread) -> None:
+    body = {"model": MODEL, "prompt": "Hello " * 20, "max_tokens": 3500, "ignore_eos": True}
+
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{small.url}/v1/completions", json=body, timeout=0.3)
+
+    come_true(small.is_at_rest)
+    small.server.llm._core.cache.check()
+
+
+def test_clients_that_come_and_leave_at_any_moment_leave_nothing_behind(small: ServerInThread) -> None:
+    async def leave_after(client: httpx.AsyncClient, seconds: float) -> None:
+        body = {"model": MODEL, "prompt": "Hello " * 30, "max_tokens": 1000, "stream": True, "ignore_eos": True}
+        try:
+            async with asyncio.timeout(seconds), client.stream("POST", "/v1/completions", json=body) as answer:
+                async for _ in answer.aiter_lines():
+                    pass
+        except TimeoutError:
+            pass
+
+    async def all_leave() -> None:
+        async with httpx.AsyncClient(base_url=small.url, timeout=DEADLINE_S) as client:
+            await asyncio.gather(*(leave_after(client, 0.004 * i) for i in range(1, 40)))
+
+    asyncio.run(all_leave())
+
+    come_true(small.is_at_rest)
+    small.server.llm._core.cache.check()
+    assert small.complete("Hello")["choices"]
+
+
+def test_the_port_answers_while_the_model_is_loading() -> None:
+    model, gate = build("llama"), threading.Event()
+    hook = model.register_forward_pre_hook(lambda *_: gate.wait(DEADLINE_S) and None)  # loading runs the model
+    try:
+        with serving(model, tables(20), until="/health") as address:
+            loading = address.get("/ready")
+            refused = address.post("/v1/completions", json={"model": MODEL, "prompt": "Hello"})
+            listed = address.get("/v1/models").json()["data"][0]
+            metrics = address.get("/metrics")
+            gate.set()
+            come_true(lambda: address.get("/ready").status_code == 200)
+            assert address.complete("Hello")["choices"]
+
+        assert (loading.status_code, loading.json()["status"]) == (503, "loading")
+        assert "attention" in loading.json()["stage"]
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
+        assert (listed["id"], listed["max_model_len"]) == (MODEL, None)
+        assert metrics.status_code == 200
+    finally:
+        gate.set()
+        hook.remove()
+
+
+def test_streams_that_do_not_finish_in_time_are_told_so() -> None:
+    with (
+        serving(build("llama"), tables(300, drain_s=0.2)) as address,
+        address.streaming("Hello", max_tokens=4000) as stream,
+    ):
+        events = [next(stream)]
+        address.stop()
+        with pytest.raises(AssertionError, match="DONE"):
+            events.extend(stream)
+
+    assert events[-1]["error"]["code"] == "shutting_down"
+
+
+def test_a_client_that_does_not_read_is_left(small_timeout: None) -> None:
+    config = tables(3000)
+    body = {"model": MODEL, "prompt": "Hello", "max_tokens": 600, "n": 32, "stream": True, "logprobs": 20}
+    content = json.dumps({**body, "ignore_eos": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+    with serving(build("llama"), config) as address, socket.create_connection(("127.0.0.1", address.port)) as client:
+        client.sendall(head + content)
+        come_true(lambda: address.server.service.room.num_inside == 32)
+
+        come_true(address.is_at_rest)
+
+        assert 'route="/v1/completions",status="499"' in address.get("/metrics").text
+        assert client.recv(100).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_an_engine_that_fails_ends_the_server_with_its_error() -> None:
+    model, fails = build("llama"), threading.Event()
+
+    def fail(*_: object) -> None:
+        if fails.is_set():
+            raise ArithmeticError("the device is broken")
+
+    async def story() -> None:
+        bound = socket.create_server(("127.0.0.1", 0))
+        server = HttpServer(model, as_config(tables(20)), bound, MODEL, None, chat_tokenizer())
+        running = asyncio.create_task(server.run())
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
+            while (await client.get("/ready")).status_code != 200:
+                await asyncio.sleep(0.01)
+            fails.set()
+            answer = await client.post("/v1/completions", json={"model": MODEL, "prompt": "Hello"})
+
+        assert answer.status_code == 503
+        with pytest.raises(ArithmeticError, match="the device is broken"):
+            await running
+
+    hook = model.register_forward_pre_hook(fail)
+    try:
+        asyncio.run(asyncio.wait_for(story(), DEADLINE_S))
+    finally:
+        hook.remove()
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    server = HttpServer("/nowhere/model", as_config(tables(20)), socket.create_server(("127.0.0.1", 0)), MODEL)
+
+    with pytest.raises(ValueError, match="/nowhere/model: cannot be loaded"):
+        asyncio.run(asyncio.wait_for(server.run(), DEADLINE_S))
+
+
+class Clock:
+    """A clock that is set."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_wait_is_as_long_as_it_took_others_to_leave() -> None:
+    clock = Clock()
+    room = WaitingRoom(2, clock)
+    with room.enter(1):
+        for _ in range(10):
+            with room.enter(1):
+                clock.now += 7.0
+
+        with room.enter(1):
+            with pytest.raises(RoomFull) as one:
+                room.enter(1).__enter__()
+            with pytest.raises(RoomFull) as two:
+                room.enter(2).__enter__()
+
+    assert (one.value.retry_after_s, two.value.retry_after_s) == (7, 14)
+
+
+def test_time_in_which_nobody_was_there_is_not_waited_for() -> None:
+    clock = Clock()
+    room = WaitingRoom(1, clock)
+    for _ in range(5):
+        with room.enter(1):
+            clock.now += 2.0
+        clock.now += 500.0
+
+    with room.enter(1), pytest.raises(RoomFull) as full:
+        room.enter(1).__enter__()
+
+    assert full.value.retry_after_s == 2
+
+
+def test_before_anybody_has_left_the_wait_is_what_the_first_took_so_far() -> None:
+    clock = Clock()
+    room = WaitingRoom(1, clock)
+    with room.enter(1):
+        clock.now += 30.0
+        with pytest.raises(RoomFull) as full:
+            room.enter(1).__enter__()
+
+    assert full.value.retry_after_s == 30
+    assert room.num_inside == 0
+
+
+def test_who_is_refused_takes_no_room() -> None:
+    room = WaitingRoom(3, time.monotonic)
+    with room.enter(2):
+        with pytest.raises(RoomFull):
+            room.enter(2).__enter__()
+        with room.enter(1):
+            assert room.num_inside == 3
+
+    assert room.num_inside == 0
