@@ -96,6 +96,7 @@ class World:
         self.lanes = {route: ChaosLane(self.finished, rng, failing) for route in Route}
         disk = None if store is None else DiskTier(store, NAMESPACE, self.clock, written_bytes_per_day)
         transfers = TransferEngine(self.lanes, self.finished)
+        options = {"least_clean_ahead": max(1, num_device_slots // 4), **options}
         self.cache = TieredCache(groups, self.memories, transfers, disk, self.clock, **options)
         self.tails: set[BlockName] = set()  # names of blocks that are not full
         self.rotten: set[tuple[int, int]] = set()  # host slots (group, slot) that this world has damaged

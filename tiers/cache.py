@@ -103,7 +103,7 @@ class TieredCache:
         )
         # At most a quarter of the pool: within the window dirty blocks are skipped, beyond it the order is strict.
         most = max(1, min(memory.num_device_slots for memory in memories) // 4)
-        self._window = CleanAhead(min(least_clean_ahead, most), most, clock)
+        self._window = CleanAhead(least_clean_ahead, most, clock)
         self._spiller = Spiller(self.groups, self._residency, memories, transfers, self._window, clock)
         self._landings = Landings(self.groups, self._residency, memories, transfers)
         self._promoter = Promoter(
@@ -200,6 +200,11 @@ class TieredCache:
         if plan.end == hit.num_tokens:
             return replace(hit, start=plan.start) if plan.start else hit
         return replace(self._promoter.shorter(hit, plan.end), misses=hit.misses.cut(hit.num_tokens, Reason.COST))
+
+    def load_seconds(self, hit: Hit, planner: LoadPlanner) -> float | None:
+        """To bring all of the hit to the device, after what is queued; None if the speed of a lane is not known yet."""
+        demand = self._promoter.demand(hit, self.alignment)
+        return 0.0 if demand is None else planner.load_seconds(demand, self._transfers)
 
     def on_device(self, hit: Hit) -> Hit:
         """As much of the hit as is on the device: promoting that is done at once."""

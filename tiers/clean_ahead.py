@@ -32,5 +32,10 @@ class CleanAhead:
         """The window now."""
         return min(self._most, max(self._least, math.ceil(HEADROOM * self._rate_now() * self._spill_s)))
 
+    @property
+    def depth(self) -> int:
+        """How many blocks should be clean or free: the window, and the least also of a pool too small for that."""
+        return max(self._least, self.num_blocks)
+
     def _rate_now(self) -> float:
         return self._rate * math.exp((self._rate_at - self._clock()) / RATE_MEMORY_S)

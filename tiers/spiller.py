@@ -71,13 +71,17 @@ class Spiller:
         Half of the window is headroom: for that the bus is left to promotions while there are any.
         """
         if self._residency.host is not None:
-            ahead = self._window.num_blocks
+            ahead = self._window.depth
             if self._transfers.num_pending(Route.HOST_TO_DEVICE):
                 ahead = -(-ahead // 2)
             for group_id, wanted in enumerate(demand):
                 window = ahead + wanted
                 while self._start(Route.DEVICE_TO_HOST, group_id, partial(self._dirty_on_device, window)):
                     pass
+                short = window - self._residency.device.pools[group_id].num_free
+                if short > 0:  # what running requests leave will be taken at once
+                    oldest_leased = islice(self._residency.device.dirty[group_id], 2 * short)
+                    self.copy_down(group_id, list(oldest_leased))
 
     def copy_down(self, group_id: int, slots: Sequence[int]) -> None:
         """Start copying those of these device slots to host that have no copy below, whoever leases them."""
@@ -92,7 +96,8 @@ class Spiller:
                 and not self._residency.has_copy_below_device(group_id, name)
             ][:most]
 
-        while self._residency.host is not None and self._start(Route.DEVICE_TO_HOST, group_id, find_dirty):
+        num_slots = self._residency.device.pools[group_id].num_slots
+        while self._residency.host is not None and self._start(Route.DEVICE_TO_HOST, group_id, find_dirty, num_slots):
             pass
 
     def spill_host(self) -> None:
@@ -134,17 +139,27 @@ class Spiller:
             leases += sum(len(batch.names) for batch in below if batch.group_id == group_id)
         return leases
 
-    def _start(self, route: Route, group_id: int, find_dirty: Callable[[int, int], list[int]]) -> bool:
-        """Start one batch; False if there is nothing to copy, or no room or no time to."""
+    def _start(
+        self,
+        route: Route,
+        group_id: int,
+        find_dirty: Callable[[int, int], list[int]],
+        num_lendable: int | None = None,
+    ) -> bool:
+        """Start one batch; False if there is nothing to copy, or no room or no time to.
+
+        A spill leases its source: never more than a quarter of *num_lendable* slots, by default of those that are free,
+        so that allocations find the rest.
+        """
         under_way = [batch for batch in self._in_flight[route] if batch.group_id == group_id]
         if len(under_way) >= MAX_IN_FLIGHT[route] or not self._may_use(route):
             return False
         pool = self._upper(route).pools[group_id]
-        # A spill leases its source. Never more than a quarter of what is free: allocations find the rest.
         num_lent = sum(len(batch.names) for batch in under_way)
+        num_lendable = pool.num_free + num_lent if num_lendable is None else num_lendable
         memory = self._memories[group_id]
         batch_bytes = BATCH_BYTES * (memory.num_copiers if route is Route.DEVICE_TO_HOST else 1)
-        most = min(max(1, batch_bytes // memory.block_bytes), (pool.num_free + num_lent) // 4 - num_lent)
+        most = min(max(1, batch_bytes // memory.block_bytes), num_lendable // 4 - num_lent)
         most = max(most, 0 if under_way else 1)
         dirty = find_dirty(group_id, most)
         lower_slots: list[int] = []

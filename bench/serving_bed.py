@@ -1,0 +1,107 @@
+"""Servers to measure, each a process of its own on a free loopback port, ended when its block ends."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from kvtier.engine.demo_model import build_demo_model
+
+START_S = 180.0
+END_S = 120.0
+BLOCK_SIZE = 32
+MODEL = "model"  # the name under which all serve it
+
+
+def save_model(folder: Path) -> tuple[Path, int, int]:
+    """The demo's model as a folder that every server can load; bytes of KV a token, and the size of its vocabulary."""
+    model, tokenizer = build_demo_model()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    config = model.config
+    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    token_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    return folder, token_bytes, config.vocab_size
+
+
+@contextmanager
+def kvtier_server(model: Path, folder: Path, tables: Mapping[str, Mapping[str, object]]) -> Iterator[str]:
+    """`kvtier serve` with these tables; its URL."""
+    port = _free_port()
+    config = folder / f"server-{port}.toml"
+    config.write_text("\n".join(_toml(name, table) for name, table in tables.items()))
+    command = [sys.executable, "-m", "kvtier.engine.cli", "serve", "--model", str(model), "--config", str(config)]
+    with _process([*command, "--port", str(port), "--model-name", MODEL], port, "/ready", folder, {}) as url:
+        yield url
+
+
+@contextmanager
+def vllm_server(python: Path, model: Path, folder: Path, capacity: int, max_model_len: int) -> Iterator[str]:
+    """vLLM's own server, with its prefix cache in so many bytes; *python* is that of an environment with vLLM."""
+    port = _free_port()
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager"]
+    command += ["--enable-prefix-caching", "--kv-cache-memory-bytes", str(capacity)]
+    command += ["--max-model-len", str(max_model_len), "--max-num-seqs", "64", "--disable-uvicorn-access-log"]
+    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with _process(command, port, "/health", folder, offline) as url:
+        yield url
+
+
+@contextmanager
+def _process(
+    command: Sequence[str], port: int, path: str, folder: Path, environment: Mapping[str, str]
+) -> Iterator[str]:
+    """Run a server until its block ends; its URL once *path* answers. RuntimeError with its last words if it dies."""
+    url, log = f"http://127.0.0.1:{port}", folder / f"server-{port}.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env={**os.environ, **environment}, start_new_session=True
+        )
+        try:
+            _wait_until_it_answers(process, url + path, log)
+            yield url
+        finally:
+            _end(process, out)
+
+
+def _wait_until_it_answers(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    give_up_at = time.monotonic() + START_S
+    while time.monotonic() < give_up_at and process.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=2.0):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    raise RuntimeError(f"{' '.join(process.args[:4])} did not start: {log.read_text()[-2000:]}")  # type: ignore[index]
+
+
+def _end(process: subprocess.Popen[bytes], out: IO[str]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        out.write("ended with SIGKILL\n")
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _toml(name: str, table: Mapping[str, object]) -> str:
+    return "\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items()), ""])
