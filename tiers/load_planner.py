@@ -88,6 +88,13 @@ class LoadPlanner:
         """To compute that many tokens after *depth* others; 0 if that is not known yet."""
         return self.prefill.seconds(depth, num_tokens, self._chunk) if self.prefill.is_known else 0.0
 
+    def load_seconds(self, demand: Demand, transfers: TransferEngine) -> float | None:
+        """To move all of it; None if it has to take a lane of which no speed was measured."""
+        routes = ((Route.DISK_TO_HOST, demand.disk_bytes), (Route.HOST_TO_DEVICE, demand.device_bytes))
+        if any(num_bytes[-1] and transfers.speed(route).bytes_per_s is None for route, num_bytes in routes):
+            return None
+        return float(self._load_seconds(demand, demand.disk_bytes, demand.device_bytes, transfers)[-1])
+
     def _load_seconds(
         self,
         demand: Demand,
