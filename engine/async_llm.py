@@ -19,11 +19,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtier.engine.config import Config, as_config
 from kvtier.engine.core import EngineCore, EngineStatistics
-from kvtier.engine.llm import GREEDY, Prompt, encode, load_model, salted
+from kvtier.engine.llm import GREEDY, Prompt, encode, keyed, load_model
 from kvtier.engine.logprobs import TokenLogprobs
 from kvtier.engine.metrics import MetricsServer, serve_metrics
 from kvtier.engine.request import Completion, Request
 from kvtier.engine.sampling import SamplingParams
+from kvtier.engine.terms import Terms
 from kvtier.tiers.block_hash import NO_EXTRA_KEYS, ExtraKeys
 
 log = logging.getLogger(__name__)
@@ -118,6 +119,7 @@ class AsyncLLM:
         self._core: EngineCore | None = None
         self._metrics: MetricsServer | None = None
         self._streams: dict[Request, _Stream] = {}  # the engine thread's
+        self._looks: list[Callable[[EngineCore], None]] = []  # the engine thread's
         self._open: set[_Stream] = set()  # the event loop's: all that wait for pieces
         self._commands: Commands = queue.SimpleQueue()
         # All that touches the engine happens in the one thread of this executor.
@@ -144,22 +146,28 @@ class AsyncLLM:
         prompt: Prompt,
         sampling: SamplingParams = GREEDY,
         *,
+        lora: str | None = None,
         cache_salt: str | None = None,
         extra: ExtraKeys = NO_EXTRA_KEYS,
         skip_reading_prefix_cache: bool = False,
+        max_load_tokens: int | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[Piece, None]:
-        """Stream the continuation of one prompt. ValueError for a prompt that cannot run, or when the queue is full."""
+        """Stream the continuation of one prompt, by the adapter *lora* if it is named.
+
+        ValueError for a prompt that cannot run, an adapter that is not there, or when the queue is full.
+        """
         arrived_at = time.monotonic()
+        terms = Terms(priority, not skip_reading_prefix_cache, max_load_tokens)
         token_ids = await self.with_tokenizer(lambda tokenizer: encode(tokenizer, prompt))
-        self._running_core()  # again: it may have been closed meanwhile
+        keys = keyed(self._running_core(), extra, lora, cache_salt)  # again: it may have been closed meanwhile
         stream = _Stream(asyncio.get_running_loop())
         self._open.add(stream)
         self._commands.put(
             lambda core: self._add(
                 core,
                 stream,
-                partial(core.add, token_ids, sampling, salted(extra, cache_salt), arrived_at),
-                not skip_reading_prefix_cache,
+                partial(core.add, token_ids, sampling, keys, arrived_at, terms),
             )
         )
         try:
@@ -193,14 +201,35 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> bool:
         """Forget every cached block, in host memory and on disk too; False, and nothing changed, while requests run."""
+        return await self.ask(lambda core: core.reset())
+
+    async def ask(self, question: Callable[[EngineCore], _T]) -> _T:
+        """What *question* returns, or raises, in the engine's thread, between two steps: keep it short.
+
+        RuntimeError if the engine ends before.
+        """
         self._running_core()
-        answer: Future[bool] = Future()
-        self._commands.put(lambda core: answer.set_result(core.reset()))
+        answer: Future[_T] = Future()
+
+        def put(core: EngineCore) -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(question(core))
+            except Exception as error:  # the asker's mistake, and not the engine's end
+                answer.set_exception(error)
+
+        self._commands.put(put)
         done: asyncio.Future[Any] = asyncio.wrap_future(answer)
         assert self._serving is not None, "the engine runs"
         await asyncio.wait({done, self._serving}, return_when=asyncio.FIRST_COMPLETED)
-        self._running_core()
+        if not answer.done():
+            raise RuntimeError("AsyncLLM: has ended; start a new one")
         return answer.result()
+
+    async def attend(self, look: Callable[[EngineCore], None]) -> None:
+        """Have *look* called in the engine's thread after every step, and every 0.1 s while there are none."""
+        await self.ask(lambda _: self._looks.append(look))
 
     def statistics(self) -> EngineStatistics:
         """The engine's last snapshot, by value; at most a quarter of a second old."""
@@ -255,6 +284,8 @@ class AsyncLLM:
                     self._send(request)
             else:
                 core.idle()
+            for look in self._looks:
+                look(core)
 
     def _end_streams(self, serving: asyncio.Future[None]) -> None:
         """The engine's thread has ended, as it was told or by an error: everybody who still waits learns of it."""
@@ -267,19 +298,21 @@ class AsyncLLM:
 
     def _take_commands(self, core: EngineCore) -> bool:
         """Carry out what callers asked for; wait for it a moment if there is nothing else to do. False: end."""
+        waits = not core.has_work
         while True:
             try:
                 timeout_s = COPYING_S if core.cache.num_under_way else IDLE_S
-                command = self._commands.get(block=not core.has_work, timeout=timeout_s)
+                command = self._commands.get(block=waits, timeout=timeout_s)
             except queue.Empty:
                 return True
             if command is None:
                 return False
             command(core)
+            waits = False  # for one only: who asks again and again must not keep the engine from looking after itself
 
-    def _add(self, core: EngineCore, stream: _Stream, add: Callable[..., Request], reads_cache: bool) -> None:
+    def _add(self, core: EngineCore, stream: _Stream, add: Callable[[], Request]) -> None:
         try:
-            stream.request = add(reads_cache=reads_cache)
+            stream.request = add()
         except Exception as error:  # a caller's mistake must end that caller only
             stream.send(error)
             return

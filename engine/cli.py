@@ -9,6 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
+from kvtier.engine.doc_arguments import add_doc
+
 EXAMPLES = """examples:
   kvtier demo                                  the bundled model, offline, on the CPU; about a minute
   kvtier demo --tokens 16000                   a longer document
@@ -19,6 +21,7 @@ MORE_EXAMPLES = """  kvtier check ~/.cache/kvtier                 verify every b
   kvtier stats ~/.cache/kvtier                 what is in a store, also while an engine uses it
   kvtier store rm ~/.cache/kvtier --all-but 3f2a
   kvtier serve --model Qwen/Qwen3-0.6B         an OpenAI-compatible server
+  kvtier doc add report.txt                    a document that it keeps warm
 """
 CHECK_EXAMPLES = """examples:
   kvtier check ~/.cache/kvtier                 the accounting, and every record
@@ -95,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_stats(commands)
     _add_store(commands)
     _add_serve(commands)
+    add_doc(commands, _doc)
     return parser
 
 
@@ -197,6 +201,14 @@ def _add_serve(commands: _Commands) -> None:
     serve.add_argument("--host", metavar="ADDRESS", help="where to listen (127.0.0.1: this machine only)")
     serve.add_argument("--port", type=int, metavar="N", help="0: a free one (8000)")
     serve.add_argument("--model-name", metavar="NAME", help="what clients call the model (its folder, or hub id)")
+    serve.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        type=_adapter,
+        metavar="NAME=FOLDER",
+        help="an adapter that peft wrote, as a model of that name beside the model; may be repeated",
+    )
     serve.add_argument("--api-keys", metavar="FILE", help='TOML or JSON: a table [keys] of "KEY" = "tenant"')
     serve.add_argument(
         "--tenant-isolation",
@@ -214,6 +226,13 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
 
 def _path(text: str) -> Path:
     return Path(text).expanduser()
+
+
+def _adapter(text: str) -> tuple[str, str]:
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FOLDER")
+    return name, folder
 
 
 def _count(text: str) -> int:
@@ -238,7 +257,13 @@ def _serve(options: argparse.Namespace) -> int:
 
     names = ("host", "port", "model_name", "api_keys", "tenant_isolation", "log_format")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    return serve(options.model, options.config, given, options.check_config)
+    return serve(options.model, options.config, given, dict(options.lora), options.check_config)
+
+
+def _doc(options: argparse.Namespace) -> int:
+    from kvtier.engine.doc_command import run
+
+    return run(options)
 
 
 # Imported there: rich and LMDB take a quarter of a second.

@@ -118,6 +118,12 @@ class TenantConfig(_Table, frozen=True, kw_only=True):
     name: str | None = None
 
 
+class LoraConfig(_Table, frozen=True, kw_only=True):
+    """`[lora.NAME]`: an adapter of the model's; *path* is a folder that `peft` wrote. Requests name it by NAME."""
+
+    path: Annotated[str, msgspec.Meta(min_length=1)]
+
+
 class NameConfig(_Table, frozen=True, kw_only=True):
     """`[names]`: how blocks are named. Another *algorithm* or *seed* is another namespace: nothing stored is found.
 
@@ -183,6 +189,20 @@ class EventsConfig(_Table, frozen=True, kw_only=True):
                 raise ValueError(f"endpoint {endpoint} has no such port; use 1 to 65535, or 0 for a free one")
 
 
+class DocumentsConfig(_Table, frozen=True, kw_only=True):
+    """`[documents]`: those that `kvtier serve` keeps warm by name. Each is a file in the folder *path*, by default
+    one beside `disk.path`, with "-documents" behind its name; without a [disk] they end with the process. They are
+    encrypted if [disk] has a key. A tenant may have *max_per_tenant*.
+    """
+
+    path: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    max_per_tenant: Count = 1000
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            msgspec.structs.force_setattr(self, "path", str(Path(self.path).expanduser()))
+
+
 class ServerConfig(_Table, frozen=True, kw_only=True):
     """`[server]`: what `kvtier serve` does; its command line counts more.
 
@@ -216,8 +236,10 @@ class Config(_Table, frozen=True, kw_only=True):
     names: NameConfig = NameConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     events: EventsConfig | None = None
+    documents: DocumentsConfig = DocumentsConfig()
     server: ServerConfig = ServerConfig()
     tenants: dict[str, TenantConfig] = {}
+    lora: dict[str, LoraConfig] = {}
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
     metrics_host: str = "127.0.0.1"
 
@@ -226,6 +248,8 @@ class Config(_Table, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "host", None)
         if "" in self.tenants:
             raise ValueError('tenants."": requests without a cache_salt are no tenant; leave it out')
+        if "" in self.lora:
+            raise ValueError('lora."": an adapter needs a name that requests can say; give it one')
         names = [tenant.name for tenant in self.tenants.values() if tenant.name is not None]
         if len(set(names)) < len(names):
             raise ValueError(f"tenants: the same name twice among {', '.join(names)}; their bytes would be mixed up")

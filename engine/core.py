@@ -18,14 +18,17 @@ from kvtier.engine.kv_events import ZmqPublisher
 from kvtier.engine.logprobs import token_logprobs
 from kvtier.engine.longest_request import longest_request
 from kvtier.engine.look_ahead import LookAhead
+from kvtier.engine.lora_adapter import load_adapters
 from kvtier.engine.poisoned_cache import PoisonedCache
 from kvtier.engine.request import Request
 from kvtier.engine.runner import Chunk, ModelRunner
 from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.scheduler import Scheduler, Work
 from kvtier.engine.step_times import StepTimes
+from kvtier.engine.terms import NO_TERMS, Terms
+from kvtier.store.cipher import Cipher
 from kvtier.store.store_process import SWITCH_INTERVAL_S
-from kvtier.tiers.block_hash import BlockChain, ExtraKeys, HashAlgorithm
+from kvtier.tiers.block_hash import BlockChain, ExtraKeys, HashAlgorithm, Lora
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.events import EventLog
 from kvtier.tiers.load_planner import LoadPlanner
@@ -71,7 +74,8 @@ class EngineCore:
     gets everything, so that the next start is warm.
 
     Raises `UnsupportedModel` for a model whose attention cannot be paged, ValueError for sizes that cannot work,
-    `StoreInUse` if another process has the store, and what `ZmqPublisher` raises if its endpoints cannot be had.
+    `UnusableLora` for an adapter of another model, `StoreInUse` if another process has the store, and what
+    `ZmqPublisher` raises if its endpoints cannot be had.
     """
 
     def __init__(
@@ -86,7 +90,9 @@ class EngineCore:
         self.config = config
         with ExitStack() as undo:  # if a later part refuses, the earlier ones are closed again
             progress("looking at the model's attention")
-            self._runner = ModelRunner(model, config.device.block_size, config.device.capacity)
+            self._runner = ModelRunner(
+                model, config.device.block_size, config.device.capacity, load_adapters(model, config.lora, progress)
+            )
             undo.callback(self._runner.close)
             self._events = None if config.events is None else EventLog()
             self.publisher = None if config.events is None else ZmqPublisher(config.events, self._runner.groups)
@@ -166,32 +172,62 @@ class EngineCore:
         """Whether any request is not finished."""
         return self._scheduler.has_work
 
+    @property
+    def bytes_per_token(self) -> float:
+        """Of keys and values, in device and host memory; of the last tokens only where layers have windows."""
+        return sum(m.block_bytes / g.block_size for m, g in zip(self._memories, self._runner.groups, strict=True))
+
+    @property
+    def cipher(self) -> Cipher | None:
+        """What the disk tier encrypts with."""
+        return None if self._store is None else self._store.settings.cipher
+
     def add(
         self,
         token_ids: Sequence[int],
         sampling: SamplingParams,
         extra: ExtraKeys,
         arrived_at: float,
-        reads_cache: bool = True,
-        priority: int = 0,
+        terms: Terms = NO_TERMS,
     ) -> Request:
-        """Queue a prompt; a lower *priority* is more urgent. ValueError, with what to do, if it has no tokens or others
-        than the model's, is longer than the model or the device can hold, or the queue is full."""
+        """Queue a prompt. ValueError, with what to do, if it has no tokens or others than the model's, is longer than
+        the model or the device can hold, or the queue is full."""
         self._check_tokens(token_ids, sampling)
-        chain = self._name(token_ids, extra)
+        if extra.lora is not None and extra.lora not in self._runner.adapters:
+            raise ValueError(f"lora {extra.lora.name}: no adapter that is loaded; take its key from lora_key")
+        chain = self.chain(token_ids, extra)
         detokenizer = Detokenizer(self.tokenizer, sampling.stop)
-        request = Request(token_ids, sampling, chain, detokenizer, reads_cache, priority, arrived_at)
+        request = Request(token_ids, sampling, chain, detokenizer, terms, arrived_at)
         self._scheduler.add(request)
         return request
+
+    def lora_key(self, name: str) -> Lora:
+        """What a request of the adapter *name* has in its `ExtraKeys`: it chooses the adapter and names the blocks.
+
+        ValueError if there is none. Any thread may ask.
+        """
+        for key in self._runner.adapters:
+            if key.name == name:
+                return key
+        there = ", ".join(key.name for key in self._runner.adapters) or "none"
+        raise ValueError(f"lora {name}: no such adapter; there is {there}: add [lora.{name}] to the configuration")
 
     def where(self, token_ids: Sequence[int], extra: ExtraKeys) -> dict[str, int]:
         """Tokens of a prompt by the coldest tier that they would come from, or "nowhere"."""
         block_size = self.config.device.block_size
         counts = dict.fromkeys([*Tier, "nowhere"], 0)
-        for tier in self.cache.where(self._name(token_ids, extra)):
+        for tier in self.cache.where(self.chain(token_ids, extra)):
             counts["nowhere" if tier is None else tier] += block_size
         counts["nowhere"] += len(token_ids) % block_size
         return {str(place): num_tokens for place, num_tokens in counts.items()}
+
+    def chain(self, token_ids: Sequence[int], extra: ExtraKeys) -> BlockChain:
+        """The names of a prompt's blocks."""
+        names = self.config.names
+        algorithm = HashAlgorithm(names.algorithm)
+        chain = BlockChain(self.config.device.block_size, extra, algorithm=algorithm, seed=names.seed)
+        chain.extend(token_ids)
+        return chain
 
     def reset(self) -> bool:
         """Forget every block in every tier, once copies under way have ended; False while requests hold blocks."""
@@ -272,13 +308,6 @@ class EngineCore:
                 f"prompt of {len(ids)} tokens and {sampling.max_tokens} more: the model takes {limit}; shorten it"
             )
 
-    def _name(self, token_ids: Sequence[int], extra: ExtraKeys) -> BlockChain:
-        names = self.config.names
-        algorithm = HashAlgorithm(names.algorithm)
-        chain = BlockChain(self.config.device.block_size, extra, algorithm=algorithm, seed=names.seed)
-        chain.extend(token_ids)
-        return chain
-
     def _compute(self, work: Sequence[Work]) -> list[Request]:
         started_at = time.monotonic()
         depths = [item.request.num_computed for item in work]
@@ -288,6 +317,7 @@ class EngineCore:
                 item.request.num_computed,
                 item.request.tables,
                 None if item.request.promotion is None else item.request.promotion.gate,
+                item.request.chain.extra.lora,
             )
             for item in work
         ]

@@ -4,6 +4,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,7 @@ from kvtier.engine.core import EngineCore, EngineStatistics
 from kvtier.engine.metrics import serve_metrics
 from kvtier.engine.request import Completion, Request
 from kvtier.engine.sampling import SamplingParams
+from kvtier.engine.terms import Terms
 from kvtier.tiers.block_hash import NO_EXTRA_KEYS, ExtraKeys
 
 Prompt = str | Sequence[int] | npt.NDArray[np.integer]
@@ -58,18 +60,22 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams = GREEDY,
         *,
+        lora: str | None = None,
         cache_salt: str | None = None,
         extra: ExtraKeys = NO_EXTRA_KEYS,
         skip_reading_prefix_cache: bool = False,
+        max_load_tokens: int | None = None,
         progress: bool | None = None,
     ) -> list[Completion]:
         """Continue each prompt (text or token ids), all of them batched; completions in the prompts' order.
 
-        Prompts share cached blocks only with prompts of the same *cache_salt*. *progress* shows a bar; None: for many
-        prompts on a terminal. ValueError for a prompt that cannot fit the device pool.
+        *lora* names an adapter of the configuration. Prompts share cached blocks only with prompts of the same adapter
+        and *cache_salt*. *progress* shows a bar; None: for many prompts on a terminal. ValueError for a prompt that
+        cannot fit the device pool, and for an adapter that is not there.
         """
         arrived_at = time.monotonic()
-        keys = salted(extra, cache_salt)
+        keys = keyed(self.core, extra, lora, cache_salt)
+        terms = Terms(reads_cache=not skip_reading_prefix_cache, max_load_tokens=max_load_tokens)
         todo = as_prompts(prompts)
         requests: list[Request] = []
         wanted = len(todo) >= MANY_PROMPTS and sys.stderr.isatty() if progress is None else progress
@@ -80,8 +86,7 @@ class LLM:
                 while len(requests) < len(todo) or self.core.has_work:
                     while len(requests) < len(todo) and self.core.num_waiting < self.config.scheduler.max_waiting:
                         token_ids = encode(self.core.tokenizer, todo[len(requests)])
-                        reads_cache = not skip_reading_prefix_cache
-                        requests.append(self.core.add(token_ids, sampling, keys, arrived_at, reads_cache))
+                        requests.append(self.core.add(token_ids, sampling, keys, arrived_at, terms))
                     bar.advance(task, sum(request.finish_reason is not None for request in self.core.step()))
         finally:
             for request in requests:
@@ -89,11 +94,16 @@ class LLM:
         return [request.completion() for request in requests]
 
     def where(
-        self, prompt: Prompt, *, cache_salt: str | None = None, extra: ExtraKeys = NO_EXTRA_KEYS
+        self,
+        prompt: Prompt,
+        *,
+        lora: str | None = None,
+        cache_salt: str | None = None,
+        extra: ExtraKeys = NO_EXTRA_KEYS,
     ) -> dict[str, int]:
         """How many of the prompt's tokens are in which tier now; under "nowhere" those that would be computed."""
         token_ids = encode(self.core.tokenizer, prompt)
-        return self.core.where(token_ids, salted(extra, cache_salt))
+        return self.core.where(token_ids, keyed(self.core, extra, lora, cache_salt))
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block, in host memory and on disk too; False, and nothing changed, if copies hang."""
@@ -127,6 +137,9 @@ def load_model(
     model: str | Path | PreTrainedModel, config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model on its device and its tokenizer. ValueError when a loaded model comes without one."""
+    if not isinstance(model, str | Path | PreTrainedModel):
+        kind = type(model).__name__
+        raise ValueError(f"model: {kind} is no transformers model; pass one, and peft's adapters by [lora]")
     if isinstance(model, PreTrainedModel):
         if tokenizer is None:
             raise ValueError("tokenizer: a loaded model needs one; pass tokenizer=, or the model as a path")
@@ -167,8 +180,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Sequence[int]:
     return prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
 
 
-def salted(extra: ExtraKeys, cache_salt: str | None) -> ExtraKeys:
-    """*extra* with the salt of this call."""
-    if cache_salt is None:
-        return extra
-    return ExtraKeys(extra.lora, extra.multimodal, cache_salt, extra.prompt_embeddings)
+def keyed(core: EngineCore, extra: ExtraKeys, lora: str | None, cache_salt: str | None) -> ExtraKeys:
+    """*extra* with the adapter and the salt of this call. ValueError if there is no such adapter."""
+    if cache_salt is not None:
+        extra = replace(extra, cache_salt=cache_salt)
+    return extra if lora is None else replace(extra, lora=core.lora_key(lora))

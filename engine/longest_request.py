@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvtier.engine.scheduler import most_blocks
+from kvtier.engine.slot_demand import most_blocks
 from kvtier.tiers.groups import AttentionGroup
 
 

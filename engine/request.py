@@ -8,6 +8,7 @@ from enum import StrEnum
 from kvtier.engine.detokenizer import Detokenizer
 from kvtier.engine.logprobs import TokenLogprobs
 from kvtier.engine.sampling import Sampler, SamplingParams
+from kvtier.engine.terms import NO_TERMS, Terms
 from kvtier.tiers.block_hash import BlockChain
 from kvtier.tiers.promotion import Hit, Promotion, Tables
 from kvtier.tiers.statistics import TokenBalance
@@ -41,8 +42,7 @@ class Request:
     sampling: SamplingParams
     chain: BlockChain  # named as far as the tokens go
     detokenizer: Detokenizer
-    reads_cache: bool = True
-    priority: int = 0  # lower is more urgent
+    terms: Terms = NO_TERMS
     arrived_at: float = field(default_factory=time.monotonic)
     token_ids: list[int] = field(init=False)  # the prompt, then what was generated
     sampler: Sampler = field(init=False)

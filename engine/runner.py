@@ -7,14 +7,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import torch
-import xxhash
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from kvtier.engine.attention import IMPLEMENTATION, GroupStep, Segment, Step, current_step, segment
+from kvtier.engine.lora_adapter import LoraAdapter
+from kvtier.engine.lora_rows import LoraRows, LoraSpan
 from kvtier.engine.paged_gather import Scratch
+from kvtier.engine.tensor_digest import tensor_digest
+from kvtier.tiers.block_hash import Lora
 from kvtier.tiers.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
 from kvtier.tiers.namespace import GroupGeometry, Namespace
 from kvtier.transfer.block_memory import BlockMemory, CpuMemory
@@ -44,6 +49,7 @@ class Chunk:
     start: int  # position of the first of them
     tables: Sequence[Sequence[int]]  # [group][block] -> device slot
     gate: LayerGate | None = None  # if its prefix is still arriving
+    lora: Lora | None = None  # the adapter that computes it, one of the runner's
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +65,17 @@ class ModelRunner:
     """Owns the model and the device slabs; computes steps. Called by the engine's thread only.
 
     The layers with one kind of attention and one geometry make a group; each group has a slab of *num_slots* blocks.
-    Raises `UnsupportedModel` when the model does something that a paged cache would get wrong.
+    Raises `UnsupportedModel` when the model does something that a paged cache would get wrong, `UnusableLora` for an
+    adapter that cannot be kept to its own rows. Adapters leave the model, and so its namespace, as it is.
     """
 
-    def __init__(self, model: PreTrainedModel, block_size: int, capacity_bytes: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, block_size: int, capacity_bytes: int, adapters: Sequence[LoraAdapter] = ()
+    ) -> None:
         self.model = model.eval()  # type: ignore[no-untyped-call]  # untyped in transformers
         self.block_size = block_size
+        self.adapters = MappingProxyType({adapter.key: adapter for adapter in adapters})
+        self._lora_rows = LoraRows(model, adapters) if adapters else None
         self._own_attention = model.config._attn_implementation
         self.device = torch.device(model.device)
         layers = _inspect(model, block_size)
@@ -106,6 +117,8 @@ class ModelRunner:
         self.max_tokens: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         try:
             self._verify()
+            if self._lora_rows is not None:
+                self._verify_rows(self._lora_rows)
         except BaseException:
             self.close()
             raise
@@ -152,6 +165,8 @@ class ModelRunner:
     def close(self) -> None:
         """Give the model its own attention back; the caller may go on using it."""
         self.model.set_attn_implementation(self._own_attention)
+        if self._lora_rows is not None:
+            self._lora_rows.unhook()
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -159,6 +174,19 @@ class ModelRunner:
 
         Their keys and values are in the slabs when the pass has run (on CUDA: has been enqueued).
         """
+        if self._lora_rows is None:
+            return self._forward(chunks)
+        order = sorted(range(len(chunks)), key=lambda i: _lora_name(chunks[i]))  # rows of an adapter are consecutive
+        sorted_chunks = [chunks[i] for i in order]
+        with self._lora_rows.on(self._spans(sorted_chunks)):
+            logits = self._forward(sorted_chunks)
+        if order == list(range(len(chunks))):
+            return logits
+        in_place = torch.empty_like(logits)
+        in_place[order] = logits
+        return in_place
+
+    def _forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
         positions = [chunk.start + i for chunk in chunks for i in range(len(chunk.token_ids))]
         ends, end = [], 0
@@ -173,6 +201,19 @@ class ModelRunner:
                 logits_to_keep=torch.tensor(ends, device=self.device) - 1,
             ).logits
         return logits[0].float()
+
+    def _spans(self, chunks: Sequence[Chunk]) -> list[LoraSpan]:
+        """The rows of each adapter, whose chunks follow each other."""
+        spans = []
+        first_chunk = first_row = 0
+        for lora, run in groupby(chunks, key=lambda chunk: chunk.lora):
+            lengths = [len(chunk.token_ids) for chunk in run]
+            end_chunk, end_row = first_chunk + len(lengths), first_row + sum(lengths)
+            if lora is not None:
+                rows, chunk_rows = slice(first_row, end_row), slice(first_chunk, end_chunk)
+                spans.append(LoraSpan(rows, chunk_rows, self.adapters[lora].deltas))
+            first_chunk, first_row = end_chunk, end_row
+        return spans
 
     @contextmanager
     def _step(self, chunks: Sequence[Chunk], ends: Sequence[int]) -> Iterator[None]:
@@ -221,6 +262,19 @@ class ModelRunner:
                 "its attention needs something that kvtier does not pass on"
             )
 
+    def _verify_rows(self, lora_rows: LoraRows) -> None:
+        """See that the layers with adapters get the rows that they are thought to."""
+        num_tokens = min(self.block_size, 16)
+        first, second = (
+            Chunk([(factor * i + 5) % self.vocab_size for i in range(num_tokens)], 0, [[slot] for _ in self.groups])
+            for slot, factor in enumerate((7, 11))
+        )
+        with lora_rows.inputs() as of_both:
+            self.run([first, second])
+        with lora_rows.inputs() as of_second:
+            self.run([second])
+        lora_rows.check_order(of_both, of_second, num_tokens)
+
 
 def bytes_per_block(model: PreTrainedModel, block_size: int) -> int:
     """Bytes of keys and values of *block_size* tokens, all layers together."""
@@ -250,8 +304,7 @@ def weights_digest(model: torch.nn.Module) -> str:
     total = hashlib.sha256()
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in sorted(tensors.items()):
-        raw: Any = tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy()  # numpy's own buffer type
-        total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode() + xxhash.xxh3_128_digest(raw))
+        total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode() + tensor_digest(tensor))
     return total.hexdigest()
 
 
@@ -291,7 +344,9 @@ def _inspect(model: PreTrainedModel, block_size: int) -> dict[int, _Layer]:
         return torch.zeros_like(query).transpose(1, 2), None
 
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise UnsupportedModel(refusal("an adapter is loaded, which its blocks would not be named after; merge it"))
+        raise UnsupportedModel(
+            refusal("an adapter is loaded into it, which its blocks would not be named after; name it in [lora]")
+        )
     if getattr(config, "attn_temperature_tuning", False):
         raise UnsupportedModel(refusal("it scales attention by a row's number in the batch (attn_temperature_tuning)"))
     for rope_type in _rope_types(getattr(config, "rope_parameters", None) or {}):
@@ -335,6 +390,10 @@ def _group(
             return ChunkedLocal(block_size, int(config.attention_chunk_size))
         case _:
             raise UnsupportedModel(refusal(f"layer {layer_id} is of kind {kind} with window {window}"))
+
+
+def _lora_name(chunk: Chunk) -> str:
+    return "" if chunk.lora is None else chunk.lora.name
 
 
 def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:

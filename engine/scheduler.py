@@ -2,21 +2,17 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import zip_longest
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from kvtier.engine.config import SchedulerConfig
 from kvtier.engine.look_ahead import LookAhead
 from kvtier.engine.request import FinishReason, Request
+from kvtier.engine.slot_demand import SlotDemand
 from kvtier.engine.waiting_queue import WaitingQueue
 from kvtier.tiers.cache import TieredCache
-from kvtier.tiers.groups import AttentionGroup
 from kvtier.tiers.hit_ratio import HitRatio
 from kvtier.tiers.load_planner import LoadPlanner
-from kvtier.tiers.promotion import NO_SLOT, Hit, Promotion, Tables
+from kvtier.tiers.promotion import Hit, Promotion, Tables
 from kvtier.tiers.statistics import TokenBalance
 from kvtier.tiers.tier import Reason
 
@@ -63,6 +59,7 @@ class Scheduler:
         self._look_ahead = look_ahead
         self._clock = clock
         self._max_running = min(config.max_running, config.token_budget)  # so that each of them can decode in a step
+        self._demand = SlotDemand(cache, config.prefill_chunk)
         self._num_slots = cache.free_slots()  # nothing is leased yet: all there are
 
     @property
@@ -73,7 +70,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue the request. ValueError if it could not run even alone, or the queue is full."""
         num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
-        needed = most_blocks(self._cache.groups, num_tokens, self._config.prefill_chunk)
+        needed = self._demand.of(num_tokens)
         for blocks, num_slots in zip(needed, self._num_slots, strict=True):
             if blocks > num_slots:
                 raise ValueError(
@@ -111,7 +108,7 @@ class Scheduler:
         for request in [r for r in by_priority if r.is_decoding]:
             budget -= self._add_work(request, budget, step)
         for request in [r for r in by_priority if not r.is_decoding]:
-            while self.waiting and self.waiting.first.priority < request.priority and budget > 0:
+            while self.waiting and self.waiting.first.terms.priority < request.terms.priority and budget > 0:
                 if not self._admit(urgent := self.waiting.first, step):
                     break
                 budget -= self._add_work(urgent, budget, step)
@@ -176,7 +173,7 @@ class Scheduler:
         if request.hit is None or self._clock() >= request.hit_until:
             request.hit, request.hit_until = self._lookup(request), self._clock() + HIT_LASTS_S
         hit = request.hit
-        while not self._fits(request, hit):
+        while not self._demand.fits(request, hit, [*self.running, *self.promoting]):
             if not self._give_way(request, step):
                 return False
         if not self._cache.make_room(hit):
@@ -184,6 +181,8 @@ class Scheduler:
         request.hit = None
         self.waiting.remove(request)
         request.junction = self._cache.junction(hit)
+        if hit.start and self._cache.on_device(hit).num_tokens >= hit.start:
+            hit = replace(hit, start=0)  # what was to be computed has come to the device meanwhile
         if hit.start:
             self._split(request, hit)
         else:
@@ -196,30 +195,10 @@ class Scheduler:
     def _may_one_more_run(self) -> bool:
         return len(self.running) + len(self.promoting) < self._max_running
 
-    def _fits(self, request: Request, hit: Hit) -> bool:
-        """Whether there are slots for all of the request, beside those that are active."""
-        if not self.running and not self.promoting:
-            return True
-        shared, free = self._cache.num_leased(hit), self._cache.free_slots()
-        spoken_for = [self._blocks_to_come(r) for r in (*self.running, *self.promoting) if not r.is_decoding]
-        for group_id, blocks in enumerate(self._most_blocks(request)):
-            if blocks - shared[group_id] > free[group_id] - sum(to_come[group_id] for to_come in spoken_for):
-                return False
-        return True
-
-    def _most_blocks(self, request: Request) -> list[int]:
-        return most_blocks(self._cache.groups, len(request.token_ids) + 1, self._config.prefill_chunk)
-
-    def _blocks_to_come(self, request: Request) -> list[int]:
-        """For each group, the slots that the request will lease beside those that it has, to compute its prompt."""
-        tables = [request.tables, [] if request.promotion is None else request.promotion.tables]
-        leased = [sum(map(_num_leased, pair)) for pair in zip_longest(*tables, fillvalue=())]
-        return [max(0, most - there) for most, there in zip_longest(self._most_blocks(request), leased, fillvalue=0)]
-
     def _give_way(self, request: Request, step: list[Work]) -> bool:
         """Send a less urgent request back to the queue; False if none runs."""
         victim = self._victim()
-        if victim is None or victim.priority <= request.priority:
+        if victim is None or victim.terms.priority <= request.terms.priority:
             return False
         step[:] = [work for work in step if work.request is not victim]
         self._preempt(victim)
@@ -227,9 +206,11 @@ class Scheduler:
 
     def _lookup(self, request: Request) -> Hit:
         request.chain.extend(request.token_ids)
-        if not request.reads_cache:
+        if not request.terms.reads_cache:
             return self._cache.no_hit(request.chain, len(request.token_ids))
         hit = self._cache.lookup(request.chain, len(request.token_ids))
+        if request.terms.max_load_tokens is not None:
+            hit = self._cache.loading_at_most(hit, request.terms.max_load_tokens)
         return self._cache.worth_loading(hit, len(request.token_ids), self._busy_s())
 
     def _busy_s(self) -> float:
@@ -272,7 +253,7 @@ class Scheduler:
         promotion = request.promotion
         assert promotion is not None, "a request starts after its promotion"
         if promotion.why_no_more in CUT_SHORT and request.num_promotions < MAX_PROMOTIONS:
-            hit = self._lookup(request)
+            hit = replace(self._lookup(request), start=0)  # what has arrived is on the device: there is no front
             if hit.num_tokens > promotion.num_tokens:  # windowed layers may resume at a place between
                 again = self._cache.promote(hit, self._timeout_s)
                 again.continues(promotion)
@@ -293,7 +274,7 @@ class Scheduler:
         request.num_promotions = 0
         request.num_committed = promotion.num_tokens
         request.num_computed = promotion.num_tokens + promotion.num_copied
-        if request.reads_cache:
+        if request.terms.reads_cache:
             count = self.hit_ratio.admitted if request.tokens is None else self.hit_ratio.readmitted
             count(len(request.token_ids), request.num_computed - promotion.num_computed)
         if request.tokens is None:
@@ -382,32 +363,9 @@ class Scheduler:
 
 
 def _priority(request: Request) -> int:
-    return request.priority
-
-
-def _num_leased(table: Sequence[int]) -> int:
-    return int(np.count_nonzero(np.array(table, np.int32) != NO_SLOT))
+    return request.terms.priority
 
 
 def _left(request: Request) -> int:
     """Tokens that the request can compute now: of a split hit not those that are being loaded."""
     return max(0, request.split.start - request.num_computed) if request.split else request.num_to_compute
-
-
-@lru_cache(maxsize=4096)
-def most_blocks(groups: tuple[AttentionGroup, ...], num_tokens: int, chunk: int) -> list[int]:
-    """For each group, the most blocks that a request of *num_tokens* holds at once, computed in chunks.
-
-    A hit, a preemption or a short budget lets a chunk start at any token. What a window holds repeats itself, so its
-    last 65,536 starts say as much as all.
-    """
-    starts = range(max(0, num_tokens - (1 << 16)), num_tokens)
-    most = []
-    for group in groups:
-        if not group.forgets:
-            most.append(-(-num_tokens // group.block_size))
-            continue
-        ends = (min(start + chunk, num_tokens) for start in starts)
-        pairs = zip(starts, ends, strict=True)
-        most.append(max(-(-end // group.block_size) - group.first_needed(start) for start, end in pairs))
-    return most

@@ -21,13 +21,16 @@ log = logging.getLogger(__name__)
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
-def serve(model: str, source: str | None, given: Mapping[str, object], checks_only: bool) -> int:
-    """Serve *model* until a signal; the exit status. *given* are settings of `[server]` that replace the file's.
+def serve(
+    model: str, source: str | None, given: Mapping[str, object], adapters: Mapping[str, str], checks_only: bool
+) -> int:
+    """Serve *model* until a signal; the exit status. *given* are settings of `[server]` that replace the file's, and
+    *adapters* folders by name, beside those of `[lora]`.
 
     ValueError, OSError: what cannot be used, before anything is loaded. With *checks_only* nothing is served: the plan
     is printed, and the status is 2 if the server would refuse it.
     """
-    config = _config(source, given)
+    config = _config(source, given, adapters)
     if not checks_only:
         write_log(config.server.log_format)
     keys = None if config.server.api_keys is None else ApiKeys.from_file(Path(config.server.api_keys).expanduser())
@@ -36,11 +39,13 @@ def serve(model: str, source: str | None, given: Mapping[str, object], checks_on
     return _check(model, config, keys) if checks_only else _serve(model, config, keys)
 
 
-def _config(source: str | None, given: Mapping[str, object]) -> Config:
+def _config(source: str | None, given: Mapping[str, object], adapters: Mapping[str, str]) -> Config:
     config = as_config(source or {})
     settings = msgspec.to_builtins(config.server, enc_hook=int) | dict(given)
     whole: dict[str, object] = msgspec.to_builtins(config, enc_hook=int)
-    return as_config({**whole, "server": settings})
+    lora = {name: {"path": table.path} for name, table in config.lora.items()}
+    lora |= {name: {"path": folder} for name, folder in adapters.items()}
+    return as_config({**whole, "server": settings, "lora": lora})
 
 
 def _check(model: str, config: Config, keys: ApiKeys | None) -> int:

@@ -206,6 +206,13 @@ class TieredCache:
         demand = self._promoter.demand(hit, self.alignment)
         return 0.0 if demand is None else planner.load_seconds(demand, self._transfers)
 
+    def loading_at_most(self, hit: Hit, num_tokens: int) -> Hit:
+        """As much of the hit as can be had by loading that many tokens at most from colder tiers."""
+        most = self._promoter.on_device(hit).num_tokens + num_tokens
+        if hit.num_tokens <= most:
+            return hit
+        return replace(self._promoter.shorter(hit, most), misses=hit.misses.cut(hit.num_tokens, Reason.SKIPPED))
+
     def on_device(self, hit: Hit) -> Hit:
         """As much of the hit as is on the device: promoting that is done at once."""
         return self._promoter.on_device(hit)

@@ -28,7 +28,7 @@ class Reason(StrEnum):
     FAILED = "failed"  # found, but the copy failed
     DEADLINE = "deadline"  # found, but the copy was too late
     COST = "cost"  # found, but computing it was expected to be faster than loading it
-    SKIPPED = "skipped"  # the request asked not to read the cache
+    SKIPPED = "skipped"  # the request asked not to read the cache, or so much of it
     LAST_BLOCK = "last_block"  # always computed: the last token's logits are what prefill is for
 
     @classmethod

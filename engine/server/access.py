@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version"})  # need no key: nothing in them is anybody's
 QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})  # machines ask for them every few seconds
+DOCUMENTS = "/v1/documents/"
 CLIENT_LEFT = 499  # for the log only: the client was not there to see a status; nginx's number
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -58,6 +59,8 @@ class Access:
 
     def _tell(self, scope: Scope, facts: Facts, status: int, seconds: float) -> None:
         path = scope["path"] if scope["path"] in self._routes else "other"
+        if scope["path"].startswith(DOCUMENTS):
+            path = f"{DOCUMENTS}{{id}}"  # which may say what the document is about
         self._service.metrics.requests.labels(path, str(status)).inc()
         fields = {
             "request_id": facts.request_id,

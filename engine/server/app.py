@@ -21,6 +21,9 @@ def build_app(service: Service) -> ASGIApp:
     routes = [
         Route("/v1/completions", _complete, methods=["POST"]),
         Route("/v1/chat/completions", _chat, methods=["POST"]),
+        Route("/v1/documents", _documents),
+        Route("/v1/documents/{id}", _documents, methods=["GET", "PUT", "DELETE"]),
+        Route("/v1/documents/{id}/{action}", _documents, methods=["POST", "DELETE"]),
         Route("/v1/models", _models),
         Route("/v1/models/{model:path}", _model),
         Route("/health", _health),
@@ -55,25 +58,33 @@ async def _chat(request: Request) -> ASGIApp:
     return await chat(request)
 
 
+async def _documents(request: Request) -> Response:
+    service: Service = request.app.state.service
+    service.llm()
+    from kvtier.engine.server.document_routes import answer
+
+    return await answer(request)
+
+
 async def _models(request: Request) -> Response:
-    return json_response({"object": "list", "data": [_model_object(request.app.state.service)]})
+    service: Service = request.app.state.service
+    data = [_model_object(service, name) for name in (service.model_name, *service.config.lora)]
+    return json_response({"object": "list", "data": data})
 
 
 async def _model(request: Request) -> Response:
     service: Service = request.app.state.service
-    if request.path_params["model"] != service.model_name:
-        message = f"there is no model of that name here; there is {service.model_name}"
-        raise ApiError(404, message, code="model_not_found", param="model")
-    return json_response(_model_object(service))
+    return json_response(_model_object(service, request.path_params["model"]))
 
 
-def _model_object(service: Service) -> dict[str, object]:
+def _model_object(service: Service, name: str) -> dict[str, object]:
     return {
-        "id": service.model_name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "kvtier",
-        "max_model_len": service.longest_request,  # vLLM's word
+        "max_model_len": service.longest_request,  # vLLM's word, and so is the next
+        "parent": None if service.lora_of(name) is None else service.model_name,
     }
 
 

@@ -1,28 +1,34 @@
 """`POST /v1/chat/completions`: a conversation to go on with, written down by the tokenizer's chat template."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from kvtier.engine.chat_template import PART_SEPARATOR, chat_token_ids
 from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.generation_request import GenerationRequest, LogprobCount, TokenCount
 
 
-class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
     """A part of a message; models here read text only."""
 
-    type: Literal["text"]
     text: str
+
+
+class DocumentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="document"):
+    """A part of a message that is the text of one of `/v1/documents`."""
+
+    document_id: str
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one side said. An answer of this server's can be sent back as it came, with its empty fields."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | DocumentPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     refusal: None = None
@@ -38,9 +44,23 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def for_template(self) -> dict[str, str]:
         """What templates know: developers, who came later, are their system."""
         parts = self.content or ""
-        text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
-        written = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if not isinstance(parts, str):
+            parts = PART_SEPARATOR.join(part.text for part in parts if isinstance(part, TextPart))
+        written = {"role": "system" if self.role == "developer" else self.role, "content": parts}
         return written | ({} if self.name is None else {"name": self.name})
+
+    @property
+    def document_ids(self) -> list[str]:
+        """Of the documents that stand in it."""
+        parts = [] if self.content is None or isinstance(self.content, str) else self.content
+        return [part.document_id for part in parts if isinstance(part, DocumentPart)]
+
+    def with_texts(self, texts: Mapping[str, str]) -> "Message":
+        """The message with the texts of its documents, by their ids."""
+        if not self.document_ids or self.content is None or isinstance(self.content, str):
+            return self
+        parts = [TextPart(texts[part.document_id]) if isinstance(part, DocumentPart) else part for part in self.content]
+        return msgspec.structs.replace(self, content=parts)
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,12 +98,19 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
             raise ApiError(400, message, code="no_chat_template")
         messages = [message.for_template() for message in self.messages]
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return [chat_token_ids(tokenizer, messages)]
         except TemplateError as error:
             message = f"the model's chat template does not take these messages: {error}"
             raise ApiError(400, message, param="messages", code="invalid_value") from None
-        token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return [token_ids]
+
+    @property
+    def document_ids(self) -> list[str]:
+        """Of the documents that stand in the messages, in their order."""
+        return [document_id for message in self.messages for document_id in message.document_ids]
+
+    def with_texts(self, texts: Mapping[str, str]) -> "ChatRequest":
+        """The conversation with the texts of its documents, by their ids. Before that it cannot be written down."""
+        return msgspec.structs.replace(self, messages=[message.with_texts(texts) for message in self.messages])
 
     def max_new_tokens(self, room: int) -> int:
         """How many tokens to generate; *room* is what the longest request has left."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvtier.engine.async_llm import AsyncLLM, Piece
 from kvtier.engine.sampling import SamplingParams
+from kvtier.engine.terms import Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class ChoicePiece:
 
 
 async def generate(
-    llm: AsyncLLM, choices: Sequence[Sequence[Choice]], cache_salt: str | None, skips_cache: bool
+    llm: AsyncLLM, choices: Sequence[Sequence[Choice]], lora: str | None, cache_salt: str | None, terms: Terms
 ) -> AsyncGenerator[ChoicePiece, None]:
     """Pieces of all *choices*, which are grouped by prompt, until the last has ended.
 
@@ -40,7 +41,13 @@ async def generate(
     async def follow(choice: Choice, followers: Sequence[Choice]) -> None:
         try:
             stream = llm.generate(
-                choice.prompt, choice.sampling, cache_salt=cache_salt, skip_reading_prefix_cache=skips_cache
+                choice.prompt,
+                choice.sampling,
+                lora=lora,
+                cache_salt=cache_salt,
+                skip_reading_prefix_cache=not terms.reads_cache,
+                max_load_tokens=terms.max_load_tokens,
+                priority=terms.priority,
             )
             async with aclosing(stream):
                 async for piece in stream:

@@ -35,14 +35,23 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
         """Each of them has *n* choices."""
         return 1 if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else len(self.prompt)
 
-    def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[Sequence[int]]:
-        """The prompts' token ids."""
+    def prompts(self, tokenizer: PreTrainedTokenizerBase, document: Sequence[int] = ()) -> list[Sequence[int]]:
+        """The prompts' token ids, each after those of the document, which begins with the special tokens if any."""
         if isinstance(self.prompt, str):
-            return [encode(tokenizer, self.prompt)]
-        if isinstance(self.prompt[0], int):
-            return [[item for item in self.prompt if isinstance(item, int)]]
-        return [encode(tokenizer, item) for item in self.prompt if not isinstance(item, int)]
+            prompts = [_encode(tokenizer, self.prompt, not document)]
+        elif isinstance(self.prompt[0], int):
+            prompts = [[item for item in self.prompt if isinstance(item, int)]]
+        else:
+            prompts = [_encode(tokenizer, item, not document) for item in self.prompt if not isinstance(item, int)]
+        return [[*document, *prompt] for prompt in prompts] if document else prompts
 
     def max_new_tokens(self, room: int) -> int:
         """How many tokens to generate; *room* is what the longest request has left."""
         return self.max_tokens
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str | list[int], is_whole: bool) -> Sequence[int]:
+    if is_whole or not isinstance(prompt, str):
+        return encode(tokenizer, prompt)
+    token_ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    return token_ids

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
+from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.async_llm import AsyncLLM
 from kvtier.engine.server.api_error import ApiError, json_response
@@ -19,6 +20,7 @@ from kvtier.engine.server.completion_request import CompletionRequest
 from kvtier.engine.server.connection import in_time, while_connected
 from kvtier.engine.server.facts import facts_of
 from kvtier.engine.server.generation_request import IGNORED, NEUTRAL
+from kvtier.engine.server.named_documents import named, written_out
 from kvtier.engine.server.reply import Answer, Reply
 from kvtier.engine.server.request_body import parse, read_body
 from kvtier.engine.server.service import Service
@@ -35,9 +37,11 @@ _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"ca
 class Generation:
     """An ASGI answer. What it holds of the engine and the waiting room it gives back when the client leaves."""
 
-    def __init__(self, service: Service, asked: Asked) -> None:
+    def __init__(self, service: Service, asked: Asked, document: Sequence[int] = ()) -> None:
+        """The token ids *document* come before those of completions' prompts."""
         self._service = service
         self._asked = asked
+        self._document = document
         self._field = "messages" if isinstance(asked, ChatRequest) else "prompt"
         self._usage = Usage(asked.n)
 
@@ -51,9 +55,7 @@ class Generation:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked, service = self._asked, self._service
-        if asked.model != service.model_name:
-            message = f"there is no model of that name here; there is {service.model_name}"
-            raise ApiError(404, message, code="model_not_found", param="model")
+        lora = service.lora_of(asked.model)
         llm = service.llm()
         num_completions = asked.n * asked.num_prompts
         if num_completions > service.room.capacity:
@@ -63,13 +65,12 @@ class Generation:
             with service.room.enter(num_completions):
                 with self._api_errors():
                     choices, text = await llm.with_tokenizer(
-                        lambda tokenizer: (self._choices(asked.prompts(tokenizer), llm), TokenText(tokenizer))
+                        lambda tokenizer: (self._choices(self._prompts(tokenizer), llm), TokenText(tokenizer))
                     )
                 kind = ChatReply if isinstance(asked, ChatRequest) else CompletionReply
-                reply = kind(service.model_name, text, asked.num_top_logprobs is not None, asked.includes_usage)
+                reply = kind(asked.model, text, asked.num_top_logprobs is not None, asked.includes_usage)
                 salt = effective_salt(facts_of(scope).tenant, asked.cache_salt, service.is_strict)
-                skips_cache = asked.kvtier.skip_reading_prefix_cache
-                async with aclosing(generate(llm, choices, salt, skips_cache)) as pieces:
+                async with aclosing(generate(llm, choices, lora, salt, asked.terms)) as pieces:
                     observed = self._observed(pieces)
                     if asked.stream:
                         await self._send_stream(observed, reply, send)
@@ -81,6 +82,11 @@ class Generation:
             raise ApiError(429, f"{full}", code="queue_full", headers=headers) from None
         finally:
             self._tell(scope)
+
+    def _prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[Sequence[int]]:
+        if isinstance(self._asked, ChatRequest):
+            return self._asked.prompts(tokenizer)
+        return self._asked.prompts(tokenizer, self._document)
 
     def _choices(self, prompts: Sequence[Sequence[int]], llm: AsyncLLM) -> list[list[Choice]]:
         """The choices of each prompt. ApiError 400 for a prompt that is too long."""
@@ -178,11 +184,13 @@ async def complete(request: Request) -> Generation:
     """`POST /v1/completions`."""
     service: Service = request.app.state.service
     body = await read_body(request, service.settings.max_body)
-    return Generation(service, parse(body, CompletionRequest, IGNORED, NEUTRAL))
+    asked = parse(body, CompletionRequest, IGNORED, NEUTRAL)
+    return Generation(service, *named(service, facts_of(request.scope).tenant, asked))
 
 
 async def chat(request: Request) -> Generation:
     """`POST /v1/chat/completions`."""
     service: Service = request.app.state.service
     body = await read_body(request, service.settings.max_body)
-    return Generation(service, parse(body, ChatRequest, IGNORED, NEUTRAL))
+    asked = parse(body, ChatRequest, IGNORED, NEUTRAL)
+    return Generation(service, written_out(service, facts_of(request.scope).tenant, asked))

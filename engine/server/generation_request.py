@@ -5,6 +5,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from kvtier.engine.sampling import SamplingParams
+from kvtier.engine.terms import Terms
 
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
@@ -64,11 +65,13 @@ class KvtierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`kvtier`: what only this server has."""
 
     skip_reading_prefix_cache: bool = False
+    max_load_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    document: str | None = None  # whose tokens come before the prompt's; for completions
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The parameters of both endpoints; defaults are OpenAI's. Beyond OpenAI's: *top_k*, *stop_token_ids*,
-    *ignore_eos*, *cache_salt* and *kvtier*."""
+    *ignore_eos*, *cache_salt*, *priority* (lower is more urgent) and *kvtier*."""
 
     model: str
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0
@@ -82,6 +85,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: Text | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
     kvtier: KvtierOptions = KvtierOptions()
 
     def __post_init__(self) -> None:
@@ -97,6 +101,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def num_top_logprobs(self) -> int | None:
         """How many of the likeliest tokens to tell with each; None: nothing of the kind."""
         raise NotImplementedError
+
+    @property
+    def terms(self) -> Terms:
+        """What it asks of queue and cache."""
+        return Terms(self.priority, not self.kvtier.skip_reading_prefix_cache, self.kvtier.max_load_tokens)
 
     def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
         """How to generate one of the *n* choices: with one seed for all they would be the same."""

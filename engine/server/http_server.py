@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from kvtier.engine.async_llm import AsyncLLM
+    from kvtier.engine.documents import Documents
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class HttpServer:
     """Serves one model on a socket that is bound already. `run` it on an event loop."""
 
     llm: "AsyncLLM"  # once it is being loaded
+    documents: "Documents"  # once it is loaded
 
     def __init__(
         self,
@@ -120,7 +122,13 @@ class HttpServer:
         executor.shutdown(wait=False)
         self.llm = engine(self._model, self._config, self._tokenizer, self._tell_stage)
         await self.llm.start()
-        self.service.loaded(self.llm)
+        self._tell_stage("reading documents")
+        try:
+            self.documents = await _open_documents(self.service, self.llm)
+        except BaseException:
+            await self.llm.close()
+            raise
+        self.service.loaded(self.llm, self.documents)
         fields = {"seconds": round(time.monotonic() - began_at, 1), "max_model_len": self.llm.longest_request}
         log.info("ready", extra={"fields": fields})
 
@@ -136,6 +144,7 @@ class HttpServer:
                 told_at = time.monotonic()
                 log.info("flush: %d blocks are still to be written", num_blocks)
 
+        await self.documents.close()
         await self.llm.close(tell)
         log.info("ended")
 
@@ -166,11 +175,17 @@ class HttpServer:
             await asyncio.sleep(_TELL_EVERY_S)
 
 
+async def _open_documents(service: Service, llm: "AsyncLLM") -> "Documents":
+    from kvtier.engine.server.document_routes import open_documents
+
+    return await open_documents(service, llm)
+
+
 def _import_engine(shows_bars: bool) -> "type[AsyncLLM]":
     from transformers.utils import logging as transformers_log
 
     from kvtier.engine.async_llm import AsyncLLM
-    from kvtier.engine.server import generation  # noqa: F401  # now, not when the first request comes
+    from kvtier.engine.server import document_routes, generation  # noqa: F401  # now, not when the first request comes
 
     if not shows_bars:  # in a file they would be lines without end
         transformers_log.disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from kvtier.engine.config import Config
 from kvtier.engine.disk_store import LEAST_BLOCKS
 from kvtier.engine.longest_request import longest_request
+from kvtier.engine.lora_adapter import UnusableLora, load_adapter
 from kvtier.engine.runner import layers_of
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.dead_settings import dead_settings
 from kvtier.store.data_file import capacity_within, most_bytes
-from kvtier.tiers.groups import AttentionGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,8 @@ def make_plan(model: str, config: Config, keys: ApiKeys | None) -> Plan:
         raise ValueError(f"model {model}: cannot be loaded ({why}); give a folder or a name on the hub") from error
     dtype = _dtype(described, config.model.dtype)
     block_size = config.device.block_size
-    layers = _layers(described, block_size, dtype.itemsize)
+    skeleton = _without_weights(described)
+    layers = layers_of(skeleton, block_size, dtype.itemsize)
     groups = tuple(dict.fromkeys(group for group, _ in layers))
     block_bytes = sum(num_bytes for _, num_bytes in layers)
     rooms = list(_rooms(config, block_size, block_bytes))
@@ -93,7 +94,7 @@ def make_plan(model: str, config: Config, keys: ApiKeys | None) -> Plan:
         longest,
         list(_remarks(model, config, model_tokens, longest, block_bytes)),
         dead_settings(config, groups, keys),
-        list(_refusals(config, rooms, block_bytes)),
+        [*_refusals(config, rooms, block_bytes), *_refused_adapters(config, skeleton)],
     )
 
 
@@ -104,10 +105,13 @@ def _dtype(described: PreTrainedConfig, wanted: str) -> torch.dtype:
     return found if isinstance(found, torch.dtype) else torch.float32
 
 
-def _layers(described: PreTrainedConfig, block_size: int, itemsize: int) -> list[tuple[AttentionGroup, int]]:
+def _without_weights(described: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):  # in bfloat16: some models compute in nothing else, and the shapes are the same
-        model = AutoModelForCausalLM.from_config(described, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
-    return layers_of(model.eval(), block_size, itemsize)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # as in transformers
+            described, dtype=torch.bfloat16
+        )
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
 
 
 def _rooms(config: Config, block_size: int, block_bytes: int) -> Iterator[Room]:
@@ -131,6 +135,14 @@ def _refusals(config: Config, rooms: list[Room], block_bytes: int) -> Iterator[s
     for room in rooms:
         if room.num_blocks < least[room.tier]:
             yield f"{room.tier}.capacity: holds {room.num_blocks} blocks; use {needed[room.tier]} bytes or more"
+
+
+def _refused_adapters(config: Config, skeleton: PreTrainedModel) -> Iterator[str]:
+    for name, table in config.lora.items():
+        try:
+            load_adapter(skeleton, name, table.path)
+        except (UnusableLora, ImportError) as error:
+            yield str(error)
 
 
 def _remarks(model: str, config: Config, model_tokens: int | None, longest: int, block_bytes: int) -> Iterator[str]:

@@ -14,6 +14,7 @@ from kvtier.engine.server.waiting_room import WaitingRoom
 
 if TYPE_CHECKING:
     from kvtier.engine.async_llm import AsyncLLM  # which is imported while the server answers already
+    from kvtier.engine.documents import Documents
 
 LOADING_RETRY_S = 5
 _DRAIN_POLL_S = 0.05
@@ -24,6 +25,8 @@ class Service:
 
     def __init__(self, config: Config, model_name: str, keys: ApiKeys | None) -> None:
         scheduler = config.scheduler
+        if model_name in config.lora:
+            raise ValueError(f"lora {model_name}: the model itself is served by that name; give one of them another")
         self.config = config
         self.settings = config.server
         self.model_name = model_name
@@ -36,6 +39,7 @@ class Service:
         self.registry = CollectorRegistry()
         self.metrics = HttpMetrics(self.registry)
         self._llm: AsyncLLM | None = None
+        self._documents: Documents | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -47,9 +51,21 @@ class Service:
         """Whether tenants share nothing."""
         return self.keys is not None and self.settings.tenant_isolation == "strict"
 
-    def loaded(self, llm: "AsyncLLM") -> None:
+    def lora_of(self, model: str) -> str | None:
+        """The adapter that a request for *model* is for; None: the model itself. ApiError 404 for any other name."""
+        if model == self.model_name:
+            return None
+        if model in self.config.lora:
+            return model
+        there = ", ".join([self.model_name, *self.config.lora])
+        raise ApiError(
+            404, f"there is no model of that name here; there is {there}", code="model_not_found", param="model"
+        )
+
+    def loaded(self, llm: "AsyncLLM", documents: "Documents") -> None:
         """The engine runs: take requests."""
         self._llm = llm
+        self._documents = documents
         self.registry.register(EngineCollector(llm.statistics))
 
     def llm(self) -> "AsyncLLM":
@@ -60,6 +76,12 @@ class Service:
             headers = {"Retry-After": str(LOADING_RETRY_S)}
             raise ApiError(503, f"the model is being loaded: {self.stage}", code="loading", headers=headers)
         return self._llm
+
+    def documents(self) -> "Documents":
+        """All documents. ApiError as for the engine."""
+        self.llm()
+        assert self._documents is not None, "they are there when the engine is"
+        return self._documents
 
     @property
     def longest_request(self) -> int | None:

@@ -100,7 +100,7 @@ def test_greedy_tokens_are_the_same_cold_and_from_every_tier(name: str, device: 
     model = build(name, device)
     prompt = prompt_of(1)
     expected = plain_greedy(model, prompt, NUM_NEW)
-    config = configuration(tmp_path, prompts_on_device=1.5, prompts_in_host=2.0)
+    config = configuration(tmp_path, prompts_on_device=1.5, prompts_in_host=3.0)
 
     with LLM(model, config, byte_tokenizer()) as llm:
         cold = llm.generate(prompt, GREEDY)[0]

@@ -22,13 +22,14 @@ from kvtier.engine.core import EngineCore
 from kvtier.engine.look_ahead import LookAhead
 from kvtier.engine.request import Request
 from kvtier.engine.sampling import SamplingParams
+from kvtier.engine.terms import Terms
 from kvtier.tiers.block_hash import NO_EXTRA_KEYS
 from kvtier.tiers.tier import Tier
 
 
 def add_with(core: EngineCore, prompt: list[int], priority: int, max_tokens: int = 8) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return core.add(prompt, sampling, NO_EXTRA_KEYS, arrived_at=0.0, priority=priority)
+    return core.add(prompt, sampling, NO_EXTRA_KEYS, arrived_at=0.0, terms=Terms(priority))
 
 
 def test_the_queue_is_ordered_by_priority_and_then_by_arrival(model: PreTrainedModel) -> None:

@@ -18,6 +18,7 @@ from kvtier.engine.config import SchedulerConfig
 from kvtier.engine.detokenizer import Detokenizer
 from kvtier.engine.request import FinishReason, Request
 from kvtier.engine.scheduler import Scheduler, Work
+from kvtier.engine.terms import Terms
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.block_hash import BlockChain
 from kvtier.tiers.events import BlockStored, EventLog
@@ -67,7 +68,7 @@ class Machine(World):
         chain = BlockChain(self.cache.block_size)
         chain.extend(prompt)
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        request = Request(prompt, sampling, chain, Detokenizer(self.tokenizer), reads_cache)
+        request = Request(prompt, sampling, chain, Detokenizer(self.tokenizer), Terms(reads_cache=reads_cache))
         self.scheduler.add(request)
         return request
 

@@ -121,6 +121,50 @@ def test_a_rest_that_comes_too_late_is_computed(model: PreTrainedModel, tmp_path
     }
 
 
+def test_a_split_whose_front_has_come_to_the_device_meanwhile_is_none(model: PreTrainedModel, tmp_path: Path) -> None:
+    store_prompt(model, tmp_path, PROMPT)
+
+    with split_engine(model, tmp_path) as core:
+        waiting = add(core, PROMPT)
+        waiting.hit, waiting.hit_until = core._scheduler._lookup(waiting), float("inf")
+        assert waiting.hit.start == HIT // 2
+        core._scheduler.waiting.remove(waiting)
+        add(core, PROMPT[: 12 * BLOCK_SIZE + 1], max_tokens=1)
+        finish(core)
+        core._scheduler.waiting.add(waiting)
+        finish(core)
+        assert_nothing_leased(core)
+
+    assert answer(waiting) == plain_greedy(model, PROMPT, 8)
+    assert waiting.tokens is not None
+    assert (waiting.tokens.device, waiting.tokens.disk) == (12 * BLOCK_SIZE, 6 * BLOCK_SIZE)
+
+
+def test_what_is_looked_up_again_after_a_damaged_block_is_not_split(model: PreTrainedModel, tmp_path: Path) -> None:
+    store_prompt(model, tmp_path, PROMPT)
+
+    with split_engine(model, tmp_path) as core:
+        best, core.planner.best = core.planner.best, lambda demand, *_: Plan(0, int(demand.ends[-1]))
+        add(core, PROMPT, max_tokens=1)
+        finish(core)
+        for seed in range(10, 40):  # until the device has none of it
+            add(core, prompt_of(seed, 200), max_tokens=1)
+            finish(core)
+        host = core.cache._residency.host
+        request = add(core, PROMPT)
+        (slot,) = host.pools[0].find_all(request.chain.names[5:6]).tolist()
+        core._memories[0].host_block(slot)[3] ^= 1
+        core._scheduler.schedule()
+        assert request.promotion is not None
+        core.planner.best = best
+        finish(core)
+        assert_nothing_leased(core)
+
+    assert answer(request) == plain_greedy(model, PROMPT, 8)
+    assert request.tokens is not None
+    assert request.tokens.disk > 0
+
+
 @pytest.mark.parametrize("num_computed", [0, 64, HIT // 2])
 def test_aborting_frees_the_front_and_the_rest(model: PreTrainedModel, tmp_path: Path, num_computed: int) -> None:
     store_prompt(model, tmp_path, PROMPT)

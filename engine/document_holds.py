@@ -1,0 +1,115 @@
+"""DocumentHolds: documents kept in host memory: pinned ones for as long as they are, others until they have come."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtier.engine.core import EngineCore
+from kvtier.engine.document import Document
+from kvtier.tiers.block_hash import BlockChain
+from kvtier.tiers.holds import Hold
+
+RENEW_S = 30.0  # so often it is looked whether a block has been lost
+WARM_S = 600.0  # so long what comes to host memory may take
+
+
+class NoRoomToHold(Exception):
+    """Host memory cannot hold the document; says what to do."""
+
+
+@dataclass(eq=False, slots=True)
+class _Kept:
+    """Why, until when, and with which hold; none while there is no room for one."""
+
+    hold: Hold | None = None
+    renew_at: float = 0.0
+    pinned_until: float | None = None
+    warming_until: float | None = None
+
+
+class DocumentHolds:
+    """Owned by the engine's thread. Half of host memory may be held, see `TieredCache.hold`."""
+
+    def __init__(
+        self,
+        chain_of: Callable[[EngineCore, Document], BlockChain],
+        compute: Callable[[Document], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """*compute* is asked for a document of which something is in no tier."""
+        self._chain_of = chain_of
+        self._compute = compute
+        self._clock = clock
+        self._kept: dict[Document, _Kept] = {}
+
+    def warm(self, core: EngineCore, document: Document) -> None:
+        """Bring it to host memory, and let go of it there. NoRoomToHold."""
+        self._keep(core, document).warming_until = self._clock() + WARM_S
+
+    def pin(self, core: EngineCore, document: Document, ttl_s: float, must_have_room: bool = True) -> None:
+        """Keep it in host memory for so long from now on. NoRoomToHold, unless it may wait for room."""
+        self._keep(core, document, must_have_room).pinned_until = self._clock() + ttl_s
+
+    def unpin(self, core: EngineCore, document: Document) -> None:
+        """Keep it no longer; what was not pinned is left alone."""
+        if document in self._kept:
+            self._kept[document].pinned_until = None
+            self._look_at(core, document, self._kept[document])
+
+    def drop(self, core: EngineCore, document: Document) -> None:
+        """Let go, whatever for it was held."""
+        kept = self._kept.pop(document, None)
+        if kept is not None and kept.hold is not None:
+            core.cache.end_hold(kept.hold)
+
+    def is_held(self, document: Document) -> bool:
+        """Whether all of it is held in host memory now."""
+        kept = self._kept.get(document)
+        return kept is not None and kept.hold is not None and kept.hold.is_whole
+
+    def is_warming(self, document: Document) -> bool:
+        """Whether it is on its way to host memory."""
+        kept = self._kept.get(document)
+        return kept is not None and kept.warming_until is not None
+
+    def look(self, core: EngineCore) -> None:
+        """End what is over, and bring back what was lost."""
+        for document, kept in list(self._kept.items()):
+            self._look_at(core, document, kept)
+
+    def _look_at(self, core: EngineCore, document: Document, kept: _Kept) -> None:
+        now = self._clock()
+        if kept.pinned_until is not None and now >= kept.pinned_until:
+            kept.pinned_until = None
+        has_come = kept.hold is not None and kept.hold.is_whole
+        if kept.warming_until is not None and (has_come or now >= kept.warming_until):
+            kept.warming_until = None
+        if kept.pinned_until is None and kept.warming_until is None:
+            self.drop(core, document)
+        elif now >= kept.renew_at:
+            self._begin(core, document, kept)
+
+    def _keep(self, core: EngineCore, document: Document, must_have_room: bool = True) -> _Kept:
+        if core.config.host is None and must_have_room:
+            raise NoRoomToHold("host tier: there is none; give host.capacity a size")
+        kept = self._kept.get(document) or _Kept()
+        self._begin(core, document, kept)
+        if kept.hold is None and must_have_room:
+            needed = document.num_tokens * core.bytes_per_token / 2**20
+            raise NoRoomToHold(
+                f"host tier: the document takes {needed:.1f} MiB, more than is left of the half that may be held; "
+                "unpin another, or raise host.capacity"
+            )
+        self._kept[document] = kept
+        return kept
+
+    def _begin(self, core: EngineCore, document: Document, kept: _Kept) -> None:
+        """Hold it, as if for the first time."""
+        if kept.hold is not None:  # ended first, so that it does not count twice; nobody takes a slot meanwhile
+            core.cache.end_hold(kept.hold)
+        chain = self._chain_of(core, document)
+        kept.hold = core.cache.hold(chain, document.num_tokens)
+        kept.renew_at = self._clock() + RENEW_S
+        hit = core.cache.lookup(chain, document.num_tokens + 1)
+        if hit.num_tokens < hit.limit:
+            self._compute(document)

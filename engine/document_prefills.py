@@ -1,0 +1,82 @@
+"""DocumentPrefills: documents being computed, one after the other, whenever no question is."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtier.engine.core import EngineCore
+from kvtier.engine.document import Document
+from kvtier.engine.request import FinishReason, Request
+from kvtier.engine.sampling import SamplingParams
+from kvtier.engine.terms import Terms
+from kvtier.tiers.block_hash import ExtraKeys
+
+PRIORITY = 101  # behind all that a request may ask for; lower is more urgent
+_BEHIND_ALL = Terms(priority=PRIORITY)
+_ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    document: Document
+    request: Request
+
+
+class DocumentPrefills:
+    """A queue of which one document at a time is a request, with a low priority. Owned by the engine's thread."""
+
+    def __init__(
+        self, extra_of: Callable[[EngineCore, Document], ExtraKeys], ended: Callable[[Document, str | None], None]
+    ) -> None:
+        """*extra_of*: what a document's blocks are named with beside its tokens. *ended* is told of every document that
+        is done, with the reason if that is because it cannot be computed."""
+        self._extra_of = extra_of
+        self._ended = ended
+        self._queue: deque[Document] = deque()
+        self._running: _Running | None = None
+
+    def add(self, document: Document) -> None:
+        """Compute it in its turn, or load it, as far as it is not on the device. One that waits already waits once."""
+        if not self.has(document):
+            self._queue.append(document)
+
+    def has(self, document: Document) -> bool:
+        """Whether it waits or is being computed."""
+        return document in self._queue or self.is_running(document)
+
+    def is_running(self, document: Document) -> bool:
+        """Whether it is being computed."""
+        return self._running is not None and self._running.document is document
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens done of the document that is being computed; fewer again when it had to give way."""
+        if self._running is None:
+            return 0
+        return min(self._running.request.num_computed, self._running.document.num_tokens)
+
+    def remove(self, core: EngineCore, document: Document) -> None:
+        """Forget it; what is computed of it stays cached."""
+        if document in self._queue:
+            self._queue.remove(document)
+        if self._running is not None and self._running.document is document:
+            core.abort(self._running.request)
+            self._running = None
+
+    def look(self, core: EngineCore) -> None:
+        """Take in that a document is done, and begin with the next."""
+        if self._running is not None and (reason := self._running.request.finish_reason) is not None:
+            document, self._running = self._running.document, None
+            self._ended(document, "it was aborted" if reason is FinishReason.ABORT else None)
+        while self._running is None and self._queue and core.num_waiting < core.config.scheduler.max_waiting:
+            self._begin(core, self._queue.popleft())
+
+    def _begin(self, core: EngineCore, document: Document) -> None:
+        try:
+            extra = self._extra_of(core, document)
+            request = core.add(document.token_ids.tolist(), _ONE_TOKEN, extra, time.monotonic(), _BEHIND_ALL)
+        except ValueError as error:
+            self._ended(document, str(error))
+        else:
+            self._running = _Running(document, request)

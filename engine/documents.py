@@ -1,0 +1,297 @@
+"""Documents: all there are, of all tenants; computed in the background, kept warm, and there again after a restart."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Self, TypeVar
+
+import numpy as np
+from asyncio_extras import call_in_executor
+from jinja2.exceptions import TemplateError
+
+from kvtier.engine.async_llm import AsyncLLM
+from kvtier.engine.config import Config
+from kvtier.engine.core import EngineCore
+from kvtier.engine.document import MOST_PINNED_S, Document, check_id
+from kvtier.engine.document_draft import Draft, tokenizer_digest, tokens_of
+from kvtier.engine.document_file import Damaged, DocumentFolder, file_name, read_all, tenant_prefix
+from kvtier.engine.document_shelf import DocumentShelf, Residence, Status
+from kvtier.tiers.block_hash import ExtraKeys
+from kvtier.tiers.tier import Tier
+
+log = logging.getLogger(__name__)
+
+_NUM_AT_ONCE = 8  # documents that are looked at between two steps
+
+_T = TypeVar("_T")
+
+
+class TooManyDocuments(Exception):
+    """The tenant has as many as it may; says what to do."""
+
+
+class Documents:
+    """Documents by tenant and id; nobody comes to another tenant's. Owned by the event loop.
+
+    With a folder each change is on disk before it is answered; without one documents end with the process.
+    """
+
+    def __init__(
+        self, llm: AsyncLLM, extra_of: Callable[[EngineCore, Document], ExtraKeys], most_per_tenant: int
+    ) -> None:
+        """*extra_of*: what a document's blocks are named with beside its tokens; ValueError if its adapter is not
+        there. It is called in the engine's thread."""
+        self._llm = llm
+        self._extra_of = extra_of
+        self._most_per_tenant = most_per_tenant
+        self._documents: dict[tuple[str | None, str], Document] = {}
+        self._damaged: dict[str, str] = {}  # files, and why
+        self._folder: DocumentFolder | None = None
+        self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="kvtier-documents")
+        self._changing = asyncio.Lock()  # one change at a time: what is on disk and here are the same
+        self._writing: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+        loop = asyncio.get_running_loop()
+
+        def became_ready(document: Document) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._became_ready, document)
+
+        self._shelf = DocumentShelf(extra_of, became_ready)
+
+    @classmethod
+    async def open(cls, llm: AsyncLLM, config: Config, extra_of: Callable[[EngineCore, Document], ExtraKeys]) -> Self:
+        """Those that were there when the last process ended, with their pins. What was not computed yet is queued.
+
+        OSError if there is a folder and it cannot be used.
+        """
+        documents = cls(llm, extra_of, config.documents.max_per_tenant)
+        await llm.attend(documents._shelf.look)
+        if (path := documents_path(config)) is None:
+            log.info("documents last as long as this process; to keep them give [documents] a path, or have a [disk]")
+            return documents
+        cipher = await llm.ask(lambda core: core.cipher)
+        tokenizer = await llm.with_tokenizer(tokenizer_digest)
+        documents._folder = await documents._on_disk(lambda: DocumentFolder(path, cipher, tokenizer))
+        await documents._read(documents._folder)
+        return documents
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether they survive the process."""
+        return self._folder is not None
+
+    def of(self, tenant: str | None) -> list[Document]:
+        """All of the tenant's, the oldest first."""
+        found = [document for (whose, _), document in self._documents.items() if whose == tenant]
+        return sorted(found, key=lambda document: document.created_at)
+
+    def find(self, tenant: str | None, document_id: str) -> Document | None:
+        """The tenant's document of that id."""
+        return self._documents.get((tenant, document_id))
+
+    def damaged(self, tenant: str | None) -> dict[str, str]:
+        """The tenant's files that could not be read, and why."""
+        prefix = tenant_prefix(tenant)
+        return {name: why for name, why in self._damaged.items() if name.startswith(prefix)}
+
+    def damage(self, tenant: str | None, document_id: str) -> str | None:
+        """Why the file of the tenant's document of that id could not be read, if so."""
+        return self._damaged.get(file_name(tenant, document_id))
+
+    async def put(
+        self, tenant: str | None, document_id: str, draft: Draft, most_tokens: int | None = None
+    ) -> tuple[Document, bool]:
+        """The document, which will be computed; and whether it is new. One that is there and says something else is
+        replaced.
+
+        ValueError for an id, a text or tokens that cannot be; jinja2's TemplateError if the chat template does not take
+        it; TooManyDocuments; OSError, and nothing has changed, if it cannot be written.
+        """
+        check_id(document_id)
+        form, token_ids = await self._llm.with_tokenizer(lambda tokenizer: tokens_of(draft, tokenizer))
+        document = Document(
+            document_id,
+            tenant,
+            form,
+            draft.text,
+            draft.system,
+            np.array(token_ids, np.int32),
+            draft.lora,
+            draft.cache_salt,
+            time.time(),
+        )
+        self._check_length(document, most_tokens)
+        await self._llm.ask(lambda core: core.chain((), self._extra_of(core, document)))
+        async with self._changing:
+            before = self.find(tenant, document_id)
+            if before is not None and before.is_as(document):
+                if (await self.residence(before)).status in (Status.FAILED, Status.EVICTED):
+                    await self.warm(before, Tier.DEVICE)
+                return before, False
+            if before is None and len(self.of(tenant)) >= self._most_per_tenant:
+                raise TooManyDocuments(f"there are {self._most_per_tenant} documents already; delete one")
+            await self._write(document)
+            if before is not None:
+                await self._llm.ask(lambda core: self._shelf.drop(core, before))
+            self._documents[tenant, document_id] = document
+            self._damaged.pop(file_name(tenant, document_id), None)
+            await self._llm.ask(lambda core: self._shelf.add(core, document))
+        return document, before is None
+
+    async def residence(self, document: Document) -> Residence:
+        """Where it is now."""
+        (residence,) = await self.residences([document])
+        return residence
+
+    async def residences(self, documents: Sequence[Document]) -> list[Residence]:
+        """The same of several. The engine's steps go on in between."""
+        found: list[Residence] = []
+        for start in range(0, len(documents), _NUM_AT_ONCE):
+            some = documents[start : start + _NUM_AT_ONCE]
+            found += await self._llm.ask(partial(_residences, self._shelf, some))
+        return found
+
+    async def warm(self, document: Document, tier: Tier) -> None:
+        """Begin to bring it to the device or to host memory. NoRoomToHold."""
+        await self._llm.ask(lambda core: self._shelf.warm(core, document, tier))
+
+    async def pin(self, document: Document, ttl_s: float) -> None:
+        """Keep it in host memory for so long from now on, over restarts. NoRoomToHold; OSError if that cannot be
+        written down, and then it is not pinned."""
+        ttl_s = min(ttl_s, MOST_PINNED_S)
+        async with self._changing:
+            await self._llm.ask(lambda core: self._shelf.pin(core, document, ttl_s))
+            try:
+                await self._set_pin(document, time.time() + ttl_s)
+            except OSError:
+                await self._llm.ask(lambda core: self._shelf.unpin(core, document))
+                raise
+
+    async def unpin(self, document: Document) -> None:
+        """Keep it no longer. OSError if that cannot be written down, and then it stays pinned."""
+        async with self._changing:
+            if document.pinned_until is not None:
+                await self._set_pin(document, None)
+                await self._llm.ask(lambda core: self._shelf.unpin(core, document))
+
+    async def delete(self, tenant: str | None, document_id: str) -> bool:
+        """Forget it, or its damaged file; False if there is neither. OSError, and it is still there, if its file cannot
+        be removed. Its blocks stay cached until others need their room."""
+        async with self._changing:
+            document, name = self.find(tenant, document_id), file_name(tenant, document_id)
+            if document is None and name not in self._damaged:
+                return False
+            if (folder := self._folder) is not None:
+                await self._on_disk(lambda: folder.remove(name))
+            self._damaged.pop(name, None)
+            if document is not None:
+                del self._documents[tenant, document_id]
+                await self._llm.ask(lambda core: self._shelf.drop(core, document))
+        return True
+
+    async def close(self) -> None:
+        """Have all written. The engine has to run still, or to have ended; it keeps what it holds until it ends."""
+        self._is_closed = True
+        while self._writing:
+            await asyncio.wait(self._writing)
+        self._disk_thread.shutdown(wait=False)
+
+    async def _read(self, folder: DocumentFolder) -> None:
+        """Take in what is in the folder."""
+        found = await self._on_disk(lambda: list(read_all(folder)))
+        known: list[tuple[Document, bool]] = []
+        for name, outcome in found:
+            if isinstance(outcome, Damaged):
+                self._damaged[name] = str(outcome)
+                log.warning("documents: %s is left out: %s", folder.path / name, outcome)
+            else:
+                known.append(outcome)
+        for document, is_of_tokenizer in sorted(known, key=lambda pair: pair[0].created_at):
+            await self._take_in(document, is_of_tokenizer)
+
+    async def _take_in(self, document: Document, is_of_tokenizer: bool) -> None:
+        left_s = 0.0 if document.pinned_until is None else document.pinned_until - time.time()
+
+        def take(core: EngineCore) -> None:
+            self._extra_of(core, document)
+            self._shelf.add(core, document)
+            if left_s > 0:
+                self._shelf.pin(core, document, left_s, must_have_room=False)
+
+        try:
+            if not is_of_tokenizer:
+                await self._tokenize_again(document)
+            await self._llm.ask(take)
+        except (ValueError, TemplateError) as error:
+            self._damaged[file_name(document.tenant, document.id)] = f"{error}; serve it as it was, or put it again"
+        else:
+            self._documents[document.tenant, document.id] = document
+
+    async def _tokenize_again(self, document: Document) -> None:
+        if document.text is None:
+            raise ValueError("its token ids are another tokenizer's")
+        draft = Draft(document.text, None, document.form, document.system, document.lora, document.cache_salt)
+        _, token_ids = await self._llm.with_tokenizer(lambda tokenizer: tokens_of(draft, tokenizer))
+        document.token_ids = np.array(token_ids, np.int32)
+        document.was_ready = False
+        self._check_length(document)
+
+    def _check_length(self, document: Document, most_tokens: int | None = None) -> None:
+        longest = self._llm.longest_request - 2  # a question and an answer of one token each
+        longest = longest if most_tokens is None else min(longest, most_tokens)
+        if not 0 < document.num_tokens <= longest:
+            raise ValueError(
+                f"document of {document.num_tokens} tokens; 1 to {longest} can be taken here with a question"
+            )
+
+    async def _set_pin(self, document: Document, until: float | None) -> None:
+        before, document.pinned_until = document.pinned_until, until
+        try:
+            await self._write(document)
+        except OSError:
+            document.pinned_until = before
+            raise
+
+    def _became_ready(self, document: Document) -> None:
+        if self._is_closed:
+            return
+        document.was_ready = True
+        task = asyncio.create_task(self._write_if_there(document))
+        self._writing.add(task)
+        task.add_done_callback(self._writing.discard)
+
+    async def _write_if_there(self, document: Document) -> None:
+        async with self._changing:
+            if self.find(document.tenant, document.id) is document:
+                try:
+                    await self._write(document)
+                except OSError as error:  # all that is lost: after a restart it is looked for, and computed, once more
+                    log.warning("documents: one that is ready could not be written: %s", error)
+
+    async def _write(self, document: Document) -> None:
+        if (folder := self._folder) is not None:
+            await self._on_disk(lambda: folder.write(document))
+
+    async def _on_disk(self, work: Callable[[], _T]) -> _T:
+        result: _T = await call_in_executor(work, executor=self._disk_thread)
+        return result
+
+
+def documents_path(config: Config) -> Path | None:
+    """The folder of documents: as configured, else beside the disk tier's, else none."""
+    if config.documents.path is not None:
+        return Path(config.documents.path)
+    if config.disk is None:
+        return None
+    store = Path(config.disk.path)
+    return store.with_name(f"{store.name}-documents")
+
+
+def _residences(shelf: DocumentShelf, documents: Sequence[Document], core: EngineCore) -> list[Residence]:
+    return [shelf.residence(core, document) for document in documents]

@@ -1,0 +1,57 @@
+"""Documents that completions and chats name instead of sending their text."""
+
+from typing import TypeVar
+
+import msgspec
+
+from kvtier.engine.document import Document, Form
+from kvtier.engine.server.api_error import ApiError
+from kvtier.engine.server.chat_request import ChatRequest
+from kvtier.engine.server.completion_request import CompletionRequest
+from kvtier.engine.server.service import Service
+
+_Asked = TypeVar("_Asked", CompletionRequest, ChatRequest)
+
+
+def written_out(service: Service, tenant: str | None, asked: ChatRequest) -> ChatRequest:
+    """The request with the texts of the documents that it names. Without a cache_salt of its own it gets the first
+    one's, under which that was computed. ApiError 404 for one that the tenant does not have."""
+    if asked.kvtier.document is not None:
+        message = 'kvtier.document is for /v1/completions; name it in a message: {"type": "document", "document_id": …}'
+        raise ApiError(400, message, param="kvtier.document", code="invalid_value")
+    texts, first = {}, None
+    for document_id in asked.document_ids:
+        document = _document(service, tenant, document_id, "messages")
+        if document.text is None:
+            message = "the document was put as token ids, which stand in no chat; put its text"
+            raise ApiError(400, message, param="messages", code="invalid_value")
+        texts[document_id] = document.text
+        first = first or document
+    if first is None:
+        return asked
+    return _salted(asked.with_texts(texts), first)
+
+
+def named(service: Service, tenant: str | None, asked: CompletionRequest) -> tuple[CompletionRequest, list[int]]:
+    """The request, with the document's cache_salt if it has none, and the token ids of the document that it names,
+    which come before each prompt. ApiError 404 if the tenant does not have it."""
+    if asked.kvtier.document is None:
+        return asked, []
+    document = _document(service, tenant, asked.kvtier.document, "kvtier.document")
+    if document.form is not Form.TEXT:
+        message = 'the document is for chats; name it in a message of one, or put it with "as": "text"'
+        raise ApiError(400, message, param="kvtier.document", code="invalid_value")
+    return _salted(asked, document), document.token_ids.tolist()
+
+
+def _document(service: Service, tenant: str | None, document_id: str, field: str) -> Document:
+    document = service.documents().find(tenant, document_id)
+    if document is None:
+        raise ApiError(404, "there is no document of that id", param=field, code="document_not_found")
+    return document
+
+
+def _salted(asked: _Asked, document: Document) -> _Asked:
+    if asked.cache_salt is not None or document.cache_salt is None:
+        return asked
+    return msgspec.structs.replace(asked, cache_salt=document.cache_salt)

@@ -1,0 +1,69 @@
+"""SlotDemand: how many device slots requests need, and whether there are as many."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import zip_longest
+
+import numpy as np
+
+from kvtier.engine.request import Request
+from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.groups import AttentionGroup
+from kvtier.tiers.promotion import NO_SLOT, Hit
+
+
+class SlotDemand:
+    """What requests that compute up to *chunk* tokens in a step will lease."""
+
+    def __init__(self, cache: TieredCache, chunk: int) -> None:
+        self._cache = cache
+        self._chunk = chunk
+
+    def of(self, num_tokens: int) -> list[int]:
+        """For each group, the most slots that a request of that many tokens leases at once."""
+        return most_blocks(self._cache.groups, num_tokens, self._chunk)
+
+    def fits(self, request: Request, hit: Hit, active: Sequence[Request]) -> bool:
+        """Whether there are slots for all of the request, beside those that others are active with or will need for
+        the rest of their prompts. Alone it may always start."""
+        if not active:
+            return True
+        shared, free = self._cache.num_leased(hit), self._cache.free_slots()
+        spoken_for = [self._to_come(other) for other in active if not other.is_decoding]
+        for group_id, blocks in enumerate(self._of_all(request)):
+            if blocks - shared[group_id] > free[group_id] - sum(to_come[group_id] for to_come in spoken_for):
+                return False
+        return True
+
+    def _of_all(self, request: Request) -> list[int]:
+        """Of what is known of it, and one token more."""
+        return self.of(len(request.token_ids) + 1)
+
+    def _to_come(self, request: Request) -> list[int]:
+        """For each group, the slots that the request will lease beside those that it has, to compute its prompt."""
+        tables = [request.tables, [] if request.promotion is None else request.promotion.tables]
+        leased = [sum(map(_num_leased, pair)) for pair in zip_longest(*tables, fillvalue=())]
+        return [max(0, most - there) for most, there in zip_longest(self._of_all(request), leased, fillvalue=0)]
+
+
+def _num_leased(table: Sequence[int]) -> int:
+    return int(np.count_nonzero(np.array(table, np.int32) != NO_SLOT))
+
+
+@lru_cache(maxsize=4096)
+def most_blocks(groups: tuple[AttentionGroup, ...], num_tokens: int, chunk: int) -> list[int]:
+    """For each group, the most blocks that a request of *num_tokens* holds at once, computed in chunks.
+
+    A hit, a preemption or a short budget lets a chunk start at any token. What a window holds repeats itself, so its
+    last 65,536 starts say as much as all.
+    """
+    starts = range(max(0, num_tokens - (1 << 16)), num_tokens)
+    most = []
+    for group in groups:
+        if not group.forgets:
+            most.append(-(-num_tokens // group.block_size))
+            continue
+        ends = (min(start + chunk, num_tokens) for start in starts)
+        pairs = zip(starts, ends, strict=True)
+        most.append(max(-(-end // group.block_size) - group.first_needed(start) for start, end in pairs))
+    return most

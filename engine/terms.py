@@ -1,0 +1,20 @@
+"""Terms: what a caller asks of the queue and of the cache for one request."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The defaults ask for nothing. A lower *priority* is more urgent. Without *reads_cache* everything is computed; of
+    what is not on the device *max_load_tokens* are loaded at most."""
+
+    priority: int = 0
+    reads_cache: bool = True
+    max_load_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_load_tokens is not None and self.max_load_tokens < 0:
+            raise ValueError(f"max_load_tokens is {self.max_load_tokens}; give 0 or more, or leave it out")
+
+
+NO_TERMS = Terms()

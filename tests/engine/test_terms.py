@@ -1,0 +1,34 @@
+"""What a caller may ask of the cache for one request."""
+
+from pathlib import Path
+
+import pytest
+from small_models import byte_tokenizer, plain_greedy
+from test_equality import BLOCK_SIZE, GREEDY, NUM_NEW, configuration, prompt_of
+from transformers import PreTrainedModel
+
+from kvtier.engine import LLM
+from kvtier.engine.terms import Terms
+from kvtier.tiers.tier import Reason
+
+
+@pytest.mark.parametrize("num_blocks", [0, 5, 18, 1000])
+def test_no_more_is_loaded_than_was_asked_for(model: PreTrainedModel, tmp_path: Path, num_blocks: int) -> None:
+    prompt, tables = prompt_of(1), configuration(tmp_path, 2.0, 2.0)
+    with LLM(model, tables, byte_tokenizer()) as llm:
+        llm.generate(prompt, GREEDY)
+    with LLM(model, tables, byte_tokenizer()) as llm:
+        most = num_blocks * BLOCK_SIZE + 7
+        first, again = (llm.generate(prompt, GREEDY, max_load_tokens=most)[0] for _ in range(2))
+        llm.check()
+
+    hit = 18 * BLOCK_SIZE
+    loaded = min(hit, num_blocks * BLOCK_SIZE)
+    assert first.token_ids == again.token_ids == plain_greedy(model, prompt, NUM_NEW)
+    assert (first.tokens.disk, first.tokens.reasons.get(Reason.SKIPPED, 0)) == (loaded, hit - loaded)
+    assert again.tokens.disk == again.tokens.host == 0  # the device has it, and that costs nothing
+
+
+def test_a_negative_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_load_tokens is -1"):
+        Terms(max_load_tokens=-1)
