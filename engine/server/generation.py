@@ -3,6 +3,7 @@
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import TypeAlias
 
 import msgspec
@@ -11,6 +12,9 @@ from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.async_llm import AsyncLLM
+from kvtier.engine.core import EngineCore
+from kvtier.engine.llm import keyed
+from kvtier.engine.prompt_pins import PIN_S
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.chat_reply import ChatReply
 from kvtier.engine.server.chat_request import ChatRequest
@@ -28,6 +32,7 @@ from kvtier.engine.server.tenancy import effective_salt
 from kvtier.engine.server.token_text import TokenText
 from kvtier.engine.server.usage import Usage
 from kvtier.engine.server.waiting_room import RoomFull
+from kvtier.tiers.block_hash import NO_EXTRA_KEYS
 
 Asked: TypeAlias = CompletionRequest | ChatRequest
 
@@ -72,6 +77,8 @@ class Generation:
                 salt = effective_salt(facts_of(scope).tenant, asked.cache_salt, service.is_strict)
                 async with aclosing(generate(llm, choices, lora, salt, asked.terms)) as pieces:
                     observed = self._observed(pieces)
+                    if asked.kvtier.pin:
+                        observed = self._pinned(observed, [group[0] for group in choices], llm, lora, salt)
                     if asked.stream:
                         await self._send_stream(observed, reply, send)
                     else:
@@ -127,6 +134,27 @@ class Generation:
                 if item.piece.completion is not None:
                     self._usage.add(item.index, item.piece.completion)
                 yield item
+
+    async def _pinned(
+        self,
+        pieces: AsyncIterator[ChoicePiece],
+        firsts: Sequence[Choice],
+        llm: AsyncLLM,
+        lora: str | None,
+        salt: str | None,
+    ) -> AsyncIterator[ChoicePiece]:
+        """*pieces*; each prompt is pinned when its first choice has ended, before that is told."""
+        prompts = {choice.index: choice.prompt for choice in firsts}
+        async for item in pieces:
+            if item.piece.completion is not None and item.index in prompts:
+                with self._api_errors():
+                    has_room = await llm.ask(partial(self._pin, prompts[item.index], lora, salt))
+                self._usage.is_pinned = has_room and self._usage.is_pinned is not False
+            yield item
+
+    def _pin(self, prompt: Sequence[int], lora: str | None, salt: str | None, core: EngineCore) -> bool:
+        extra, ttl_s = keyed(core, NO_EXTRA_KEYS, lora, salt), self._asked.kvtier.ttl_s or PIN_S
+        return self._service.pins.pin(core, prompt, extra, ttl_s)
 
     @contextmanager
     def _api_errors(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from kvtier.engine.terms import Terms
 
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
+MOST_TTL_S = 30 * 86400.0
 _SEEDS = 1 << 64
 
 # Of OpenAI's parameters, those that say nothing about the answer …
@@ -67,6 +68,12 @@ class KvtierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     skip_reading_prefix_cache: bool = False
     max_load_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     document: str | None = None  # whose tokens come before the prompt's; for completions
+    pin: bool = False  # keep the prompt in host memory once it is answered, for *ttl_s*
+    ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_TTL_S)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.ttl_s is not None and not self.pin:
+            raise ValueError("ttl_s says how long to pin the prompt; set pin to true")
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

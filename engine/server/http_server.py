@@ -128,7 +128,11 @@ class HttpServer:
         except BaseException:
             await self.llm.close()
             raise
-        self.service.loaded(self.llm, self.documents)
+        from kvtier.engine.prompt_pins import PromptPins
+
+        pins = PromptPins()
+        await self.llm.attend(pins.look)
+        self.service.loaded(self.llm, self.documents, pins)
         fields = {"seconds": round(time.monotonic() - began_at, 1), "max_model_len": self.llm.longest_request}
         log.info("ready", extra={"fields": fields})
 

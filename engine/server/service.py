@@ -15,6 +15,7 @@ from kvtier.engine.server.waiting_room import WaitingRoom
 if TYPE_CHECKING:
     from kvtier.engine.async_llm import AsyncLLM  # which is imported while the server answers already
     from kvtier.engine.documents import Documents
+    from kvtier.engine.prompt_pins import PromptPins
 
 LOADING_RETRY_S = 5
 _DRAIN_POLL_S = 0.05
@@ -40,6 +41,7 @@ class Service:
         self.metrics = HttpMetrics(self.registry)
         self._llm: AsyncLLM | None = None
         self._documents: Documents | None = None
+        self._pins: PromptPins | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -62,8 +64,9 @@ class Service:
             404, f"there is no model of that name here; there is {there}", code="model_not_found", param="model"
         )
 
-    def loaded(self, llm: "AsyncLLM", documents: "Documents") -> None:
+    def loaded(self, llm: "AsyncLLM", documents: "Documents", pins: "PromptPins") -> None:
         """The engine runs: take requests."""
+        self._pins = pins
         self._llm = llm
         self._documents = documents
         self.registry.register(EngineCollector(llm.statistics))
@@ -82,6 +85,12 @@ class Service:
         self.llm()
         assert self._documents is not None, "they are there when the engine is"
         return self._documents
+
+    @property
+    def pins(self) -> "PromptPins":
+        """The prompts that clients have pinned; the engine's thread's."""
+        assert self._pins is not None, "they are there when the engine is"
+        return self._pins
 
     @property
     def longest_request(self) -> int | None:

@@ -14,6 +14,7 @@ class Usage:
     prompts: TokenBalance = field(default_factory=TokenBalance)
     num_generated: int = 0
     ttft_s: float | None = None  # the engine's, of the first prompt
+    is_pinned: bool | None = None  # whether all prompts are kept in host memory now; None: nobody asked for it
 
     def add(self, index: int, completion: Completion) -> None:
         """The choice at *index* has ended so."""
@@ -35,7 +36,8 @@ class Usage:
 
     def kvtier(self) -> dict[str, object]:
         """`kvtier`: where the prompts' tokens came from, and why those that were computed were."""
-        return {"tokens": self.by_tier(), "reasons": dict(self.prompts.reasons), "ttft_s": self.ttft_s}
+        pinned = {} if self.is_pinned is None else {"pinned": self.is_pinned}
+        return {"tokens": self.by_tier(), "reasons": dict(self.prompts.reasons), "ttft_s": self.ttft_s, **pinned}
 
     def by_tier(self) -> dict[str, int]:
         """Tokens of the prompts by where they came from."""

@@ -1,0 +1,60 @@
+"""Prompts that a client asks to be kept in host memory for a while."""
+
+from collections.abc import Iterator
+
+import pytest
+from serving import BLOCK_SIZE, MODEL, ServerInThread, come_true, serving, tables
+from small_models import build
+
+PROMPT = list(range(1, 10 * BLOCK_SIZE + 2))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerInThread]:
+    with serving(build("llama"), tables(num_slots=40)) as address:
+        yield address
+
+
+def held_bytes(server: ServerInThread) -> int:
+    return server.server.llm._core.cache._holds.num_bytes
+
+
+def asked(server: ServerInThread, prompt: list[int], **options: object) -> dict:
+    return server.complete(prompt, max_tokens=2, kvtier=options)["kvtier"]
+
+
+def test_a_pinned_prompt_outlives_what_flushes_host_memory_and_is_let_go_when_its_time_is_over(
+    server: ServerInThread,
+) -> None:
+    assert asked(server, PROMPT, pin=True, ttl_s=600)["pinned"]
+    assert held_bytes(server) > 0
+    for number in range(12):  # more than device and host hold
+        asked(server, [100 + number] * 12 * BLOCK_SIZE)
+
+    again = asked(server, PROMPT, pin=True, ttl_s=0.05)
+
+    assert again["tokens"]["recomputed"] == 1
+    assert "pinned" not in asked(server, PROMPT)
+    come_true(lambda: held_bytes(server) == 10 * BLOCK_SIZE * 1024)  # of the first pin
+    server.server.llm._core.cache.check()
+
+
+def test_without_room_the_answer_says_that_nothing_is_pinned(server: ServerInThread) -> None:
+    long = [7] * 30 * BLOCK_SIZE
+
+    assert asked(server, long, pin=True)["pinned"] is False
+
+
+def test_a_stream_says_it_with_its_usage(server: ServerInThread) -> None:
+    options = {"kvtier": {"pin": True, "ttl_s": 0.05}, "stream_options": {"include_usage": True}, "max_tokens": 2}
+    with server.streaming([9] * 3 * BLOCK_SIZE, **options) as events:
+        *_, last = events
+
+    assert last["kvtier"]["pinned"] is True
+
+
+def test_a_time_without_a_pin_is_refused(server: ServerInThread) -> None:
+    answer = server.post("/v1/completions", json={"model": MODEL, "prompt": "a", "kvtier": {"ttl_s": 60}})
+
+    assert answer.status_code == 400
+    assert "set pin to true" in answer.json()["error"]["message"]
