@@ -34,8 +34,8 @@ class LoraRows:
     The hooks are there from the first pass that has such rows to the next that has none. So a model whose adapters
     nobody uses runs as if there were none (a hook that only looks costs 1 us a layer), and between passes nothing is
     switched: other adapters are other spans. peft's own layers take one adapter for each sequence of a padded batch,
-    where a step here is one sequence of all requests' tokens; they cost 1.5 times as much as these, and 2 us a layer
-    when nobody uses them.
+    where a step here is one sequence of all requests' tokens. A pass for each of four adapters takes 3.7 times as long
+    as a step without any, this 1.22 times (decoding, bench/lora.py).
     """
 
     def __init__(self, model: PreTrainedModel, adapters: Sequence[LoraAdapter]) -> None:

@@ -197,6 +197,20 @@ BUGS = [
         "tests/tiers/test_splits.py",
     ),
     Bug(
+        "blocks of an adapter are named by its name only",
+        "engine/lora_adapter.py",
+        'key = Lora(name, f"sha256:{deltas_digest(deltas)}")',
+        'key = Lora(name, "")',
+        "tests/engine/test_lora.py",
+    ),
+    Bug(
+        "logits of a batch that was sorted by adapter stay sorted",
+        "engine/runner.py",
+        "in_place[order] = logits",
+        "in_place = logits",
+        "tests/engine/test_lora.py",
+    ),
+    Bug(
         "what is queued on a lane is not counted when a load is planned",
         "tiers/load_planner.py",
         "(num_bytes + queued_bytes) / (speed",
