@@ -232,24 +232,23 @@ def test_a_question_waits_for_one_step_of_a_document_at_most(model: PreTrainedMo
     question = [5] * 40
 
     async def story(llm: AsyncLLM, documents: Documents) -> None:
-        document, _ = await documents.put(None, "report", tokens_draft(1, 2500))
-        await until(documents, document, lambda it: it.num_computed > 200)
-
-        def ask_now(core: EngineCore) -> tuple[Request, Request, int]:
-            (prefill,) = core._scheduler.running
-            sampling = SamplingParams(max_tokens=1, ignore_eos=True)
-            return prefill, core.add(question, sampling, ExtraKeys(), time.monotonic()), prefill.num_computed
-
-        prefill, asked, before = await llm.ask(ask_now)
+        seen: list[tuple[Request, Request, int]] = []  # the document's request, the question's, and when that came
         after: list[int] = []
 
-        def look(_: EngineCore) -> None:
-            if asked.finish_reason is not None and not after:
-                after.append(prefill.num_computed)
+        def look(core: EngineCore) -> None:
+            running = core._scheduler.running
+            if not seen and running and running[0].num_computed > 200:
+                sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+                asked = core.add(question, sampling, ExtraKeys(), time.monotonic())
+                seen.append((running[0], asked, running[0].num_computed))
+            elif seen and not after and seen[0][1].finish_reason is not None:
+                after.append(seen[0][0].num_computed)
 
         await llm.attend(look)
+        document, _ = await documents.put(None, "report", tokens_draft(1, 2500))
         await until(documents, document, lambda it: it.status is Status.READY)
 
+        ((_, asked, before),) = seen
         assert asked.generated == plain_greedy(model, question, 1)
         assert after[0] - before <= CHUNK  # what a step computes of one prompt
 
