@@ -132,7 +132,12 @@ def start(*arguments: object, **options: object) -> "subprocess.Popen[str]":
     """The command in a process group of its own, as from a terminal's shell."""
     command = [sys.executable, "-m", "kvtier.engine.cli", *map(str, arguments)]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    return subprocess.Popen(command, text=True, start_new_session=True, **pipes)  # type: ignore[call-overload, no-any-return]
+
+    def heed_signals() -> None:  # this process may have been started in the background, where Ctrl-C is ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    options = {"text": True, "start_new_session": True, "preexec_fn": heed_signals, **pipes}
+    return subprocess.Popen(command, **options)  # type: ignore[call-overload, no-any-return]
 
 
 @contextmanager
