@@ -11,6 +11,7 @@ def dead_settings(config: Config, groups: Collection[AttentionGroup], keys: ApiK
     """One line each, `key: why it does nothing`. A setting that is left at its default is not mentioned."""
     return [
         *_of_the_engine(config, groups),
+        *_of_looking_ahead(config),
         *_of_the_disk(config.disk),
         *_of_the_server(config.server, config.scheduler, keys),
         *_of_tenants(config, keys),
@@ -25,14 +26,23 @@ def _of_the_engine(config: Config, groups: Collection[AttentionGroup]) -> Iterat
         yield "scheduler.by_layers: there is no host tier to load from"
     if config.host is None and scheduler.load != default.load:
         yield "scheduler.load: there is no tier to load from"
-    if scheduler.load == "split" and any(group.forgets for group in groups):
-        yield 'scheduler.load: "split" is as "cost" here, for layers of this model have windows'
     if scheduler.token_budget < scheduler.prefill_chunk != default.prefill_chunk:
         yield f"scheduler.prefill_chunk: token_budget is {scheduler.token_budget}, no chunk is longer"
     if scheduler.token_budget < scheduler.max_running != default.max_running:
         yield f"scheduler.max_running: token_budget is {scheduler.token_budget}, no more can decode in a step"
     if config.metrics_port is None and config.metrics_host != Config().metrics_host:
         yield "metrics_host: without a metrics_port /metrics is where the server is"
+
+
+def _of_looking_ahead(config: Config) -> Iterator[str]:
+    scheduler, default = config.scheduler, SchedulerConfig()
+    settings = {"look_ahead": scheduler.look_ahead, "look_ahead_s": scheduler.look_ahead_s}
+    changed = [name for name, value in settings.items() if value != getattr(default, name)]
+    for name in changed:
+        if config.disk is None:
+            yield f"scheduler.{name}: there is no [disk] to bring anything from"
+        elif name == "look_ahead_s" and not scheduler.look_ahead:
+            yield "scheduler.look_ahead_s: look_ahead is 0, nothing is brought ahead"
 
 
 def _of_the_disk(disk: DiskConfig | None) -> Iterator[str]:

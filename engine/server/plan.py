@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from kvtier.engine.config import Config
 from kvtier.engine.disk_store import LEAST_BLOCKS
+from kvtier.engine.documents import documents_path
 from kvtier.engine.longest_request import longest_request
 from kvtier.engine.lora_adapter import UnusableLora, load_adapter
 from kvtier.engine.runner import layers_of
@@ -41,6 +42,7 @@ class Plan:
     block_bytes: int
     rooms: list[Room]
     longest_request: int
+    documents: Path | None  # the folder they are kept in
     remarks: list[str]  # what does not fit, or does not work
     dead_settings: list[str]
     refusals: list[str]
@@ -55,6 +57,8 @@ class Plan:
             size = _size(room.capacity_bytes)
             yield f"{room.tier:<11}{size:>10}  {room.num_blocks:>10,} blocks {room.num_tokens:>12,} tokens"
         yield f"longest    {self.longest_request:,} tokens, a prompt and its continuation together"
+        kept = "end with the process; to keep them give [documents] a path, or have a [disk]"
+        yield f"documents  {kept if self.documents is None else f'are kept in {self.documents}'}"
         for title, lines in (
             ("does not fit, or does not work", self.remarks),
             ("has no effect", self.dead_settings),
@@ -92,9 +96,10 @@ def make_plan(model: str, config: Config, keys: ApiKeys | None) -> Plan:
         block_bytes,
         rooms,
         longest,
+        documents_path(config),
         list(_remarks(model, config, model_tokens, longest, block_bytes)),
         dead_settings(config, groups, keys),
-        [*_refusals(config, rooms, block_bytes), *_refused_adapters(config, skeleton)],
+        [*_refusals(config, rooms, block_bytes), *_refused_folders(config), *_refused_adapters(config, skeleton)],
     )
 
 
@@ -137,6 +142,19 @@ def _refusals(config: Config, rooms: list[Room], block_bytes: int) -> Iterator[s
             yield f"{room.tier}.capacity: holds {room.num_blocks} blocks; use {needed[room.tier]} bytes or more"
 
 
+def _refused_folders(config: Config) -> Iterator[str]:
+    folders = {"disk.path": None if config.disk is None else Path(config.disk.path)}
+    folders["documents.path"] = documents_path(config)
+    for key, folder in folders.items():
+        if folder is None:
+            continue
+        there = _nearest(folder)
+        if not there.is_dir():
+            yield f"{key}: {there} is not a folder; use another one"
+        elif not os.access(there, os.W_OK | os.X_OK):
+            yield f"{key}: nothing can be written in {there}; use another folder"
+
+
 def _refused_adapters(config: Config, skeleton: PreTrainedModel) -> Iterator[str]:
     for name, table in config.lora.items():
         try:
@@ -168,9 +186,12 @@ def _remarks(model: str, config: Config, model_tokens: int | None, longest: int,
 
 
 def _free_bytes(folder: Path) -> int:
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return shutil.disk_usage(_nearest(folder)).free
+
+
+def _nearest(path: Path) -> Path:
+    """What is there of the path: itself, or the nearest of its parents."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
 def _size(num_bytes: float) -> str:

@@ -1,5 +1,6 @@
 """The command line: help that helps, and mistakes that cost one line."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -136,3 +137,22 @@ def test_a_device_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[st
     assert (status, out) == (2, "")
     assert "cuda" in err.lower()
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
+    ids=["by default", "unless it is set", "or said in another way"],
+)
+def test_torchs_threads_spin_for_a_moment_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, str], expected: str | None
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
+    main(["stats", str(tmp_path / "none")])
+
+    assert os.environ.get("GOMP_SPINCOUNT") == expected

@@ -68,6 +68,8 @@ token_budget = 32
 max_running = 48
 prefill_chunk = 64
 by_layers = false
+look_ahead = 0
+look_ahead_s = 5
 [server]
 metrics_tenants = ["ops"]
 max_queued = 5000
@@ -84,6 +86,8 @@ host = "1GiB"
         "scheduler.prefill_chunk",
         "scheduler.max_running",
         "scheduler.by_layers",
+        "scheduler.look_ahead",
+        "scheduler.look_ahead_s",
         "metrics_host",
         "server.max_queued",
         "server.metrics_tenants",
@@ -111,6 +115,30 @@ def test_it_says_which_tenants_quotas_are_nobodys(
 
     assert "tenants.eve: no key is that tenant's" in out
     assert "tenants.ann" not in out
+
+
+def test_it_says_where_documents_are_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path, no_weights: Path) -> None:
+    _, without_disk, _ = check(capsys, tmp_path, no_weights, "")
+    _, with_disk, _ = check(capsys, tmp_path, no_weights, f'[disk]\npath = "{tmp_path}/store"\n')
+    _, elsewhere, _ = check(capsys, tmp_path, no_weights, f'[documents]\npath = "{tmp_path}/texts"\n')
+
+    assert "documents  end with the process" in without_disk
+    assert f"documents  are kept in {tmp_path}/store-documents" in with_disk
+    assert f"documents  are kept in {tmp_path}/texts" in elsewhere
+    assert "refused" not in with_disk + elsewhere
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("key", ["disk", "documents"])
+def test_a_folder_that_is_a_file_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, no_weights: Path, key: str
+) -> None:
+    (tmp_path / "file").touch()
+
+    status, out, _ = check(capsys, tmp_path, no_weights, f'[{key}]\npath = "{tmp_path}/file/below"\n')
+
+    assert status == 2
+    assert f"{key}.path: {tmp_path}/file is not a folder" in out.partition("refused:")[2]
 
 
 @pytest.mark.parametrize(
