@@ -1,12 +1,15 @@
 """Scheduler: which tokens to compute in the next step, for whom, and in which slots."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from kvtier.engine.config import SchedulerConfig
 from kvtier.engine.look_ahead import LookAhead
 from kvtier.engine.request import FinishReason, Request
+from kvtier.engine.shared_prefill import SharedPrefill
 from kvtier.engine.slot_demand import SlotDemand
 from kvtier.engine.waiting_queue import WaitingQueue
 from kvtier.tiers.cache import TieredCache
@@ -59,6 +62,7 @@ class Scheduler:
         self._look_ahead = look_ahead
         self._clock = clock
         self._max_running = min(config.max_running, config.token_budget)  # so that each of them can decode in a step
+        self._shared_prefill = SharedPrefill(config.prefill_chunk)
         self._demand = SlotDemand(cache, config.prefill_chunk)
         self._num_slots = cache.free_slots()  # nothing is leased yet: all there are
 
@@ -108,13 +112,9 @@ class Scheduler:
         for request in [r for r in by_priority if r.is_decoding]:
             budget -= self._add_work(request, budget, step)
         for request in [r for r in by_priority if not r.is_decoding]:
-            while self.waiting and self.waiting.first.terms.priority < request.terms.priority and budget > 0:
-                if not self._admit(urgent := self.waiting.first, step):
-                    break
-                budget -= self._add_work(urgent, budget, step)
+            budget = self._let_in(step, budget, before=request.terms.priority)
             budget -= self._add_work(request, budget, step)
-        while self.waiting and budget > 0 and self._admit(request := self.waiting.first, step):
-            budget -= self._add_work(request, budget, step)
+        self._let_in(step, budget)
         if self._look_ahead is not None and self.waiting:
             self._look_ahead.look(self.waiting)
         if not step:
@@ -164,6 +164,24 @@ class Scheduler:
         """The request has finished: its blocks stay cached, its leases end."""
         self.running.remove(request)
         self._release(request)
+
+    def _let_in(self, step: list[Work], budget: int, before: float = math.inf) -> int:
+        """Admit whose turn it is, those more urgent than *before*; what is left of the budget."""
+        while budget > 0:
+            request = self._next()
+            if request is None or request.terms.priority >= before or not self._admit(request, step):
+                break
+            budget -= self._add_work(request, budget, step)
+        return budget
+
+    def _next(self) -> Request | None:
+        """Whose turn it is: the first in the queue that does not wait for another's prefill."""
+        active = [request for request in (*self.running, *self.promoting) if not request.is_decoding]
+        for request in islice(self.waiting, self._max_running):
+            if not self._shared_prefill.serves(request, active):
+                return request
+            request.hit = None  # it will have more when its turn comes
+        return None
 
     def _admit(self, request: Request, step: list[Work]) -> bool:
         """Let the request in unless it would probably push out a running one that is as urgent. Alone it may always

@@ -16,5 +16,10 @@ class Terms:
         if self.max_load_tokens is not None and self.max_load_tokens < 0:
             raise ValueError(f"max_load_tokens is {self.max_load_tokens}; give 0 or more, or leave it out")
 
+    @property
+    def takes_all_hits(self) -> bool:
+        """Whether nothing is computed that would come sooner from the cache."""
+        return self.reads_cache and self.max_load_tokens is None
+
 
 NO_TERMS = Terms()
