@@ -1,18 +1,41 @@
 """Conversations as token ids, as the tokenizer's chat template writes them down."""
 
 from collections.abc import Mapping, Sequence
+from inspect import signature
+from types import MappingProxyType
+from typing import TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
+TemplateValue: TypeAlias = str | int | float | bool
+
 PART_SEPARATOR = "\n"  # between the parts of one message
+NO_VARIABLES: Mapping[str, TemplateValue] = MappingProxyType({})
+_NOT_THE_TEMPLATES = frozenset({"messages"})  # beside the parameters of applying it
 _QUESTIONS = ("What", "7")  # that have nothing in common
 
 
-def chat_token_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """The token ids of a conversation that the assistant is to go on with. jinja2's TemplateError if the template does
-    not take it."""
+class NotOfTheTemplate(ValueError):
+    """A variable that says how the template is applied, which is not the caller's to say."""
+
+
+def chat_token_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, str]],
+    variables: Mapping[str, TemplateValue] = NO_VARIABLES,
+) -> list[int]:
+    """The token ids of a conversation that the assistant is to go on with; *variables* are the template's own.
+
+    jinja2's TemplateError if the template does not take it, `NotOfTheTemplate` for what is none of its variables.
+    """
+    for name in variables:
+        if name in _NOT_THE_TEMPLATES or name in signature(tokenizer.apply_chat_template).parameters:
+            raise NotOfTheTemplate(f"{name}: is no variable of the template's own; leave it out")
     text = tokenizer.apply_chat_template(
-        [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+        [dict(message) for message in messages],
+        tokenize=False,
+        add_generation_prompt=True,
+        **variables,  # type: ignore[arg-type]  # of the parameters there is none among them
     )
     token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return token_ids

@@ -7,7 +7,7 @@ import msgspec
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from kvtier.engine.chat_template import PART_SEPARATOR, chat_token_ids
+from kvtier.engine.chat_template import PART_SEPARATOR, NotOfTheTemplate, TemplateValue, chat_token_ids
 from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.generation_request import GenerationRequest, LogprobCount, TokenCount
 
@@ -64,9 +64,11 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A conversation. Without a limit the answer may be as long as there is room."""
+    """A conversation. Without a limit the answer may be as long as there is room. Beyond OpenAI's:
+    *chat_template_kwargs*, variables of the model's template such as `enable_thinking`."""
 
     messages: list[Message]
+    chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict)
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
     logprobs: bool = False
@@ -98,8 +100,10 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
             raise ApiError(400, message, code="no_chat_template")
         messages = [message.for_template() for message in self.messages]
         try:
-            return [chat_token_ids(tokenizer, messages)]
-        except TemplateError as error:
+            return [chat_token_ids(tokenizer, messages, self.chat_template_kwargs)]
+        except NotOfTheTemplate as error:
+            raise ApiError(400, str(error), param="chat_template_kwargs", code="invalid_value") from None
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:  # what filters raise
             message = f"the model's chat template does not take these messages: {error}"
             raise ApiError(400, message, param="messages", code="invalid_value") from None
 

@@ -430,3 +430,22 @@ def test_what_the_template_refuses_is_a_400_with_its_reason() -> None:
         pytest.raises(openai.BadRequestError, match="roles must alternate"),
     ):
         server.openai().chat.completions.create(messages=[{"role": "user", "content": "Hello"}], **GREEDY)
+
+
+def test_variables_of_the_template_are_the_clients_and_nothing_else_is() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}{% if thinking %}<think budget={{ budget / 2 }}>{% endif %}"
+    said = [{"role": "user", "content": "Hello"}]
+    with serving(build("llama"), tables(20), tokenizer=tokenizer) as server:
+
+        def num_prompt_tokens(variables: dict[str, object]) -> int:
+            body = {"chat_template_kwargs": variables}
+            return server.openai().chat.completions.create(messages=said, extra_body=body, **GREEDY).usage.prompt_tokens
+
+        assert num_prompt_tokens({}) == len("Hello")
+        assert num_prompt_tokens({"thinking": True, "budget": 8}) == len("Hello<think budget=4.0>")
+        for name in ("tokenize", "messages", "chat_template", "add_generation_prompt", "padding"):
+            with pytest.raises(openai.BadRequestError, match=f"{name}: is no variable of the template's own"):
+                num_prompt_tokens({name: True})
+        with pytest.raises(openai.BadRequestError, match="the model's chat template does not take these messages"):
+            num_prompt_tokens({"thinking": True, "budget": "eight"})
