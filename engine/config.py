@@ -145,17 +145,17 @@ class SchedulerConfig(_Table, frozen=True, kw_only=True):
     *max_running* requests decode together, *max_waiting* queue behind them; one more is refused.
     *load*: of a hit in a colder tier, "cost" loads as much as comes faster than computing it, by the measured speeds of
     lanes and prefill and by what is queued; "split" also computes the front of a hit while the rest of it is loaded,
-    where that is faster by a tenth; "always" loads all. *by_layers*: a prompt whose prefix comes from host
-    memory, while nothing else runs, begins to compute with the first layers and waits for the others as it gets there.
-    *look_ahead* is the share of host memory into which what waiting requests need is brought from disk, each for
-    *look_ahead_s* seconds at most.
+    where that is faster by a tenth and no layer has a window; "always" loads all. *by_layers*: a prompt whose prefix
+    comes from host memory, while nothing else runs, begins to compute with the first layers and waits for the others as
+    it gets there. *look_ahead* is the share of host memory into which what waiting requests need is brought from disk,
+    each for *look_ahead_s* seconds at most.
     """
 
     token_budget: Count = 2048
     prefill_chunk: Count = 512
     max_running: Count = 64
     max_waiting: Count = 4096
-    load: Literal["cost", "split", "always"] = "cost"
+    load: Literal["split", "cost", "always"] = "split"
     by_layers: bool = True
     look_ahead: Annotated[float, msgspec.Meta(ge=0, le=0.5)] = 0.25
     look_ahead_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 30.0
