@@ -14,22 +14,48 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from kvtier.engine.demo_model import build_demo_model
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvtier.engine.demo_model import MAX_POSITIONS, build_tokenizer
 
 START_S = 180.0
 END_S = 120.0
 BLOCK_SIZE = 32
+HEAD_DIM = 64  # vLLM's attention on CPUs takes it
 MODEL = "model"  # the name under which all serve it
 
 
 def save_model(folder: Path) -> tuple[Path, int, int]:
-    """The demo's model as a folder that every server can load; bytes of KV a token, and the size of its vocabulary."""
-    model, tokenizer = build_demo_model()
+    """A model as a folder that every server can load; bytes of KV a token, and the size of its vocabulary.
+
+    A Llama of 19 million random weights, drawn so that its answers are words in no order, with the demo's tokenizer.
+    """
+    tokenizer = build_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype=torch.float32,
+    )
+    model = LlamaForCausalLM(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2:  # else a norm's
+                weight.normal_(std=1.0 if "embed" in name else 2 / weight.shape[1] ** 0.5, generator=generator)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    config = model.config
-    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
-    token_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    token_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * HEAD_DIM
     return folder, token_bytes, config.vocab_size
 
 
