@@ -8,6 +8,8 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlencode, urlsplit
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
+from kvtier.engine.document import check_id
+
 TIMEOUT_S = 60.0
 
 
@@ -25,7 +27,8 @@ class _NoRedirect(HTTPRedirectHandler):
 
 
 class DocumentClient:
-    """Objects are as the server gives them. Every method raises Refused, or OSError if there is no server."""
+    """Objects are as the server gives them. Every method raises Refused, OSError if there is no server, or ValueError
+    for what can be no id."""
 
     def __init__(self, url: str, key: str | None) -> None:
         """ValueError for what is no URL."""
@@ -90,6 +93,7 @@ def _is_here(host: str) -> bool:
 
 
 def _path(document_id: str) -> str:
+    check_id(document_id)  # with a slash it would be another path
     return f"/{quote(document_id, safe='')}"
 
 

@@ -392,6 +392,7 @@ def test_the_command_says_in_one_line_what_is_wrong(
     assert "No such file" in wrong("add", tmp_path / "nothing")
     assert "no document of that id" in wrong("show", "nothing", "--api-key", ANN)
     assert "1 to 128" in wrong("add", good, "--id", "a b", "--api-key", ANN)
+    assert "1 to 128" in wrong("add", good, "--id", "a/b", "--api-key", ANN)
     assert "no address" in wrong("ls", "--url", "ftp://x")
     assert "kvtier serve" in wrong("ls", "--url", "http://127.0.0.1:9")
 
