@@ -22,6 +22,8 @@ from kvtier.engine.demo_model import MAX_POSITIONS, build_tokenizer
 START_S = 180.0
 END_S = 120.0
 BLOCK_SIZE = 32
+# For every server: a virtual machine may give freed pages back, and to touch them again is the largest noise here.
+KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
 HEAD_DIM = 64  # vLLM's attention on CPUs takes it
 MODEL = "model"  # the name under which all serve it
 
@@ -91,7 +93,7 @@ def _process(
     url, log = f"http://127.0.0.1:{port}", folder / f"server-{port}.log"
     with log.open("w") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=out, env={**os.environ, **environment}, start_new_session=True
+            command, stdout=out, stderr=out, env={**os.environ, **KEEPS_MEMORY, **environment}, start_new_session=True
         )
         try:
             _wait_until_it_answers(process, url + path, log)
