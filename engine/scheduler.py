@@ -167,7 +167,7 @@ class Scheduler:
 
     def _let_in(self, step: list[Work], budget: int, before: float = math.inf) -> int:
         """Admit whose turn it is, those more urgent than *before*; what is left of the budget."""
-        while budget > 0:
+        while budget > 0 and self.waiting and self.waiting.first.terms.priority < before:
             request = self._next()
             if request is None or request.terms.priority >= before or not self._admit(request, step):
                 break
