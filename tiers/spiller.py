@@ -208,8 +208,9 @@ class Spiller:
         pool, marks = residency.device.pools[group_id], residency.device.dirty[group_id]
         dirty: list[int] = []
         for slot in pool.oldest(window).tolist():
-            name = pool.name(slot)
-            if slot not in marks or name is None or len(dirty) == most:
+            if len(dirty) == most:
+                break
+            if slot not in marks or (name := pool.name(slot)) is None:
                 continue
             if residency.has_copy_below_device(group_id, name):
                 del marks[slot]
