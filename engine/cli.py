@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status. A mistake of the user's is one line that says what to do."""
     options = _parser().parse_args(arguments)
     # Before torch is loaded. Its threads spin while they wait for each other, by default so long that next to anything
-    # else that computes a step takes up to twenty times as long, and a part longer next to our own copies.
+    # else that computes a step takes five times as long, and a part longer next to our own copies.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
