@@ -111,8 +111,9 @@ def questions_and_answers(bed: Bed, vllm: Path | None) -> list[Row]:
 def nothing_to_reuse(bed: Bed, num_rounds: int, vllm: Path | None) -> list[Row]:
     """Tokens a second of prompts that share nothing, once the disk is full: both servers up, asked in turn.
 
-    While the disk is still filling up more is lost (0.94 was kept in four rounds, a store of 4 GiB), nearly all of it the
-    kernel's first touch of memory for its cache. Every round starts the servers anew: two of the same kind differ by some per cent as long as they live.
+    While the disk is still filling up more is lost (0.94 was kept, in four rounds with a store of 4 GiB), nearly all of
+    it the kernel's first touch of memory for its cache. Every round starts the servers anew: two of the same kind
+    differ by some per cent as long as they live.
     """
     kinds = {"with tiers": True, "device only": False}
 
