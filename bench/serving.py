@@ -160,7 +160,10 @@ async def gaps(url: str, streams: Sequence[Sequence[int]], beside: Iterator[Sequ
 
 def streams_while_others_promote(bed: Bed, num_rounds: int) -> list[Row]:
     """The 99th percentile of the time between tokens, beside questions that are answered from the device, and beside
-    questions whose documents come up from host memory and disk."""
+    questions whose documents come up from host memory and disk.
+
+    Not beside nothing: a question's own prefill lengthens a step, on both sides, and more often where it comes sooner.
+    """
     texts = bed.texts
     worst: dict[str, list[float]] = {"beside hits on the device": [], "beside promotions": []}
     with kvtier_server(bed.model, bed.folder, bed.tables(with_tiers=True)) as url:

@@ -176,9 +176,9 @@ class Scheduler:
 
     def _next(self) -> Request | None:
         """Whose turn it is: the first in the queue that does not wait for another's prefill."""
-        active = [request for request in (*self.running, *self.promoting) if not request.is_decoding]
+        prefilling = [request for request in (*self.running, *self.promoting) if not request.is_decoding]
         for request in islice(self.waiting, self._max_running):
-            if not self._shared_prefill.serves(request, active):
+            if not self._shared_prefill.serves(request, prefilling):
                 return request
             request.hit = None  # it will have more when its turn comes
         return None

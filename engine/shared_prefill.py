@@ -12,16 +12,16 @@ class SharedPrefill:
         """For less than *least_tokens*, one chunk, nobody waits: a request computes them within a step itself."""
         self._least_tokens = least_tokens
 
-    def serves(self, request: Request, active: Collection[Request]) -> bool:
-        """Whether one of those that are *active* will soon have computed what the request needs too.
+    def serves(self, request: Request, prefilling: Collection[Request]) -> bool:
+        """Whether one of those that are *prefilling*, or about to, will soon have computed what the request needs too.
 
         Not one that is less urgent, and may have to give way; nor one that does not take all that is cached: the
         request may find at once what that one computes.
         """
         return request.terms.reads_cache and any(
             self._num_tokens_ahead(request, other) >= self._least_tokens
-            for other in active
-            if not other.is_decoding and other.terms.takes_all_hits and other.terms.priority <= request.terms.priority
+            for other in prefilling
+            if other.terms.takes_all_hits and other.terms.priority <= request.terms.priority
         )
 
     @staticmethod
