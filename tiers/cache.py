@@ -2,7 +2,7 @@
 
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -225,14 +225,14 @@ class TieredCache:
         """
         if all((found != ABSENT).all() for found in self._promoter.device_slots(hit)):
             return True
-        device, window = self._residency.device, self._window.num_blocks
         demand, short = [], []
+        rest_tokens = hit.limit - hit.num_tokens
         for group_id, (resident, missing) in enumerate(self._promoter.resident_and_missing(hit)):
             demand.append(missing + len(resident))  # the hit's own blocks may be among the oldest
-            clean = 0
-            if missing:
-                clean = self._residency.num_clean(device, group_id, demand[-1] + window, besides=resident)
-            short.append(max(0, missing - clean))
+            now = missing + (hit.partial is not None)
+            # Then its request takes slots to compute in, before a copy that is started now has been taken in.
+            soon = min(self._window.depth, -(-rest_tokens // self.groups[group_id].block_size) + 1)
+            short.append(max(self._lacking(group_id, n, resident) for n in (now, now + soon)) if missing else 0)
         if not any(short):
             return True
         self._promoter.keep_warm(hit)
@@ -508,6 +508,12 @@ class TieredCache:
             if first < end:
                 self._residency.committed(group_id, slots[first:end], chain, start + first)
             first = end + 1
+
+    def _lacking(self, group_id: int, num_slots: int, besides: Set[int]) -> int:
+        """How many of that many device slots could not be taken now without dropping a block's last copy."""
+        device = self._residency.device
+        horizon = max(0, num_slots - device.pools[group_id].num_blank) + len(besides) + self._window.num_blocks
+        return max(0, num_slots - self._residency.num_clean(device, group_id, horizon, besides))
 
     def _spill(self) -> None:
         self._spiller.spill_device(self._wanted)

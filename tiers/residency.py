@@ -42,12 +42,15 @@ class SlotTier:
             self.dirty[group_id].update(dict.fromkeys(slots))
 
     def choose(self, group_id: int, num_slots: int, window: int) -> npt.NDArray[np.int32]:
-        """Up to *num_slots* cached slots to evict: clean ones among the *window* oldest, then simply the oldest."""
+        """Up to *num_slots* cached slots to evict: clean ones among the oldest, then simply the oldest.
+
+        A dirty one is passed over for a clean one that comes at most *window* later, as `Residency.num_clean` counts.
+        """
         pool, dirty = self.pools[group_id], self.dirty[group_id]
         oldest = pool.victims(num_slots)
         if not dirty or dirty.keys().isdisjoint(oldest.tolist()):
             return oldest
-        chosen = self.oldest_clean(group_id, window)[:num_slots]
+        chosen = self.oldest_clean(group_id, num_slots + window)[:num_slots]
         taken = set(chosen)
         chosen += [slot for slot in oldest.tolist() if slot not in taken][: num_slots - len(chosen)]
         return np.array(chosen, np.int32)
@@ -173,7 +176,7 @@ class Residency:
         pool = tier.pools[group_id]
         missing = num_slots - pool.num_blank
         if missing > 0:
-            self.evict(tier, group_id, tier.oldest_clean(group_id, window)[:missing])
+            self.evict(tier, group_id, tier.oldest_clean(group_id, missing + window)[:missing])
         return pool.allocate(min(num_slots, pool.num_blank)) or []
 
     def evict(self, tier: SlotTier, group_id: int, slots: Slots) -> None:
