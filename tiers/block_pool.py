@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.block_hash import BlockName
-from kvtier.tiers.runs import Runs
+from kvtier.tiers.runs import NO_SPOT, Runs
 
 Slots = Sequence[int] | npt.NDArray[np.int32]  # distinct slots
 ABSENT = -1  # in place of a slot: the block is not here
 NOTHING = np.empty(0, np.int32)
-NOWHERE = -1  # the place of a slot that is not in the order
+NOWHERE = -1  # a place that is not in the order
 FEW = 16
 MANY = 128  # slots; from about here on numpy calls beat a loop over ints (measured)
 
@@ -27,8 +27,8 @@ class BlockPool:
     cached stays prefix-closed. A name is held by one slot at most.
 
     The order is a queue to which a slot is appended whenever it becomes free; an entry counts only if it is where
-    `_places` says. So leaving the order costs nothing, and chains of thousands of blocks come and go at numpy's speed,
-    while single slots are array items, at the speed of a list's.
+    `_places` says, and not before the queue's head. So leaving the order costs nothing, and chains of thousands of
+    blocks come and go at numpy's speed, while single slots are array items, at the speed of a list's.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -36,13 +36,12 @@ class BlockPool:
         self.num_changes = 0  # of which block is where; what was found stays true while this stays the same
         self._slots: dict[BlockName, int] = {}
         self._runs = Runs(num_slots)
-        self._names: dict[int, BlockName] = {}  # of named slots that are in no run
-        self._named = bytearray(num_slots)
+        self._spots = self._runs.spots
         self._leases = array("i", bytes(4 * num_slots))
         self._places = array("i", [NOWHERE]) * num_slots
-        self._all_named = np.frombuffer(self._named, np.bool_)  # the same memory, for many at once
-        self._all_leases = _view(self._leases)
+        self._all_leases = _view(self._leases)  # the same memory, for many at once
         self._all_places = _view(self._places)
+        self._all_spots = np.frombuffer(self._spots, np.int64) if num_slots else np.empty(0, np.int64)
         self._order = array("i")  # slots by the time they became free; places are positions in it
         self._most_entries = 2 * num_slots + MANY  # of the order, before those that do not count are left out
         self._head = 0  # before it no entry counts
@@ -96,7 +95,7 @@ class BlockPool:
 
     def name(self, slot: int) -> BlockName | None:
         """The name of the block in the slot, or None if nobody can find it."""
-        return (self._names.get(slot) or self._runs.name(slot)) if self._named[slot] else None
+        return self._runs.name(slot)
 
     def is_free(self, slot: int) -> bool:
         """Whether nobody leases the slot."""
@@ -132,11 +131,11 @@ class BlockPool:
     def lease(self, slots: Slots) -> None:
         """Add a lease to each slot; cached ones leave the free list. Only for slots that hold a block."""
         if len(slots) < MANY:
-            leases, places, any_lent = self._leases, self._places, self._num_lent
+            leases, places, head, any_lent = self._leases, self._places, self._head, self._num_lent
             for slot in slots:
                 count = leases[slot]
                 if count == 0 or any_lent:  # else it has no place
-                    if places[slot] != NOWHERE:
+                    if places[slot] >= head:
                         places[slot] = NOWHERE
                         self._num_ordered -= 1
                         self._num_lent -= count > 0
@@ -145,7 +144,7 @@ class BlockPool:
                 leases[slot] = count + 1
             return
         ids = _ids(slots)
-        ordered = self._all_places[ids] != NOWHERE
+        ordered = self._all_places[ids] >= self._head
         assert (ordered | (self._all_leases[ids] > 0)).all(), "a slot is blank: there is nothing to lease it for"
         self._num_ordered -= int(np.count_nonzero(ordered))
         if self._num_lent:
@@ -156,7 +155,7 @@ class BlockPool:
     def release(self, slots: Slots) -> None:
         """End one lease of each slot; the first of them to become free will be the first evicted."""
         if len(slots) < MANY:
-            leases, named, copies, blank = self._leases, self._named, self._copies, self._blank
+            leases, spots, copies, blank = self._leases, self._spots, self._copies, self._blank
             for slot in slots if type(slots) is list else _ints(slots):
                 left = leases[slot] - 1
                 if left:
@@ -166,7 +165,7 @@ class BlockPool:
                         continue
                 else:
                     leases[slot] = 0
-                if named[slot]:
+                if spots[slot] != NO_SPOT:
                     if len(self._order) >= self._most_entries:
                         self._renumber()
                     self._places[slot] = len(self._order)
@@ -182,7 +181,7 @@ class BlockPool:
             self._all_leases[ids] = counts
             if counts.any():
                 ids = self._let_go(ids, counts)
-            is_named = self._all_named[ids]
+            is_named = self._all_spots[ids] != NO_SPOT
             if not is_named.all():
                 self._blank += ids[~is_named].tolist()
                 ids = ids[is_named]
@@ -204,7 +203,7 @@ class BlockPool:
         """
         for slot in _ints(slots):
             if self._leases[slot] == 0:
-                assert self._places[slot] != NOWHERE, f"slot {slot} is blank: there is nothing to copy"
+                assert self._places[slot] >= self._head, f"slot {slot} is blank: there is nothing to copy"
                 self._num_lent += 1
             self._leases[slot] += 1
             self._copies[slot] = self._copies.get(slot, 0) + 1
@@ -218,7 +217,7 @@ class BlockPool:
                 del self._copies[slot]
             self._leases[slot] -= 1
             if not self._leases[slot]:
-                if self._places[slot] == NOWHERE:  # forgotten meanwhile
+                if self._places[slot] < self._head:  # forgotten meanwhile
                     self._blank.append(slot)
                 else:
                     self._num_lent -= 1
@@ -233,20 +232,16 @@ class BlockPool:
             return self._commit_one(int(slots[0]), names, start)
         wanted, ids = _ints(slots), _ids(slots)
         all_names, names = names, names[start : start + len(wanted)] if len(wanted) < len(names) else names
-        assert self._all_leases[ids].all(), "only a leased slot's bytes are anyone's to name"
-        assert not self._all_named[ids].any(), "a slot has a name already"
         holders = list(map(self._slots.setdefault, names, wanted))
         self.num_changes += 1
         if holders == wanted:
-            self._all_named[ids] = True
             before = self._slots.get(all_names[start - 1]) if start else None
             self._runs.add(before, all_names, start, ids)
             return []
         taken = []
         for place, (slot, holder, name) in enumerate(zip(wanted, holders, names, strict=True)):
             if slot == holder:
-                self._names[slot] = name
-                self._named[slot] = True
+                self._runs.add_alone(slot, name)
             else:
                 taken.append(place)
         return taken
@@ -261,8 +256,11 @@ class BlockPool:
         """The cached slots in the first *window* places of that order; lent ones keep their place but do not count."""
         found: list[npt.NDArray[np.int32]] = []
         missing, start = min(window, self._num_ordered), self._head
+        first = self._entries(start, start + missing)
+        if self._all_places[first].tobytes() == np.arange(start, start + missing, dtype=np.int32).tobytes():
+            return first[self._all_leases[first] == 0] if self._num_lent else first
         while missing > 0:
-            piece = np.frombuffer(self._order[start : start + missing + MANY], np.int32)
+            piece = self._entries(start, start + missing + MANY)
             counts = self._all_places[piece] == np.arange(start, start + len(piece), dtype=np.int32)
             live = piece if counts.all() else piece[counts]
             if not found:  # entries before the first that counts are done with
@@ -280,8 +278,8 @@ class BlockPool:
         their last lease ends.
         """
         named = _ids(slots)
-        named = named[self._all_named[named]]
-        names = self._forget(named, named.tolist())
+        named = named[self._all_spots[named] != NO_SPOT]
+        names = self._forget(named)
         freed = named[self._all_leases[named] == 0]
         self._blank[:0] = freed[::-1].tolist()
         return names
@@ -291,7 +289,13 @@ class BlockPool:
         evicted = cast(list[int], victims.tolist())
         slots = self._blank[::-1] + evicted
         assert len(slots) == num_slots, "as many victims as blank slots are missing"
-        names = self._forget(victims, evicted)
+        end = self._head + len(evicted)
+        if self._all_places[victims].tobytes() == np.arange(self._head, end, dtype=np.int32).tobytes():
+            self._head = end  # which takes all of them out of the order
+        else:
+            self._all_places[victims] = NOWHERE
+        names = self._unname(victims)
+        self._num_ordered -= len(evicted)
         self._all_leases[victims] = 1
         if self._blank:
             self._all_leases[self._blank] = 1
@@ -304,17 +308,16 @@ class BlockPool:
 
     def place(self, slot: int) -> int | None:
         """Where in the order of eviction a cached or lent slot stands, lower first; None for others."""
-        return None if self._places[slot] == NOWHERE else self._places[slot]
+        return self._places[slot] if self._places[slot] >= self._head else None
 
     def check(self) -> None:
         """Raise AssertionError if the pool's books disagree."""
         assert (self._all_leases >= 0).all(), "a slot was released more often than leased"
         blank = set(self._blank)
         assert len(blank) == len(self._blank), "a slot is blank twice"
-        ordered = {slot for slot in range(self.num_slots) if self._places[slot] != NOWHERE}
+        ordered = {slot for slot in range(self.num_slots) if self._places[slot] >= self._head}
         assert not blank & ordered, "a slot is blank and cached"
         assert len(ordered) == self._num_ordered, "the slots in the order were miscounted"
-        assert all(self._places[slot] >= self._head for slot in ordered), "a slot stands before the order's head"
         assert all(self._order[self._places[slot]] == slot for slot in ordered), "a slot is not where its place says"
         free = {slot for slot in range(self.num_slots) if self._leases[slot] == 0}
         lent = ordered - free
@@ -322,24 +325,22 @@ class BlockPool:
         assert free == blank | (ordered - lent), "a slot is leased and free, or neither"
         assert all(self._leases[slot] == self._copies[slot] for slot in lent), "a lent slot is leased by others too"
         assert all(0 < count <= self._leases[slot] for slot, count in self._copies.items()), "a copy has no lease"
-        named = {slot for slot in range(self.num_slots) if self._named[slot]}
+        named = {slot for slot in range(self.num_slots) if self._spots[slot] != NO_SPOT}
         assert not blank & named, "a blank slot has a name"
         assert ordered <= named, "a cached slot has no name"
         assert set(self._slots.values()) == named, "names and slots disagree"
         self._runs.check()
         assert all(self.name(slot) == name for name, slot in self._slots.items()), "a name points to another's slot"
-        assert self._names.keys() <= named, "a name is kept for a slot without a block"
 
     def _commit_one(self, slot: int, names: Sequence[BlockName], start: int) -> list[int]:
         assert self._leases[slot], "only a leased slot's bytes are anyone's to name"
-        assert not self._named[slot], "a slot has a name already"
+        assert self._spots[slot] == NO_SPOT, "a slot has a name already"
         name = names[start]
         if self._slots.setdefault(name, slot) != slot:
             return [0]
-        self._named[slot] = True
         self.num_changes += 1
         if len(names) == 1:
-            self._names[slot] = name
+            self._runs.add_alone(slot, name)
         else:
             self._runs.add(self._slots.get(names[start - 1]) if start else None, names, start, [slot])
         return []
@@ -350,8 +351,9 @@ class BlockPool:
             return cast(npt.NDArray[np.int32], ids[counts == 0])
         copies = np.array([self._copies.get(slot, 0) for slot in ids.tolist()], np.int32)
         is_lent = (counts > 0) & (counts == copies)
-        self._num_lent += int(np.count_nonzero(is_lent & self._all_named[ids]))
-        return cast(npt.NDArray[np.int32], ids[(counts == 0) | (is_lent & self._all_named[ids])])
+        is_named = self._all_spots[ids] != NO_SPOT
+        self._num_lent += int(np.count_nonzero(is_lent & is_named))
+        return cast(npt.NDArray[np.int32], ids[(counts == 0) | (is_lent & is_named)])
 
     def _one_by_one(self, names: Sequence[BlockName]) -> npt.NDArray[np.int32]:
         if len(names) > 1:
@@ -361,24 +363,29 @@ class BlockPool:
                 pass
         return np.array([self._slots.get(name, ABSENT) for name in names], np.int32)
 
-    def _forget(self, ids: npt.NDArray[np.int32], slots: list[int]) -> list[BlockName]:
-        """Take the named slots, given twice, out of index and order; their names."""
-        if not slots:
+    def _forget(self, ids: npt.NDArray[np.int32]) -> list[BlockName]:
+        """Take the named slots out of index and order; their names."""
+        if not len(ids):
             return []
-        names = self._runs.remove(ids)
-        if len(names) < len(slots):
-            names += [self._names.pop(slot) for slot in slots if slot in self._names]
-        index = self._slots
-        for name in names:
-            del index[name]
-        ordered = ids[self._all_places[ids] != NOWHERE]
+        ordered = ids[self._all_places[ids] >= self._head]
         self._num_ordered -= len(ordered)
         if self._num_lent:
             self._num_lent -= int(np.count_nonzero(self._all_leases[ordered]))
-        self._all_named[ids] = False
         self._all_places[ids] = NOWHERE
+        return self._unname(ids)
+
+    def _unname(self, ids: npt.NDArray[np.int32]) -> list[BlockName]:
+        """Take the named slots out of the index; their names."""
+        names = self._runs.remove(ids)
+        index = self._slots
+        for name in names:
+            del index[name]
         self.num_changes += 1
         return names
+
+    def _entries(self, start: int, end: int) -> npt.NDArray[np.int32]:
+        """The entries of the order from *start* to before *end*, as far as there are any."""
+        return np.frombuffer(self._order[start:end], np.int32) if start < min(end, len(self._order)) else NOTHING
 
     def _few_oldest(self, num_slots: int) -> list[int]:
         """The same as `oldest`, one by one."""
@@ -397,8 +404,9 @@ class BlockPool:
 
     def _renumber(self) -> None:
         """Leave out the entries that do not count: now and then, when they are as many as the slots."""
-        entries = np.frombuffer(self._order, np.int32)
-        live = entries[self._all_places[entries] == np.arange(len(entries), dtype=np.int32)]
+        entries = np.frombuffer(self._order[self._head :], np.int32)
+        live = entries[self._all_places[entries] == np.arange(self._head, len(self._order), dtype=np.int32)]
+        self._all_places.fill(NOWHERE)
         self._all_places[live] = np.arange(len(live), dtype=np.int32)
         self._order = array("i", live.tobytes())
         self._head = 0

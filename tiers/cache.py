@@ -298,12 +298,14 @@ class TieredCache:
         Evicts the oldest blocks that have a copy below; a dirty one that has to go is dropped and counted. Never
         waits for a copy.
         """
-        pools = self._residency.device.pools
-        if any(wanted > pool.num_free for wanted, pool in zip(num_slots, pools, strict=True)):
-            return None
+        device = self._residency.device
+        for wanted, pool in zip(num_slots, device.pools, strict=True):
+            if wanted > pool.num_free:
+                return None
+        window = self._window.num_blocks if any(device.dirty) else 0
         tables: Tables = []
         for group_id, wanted in enumerate(num_slots):
-            slots = self._residency.take(self._residency.device, group_id, wanted, self._window.num_blocks)
+            slots = self._residency.take(device, group_id, wanted, window)
             assert slots is not None, "fewer free slots than a moment ago"
             tables.append(array("i", slots))
             self._num_held[group_id] += wanted
@@ -320,8 +322,8 @@ class TieredCache:
         for group_id, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
             first, last = start // group.block_size, end // group.block_size
             for blocks in self._retention.kept(group, first, last, boundaries):
-                slots = np.array(table[blocks.start : blocks.stop], np.int32)
-                if (slots != NO_SLOT).all():
+                slots = np.frombuffer(table[blocks.start : blocks.stop], np.int32)
+                if not group.forgets or (slots != NO_SLOT).all():
                     self._commit_run(group_id, table, chain, blocks.start, slots)
                     continue
                 for place in np.flatnonzero(slots != NO_SLOT).tolist():

@@ -16,12 +16,12 @@ class CleanAhead:
         self._clock = clock
         self._rate = 0.0  # blocks a second
         self._rate_at = clock()
+        self._num_new = 0  # blocks taken since then
         self._spill_s = 0.0
 
     def allocated(self, num_blocks: int) -> None:
-        """Blocks were taken from the pool."""
-        self._rate = self._rate_now() + num_blocks / RATE_MEMORY_S
-        self._rate_at = self._clock()
+        """Blocks were taken from the pool. They count from the next question about the window on."""
+        self._num_new += num_blocks
 
     def spilled(self, seconds: float) -> None:
         """A spill took so long, from its submission to the owner's poll."""
@@ -30,6 +30,8 @@ class CleanAhead:
     @property
     def num_blocks(self) -> int:
         """The window now."""
+        if self._spill_s == 0:
+            return min(self._most, self._least)
         return min(self._most, max(self._least, math.ceil(HEADROOM * self._rate_now() * self._spill_s)))
 
     @property
@@ -38,4 +40,7 @@ class CleanAhead:
         return max(self._least, self.num_blocks)
 
     def _rate_now(self) -> float:
-        return self._rate * math.exp((self._rate_at - self._clock()) / RATE_MEMORY_S)
+        now = self._clock()
+        self._rate = self._rate * math.exp((self._rate_at - now) / RATE_MEMORY_S) + self._num_new / RATE_MEMORY_S
+        self._rate_at, self._num_new = now, 0
+        return self._rate

@@ -173,6 +173,8 @@ class Promoter:
         """Go on with what is queued, and end promotions whose time is over."""
         self._landings.pump(window)
         self._arrivals.pump()
+        if not self._waiting:
+            return
         now = self._clock()
         for promotion in [late for late in self._waiting if late.deadline is not None and late.deadline <= now]:
             if any(arrival.source is Tier.DISK for arrival in promotion.waiting):

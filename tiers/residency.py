@@ -190,13 +190,12 @@ class Residency:
         if self.device.is_spilled:
             self.device.mark_dirty(group_id, slots.tolist())
         self.tenants.computed(group_id, slots, tenant_of(chain.extra.cache_salt))
-        size = self._block_sizes[group_id]
         if self.siblings is not None and group_id == self._siblings_group:
-            keys = chain.sibling_keys(start, start + len(slots))
-            self.siblings.record(slots, keys, chain.named_ids(start, start + len(slots)))
-        step = size // chain.block_size
-        names = chain.names[(start + 1) * step - 1 : (start + len(slots)) * step : step]
-        self._tell_stored(Tier.DEVICE, group_id, names, chain, start)
+            self.siblings.record(slots, chain, start)
+        if self._events is not None:
+            step = self._block_sizes[group_id] // chain.block_size
+            names = chain.names[(start + 1) * step - 1 : (start + len(slots)) * step : step]
+            self._tell_stored(Tier.DEVICE, group_id, names, chain, start)
 
     def committed_tail(self, group_id: int, slot: int, name: BlockName, key: bytes, token_ids: TokenIds) -> None:
         """The slot's block, of which only the first tokens are computed, has been named. It stays on the device."""
@@ -224,8 +223,7 @@ class Residency:
             return holder
         self.tenants.computed(group_id, np.array([slot], np.int32), tenant)
         if chain is not None and self.siblings is not None and group_id == self._siblings_group:
-            keys, ids = chain.sibling_keys(block_id, block_id + 1), chain.named_ids(block_id, block_id + 1)
-            self.siblings.record(np.array([slot], np.int32), keys, ids)
+            self.siblings.record(np.array([slot], np.int32), chain, block_id)
         self._tell_stored(Tier.DEVICE, group_id, [name], chain, block_id)
         return slot
 
@@ -385,15 +383,21 @@ class Residency:
         if not names:
             return
         tier.num_evicted += len(names)
-        gone = self._nowhere(group_id, names, besides=tier)
-        tier.dropped_spills += len(were_dirty.intersection(gone)) if were_dirty else 0
-        self._ghosts.remember(gone, tier.tier)
+        # What is clean on the device is found below, but for blocks whose disk is out of order.
+        if were_dirty or not self.device.is_spilled or tier is self.host or not self._disk_is_readable:
+            gone = self._nowhere(group_id, names, besides=tier)
+            tier.dropped_spills += len(were_dirty.intersection(gone)) if were_dirty else 0
+            self._ghosts.remember(gone, tier.tier)
         if self._events is not None and tier is self.device:
             tails = self._tails[group_id].intersection(names)
             self._tails[group_id] -= tails
             names = [name for name in names if name not in tails] if tails else names
         if names:
             self._tell(BlockRemoved(tier.tier, group_id, names))
+
+    @property
+    def _disk_is_readable(self) -> bool:
+        return self.disk is None or self.disk.reading.allows()
 
     def _leave_host(self, group_id: int, slots: Iterable[int]) -> None:
         for slot in slots:

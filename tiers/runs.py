@@ -9,7 +9,10 @@ import numpy.typing as npt
 
 from kvtier.tiers.block_hash import BlockName
 
-NO_RUN = -1
+NO_SPOT = -1  # of a slot without a named block
+ALONE = -2  # the spot of a slot whose block has a name but is in no run
+PLACE_BITS = 32
+PLACES = (1 << PLACE_BITS) - 1
 PIECE = 256  # names compared at once
 SHARE = 4  # a run with less than this part of its blocks left lets the names of its tail go
 
@@ -29,61 +32,81 @@ class Runs:
 
     A dict answers with a cache miss or three for each name, 43 ns in a pool of 10,000 and 230 in one of a million.
     Names and slots of a run lie in a row: 11 and 14. A request that is named chunk by chunk makes one run.
+
+    A slot's *spot* is its run and its place there in one number, so that the spots of a row of blocks are a row of
+    numbers: they are written, compared and cleared by one call for all, which for a chunk of 32 blocks is what counts.
     """
 
     def __init__(self, num_slots: int) -> None:
+        self.spots = array("q", [NO_SPOT]) * num_slots  # [slot]; what is not NO_SPOT is named. Written by `Runs` only
+        self._all_spots = np.frombuffer(self.spots, np.int64) if num_slots else np.empty(0, np.int64)  # the same memory
         self._runs: dict[int, Run] = {}
         self._next = 0
-        self._run_of = np.full(num_slots, NO_RUN, np.int32)
-        self._places = np.zeros(num_slots, np.int32)  # of slots in a run: where in it
+        self._alone: dict[int, BlockName] = {}  # of named slots that are in no run
 
     def add(
         self, before: int | None, names: Sequence[BlockName], start: int, slots: Sequence[int] | npt.NDArray[np.int32]
     ) -> None:
         """These slots have just got the names from *start* on; *before* holds the one before them."""
-        run_id = NO_RUN if before is None else int(self._run_of[before])
+        run_id = NO_SPOT if before is None else self.spots[before] >> PLACE_BITS
         run = self._runs.get(run_id)
         if run is None or run.names is not names or run.first + len(run.slots) != start:
             run_id, self._next = self._next, (self._next + 1) % (1 << 31)
             run = self._runs[run_id] = Run(names, start, array("i"))
-        place = len(run.slots)
-        run.num_left += len(slots)
-        self._run_of[slots] = run_id
-        if isinstance(slots, np.ndarray):
-            run.slots.frombytes(slots.tobytes())
-            self._places[slots] = np.arange(place, len(run.slots), dtype=np.int32)
-        else:
-            run.slots.extend(slots)
-            self._places[slots] = range(place, len(run.slots))
+        spot, num_slots = (run_id << PLACE_BITS) + len(run.slots), len(slots)
+        run.num_left += num_slots
+        if num_slots == 1:
+            slot = int(slots[0])
+            self.spots[slot] = spot
+            run.slots.append(slot)
+            return
+        ids = np.asarray(slots, np.int32)
+        self._all_spots[ids] = np.arange(spot, spot + num_slots)
+        run.slots.frombytes(ids.tobytes())
+
+    def add_alone(self, slot: int, name: BlockName) -> None:
+        """The slot has just got that name, and no run."""
+        self.spots[slot] = ALONE
+        self._alone[slot] = name
 
     def remove(self, slots: npt.NDArray[np.int32]) -> list[BlockName]:
-        """The slots no longer hold what they held; the names of the blocks in runs, run by run."""
-        runs = self._run_of[slots]
-        self._run_of[slots] = NO_RUN
-        if (runs == runs[0]).all():
-            return self._shrink(int(runs[0]), self._places[slots])
-        names = []
-        for run_id in np.unique(runs).tolist():
-            names += self._shrink(run_id, self._places[slots[runs == run_id]])
-        return names
+        """The slots no longer hold what they held; the names of the blocks, run by run, those in no run last."""
+        if not len(slots):
+            return []
+        spots = self._all_spots[slots]
+        self._all_spots[slots] = NO_SPOT
+        first, last = int(spots[-1]), int(spots[0])
+        is_row = first >= 0 and last - first == len(spots) - 1
+        if is_row and spots.tobytes() == np.arange(last, first - 1, -1).tobytes():  # a tail, as it is evicted
+            return self._shrink(first >> PLACE_BITS, range(first & PLACES, (last & PLACES) + 1))[::-1]
+        runs, names = spots >> PLACE_BITS, list[BlockName]()
+        for run_id in np.unique(runs[spots >= 0]).tolist():
+            names += self._shrink(run_id, (spots[runs == run_id] & PLACES).tolist())
+        return names + [self._alone.pop(slot) for slot in slots[spots == ALONE].tolist()]
 
     def name(self, slot: int) -> BlockName | None:
-        """The name of the block in the slot, if it is in a run."""
-        run = self._runs.get(int(self._run_of[slot]))
-        return None if run is None else run.names[run.first + int(self._places[slot])]
+        """The name of the block in the slot."""
+        spot = self.spots[slot]
+        if spot < 0:
+            return self._alone[slot] if spot == ALONE else None
+        run = self._runs[spot >> PLACE_BITS]
+        return run.names[run.first + (spot & PLACES)]
 
     def parent(self, slot: int) -> BlockName | None:
         """The name before that of the block in the slot, if it is in a run and not a chain's first."""
-        run = self._runs.get(int(self._run_of[slot]))
-        before = -1 if run is None else run.first + int(self._places[slot]) - 1
-        return None if run is None or before < 0 else run.names[before]
+        spot = self.spots[slot]
+        if spot < 0:
+            return None
+        run = self._runs[spot >> PLACE_BITS]
+        before = run.first + (spot & PLACES) - 1
+        return None if before < 0 else run.names[before]
 
     def following(self, slot: int, names: Sequence[BlockName], start: int) -> npt.NDArray[np.int32]:
         """The slots of as many of *names* from *start* on as are in one run from *slot* on, which holds the first."""
-        run_id = int(self._run_of[slot])
-        if run_id == NO_RUN:
+        spot = self.spots[slot]
+        if spot < 0:
             return np.empty(0, np.int32)
-        run, place = self._runs[run_id], int(self._places[slot])
+        run, place = self._runs[spot >> PLACE_BITS], spot & PLACES
         most = min(len(names) - start, len(run.slots) - place)
         there = run.first + place
         num_equal = 0
@@ -95,35 +118,36 @@ class Runs:
                 break
             num_equal = end
         slots = np.frombuffer(run.slots[place : place + num_equal], np.int32)
-        gone = (self._run_of[slots] != run_id) | (self._places[slots] != np.arange(place, place + num_equal))
+        gone = self._all_spots[slots] != np.arange(spot, spot + num_equal)
         return slots[: int(gone.argmax())] if gone.any() else slots
 
     def check(self) -> None:
         """Raise AssertionError if runs and slots disagree."""
         for run_id, run in self._runs.items():
             slots = np.array(run.slots, np.int32)
-            places = np.arange(len(slots))
-            here = (self._run_of[slots] == run_id) & (self._places[slots] == places)
-            assert np.count_nonzero(here) == np.count_nonzero(self._run_of == run_id), "a slot has no place in its run"
-            assert np.count_nonzero(here) == run.num_left > 0, "a run's blocks were miscounted"
+            here = self._all_spots[slots] == (run_id << PLACE_BITS) + np.arange(len(slots))
+            num_here = np.count_nonzero(self._all_spots >> PLACE_BITS == run_id)
+            assert np.count_nonzero(here) == num_here, "a slot has no place in its run"
+            assert num_here == run.num_left > 0, "a run's blocks were miscounted"
+        in_runs = np.unique(self._all_spots[self._all_spots >= 0] >> PLACE_BITS).tolist()
+        assert set(in_runs) == self._runs.keys(), "a slot is in a run that is no more"
+        alone = set(np.flatnonzero(self._all_spots == ALONE).tolist())
+        assert alone == self._alone.keys(), "a name is kept for a slot without a block"
 
-    def _shrink(self, run_id: int, places: npt.NDArray[np.int32]) -> list[BlockName]:
-        """Take the blocks in these places out of the run; their names."""
-        if run_id == NO_RUN:
-            return []
+    def _shrink(self, run_id: int, places: Sequence[int]) -> list[BlockName]:
+        """Take the blocks in these places out of the run, whose spots are cleared already; their names."""
         run = self._runs[run_id]
+        names, first = run.names, run.first
         run.num_left -= len(places)
         if run.num_left == 0:
             del self._runs[run_id]
         elif run.num_left < len(run.slots) // SHARE:
             left = np.array(run.slots, np.int32)
-            end = int(np.flatnonzero(self._run_of[left] == run_id)[-1]) + 1
+            end = int(np.flatnonzero(self._all_spots[left] >> PLACE_BITS == run_id)[-1]) + 1
             if end < len(run.slots) // 2:  # the tail is gone: so are its names
                 begin = max(0, run.first - 1)  # with the parent's
-                names, run.names = run.names, run.names[begin : run.first + end]
-                first, run.first, run.slots = run.first, run.first - begin, run.slots[:end]
-                return [names[first + place] for place in places.tolist()]
-        first, last = run.first + int(places[-1]), run.first + int(places[0])
-        if last - first == len(places) - 1 and (np.diff(places) == -1).all():  # a tail, as it is evicted
-            return list(run.names[first : last + 1])[::-1]
-        return [run.names[run.first + place] for place in places.tolist()]
+                run.names = run.names[begin : run.first + end]
+                run.first, run.slots = run.first - begin, run.slots[:end]
+        if isinstance(places, range):
+            return list(names[first + places.start : first + places.stop])
+        return [names[first + place] for place in places]

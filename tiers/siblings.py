@@ -1,14 +1,15 @@
 """Siblings: cached blocks that continue one prefix in different ways, so that a prompt can share part of a block."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.block_hash import BlockName, TokenIds
+from kvtier.tiers.block_hash import BlockChain, BlockName, TokenIds
 from kvtier.tiers.block_pool import BlockPool
 
 KEY_BYTES = 32  # shorter keys are filled up with zeros
+MOST_PENDING = 4096  # blocks: a millisecond's work at once
 MOST_TRIED = 8  # of the siblings that share most
 
 
@@ -16,43 +17,43 @@ class Siblings:
     """For each slot that holds a named block: what the block continues, and its tokens, or as many as are computed.
 
     Plain arrays that are searched as a whole, half a nanosecond a slot: an index would cost every commit and every
-    eviction more than the one search per request does.
+    eviction more than the one search per request does. They are filled many blocks at a time, at the latest before they
+    are searched: a chunk of prefill costs an entry in a list.
     """
 
     def __init__(self, num_slots: int, block_size: int) -> None:
+        self._pending: list[tuple[npt.NDArray[np.int32], BlockChain | None, int]] = []  # slots, chain, its first block
+        self._num_pending = 0  # slots in there
         self._first = np.zeros(num_slots, np.uint64)  # of each key the first eight bytes; 0 if the slot has no block
         self._keys = np.zeros((num_slots, KEY_BYTES // 8), np.uint64)
         self._token_ids = np.zeros((num_slots, block_size), np.uint32)
         self._num_tokens = np.zeros(num_slots, np.int32)
         self._key_bytes = KEY_BYTES
 
-    def record(self, slots: npt.NDArray[np.int32], keys: Sequence[bytes], token_ids: npt.NDArray[np.uint32]) -> None:
-        """The slots hold named blocks of these tokens, [num_slots * block_size], after prefixes with these keys."""
-        self._key_bytes = len(keys[0])
-        packed = b"".join(keys if self._key_bytes == KEY_BYTES else (key.ljust(KEY_BYTES, b"\0") for key in keys))
-        rows = np.frombuffer(packed, np.uint64).reshape(-1, KEY_BYTES // 8)
-        self._keys[slots] = rows
-        self._first[slots] = rows[:, 0]
-        self._token_ids[slots] = token_ids.reshape(len(slots), -1)
-        self._num_tokens[slots] = self._token_ids.shape[1]
+    def record(self, slots: npt.NDArray[np.int32], chain: BlockChain, start: int) -> None:
+        """The slots hold the chain's named blocks from *start* on. The array is kept."""
+        self._add(slots, chain, start)
 
     def record_tail(self, slot: int, key: bytes, token_ids: TokenIds) -> None:
         """The slot holds a block of which only the first tokens, these, are computed."""
+        self._take_in()
         self._keys[slot] = np.frombuffer(key.ljust(KEY_BYTES, b"\0"), np.uint64)
         self._first[slot] = self._keys[slot, 0]
         self._token_ids[slot, : len(token_ids)] = token_ids
         self._num_tokens[slot] = len(token_ids)
 
     def forget(self, slots: npt.NDArray[np.int32]) -> None:
-        """The slots' blocks can no longer be found."""
-        self._first[slots] = 0
+        """The slots' blocks can no longer be found. The array is kept."""
+        self._add(slots, None, 0)
 
     def is_used_up(self, slot: int, num_tokens: int) -> bool:
         """Whether a block that goes on from *num_tokens* of this one makes it useless: it has no more."""
+        self._take_in()
         return num_tokens == int(self._num_tokens[slot]) < int(self._token_ids.shape[1])
 
     def parents(self, pool: BlockPool) -> Iterator[tuple[int, int]]:
         """Each slot whose parent is in the pool too, with the parent's; not those with extra keys. For checks."""
+        self._take_in()
         for slot in range(pool.num_slots):
             if pool.name(slot) is not None:
                 key = self._keys[slot].tobytes()[: self._key_bytes] if self._first[slot] else b""
@@ -64,6 +65,7 @@ class Siblings:
 
         Those that share most first; at most `MOST_TRIED`, and only such as share any.
         """
+        self._take_in()
         wanted = np.frombuffer(key.ljust(KEY_BYTES, b"\0"), np.uint64)
         slots = np.flatnonzero(self._first == wanted[0])
         if not len(slots):
@@ -73,3 +75,30 @@ class Siblings:
         num_shared = np.minimum(np.logical_and.accumulate(equal, axis=1).sum(axis=1), self._num_tokens[slots])
         order = np.argsort(-num_shared, kind="stable")[:MOST_TRIED]
         return [(int(slots[i]), int(num_shared[i])) for i in order if num_shared[i]]
+
+    def _add(self, slots: npt.NDArray[np.int32], chain: BlockChain | None, start: int) -> None:
+        self._pending.append((slots, chain, start))
+        self._num_pending += len(slots)
+        if self._num_pending >= MOST_PENDING:
+            self._take_in()
+
+    def _take_in(self) -> None:
+        """Write what is pending into the arrays. Of a slot that comes more than once the last entry stands."""
+        if not self._pending:
+            return
+        pending, self._pending, self._num_pending = self._pending, [], 0
+        held = [(slots, chain, start) for slots, chain, start in pending if chain is not None]
+        firsts = np.zeros(sum(len(slots) for slots, _, _ in pending), np.uint64)
+        if held:
+            keys = [key for slots, chain, start in held for key in chain.sibling_keys(start, start + len(slots))]
+            self._key_bytes = len(keys[0])
+            packed = b"".join(keys if self._key_bytes == KEY_BYTES else [key.ljust(KEY_BYTES, b"\0") for key in keys])
+            rows = np.frombuffer(packed, np.uint64).reshape(-1, KEY_BYTES // 8)
+            there = np.concatenate([slots for slots, _, _ in held])
+            ids = np.concatenate([chain.named_ids(start, start + len(slots)) for slots, chain, start in held])
+            self._keys[there] = rows
+            self._token_ids[there] = ids.reshape(len(there), -1)
+            self._num_tokens[there] = self._token_ids.shape[1]
+            is_held = np.repeat([chain is not None for _, chain, _ in pending], [len(slots) for slots, _, _ in pending])
+            firsts[is_held] = rows[:, 0]
+        self._first[np.concatenate([slots for slots, _, _ in pending])] = firsts

@@ -12,6 +12,7 @@ import pytest
 from kvtier.tiers import block_pool
 from kvtier.tiers.block_hash import BlockName
 from kvtier.tiers.block_pool import BlockPool
+from kvtier.tiers.runs import ALONE, NO_SPOT
 
 
 def names(prompt: str) -> list[BlockName]:
@@ -670,14 +671,13 @@ def test_check_finds_a_book_that_was_cooked() -> None:
         "a slot is blank twice": lambda pool: pool._blank.append(pool._blank[-1]),
         "the lent slots were miscounted": lambda pool: setattr(pool, "_num_lent", 1),
         "the slots in the order were miscounted": lambda pool: setattr(pool, "_num_ordered", 1),
-        "a slot stands before the order's head": lambda pool: setattr(pool, "_head", 2),
         "a slot is not where its place says": lambda pool: pool._order.reverse(),
         "a slot is leased and free, or neither": lambda pool: pool._leases.__setitem__(4, 1),
         "a slot was released more often": lambda pool: pool._leases.__setitem__(0, -1),
-        "a blank slot has a name": lambda pool: pool._named.__setitem__(4, 1),
-        "a cached slot has no name": lambda pool: pool._named.__setitem__(0, 0),
+        "a blank slot has a name": lambda pool: pool._spots.__setitem__(4, ALONE),
+        "a cached slot has no name": lambda pool: pool._spots.__setitem__(0, NO_SPOT),
         "names and slots disagree": lambda pool: pool._slots.pop(names("a")[0]),
-        "a name points to another's slot": lambda pool: pool._names.__setitem__(0, names("z")[0]),
+        "a name points to another's slot": lambda pool: pool._slots.update(zip(names("ab"), (1, 0), strict=True)),
     }
     for message, damage in damages.items():
         pool = BlockPool(5)
