@@ -16,6 +16,8 @@ from kvtier.engine.unsupported_model import UnsupportedModel
 from kvtier.tiers.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
 
 OBSERVED = f"{IMPLEMENTATION}-observed"  # the attention function while a model is being looked at
+# The same, and no masks: on the meta device none can be made, since transformers looks at positions for it.
+OBSERVED_PLAN = f"{IMPLEMENTATION}-observed-plan"
 # With these the keys of a block depend on how long the prompt is; equal names would not mean equal bytes.
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 STEPS_AROUND = (-2, -1, 0, 1, 2)  # of the edges of a window or chunk, where its mask is looked at
@@ -165,8 +167,6 @@ class _Observation:
                 f"layer {layer_id} asks for a mask that depends on more than the tokens' positions"
             ) from None
         asked = torch.as_tensor(asked, device=mask.device).expand(len(positions), len(positions))
-        if asked.is_meta:
-            return  # only planned: the load looks
         wrong = torch.nonzero(asked != reads(group, queries, keys))
         if len(wrong):
             query, key = (positions[i] for i in wrong[0].tolist())
@@ -196,6 +196,7 @@ class _Observation:
 # transformers finds both functions by a name that all threads share; which observation they serve is the thread's own.
 _current: ContextVar[_Observation] = ContextVar("kvtier_observation")
 AttentionInterface.register(OBSERVED, lambda *args, **kwargs: _current.get().attend(*args, **kwargs))
+AttentionInterface.register(OBSERVED_PLAN, lambda *args, **kwargs: _current.get().attend(*args, **kwargs))
 AttentionMaskInterface.register(OBSERVED, lambda *args, **kwargs: _current.get().make_mask(*args, **kwargs))
 
 
@@ -203,7 +204,7 @@ def _run(model: PreTrainedModel, observation: _Observation) -> None:
     """Run the model on two tokens under the eyes of *observation*."""
     token = _current.set(observation)
     try:
-        model.set_attn_implementation(OBSERVED)
+        model.set_attn_implementation(OBSERVED_PLAN if model.device.type == "meta" else OBSERVED)
         with torch.inference_mode():
             model(input_ids=torch.tensor([[0, 1]], device=model.device), use_cache=False)
     except UnsupportedModel:
