@@ -18,8 +18,8 @@ from kvtier.transfer.layer_gate import LayerGate
 __all__ = ["IMPLEMENTATION", "GroupStep", "Segment", "Step", "current_step", "paged_attention", "segment"]
 
 IMPLEMENTATION = "kvtier"  # the name under which transformers finds `paged_attention`
-# Tensors that a model may hand to its attention beside queries, keys and values, all of which are acted on.
-KNOWN_TENSORS = frozenset({"position_ids", "s_aux"})
+# Tensors that a model may hand to its attention beside queries, keys and values: acted on, or of other parts of it.
+KNOWN_TENSORS = frozenset({"cache_position", "logits_to_keep", "position_ids", "s_aux"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ MAX_PARAMETERS = 1 << 29  # of a miniature: 2 GiB
 GAIN = 2.0  # of random weights, so that attention is no mean of all values: another key read is another answer
 _INNER = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "inner_dim", "d_ff")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_SHAPING = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 _ERRORS = (ValueError, TypeError, KeyError, RuntimeError, AttributeError, IndexError, AssertionError, ZeroDivisionError)
 
 
@@ -50,47 +51,40 @@ def miniatures(model: PreTrainedModel, layers: Sequence[object]) -> Iterator[Pre
     done. Weights are random, the same each time. The smallest comes first; the others are for whoever finds that one
     too different. Raises `NoMiniature` after the last.
     """
-    error: Exception | None = None
-    for config in _reduced(model.config, layers):
-        try:
-            shapes = _shapes(_skeleton(type(model), config))
-            if sum(shape.numel() for shape in shapes.values()) > MAX_PARAMETERS:
-                error = error or ValueError("it is too large")
-                continue
-            _try(_build(type(model), config))
-            _limit(type(model), config, shapes)
-            small = _build(type(model), config)
-        except _ERRORS as reason:
-            error = reason
-        else:
-            yield small
-    raise NoMiniature(f"{type(error).__name__}: {error}") from error
-
-
-def _reduced(original: PreTrainedConfig, layers: Sequence[object]) -> Iterator[PreTrainedConfig]:
-    """Smaller configurations, the smallest first."""
-    kinds = set(layers)
-    depth = max(2, next(i for i in range(1, len(layers) + 1) if set(layers[:i]) == kinds))
+    reason: Exception | None = None
+    depth = max(2, next(i for i in range(1, len(layers) + 1) if set(layers[:i]) == set(layers)))
     for is_narrow in (True, False):
         for num_layers in dict.fromkeys((min(depth, len(layers)), len(layers))):
-            config = copy.deepcopy(original)
-            config.dtype = torch.float32
-            if hasattr(config, "quantization_config"):
-                del config.quantization_config
-            text = config.get_text_config()
-            _cut_vocabulary(config)
-            _cut_layers(text, num_layers)
-            _cut_inner(text)
-            for other in vars(config).values():
-                if isinstance(other, PreTrainedConfig) and other is not text and hasattr(other, "num_hidden_layers"):
-                    _cut_layers(other, 1)
-            if is_narrow:
-                _cut_heads(text)
-            yield config
+            try:
+                config = _reduced(model.config, num_layers, is_narrow)
+                small = _limited(type(model), config)
+            except _ERRORS as error:
+                reason = reason or error
+            else:
+                yield small
+    raise NoMiniature(f"{type(reason).__name__ if reason else 'none is like it'}") from reason
+
+
+def _reduced(original: PreTrainedConfig, num_layers: int, is_narrow: bool) -> PreTrainedConfig:
+    """A configuration with fewer layers, tokens and experts, *is_narrow*: and heads."""
+    config = copy.deepcopy(original)
+    config.dtype = torch.float32
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    text = config.get_text_config()
+    _cut_vocabulary(config)
+    _cut_layers(text, num_layers)
+    _cut_inner(text)
+    for other in vars(config).values():
+        if isinstance(other, PreTrainedConfig) and other is not text and hasattr(other, "num_hidden_layers"):
+            _cut_layers(other, 1)
+    if is_narrow:
+        _cut_heads(text)
+    return config
 
 
 def _cut_vocabulary(config: PreTrainedConfig) -> None:
-    for holder in {id(part): part for part in (config, config.get_text_config())}.values():
+    for holder in _parts(config):
         for name, value in list(vars(holder).items()):
             if name.endswith("token_id") and isinstance(value, int):
                 setattr(holder, name, VOCAB - 1)
@@ -131,28 +125,39 @@ def _cut_heads(config: PreTrainedConfig) -> None:
     config.hidden_size = config.num_attention_heads * head_dim
 
 
-def _limit(kind: type[PreTrainedModel], config: PreTrainedConfig, shapes: Mapping[str, torch.Size]) -> None:
-    """Cut, in place, every number of *config* that shapes no weight and that the code runs with."""
-    numbers = [number for part in (config, config.get_text_config()) for number in _numbers(part)]
+def _limited(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """A model of *config*, with every number cut that shapes no weight and that the code runs without."""
+    shapes = _shapes(_skeleton(kind, config))
+    if sum(shape.numel() for shape in shapes.values()) > MAX_PARAMETERS:
+        raise ValueError("a small one has too many parameters")
+    _try(_build(kind, config))
+    numbers = [number for part in _parts(config) for number in _numbers(part)]
     before = [number.get() for number in numbers]
     for number in numbers:
         number.set(LIMIT)
-    if _runs(kind, config, shapes):
-        return
-    for number, value in zip(numbers, before, strict=True):
-        number.set(value)
-    for number, value in zip(numbers, before, strict=True):
-        number.set(LIMIT)
-        if not _runs(kind, config, shapes):
+    if not _runs(kind, config, shapes):  # one of them must stay: which one is found out one by one
+        for number, value in zip(numbers, before, strict=True):
             number.set(value)
+        for number, value in zip(numbers, before, strict=True):
+            number.set(LIMIT)
+            if not _runs(kind, config, shapes):
+                number.set(value)
+    return _build(kind, config)
+
+
+def _parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """The configuration, and that of its text model where it is another."""
+    text = config.get_text_config()
+    return [config] if text is config else [config, text]
 
 
 def _numbers(holder: Any) -> Iterator[Number]:
     """The numbers above `LIMIT` in a configuration, but for those of its parts that are configurations."""
     if _is_config(holder):
-        items: Iterator[tuple[Any, Any]] = iter([item for item in vars(holder).items() if item[0][0] != "_"])
+        shaping = {*_SHAPING, *(holder.attribute_map[name] for name in _SHAPING if name in holder.attribute_map)}
+        items = [item for item in vars(holder).items() if item[0][0] != "_" and item[0] not in shaping]
     else:
-        items = iter(list(holder.items() if isinstance(holder, dict) else enumerate(holder)))
+        items = list(holder.items() if isinstance(holder, dict) else enumerate(holder))
     for key, value in items:
         if isinstance(value, dict | list):
             yield from _numbers(value)

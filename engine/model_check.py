@@ -1,13 +1,13 @@
 """Whether a model gives with kvtier's attention what it gives with its own: asked once, at load."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
 
-from kvtier.engine.miniature import VOCAB, NoMiniature, miniatures
+from kvtier.engine.miniature import LIMIT, VOCAB, NoMiniature, miniatures
 from kvtier.engine.model_digest import config_digest
 from kvtier.engine.model_layers import bytes_per_block, own_attention
 from kvtier.engine.paged_model import Chunk, PagedModel
@@ -49,14 +49,21 @@ def check_miniature(paged: PagedModel) -> None:
     if key in _checked:
         return
     kinds = {type(layer.group) for layer in paged.layers}
+    refusal: UnsupportedModel | None = None
     try:
         for small in miniatures(model, paged.layers):
-            paged_small = PagedModel(small, BLOCK_SIZE, NUM_BLOCKS * bytes_per_block(small, BLOCK_SIZE))
+            try:
+                paged_small = PagedModel(small, BLOCK_SIZE, NUM_BLOCKS * bytes_per_block(small, BLOCK_SIZE))
+            except UnsupportedModel as error:  # cut too much, or a limit that the model itself reaches far later
+                refusal = error
+                continue
             if {type(layer.group) for layer in paged_small.layers} == kinds:
                 _check_small(model, paged_small)
                 _checked.add(key)
                 return
     except NoMiniature as error:
+        if refusal is not None:
+            raise refusal from None
         raise UnsupportedModel(
             f"{type(model).__name__}: no small copy can be made to compare its attention on long prompts ({error})"
         ) from error
@@ -65,13 +72,14 @@ def check_miniature(paged: PagedModel) -> None:
 def _check_small(model: PreTrainedModel, small: PagedModel) -> None:
     """Compare two requests that are computed in the same steps with each of them alone."""
     rng = random.Random(7)
-    prompts = [[rng.randrange(VOCAB // 2) for _ in range(sum(steps))] for steps in STEPS]
+    steps = [_within(counts, small.model) for counts in STEPS]
+    prompts = [[rng.randrange(VOCAB // 2) for _ in range(sum(counts))] for counts in steps]
     plain = [_plain(small.model, prompt) for prompt in prompts]
     num_blocks = [-(-len(prompt) // BLOCK_SIZE) for prompt in prompts]
     slots = rng.sample(range(small.num_slots), sum(num_blocks))
     tables = [[slots[: num_blocks[0]]] * len(small.groups), [slots[num_blocks[0] :]] * len(small.groups)]
     starts = [0, 0]
-    for counts in zip(*STEPS, strict=True):
+    for counts in zip(*steps, strict=True):
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
         chunks = [
             Chunk(prompt[start:end], start, table)
@@ -81,6 +89,19 @@ def _check_small(model: PreTrainedModel, small: PagedModel) -> None:
             logits = small.run(chunks)
         _compare(model, logits, torch.stack([of[end - 1] for of, end in zip(plain, ends, strict=True)]), EXACT)
         starts = ends
+
+
+def _within(counts: Sequence[int], model: PreTrainedModel) -> list[int]:
+    """The *counts* of tokens, less where the model has not so many positions: learned ones are not cut to `LIMIT`."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LIMIT
+    if most <= LIMIT:
+        return list(counts)
+    left = most - len(counts)
+    within = []
+    for count in counts:
+        within.append(1 + min(count - 1, left))
+        left -= within[-1] - 1
+    return within
 
 
 def _plain(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
