@@ -19,6 +19,9 @@ from kvtier.engine.unsupported_model import UnsupportedModel
 LOADING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})  # say nothing about the KV
 _BARE = frozenset(vars(TorchModule()))  # what every module has: dicts of parts and hooks, and whether it trains
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# Hooks that change nothing that is not in a block's name: transformers' that look, and those of adapters by request,
+# which another engine on the same model may have there meanwhile.
+_LOOKING = ("transformers.utils.output_capturing.", "kvtier.engine.lora_rows.")
 # The configuration has a digest of its own; where a tensor is, what a step is doing and which class it is of (named
 # with the module) change no result.
 _APART = (PreTrainedConfig, GenerationConfig, torch.device, type, ModuleType, torch.Generator)
@@ -58,8 +61,8 @@ class _Digest:
     def module(self, name: str, module: torch.nn.Module) -> None:
         """Feed a module, without the modules in it."""
         own = vars(module)
-        for hooks in _HOOKS:
-            for hook in own[hooks].values():
+        for hook in (hook for hooks in _HOOKS for hook in own[hooks].values()):
+            if not _function_name(hook).startswith(_LOOKING):
                 self._refuse(name, f"has a hook ({_function_name(hook)})", "remove it")
         if hasattr(module, "adapter_layer_names"):  # peft's layers
             self._refuse(name, "is a layer of an adapter that can be switched", "merge it, or name it in [lora]")
