@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from kvtier.engine.config import Config, ConfigError, load_config
     from kvtier.engine.llm import LLM
     from kvtier.engine.request import Completion, FinishReason
-    from kvtier.engine.runner import UnsupportedModel
     from kvtier.engine.sampling import SamplingParams
+    from kvtier.engine.unsupported_model import UnsupportedModel
 
 __all__ = [
     "LLM",
@@ -29,8 +29,8 @@ _HOMES = {
     "config": ["Config", "ConfigError", "load_config"],
     "llm": ["LLM"],
     "request": ["Completion", "FinishReason"],
-    "runner": ["UnsupportedModel"],
     "sampling": ["SamplingParams"],
+    "unsupported_model": ["UnsupportedModel"],
 }
 
 

@@ -1,5 +1,6 @@
 """Paged attention as transformers calls it: writes new keys and values into the slab, reads the prefix from it."""
 
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +12,14 @@ from kvtier.engine.paged_choice import Shape, choose, plan_for
 from kvtier.engine.paged_gather import Scoring, Scratch, attend_gathered
 from kvtier.engine.paged_in_place import Plan, attend_in_place
 from kvtier.engine.paged_segment import Segment, segment
+from kvtier.engine.unsupported_model import UnsupportedModel
 from kvtier.transfer.layer_gate import LayerGate
 
 __all__ = ["IMPLEMENTATION", "GroupStep", "Segment", "Step", "current_step", "paged_attention", "segment"]
 
 IMPLEMENTATION = "kvtier"  # the name under which transformers finds `paged_attention`
+# Tensors that a model may hand to its attention beside queries, keys and values: acted on, or of other parts of it.
+KNOWN_TENSORS = frozenset({"cache_position", "logits_to_keep", "position_ids", "s_aux"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +79,15 @@ def paged_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,  # [num_heads], attention sinks
-    **_kwargs: Any,  # what else models hand to attention functions (dropout, sliding_window …) is known already
+    **kwargs: Any,  # what else models hand to attention functions: dropout, sliding_window …, known since the load
 ) -> tuple[torch.Tensor, None]:
-    """The attention function registered with transformers. Returns [1, num_tokens, num_heads, head_dim]."""
+    """The attention function registered with transformers. Returns [1, num_tokens, num_heads, head_dim].
+
+    Raises `UnsupportedModel` if it is handed a mask, or a tensor that it does not know: it would leave them out.
+    """
+    if attention_mask is not None:
+        raise UnsupportedModel("it makes an attention mask of its own, which kvtier cannot apply (sparse attention)")
+    refuse_unknown_tensors(kwargs)
     step = current_step.get()
     group_id, layer = step.layers[module.layer_idx]  # type: ignore[index]  # an int that Module types as a tensor
     group = step.groups[group_id]
@@ -96,6 +106,13 @@ def paged_attention(
     if paths.in_place is not None:
         attend_in_place(query, group.slab, layer, paths.in_place, group.segments[0].group, scoring, output)
     return output.unsqueeze(0), None
+
+
+def refuse_unknown_tensors(kwargs: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedModel` if a tensor is among the *kwargs* of an attention function that kvtier does not know."""
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor) and name not in KNOWN_TENSORS:
+            raise UnsupportedModel(f"it hands its attention a tensor that kvtier does not pass on ({name})")
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)

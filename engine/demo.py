@@ -19,8 +19,8 @@ from kvtier.engine.config import Config, as_config
 from kvtier.engine.demo_document import Document, Fact, is_right, make_document, question, with_facts
 from kvtier.engine.demo_model import build_demo_model
 from kvtier.engine.llm import LLM, encode, load_model, torch_device
+from kvtier.engine.model_layers import bytes_per_block
 from kvtier.engine.request import Completion
-from kvtier.engine.runner import bytes_per_block
 from kvtier.engine.sampling import SamplingParams
 from kvtier.store.data_file import most_bytes
 from kvtier.store.lmdb_store import LmdbStore

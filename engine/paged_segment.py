@@ -68,13 +68,7 @@ class Segment:
             return None
         queries = torch.arange(self.start, self.end, device=self.device)[:, None]
         keys = torch.arange(self.first_key, self.end, device=self.device)[None, :]
-        mask = keys <= queries
-        match self.group:
-            case SlidingWindow(window_tokens=window):
-                mask &= keys > queries - window
-            case ChunkedLocal(chunk_tokens=chunk):
-                mask &= keys >= queries // chunk * chunk
-        return mask
+        return reads(self.group, queries, keys)
 
 
 def segment(
@@ -84,6 +78,17 @@ def segment(
     first_block = group.first_needed(start)
     needed = table[first_block : -(-(start + num_tokens) // group.block_size)]
     return Segment(group, rows, start, first_block * group.block_size, needed, device)
+
+
+def reads(group: AttentionGroup, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Where a query at a position of *queries* reads the key at a position of *keys*, both broadcast: bool."""
+    mask = keys <= queries
+    match group:
+        case SlidingWindow(window_tokens=window):
+            mask &= keys > queries - window
+        case ChunkedLocal(chunk_tokens=chunk):
+            mask &= keys >= queries // chunk * chunk
+    return mask
 
 
 def oldest_key(group: AttentionGroup, position: int) -> int:

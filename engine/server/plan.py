@@ -14,7 +14,7 @@ from kvtier.engine.disk_store import LEAST_BLOCKS
 from kvtier.engine.documents import documents_path
 from kvtier.engine.longest_request import longest_request
 from kvtier.engine.lora_adapter import UnusableLora, load_adapter
-from kvtier.engine.runner import layers_of
+from kvtier.engine.model_layers import layers_of
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.dead_settings import dead_settings
 from kvtier.store.data_file import capacity_within, most_bytes

@@ -9,7 +9,8 @@ import torch
 from small_models import MODELS, MORE_MODELS, VOCAB, build, byte_tokenizer, plain_greedy
 
 from kvtier.engine import LLM, SamplingParams
-from kvtier.engine.runner import Chunk, ModelRunner, UnsupportedModel
+from kvtier.engine.runner import Chunk, ModelRunner
+from kvtier.engine.unsupported_model import UnsupportedModel
 from kvtier.store.lmdb_store import LmdbStore
 from kvtier.tiers.block_hash import NO_EXTRA_KEYS, BlockChain
 from kvtier.tiers.tier import Tier

@@ -18,8 +18,9 @@ from kvtier.engine import LLM, AsyncLLM, SamplingParams
 from kvtier.engine.llm import keyed
 from kvtier.engine.lora_adapter import UnusableLora, load_adapter
 from kvtier.engine.request import Request
-from kvtier.engine.runner import Chunk, ModelRunner, UnsupportedModel
+from kvtier.engine.runner import Chunk, ModelRunner
 from kvtier.engine.terms import Terms
+from kvtier.engine.unsupported_model import UnsupportedModel
 from kvtier.tiers.block_hash import NO_EXTRA_KEYS, ExtraKeys, Lora
 from kvtier.tiers.tier import Tier
 

@@ -1,0 +1,215 @@
+"""A miniature of a model: the same code with narrow layers, small limits and random weights, in float32 on the CPU."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+LIMIT = 16  # what windows, chunks, top-k, block sizes and the like become: the product of two is far below a run
+VOCAB = 64
+WIDTH = 64  # of what is between two projections of a feed-forward layer
+EXPERTS = 8
+MAX_PARAMETERS = 1 << 29  # of a miniature: 2 GiB
+GAIN = 2.0  # of random weights, so that attention is no mean of all values: another key read is another answer
+_INNER = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "inner_dim", "d_ff")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_SHAPING = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+_ERRORS = (ValueError, TypeError, KeyError, RuntimeError, AttributeError, IndexError, AssertionError, ZeroDivisionError)
+
+
+class NoMiniature(ValueError):
+    """No smaller model can be made of this one's configuration; the message says what failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number of a configuration, and where it stands."""
+
+    holder: Any  # a configuration, a dict or a list
+    key: str | int
+
+    def get(self) -> Any:
+        """What it is now."""
+        return getattr(self.holder, str(self.key)) if _is_config(self.holder) else self.holder[self.key]
+
+    def set(self, value: Any) -> None:
+        """Change it."""
+        if _is_config(self.holder):
+            setattr(self.holder, str(self.key), value)
+        else:
+            self.holder[self.key] = value
+
+
+def miniatures(model: PreTrainedModel, layers: Sequence[object]) -> Iterator[PreTrainedModel]:
+    """Small models of the class and configuration of *model*, whose layers are of the kinds *layers*, in order.
+
+    Widths, depth and vocabulary are cut as far as the code takes it. Then every number above `LIMIT` that shapes no
+    weight, whatever it is called, becomes `LIMIT`: windows, top-k, block sizes, lengths from which on something else is
+    done. Weights are random, the same each time. The smallest comes first; the others are for whoever finds that one
+    too different. Raises `NoMiniature` after the last.
+    """
+    reason: Exception | None = None
+    depth = max(2, next(i for i in range(1, len(layers) + 1) if set(layers[:i]) == set(layers)))
+    for is_narrow in (True, False):
+        for num_layers in dict.fromkeys((min(depth, len(layers)), len(layers))):
+            try:
+                config = _reduced(model.config, num_layers, is_narrow)
+                small = _limited(type(model), config)
+            except _ERRORS as error:
+                reason = reason or error
+            else:
+                yield small
+    raise NoMiniature(f"{type(reason).__name__ if reason else 'none is like it'}") from reason
+
+
+def _reduced(original: PreTrainedConfig, num_layers: int, is_narrow: bool) -> PreTrainedConfig:
+    """A configuration with fewer layers, tokens and experts, *is_narrow*: and heads."""
+    config = copy.deepcopy(original)
+    config.dtype = torch.float32
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    text = config.get_text_config()
+    _cut_vocabulary(config)
+    _cut_layers(text, num_layers)
+    _cut_inner(text)
+    for other in vars(config).values():
+        if isinstance(other, PreTrainedConfig) and other is not text and hasattr(other, "num_hidden_layers"):
+            _cut_layers(other, 1)
+    if is_narrow:
+        _cut_heads(text)
+    return config
+
+
+def _cut_vocabulary(config: PreTrainedConfig) -> None:
+    for holder in _parts(config):
+        for name, value in list(vars(holder).items()):
+            if name.endswith("token_id") and isinstance(value, int):
+                setattr(holder, name, VOCAB - 1)
+            elif name.endswith("token_id") and isinstance(value, list):
+                setattr(holder, name, [VOCAB - 1])
+            elif name.startswith("vocab_size") and isinstance(value, int):
+                setattr(holder, name, VOCAB)
+
+
+def _cut_layers(config: PreTrainedConfig, num_layers: int) -> None:
+    before = config.num_hidden_layers
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list | tuple) and len(value) == before > num_layers:
+            setattr(config, name, value[:num_layers])
+    config.num_hidden_layers = num_layers
+
+
+def _cut_inner(config: PreTrainedConfig) -> None:
+    at_once = [value for name, value in vars(config).items() if "per_tok" in name or "top" in name]
+    experts = max([EXPERTS, *(2 * value for value in at_once if isinstance(value, int))])
+    for name, value in list(vars(config).items()):
+        if isinstance(value, int) and not isinstance(value, bool):
+            if name.endswith(_INNER) and value > WIDTH:
+                setattr(config, name, WIDTH)
+            elif name in _EXPERTS and value > experts:
+                setattr(config, name, experts)
+
+
+def _cut_heads(config: PreTrainedConfig) -> None:
+    """As few heads as there may be, of the same size."""
+    num_heads = config.num_attention_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    few = min(2, num_kv_heads)
+    config.num_attention_heads = few * min(2, num_heads // num_kv_heads)
+    if getattr(config, "num_key_value_heads", None):
+        config.num_key_value_heads = few
+    config.hidden_size = config.num_attention_heads * head_dim
+
+
+def _limited(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """A model of *config*, with every number cut that shapes no weight and that the code runs without."""
+    shapes = _shapes(_skeleton(kind, config))
+    if sum(shape.numel() for shape in shapes.values()) > MAX_PARAMETERS:
+        raise ValueError("a small one has too many parameters")
+    _try(_build(kind, config))
+    numbers = [number for part in _parts(config) for number in _numbers(part)]
+    before = [number.get() for number in numbers]
+    for number in numbers:
+        number.set(LIMIT)
+    if not _runs(kind, config, shapes):  # one of them must stay: which one is found out one by one
+        for number, value in zip(numbers, before, strict=True):
+            number.set(value)
+        for number, value in zip(numbers, before, strict=True):
+            number.set(LIMIT)
+            if not _runs(kind, config, shapes):
+                number.set(value)
+    return _build(kind, config)
+
+
+def _parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """The configuration, and that of its text model where it is another."""
+    text = config.get_text_config()
+    return [config] if text is config else [config, text]
+
+
+def _numbers(holder: Any) -> Iterator[Number]:
+    """The numbers above `LIMIT` in a configuration, but for those of its parts that are configurations."""
+    if _is_config(holder):
+        shaping = {*_SHAPING, *(holder.attribute_map[name] for name in _SHAPING if name in holder.attribute_map)}
+        items = [item for item in vars(holder).items() if item[0][0] != "_" and item[0] not in shaping]
+    else:
+        items = list(holder.items() if isinstance(holder, dict) else enumerate(holder))
+    for key, value in items:
+        if isinstance(value, dict | list):
+            yield from _numbers(value)
+        elif isinstance(value, int) and not isinstance(value, bool) and value > LIMIT:
+            yield Number(holder, key)
+
+
+def _runs(kind: type[PreTrainedModel], config: PreTrainedConfig, shapes: Mapping[str, torch.Size]) -> bool:
+    """Whether the code takes the configuration, with weights of these shapes."""
+    try:
+        if _shapes(_skeleton(kind, config)) != shapes:
+            return False
+        _try(_build(kind, config))
+    except _ERRORS:
+        return False
+    return True
+
+
+def _skeleton(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        return _construct(kind, config)
+
+
+def _build(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        torch.manual_seed(7)
+        model = _construct(kind, config)
+        for weights in model.parameters():
+            if weights.dim() >= 2:
+                weights.normal_(0, GAIN * weights.shape[-1] ** -0.5)
+            else:
+                weights.add_(torch.randn_like(weights), alpha=0.3)
+    return model.eval()  # type: ignore[no-any-return, no-untyped-call]  # untyped in transformers
+
+
+def _construct(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    model: PreTrainedModel = kind._from_config(  # type: ignore[no-untyped-call]  # untyped in transformers
+        copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager"
+    )
+    return model
+
+
+def _try(model: PreTrainedModel) -> None:
+    """Run the model once with its own attention, on more tokens than any number that was cut."""
+    with torch.inference_mode():
+        model(input_ids=torch.arange(3 * LIMIT)[None] % (VOCAB // 2), use_cache=False)
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def _is_config(holder: object) -> bool:
+    return isinstance(holder, PreTrainedConfig)
