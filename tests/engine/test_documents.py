@@ -351,6 +351,12 @@ def test_a_document_of_a_model_with_windows_is_pinned_and_found(name: str) -> No
     play(model, tables(), story)
 
 
+@pytest.mark.parametrize("field", ["text", "system", "lora", "cache_salt"])
+def test_a_document_of_no_unicode_is_refused_before_anything_is_made_of_it(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} is no valid Unicode"):
+        draft(**{"text": "a", field: "a\udc00"})
+
+
 def test_what_cannot_be_held_is_refused_and_unpinning_makes_room(model: PreTrainedModel) -> None:
     async def story(llm: AsyncLLM, documents: Documents) -> None:
         first = await put(documents, "first", tokens_draft(1, 1000))
