@@ -4,10 +4,13 @@ Processor time of the one thread: nothing here waits, and other processes then d
 """
 
 import gc
+import hashlib
+import importlib.util
 import random
 import statistics
 import time
 import tracemalloc
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -166,11 +169,9 @@ def comparisons(with_vllm: bool, events: bool) -> list[Comparison]:
         name = f"take, touch, 2 x free of {num_blocks} blocks"
         return Comparison(name, "us", 1e6 / SMALL_CALLS, 1.5, earlier, ours, vllm)
 
-    sha256, xxh3 = HashAlgorithm.SHA256, HashAlgorithm.XXH3_128
     return [
-        naming_of("sha256, list", as_list, sha256, "sha256", 2.2, 87),
-        naming_of("sha256, int32 array (vLLM: list)", token_ids, sha256, "sha256", 3.8, 87),
-        naming_of("xxh3_128, int32 array (vLLM: list)", token_ids, xxh3, "xxhash", 5.0, 62),
+        naming_of("sha256, list", as_list, HashAlgorithm.SHA256, "sha256", 2.2, 87),
+        naming_of("sha256, int32 array (vLLM: list)", token_ids, HashAlgorithm.SHA256, "sha256", 3.8, 87),
         serving("hit", NUM_SLOTS, (None,), False, 8.0, 1077),
         serving("cold", NUM_SLOTS, (None,), True, 6.0, 1646),
         serving("hybrid hit", NUM_SLOTS, WINDOWS, False, 4.0, 811),
@@ -179,6 +180,41 @@ def comparisons(with_vllm: bool, events: bool) -> list[Comparison]:
         small(16, 8.9),
         small(64, 32),
     ]
+
+
+def keyed_naming(num_rounds: int) -> list[Row]:
+    """What naming would take with hashes that have a key, next to sha256: nothing unkeyed is safe but cryptographic."""
+    key = bytes(range(32))
+    hashes: dict[str, Callable[[bytes], Any]] = {
+        "sha256": hashlib.sha256,
+        "blake2b with a key": partial(hashlib.blake2b, digest_size=32, key=key),
+    }
+    if importlib.util.find_spec("blake3") is not None:
+        hashes["blake3 with a key"] = partial(importlib.import_module("blake3").blake3, key=key)
+    token_ids = random_tokens(0)[:NUM_TOKENS]
+    cases = [
+        (f"{kind}, blocks of {block_size}", tokens, block_size)
+        for kind, tokens in (("list", token_ids.tolist()), ("int32 array", token_ids))
+        for block_size in (16, 32)
+    ]
+    times: dict[tuple[str, str], list[float]] = {}
+    for _ in range(num_rounds):
+        for case, tokens, block_size in cases:
+            for name, new in hashes.items():
+                took = seconds(partial(running_names, new, tokens, block_size))
+                times.setdefault((case, name), []).append(1e9 * took / NUM_TOKENS)
+    return [
+        Row(f"hash alone, {case}: {name}", statistics.median(took), "ns/token") for (case, name), took in times.items()
+    ]
+
+
+def running_names(
+    new: Callable[[bytes], Any], tokens: list[int] | npt.NDArray[np.int32], block_size: int
+) -> list[bytes]:
+    """What `BlockChain` does for a prompt without extra keys, with any hash."""
+    ids = np.frombuffer(array("I", tokens), "<u4") if isinstance(tokens, list) else tokens
+    hasher = new(bytes(32))
+    return [hasher.digest() for _ in map(hasher.update, ids.view(f"V{4 * block_size}").tolist())]
 
 
 def serving_work(core: KvtierCore | VllmCore, new: bool) -> Prepare:
@@ -427,7 +463,7 @@ def main() -> None:
     rows = compare(compared, num_rounds, version)
     gc.unfreeze()
     del compared
-    rows += whole_step(num_rounds) + scale(num_rounds) + memory()
+    rows += keyed_naming(num_rounds) + whole_step(num_rounds) + scale(num_rounds) + memory()
     publish("prefix_core", rows, options.json)
 
 

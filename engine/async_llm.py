@@ -1,24 +1,23 @@
 """AsyncLLM: token streams for many callers at once; the engine runs in a thread of its own."""
 
 import asyncio
-import logging
-import queue
-import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from asyncio_extras import call_in_executor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtier.engine.config import Config, as_config
 from kvtier.engine.core import EngineCore, EngineStatistics
+from kvtier.engine.engine_thread import EngineThread, Progress, fail
 from kvtier.engine.llm import GREEDY, Prompt, encode, keyed, load_model
 from kvtier.engine.logprobs import TokenLogprobs
 from kvtier.engine.metrics import MetricsServer, serve_metrics
@@ -26,11 +25,6 @@ from kvtier.engine.request import Completion, Request
 from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.terms import Terms
 from kvtier.tiers.block_hash import NO_EXTRA_KEYS, ExtraKeys
-
-log = logging.getLogger(__name__)
-
-IDLE_S = 0.1  # how often an engine without requests looks after its tiers …
-COPYING_S = 0.005  # … and while it has something to copy down
 
 _T = TypeVar("_T")
 
@@ -55,43 +49,12 @@ class _Stream:
 
     def send(self, piece: Piece | Exception) -> None:
         """Hand a piece over to the caller's event loop, from the engine's thread."""
-        if not self.loop.is_closed():
+        with suppress(RuntimeError):  # the loop has been closed: nobody reads
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
 
-
-class _EngineThread(Executor):
-    """One daemon thread, for work in the order of submission.
-
-    Python waits for the threads of a ThreadPoolExecutor before it ends, so a program that forgot to close would not.
-    """
-
-    def __init__(self) -> None:
-        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="kvtier-engine", daemon=True).start()
-
-    def submit(self, work: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._work.put((future, partial(work, *arguments, **named)))
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._work.put(None)
-
-    def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            future, work = item
-            try:
-                future.set_result(work())
-            except BaseException as error:  # the thread's top: whoever waits for the future learns of it
-                future.set_exception(error)
-
-
-Commands = queue.SimpleQueue[Callable[[EngineCore], None] | None]
-
-
-def _close_at_exit(commands: Commands, core: EngineCore, thread: Executor) -> None:
-    commands.put(None)
-    thread.submit(core.close).result()
+    def refuse(self, why: str) -> None:
+        """Tell the caller that there is no engine any more."""
+        self.send(RuntimeError(why))
 
 
 class AsyncLLM:
@@ -101,7 +64,8 @@ class AsyncLLM:
         async for piece in llm.generate("…"):
             print(piece.text, end="")
 
-    Leaving the `async for` early, or cancelling its task, ends the request and its leases within a step.
+    Leaving the `async for` early, or cancelling its task, ends the request and its leases within a step. A start that
+    is cancelled, and a close, go on in the engine's thread until all is written and closed: `close` waits for that.
     """
 
     def __init__(
@@ -119,27 +83,28 @@ class AsyncLLM:
         self._core: EngineCore | None = None
         self._metrics: MetricsServer | None = None
         self._streams: dict[Request, _Stream] = {}  # the engine thread's
-        self._looks: list[Callable[[EngineCore], None]] = []  # the engine thread's
-        self._open: set[_Stream] = set()  # the event loop's: all that wait for pieces
-        self._commands: Commands = queue.SimpleQueue()
-        # All that touches the engine happens in the one thread of this executor.
-        self._engine_thread = _EngineThread()
+        # All that touches the engine happens in this thread.
+        self._thread = EngineThread(self._load, self._send, self._end_streams, self._end_core)
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="kvtier-tokenizer")
-        self._serving: asyncio.Future[None] | None = None
         self._at_exit: weakref.finalize[..., AsyncLLM] | None = None
         self._closed = False
 
     async def start(self) -> None:
-        """Load the model and start serving. Errors are those of `LLM`."""
-        self._core = await call_in_executor(self._load, executor=self._engine_thread)
-        self._at_exit = weakref.finalize(self, _close_at_exit, self._commands, self._core, self._engine_thread)
+        """Load the model and start serving, once. Errors are those of `LLM`. Cancelled, it ends as by `close`: what is
+        being loaded is closed when it has loaded."""
+        if self._at_exit is not None or self._closed:
+            raise RuntimeError("AsyncLLM: has been started or closed before; make a new one")
+        self._at_exit = at_exit = weakref.finalize(self, self._thread.end_at_exit)
+        self._thread.closed.add_done_callback(lambda _: at_exit.detach())
+        self._thread.start()
         try:
-            self._metrics = serve_metrics(self.statistics, self.config)
+            await asyncio.wrap_future(self._thread.loaded)
+        except asyncio.CancelledError:
+            self._end()
+            raise
         except BaseException:
             await self.close()
             raise
-        self._serving = call_in_executor(self._serve, self._core, executor=self._engine_thread)
-        self._serving.add_done_callback(self._end_streams)
 
     async def generate(
         self,
@@ -162,13 +127,9 @@ class AsyncLLM:
         token_ids = await self.with_tokenizer(lambda tokenizer: encode(tokenizer, prompt))
         keys = keyed(self._running_core(), extra, lora, cache_salt)  # again: it may have been closed meanwhile
         stream = _Stream(asyncio.get_running_loop())
-        self._open.add(stream)
-        self._commands.put(
-            lambda core: self._add(
-                core,
-                stream,
-                partial(core.add, token_ids, sampling, keys, arrived_at, terms),
-            )
+        self._thread.put(
+            lambda core: self._add(core, stream, partial(core.add, token_ids, sampling, keys, arrived_at, terms)),
+            stream.refuse,
         )
         try:
             while True:
@@ -179,8 +140,7 @@ class AsyncLLM:
                 if piece.completion is not None:
                     return
         finally:
-            self._open.discard(stream)
-            self._commands.put(lambda core: self._abort(core, stream))
+            self._thread.put(lambda core: self._abort(core, stream))
 
     async def with_tokenizer(self, work: Callable[[PreTrainedTokenizerBase], _T]) -> _T:
         """The result of *work* with the tokenizer, in the thread in which prompts are tokenized."""
@@ -196,8 +156,7 @@ class AsyncLLM:
     async def wait_end(self) -> None:
         """Until the engine has been closed; raises what it failed of."""
         self._running_core()
-        assert self._serving is not None, "the engine runs"
-        await asyncio.shield(self._serving)
+        await asyncio.wrap_future(self._thread.served)
 
     async def reset_prefix_cache(self) -> bool:
         """Forget every cached block, in host memory and on disk too; False, and nothing changed, while requests run."""
@@ -206,7 +165,7 @@ class AsyncLLM:
     async def ask(self, question: Callable[[EngineCore], _T]) -> _T:
         """What *question* returns, or raises, in the engine's thread, between two steps: keep it short.
 
-        RuntimeError if the engine ends before.
+        RuntimeError if the engine ends before. Not asked any more if the caller is cancelled before its turn.
         """
         self._running_core()
         answer: Future[_T] = Future()
@@ -217,43 +176,44 @@ class AsyncLLM:
             try:
                 answer.set_result(question(core))
             except Exception as error:  # the asker's mistake, and not the engine's end
-                answer.set_exception(error)
+                fail(answer, error)
 
-        self._commands.put(put)
-        done: asyncio.Future[Any] = asyncio.wrap_future(answer)
-        assert self._serving is not None, "the engine runs"
-        await asyncio.wait({done, self._serving}, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            raise RuntimeError("AsyncLLM: has ended; start a new one")
-        return answer.result()
+        def refuse(why: str) -> None:
+            if answer.set_running_or_notify_cancel():
+                fail(answer, RuntimeError(why))
+
+        self._thread.put(put, refuse)
+        return await asyncio.wrap_future(answer)
 
     async def attend(self, look: Callable[[EngineCore], None]) -> None:
         """Have *look* called in the engine's thread after every step, and every 0.1 s while there are none."""
-        await self.ask(lambda _: self._looks.append(look))
+        try:
+            await self.ask(lambda _: self._thread.attend(look))
+        except BaseException:
+            self.neglect(look)
+            raise
+
+    def neglect(self, look: Callable[[EngineCore], None], last: Callable[[EngineCore], None] = lambda _: None) -> None:
+        """Have *look* called no more, and *last* once in its place; nothing waits for that."""
+
+        def end(core: EngineCore) -> None:
+            self._thread.neglect(look)
+            last(core)
+
+        self._thread.put(end)
 
     def statistics(self) -> EngineStatistics:
         """The engine's last snapshot, by value; at most a quarter of a second old."""
         return self._running_core().statistics
 
-    async def close(self, progress: Callable[[int], None] = lambda num_left: None) -> None:
-        """Abort what runs, write what is cached to disk, end the threads. Idempotent.
+    async def close(self, progress: Progress | None = None) -> None:
+        """Abort what runs, write what is cached to disk, end the threads. Again, it waits for the same.
 
-        *progress* gets the number of blocks still to write, in the engine's thread.
+        *progress* gets the number of blocks still to write, in the engine's thread. Cancelled, closing goes on.
         """
-        if self._closed:
-            return
-        self._closed = True
-        if self._metrics is not None:
-            await call_in_executor(self._metrics.close)
-        if self._serving is not None:
-            self._commands.put(None)
-            await asyncio.wait([self._serving])
-        if self._core is not None:
-            await call_in_executor(self._core.close, progress, executor=self._engine_thread)
+        self._end(progress)
         if self._at_exit is not None:
-            self._at_exit.detach()
-        self._engine_thread.shutdown(wait=False)
-        self._tokenizer_thread.shutdown(wait=False)
+            await asyncio.wrap_future(self._thread.closed)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -265,50 +225,40 @@ class AsyncLLM:
         await self.close()
 
     def _running_core(self) -> EngineCore:
+        if self._closed or self._thread.served.done():
+            raise RuntimeError("AsyncLLM: has ended; start a new one")
         if self._core is None:
             raise RuntimeError("AsyncLLM: not started; use 'async with AsyncLLM(...)' or await start()")
-        if self._closed or (self._serving is not None and self._serving.done()):
-            raise RuntimeError("AsyncLLM: has ended; start a new one")
         return self._core
+
+    def _end(self, progress: Progress | None = None) -> None:
+        self._closed = True
+        self._thread.end(progress)
+        self._tokenizer_thread.shutdown(wait=False)
 
     def _load(self) -> EngineCore:
         self._progress("loading the weights")
         model, tokenizer = load_model(self._model, self.config.model, self._tokenizer)
-        return EngineCore(model, tokenizer, self.config, self._progress)
+        core = EngineCore(model, tokenizer, self.config, self._progress)
+        try:
+            self._metrics = serve_metrics(lambda: core.statistics, self.config)
+        except BaseException:
+            core.close()
+            raise
+        self._core = core
+        return core
 
-    def _serve(self, core: EngineCore) -> None:
-        """The engine's thread: take commands, step, hand out pieces, until told to end."""
-        while self._take_commands(core):
-            if core.has_work:
-                for request in core.step():
-                    self._send(request)
-            else:
-                core.idle()
-            for look in self._looks:
-                look(core)
+    def _end_core(self, core: EngineCore, progress: Progress) -> None:
+        try:
+            if self._metrics is not None:
+                self._metrics.close()
+        finally:
+            core.close(progress)
 
-    def _end_streams(self, serving: asyncio.Future[None]) -> None:
-        """The engine's thread has ended, as it was told or by an error: everybody who still waits learns of it."""
-        error = serving.exception()
-        if error is not None:
-            log.error("the engine failed", exc_info=error)
-        why = "AsyncLLM: closed while the request was running" if error is None else f"the engine failed: {error}"
-        for stream in self._open:
-            stream.pieces.put_nowait(RuntimeError(why))
-
-    def _take_commands(self, core: EngineCore) -> bool:
-        """Carry out what callers asked for; wait for it a moment if there is nothing else to do. False: end."""
-        waits = not core.has_work
-        while True:
-            try:
-                timeout_s = COPYING_S if core.cache.num_under_way else IDLE_S
-                command = self._commands.get(block=waits, timeout=timeout_s)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            command(core)
-            waits = False  # for one only: who asks again and again must not keep the engine from looking after itself
+    def _end_streams(self, why: str) -> None:
+        """The engine's thread steps no more, as it was told or by an error: all who still wait learn of it."""
+        for stream in self._streams.values():
+            stream.refuse(why)
 
     def _add(self, core: EngineCore, stream: _Stream, add: Callable[[], Request]) -> None:
         try:

@@ -11,7 +11,13 @@ from typing import Annotated, Literal, get_args, get_origin
 import msgspec
 
 from kvtier.tiers.block_hash import HashAlgorithm
+from kvtier.tiers.request_text import check_text
 
+# What could be chosen once, by path, and what to choose instead.
+_GONE = {
+    ("$.names.algorithm", "xxh3_128"): "xxh3_128 is gone, as two prompts with one name can be made in seconds; "
+    "use sha256, and what is stored under the old names leaves in its turn"
+}
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
 _UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
@@ -130,8 +136,12 @@ class NameConfig(_Table, frozen=True, kw_only=True):
     Without a *seed* it is the algorithm's own: for sha256_cbor, which gives vLLM's names, vLLM's.
     """
 
-    algorithm: Literal["sha256", "sha256_cbor", "xxh3_128"] = "sha256"
+    algorithm: Literal["sha256", "sha256_cbor"] = "sha256"
     seed: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.seed is not None:
+            check_text("seed", self.seed)
 
     @property
     def resolved_seed(self) -> str:
@@ -246,6 +256,10 @@ class Config(_Table, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.host is not None and self.host.capacity == 0:  # TOML cannot say None
             msgspec.structs.force_setattr(self, "host", None)
+        for salt in self.tenants:
+            check_text("tenants", salt)
+        for name in self.lora:
+            check_text("lora", name)
         if "" in self.tenants:
             raise ValueError('tenants."": requests without a cache_salt are no tenant; leave it out')
         if "" in self.lora:
@@ -299,6 +313,8 @@ def _explain(message: str) -> str:
         near = difflib.get_close_matches(key, _CHOICES[path], n=1) or elsewhere
         return f"{path}.{key}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
     if what.startswith("Invalid enum value"):
+        if (gone := _GONE.get((path, what.removeprefix("Invalid enum value ").strip("'")))) is not None:
+            return f"{path}: {gone}"
         return f"{path}: {what}; use one of {', '.join(_CHOICES[path])}"
     return f"{path}: {what.replace('`object', '`table')}"
 

@@ -10,11 +10,15 @@ from transformers import PreTrainedTokenizerBase
 from kvtier.engine.chat_template import chat_prefix
 from kvtier.engine.document import Form
 from kvtier.engine.llm import encode
+from kvtier.tiers.request_text import check_text
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What is put: a *text*, or *token_ids*. Without a *form* a text is for chats if there is a chat template."""
+    """What is put: a *text*, or *token_ids*. Without a *form* a text is for chats if there is a chat template.
+
+    ValueError for text that is no valid Unicode.
+    """
 
     text: str | None
     token_ids: Sequence[int] | None
@@ -22,6 +26,11 @@ class Draft:
     system: str | None
     lora: str | None
     cache_salt: str | None
+
+    def __post_init__(self) -> None:
+        for what in ("text", "system", "lora", "cache_salt"):
+            if (value := getattr(self, what)) is not None:
+                check_text(what, value)
 
 
 def tokens_of(draft: Draft, tokenizer: PreTrainedTokenizerBase) -> tuple[Form, Sequence[int]]:

@@ -62,6 +62,11 @@ class DocumentHolds:
         if kept is not None and kept.hold is not None:
             core.cache.end_hold(kept.hold)
 
+    def end(self, core: EngineCore) -> None:
+        """Let go of all."""
+        for document in list(self._kept):
+            self.drop(core, document)
+
     def is_held(self, document: Document) -> bool:
         """Whether all of it is held in host memory now."""
         kept = self._kept.get(document)

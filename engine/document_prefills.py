@@ -64,6 +64,12 @@ class DocumentPrefills:
             core.abort(self._running.request)
             self._running = None
 
+    def end(self, core: EngineCore) -> None:
+        """Forget all of them."""
+        self._queue.clear()
+        if self._running is not None:
+            self.remove(core, self._running.document)
+
     def look(self, core: EngineCore) -> None:
         """Take in that a document is done, and begin with the next."""
         if self._running is not None and (reason := self._running.request.finish_reason) is not None:

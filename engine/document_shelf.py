@@ -87,6 +87,11 @@ class DocumentShelf:
         self._errors.pop(document, None)
         self._was_ready.discard(document)
 
+    def end(self, core: EngineCore) -> None:
+        """Forget all of them."""
+        self._prefills.end(core)
+        self._holds.end(core)
+
     def look(self, core: EngineCore) -> None:
         """Go on with all that is to be done."""
         self._prefills.look(core)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -38,7 +38,8 @@ class TooManyDocuments(Exception):
 class Documents:
     """Documents by tenant and id; nobody comes to another tenant's. Owned by the event loop.
 
-    With a folder each change is on disk before it is answered; without one documents end with the process.
+    With a folder each change is on disk before it is answered; without one documents end with the process. A change
+    goes on to its end if its caller is cancelled, so that the folder, this and the engine's thread say the same.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Documents:
         self._folder: DocumentFolder | None = None
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="kvtier-documents")
         self._changing = asyncio.Lock()  # one change at a time: what is on disk and here are the same
-        self._writing: set[asyncio.Task[None]] = set()
+        self._changes: set[asyncio.Task[object]] = set()  # under way, or waiting for their turn
         self._is_closed = False
         loop = asyncio.get_running_loop()
 
@@ -71,14 +72,13 @@ class Documents:
         OSError if there is a folder and it cannot be used.
         """
         documents = cls(llm, extra_of, config.documents.max_per_tenant)
-        await llm.attend(documents._shelf.look)
-        if (path := documents_path(config)) is None:
-            log.info("documents last as long as this process; to keep them give [documents] a path, or have a [disk]")
-            return documents
-        cipher = await llm.ask(lambda core: core.cipher)
-        tokenizer = await llm.with_tokenizer(tokenizer_digest)
-        documents._folder = await documents._on_disk(lambda: DocumentFolder(path, cipher, tokenizer))
-        await documents._read(documents._folder)
+        try:
+            await documents._open(config)
+        except BaseException:  # or what was held for documents that nobody has would stay held
+            documents._is_closed = True
+            llm.neglect(documents._shelf.look, documents._shelf.end)
+            documents._disk_thread.shutdown(wait=False)
+            raise
         return documents
 
     @property
@@ -128,21 +128,7 @@ class Documents:
         )
         self._check_length(document, most_tokens)
         await self._llm.ask(lambda core: core.chain((), self._extra_of(core, document)))
-        async with self._changing:
-            before = self.find(tenant, document_id)
-            if before is not None and before.is_as(document):
-                if (await self.residence(before)).status in (Status.FAILED, Status.EVICTED):
-                    await self.warm(before, Tier.DEVICE)
-                return before, False
-            if before is None and len(self.of(tenant)) >= self._most_per_tenant:
-                raise TooManyDocuments(f"there are {self._most_per_tenant} documents already; delete one")
-            await self._write(document)
-            if before is not None:
-                await self._llm.ask(lambda core: self._shelf.drop(core, before))
-            self._documents[tenant, document_id] = document
-            self._damaged.pop(file_name(tenant, document_id), None)
-            await self._llm.ask(lambda core: self._shelf.add(core, document))
-        return document, before is None
+        return await self._whole(lambda: self._put(document))
 
     async def residence(self, document: Document) -> Residence:
         """Where it is now."""
@@ -164,43 +150,90 @@ class Documents:
     async def pin(self, document: Document, ttl_s: float) -> None:
         """Keep it in host memory for so long from now on, over restarts. NoRoomToHold; OSError if that cannot be
         written down, and then it is not pinned."""
-        ttl_s = min(ttl_s, MOST_PINNED_S)
-        async with self._changing:
-            await self._llm.ask(lambda core: self._shelf.pin(core, document, ttl_s))
-            try:
-                await self._set_pin(document, time.time() + ttl_s)
-            except OSError:
-                await self._llm.ask(lambda core: self._shelf.unpin(core, document))
-                raise
+        await self._whole(lambda: self._pin(document, min(ttl_s, MOST_PINNED_S)))
 
     async def unpin(self, document: Document) -> None:
         """Keep it no longer. OSError if that cannot be written down, and then it stays pinned."""
-        async with self._changing:
-            if document.pinned_until is not None:
-                await self._set_pin(document, None)
-                await self._llm.ask(lambda core: self._shelf.unpin(core, document))
+        await self._whole(lambda: self._unpin(document))
 
     async def delete(self, tenant: str | None, document_id: str) -> bool:
         """Forget it, or its damaged file; False if there is neither. OSError, and it is still there, if its file cannot
         be removed. Its blocks stay cached until others need their room."""
-        async with self._changing:
-            document, name = self.find(tenant, document_id), file_name(tenant, document_id)
-            if document is None and name not in self._damaged:
-                return False
-            if (folder := self._folder) is not None:
-                await self._on_disk(lambda: folder.remove(name))
-            self._damaged.pop(name, None)
-            if document is not None:
-                del self._documents[tenant, document_id]
-                await self._llm.ask(lambda core: self._shelf.drop(core, document))
-        return True
+        return await self._whole(lambda: self._delete(tenant, document_id))
 
     async def close(self) -> None:
         """Have all written. The engine has to run still, or to have ended; it keeps what it holds until it ends."""
         self._is_closed = True
-        while self._writing:
-            await asyncio.wait(self._writing)
+        while self._changes:
+            await asyncio.wait(self._changes)
         self._disk_thread.shutdown(wait=False)
+
+    async def _open(self, config: Config) -> None:
+        llm = self._llm
+        await llm.attend(self._shelf.look)
+        if (path := documents_path(config)) is None:
+            log.info("documents last as long as this process; to keep them give [documents] a path, or have a [disk]")
+            return
+        cipher = await llm.ask(lambda core: core.cipher)
+        tokenizer = await llm.with_tokenizer(tokenizer_digest)
+        self._folder = await self._on_disk(lambda: DocumentFolder(path, cipher, tokenizer))
+        await self._read(self._folder)
+
+    async def _whole(self, change: Callable[[], Coroutine[object, object, _T]]) -> _T:
+        """What *change* comes to, in its turn; once it is asked for it is made, whatever becomes of the caller."""
+        return await asyncio.shield(self._begin(change))
+
+    def _begin(self, change: Callable[[], Coroutine[object, object, _T]]) -> "asyncio.Task[_T]":
+        task = asyncio.create_task(self._in_turn(change))
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return task
+
+    async def _in_turn(self, change: Callable[[], Coroutine[object, object, _T]]) -> _T:
+        async with self._changing:
+            return await change()
+
+    async def _put(self, document: Document) -> tuple[Document, bool]:
+        tenant = document.tenant
+        before = self.find(tenant, document.id)
+        if before is not None and before.is_as(document):
+            if (await self.residence(before)).status in (Status.FAILED, Status.EVICTED):
+                await self.warm(before, Tier.DEVICE)
+            return before, False
+        if before is None and len(self.of(tenant)) >= self._most_per_tenant:
+            raise TooManyDocuments(f"there are {self._most_per_tenant} documents already; delete one")
+        await self._write(document)
+        if before is not None:
+            await self._llm.ask(lambda core: self._shelf.drop(core, before))
+        self._documents[tenant, document.id] = document
+        self._damaged.pop(file_name(tenant, document.id), None)
+        await self._llm.ask(lambda core: self._shelf.add(core, document))
+        return document, before is None
+
+    async def _pin(self, document: Document, ttl_s: float) -> None:
+        await self._llm.ask(lambda core: self._shelf.pin(core, document, ttl_s))
+        try:
+            await self._set_pin(document, time.time() + ttl_s)
+        except OSError:
+            await self._llm.ask(lambda core: self._shelf.unpin(core, document))
+            raise
+
+    async def _unpin(self, document: Document) -> None:
+        if document.pinned_until is not None:
+            await self._set_pin(document, None)
+            await self._llm.ask(lambda core: self._shelf.unpin(core, document))
+
+    async def _delete(self, tenant: str | None, document_id: str) -> bool:
+        document, name = self.find(tenant, document_id), file_name(tenant, document_id)
+        if document is None and name not in self._damaged:
+            return False
+        if (folder := self._folder) is not None:
+            await self._on_disk(lambda: folder.remove(name))
+        self._damaged.pop(name, None)
+        if document is not None:
+            del self._documents[tenant, document_id]
+            await self._llm.ask(lambda core: self._shelf.drop(core, document))
+        return True
 
     async def _read(self, folder: DocumentFolder) -> None:
         """Take in what is in the folder."""
@@ -262,17 +295,14 @@ class Documents:
         if self._is_closed:
             return
         document.was_ready = True
-        task = asyncio.create_task(self._write_if_there(document))
-        self._writing.add(task)
-        task.add_done_callback(self._writing.discard)
+        self._begin(lambda: self._write_if_there(document))
 
     async def _write_if_there(self, document: Document) -> None:
-        async with self._changing:
-            if self.find(document.tenant, document.id) is document:
-                try:
-                    await self._write(document)
-                except OSError as error:  # all that is lost: after a restart it is looked for, and computed, once more
-                    log.warning("documents: one that is ready could not be written: %s", error)
+        if self.find(document.tenant, document.id) is document:
+            try:
+                await self._write(document)
+            except OSError as error:  # all that is lost: after a restart it is looked for, and computed, once more
+                log.warning("documents: one that is ready could not be written: %s", error)
 
     async def _write(self, document: Document) -> None:
         if (folder := self._folder) is not None:

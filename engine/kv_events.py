@@ -108,7 +108,7 @@ class EventEncoder:
             block_size=event.block_size,
             lora_id=None,
             medium=MEDIUM[event.tier],
-            lora_name=None if lora is None else _text(lora.name),
+            lora_name=None if lora is None else lora.name,
             extra_keys=_extra_keys(event) if len(event.token_ids) else None,
             group_idx=event.group_id,
             kv_cache_spec_kind=_kind(group),
@@ -147,15 +147,9 @@ def _extra_keys(event: BlockStored) -> list[tuple[object, ...] | None]:
 def _untagged(key: ExtraKey) -> object:
     match key:
         case "mm", str(identifier), offset:
-            return _text(identifier), offset
-        case _, str(text), *_:
-            return _text(text)
+            return identifier, offset
         case _:
             return key[1]
-
-
-def _text(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()  # a client's salt may be no valid Unicode, msgpack's text has to be
 
 
 @dataclass(frozen=True, slots=True)

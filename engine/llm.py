@@ -24,6 +24,7 @@ from kvtier.engine.request import Completion, Request
 from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.terms import Terms
 from kvtier.tiers.block_hash import NO_EXTRA_KEYS, ExtraKeys
+from kvtier.tiers.request_text import check_text
 
 Prompt = str | Sequence[int] | npt.NDArray[np.integer]
 GREEDY = SamplingParams()
@@ -173,8 +174,9 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Sequence[int]:
-    """The prompt's token ids."""
+    """The prompt's token ids. ValueError for a text that is no valid Unicode."""
     if isinstance(prompt, str):
+        check_text("prompt", prompt)
         token_ids: list[int] = tokenizer(prompt)["input_ids"]
         return token_ids
     return prompt.tolist() if isinstance(prompt, np.ndarray) else prompt

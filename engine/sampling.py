@@ -4,8 +4,11 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 
 import torch
+
+from kvtier.tiers.request_text import check_text
 
 _NUM_LIKELIEST = 1024  # these nearly always hold the top-p set; finding them costs a fraction of sorting a vocabulary
 
@@ -33,6 +36,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for stop in self.stop:
+            check_text("stop", stop)
+        for name in ("max_tokens", "top_k", "logprobs"):  # else 2.5 of them would be asked for in a step
+            value = getattr(self, name)
+            _require(value is None or _is_whole(value), name, value, "use a whole number")
 
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "ask for at least 1")
         in_range = math.isfinite(self.temperature) and self.temperature >= 0
@@ -42,6 +50,14 @@ class SamplingParams:
         _require(self.seed is None or self.seed >= 0, "seed", self.seed, "use 0 or more, or None for no fixed seed")
         _require((self.logprobs or 0) >= 0, "logprobs", self.logprobs, "use 0 for the token's own, None for none")
         _require(all(self.stop), "stop", self.stop, "leave out the empty string: it would stop everything")
+
+
+def _is_whole(number: object) -> bool:
+    try:
+        index(number)  # type: ignore[arg-type]  # that is the question
+    except TypeError:
+        return False
+    return True
 
 
 def _require(fine: bool, name: str, value: object, advice: str) -> None:

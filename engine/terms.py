@@ -13,6 +13,8 @@ class Terms:
     max_load_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.priority, int):  # the queue compares it with everybody's
+            raise ValueError(f"priority is {self.priority!r}; give a whole number, lower is more urgent")
         if self.max_load_tokens is not None and self.max_load_tokens < 0:
             raise ValueError(f"max_load_tokens is {self.max_load_tokens}; give 0 or more, or leave it out")
 

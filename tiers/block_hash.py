@@ -5,7 +5,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import index
 from typing import NewType, Protocol, Self, cast
@@ -13,7 +13,8 @@ from typing import NewType, Protocol, Self, cast
 import cbor2
 import numpy as np
 import numpy.typing as npt
-import xxhash
+
+from kvtier.tiers.request_text import check_text
 
 BlockName = NewType("BlockName", bytes)
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
@@ -22,11 +23,11 @@ ExtraKey = tuple[str | int | bytes, ...]  # a tag, then what it is
 
 class HashAlgorithm(StrEnum):
     """`sha256` for everybody. `sha256_cbor` gives vLLM's names, for routers that compute names themselves, and takes
-    over ten times as long. `xxh3_128` takes a third to a half, and is only safe where all prompts are one tenant's."""
+    over ten times as long. All are cryptographic: nothing but its name says whose bytes a block has, and whoever sends
+    two prompts with one name has the blocks of one used for the other."""
 
     SHA256 = "sha256"
     SHA256_CBOR = "sha256_cbor"
-    XXH3_128 = "xxh3_128"
 
     @property
     def default_seed(self) -> str:
@@ -40,41 +41,60 @@ class _Hasher(Protocol):
     def copy(self) -> Self: ...
 
 
-_HASHER = cast(  # every digest is a name; to call BlockName for each would be a fifth of the work
-    "dict[HashAlgorithm, Callable[[bytes], _Hasher]]",
-    {
-        HashAlgorithm.SHA256: hashlib.sha256,
-        HashAlgorithm.SHA256_CBOR: hashlib.sha256,
-        HashAlgorithm.XXH3_128: xxhash.xxh3_128,
-    },
-)
+# Every digest is a name; to call BlockName for each would be a fifth of the work.
+_sha256 = cast("Callable[[bytes], _Hasher]", hashlib.sha256)
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """The adapter a prompt runs with; both fields are part of every block's name."""
+    """The adapter a prompt runs with; both fields are part of every block's name. ValueError if one is no text."""
 
     name: str
     path: str
 
+    def __post_init__(self) -> None:
+        check_text("the name of a lora", self.name)
+        check_text("the path of a lora", self.path)
+
 
 @dataclass(frozen=True, slots=True)
 class MultimodalItem:
-    """An image, a sound…: *num_tokens* placeholder tokens from *offset* on whose content is *identifier*."""
+    """An image, a sound…: *num_tokens* placeholder tokens from *offset* on whose content is *identifier*.
+
+    ValueError for an identifier that is no text, and for a place that no prompt has.
+    """
 
     identifier: str
     offset: int
     num_tokens: int
 
+    def __post_init__(self) -> None:
+        check_text("the identifier of a multimodal item", self.identifier)
+        for what in ("offset", "num_tokens"):
+            number = getattr(self, what)
+            if not isinstance(number, int) or not 0 <= number < 1 << 32:
+                raise ValueError(f"the {what} of a multimodal item is {number!r}; give a number of tokens")
+
 
 @dataclass(frozen=True, slots=True)
 class ExtraKeys:
-    """What decides a block's KV beside its token ids. Order and tags are part of the name's format."""
+    """What decides a block's KV beside its token ids. Order and tags are part of the name's format.
+
+    ValueError for a salt that is no text: here, where its sender learns of it, and not in the step that names a block.
+    """
 
     lora: Lora | None = None
     multimodal: tuple[MultimodalItem, ...] = ()
     cache_salt: str | None = None
     prompt_embeddings: npt.NDArray[np.generic] | None = field(default=None, compare=False)  # [num_tokens, hidden]
+
+    def __post_init__(self) -> None:
+        if self.cache_salt is not None:
+            check_text("cache_salt", self.cache_salt)
+        if self.prompt_embeddings is not None and np.asarray(self.prompt_embeddings).dtype.hasobject:
+            raise ValueError(
+                "prompt_embeddings: are Python objects, named by their addresses; give an array of numbers"
+            )
 
     @property
     def end(self) -> int:
@@ -105,7 +125,7 @@ class ExtraKeys:
         for key in self.keys_of_block(start, end) or ():
             for part in key:
                 if isinstance(part, str):
-                    data = part.encode("utf-8", "surrogatepass")  # a salt from a client may be any string
+                    data = part.encode()
                 else:
                     data = part if isinstance(part, bytes) else struct.pack("<q", part)
                 encoded += struct.pack("<I", len(data)) + data
@@ -118,7 +138,7 @@ NO_EXTRA_KEYS = ExtraKeys()
 class BlockChain:
     """The names of one growing sequence of tokens: a prompt, then what is generated after it.
 
-    `sha256` and `xxh3_128`: one hash runs over all of it, fed the root's name and then each full block's token ids as
+    `sha256`: one hash runs over all of it, fed the root's name and then each full block's token ids as
     little-endian uint32; a block's name is the digest after it. A block with extra keys starts another, fed a tag, the
     parent's name, the keys' length, the keys, and then goes on with its tokens. What was fed can be read in one way
     only: it begins with the tag or with the root (which does not), every part has a fixed or a stated length, and the
@@ -135,23 +155,20 @@ class BlockChain:
         algorithm: HashAlgorithm = HashAlgorithm.SHA256,
         seed: str | None = None,
     ) -> None:
-        """ValueError for `sha256_cbor` and extra keys that are no valid Unicode."""
         self.names: list[BlockName] = []
         self.token_ids: TokenIds = []  # the sequence last given to `extend`, not a copy
         self._named_ids = array("I")
         self.block_size = block_size
         self.extra = extra
         self._algorithm = algorithm
-        self._new = _HASHER[algorithm]
         self._num_keyed = -(-extra.end // block_size)  # blocks that may have extra keys
         seed = algorithm.default_seed if seed is None else seed
         if algorithm is HashAlgorithm.SHA256_CBOR:
-            _check_unicode(extra)
             root = cbor2.dumps(seed, canonical=True)
         else:
             root = f"kvtier:2:{algorithm}:{seed}".encode()  # 2: of this scheme; no name of the first one's stores
-        self.root = self._new(root).digest()
-        self._hasher = self._new(self.root)
+        self.root = _sha256(root).digest()
+        self._hasher = _sha256(self.root)
 
     def extend(self, token_ids: TokenIds) -> None:
         """Name the blocks that *token_ids*, the whole sequence so far, has filled since the last call.
@@ -198,13 +215,13 @@ class BlockChain:
         """A name for the last block of the first *num_tokens* tokens, which is not full; no full block's name."""
         block_id = num_tokens // self.block_size
         token_ids = np.asarray(self.token_ids[block_id * self.block_size : num_tokens], "<u4")
-        return self._new(b"kvtier:tail:" + self.sibling_key(block_id) + token_ids.tobytes()).digest()
+        return _sha256(b"kvtier:tail:" + self.sibling_key(block_id) + token_ids.tobytes()).digest()
 
     def _keys(self, block_id: int) -> bytes:
         return self.extra.of_block(block_id * self.block_size, (block_id + 1) * self.block_size)
 
     def _keyed(self, parent: bytes, keys: bytes) -> _Hasher:
-        return self._new(b"kvtier:extra:" + parent + struct.pack("<Q", len(keys)) + keys)
+        return _sha256(b"kvtier:extra:" + parent + struct.pack("<Q", len(keys)) + keys)
 
     def _running(self, ids: npt.NDArray[np.uint32]) -> list[BlockName]:
         names: list[BlockName] = []
@@ -257,13 +274,3 @@ def _little_endian(token_ids: TokenIds) -> npt.NDArray[np.uint32]:
     if not 0 <= index(token_ids.min()) <= index(token_ids.max()) < 1 << 32:
         raise OverflowError("token ids: need 0 <= id < 2**32")
     return np.ascontiguousarray(token_ids, dtype="<u4")
-
-
-def _check_unicode(extra: ExtraKeys) -> None:
-    """Here, and not when the block that has the keys is full: that may be in the middle of a step."""
-    try:
-        cbor2.dumps(replace(extra, prompt_embeddings=None).keys_of_block(0, sys.maxsize))
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"extra keys: {error.object!r} is no valid Unicode, which sha256_cbor needs; clean it, or use sha256"
-        ) from error

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from kvtier.tiers.block_hash import BlockChain, BlockName, TokenIds
 from kvtier.tiers.block_pool import BlockPool
 
-KEY_BYTES = 32  # shorter keys are filled up with zeros
+KEY_BYTES = 32  # as long as a name
 MOST_PENDING = 4096  # blocks: a millisecond's work at once
 MOST_TRIED = 8  # of the siblings that share most
 
@@ -28,7 +28,6 @@ class Siblings:
         self._keys = np.zeros((num_slots, KEY_BYTES // 8), np.uint64)
         self._token_ids = np.zeros((num_slots, block_size), np.uint32)
         self._num_tokens = np.zeros(num_slots, np.int32)
-        self._key_bytes = KEY_BYTES
 
     def record(self, slots: npt.NDArray[np.int32], chain: BlockChain, start: int) -> None:
         """The slots hold the chain's named blocks from *start* on. The array is kept."""
@@ -37,7 +36,7 @@ class Siblings:
     def record_tail(self, slot: int, key: bytes, token_ids: TokenIds) -> None:
         """The slot holds a block of which only the first tokens, these, are computed."""
         self._take_in()
-        self._keys[slot] = np.frombuffer(key.ljust(KEY_BYTES, b"\0"), np.uint64)
+        self._keys[slot] = np.frombuffer(key, np.uint64)
         self._first[slot] = self._keys[slot, 0]
         self._token_ids[slot, : len(token_ids)] = token_ids
         self._num_tokens[slot] = len(token_ids)
@@ -56,7 +55,7 @@ class Siblings:
         self._take_in()
         for slot in range(pool.num_slots):
             if pool.name(slot) is not None:
-                key = self._keys[slot].tobytes()[: self._key_bytes] if self._first[slot] else b""
+                key = self._keys[slot].tobytes() if self._first[slot] else b""
                 if (parent := pool.find(BlockName(key))) is not None:
                     yield slot, parent
 
@@ -66,7 +65,7 @@ class Siblings:
         Those that share most first; at most `MOST_TRIED`, and only such as share any.
         """
         self._take_in()
-        wanted = np.frombuffer(key.ljust(KEY_BYTES, b"\0"), np.uint64)
+        wanted = np.frombuffer(key, np.uint64)
         slots = np.flatnonzero(self._first == wanted[0])
         if not len(slots):
             return []
@@ -91,9 +90,7 @@ class Siblings:
         firsts = np.zeros(sum(len(slots) for slots, _, _ in pending), np.uint64)
         if held:
             keys = [key for slots, chain, start in held for key in chain.sibling_keys(start, start + len(slots))]
-            self._key_bytes = len(keys[0])
-            packed = b"".join(keys if self._key_bytes == KEY_BYTES else [key.ljust(KEY_BYTES, b"\0") for key in keys])
-            rows = np.frombuffer(packed, np.uint64).reshape(-1, KEY_BYTES // 8)
+            rows = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, KEY_BYTES // 8)
             there = np.concatenate([slots for slots, _, _ in held])
             ids = np.concatenate([chain.named_ids(start, start + len(slots)) for slots, chain, start in held])
             self._keys[there] = rows

@@ -118,28 +118,26 @@ class HttpServer:
         began_at = time.monotonic()
         self._tell_stage("importing torch and transformers")  # seconds, in which clients and signals are answered
         executor = ThreadPoolExecutor(1)
-        engine = await call_in_executor(_import_engine, self._shows_bars, executor=executor)
-        executor.shutdown(wait=False)
+        importing = call_in_executor(_import_engine, self._shows_bars, executor=executor)
+        executor.shutdown(wait=False)  # once that is done, whoever is cancelled here
+        engine = await importing
         self.llm = engine(self._model, self._config, self._tokenizer, self._tell_stage)
         await self.llm.start()
         self._tell_stage("reading documents")
-        try:
-            self.documents = await _open_documents(self.service, self.llm)
-        except BaseException:
-            await self.llm.close()
-            raise
         from kvtier.engine.prompt_pins import PromptPins
 
         pins = PromptPins()
-        await self.llm.attend(pins.look)
+        try:
+            self.documents = await _open_documents(self.service, self.llm)
+            await self.llm.attend(pins.look)
+        except BaseException:
+            await self.llm.close()
+            raise
         self.service.loaded(self.llm, self.documents, pins)
         fields = {"seconds": round(time.monotonic() - began_at, 1), "max_model_len": self.llm.longest_request}
         log.info("ready", extra={"fields": fields})
 
     async def _drain(self) -> None:
-        num_left = await self._drained()
-        if num_left:
-            log.warning("drain: %d completions did not end in time and are cut off", num_left)
         told_at = time.monotonic()
 
         def tell(num_blocks: int) -> None:
@@ -148,8 +146,13 @@ class HttpServer:
                 told_at = time.monotonic()
                 log.info("flush: %d blocks are still to be written", num_blocks)
 
-        await self.documents.close()
-        await self.llm.close(tell)
+        try:
+            num_left = await self._drained()
+            if num_left:
+                log.warning("drain: %d completions did not end in time and are cut off", num_left)
+            await self.documents.close()
+        finally:
+            await self.llm.close(tell)
         log.info("ended")
 
     async def _drained(self) -> int:

@@ -223,6 +223,35 @@ def test_a_token_id_that_the_model_does_not_know_is_a_value_error_of_its_own_str
     play(story())
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"cache_salt": "a\ud800"},
+        {"cache_salt": "a\ud800", "prompt": prompt_of(2, 20)},
+        {"cache_salt": 7},
+        {"prompt": "Say \udfff."},
+        {"priority": "high"},
+    ],
+    ids=["salt", "salt of token ids", "no salt", "prompt", "priority"],
+)
+def test_what_would_end_a_step_with_an_error_is_a_value_error_of_its_own_stream_only(
+    model: PreTrainedModel, wrong: dict[str, object]
+) -> None:
+    stays = prompt_of(1, 60)
+    expected = plain_greedy(model, stays, 20)
+
+    async def story() -> None:
+        async with opened(model) as llm:
+            other = asyncio.create_task(read(llm.generate(stays, greedy(20))))
+            options = dict(wrong)
+            with pytest.raises(ValueError, match=r"give|remove"):
+                await read(llm.generate(options.pop("prompt", "Say hello. " * 20), greedy(), **options))
+
+            assert completion_of(await other).token_ids == expected
+
+    play(story())
+
+
 def test_a_full_queue_is_a_value_error(model: PreTrainedModel) -> None:
     async def story() -> None:
         async with opened(model, max_waiting=1, max_running=1) as llm:

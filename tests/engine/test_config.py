@@ -74,7 +74,6 @@ def test_a_file_sets_what_it_names_and_leaves_the_rest(tmp_path):
     ("names", "seed"),
     [
         ({}, "kvtier"),
-        ({"algorithm": "xxh3_128"}, "kvtier"),
         ({"algorithm": "sha256_cbor"}, "vllm-none-hash"),
         ({"algorithm": "sha256_cbor", "seed": "42"}, "42"),
         ({"seed": ""}, ""),
@@ -82,6 +81,23 @@ def test_a_file_sets_what_it_names_and_leaves_the_rest(tmp_path):
 )
 def test_names_without_a_seed_have_their_algorithm_s(names, seed):
     assert as_config({"names": names}).names.resolved_seed == seed
+
+
+def test_an_algorithm_that_is_gone_is_an_error_in_one_line_that_says_what_to_use():
+    with pytest.raises(ConfigError, match=r"\$\.names\.algorithm: xxh3_128 is gone.*; use sha256") as refusal:
+        as_config({"names": {"algorithm": "xxh3_128"}})
+
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [{"names": {"seed": "\ud800"}}, {"tenants": {"\ud800": {}}}, {"lora": {"\ud800": {"path": "folder"}}}],
+    ids=["seed", "salt", "adapter"],
+)
+def test_text_of_names_that_is_no_unicode_is_an_error_with_its_table(tables):
+    with pytest.raises(ConfigError, match=rf"{next(iter(tables))}.*no valid Unicode"):
+        as_config(tables)
 
 
 def test_every_hash_algorithm_can_be_chosen():

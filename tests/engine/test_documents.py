@@ -6,9 +6,11 @@ import random
 import stat
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from itertools import count
 from pathlib import Path
 
 import pytest
+from cancelling import cancelled_at
 from small_models import VOCAB, build, byte_tokenizer, plain_greedy
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -22,6 +24,7 @@ from kvtier.engine.chat_template import chat_prefix, chat_token_ids
 from kvtier.engine.core import EngineCore
 from kvtier.engine.document import Document, Form
 from kvtier.engine.document_draft import Draft
+from kvtier.engine.document_file import Damaged, DocumentFolder, read_all
 from kvtier.engine.document_file import file_name as file_of
 from kvtier.engine.document_holds import NoRoomToHold
 from kvtier.engine.document_shelf import Residence, Status
@@ -351,6 +354,12 @@ def test_a_document_of_a_model_with_windows_is_pinned_and_found(name: str) -> No
     play(model, tables(), story)
 
 
+@pytest.mark.parametrize("field", ["text", "system", "lora", "cache_salt"])
+def test_a_document_of_no_unicode_is_refused_before_anything_is_made_of_it(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} is no valid Unicode"):
+        draft(**{"text": "a", field: "a\udc00"})
+
+
 def test_what_cannot_be_held_is_refused_and_unpinning_makes_room(model: PreTrainedModel) -> None:
     async def story(llm: AsyncLLM, documents: Documents) -> None:
         first = await put(documents, "first", tokens_draft(1, 1000))
@@ -568,3 +577,79 @@ def test_a_file_that_cannot_be_written_is_the_caller_s_error_and_nothing_has_cha
         assert not (await documents.residence(document)).is_held
 
     play(model, tables(tmp_path), story)
+
+
+# --- callers that are cancelled
+
+
+def in_folder(folder: Path) -> dict[str, tuple[list[int], bool]]:
+    """Each document's tokens, and whether it is pinned, as the next process would find it."""
+    found = {}
+    for _, outcome in read_all(DocumentFolder(folder, None, b"")):
+        assert not isinstance(outcome, Damaged)
+        document, _ = outcome
+        found[document.id] = (document.token_ids.tolist(), document.pinned_until is not None)
+    return found
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+def test_a_change_whose_caller_is_cancelled_anywhere_is_made_as_a_whole(
+    model: PreTrainedModel, tmp_path: Path, late: bool
+) -> None:
+    async def story(llm: AsyncLLM, documents: Documents) -> None:
+        async def pin() -> None:
+            if (document := documents.find(None, "report")) is not None:
+                await documents.pin(document, 60.0)
+
+        async def unpin() -> None:
+            if (document := documents.find(None, "report")) is not None:
+                await documents.unpin(document)
+
+        for number in count():
+            changes = [
+                lambda number=number: documents.put(None, "report", tokens_draft(2 * number, 100)),
+                pin,
+                lambda number=number: documents.put(None, "report", tokens_draft(2 * number + 1, 100)),
+                pin,
+                unpin,
+                pin,
+                lambda: documents.delete(None, "report"),
+            ]
+            was_cancelled = False
+            for change in changes:
+                was_cancelled |= await cancelled_at(change(), number, late=late)
+                await documents.delete(None, "what is not there")  # in its turn, behind all changes before
+
+                here = {it.id: (it.token_ids.tolist(), it.pinned_until is not None) for it in documents.of(None)}
+                assert in_folder(tmp_path / "store-documents") == here
+                num_held = await llm.ask(lambda core: core.cache._holds.num_bytes)
+                assert (num_held > 0) is any(is_pinned for _, is_pinned in here.values())
+            if not was_cancelled:
+                break
+        assert number > 2
+        assert not documents.of(None)
+
+    play(model, tables(tmp_path), story)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+def test_nothing_is_held_for_documents_whose_opening_was_cancelled(
+    model: PreTrainedModel, tmp_path: Path, late: bool
+) -> None:
+    async def pin(_: AsyncLLM, documents: Documents) -> None:
+        await documents.pin(await put(documents, "report", tokens_draft(1, 100)), 3600.0)
+        await documents.put(None, "other", tokens_draft(2, 100))
+
+    async def story() -> None:
+        async with AsyncLLM(model, tables(tmp_path), chat_tokenizer()) as llm:
+            for number in count():
+                opened = await cancelled_at(Documents.open(llm, llm.config, extra_of), number, late=late)
+                num_held, has_work = await llm.ask(lambda core: (core.cache._holds.num_bytes, core.has_work))
+                if not opened:
+                    break
+                assert (num_held, has_work) == (0, False)
+            assert number > 3
+            assert num_held > 0
+
+    play(model, tables(tmp_path), pin)
+    asyncio.run(asyncio.wait_for(story(), DEADLINE_S))

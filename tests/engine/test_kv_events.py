@@ -272,14 +272,14 @@ def test_a_salt_is_told_with_the_first_block_only() -> None:
     assert stored["extra_keys"] == [["ann"], None]
 
 
-def test_token_ids_may_be_an_array_and_a_salt_any_string() -> None:
+def test_token_ids_may_be_an_array_and_a_salt_any_text() -> None:
     token_ids = np.arange(16, dtype=np.int64)
-    extra = ExtraKeys(cache_salt="half a pair: \ud800")
+    extra = ExtraKeys(cache_salt="nul \0 and 😀")
 
     (stored,) = raw(BlockStored(Tier.DEVICE, 0, [name_of(1)], BLOCK_SIZE, None, token_ids, 0, extra))
 
     assert stored["token_ids"] == list(range(16))
-    assert stored["extra_keys"] == [["half a pair: ?"]]
+    assert stored["extra_keys"] == [["nul \0 and 😀"]]
 
 
 # The stream

@@ -25,6 +25,11 @@ def draw(num_tokens, logits=LOGITS, **params):
         {"seed": -1},
         {"stop": ""},
         {"stop": ["a", ""]},
+        {"stop": "half a pair \ud800"},
+        {"stop": ["a", b"b"]},
+        {"top_k": 2.5},
+        {"logprobs": 1.5},
+        {"max_tokens": float("inf")},
     ],
 )
 def test_a_parameter_out_of_range_is_named(wrong):

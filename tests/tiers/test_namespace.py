@@ -31,7 +31,7 @@ OTHER: dict[str, Any] = {
     "dtype": "float16",
     "geometry": (FULL,),
     "block_size": 32,
-    "hash_algorithm": "xxh3_128",
+    "hash_algorithm": "sha256_cbor",
     "hash_seed": "other",
     "kv_quantization": "fp8",
     "encryption_key_id": "0123456789abcdef",

@@ -1,0 +1,179 @@
+"""EngineThread: an engine's life in a thread of its own, whatever becomes of those who wait for it."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kvtier.engine.core import FLUSH_TIMEOUT_S, EngineCore
+from kvtier.engine.request import Request
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 0.1  # how often an engine without requests looks after its tiers …
+COPYING_S = 0.005  # … and while it has something to copy down
+EXIT_WAIT_S = FLUSH_TIMEOUT_S + 60.0  # what hangs for longer does not keep a program from ending …
+LOADING_EXIT_WAIT_S = 10.0  # … nor does what loads for longer: it is cut off, and leaves nothing behind
+
+Progress = Callable[[int], None]
+_T = TypeVar("_T")
+
+
+def promise() -> "Future[Any]":
+    """A future that its maker alone settles: who is cancelled while waiting for it leaves it as it is."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def fail(future: "Future[_T]", error: BaseException) -> None:
+    """Let *future* raise the error; a StopIteration as a RuntimeError, since a coroutine cannot be given one."""
+    future.set_exception(RuntimeError(f"StopIteration: {error}") if isinstance(error, StopIteration) else error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    do: Callable[[EngineCore], None]
+    refuse: Callable[[str], None]
+
+
+class EngineThread:
+    """A daemon thread that loads an engine, steps it, carries out commands between the steps until it is told to end,
+    and then closes the engine, each in its turn and whoever still waits.
+
+    *loaded* (with the engine), *served* (no command is carried out any more) and *closed* are kept in this order, also
+    if something fails: *served* then has what the engine failed of, *closed* what closing it did. Every command that
+    `put` takes is carried out or refused. All methods may be called from any thread.
+
+    Python waits for the threads of a ThreadPoolExecutor before it ends, so a program that forgot to close would not.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], EngineCore],
+        advanced: Callable[[Request], None],
+        ended: Callable[[str], None],
+        close: Callable[[EngineCore, Progress], None],
+    ) -> None:
+        """All four are called in the thread: *advanced* with each request that a step gave a token, *ended* with why
+        when no step comes any more."""
+        self.loaded: Future[EngineCore] = promise()
+        self.served: Future[None] = promise()
+        self.closed: Future[None] = promise()
+        self._load = load
+        self._advanced = advanced
+        self._ended = ended
+        self._close = close
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._looks: list[Callable[[EngineCore], None]] = []  # the thread's
+        self._lock = threading.Lock()  # of the three below
+        self._is_ending = False
+        self._why_over: str | None = None
+        self._progress: Progress = lambda num_left: None
+
+    def start(self) -> None:
+        """Begin to load. Once."""
+        threading.Thread(target=self._live, name="kvtier-engine", daemon=True).start()
+
+    def put(self, do: Callable[[EngineCore], None], refuse: Callable[[str], None] = lambda why: None) -> None:
+        """Have *do* called in the thread between two steps; or *refuse*, with why, if the engine ends before."""
+        with self._lock:
+            why = self._why_over
+            if why is None:
+                self._commands.put(_Command(do, refuse))
+        if why is not None:
+            refuse(why)
+
+    def attend(self, look: Callable[[EngineCore], None]) -> None:
+        """Have *look* called after every step, and every 0.1 s while there are none. In the thread only."""
+        self._looks.append(look)
+
+    def neglect(self, look: Callable[[EngineCore], None]) -> None:
+        """Have it called no more. In the thread only."""
+        if look in self._looks:
+            self._looks.remove(look)
+
+    def end(self, progress: Progress | None = None) -> None:
+        """Have it end after the commands put so far, once it has loaded; only the first call does something more than
+        tell who gets the *progress* of closing."""
+        with self._lock:
+            if progress is not None:
+                self._progress = progress
+            if not self._is_ending:
+                self._is_ending = True
+                self._commands.put(None)
+
+    def end_at_exit(self) -> None:
+        """End it, and wait until it has closed, which it cannot before it has loaded; neither for ever."""
+        self.end()
+        if not wait([self.loaded], LOADING_EXIT_WAIT_S).done:
+            log.warning("the program ends while the engine is being loaded")
+        elif not wait([self.closed], EXIT_WAIT_S).done:
+            log.warning("the engine did not close in %.0f s; what it had not written is lost", EXIT_WAIT_S)
+
+    def _live(self) -> None:
+        try:
+            core = self._load()
+        except BaseException as error:  # the thread's top: whoever waits learns of it
+            self._end_commands("AsyncLLM: could not be started")
+            fail(self.loaded, error)
+            self.served.set_result(None)
+            self.closed.set_result(None)
+            return
+        self.loaded.set_result(core)
+
+        try:
+            self._serve(core)
+        except BaseException as error:
+            log.error("the engine failed", exc_info=error)
+            self._end_commands(f"the engine failed: {error}")
+            fail(self.served, error)
+        else:
+            self._end_commands("AsyncLLM: closed before this was done; start a new one")
+            self.served.set_result(None)
+
+        try:
+            self._close(core, self._tell_progress)
+        except BaseException as error:
+            fail(self.closed, error)
+        else:
+            self.closed.set_result(None)
+
+    def _serve(self, core: EngineCore) -> None:
+        while self._carry_out(core):
+            if core.has_work:
+                for request in core.step():
+                    self._advanced(request)
+            else:
+                core.idle()
+            for look in self._looks:
+                look(core)
+
+    def _carry_out(self, core: EngineCore) -> bool:
+        """Carry out commands; wait for one a moment if there is nothing else to do. False: end."""
+        waits = not core.has_work
+        while True:
+            try:
+                timeout_s = COPYING_S if core.cache.num_under_way else IDLE_S
+                command = self._commands.get(block=waits, timeout=timeout_s)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command.do(core)
+            waits = False  # for one only: who asks again and again must not keep the engine from looking after itself
+
+    def _tell_progress(self, num_left: int) -> None:
+        self._progress(num_left)  # whose it is may change while it closes
+
+    def _end_commands(self, why: str) -> None:
+        with self._lock:  # from here on `put` refuses
+            self._why_over = why
+        self._ended(why)
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None:
+                command.refuse(why)

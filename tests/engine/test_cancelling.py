@@ -1,0 +1,271 @@
+"""Whatever waits for the engine can be cancelled wherever it waits: the engine goes on, or ends, as a whole."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine
+from contextlib import aclosing
+from itertools import count
+from pathlib import Path
+
+import pytest
+import small_models
+from cancelling import cancelled_at
+from small_models import byte_tokenizer
+from test_async_llm import (
+    BLOCK_BYTES,
+    BLOCK_SIZE,
+    NUM_SLOTS,
+    completion_of,
+    greedy,
+    is_at_rest,
+    opened,
+    prompt_of,
+    read,
+)
+from transformers import PreTrainedModel
+
+from kvtier.engine import AsyncLLM
+from kvtier.engine.core import EngineCore
+
+DEADLINE_S = 600.0  # reached only when something waits for ever
+LATE = pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+
+
+def play(story: Coroutine[object, object, None]) -> None:
+    asyncio.run(asyncio.wait_for(story, DEADLINE_S))
+
+
+def device_only(model: PreTrainedModel) -> AsyncLLM:
+    """Without copies, so that at rest nothing is leased."""
+    device = {"capacity": NUM_SLOTS * BLOCK_BYTES, "block_size": BLOCK_SIZE}
+    scheduler = {"prefill_chunk": 64, "token_budget": 128}
+    return AsyncLLM(model, {"device": device, "host": {"capacity": 0}, "scheduler": scheduler}, byte_tokenizer())
+
+
+@LATE
+def test_a_start_that_is_cancelled_ends_and_leaves_the_store_to_the_next(
+    model: PreTrainedModel, tmp_path: Path, late: bool
+) -> None:
+    async def story() -> None:
+        for number in count():
+            llm = opened(model, tmp_path)
+            was_cancelled = await cancelled_at(llm.start(), number, late=late)
+            if was_cancelled:
+                with pytest.raises(RuntimeError, match="has ended"):
+                    await read(llm.generate("Say hello.", greedy()))
+                with pytest.raises(RuntimeError, match="make a new one"):
+                    await llm.start()
+            await llm.close()
+            if not was_cancelled:
+                break
+
+        assert number > 0
+        async with opened(model, tmp_path) as again:
+            assert completion_of(await read(again.generate("Say hello.", greedy()))).token_ids
+
+    play(story())
+
+
+@LATE
+def test_a_close_that_is_cancelled_goes_on_and_the_next_one_waits_for_it(
+    model: PreTrainedModel, tmp_path: Path, late: bool
+) -> None:
+    async def story() -> None:
+        for number in count():
+            llm = opened(model, tmp_path)
+            await llm.start()
+            await read(llm.generate(prompt_of(number, 100), greedy()))
+
+            was_cancelled = await cancelled_at(llm.close(), number, late=late)
+            await llm.close()
+
+            async with opened(model, tmp_path) as again:
+                done = completion_of(await read(again.generate(prompt_of(number, 100), greedy())))
+            assert done.tokens.disk == 96
+            if not was_cancelled:
+                break
+        assert number > 0
+
+    play(story())
+
+
+@LATE
+def test_a_stream_that_is_cancelled_anywhere_leases_nothing(model: PreTrainedModel, late: bool) -> None:
+    async def reading(llm: AsyncLLM, seed: int) -> None:
+        async with aclosing(llm.generate(prompt_of(seed, 100), greedy(6))) as stream:
+            async for _ in stream:
+                pass
+
+    async def story() -> None:
+        async with device_only(model) as llm:
+            for number in count():
+                was_cancelled = await cancelled_at(reading(llm, number), number, late=late)
+
+                assert await llm.ask(is_at_rest)
+                await llm.ask(lambda core: core.cache.check())
+                if not was_cancelled:
+                    break
+            assert number > 1
+
+    play(story())
+
+
+async def ask(llm: AsyncLLM) -> None:
+    await llm.ask(lambda core: core.cache.check())
+
+
+async def ask_wrongly(llm: AsyncLLM) -> None:
+    with pytest.raises(ZeroDivisionError):
+        await llm.ask(lambda core: 1 // 0)
+
+
+async def tokenize(llm: AsyncLLM) -> None:
+    await llm.with_tokenizer(lambda tokenizer: tokenizer("text"))
+
+
+async def reset(llm: AsyncLLM) -> None:
+    await llm.reset_prefix_cache()
+
+
+@LATE
+@pytest.mark.parametrize("wait", [ask, ask_wrongly, tokenize, reset])
+def test_the_engine_goes_on_when_a_question_is_cancelled(
+    model: PreTrainedModel, wait: Callable[[AsyncLLM], Coroutine[object, object, None]], late: bool
+) -> None:
+    async def story() -> None:
+        async with device_only(model) as llm:
+            for number in count():
+                was_cancelled = await cancelled_at(wait(llm), number, late=late)
+
+                assert len(completion_of(await read(llm.generate("Say hello.", greedy()))).token_ids) == 8
+                if not was_cancelled:
+                    break
+            assert number > 0
+
+    play(story())
+
+
+def test_who_waits_for_the_end_and_is_cancelled_does_not_end_it(model: PreTrainedModel) -> None:
+    async def story() -> None:
+        async with device_only(model) as llm:
+            assert await cancelled_at(llm.wait_end(), 0, late=False)
+
+            assert len(completion_of(await read(llm.generate("Say hello.", greedy()))).token_ids) == 8
+
+    play(story())
+
+
+@LATE
+def test_a_look_whose_asker_was_cancelled_is_not_called_any_more(model: PreTrainedModel, late: bool) -> None:
+    async def story() -> None:
+        calls: list[EngineCore] = []
+        async with device_only(model) as llm:
+            assert await cancelled_at(llm.attend(calls.append), 0, late=late)
+            await llm.ask(lambda core: calls.clear())
+            await read(llm.generate("Say hello.", greedy()))
+
+        assert not calls
+
+    play(story())
+
+
+def test_a_question_that_raises_stop_iteration_is_answered(model: PreTrainedModel) -> None:
+    async def story() -> None:
+        async with device_only(model) as llm:
+            with pytest.raises(RuntimeError, match="StopIteration"):
+                await llm.ask(lambda core: next(iter(())))
+
+    play(story())
+
+
+def test_an_engine_outlives_the_event_loop_of_a_stream_that_nobody_closed(model: PreTrainedModel) -> None:
+    llm, loop = device_only(model), asyncio.new_event_loop()
+    loop.run_until_complete(llm.start())
+    stream = llm.generate(prompt_of(1, 100), greedy(1000))
+    loop.run_until_complete(anext(stream))
+    loop.close()
+
+    async def story() -> None:
+        assert len(completion_of(await read(llm.generate("Say hello.", greedy()))).token_ids) == 8
+        await llm.close()
+
+    play(story())
+
+
+def test_what_a_step_raises_ends_every_stream_and_question_and_closes_the_engine(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        llm = opened(model, tmp_path)
+        await llm.start()
+        stream = llm.generate(prompt_of(1, 100), greedy(2000))
+        await anext(stream)
+
+        def spoil(core: EngineCore) -> None:
+            core.step = spoiled
+
+        def spoiled() -> None:
+            raise SystemExit("out of order")
+
+        await llm.ask(spoil)
+        with pytest.raises(RuntimeError, match="out of order"):
+            await read(stream)
+        with pytest.raises(RuntimeError, match=r"has ended|the engine failed"):
+            await llm.ask(is_at_rest)
+        await llm.close()
+
+        async with opened(model, tmp_path) as again:
+            assert completion_of(await read(again.generate("Say hello.", greedy()))).token_ids
+
+    play(story())
+
+
+PROGRAM = """
+import asyncio, sys
+from small_models import build, byte_tokenizer
+from kvtier.engine import AsyncLLM, SamplingParams
+
+async def cancelled(work):
+    task = asyncio.create_task(work)
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+
+async def main():
+    small = {"capacity": "8MiB"}
+    disk = {"path": sys.argv[1], "capacity": "64MiB"}
+    config = {"device": small, "host": small, "disk": disk, "scheduler": {"load": "always"}}
+    llm = AsyncLLM(build("llama"), config, byte_tokenizer())
+    if sys.argv[2] == "start":
+        await cancelled(llm.start())
+    else:
+        await llm.start()
+        async for piece in llm.generate("Say hello. " * 20, SamplingParams(max_tokens=3)):
+            pass
+        await cancelled(llm.close())
+    print("done", flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("what", ["start", "close"])
+def test_a_program_whose_start_or_close_was_cancelled_ends_and_leaves_a_whole_store(
+    model: PreTrainedModel, tmp_path: Path, what: str
+) -> None:
+    paths = [str(Path(small_models.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "store"), what]
+
+    ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S, check=False)
+
+    assert (ended.returncode, ended.stdout) == (0, "done\n")
+
+    async def story() -> None:
+        async with opened(model, tmp_path) as llm:
+            done = completion_of(await read(llm.generate("Say hello. " * 20, greedy())))
+            assert len(done.token_ids) == 8
+
+    play(story())
