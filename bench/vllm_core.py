@@ -120,6 +120,27 @@ class VllmCore:
         manager.free(prompt)
         return int(num_hit)
 
+    def serve_by_chunks(self, prompt: Any, chunk_tokens: int) -> int:
+        """The same for a prompt that is computed so many tokens a step, each as `Scheduler.schedule` asks for it."""
+        manager = self._manager
+        blocks, num_hit, _ = manager.get_computed_blocks(prompt)
+        first = {
+            "num_new_computed_tokens": num_hit,
+            "new_computed_blocks": blocks,
+            "full_sequence_must_fit": True,
+        }
+        done = num_hit
+        while done < prompt.num_tokens:
+            num_new = min(chunk_tokens, prompt.num_tokens - done)
+            allocated = manager.allocate_slots(prompt, num_new, **first)
+            assert allocated is not None, "the pool is too small for the prompt"
+            first = {}
+            done += num_new
+            prompt.num_computed_tokens = done
+        manager.record_prefix_cache_stats(prompt, num_hit)
+        manager.free(prompt)
+        return int(num_hit)
+
 
 def vllm_naming(token_ids: list[int], algorithm: str, block_size: int = 16) -> Callable[[], Sequence[bytes]]:
     """Hashes all full blocks of a request when called; the request is made here. *algorithm*: `sha256`, `xxhash`."""

@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,7 @@ class BlockPool:
         self._order = array("i")  # slots by the time they became free; places are positions in it
         self._most_entries = 2 * num_slots + MANY  # of the order, before those that do not count are left out
         self._head = 0  # before it no entry counts
+        self._front = NOTHING  # what `oldest` gave last, if that is the very front of the order
         self._num_ordered = 0  # cached slots, and lent ones: leased to a spill, but still in their place
         self._num_lent = 0
         self._copies: dict[int, int] = {}  # slot -> how many of its leases are copies
@@ -96,6 +97,10 @@ class BlockPool:
     def name(self, slot: int) -> BlockName | None:
         """The name of the block in the slot, or None if nobody can find it."""
         return self._runs.name(slot)
+
+    def are_named(self, slots: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
+        """For each of the slots whether it holds a block that can be found."""
+        return cast(npt.NDArray[np.bool_], self._all_spots[slots] != NO_SPOT)
 
     def is_free(self, slot: int) -> bool:
         """Whether nobody leases the slot."""
@@ -250,15 +255,19 @@ class BlockPool:
         """Up to that many cached slots, in the order in which they would be evicted. Changes nothing."""
         if num_slots < FEW and not self._num_lent:
             return np.array(self._few_oldest(num_slots), np.int32)
-        return self.oldest(num_slots + self._num_lent)[:num_slots]  # lent ones are left out of it
+        oldest = self.oldest(num_slots + self._num_lent)  # lent ones are left out of it
+        return oldest if len(oldest) <= num_slots else oldest[:num_slots]
 
     def oldest(self, window: int) -> npt.NDArray[np.int32]:
         """The cached slots in the first *window* places of that order; lent ones keep their place but do not count."""
         found: list[npt.NDArray[np.int32]] = []
         missing, start = min(window, self._num_ordered), self._head
-        first = self._entries(start, start + missing)
-        if self._all_places[first].tobytes() == np.arange(start, start + missing, dtype=np.int32).tobytes():
-            return first[self._all_leases[first] == 0] if self._num_lent else first
+        if len(self._order) - start == self._num_ordered:  # every entry from the head on counts
+            first = self._entries(start, start + missing)
+            if self._num_lent:
+                return cast(npt.NDArray[np.int32], first[self._all_leases[first] == 0])
+            self._front = first
+            return first
         while missing > 0:
             piece = self._entries(start, start + missing + MANY)
             counts = self._all_places[piece] == np.arange(start, start + len(piece), dtype=np.int32)
@@ -269,7 +278,7 @@ class BlockPool:
                 found.append(live[:missing])
             missing, start = missing - len(live), start + len(piece)
         slots = found[0] if len(found) == 1 else np.concatenate(found) if found else np.empty(0, np.int32)
-        return slots[self._all_leases[slots] == 0] if self._num_lent else slots
+        return cast(npt.NDArray[np.int32], slots[self._all_leases[slots] == 0]) if self._num_lent else slots
 
     def evict(self, slots: Slots) -> list[BlockName]:
         """Forget the blocks in the slots; their names, without those that had none.
@@ -290,7 +299,10 @@ class BlockPool:
         slots = self._blank[::-1] + evicted
         assert len(slots) == num_slots, "as many victims as blank slots are missing"
         end = self._head + len(evicted)
-        if self._all_places[victims].tobytes() == np.arange(self._head, end, dtype=np.int32).tobytes():
+        if (
+            victims is self._front
+            or self._all_places[victims].tobytes() == np.arange(self._head, end, dtype=np.int32).tobytes()
+        ):
             self._head = end  # which takes all of them out of the order
         else:
             self._all_places[victims] = NOWHERE

@@ -75,6 +75,7 @@ class TieredCache:
         self._clock = clock
         self._planner = planner
         self._retention = Retention(self.groups, retention_tokens)
+        self._any_forgets = any(group.forgets for group in groups)
         with_host = all(memory.num_host_slots for memory in memories)
         if disk is not None and not with_host:
             raise ValueError(
@@ -321,9 +322,13 @@ class TieredCache:
         """
         for group_id, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
             first, last = start // group.block_size, end // group.block_size
+            if not group.forgets:
+                if first < last:
+                    self._commit_run(group_id, table, chain, first, np.frombuffer(table[first:last], np.int32))
+                continue
             for blocks in self._retention.kept(group, first, last, boundaries):
                 slots = np.frombuffer(table[blocks.start : blocks.stop], np.int32)
-                if not group.forgets or (slots != NO_SLOT).all():
+                if (slots != NO_SLOT).all():
                     self._commit_run(group_id, table, chain, blocks.start, slots)
                     continue
                 for place in np.flatnonzero(slots != NO_SLOT).tolist():
@@ -366,6 +371,8 @@ class TieredCache:
 
     def forget_read(self, tables: Tables, num_tokens: int) -> None:
         """End the leases on blocks that no token after *num_tokens* reads (sliding windows, chunks), in place."""
+        if not self._any_forgets:
+            return
         for group_id, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
             if not group.forgets:
                 continue
@@ -482,8 +489,9 @@ class TieredCache:
         wanted = chain.token_ids[num_found : min(num_found + self.block_size, num_tokens - 1)]
         if siblings is None or not len(wanted):
             return None
-        for slot, num_shared in siblings.sharing(chain.sibling_key(num_found // self.block_size), wanted):
-            name = pools[self._siblings_group].name(slot)
+        pool = pools[self._siblings_group]
+        for slot, num_shared in siblings.sharing(chain.sibling_key(num_found // self.block_size), wanted, pool):
+            name = pool.name(slot)
             if name is not None and all(pool.find(name) is not None for pool in pools):
                 return PartialHit(name, num_shared, siblings.is_used_up(slot, num_shared))
         return None

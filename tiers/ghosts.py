@@ -48,9 +48,11 @@ class Ghosts:
     def _take_in(self) -> None:
         for tier, group in groupby(self._pending, itemgetter(1)):
             kept = list(chain.from_iterable(names for names, _ in group))[-len(self._prefixes) :]
-            places = np.arange(self._next, self._next + len(kept)) % len(self._prefixes)
-            self._prefixes[places] = np.frombuffer(b"".join(kept), np.uint64)[:: len(kept[0]) // 8]
-            self._tiers[places] = _TIERS.index(tier)
-            self._next = (int(places[-1]) + 1) % len(self._prefixes)
+            prefixes = np.frombuffer(b"".join(kept), np.uint64)[:: len(kept[0]) // 8]
+            fits = min(len(kept), len(self._prefixes) - self._next)
+            for start, some in ((self._next, prefixes[:fits]), (0, prefixes[fits:])):
+                self._prefixes[start : start + len(some)] = some
+                self._tiers[start : start + len(some)] = _TIERS.index(tier)
+            self._next = (self._next + len(kept)) % len(self._prefixes)
         self._pending.clear()
         self._num_pending = 0

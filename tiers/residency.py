@@ -222,8 +222,11 @@ class Residency:
             assert holder is not None, "a name was taken by nobody"
             return holder
         self.tenants.computed(group_id, np.array([slot], np.int32), tenant)
-        if chain is not None and self.siblings is not None and group_id == self._siblings_group:
-            self.siblings.record(np.array([slot], np.int32), chain, block_id)
+        if self.siblings is not None and group_id == self._siblings_group:
+            if chain is not None:
+                self.siblings.record(np.array([slot], np.int32), chain, block_id)
+            else:
+                self.siblings.forget(np.array([slot], np.int32))
         self._tell_stored(Tier.DEVICE, group_id, [name], chain, block_id)
         return slot
 
@@ -312,8 +315,6 @@ class Residency:
             self._leave_host(group_id, list(self.digests[group_id]))
         for tails in self._tails:
             tails.clear()
-        if self.siblings is not None:
-            self.siblings.forget(np.arange(self.device.pools[self._siblings_group].num_slots, dtype=np.int32))
         self._tell(AllBlocksCleared())
         return True
 
@@ -378,8 +379,6 @@ class Residency:
         if tier is self.host:
             self._leave_host(group_id, slots.tolist())
             self._lost_below_device(group_id, names)
-        elif self.siblings is not None and group_id == self._siblings_group:
-            self.siblings.forget(slots)
         if not names:
             return
         tier.num_evicted += len(names)

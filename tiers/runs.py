@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -78,7 +79,7 @@ class Runs:
         first, last = int(spots[-1]), int(spots[0])
         is_row = first >= 0 and last - first == len(spots) - 1
         if is_row and spots.tobytes() == np.arange(last, first - 1, -1).tobytes():  # a tail, as it is evicted
-            return self._shrink(first >> PLACE_BITS, range(first & PLACES, (last & PLACES) + 1))[::-1]
+            return self._shrink(first >> PLACE_BITS, range(last & PLACES, (first & PLACES) - 1, -1))
         runs, names = spots >> PLACE_BITS, list[BlockName]()
         for run_id in np.unique(runs[spots >= 0]).tolist():
             names += self._shrink(run_id, (spots[runs == run_id] & PLACES).tolist())
@@ -148,6 +149,7 @@ class Runs:
                 begin = max(0, run.first - 1)  # with the parent's
                 run.names = run.names[begin : run.first + end]
                 run.first, run.slots = run.first - begin, run.slots[:end]
-        if isinstance(places, range):
-            return list(names[first + places.start : first + places.stop])
+        if isinstance(places, range):  # downwards
+            end = first + places.stop
+            return cast(list[BlockName], names[first + places.start : end if end >= 0 else None : -1])
         return [names[first + place] for place in places]

@@ -1,6 +1,8 @@
 """Siblings: cached blocks that continue one prefix in different ways, so that a prompt can share part of a block."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +15,19 @@ MOST_PENDING = 4096  # blocks: a millisecond's work at once
 MOST_TRIED = 8  # of the siblings that share most
 
 
+@dataclass(slots=True)
+class _Piece:
+    """Blocks *start* to *end* of a chain, in slots that the arrays do not tell of yet."""
+
+    chain: BlockChain
+    start: int
+    end: int
+    slots: list[npt.NDArray[np.int32]]
+
+
 class Siblings:
     """For each slot that holds a named block: what the block continues, and its tokens, or as many as are computed.
+    Slots without a named block are not told of: whoever names one says `record`, `record_tail` or `forget`.
 
     Plain arrays that are searched as a whole, half a nanosecond a slot: an index would cost every commit and every
     eviction more than the one search per request does. They are filled many blocks at a time, at the latest before they
@@ -22,8 +35,8 @@ class Siblings:
     """
 
     def __init__(self, num_slots: int, block_size: int) -> None:
-        self._pending: list[tuple[npt.NDArray[np.int32], BlockChain | None, int]] = []  # slots, chain, its first block
-        self._num_pending = 0  # slots in there
+        self._pending: list[_Piece] = []
+        self._num_pending = 0  # blocks in there
         self._first = np.zeros(num_slots, np.uint64)  # of each key the first eight bytes; 0 if the slot has no block
         self._keys = np.zeros((num_slots, KEY_BYTES // 8), np.uint64)
         self._token_ids = np.zeros((num_slots, block_size), np.uint32)
@@ -31,7 +44,15 @@ class Siblings:
 
     def record(self, slots: npt.NDArray[np.int32], chain: BlockChain, start: int) -> None:
         """The slots hold the chain's named blocks from *start* on. The array is kept."""
-        self._add(slots, chain, start)
+        last = self._pending[-1] if self._pending else None
+        if last is not None and last.chain is chain and last.end == start:
+            last.slots.append(slots)
+            last.end += len(slots)
+        else:
+            self._pending.append(_Piece(chain, start, start + len(slots), [slots]))
+        self._num_pending += len(slots)
+        if self._num_pending >= MOST_PENDING:
+            self._take_in()
 
     def record_tail(self, slot: int, key: bytes, token_ids: TokenIds) -> None:
         """The slot holds a block of which only the first tokens, these, are computed."""
@@ -42,8 +63,9 @@ class Siblings:
         self._num_tokens[slot] = len(token_ids)
 
     def forget(self, slots: npt.NDArray[np.int32]) -> None:
-        """The slots' blocks can no longer be found. The array is kept."""
-        self._add(slots, None, 0)
+        """Nothing is known of the blocks that the slots hold."""
+        self._take_in()
+        self._first[slots] = 0
 
     def is_used_up(self, slot: int, num_tokens: int) -> bool:
         """Whether a block that goes on from *num_tokens* of this one makes it useless: it has no more."""
@@ -59,14 +81,16 @@ class Siblings:
                 if (parent := pool.find(BlockName(key))) is not None:
                     yield slot, parent
 
-    def sharing(self, key: bytes, token_ids: TokenIds) -> list[tuple[int, int]]:
-        """Slots of blocks that continue the prefix with *key* by the first of *token_ids*, and by how many of them.
+    def sharing(self, key: bytes, token_ids: TokenIds, pool: BlockPool) -> list[tuple[int, int]]:
+        """Slots of *pool*'s named blocks that continue the prefix with *key* by the first of *token_ids*, and by how
+        many of them.
 
         Those that share most first; at most `MOST_TRIED`, and only such as share any.
         """
         self._take_in()
         wanted = np.frombuffer(key, np.uint64)
         slots = np.flatnonzero(self._first == wanted[0])
+        slots = slots[pool.are_named(slots)]
         if not len(slots):
             return []
         slots = slots[(self._keys[slots] == wanted).all(axis=1)]
@@ -75,27 +99,22 @@ class Siblings:
         order = np.argsort(-num_shared, kind="stable")[:MOST_TRIED]
         return [(int(slots[i]), int(num_shared[i])) for i in order if num_shared[i]]
 
-    def _add(self, slots: npt.NDArray[np.int32], chain: BlockChain | None, start: int) -> None:
-        self._pending.append((slots, chain, start))
-        self._num_pending += len(slots)
-        if self._num_pending >= MOST_PENDING:
-            self._take_in()
-
     def _take_in(self) -> None:
         """Write what is pending into the arrays. Of a slot that comes more than once the last entry stands."""
         if not self._pending:
             return
         pending, self._pending, self._num_pending = self._pending, [], 0
-        held = [(slots, chain, start) for slots, chain, start in pending if chain is not None]
-        firsts = np.zeros(sum(len(slots) for slots, _, _ in pending), np.uint64)
-        if held:
-            keys = [key for slots, chain, start in held for key in chain.sibling_keys(start, start + len(slots))]
-            rows = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, KEY_BYTES // 8)
-            there = np.concatenate([slots for slots, _, _ in held])
-            ids = np.concatenate([chain.named_ids(start, start + len(slots)) for slots, chain, start in held])
-            self._keys[there] = rows
-            self._token_ids[there] = ids.reshape(len(there), -1)
-            self._num_tokens[there] = self._token_ids.shape[1]
-            is_held = np.repeat([chain is not None for _, chain, _ in pending], [len(slots) for slots, _, _ in pending])
-            firsts[is_held] = rows[:, 0]
-        self._first[np.concatenate([slots for slots, _, _ in pending])] = firsts
+        slots = np.concatenate([slots for piece in pending for slots in piece.slots])
+        keys = b"".join([key for piece in pending for key in piece.chain.sibling_keys(piece.start, piece.end)])
+        ids = np.concatenate([piece.chain.named_ids(piece.start, piece.end) for piece in pending])
+        firsts = np.frombuffer(keys, np.uint64)[:: KEY_BYTES // 8]
+        # Rows as single items of so many bytes: a quarter of what numpy takes for rows of numbers.
+        _rows(self._keys)[slots] = np.frombuffer(keys, f"V{KEY_BYTES}")
+        _rows(self._token_ids)[slots] = _rows(ids.reshape(len(slots), -1))
+        self._num_tokens[slots] = self._token_ids.shape[1]
+        self._first[slots] = firsts
+
+
+def _rows(array: npt.NDArray[Any]) -> npt.NDArray[np.void]:
+    """The rows of a contiguous array as its items, the same memory."""
+    return array.view(f"V{array.itemsize * array.shape[1]}")[:, 0]

@@ -41,6 +41,7 @@ class Tenants:
     def __init__(self, num_device_slots: Sequence[int], quotas: Mapping[bytes, int]) -> None:
         """*num_device_slots* by group; *quotas* in bytes of host memory."""
         self._on_device = [np.zeros(num_slots, np.uint64) for num_slots in num_device_slots]
+        self._has_computed = False  # a tenant with a name
         self._host_bytes: Counter[bytes] = Counter()
         self._quotas = quotas
 
@@ -51,6 +52,9 @@ class Tenants:
 
     def computed(self, group_id: int, slots: npt.NDArray[np.int32], tenant: bytes) -> None:
         """The tenant's blocks are in these device slots."""
+        if not tenant and not self._has_computed:
+            return  # nobody's slots is what all are
+        self._has_computed = True
         self._on_device[group_id][slots] = int.from_bytes(tenant, "little")
 
     def on_device(self, group_id: int, slot: int) -> bytes:

@@ -31,6 +31,17 @@ def record(siblings: Siblings, slot: int, key: bytes, token_ids: list[int]) -> N
     siblings.record(np.array([slot], np.int32), OneBlock(key, token_ids), 0)  # type: ignore[arg-type]  # as much as it reads
 
 
+class AllNamed:
+    """A pool in which every slot holds a named block."""
+
+    def are_named(self, slots: np.ndarray) -> np.ndarray:
+        return np.ones(len(slots), bool)
+
+
+def sharing(siblings: Siblings, key: bytes, token_ids: list[int]) -> list[tuple[int, int]]:
+    return siblings.sharing(key, token_ids, AllNamed())  # type: ignore[arg-type]  # as much as it asks
+
+
 def test_the_sibling_that_shares_most_comes_first() -> None:
     siblings = Siblings(8, 4)
     record(siblings, 3, key_of("p"), [1, 2, 9, 9])
@@ -38,15 +49,15 @@ def test_the_sibling_that_shares_most_comes_first() -> None:
     record(siblings, 6, key_of("p"), [7, 2, 3, 4])  # equal later, not at the start
     record(siblings, 7, key_of("q"), [1, 2, 3, 4])  # after another prefix
 
-    assert siblings.sharing(key_of("p"), [1, 2, 3]) == [(5, 3), (3, 2)]
+    assert sharing(siblings, key_of("p"), [1, 2, 3]) == [(5, 3), (3, 2)]
 
 
 def test_a_block_of_its_own_tokens_is_its_best_sibling() -> None:
     siblings = Siblings(2, 4)
     record(siblings, 1, key_of("p"), [1, 2, 3, 4])
 
-    assert siblings.sharing(key_of("p"), [1, 2, 3, 4]) == [(1, 4)]
-    assert siblings.sharing(key_of("p"), [1]) == [(1, 1)]
+    assert sharing(siblings, key_of("p"), [1, 2, 3, 4]) == [(1, 4)]
+    assert sharing(siblings, key_of("p"), [1]) == [(1, 1)]
 
 
 def test_keys_that_agree_in_their_first_eight_bytes_are_not_siblings() -> None:
@@ -54,7 +65,7 @@ def test_keys_that_agree_in_their_first_eight_bytes_are_not_siblings() -> None:
     key = key_of("p")
     record(siblings, 0, key, [1, 2])
 
-    assert siblings.sharing(key[:31] + bytes([key[31] ^ 1]), [1, 2]) == []
+    assert sharing(siblings, key[:31] + bytes([key[31] ^ 1]), [1, 2]) == []
 
 
 def test_a_forgotten_block_is_nobodys_sibling() -> None:
@@ -63,7 +74,7 @@ def test_a_forgotten_block_is_nobodys_sibling() -> None:
 
     siblings.forget(np.array([0], np.int32))
 
-    assert siblings.sharing(key_of("p"), [1, 2]) == []
+    assert sharing(siblings, key_of("p"), [1, 2]) == []
 
 
 def test_a_tail_shares_no_more_than_the_tokens_that_were_computed() -> None:
@@ -71,8 +82,8 @@ def test_a_tail_shares_no_more_than_the_tokens_that_were_computed() -> None:
     record(siblings, 1, key_of("q"), [5, 6, 0, 0])
     siblings.record_tail(1, key_of("p"), [5, 6])
 
-    assert siblings.sharing(key_of("p"), [5, 6, 0, 0]) == [(1, 2)]
-    assert siblings.sharing(key_of("q"), [5, 6, 0, 0]) == []
+    assert sharing(siblings, key_of("p"), [5, 6, 0, 0]) == [(1, 2)]
+    assert sharing(siblings, key_of("q"), [5, 6, 0, 0]) == []
 
 
 def test_many_siblings_agree_with_a_search_one_by_one() -> None:
@@ -85,7 +96,7 @@ def test_many_siblings_agree_with_a_search_one_by_one() -> None:
     for _ in range(200):
         key, wanted = key_of(pick.choice("abcd")), [pick.randrange(3) for _ in range(pick.randrange(1, 7))]
 
-        found = siblings.sharing(key, wanted)
+        found = sharing(siblings, key, wanted)
 
         shared = {}
         for slot, (its_key, token_ids) in known.items():
@@ -111,7 +122,7 @@ def test_slots_that_change_their_block_between_two_searches_have_the_last_one() 
                 known[slot] = key_of(pick.choice("ab")), [pick.randrange(3), 1]
                 record(siblings, slot, *known[slot])
 
-        found = siblings.sharing(key_of("a"), [2, 1])
+        found = sharing(siblings, key_of("a"), [2, 1])
 
         best = {slot for slot, (key, ids) in known.items() if key == key_of("a") and ids == [2, 1]}
         assert {slot for slot, count in found if count == 2} <= best
