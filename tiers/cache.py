@@ -522,7 +522,7 @@ class TieredCache:
     def _lacking(self, group_id: int, num_slots: int, besides: Set[int]) -> int:
         """How many of that many device slots could not be taken now without dropping a block's last copy."""
         device = self._residency.device
-        horizon = max(0, num_slots - device.pools[group_id].num_blank) + len(besides) + self._window.num_blocks
+        horizon = max(0, num_slots - device.pools[group_id].num_blank) + self._window.num_blocks
         return max(0, num_slots - self._residency.num_clean(device, group_id, horizon, besides))
 
     def _spill(self) -> None:

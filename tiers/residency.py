@@ -166,10 +166,13 @@ class Residency:
     def num_clean(self, tier: SlotTier, group_id: int, window: int, besides: Set[int]) -> int:
         """How many slots could be taken now, blank or among the *window* oldest, without losing a last copy.
 
-        The slots *besides* do not count: they are about to be leased.
+        The slots *besides* are about to be leased: neither they nor their places count.
         """
-        clean = tier.oldest_clean(group_id, window)
-        return tier.pools[group_id].num_blank + sum(slot not in besides for slot in clean)
+        pool, dirty = tier.pools[group_id], tier.dirty[group_id]
+        if not tier.is_spilled:
+            return pool.num_blank
+        oldest = [slot for slot in pool.oldest(window + len(besides)).tolist() if slot not in besides]
+        return pool.num_blank + sum(slot not in dirty for slot in oldest[:window])
 
     def take_clean(self, tier: SlotTier, group_id: int, num_slots: int, window: int) -> list[int]:
         """Lease up to that many slots of *tier* without losing any block's last copy."""
