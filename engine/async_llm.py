@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from kvtier.engine.metrics import MetricsServer, serve_metrics
 from kvtier.engine.request import Completion, Request
 from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.terms import Terms
+from kvtier.engine.tokenizer_threads import TokenizerThreads
 from kvtier.tiers.block_hash import NO_EXTRA_KEYS, ExtraKeys
 
 log = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ class AsyncLLM:
         self._commands: Commands = queue.SimpleQueue()
         # All that touches the engine happens in the one thread of this executor.
         self._engine_thread = _EngineThread()
-        self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="kvtier-tokenizer")
+        self._tokenizers: TokenizerThreads | None = None
         self._serving: asyncio.Future[None] | None = None
         self._at_exit: weakref.finalize[..., AsyncLLM] | None = None
         self._closed = False
@@ -182,11 +183,17 @@ class AsyncLLM:
             self._open.discard(stream)
             self._commands.put(lambda core: self._abort(core, stream))
 
-    async def with_tokenizer(self, work: Callable[[PreTrainedTokenizerBase], _T]) -> _T:
-        """The result of *work* with the tokenizer, in the thread in which prompts are tokenized."""
-        tokenizer = self._running_core().tokenizer
-        result: _T = await call_in_executor(work, tokenizer, executor=self._tokenizer_thread)
-        return result
+    async def with_tokenizer(self, work: Callable[[PreTrainedTokenizerBase], _T], tenant: str | None = None) -> _T:
+        """The result of *work* with the tokenizer, in a thread in which prompts are tokenized, when it is *tenant*'s
+        turn."""
+        return await self.tokenizers.run(work, tenant)
+
+    @property
+    def tokenizers(self) -> TokenizerThreads:
+        """The threads in which prompts are tokenized."""
+        self._running_core()
+        assert self._tokenizers is not None, "they are there when the engine is"
+        return self._tokenizers
 
     @property
     def longest_request(self) -> int:
@@ -253,7 +260,8 @@ class AsyncLLM:
         if self._at_exit is not None:
             self._at_exit.detach()
         self._engine_thread.shutdown(wait=False)
-        self._tokenizer_thread.shutdown(wait=False)
+        if self._tokenizers is not None:
+            self._tokenizers.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -274,6 +282,7 @@ class AsyncLLM:
     def _load(self) -> EngineCore:
         self._progress("loading the weights")
         model, tokenizer = load_model(self._model, self.config.model, self._tokenizer)
+        self._tokenizers = TokenizerThreads(tokenizer, self.config.server.tokenizer_threads)
         return EngineCore(model, tokenizer, self.config, self._progress)
 
     def _serve(self, core: EngineCore) -> None:

@@ -21,6 +21,7 @@ from kvtier.engine.document import MOST_PINNED_S, Document, check_id
 from kvtier.engine.document_draft import Draft, tokenizer_digest, tokens_of
 from kvtier.engine.document_file import Damaged, DocumentFolder, file_name, read_all, tenant_prefix
 from kvtier.engine.document_shelf import DocumentShelf, Residence, Status
+from kvtier.engine.least_tokens import TooManyTokens
 from kvtier.tiers.block_hash import ExtraKeys
 from kvtier.tiers.tier import Tier
 
@@ -114,7 +115,8 @@ class Documents:
         it; TooManyDocuments; OSError, and nothing has changed, if it cannot be written.
         """
         check_id(document_id)
-        form, token_ids = await self._llm.with_tokenizer(lambda tokenizer: tokens_of(draft, tokenizer))
+        limit = self._llm.tokenizers.limit(self._longest(most_tokens))
+        form, token_ids = await self._llm.with_tokenizer(lambda tokenizer: tokens_of(draft, tokenizer, limit), tenant)
         document = Document(
             document_id,
             tenant,
@@ -237,18 +239,23 @@ class Documents:
         if document.text is None:
             raise ValueError("its token ids are another tokenizer's")
         draft = Draft(document.text, None, document.form, document.system, document.lora, document.cache_salt)
-        _, token_ids = await self._llm.with_tokenizer(lambda tokenizer: tokens_of(draft, tokenizer))
+        limit = self._llm.tokenizers.limit(self._longest(None))
+        _, token_ids = await self._llm.with_tokenizer(lambda tokenizer: tokens_of(draft, tokenizer, limit))
         document.token_ids = np.array(token_ids, np.int32)
         document.was_ready = False
         self._check_length(document)
 
     def _check_length(self, document: Document, most_tokens: int | None = None) -> None:
+        longest = self._longest(most_tokens)
+        if document.num_tokens > longest:
+            raise TooManyTokens(document.num_tokens, longest)
+        if not document.num_tokens:
+            raise ValueError("document of 0 tokens; give it one at least")
+
+    def _longest(self, most_tokens: int | None) -> int:
+        """Tokens that a document may have."""
         longest = self._llm.longest_request - 2  # a question and an answer of one token each
-        longest = longest if most_tokens is None else min(longest, most_tokens)
-        if not 0 < document.num_tokens <= longest:
-            raise ValueError(
-                f"document of {document.num_tokens} tokens; 1 to {longest} can be taken here with a question"
-            )
+        return longest if most_tokens is None else min(longest, most_tokens)
 
     async def _set_pin(self, document: Document, until: float | None) -> None:
         before, document.pinned_until = document.pinned_until, until

@@ -15,6 +15,7 @@ from kvtier.engine.document import MOST_PINNED_S, Document, Form
 from kvtier.engine.document_draft import Draft
 from kvtier.engine.document_holds import NoRoomToHold
 from kvtier.engine.documents import Documents, TooManyDocuments
+from kvtier.engine.least_tokens import TooManyTokens
 from kvtier.engine.llm import keyed
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.document_object import damaged_object, document_object
@@ -177,6 +178,9 @@ def _api_errors(service: Service) -> Iterator[None]:
     except TemplateError as error:
         message = f"the model's chat template does not take this document: {error}"
         raise ApiError(400, message, param="text", code="invalid_value") from None
+    except TooManyTokens as error:
+        message = f"document of {error.num_least} tokens or more; 1 to {error.most} can be taken here with a question"
+        raise ApiError(400, message, code="context_length_exceeded") from None
     except ValueError as error:
         raise ApiError(400, str(error), code="invalid_value") from None
     except OSError as error:

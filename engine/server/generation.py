@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.async_llm import AsyncLLM
 from kvtier.engine.core import EngineCore
+from kvtier.engine.least_tokens import TooManyTokens
 from kvtier.engine.llm import keyed
 from kvtier.engine.prompt_pins import PIN_S
 from kvtier.engine.server.api_error import ApiError, json_response
@@ -60,7 +61,7 @@ class Generation:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked, service = self._asked, self._service
-        lora = service.lora_of(asked.model)
+        lora, tenant = service.lora_of(asked.model), facts_of(scope).tenant
         llm = service.llm()
         num_completions = asked.n * asked.num_prompts
         if num_completions > service.room.capacity:
@@ -70,11 +71,12 @@ class Generation:
             with service.room.enter(num_completions):
                 with self._api_errors():
                     choices, text = await llm.with_tokenizer(
-                        lambda tokenizer: (self._choices(self._prompts(tokenizer), llm), TokenText(tokenizer))
+                        lambda tokenizer: (self._choices(self._prompts(tokenizer, llm), llm), TokenText(tokenizer)),
+                        tenant,
                     )
                 kind = ChatReply if isinstance(asked, ChatRequest) else CompletionReply
                 reply = kind(asked.model, text, asked.num_top_logprobs is not None, asked.includes_usage)
-                salt = effective_salt(facts_of(scope).tenant, asked.cache_salt, service.is_strict)
+                salt = effective_salt(tenant, asked.cache_salt, service.is_strict)
                 async with aclosing(generate(llm, choices, lora, salt, asked.terms)) as pieces:
                     observed = self._observed(pieces)
                     if asked.kvtier.pin:
@@ -90,10 +92,19 @@ class Generation:
         finally:
             self._tell(scope)
 
-    def _prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[Sequence[int]]:
-        if isinstance(self._asked, ChatRequest):
-            return self._asked.prompts(tokenizer)
-        return self._asked.prompts(tokenizer, self._document)
+    def _prompts(self, tokenizer: PreTrainedTokenizerBase, llm: AsyncLLM) -> list[Sequence[int]]:
+        """The prompts' token ids. ApiError 400 for one that is sure to be too long, or is of no such ids."""
+        limit, longest = self._service.settings.max_prompt_tokens, llm.longest_request
+        most = max(0, min(longest if limit is None else limit, longest - self._asked.max_new_tokens(0)))
+        try:
+            within = llm.tokenizers.limit(max(0, most - len(self._document)))
+            return self._asked.prompts(tokenizer, within, self._document)
+        except TooManyTokens as error:
+            message = (
+                f"This model's maximum context length is {longest} tokens, and the prompt may have {most} of them. "
+                f"It has {error.num_least + len(self._document)} or more. Please shorten it."
+            )
+            raise ApiError(400, message, code="context_length_exceeded", param=self._field) from None
 
     def _choices(self, prompts: Sequence[Sequence[int]], llm: AsyncLLM) -> list[list[Choice]]:
         """The choices of each prompt. ApiError 400 for a prompt that is too long."""
