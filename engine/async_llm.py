@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import numpy as np
 from asyncio_extras import call_in_executor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -160,7 +161,7 @@ class AsyncLLM:
         """
         arrived_at = time.monotonic()
         terms = Terms(priority, not skip_reading_prefix_cache, max_load_tokens)
-        token_ids = await self.with_tokenizer(lambda tokenizer: encode(tokenizer, prompt))
+        token_ids = await self._token_ids(prompt)
         keys = keyed(self._running_core(), extra, lora, cache_salt)  # again: it may have been closed meanwhile
         stream = _Stream(asyncio.get_running_loop())
         self._open.add(stream)
@@ -182,6 +183,11 @@ class AsyncLLM:
         finally:
             self._open.discard(stream)
             self._commands.put(lambda core: self._abort(core, stream))
+
+    async def _token_ids(self, prompt: Prompt) -> Sequence[int]:
+        if isinstance(prompt, str):
+            return await self.with_tokenizer(lambda tokenizer: encode(tokenizer, prompt))
+        return prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
 
     async def with_tokenizer(self, work: Callable[[PreTrainedTokenizerBase], _T], tenant: str | None = None) -> _T:
         """The result of *work* with the tokenizer, in a thread in which prompts are tokenized, when it is *tenant*'s

@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from asyncio_extras import call_in_executor
@@ -22,6 +23,7 @@ from kvtier.engine.document_draft import Draft, tokenizer_digest, tokens_of
 from kvtier.engine.document_file import Damaged, DocumentFolder, file_name, read_all, tenant_prefix
 from kvtier.engine.document_shelf import DocumentShelf, Residence, Status
 from kvtier.engine.least_tokens import TooManyTokens
+from kvtier.engine.pin_shares import PinShares
 from kvtier.tiers.block_hash import ExtraKeys
 from kvtier.tiers.tier import Tier
 
@@ -43,10 +45,14 @@ class Documents:
     """
 
     def __init__(
-        self, llm: AsyncLLM, extra_of: Callable[[EngineCore, Document], ExtraKeys], most_per_tenant: int
+        self,
+        llm: AsyncLLM,
+        extra_of: Callable[[EngineCore, Document], ExtraKeys],
+        shares: PinShares,
+        most_per_tenant: int,
     ) -> None:
         """*extra_of*: what a document's blocks are named with beside its tokens; ValueError if its adapter is not
-        there. It is called in the engine's thread."""
+        there. It is called in the engine's thread. *shares*: what may be pinned."""
         self._llm = llm
         self._extra_of = extra_of
         self._most_per_tenant = most_per_tenant
@@ -54,8 +60,9 @@ class Documents:
         self._damaged: dict[str, str] = {}  # files, and why
         self._folder: DocumentFolder | None = None
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="kvtier-documents")
-        self._changing = asyncio.Lock()  # one change at a time: what is on disk and here are the same
-        self._writing: set[asyncio.Task[None]] = set()
+        # One change of a tenant's at a time: what is on disk and here are the same, and no tenant waits for another's.
+        self._changing: defaultdict[str | None, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._writing: set[asyncio.Task[Any]] = set()
         self._is_closed = False
         loop = asyncio.get_running_loop()
 
@@ -63,15 +70,17 @@ class Documents:
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._became_ready, document)
 
-        self._shelf = DocumentShelf(extra_of, became_ready)
+        self._shelf = DocumentShelf(extra_of, became_ready, shares)
 
     @classmethod
-    async def open(cls, llm: AsyncLLM, config: Config, extra_of: Callable[[EngineCore, Document], ExtraKeys]) -> Self:
+    async def open(
+        cls, llm: AsyncLLM, config: Config, extra_of: Callable[[EngineCore, Document], ExtraKeys], shares: PinShares
+    ) -> Self:
         """Those that were there when the last process ended, with their pins. What was not computed yet is queued.
 
         OSError if there is a folder and it cannot be used.
         """
-        documents = cls(llm, extra_of, config.documents.max_per_tenant)
+        documents = cls(llm, extra_of, shares, config.documents.max_per_tenant)
         await llm.attend(documents._shelf.look)
         if (path := documents_path(config)) is None:
             log.info("documents last as long as this process; to keep them give [documents] a path, or have a [disk]")
@@ -112,7 +121,8 @@ class Documents:
         replaced.
 
         ValueError for an id, a text or tokens that cannot be; jinja2's TemplateError if the chat template does not take
-        it; TooManyDocuments; OSError, and nothing has changed, if it cannot be written.
+        it; TooManyDocuments; OSError, and nothing has changed, if it cannot be written. Cancelled while the text is
+        tokenized it has done nothing; later it is done all the same.
         """
         check_id(document_id)
         limit = self._llm.tokenizers.limit(self._longest(most_tokens))
@@ -130,7 +140,11 @@ class Documents:
         )
         self._check_length(document, most_tokens)
         await self._llm.ask(lambda core: core.chain((), self._extra_of(core, document)))
-        async with self._changing:
+        return await self._finished(self._put(document))
+
+    async def _put(self, document: Document) -> tuple[Document, bool]:
+        tenant, document_id = document.tenant, document.id
+        async with self._changing[tenant]:
             before = self.find(tenant, document_id)
             if before is not None and before.is_as(document):
                 if (await self.residence(before)).status in (Status.FAILED, Status.EVICTED):
@@ -167,7 +181,7 @@ class Documents:
         """Keep it in host memory for so long from now on, over restarts. NoRoomToHold; OSError if that cannot be
         written down, and then it is not pinned."""
         ttl_s = min(ttl_s, MOST_PINNED_S)
-        async with self._changing:
+        async with self._changing[document.tenant]:
             await self._llm.ask(lambda core: self._shelf.pin(core, document, ttl_s))
             try:
                 await self._set_pin(document, time.time() + ttl_s)
@@ -177,7 +191,7 @@ class Documents:
 
     async def unpin(self, document: Document) -> None:
         """Keep it no longer. OSError if that cannot be written down, and then it stays pinned."""
-        async with self._changing:
+        async with self._changing[document.tenant]:
             if document.pinned_until is not None:
                 await self._set_pin(document, None)
                 await self._llm.ask(lambda core: self._shelf.unpin(core, document))
@@ -185,7 +199,7 @@ class Documents:
     async def delete(self, tenant: str | None, document_id: str) -> bool:
         """Forget it, or its damaged file; False if there is neither. OSError, and it is still there, if its file cannot
         be removed. Its blocks stay cached until others need their room."""
-        async with self._changing:
+        async with self._changing[tenant]:
             document, name = self.find(tenant, document_id), file_name(tenant, document_id)
             if document is None and name not in self._damaged:
                 return False
@@ -269,12 +283,21 @@ class Documents:
         if self._is_closed:
             return
         document.was_ready = True
-        task = asyncio.create_task(self._write_if_there(document))
+        self._begin(self._write_if_there(document))
+
+    def _begin(self, change: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        """*change* as a task that `close` waits for."""
+        task = asyncio.create_task(change)
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
+        return task
+
+    async def _finished(self, change: Coroutine[Any, Any, _T]) -> _T:
+        """What *change* comes to; it goes on to its end when its caller is cancelled."""
+        return await asyncio.shield(self._begin(change))
 
     async def _write_if_there(self, document: Document) -> None:
-        async with self._changing:
+        async with self._changing[document.tenant]:
             if self.find(document.tenant, document.id) is document:
                 try:
                     await self._write(document)
