@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
+from kvtier.engine.least_tokens import TooManyTokens
 from kvtier.engine.prompt_limit import PromptLimit
 
 TemplateValue: TypeAlias = str | int | float | bool
@@ -54,12 +55,15 @@ def chat_prefix(tokenizer: PreTrainedTokenizerBase, system: str | None, document
     *system* may come before it. What chat_token_ids raises; the *limit* is for what they have in common."""
     whole = replace(limit, most=limit.most + _MOST_BEHIND)
     before = [] if system is None else [{"role": "system", "content": system}]
-    first, second = (
-        chat_token_ids(
-            tokenizer, [*before, {"role": "user", "content": f"{document}{PART_SEPARATOR}{question}"}], whole
+    try:
+        first, second = (
+            chat_token_ids(
+                tokenizer, [*before, {"role": "user", "content": f"{document}{PART_SEPARATOR}{question}"}], whole
+            )
+            for question in _QUESTIONS
         )
-        for question in _QUESTIONS
-    )
+    except TooManyTokens as error:
+        raise TooManyTokens(error.num_least - _MOST_BEHIND, limit.most) from None
     num_common = 0
     for one, other in zip(first, second, strict=False):
         if one != other:
