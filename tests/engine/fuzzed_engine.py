@@ -41,7 +41,7 @@ from kvtier.transfer.layer_gate import LayerGate
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 BLOCK_SIZE = 8
-BLOCK_BYTES = BLOCK_SIZE * 1024  # of every small model, all groups together
+BLOCK_BYTES = BLOCK_SIZE * 512  # of a small model with two layers, all groups together
 NUM_NEW = 6
 STEP_S = 0.01  # of the clock, for a step
 # A disk may hang for ever. A device does not: what it is being copied from can be given to nobody meanwhile.

@@ -6,14 +6,30 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from fuzzed_engine import NUM_NEW, Asked, FuzzedEngine, Tally
 from lora_adapters import ADAPTERS, plain_adapted, save_adapter
-from small_models import build, plain_greedy
-from transformers import PreTrainedModel
+from small_models import COMMON, plain_greedy
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
-MODELS = ["llama", "llama", "gemma3", "mistral"]
+SMALL = {**COMMON, "num_hidden_layers": 2, "initializer_range": 0.2}
+HYBRID = ["sliding_attention", "full_attention"]
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SMALL, sliding_window=20, layer_types=HYBRID)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=20)),
+}
+CHOICES = ["llama", "llama", "gemma3", "mistral"]
 NUM_STEPS = 120
-NUM_STEPS_LONG = 250
+NUM_STEPS_LONG = 200
 LORA = "all"
 
 
@@ -22,6 +38,12 @@ def seeds(count: int) -> list[int]:
     if "KVTIER_SEED" in os.environ:
         return [int(os.environ["KVTIER_SEED"])]
     return [random.SystemRandom().randrange(1 << 30) for _ in range(count)]
+
+
+def build(name: str) -> PreTrainedModel:
+    """The model of that name, with the same weights every time."""
+    torch.manual_seed(7)
+    return MODELS[name]().eval()
 
 
 class Plain:
@@ -63,7 +85,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
 def run(plain: Plain, seed: int, num_steps: int) -> Tally:
     """One run, and a start after it where its store is; what it has met."""
     rng = random.Random(seed)
-    name = rng.choice(MODELS)
+    name = rng.choice(CHOICES)
     adapters = plain.adapters(name) if rng.random() < 0.2 else {}
     with pytest.MonkeyPatch.context() as patch:
         engine = FuzzedEngine(plain.model(name), seed, plain.folder / "store", patch, adapters)

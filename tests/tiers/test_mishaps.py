@@ -1,5 +1,6 @@
 """What one mishap may cost: a lane that is full, a copy below that is gone, a block that is forgotten on its way."""
 
+from collections.abc import Sequence
 from itertools import count
 
 import pytest
@@ -7,13 +8,16 @@ from chaos import World
 from test_cache import BLOCK_BYTES, BLOCK_SIZE, CHARGE, DOCUMENT, balance, read, world
 from test_holds import held, host_blocks, on_disk_only, until_whole
 
+from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers import arrivals
+from kvtier.tiers import arrivals, landings
 from kvtier.tiers.breaker import MAX_FAILURES, REST_S
-from kvtier.tiers.groups import FullAttention
+from kvtier.tiers.groups import FullAttention, SlidingWindow
 from kvtier.tiers.promotion import Promotion
+from kvtier.tiers.spiller import BACK_OFF_S
+from kvtier.tiers.tenants import tenant_of
 from kvtier.tiers.tier import Reason, Tier
-from kvtier.transfer.transfer_engine import Route
+from kvtier.transfer.transfer_engine import Route, RouteStatistics
 
 NUM_BLOCKS = DOCUMENT // BLOCK_SIZE
 
@@ -183,6 +187,8 @@ def test_a_device_block_whose_record_was_found_bad_is_copied_down_again_before_i
     w.settle()  # the records are read, and found bad
     w.cache.end_hold(hold)
     w.check()
+    found = w.cache.statistics().tiers[Tier.DISK].corrupt
+    assert sum(found.values()) == (0 if fault == "missing" else NUM_BLOCKS)
     leave_the_device(w, "a")
 
     assert all(tier is not None for tier in places(w, "a"))
@@ -252,4 +258,325 @@ def test_a_block_that_was_forgotten_on_its_way_to_disk_leaves_no_mark_on_who_com
 
     assert host_blocks(w, "a") == 0
     assert w.cache.free_slots() == [16]
+    w.check()
+
+
+def test_a_copy_down_that_failed_is_not_found_and_the_bus_is_left_alone_for_a_while() -> None:
+    w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 40, None, world().rng)
+    computed(w, "a")
+    w.lanes[Route.DEVICE_TO_HOST].failing = 1.0
+    hold = held(w, "a")
+    w.settle()
+    num_failed = moved(w, Route.DEVICE_TO_HOST).num_failed
+
+    w.cache.spill()
+    w.settle()
+
+    assert num_failed > 0
+    assert moved(w, Route.DEVICE_TO_HOST).num_failed == num_failed
+    assert host_blocks(w, "a") == 0
+    w.lanes[Route.DEVICE_TO_HOST].failing = 0.0
+    w.clock.now += BACK_OFF_S
+    until_whole(w, hold)
+    w.cache.end_hold(hold)
+
+
+def computed(w: World, document: str) -> None:
+    """Compute the document and leave, without copies in between."""
+    tables = w.cache.allocate([NUM_BLOCKS])
+    assert tables is not None
+    w.compute(tables, w.chain(document, DOCUMENT), 0, DOCUMENT)
+    w.cache.release(tables)
+
+
+def moved(w: World, route: Route) -> RouteStatistics:
+    return w.cache.statistics().routes[route]
+
+
+def test_a_block_on_its_way_down_is_not_copied_a_second_time() -> None:
+    w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 40, None, world().rng)
+    computed(w, "a")
+    hold = held(w, "a")
+    for _ in range(5):  # while its copies are under way
+        w.clock.now += 0.1
+        w.cache.poll()
+
+    until_whole(w, hold)
+
+    assert moved(w, Route.DEVICE_TO_HOST).num_bytes == NUM_BLOCKS * BLOCK_BYTES
+    w.cache.end_hold(hold)
+
+
+def test_an_upload_and_a_verification_that_found_the_lane_full_have_their_turn(by_layers: World) -> None:
+    w = by_layers
+    lane = w.lanes[Route.HOST_TO_DEVICE]
+    lane.capacity = 1  # room for the copy, none for what verifies it
+    promotion = promote(w, "a")
+    assert promotion.gate is not None
+    read_by_layers = [promotion]
+    w.settle()
+    assert promotion.done
+    w.cache.release(promotion.tables)
+    leave_the_device(w, "a")
+    lane.capacity = 0
+    read_by_layers.append(promote(w, "a"))
+    lane.capacity = 1
+    w.settle()
+
+    assert [balance(promotion) for promotion in read_by_layers] == [(0, DOCUMENT, 0, 1)] * 2
+    w.cache.release(read_by_layers[1].tables)
+    w.check()
+
+
+def test_copies_by_layers_that_failed_publish_nothing_and_keep_nobody_at_the_gate(by_layers: World) -> None:
+    w = by_layers
+    w.lanes[Route.HOST_TO_DEVICE].failing = 1.0
+    promotion = promote(w, "a")
+    assert promotion.gate is not None
+
+    w.settle()
+    promotion.gate.wait(3, 4, give_up_at=0.0)
+
+    assert not promotion.gate.missed, "computing would wait for what never comes"
+    assert promotion.done
+    assert (promotion.num_blocks, promotion.failure) == (0, Reason.FAILED)
+    w.check()
+
+
+def test_a_copy_by_layers_that_breaks_off_publishes_nothing(by_layers: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = by_layers
+
+    def break_off(host_slots: object, device_slots: object, layers: range) -> None:
+        raise OSError("the copy failed")
+
+    monkeypatch.setattr(w.memories[0], "to_device_layers", break_off)
+    promotion = promote(w, "a")
+    w.settle()
+
+    assert promotion.done
+    assert promotion.num_blocks == 0
+    w.check()
+
+
+def test_what_is_partly_on_disk_does_not_come_by_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "BY_LAYERS_BYTES", 0)
+    groups = [FullAttention(BLOCK_SIZE)]
+    w = World(groups, [BLOCK_BYTES], 16, 40, MemoryStore(100 * CHARGE), world().rng, by_layers=True)
+    on_disk_only(w, "a")
+    half = w.cache.hold(w.chain("a", DOCUMENT // 2), DOCUMENT // 2)
+    assert half is not None
+    until_whole(w, half)
+
+    promotion = promote(w, "a")
+    w.settle()
+
+    assert promotion.gate is None
+    assert balance(promotion) == (0, DOCUMENT // 2, DOCUMENT // 2, 1)
+    w.cache.release(promotion.tables)
+    w.cache.end_hold(half)
+    w.check()
+
+
+def test_queued_reads_fail_as_soon_as_the_disk_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landings, "BATCH_BYTES", BLOCK_BYTES)
+    w = world(num_device_slots=16, num_host_slots=40)
+    on_disk_only(w, "a")
+    w.lanes[Route.DISK_TO_HOST].capacity = 1
+    w.lanes[Route.DISK_TO_HOST].failing = 1.0
+
+    promotion = promote(w, "a")  # ten reads, of which three are made
+    w.settle()
+
+    assert promotion.done
+    assert moved(w, Route.DISK_TO_HOST).num_failed == MAX_FAILURES
+    w.check()
+
+
+def test_what_may_come_later_keeps_one_reader_busy_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landings, "BATCH_BYTES", BLOCK_BYTES)
+    w = world(num_device_slots=16, num_host_slots=40)
+    on_disk_only(w, "a")
+
+    hold = held(w, "a")
+    for _ in range(3):
+        w.cache.poll()
+
+    assert w.lanes[Route.DISK_TO_HOST].num_pending == 1
+    until_whole(w, hold)
+    w.cache.end_hold(hold)
+
+
+def test_a_held_block_that_a_promotion_wants_now_is_read_before_what_is_only_held() -> None:
+    w = world(num_device_slots=24, num_host_slots=60)
+    on_disk_only(w, "a")
+    on_disk_only(w, "b")
+    w.lanes[Route.DISK_TO_HOST].capacity = 0
+    holds = [held(w, "a"), held(w, "b")]
+    promotion = promote(w, "b")
+    w.lanes[Route.DISK_TO_HOST].capacity = 1
+
+    w.cache.poll()
+    w.lanes[Route.DISK_TO_HOST].stir(1.0)
+    w.cache.poll()
+
+    assert (host_blocks(w, "a"), host_blocks(w, "b")) == (0, NUM_BLOCKS)
+    w.settle()
+    w.cache.release(promotion.tables)
+    for hold in holds:
+        w.cache.end_hold(hold)
+
+
+def full_of_what_cannot_be_written(num_host_slots: int) -> World:
+    """Document "a" is on disk only, host memory is full of blocks that a failing disk does not take."""
+    w = world(num_device_slots=16, num_host_slots=num_host_slots)
+    on_disk_only(w, "a")
+    w.lanes[Route.HOST_TO_DISK].failing = 1.0
+    for number in range(2 * num_host_slots // NUM_BLOCKS + 2):
+        read(w, f"not written {number}")
+    assert breakers(w)["write"] == "open"
+    w.cache.poll()
+    return w
+
+
+def test_a_read_takes_the_room_of_what_cannot_be_written_and_what_is_only_held_does_not() -> None:
+    w = full_of_what_cannot_be_written(num_host_slots=20)
+    dropped = w.cache.statistics().tiers[Tier.HOST].dropped_spills
+    hold = held(w, "a")
+    w.settle()
+    dropped_for_hold = w.cache.statistics().tiers[Tier.HOST].dropped_spills
+    promotion = promote(w, "a")
+    w.settle()
+
+    assert dropped_for_hold == dropped
+    assert promotion.done
+    assert balance(promotion)[2] == DOCUMENT
+    w.cache.release(promotion.tables)
+    w.cache.end_hold(hold)
+    w.check()
+
+
+def test_a_disk_that_is_only_busy_loses_no_block_of_host_memory() -> None:
+    w = world(num_device_slots=16, num_host_slots=12)
+    w.lanes[Route.HOST_TO_DISK].capacity = 0
+    for number in range(6):
+        computed(w, f"document {number}")
+        w.cache.spill()
+        w.settle()
+
+    assert w.cache.statistics().tiers[Tier.HOST].dropped_spills == 0
+    w.check()
+
+
+def test_a_write_that_hangs_is_a_disk_to_be_left_alone() -> None:
+    w = world(num_device_slots=16, num_host_slots=40)
+    computed(w, "a")
+    hold = held(w, "a")
+    for _ in range(10):
+        w.clock.now += 0.1
+        w.lanes[Route.DEVICE_TO_HOST].stir(1.0)
+        w.cache.poll()
+    w.cache.spill()
+    assert w.lanes[Route.HOST_TO_DISK].num_pending > 0
+
+    w.clock.now += 60.0
+    w.cache.spill()
+
+    assert breakers(w)["write"] == "open"
+    w.settle()
+    w.cache.end_hold(hold)
+    w.check()
+
+
+def test_blocks_that_a_full_store_evicted_in_vain_are_not_looked_for_on_disk() -> None:
+    class FullStore(MemoryStore):
+        is_full = False
+
+        def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
+            if not self.is_full:
+                return super().put_many(blobs)
+            error = StoreFull("no room")
+            error.evicted = list(self.keys())
+            self.delete(error.evicted)
+            raise error
+
+    store = FullStore(100 * CHARGE)
+    w = world(num_device_slots=16, num_host_slots=40, store=store)
+    on_disk_only(w, "a")
+    store.is_full = True
+
+    read(w, "b")
+    w.cache.spill()
+    w.settle()
+
+    assert not list(store.keys())
+    assert places(w, "a") == [None] * NUM_BLOCKS
+    w.check()
+
+
+def test_what_running_requests_hold_is_copied_down_before_they_leave_when_slots_run_short() -> None:
+    w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 40, None, world().rng)
+    tables = w.cache.allocate([16])
+    assert tables is not None
+    w.compute(tables, w.chain("a", 16 * BLOCK_SIZE), 0, 16 * BLOCK_SIZE)
+
+    for _ in range(3):
+        w.cache.spill()
+        w.settle()
+
+    assert host_blocks(w, "a") > 0
+    w.cache.release(tables)
+    w.check()
+
+
+def test_blocks_of_two_groups_that_are_read_together_land_each_in_its_own() -> None:
+    groups = [SlidingWindow(BLOCK_SIZE, 4 * DOCUMENT), FullAttention(BLOCK_SIZE)]
+    w = World(groups, [BLOCK_BYTES, 2 * BLOCK_BYTES], 16, 40, MemoryStore(200 * CHARGE), world().rng)
+    on_disk_only(w, "a")
+    w.lanes[Route.DISK_TO_HOST].capacity = 1
+
+    promotion = promote(w, "a")
+    w.settle()
+
+    assert balance(promotion) == (0, 0, DOCUMENT, 1)
+    for group_id, table in enumerate(promotion.tables):
+        for slot, name in zip(table, promotion.chain.names, strict=False):
+            assert (w.device[group_id][slot] == w.bytes_of(group_id, name)).all()
+    w.cache.release(promotion.tables)
+    w.check()
+
+
+@pytest.mark.parametrize("quota", [5, 10])
+@pytest.mark.parametrize("how", ["promoted", "held"])
+def test_what_comes_from_disk_keeps_its_tenant_within_the_quota(how: str, quota: int) -> None:
+    store = MemoryStore(100 * CHARGE)
+    before = world(store=store)
+    for document in ("team\0a", "team\0b"):
+        read(before, document)
+    before.flush()
+    tenant = tenant_of("team\0a")
+    w = World(
+        [FullAttention(BLOCK_SIZE)],
+        [BLOCK_BYTES],
+        32,
+        40,
+        store,
+        world().rng,
+        host_quotas={tenant: quota * BLOCK_BYTES},
+    )
+
+    for document in ("team\0a", "team\0b"):
+        if how == "promoted":
+            promotion = promote(w, document)
+            w.settle()
+            assert balance(promotion)[2] == DOCUMENT
+            w.cache.release(promotion.tables)
+        else:
+            hold = held(w, document)
+            until_whole(w, hold)
+            held_bytes = w.cache.statistics().host_tenants[tenant]
+            w.cache.end_hold(hold)
+            assert held_bytes == NUM_BLOCKS * BLOCK_BYTES  # the older one had to go, what is held may not
+
+    if how == "promoted":
+        assert w.cache.statistics().host_tenants[tenant] <= quota * BLOCK_BYTES
     w.check()
