@@ -280,6 +280,41 @@ BUGS = [
         "if False:",
         "tests/tiers/test_mishaps.py",
     ),
+    Bug(
+        "what a full store evicted in vain is looked for there",
+        "tiers/spiller.py",
+        "self._residency.came_to_disk(batch.group_id, (), transfer.error.evicted)",
+        "pass",
+        "tests/tiers/test_mishaps.py",
+    ),
+    Bug(
+        "a disk whose writes hang is not left alone",
+        "tiers/spiller.py",
+        "self._residency.disk.writing.hung(batch.attempt)",
+        "pass",
+        "tests/tiers/test_mishaps.py",
+    ),
+    Bug(
+        "a copy by layers that failed counts as one that landed",
+        "tiers/arrivals.py",
+        "upload.copied(transfer.error is None)",
+        "upload.copied(True)",
+        "tests/tiers/test_mishaps.py",
+    ),
+    Bug(
+        "an upload that its lane refused is forgotten",
+        "tiers/arrivals.py",
+        "self._to_upload.extendleft(reversed(batch))",
+        "pass",
+        "tests/tiers/test_mishaps.py",
+    ),
+    Bug(
+        "a device block whose record the disk dropped is thought to have one still",
+        "tiers/residency.py",
+        "elif tier is Tier.DEVICE and not self.has_copy_below_device(group_id, name):",
+        "elif False:",
+        "tests/tiers/test_mishaps.py",
+    ),
 ]
 
 
