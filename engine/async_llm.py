@@ -3,8 +3,8 @@
 import asyncio
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from asyncio_extras import call_in_executor
+import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtier.engine.config import Config, as_config
@@ -24,6 +24,7 @@ from kvtier.engine.metrics import MetricsServer, serve_metrics
 from kvtier.engine.request import Completion, Request
 from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.terms import Terms
+from kvtier.engine.tokenizer_threads import TokenizerThreads
 from kvtier.tiers.block_hash import NO_EXTRA_KEYS, ExtraKeys
 
 _T = TypeVar("_T")
@@ -85,7 +86,7 @@ class AsyncLLM:
         self._streams: dict[Request, _Stream] = {}  # the engine thread's
         # All that touches the engine happens in this thread.
         self._thread = EngineThread(self._load, self._send, self._end_streams, self._end_core)
-        self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="kvtier-tokenizer")
+        self._tokenizers: TokenizerThreads | None = None
         self._at_exit: weakref.finalize[..., AsyncLLM] | None = None
         self._closed = False
 
@@ -124,7 +125,7 @@ class AsyncLLM:
         """
         arrived_at = time.monotonic()
         terms = Terms(priority, not skip_reading_prefix_cache, max_load_tokens)
-        token_ids = await self.with_tokenizer(lambda tokenizer: encode(tokenizer, prompt))
+        token_ids = await self._token_ids(prompt)
         keys = keyed(self._running_core(), extra, lora, cache_salt)  # again: it may have been closed meanwhile
         stream = _Stream(asyncio.get_running_loop())
         self._thread.put(
@@ -142,11 +143,22 @@ class AsyncLLM:
         finally:
             self._thread.put(lambda core: self._abort(core, stream))
 
-    async def with_tokenizer(self, work: Callable[[PreTrainedTokenizerBase], _T]) -> _T:
-        """The result of *work* with the tokenizer, in the thread in which prompts are tokenized."""
-        tokenizer = self._running_core().tokenizer
-        result: _T = await call_in_executor(work, tokenizer, executor=self._tokenizer_thread)
-        return result
+    async def _token_ids(self, prompt: Prompt) -> Sequence[int]:
+        if isinstance(prompt, str):
+            return await self.with_tokenizer(lambda tokenizer: encode(tokenizer, prompt))
+        return prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
+
+    async def with_tokenizer(self, work: Callable[[PreTrainedTokenizerBase], _T], tenant: str | None = None) -> _T:
+        """The result of *work* with the tokenizer, in a thread in which prompts are tokenized, when it is *tenant*'s
+        turn."""
+        return await self.tokenizers.run(work, tenant)
+
+    @property
+    def tokenizers(self) -> TokenizerThreads:
+        """The threads in which prompts are tokenized."""
+        self._running_core()
+        assert self._tokenizers is not None, "they are there when the engine is"
+        return self._tokenizers
 
     @property
     def longest_request(self) -> int:
@@ -234,11 +246,11 @@ class AsyncLLM:
     def _end(self, progress: Progress | None = None) -> None:
         self._closed = True
         self._thread.end(progress)
-        self._tokenizer_thread.shutdown(wait=False)
 
     def _load(self) -> EngineCore:
         self._progress("loading the weights")
         model, tokenizer = load_model(self._model, self.config.model, self._tokenizer)
+        self._tokenizers = TokenizerThreads(tokenizer, self.config.server.tokenizer_threads)
         core = EngineCore(model, tokenizer, self.config, self._progress)
         try:
             self._metrics = serve_metrics(lambda: core.statistics, self.config)
@@ -250,6 +262,8 @@ class AsyncLLM:
 
     def _end_core(self, core: EngineCore, progress: Progress) -> None:
         try:
+            if self._tokenizers is not None:
+                self._tokenizers.close()
             if self._metrics is not None:
                 self._metrics.close()
         finally:

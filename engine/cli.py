@@ -196,7 +196,8 @@ def _add_serve(commands: _Commands) -> None:
         description="Serves a model over HTTP, as OpenAI's API has it: /v1/completions, /v1/chat/completions, "
         "/v1/models; and /health, /ready, /metrics, /version. Documents that it keeps warm by name are under "
         "/v1/documents (see kvtier doc). What is given here replaces what the configuration has in [server]. SIGTERM "
-        "lets running requests finish, writes what is cached to disk and ends; a second one ends at once.",
+        "lets running requests finish, writes what is cached to disk and ends; a second one ends at once. SIGHUP reads "
+        "the file of API keys again.",
         epilog=SERVE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

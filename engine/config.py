@@ -41,6 +41,7 @@ def parse_bytes(size: int | str) -> ByteSize:
 
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -220,7 +221,12 @@ class ServerConfig(_Table, frozen=True, kw_only=True):
     *tenant_isolation* "strict" they share no cached block, and only *metrics_tenants* may read `/metrics`; with "off"
     they share those of requests without a cache_salt. *max_queued* completions wait behind the *scheduler.max_running*
     that run; what comes then is answered with 429, as a body of more than *max_body* bytes is with 413 and a prompt of
-    more than *max_prompt_tokens* with 400. Told to end, the server lets running requests go on for *drain_s* seconds.
+    more than *max_prompt_tokens* with 400. *tokenizer_threads* tokenize, and one tenant never has all of them.
+
+    Before anybody is known by a key: a request's line and headers have *max_header* bytes at most and come within
+    *header_timeout_s*, its body within *body_timeout_s*; there are *max_connections* at once, of them
+    *max_connections_per_address* from one address, and what comes then is closed. Told to end, the server lets running
+    requests go on for *drain_s* seconds.
     """
 
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
@@ -232,6 +238,12 @@ class ServerConfig(_Table, frozen=True, kw_only=True):
     max_queued: Annotated[int, msgspec.Meta(ge=0)] = 256
     max_body: ByteSize = parse_bytes("16MiB")
     max_prompt_tokens: Count | None = None
+    tokenizer_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
+    max_header: ByteSize = parse_bytes("32KiB")
+    header_timeout_s: Seconds = 20.0
+    body_timeout_s: Seconds = 60.0
+    max_connections: Count = 768
+    max_connections_per_address: Count = 512
     drain_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0
     log_format: Literal["human", "json"] = "human"
 

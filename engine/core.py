@@ -168,6 +168,11 @@ class EngineCore:
         return len(self._scheduler.waiting)
 
     @property
+    def waiting_prompts(self) -> list[Sequence[int]]:
+        """The token ids of those requests, as they were given."""
+        return [request.prompt_token_ids for request in self._scheduler.waiting]
+
+    @property
     def has_work(self) -> bool:
         """Whether any request is not finished."""
         return self._scheduler.has_work

@@ -50,6 +50,6 @@ class Document:
 
 
 def check_id(document_id: str) -> None:
-    """ValueError unless it can be the id of a document."""
-    if not _ID.fullmatch(document_id):
-        raise ValueError("document id: use 1 to 128 of the characters A-Z a-z 0-9 . _ -")
+    """ValueError unless it can be the id of a document: clients take "." and ".." in a path for something else."""
+    if not _ID.fullmatch(document_id) or document_id in (".", ".."):
+        raise ValueError('document id: use 1 to 128 of the characters A-Z a-z 0-9 . _ -, but not "." or ".." alone')

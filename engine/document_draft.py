@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from kvtier.engine.chat_template import chat_prefix
 from kvtier.engine.document import Form
 from kvtier.engine.llm import encode
+from kvtier.engine.prompt_limit import PromptLimit
 from kvtier.tiers.request_text import check_text
 
 
@@ -33,8 +34,9 @@ class Draft:
                 check_text(what, value)
 
 
-def tokens_of(draft: Draft, tokenizer: PreTrainedTokenizerBase) -> tuple[Form, Sequence[int]]:
-    """How the document stands in prompts, and the token ids to compute ahead. What they raise; ValueError."""
+def tokens_of(draft: Draft, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit) -> tuple[Form, Sequence[int]]:
+    """How the document stands in prompts, and the token ids to compute ahead. What they raise; ValueError, as for a
+    text beyond the *limit* (`TooManyTokens`) or ids that the tokenizer does not have."""
     form = draft.form
     if form is None:
         form = Form.CHAT if draft.text is not None and tokenizer.chat_template is not None else Form.TEXT
@@ -43,12 +45,14 @@ def tokens_of(draft: Draft, tokenizer: PreTrainedTokenizerBase) -> tuple[Form, S
     if draft.text is None:
         if form is Form.CHAT:
             raise ValueError('as: token ids stand in no chat; give a text, or "as": "text"')
+        limit.check_ids(draft.token_ids or ())
         return form, draft.token_ids or ()
     if form is Form.TEXT:
+        limit.check_text(draft.text)
         return form, encode(tokenizer, draft.text)
     if tokenizer.chat_template is None:
         raise ValueError('as: the model\'s tokenizer has no chat template; use "as": "text"')
-    return form, chat_prefix(tokenizer, draft.system, draft.text)
+    return form, chat_prefix(tokenizer, draft.system, draft.text, limit)
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> bytes:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvtier.engine.core import EngineCore
 from kvtier.engine.document import Document
+from kvtier.engine.pin_shares import PinShares
 from kvtier.tiers.block_hash import BlockChain
 from kvtier.tiers.holds import Hold
 
@@ -28,17 +29,19 @@ class _Kept:
 
 
 class DocumentHolds:
-    """Owned by the engine's thread. Half of host memory may be held, see `TieredCache.hold`."""
+    """Holds within each tenant's share. Owned by the engine's thread."""
 
     def __init__(
         self,
         chain_of: Callable[[EngineCore, Document], BlockChain],
         compute: Callable[[Document], None],
+        shares: PinShares,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """*compute* is asked for a document of which something is in no tier."""
         self._chain_of = chain_of
         self._compute = compute
+        self._shares = shares
         self._clock = clock
         self._kept: dict[Document, _Kept] = {}
 
@@ -60,7 +63,7 @@ class DocumentHolds:
         """Let go, whatever for it was held."""
         kept = self._kept.pop(document, None)
         if kept is not None and kept.hold is not None:
-            core.cache.end_hold(kept.hold)
+            self._shares.end(core, kept.hold)
 
     def end(self, core: EngineCore) -> None:
         """Let go of all."""
@@ -101,8 +104,10 @@ class DocumentHolds:
         self._begin(core, document, kept)
         if kept.hold is None and must_have_room:
             needed = document.num_tokens * core.bytes_per_token / 2**20
+            share = self._shares.share_bytes(core) / 2**20
             raise NoRoomToHold(
-                f"host tier: the document takes {needed:.1f} MiB, more than is left of the half that may be held; "
+                f"host tier: the document takes {needed:.1f} MiB, more than is left of the {share:.1f} MiB that may "
+                "be kept for you; "
                 "unpin another, or raise host.capacity"
             )
         self._kept[document] = kept
@@ -111,9 +116,9 @@ class DocumentHolds:
     def _begin(self, core: EngineCore, document: Document, kept: _Kept) -> None:
         """Hold it, as if for the first time."""
         if kept.hold is not None:  # ended first, so that it does not count twice; nobody takes a slot meanwhile
-            core.cache.end_hold(kept.hold)
+            self._shares.end(core, kept.hold)
         chain = self._chain_of(core, document)
-        kept.hold = core.cache.hold(chain, document.num_tokens)
+        kept.hold = self._shares.hold(core, document.tenant, chain, document.num_tokens)
         kept.renew_at = self._clock() + RENEW_S
         hit = core.cache.lookup(chain, document.num_tokens + 1)
         if hit.num_tokens < hit.limit:

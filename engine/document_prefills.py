@@ -24,7 +24,8 @@ class _Running:
 
 
 class DocumentPrefills:
-    """A queue of which one document at a time is a request, with a low priority. Owned by the engine's thread."""
+    """A queue of which one document at a time is a request, with a low priority: tenant by tenant, and a tenant's in
+    the order in which they came. Owned by the engine's thread."""
 
     def __init__(
         self, extra_of: Callable[[EngineCore, Document], ExtraKeys], ended: Callable[[Document, str | None], None]
@@ -35,6 +36,8 @@ class DocumentPrefills:
         self._ended = ended
         self._queue: deque[Document] = deque()
         self._running: _Running | None = None
+        self._num_begun = 0
+        self._begun: dict[str | None, int] = {}  # by tenant: the number of its last one
 
     def add(self, document: Document) -> None:
         """Compute it in its turn, or load it, as far as it is not on the device. One that waits already waits once."""
@@ -76,7 +79,11 @@ class DocumentPrefills:
             document, self._running = self._running.document, None
             self._ended(document, "it was aborted" if reason is FinishReason.ABORT else None)
         while self._running is None and self._queue and core.num_waiting < core.config.scheduler.max_waiting:
-            self._begin(core, self._queue.popleft())
+            document = min(self._queue, key=lambda each: self._begun.get(each.tenant, 0))  # the first of several
+            self._queue.remove(document)
+            self._num_begun += 1
+            self._begun[document.tenant] = self._num_begun
+            self._begin(core, document)
 
     def _begin(self, core: EngineCore, document: Document) -> None:
         try:

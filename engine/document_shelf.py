@@ -9,6 +9,7 @@ from kvtier.engine.core import EngineCore
 from kvtier.engine.document import Document
 from kvtier.engine.document_holds import DocumentHolds
 from kvtier.engine.document_prefills import DocumentPrefills
+from kvtier.engine.pin_shares import PinShares
 from kvtier.tiers.block_hash import BlockChain, ExtraKeys
 from kvtier.tiers.tier import Tier
 
@@ -45,6 +46,7 @@ class DocumentShelf:
         self,
         extra_of: Callable[[EngineCore, Document], ExtraKeys],
         became_ready: Callable[[Document], None],
+        shares: PinShares,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """*extra_of*: what a document's blocks are named with beside its tokens. *became_ready* is told when one has
@@ -55,7 +57,7 @@ class DocumentShelf:
         self._errors: dict[Document, str] = {}
         self._was_ready: set[Document] = set()
         self._prefills = DocumentPrefills(extra_of, self._ended)
-        self._holds = DocumentHolds(self._chain, self._compute, clock)
+        self._holds = DocumentHolds(self._chain, self._compute, shares, clock)
 
     def add(self, core: EngineCore, document: Document) -> None:
         """A document that is new here: compute it unless it has been and nothing of it is wanted now."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -21,6 +22,8 @@ from kvtier.engine.document import MOST_PINNED_S, Document, check_id
 from kvtier.engine.document_draft import Draft, tokenizer_digest, tokens_of
 from kvtier.engine.document_file import Damaged, DocumentFolder, file_name, read_all, tenant_prefix
 from kvtier.engine.document_shelf import DocumentShelf, Residence, Status
+from kvtier.engine.least_tokens import TooManyTokens
+from kvtier.engine.pin_shares import PinShares
 from kvtier.tiers.block_hash import ExtraKeys
 from kvtier.tiers.tier import Tier
 
@@ -43,10 +46,14 @@ class Documents:
     """
 
     def __init__(
-        self, llm: AsyncLLM, extra_of: Callable[[EngineCore, Document], ExtraKeys], most_per_tenant: int
+        self,
+        llm: AsyncLLM,
+        extra_of: Callable[[EngineCore, Document], ExtraKeys],
+        shares: PinShares,
+        most_per_tenant: int,
     ) -> None:
         """*extra_of*: what a document's blocks are named with beside its tokens; ValueError if its adapter is not
-        there. It is called in the engine's thread."""
+        there. It is called in the engine's thread. *shares*: what may be pinned."""
         self._llm = llm
         self._extra_of = extra_of
         self._most_per_tenant = most_per_tenant
@@ -54,7 +61,8 @@ class Documents:
         self._damaged: dict[str, str] = {}  # files, and why
         self._folder: DocumentFolder | None = None
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="kvtier-documents")
-        self._changing = asyncio.Lock()  # one change at a time: what is on disk and here are the same
+        # One change of a tenant's at a time: what is on disk and here are the same, and no tenant waits for another's.
+        self._changing: defaultdict[str | None, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._changes: set[asyncio.Task[object]] = set()  # under way, or waiting for their turn
         self._is_closed = False
         loop = asyncio.get_running_loop()
@@ -63,15 +71,17 @@ class Documents:
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._became_ready, document)
 
-        self._shelf = DocumentShelf(extra_of, became_ready)
+        self._shelf = DocumentShelf(extra_of, became_ready, shares)
 
     @classmethod
-    async def open(cls, llm: AsyncLLM, config: Config, extra_of: Callable[[EngineCore, Document], ExtraKeys]) -> Self:
+    async def open(
+        cls, llm: AsyncLLM, config: Config, extra_of: Callable[[EngineCore, Document], ExtraKeys], shares: PinShares
+    ) -> Self:
         """Those that were there when the last process ended, with their pins. What was not computed yet is queued.
 
         OSError if there is a folder and it cannot be used.
         """
-        documents = cls(llm, extra_of, config.documents.max_per_tenant)
+        documents = cls(llm, extra_of, shares, config.documents.max_per_tenant)
         try:
             await documents._open(config)
         except BaseException:  # or what was held for documents that nobody has would stay held
@@ -111,10 +121,12 @@ class Documents:
         replaced.
 
         ValueError for an id, a text or tokens that cannot be; jinja2's TemplateError if the chat template does not take
-        it; TooManyDocuments; OSError, and nothing has changed, if it cannot be written.
+        it; TooManyDocuments; OSError, and nothing has changed, if it cannot be written. Cancelled while the text is
+        tokenized it has done nothing; later it is done all the same.
         """
         check_id(document_id)
-        form, token_ids = await self._llm.with_tokenizer(lambda tokenizer: tokens_of(draft, tokenizer))
+        limit = self._llm.tokenizers.limit(self._longest(most_tokens))
+        form, token_ids = await self._llm.with_tokenizer(lambda tokenizer: tokens_of(draft, tokenizer, limit), tenant)
         document = Document(
             document_id,
             tenant,
@@ -128,7 +140,7 @@ class Documents:
         )
         self._check_length(document, most_tokens)
         await self._llm.ask(lambda core: core.chain((), self._extra_of(core, document)))
-        return await self._whole(lambda: self._put(document))
+        return await self._whole(tenant, lambda: self._put(document))
 
     async def residence(self, document: Document) -> Residence:
         """Where it is now."""
@@ -150,16 +162,16 @@ class Documents:
     async def pin(self, document: Document, ttl_s: float) -> None:
         """Keep it in host memory for so long from now on, over restarts. NoRoomToHold; OSError if that cannot be
         written down, and then it is not pinned."""
-        await self._whole(lambda: self._pin(document, min(ttl_s, MOST_PINNED_S)))
+        await self._whole(document.tenant, lambda: self._pin(document, min(ttl_s, MOST_PINNED_S)))
 
     async def unpin(self, document: Document) -> None:
         """Keep it no longer. OSError if that cannot be written down, and then it stays pinned."""
-        await self._whole(lambda: self._unpin(document))
+        await self._whole(document.tenant, lambda: self._unpin(document))
 
     async def delete(self, tenant: str | None, document_id: str) -> bool:
         """Forget it, or its damaged file; False if there is neither. OSError, and it is still there, if its file cannot
         be removed. Its blocks stay cached until others need their room."""
-        return await self._whole(lambda: self._delete(tenant, document_id))
+        return await self._whole(tenant, lambda: self._delete(tenant, document_id))
 
     async def close(self) -> None:
         """Have all written. The engine has to run still, or to have ended; it keeps what it holds until it ends."""
@@ -179,18 +191,18 @@ class Documents:
         self._folder = await self._on_disk(lambda: DocumentFolder(path, cipher, tokenizer))
         await self._read(self._folder)
 
-    async def _whole(self, change: Callable[[], Coroutine[object, object, _T]]) -> _T:
+    async def _whole(self, tenant: str | None, change: Callable[[], Coroutine[object, object, _T]]) -> _T:
         """What *change* comes to, in its turn; once it is asked for it is made, whatever becomes of the caller."""
-        return await asyncio.shield(self._begin(change))
+        return await asyncio.shield(self._begin(tenant, change))
 
-    def _begin(self, change: Callable[[], Coroutine[object, object, _T]]) -> "asyncio.Task[_T]":
-        task = asyncio.create_task(self._in_turn(change))
+    def _begin(self, tenant: str | None, change: Callable[[], Coroutine[object, object, _T]]) -> "asyncio.Task[_T]":
+        task = asyncio.create_task(self._in_turn(tenant, change))
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
         return task
 
-    async def _in_turn(self, change: Callable[[], Coroutine[object, object, _T]]) -> _T:
-        async with self._changing:
+    async def _in_turn(self, tenant: str | None, change: Callable[[], Coroutine[object, object, _T]]) -> _T:
+        async with self._changing[tenant]:
             return await change()
 
     async def _put(self, document: Document) -> tuple[Document, bool]:
@@ -270,18 +282,23 @@ class Documents:
         if document.text is None:
             raise ValueError("its token ids are another tokenizer's")
         draft = Draft(document.text, None, document.form, document.system, document.lora, document.cache_salt)
-        _, token_ids = await self._llm.with_tokenizer(lambda tokenizer: tokens_of(draft, tokenizer))
+        limit = self._llm.tokenizers.limit(self._longest(None))
+        _, token_ids = await self._llm.with_tokenizer(lambda tokenizer: tokens_of(draft, tokenizer, limit))
         document.token_ids = np.array(token_ids, np.int32)
         document.was_ready = False
         self._check_length(document)
 
     def _check_length(self, document: Document, most_tokens: int | None = None) -> None:
+        longest = self._longest(most_tokens)
+        if document.num_tokens > longest:
+            raise TooManyTokens(document.num_tokens, longest)
+        if not document.num_tokens:
+            raise ValueError("document of 0 tokens; give it one at least")
+
+    def _longest(self, most_tokens: int | None) -> int:
+        """Tokens that a document may have."""
         longest = self._llm.longest_request - 2  # a question and an answer of one token each
-        longest = longest if most_tokens is None else min(longest, most_tokens)
-        if not 0 < document.num_tokens <= longest:
-            raise ValueError(
-                f"document of {document.num_tokens} tokens; 1 to {longest} can be taken here with a question"
-            )
+        return longest if most_tokens is None else min(longest, most_tokens)
 
     async def _set_pin(self, document: Document, until: float | None) -> None:
         before, document.pinned_until = document.pinned_until, until
@@ -295,7 +312,7 @@ class Documents:
         if self._is_closed:
             return
         document.was_ready = True
-        self._begin(lambda: self._write_if_there(document))
+        self._begin(document.tenant, lambda: self._write_if_there(document))
 
     async def _write_if_there(self, document: Document) -> None:
         if self.find(document.tenant, document.id) is document:

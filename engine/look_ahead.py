@@ -47,7 +47,7 @@ class LookAhead:
             self._cache.end_hold(hold)
 
     def _begin(self, request: Request) -> None:
-        left = self._most_bytes - self.num_bytes
+        left = min(self._most_bytes - self.num_bytes, self._cache.free_to_hold)
         if left <= 0:
             return
         hold = None

@@ -173,6 +173,12 @@ class HttpMetrics:
         self.requests = Counter(
             "kvtier_http_requests", "Requests answered, by route and status", ["route", "status"], registry=registry
         )
+        self.connections_refused = Counter(
+            "kvtier_http_connections_refused",
+            "Connections turned away or cut before their request was read, by what they had too much of",
+            ["why"],
+            registry=registry,
+        )
         self.ttft = Histogram(
             "kvtier_http_ttft_seconds",
             "From a request's tokenized prompt to its first token",

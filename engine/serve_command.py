@@ -33,10 +33,14 @@ def serve(
     config = _config(source, given, adapters)
     if not checks_only:
         write_log(config.server.log_format)
-    keys = None if config.server.api_keys is None else ApiKeys.from_file(Path(config.server.api_keys).expanduser())
+    keys = None if config.server.api_keys is None else _keys(config.server.api_keys)
     if given.get("tenant_isolation") == "strict" and keys is None:
         raise ValueError("--tenant-isolation strict: without --api-keys FILE there are no tenants to keep apart")
     return _check(model, config, keys) if checks_only else _serve(model, config, keys)
+
+
+def _keys(file: str) -> ApiKeys:
+    return ApiKeys.from_file(Path(file).expanduser())
 
 
 def _config(source: str | None, given: Mapping[str, object], adapters: Mapping[str, str]) -> Config:
@@ -79,8 +83,9 @@ async def _run(model: str, config: Config, keys: ApiKeys | None, bound: socket.s
     except ImportError as error:
         raise ImportError(f"serve: {error}; pip install 'kvtier[serve]'") from error
 
-    name = config.server.model_name or (Path(model).resolve().name if Path(model).is_dir() else model)
-    shows_bars = sys.stderr.isatty() and config.server.log_format == "human"
+    settings = config.server
+    name = settings.model_name or (Path(model).resolve().name if Path(model).is_dir() else model)
+    shows_bars = sys.stderr.isatty() and settings.log_format == "human"
     server = HttpServer(model, config, bound, name, keys, shows_bars=shows_bars)
     loop, signals = asyncio.get_running_loop(), []
 
@@ -91,7 +96,20 @@ async def _run(model: str, config: Config, keys: ApiKeys | None, bound: socket.s
         log.info("signal %s: draining; a second one ends at once", signal.Signals(number).name)
         loop.call_soon_threadsafe(server.stop)
 
+    def read_keys() -> None:
+        try:
+            read = None if settings.api_keys is None else _keys(settings.api_keys)
+        except (ValueError, OSError) as error:
+            log.error("SIGHUP: the keys stay as they were: %s", error)
+            return
+        if read is None:
+            log.warning("SIGHUP: there is no file of api keys to read again")
+            return
+        server.service.replace_keys(read)
+        log.info("SIGHUP: %d tenants have api keys", len(read.tenants))
+
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(read_keys))
     try:
         return await server.run()
     finally:

@@ -276,18 +276,26 @@ class TieredCache:
         """Keep in host memory what a prompt needs that goes on after these tokens, whole blocks of them: what is there
         already now, what is on disk or on the device as soon as nothing more urgent is copied.
 
-        None if that is more than *most_bytes*, or if more than half of host memory would be held. The caller ends the
-        hold.
+        None if that is more than *most_bytes*, by default what is left of `holdable_bytes`. Whoever gives a number of
+        its own answers for their sum. The caller ends the hold.
         """
         blocks = self._promoter.needed(
             min(num_tokens, len(chain.names) * self.block_size) // self.alignment * self.alignment
         )
         num_bytes = sum(len(needed) * m.block_bytes for needed, m in zip(blocks, self._memories, strict=True))
-        capacity = sum(memory.num_host_slots * memory.block_bytes for memory in self._memories)
-        free = capacity // 2 - self._holds.num_bytes
-        if num_bytes > (free if most_bytes is None else min(free, most_bytes)):
+        if num_bytes > (self.free_to_hold if most_bytes is None else most_bytes):
             return None
         return self._holds.begin(chain, blocks)
+
+    @property
+    def holdable_bytes(self) -> int:
+        """Half of host memory: so much may be held, the rest is for what comes and goes."""
+        return sum(memory.num_host_slots * memory.block_bytes for memory in self._memories) // 2
+
+    @property
+    def free_to_hold(self) -> int:
+        """What is left of that; less than nothing while a pin was made beside what is held for the queue."""
+        return self.holdable_bytes - self._holds.num_bytes
 
     def end_hold(self, hold: Hold) -> None:
         """Let go of what is held; a second time does nothing."""

@@ -1,15 +1,19 @@
 """`POST /v1/chat/completions`: a conversation to go on with, written down by the tokenizer's chat template."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.chat_template import PART_SEPARATOR, NotOfTheTemplate, TemplateValue, chat_token_ids
+from kvtier.engine.least_tokens import TooManyTokens
+from kvtier.engine.prompt_limit import PromptLimit
 from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.generation_request import GenerationRequest, LogprobCount, TokenCount
+
+MOST_MESSAGES = 10_000  # templates take each in Python
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -67,7 +71,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
     """A conversation. Without a limit the answer may be as long as there is room. Beyond OpenAI's:
     *chat_template_kwargs*, variables of the model's template such as `enable_thinking`."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], msgspec.Meta(max_length=MOST_MESSAGES)]
     chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict)
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
@@ -93,14 +97,20 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
         """One conversation."""
         return 1
 
-    def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[Sequence[int]]:
-        """The conversation's token ids. ApiError 400 if there is no template, or if it does not take this one."""
+    def prompts(
+        self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit, document: Sequence[int] = ()
+    ) -> list[Sequence[int]]:
+        """The conversation's token ids. ApiError 400 if there is no template, or if it does not take this one;
+        TooManyTokens beyond the *limit*. No *document* comes before it."""
+        assert not document, "documents stand in the messages"
         if tokenizer.chat_template is None:
             message = "the model's tokenizer has no chat template; use /v1/completions, or a model made for chats"
             raise ApiError(400, message, code="no_chat_template")
         messages = [message.for_template() for message in self.messages]
         try:
-            return [chat_token_ids(tokenizer, messages, self.chat_template_kwargs)]
+            return [chat_token_ids(tokenizer, messages, limit, self.chat_template_kwargs)]
+        except TooManyTokens:
+            raise
         except NotOfTheTemplate as error:
             raise ApiError(400, str(error), param="chat_template_kwargs", code="invalid_value") from None
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:  # what filters raise

@@ -1,10 +1,12 @@
 """`POST /v1/completions`: prompts to continue."""
 
 from collections.abc import Sequence
+from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.llm import encode
+from kvtier.engine.prompt_limit import PromptLimit
 from kvtier.engine.server.generation_request import GenerationRequest, LogprobCount, TokenCount
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -35,14 +37,15 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
         """Each of them has *n* choices."""
         return 1 if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else len(self.prompt)
 
-    def prompts(self, tokenizer: PreTrainedTokenizerBase, document: Sequence[int] = ()) -> list[Sequence[int]]:
-        """The prompts' token ids, each after those of the document, which begins with the special tokens if any."""
-        if isinstance(self.prompt, str):
-            prompts = [_encode(tokenizer, self.prompt, not document)]
-        elif isinstance(self.prompt[0], int):
-            prompts = [[item for item in self.prompt if isinstance(item, int)]]
-        else:
-            prompts = [_encode(tokenizer, item, not document) for item in self.prompt if not isinstance(item, int)]
+    def prompts(
+        self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit, document: Sequence[int] = ()
+    ) -> list[Sequence[int]]:
+        """The prompts' token ids, each after those of the document, which begins with the special tokens if any.
+
+        TooManyTokens and UnknownToken for a prompt that is beyond the *limit*.
+        """
+        asked = [self.prompt] if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else self.prompt
+        prompts = [_encode(tokenizer, prompt, limit, not document) for prompt in asked]
         return [[*document, *prompt] for prompt in prompts] if document else prompts
 
     def max_new_tokens(self, room: int) -> int:
@@ -50,8 +53,13 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
         return self.max_tokens
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str | list[int], is_whole: bool) -> Sequence[int]:
-    if is_whole or not isinstance(prompt, str):
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: object, limit: PromptLimit, is_whole: bool) -> Sequence[int]:
+    if not isinstance(prompt, str):
+        token_ids = cast(list[int], prompt)  # its type was checked with the request
+        limit.check_ids(token_ids)
+        return token_ids
+    limit.check_text(prompt)
+    if is_whole:
         return encode(tokenizer, prompt)
-    token_ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    return token_ids
+    encoded: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    return encoded

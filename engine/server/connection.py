@@ -2,8 +2,12 @@
 
 import asyncio
 from collections.abc import Coroutine
+from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Send
+
+_T = TypeVar("_T")
 
 SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long is as good as gone
 
@@ -18,16 +22,16 @@ def in_time(send: Send) -> Send:
     return send_in_time
 
 
-async def while_connected(receive: Receive, work: Coroutine[object, object, None]) -> bool:
-    """Do *work*; its errors are raised. False if the client left first: then it was cancelled, and has ended."""
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """What *work* comes to; its errors are raised. ClientDisconnect if the client left first: then it was cancelled,
+    and has ended."""
     doing = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if doing.done():
-            doing.result()
-            return True
-        return False
+            return doing.result()
+        raise ClientDisconnect
     finally:
         doing.cancel()
         leaving.cancel()

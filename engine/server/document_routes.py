@@ -15,8 +15,11 @@ from kvtier.engine.document import MOST_PINNED_S, Document, Form
 from kvtier.engine.document_draft import Draft
 from kvtier.engine.document_holds import NoRoomToHold
 from kvtier.engine.documents import Documents, TooManyDocuments
+from kvtier.engine.least_tokens import TooManyTokens
 from kvtier.engine.llm import keyed
+from kvtier.engine.pin_shares import PinShares
 from kvtier.engine.server.api_error import ApiError, json_response
+from kvtier.engine.server.connection import while_connected
 from kvtier.engine.server.document_object import damaged_object, document_object
 from kvtier.engine.server.facts import facts_of
 from kvtier.engine.server.generation_request import Text
@@ -50,14 +53,14 @@ class PinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_PINNED_S)]
 
 
-async def open_documents(service: Service, llm: AsyncLLM) -> Documents:
+async def open_documents(service: Service, llm: AsyncLLM, shares: PinShares) -> Documents:
     """The documents of the server, whose engine runs. OSError if their folder cannot be used."""
 
     def extra_of(core: EngineCore, document: Document) -> ExtraKeys:
         salt = effective_salt(document.tenant, document.cache_salt, service.is_strict)
         return keyed(core, NO_EXTRA_KEYS, document.lora, salt)
 
-    return await Documents.open(llm, service.config, extra_of)
+    return await Documents.open(llm, service.config, extra_of, shares)
 
 
 async def answer(request: Request) -> Response:
@@ -86,7 +89,7 @@ async def _list(request: Request) -> Response:
 
 async def _put(request: Request, document_id: str) -> Response:
     service: Service = request.app.state.service
-    asked = parse(await read_body(request, service.settings.max_body), PutRequest, (), {})
+    asked = parse(await read_body(request, service.settings), PutRequest, (), {})
     draft = Draft(
         asked.text,
         asked.token_ids,
@@ -97,7 +100,8 @@ async def _put(request: Request, document_id: str) -> Response:
     )
     documents, facts = _documents(request), facts_of(request.scope)
     limit = service.settings.max_prompt_tokens
-    document, is_new = await _engine(documents.put(facts.tenant, document_id, draft, limit), request)
+    putting = documents.put(facts.tenant, document_id, draft, limit)
+    document, is_new = await _engine(while_connected(request.receive, putting), request)
     facts.fields["tokens"] = document.num_tokens
     return await _told(request, document, 201 if is_new else 200)
 
@@ -125,7 +129,7 @@ async def _warm(request: Request, document: Document) -> Response:
 
 async def _pin(request: Request, document: Document) -> Response:
     service: Service = request.app.state.service
-    asked = parse(await read_body(request, service.settings.max_body), PinRequest, (), {})
+    asked = parse(await read_body(request, service.settings), PinRequest, (), {})
     await _engine(_documents(request).pin(document, asked.ttl_s), request)
     return await _told(request, document)
 
@@ -177,6 +181,9 @@ def _api_errors(service: Service) -> Iterator[None]:
     except TemplateError as error:
         message = f"the model's chat template does not take this document: {error}"
         raise ApiError(400, message, param="text", code="invalid_value") from None
+    except TooManyTokens as error:
+        message = f"document of {error.num_least} tokens or more; 1 to {error.most} can be taken here with a question"
+        raise ApiError(400, message, code="context_length_exceeded") from None
     except ValueError as error:
         raise ApiError(400, str(error), code="invalid_value") from None
     except OSError as error:

@@ -3,16 +3,18 @@
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.async_llm import AsyncLLM
 from kvtier.engine.core import EngineCore
+from kvtier.engine.least_tokens import TooManyTokens
 from kvtier.engine.llm import keyed
 from kvtier.engine.prompt_pins import PIN_S
 from kvtier.engine.server.api_error import ApiError, json_response
@@ -31,7 +33,8 @@ from kvtier.engine.server.service import Service
 from kvtier.engine.server.tenancy import effective_salt
 from kvtier.engine.server.token_text import TokenText
 from kvtier.engine.server.usage import Usage
-from kvtier.engine.server.waiting_room import RoomFull
+from kvtier.engine.server.waiting_room import RoomFull, Visit
+from kvtier.engine.terms import Terms
 from kvtier.tiers.block_hash import NO_EXTRA_KEYS
 
 Asked: TypeAlias = CompletionRequest | ChatRequest
@@ -53,32 +56,34 @@ class Generation:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and send."""
         try:
-            is_there = await while_connected(receive, self._answer(scope, receive, in_time(send)))
-        except TimeoutError:
-            is_there = False
-        facts_of(scope).client_left = not is_there
+            await while_connected(receive, self._answer(scope, receive, in_time(send)))
+        except (ClientDisconnect, TimeoutError):
+            facts_of(scope).client_left = True
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked, service = self._asked, self._service
-        lora = service.lora_of(asked.model)
+        lora, tenant = service.lora_of(asked.model), facts_of(scope).tenant
         llm = service.llm()
         num_completions = asked.n * asked.num_prompts
         if num_completions > service.room.capacity:
             message = f"{num_completions} completions at once; the server takes {service.room.capacity}: ask for fewer"
             raise ApiError(400, message, code="too_many_completions")
         try:
-            with service.room.enter(num_completions):
+            with service.room.enter(num_completions, tenant, asked.priority) as visit:
                 with self._api_errors():
                     choices, text = await llm.with_tokenizer(
-                        lambda tokenizer: (self._choices(self._prompts(tokenizer), llm), TokenText(tokenizer))
+                        lambda tokenizer: (self._choices(self._prompts(tokenizer, llm), llm), TokenText(tokenizer)),
+                        tenant,
                     )
+                visit.prompts = [group[0].prompt for group in choices]
+                await visit.turn()
                 kind = ChatReply if isinstance(asked, ChatRequest) else CompletionReply
                 reply = kind(asked.model, text, asked.num_top_logprobs is not None, asked.includes_usage)
-                salt = effective_salt(facts_of(scope).tenant, asked.cache_salt, service.is_strict)
-                async with aclosing(generate(llm, choices, lora, salt, asked.terms)) as pieces:
-                    observed = self._observed(pieces)
+                salt = effective_salt(tenant, asked.cache_salt, service.is_strict)
+                async with aclosing(generate(llm, choices, lora, salt, self._terms())) as pieces:
+                    observed = self._observed(pieces, visit)
                     if asked.kvtier.pin:
-                        observed = self._pinned(observed, [group[0] for group in choices], llm, lora, salt)
+                        observed = self._pinned(observed, [group[0] for group in choices], llm, lora, salt, tenant)
                     if asked.stream:
                         await self._send_stream(observed, reply, send)
                     else:
@@ -90,10 +95,24 @@ class Generation:
         finally:
             self._tell(scope)
 
-    def _prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[Sequence[int]]:
-        if isinstance(self._asked, ChatRequest):
-            return self._asked.prompts(tokenizer)
-        return self._asked.prompts(tokenizer, self._document)
+    def _terms(self) -> Terms:
+        """What it asks of the engine. Between tenants nobody is more urgent: among its own a request already was."""
+        terms = self._asked.terms
+        return terms if self._service.num_tenants <= 1 else replace(terms, priority=0)
+
+    def _prompts(self, tokenizer: PreTrainedTokenizerBase, llm: AsyncLLM) -> list[Sequence[int]]:
+        """The prompts' token ids. ApiError 400 for one that is sure to be too long, or is of no such ids."""
+        limit, longest = self._service.settings.max_prompt_tokens, llm.longest_request
+        most = max(0, min(longest if limit is None else limit, longest - self._asked.max_new_tokens(0)))
+        try:
+            within = llm.tokenizers.limit(max(0, most - len(self._document)))
+            return self._asked.prompts(tokenizer, within, self._document)
+        except TooManyTokens as error:
+            message = (
+                f"This model's maximum context length is {longest} tokens, and the prompt may have {most} of them. "
+                f"It has {error.num_least + len(self._document)} or more. Please shorten it."
+            )
+            raise ApiError(400, message, code="context_length_exceeded", param=self._field) from None
 
     def _choices(self, prompts: Sequence[Sequence[int]], llm: AsyncLLM) -> list[list[Choice]]:
         """The choices of each prompt. ApiError 400 for a prompt that is too long."""
@@ -119,7 +138,7 @@ class Generation:
             )
             raise ApiError(400, message, code=code, param=self._field)
 
-    async def _observed(self, pieces: AsyncIterator[ChoicePiece]) -> AsyncIterator[ChoicePiece]:
+    async def _observed(self, pieces: AsyncIterator[ChoicePiece], visit: Visit) -> AsyncIterator[ChoicePiece]:
         """*pieces*, timed and counted."""
         metrics, began_at = self._service.metrics, time.monotonic()
         last_at: dict[int, float] = {}
@@ -129,6 +148,7 @@ class Generation:
                 if item.index in last_at:
                     metrics.token_gap.observe(now - last_at[item.index])
                 elif not last_at:
+                    visit.has_begun = True
                     metrics.ttft.observe(now - began_at)
                 last_at[item.index] = now
                 if item.piece.completion is not None:
@@ -142,19 +162,22 @@ class Generation:
         llm: AsyncLLM,
         lora: str | None,
         salt: str | None,
+        tenant: str | None,
     ) -> AsyncIterator[ChoicePiece]:
         """*pieces*; each prompt is pinned when its first choice has ended, before that is told."""
         prompts = {choice.index: choice.prompt for choice in firsts}
         async for item in pieces:
             if item.piece.completion is not None and item.index in prompts:
                 with self._api_errors():
-                    has_room = await llm.ask(partial(self._pin, prompts[item.index], lora, salt))
+                    has_room = await llm.ask(partial(self._pin, prompts[item.index], lora, salt, tenant))
                 self._usage.is_pinned = has_room and self._usage.is_pinned is not False
             yield item
 
-    def _pin(self, prompt: Sequence[int], lora: str | None, salt: str | None, core: EngineCore) -> bool:
+    def _pin(
+        self, prompt: Sequence[int], lora: str | None, salt: str | None, tenant: str | None, core: EngineCore
+    ) -> bool:
         extra, ttl_s = keyed(core, NO_EXTRA_KEYS, lora, salt), self._asked.kvtier.ttl_s or PIN_S
-        return self._service.pins.pin(core, prompt, extra, ttl_s)
+        return self._service.pins.pin(core, tenant, prompt, extra, ttl_s)
 
     @contextmanager
     def _api_errors(self) -> Iterator[None]:
@@ -211,7 +234,7 @@ def _event(content: object) -> bytes:
 async def complete(request: Request) -> Generation:
     """`POST /v1/completions`."""
     service: Service = request.app.state.service
-    body = await read_body(request, service.settings.max_body)
+    body = await read_body(request, service.settings)
     asked = parse(body, CompletionRequest, IGNORED, NEUTRAL)
     return Generation(service, *named(service, facts_of(request.scope).tenant, asked))
 
@@ -219,6 +242,6 @@ async def complete(request: Request) -> Generation:
 async def chat(request: Request) -> Generation:
     """`POST /v1/chat/completions`."""
     service: Service = request.app.state.service
-    body = await read_body(request, service.settings.max_body)
+    body = await read_body(request, service.settings)
     asked = parse(body, ChatRequest, IGNORED, NEUTRAL)
     return Generation(service, written_out(service, facts_of(request.scope).tenant, asked))

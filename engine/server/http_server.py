@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ from asyncio_extras import call_in_executor
 from kvtier.engine.config import Config
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.app import build_app
+from kvtier.engine.server.http_connection import HttpConnection
+from kvtier.engine.server.log_lines import take_in_libraries
 from kvtier.engine.server.service import Service
 from kvtier.engine.server.tenancy import with_names
 from kvtier.tiers.tier import Tier
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
     from kvtier.engine.async_llm import AsyncLLM
     from kvtier.engine.documents import Documents
+    from kvtier.engine.pin_shares import PinShares
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +72,7 @@ class HttpServer:
         self._stop = asyncio.Event()
         settings = uvicorn.Config(
             build_app(self.service),
+            http=partial(HttpConnection, gate=self.service.gate),  # type: ignore[arg-type]  # it makes one
             lifespan="off",
             ws="none",
             log_config=None,
@@ -124,16 +129,18 @@ class HttpServer:
         self.llm = engine(self._model, self._config, self._tokenizer, self._tell_stage)
         await self.llm.start()
         self._tell_stage("reading documents")
+        from kvtier.engine.pin_shares import PinShares
         from kvtier.engine.prompt_pins import PromptPins
 
-        pins = PromptPins()
+        shares = PinShares(self.service.num_tenants)
+        pins = PromptPins(shares)
         try:
-            self.documents = await _open_documents(self.service, self.llm)
+            self.documents = await _open_documents(self.service, self.llm, shares)
             await self.llm.attend(pins.look)
         except BaseException:
             await self.llm.close()
             raise
-        self.service.loaded(self.llm, self.documents, pins)
+        self.service.loaded(self.llm, self.documents, pins, shares)
         fields = {"seconds": round(time.monotonic() - began_at, 1), "max_model_len": self.llm.longest_request}
         log.info("ready", extra={"fields": fields})
 
@@ -182,10 +189,10 @@ class HttpServer:
             await asyncio.sleep(_TELL_EVERY_S)
 
 
-async def _open_documents(service: Service, llm: "AsyncLLM") -> "Documents":
+async def _open_documents(service: Service, llm: "AsyncLLM", shares: "PinShares") -> "Documents":
     from kvtier.engine.server.document_routes import open_documents
 
-    return await open_documents(service, llm)
+    return await open_documents(service, llm, shares)
 
 
 def _import_engine(shows_bars: bool) -> "type[AsyncLLM]":
@@ -194,6 +201,7 @@ def _import_engine(shows_bars: bool) -> "type[AsyncLLM]":
     from kvtier.engine.async_llm import AsyncLLM
     from kvtier.engine.server import document_routes, generation  # noqa: F401  # now, not when the first request comes
 
+    take_in_libraries()
     if not shows_bars:  # in a file they would be lines without end
         transformers_log.disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers
     return AsyncLLM

@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import Literal
 
+_LIBRARIES = frozenset({"huggingface_hub", "peft", "torch", "transformers", "uvicorn"})
+
 
 class JsonLines(logging.Formatter):
     """`{"time", "level", "logger", "message", …fields}`; the time is UTC."""
@@ -18,7 +20,7 @@ class JsonLines(logging.Formatter):
             "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{milliseconds:03}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": " ".join(record.getMessage().split()),
             **_fields(record),
         }
         if record.exc_info:
@@ -34,7 +36,8 @@ class PlainLines(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """One line."""
-        return " ".join([super().formatMessage(record), *(f"{key}={value}" for key, value in _fields(record).items())])
+        message = " ".join(super().formatMessage(record).split())  # warnings come with a line of source
+        return " ".join([message, *(f"{key}={value}" for key, value in _fields(record).items())])
 
 
 def write_log(kind: Literal["human", "json"]) -> None:
@@ -43,6 +46,19 @@ def write_log(kind: Literal["human", "json"]) -> None:
     handler.setFormatter(JsonLines() if kind == "json" else PlainLines())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("kvtier").setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    take_in_libraries()
+
+
+def take_in_libraries() -> None:
+    """Let the libraries that write to a stream by themselves write into the process's log instead. To be called again
+    once they have been imported."""
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if not isinstance(logger, logging.Logger) or name.partition(".")[0] not in _LIBRARIES:
+            continue
+        for handler in [each for each in logger.handlers if type(each) is not logging.NullHandler]:
+            logger.removeHandler(handler)
+            logger.propagate = True
 
 
 def _fields(record: logging.LogRecord) -> Mapping[str, object]:

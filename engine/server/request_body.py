@@ -8,28 +8,28 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 
+from kvtier.engine.config import ServerConfig
 from kvtier.engine.server.api_error import ApiError
-
-READ_TIMEOUT_S = 60.0  # a client that sends more slowly holds nothing but its connection, and that not for ever
 
 _T = TypeVar("_T")
 
 
-async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """The body. ApiError 413 beyond the limit, 408 if it does not come."""
+async def read_body(request: Request, settings: ServerConfig) -> bytes:
+    """The body. ApiError 413 beyond the limit, 408 if it has not come in time; both end the connection."""
+    limit_bytes, timeout_s = settings.max_body, settings.body_timeout_s
     too_large = ApiError(413, f"the body has more than {limit_bytes} bytes; send less", code="body_too_large")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit_bytes:
         raise too_large
     body = bytearray()
     try:
-        async with asyncio.timeout(READ_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             async for piece in request.stream():
                 body += piece
                 if len(body) > limit_bytes:
                     raise too_large
     except TimeoutError:
-        message = f"the body did not arrive in {READ_TIMEOUT_S:.0f} s; send it again"
+        message = f"the body did not arrive in {timeout_s:g} s; send it again"
         raise ApiError(408, message, code="timeout") from None
     return bytes(body)
 

@@ -1,10 +1,14 @@
-"""WaitingRoom: how many completions may be here at once, and when to come again if it is full."""
+"""WaitingRoom: how many completions may be here at once, whose turn it is, and when to come again if it is full."""
 
+import asyncio
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from kvtier.engine.fair_share import FairShare
 
 _NUM_REMEMBERED = 64
 _LONGEST_WAIT_S = 600
@@ -18,43 +22,188 @@ class RoomFull(Exception):
         self.retry_after_s = retry_after_s
 
 
+@dataclass(eq=False, slots=True)
+class Visit:
+    """One request's stay. `enter` makes it, in the task that answers the request."""
+
+    tenant: str | None
+    num_completions: int
+    priority: int
+    task: asyncio.Task[object] | None  # which is cancelled to send the visit away
+    has_turn: bool = False
+    has_begun: bool = False  # its first token is there
+    prompts: Sequence[Sequence[int]] = ()  # as the engine has them, once they are there
+    refusal: Exception | None = None  # why it was sent away
+    _called: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def turn(self) -> None:
+        """Wait until the engine may have the request."""
+        await self._called.wait()
+
+    def call(self) -> None:
+        """Its turn has come."""
+        self.has_turn = True
+        self._called.set()
+
+    def send_away(self, refusal: Exception) -> None:
+        """End it: *refusal* is raised where it was entered."""
+        if self.refusal is None and self.task is not None:
+            self.refusal = refusal
+            self.task.cancel()
+
+
 class WaitingRoom:
     """Holds *capacity* completions, running or waiting. Owned by the event loop.
 
-    The wait is what it takes until enough have left, as fast as the last ones did. Time in which nobody was here
-    says nothing about that and does not count.
+    One tenant may fill it. When it is full and a tenant with less than its share comes, the newest visits without a
+    turn give way, of the tenant with the most. With several tenants only *num_turns* completions are in the engine's
+    hands, where they count by arrival, and the tenant with the fewest of them is next; within a tenant the most urgent
+    visit, then the oldest.
+
+    The time after which to come again is what it takes until enough of the tenant's own have left, as fast as its last
+    ones did: it says nothing of others. Time in which none of its were here does not count.
     """
 
-    def __init__(self, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.capacity = capacity
-        self.num_inside = 0
+    def __init__(
+        self,
+        capacity: int,
+        clock: Callable[[], float] = time.monotonic,
+        num_turns: int | None = None,
+        num_tenants: int = 1,
+    ) -> None:
+        self.share = FairShare(capacity, num_tenants)
+        self._num_turns = capacity if num_turns is None else num_turns
         self._clock = clock
+        self._visits: dict[Visit, None] = {}  # in the order of arrival
+        self._pace: defaultdict[str | None, _Pace] = defaultdict(lambda: _Pace(clock))
+
+    @property
+    def capacity(self) -> int:
+        """Completions that may be here."""
+        return self.share.total
+
+    @property
+    def num_inside(self) -> int:
+        """Completions that are here."""
+        return sum(visit.num_completions for visit in self._visits)
+
+    def share_among(self, num_tenants: int) -> None:
+        """So many tenants come from now on."""
+        self.share = FairShare(self.capacity, num_tenants)
+
+    @contextmanager
+    def enter(self, num_completions: int, tenant: str | None = None, priority: int = 0) -> Iterator[Visit]:
+        """Be here with so many. RoomFull if they have no room, now or, before their turn, when they have to give way;
+        what the visit is sent away with."""
+        self._make_room(num_completions, tenant)
+        visit = Visit(tenant, num_completions, priority, _current_task())
+        self._visits[visit] = None
+        self._pace[tenant].enter(num_completions)
+        self._call()
+        try:
+            yield visit
+        except asyncio.CancelledError:
+            if visit.refusal is None or visit.task is None or visit.task.uncancel():
+                raise  # the client has left as well
+            raise visit.refusal from None
+        finally:
+            self._leave(visit)
+
+    def send_away_waiting(self, refusal: Callable[[], Exception], in_engine: Sequence[Sequence[int]]) -> None:
+        """End every visit that computes nothing yet: without a turn, or with all its prompts among *in_engine*, those
+        that wait there."""
+        waiting = {id(prompt) for prompt in in_engine}
+        for visit in list(self._visits):
+            waits = bool(visit.prompts) and all(id(prompt) in waiting for prompt in visit.prompts)
+            if not visit.has_turn or (waits and not visit.has_begun):
+                visit.send_away(refusal())
+
+    def _make_room(self, num_completions: int, tenant: str | None) -> None:
+        own = self._inside()[tenant] + num_completions
+        if own <= self.share.each:
+            while self.num_inside + num_completions > self.capacity and (visit := self._first_to_give_way()):
+                self._leave(visit)
+                visit.send_away(RoomFull(self._wait_s(visit.tenant, visit.num_completions)))
+        if self.num_inside + num_completions > self.capacity:
+            raise RoomFull(self._wait_s(tenant, num_completions))
+
+    def _first_to_give_way(self) -> Visit | None:
+        """The newest visit without a turn of the tenant with the most, if that is more than its share."""
+        for tenant, num_inside in self._inside().most_common():
+            if num_inside <= self.share.each:
+                return None
+            for visit in reversed(self._visits):
+                if visit.tenant == tenant and not visit.has_turn:
+                    return visit
+        return None
+
+    def _inside(self) -> Counter[str | None]:
+        inside: Counter[str | None] = Counter()
+        for visit in self._visits:
+            inside[visit.tenant] += visit.num_completions
+        return inside
+
+    def _leave(self, visit: Visit) -> None:
+        if visit in self._visits:
+            del self._visits[visit]
+            self._pace[visit.tenant].leave(visit.num_completions)
+            self._call()
+
+    def _call(self) -> None:
+        """Give turns to whoever is next, as long as there are any. The next one, if large, is not passed by."""
+        most = self.capacity if self.share.num_tenants <= 1 else self._num_turns
+        while True:
+            taken: Counter[str | None] = Counter()
+            for visit in self._visits:
+                taken[visit.tenant] += visit.num_completions * visit.has_turn
+            waiting = [visit for visit in self._visits if not visit.has_turn]
+            if not waiting:
+                return
+            visit = min(waiting, key=lambda each: (taken[each.tenant], each.priority))  # the oldest of several
+            if taken.total() and taken.total() + visit.num_completions > most:
+                return
+            visit.call()
+
+    def _wait_s(self, tenant: str | None, num_completions: int) -> int:
+        own = self._inside()[tenant] + num_completions
+        excess = max(1, min(num_completions, own - self.share.each))
+        return self._pace[tenant].wait_s(excess)
+
+
+class _Pace:
+    """How fast one tenant's completions leave."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._num_inside = 0
         self._earlier_s = 0.0  # how long somebody was here, before *_busy_since*
         self._busy_since = 0.0
         self._left: deque[tuple[float, int]] = deque(maxlen=_NUM_REMEMBERED)  # busy seconds then, and how many
 
-    @contextmanager
-    def enter(self, num_completions: int) -> Iterator[None]:
-        """Be here with so many. RoomFull if they have no room."""
-        excess = self.num_inside + num_completions - self.capacity
-        if excess > 0:
-            raise RoomFull(self._wait_s(excess))
-        if not self.num_inside:
+    def enter(self, num_completions: int) -> None:
+        if not self._num_inside:
             self._busy_since = self._clock()
-        self.num_inside += num_completions
-        try:
-            yield
-        finally:
-            self._left.append((self._busy_s(), num_completions))
-            if self.num_inside == num_completions:
-                self._earlier_s = self._busy_s()
-            self.num_inside -= num_completions
+        self._num_inside += num_completions
 
-    def _busy_s(self) -> float:
-        return self._earlier_s + (self._clock() - self._busy_since if self.num_inside else 0.0)
+    def leave(self, num_completions: int) -> None:
+        self._left.append((self._busy_s(), num_completions))
+        if self._num_inside == num_completions:
+            self._earlier_s = self._busy_s()
+        self._num_inside -= num_completions
 
-    def _wait_s(self, excess: int) -> int:
+    def wait_s(self, num_completions: int) -> int:
+        """Until so many have left."""
         began_s = self._left[0][0] if len(self._left) > 1 else 0.0
         num_left = sum(num for _, num in self._left) - (self._left[0][1] if len(self._left) > 1 else 0)
-        seconds = excess * (self._busy_s() - began_s) / max(1, num_left)
+        seconds = num_completions * (self._busy_s() - began_s) / max(1, num_left)
         return max(1, min(math.ceil(seconds), _LONGEST_WAIT_S))
+
+    def _busy_s(self) -> float:
+        return self._earlier_s + (self._clock() - self._busy_since if self._num_inside else 0.0)
+
+
+def _current_task() -> asyncio.Task[object] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs
+        return None

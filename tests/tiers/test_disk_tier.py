@@ -146,6 +146,27 @@ def test_an_index_that_could_not_be_read_is_read_later() -> None:
     assert balance(read(after, "a")) == (0, 0, 40, 1)
 
 
+def test_an_index_whose_reading_found_its_lane_full_is_read_later() -> None:
+    store = FailingStore(1000 * CHARGE)
+    before = world(store)
+    read(before, "a")
+    before.flush()
+    store.fails = True
+    after = World.__new__(World)
+    with pytest.raises(AssertionError, match="never knows"):
+        _start(after, store)
+    store.fails = False
+    after.clock.now += 100
+    after.lanes[Route.DISK_TO_HOST].capacity = 0
+
+    after.settle()  # the probe is refused by the lane
+    after.lanes[Route.DISK_TO_HOST].capacity = 6
+    after.settle()
+
+    assert after.cache.knows_disk
+    assert balance(read(after, "a")) == (0, 0, 40, 1)
+
+
 def _start(w: World, store: MemoryStore) -> None:
     """A world that does not wait for ever for its index."""
     tries = iter(range(50))

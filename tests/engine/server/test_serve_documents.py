@@ -1,10 +1,14 @@
 """Documents over HTTP and from the command line."""
 
+import asyncio
 import json
 import random
 import signal
 import string
+import threading
 from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 
 import httpx
@@ -28,7 +32,7 @@ from kvtier.engine.cli import main
 from kvtier.engine.document_file import file_name
 
 ANN, BOB = "sk-ann-1111", "sk-bob-2222"
-HOST_BLOCKS = 300
+HOST_BLOCKS = 600  # of the half of which each of two tenants may pin a half
 CONFIG = """
 [device]
 capacity = "4MiB"
@@ -205,6 +209,9 @@ def test_a_pin_holds_until_it_is_ended_and_what_does_not_fit_is_refused(shelf: S
         ("PUT", "/a", {"text": ""}, 400, "text"),
         ("PUT", "/a", {"token_ids": [-1]}, 400, "token_ids[0]"),
         ("PUT", "/a", {"token_ids": [1 << 31]}, 400, "token_ids[0]"),
+        ("PUT", "/a", {"token_ids": [1, 256]}, 400, "token id 256: the tokenizer has 0 to 255"),
+        ("PUT", "/a", {"text": "a" * 100_000}, 400, "or more; 1 to 3000"),
+        ("PUT", "/a", {"text": "a" * 100_000, "as": "text"}, 400, "or more; 1 to 3000"),
         ("PUT", "/a", {"token_ids": []}, 400, "document of 0 tokens"),
         ("PUT", "/a", {"token_ids": [1], "as": "chat"}, 400, "as: token ids"),
         ("PUT", "/a", {"text": "a", "as": "song"}, 400, "as"),
@@ -268,6 +275,37 @@ def test_a_document_of_an_adapter_is_that_adapter_s_alone(tmp_path: Path) -> Non
 
     assert document["model"] == name
     assert hits == [0, pytest.approx(document["num_tokens"], abs=BLOCK_SIZE)]
+
+
+@pytest.mark.parametrize("document_id", [".", ".."])
+def test_an_id_that_means_another_place_in_a_path_is_refused(shelf: ServerInThread, document_id: str) -> None:
+    with closing(HTTPConnection("127.0.0.1", shelf.port, timeout=DEADLINE_S)) as connection:  # sends a path as it is
+        path = f"/v1/documents/{document_id}"
+        connection.request("PUT", path, json.dumps({"text": "a"}), {"Authorization": f"Bearer {ANN}"})
+        answer = connection.getresponse()
+
+        assert (answer.status, b"alone" in answer.read()) == (400, True)
+
+
+def test_a_document_whose_client_leaves_before_its_turn_is_never_tokenized(shelf: ServerInThread) -> None:
+    tokenizers, gate = shelf.server.llm.tokenizers, threading.Event()
+    blocking = [
+        asyncio.run_coroutine_threadsafe(tokenizers.run(lambda _: gate.wait(DEADLINE_S), tenant), shelf.loop)
+        for tenant in ("ann", "bob")
+    ]
+    try:
+        come_true(lambda: tokenizers.num_running == 2)
+        with closing(HTTPConnection("127.0.0.1", shelf.port, timeout=DEADLINE_S)) as connection:
+            headers = {"Authorization": f"Bearer {ANN}"}
+            connection.request("PUT", "/v1/documents/never", json.dumps({"text": "a"}), headers)
+            come_true(lambda: tokenizers.num_waiting == 1)
+
+        come_true(lambda: tokenizers.num_waiting == 0)
+    finally:
+        gate.set()
+        for job in blocking:
+            job.result(DEADLINE_S)
+    assert call(shelf, "GET", "/never").status_code == 404
 
 
 def test_damaged_files_are_told_to_their_tenant_and_can_be_put_again_or_deleted(tmp_path: Path) -> None:
@@ -407,8 +445,3 @@ def test_the_command_waits_or_not_and_tells_what_failed(
     assert (status, "2,507" in written) == (0, True)
     status, written = doc(capsys, shelf, "add", file, "--api-key", ANN)
     assert (status, "ready" in written) == (0, True)
-    call(shelf, "PUT", "/bad", json={"token_ids": [999]})
-    come_true(lambda: call(shelf, "GET", "/bad").json()["status"] == "failed")
-    status, written = doc(capsys, shelf, "show", "bad", "--api-key", ANN)
-    assert (status, "the model knows 0 to 255" in written) == (1, True)
-    call(shelf, "DELETE", "/bad")

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import wraps
 
 import httpx
 import pytest
@@ -73,7 +74,7 @@ def test_beyond_the_queue_it_is_429_with_the_time_to_try_again(small: ServerInTh
 
 def test_the_openai_client_comes_again_when_it_is_told_to(small: ServerInThread) -> None:
     client = small.openai().with_options(max_retries=10)
-    with small.streaming("Hello", n=3, max_tokens=700) as stream:
+    with small.streaming("Hello", n=3, max_tokens=250) as stream:
         next(stream)
 
         done = client.completions.create(model=MODEL, prompt="Hello", max_tokens=2)  # 429 at first
@@ -124,11 +125,20 @@ def test_clients_that_come_and_leave_at_any_moment_leave_nothing_behind(small: S
     assert small.complete("Hello")["choices"]
 
 
-def test_the_port_answers_while_the_model_is_loading() -> None:
-    model, gate = build("llama"), threading.Event()
-    hook = model.register_forward_pre_hook(lambda *_: gate.wait(DEADLINE_S) and None)  # loading runs the model
+def test_the_port_answers_while_the_model_is_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reached, gate = build("llama"), threading.Event(), threading.Event()
+    forward = type(model).forward
+
+    @wraps(forward)
+    def waiting(*arguments: object, **named: object) -> object:
+        reached.set()
+        gate.wait(DEADLINE_S)
+        return forward(*arguments, **named)
+
+    monkeypatch.setattr(type(model), "forward", waiting)  # loading runs the model
     try:
         with serving(model, tables(20), until="/health") as address:
+            assert reached.wait(DEADLINE_S)
             loading = address.get("/ready")
             refused = address.post("/v1/completions", json={"model": MODEL, "prompt": "Hello"})
             listed = address.get("/v1/models").json()["data"][0]
@@ -144,7 +154,6 @@ def test_the_port_answers_while_the_model_is_loading() -> None:
         assert metrics.status_code == 200
     finally:
         gate.set()
-        hook.remove()
 
 
 def test_streams_that_do_not_finish_in_time_are_told_so() -> None:
@@ -160,27 +169,86 @@ def test_streams_that_do_not_finish_in_time_are_told_so() -> None:
     assert events[-1]["error"]["code"] == "shutting_down"
 
 
+def test_who_only_waits_when_the_server_ends_is_told_so_at_once_and_who_runs_goes_on() -> None:
+    config = tables(300, drain_s=60 * DEADLINE_S)
+    config["scheduler"] = {"load": "always", "max_running": 1, "token_budget": 64, "prefill_chunk": 64}
+    refused: list[httpx.Response] = []
+    with serving(build("llama"), config) as address:
+        body = {"model": MODEL, "prompt": "Hello", "stream": True}
+        waiting = threading.Thread(target=lambda: refused.append(address.post("/v1/completions", json=body)))
+        with address.streaming("Hello", max_tokens=300) as stream:
+            next(stream)
+            waiting.start()
+            come_true(lambda: address.server.service.room.num_inside == 2)
+            address.stop()
+            waiting.join(DEADLINE_S)
+            still_inside = address.server.service.room.num_inside
+            num_events = sum(1 for _ in stream)  # to its [DONE]
+
+    assert [(answer.status_code, answer.json()["error"]["code"]) for answer in refused] == [(503, "shutting_down")]
+    assert still_inside == 1
+    assert num_events > 10
+
+
+def test_a_text_that_is_sure_to_be_too_long_is_refused_before_it_is_tokenized(small: ServerInThread) -> None:
+    text = "x" * 3500  # as much as a body may have here
+    message = {"model": MODEL, "messages": [{"role": "user", "content": text}]}
+
+    answers = [
+        small.post("/v1/completions", json={"model": MODEL, "prompt": text}),
+        small.post("/v1/completions", json={"model": MODEL, "prompt": ["a", text]}),
+        small.post("/v1/chat/completions", json=message),
+    ]
+
+    for answer in answers:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert "or more" in answer.json()["error"]["message"]
+
+
+def test_a_prompt_whose_client_leaves_before_its_turn_is_never_tokenized(small: ServerInThread) -> None:
+    tokenizers, gate = small.server.llm.tokenizers, threading.Event()
+    blocking = [
+        asyncio.run_coroutine_threadsafe(tokenizers.run(lambda _: gate.wait(DEADLINE_S)), small.loop) for _ in range(2)
+    ]
+    try:
+        come_true(lambda: tokenizers.num_running == 2)
+        with socket.create_connection(("127.0.0.1", small.port), DEADLINE_S) as connection:
+            body = json.dumps({"model": MODEL, "prompt": "Hello"}).encode()
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+            connection.sendall(head + body)
+            come_true(lambda: tokenizers.num_waiting == 1)
+
+        come_true(lambda: tokenizers.num_waiting == 0)
+
+        assert small.server.service.room.num_inside == 0
+    finally:
+        gate.set()
+        for job in blocking:
+            job.result(DEADLINE_S)
+
+
 def test_a_client_that_does_not_read_is_left(small_timeout: None) -> None:
     config = tables(3000)
     body = {"model": MODEL, "prompt": "Hello", "max_tokens": 600, "n": 32, "stream": True, "logprobs": 20}
     content = json.dumps({**body, "ignore_eos": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: {len(content)}\r\n\r\n".encode()
-    with serving(build("llama"), config) as address, socket.create_connection(("127.0.0.1", address.port)) as client:
+    with serving(build("llama"), config) as address, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that little is sent before it is full
+        client.connect(("127.0.0.1", address.port))
         client.sendall(head + content)
         come_true(lambda: address.server.service.room.num_inside == 32)
 
         come_true(address.is_at_rest)
 
-        assert 'route="/v1/completions",status="499"' in address.get("/metrics").text
+        come_true(lambda: 'route="/v1/completions",status="499"' in address.get("/metrics").text)
         assert client.recv(100).startswith(b"HTTP/1.1 200 OK")
 
 
 def test_an_engine_that_fails_ends_the_server_with_its_error() -> None:
-    model, fails = build("llama"), threading.Event()
+    model = build("llama")
 
     def fail(*_: object) -> None:
-        if fails.is_set():
-            raise ArithmeticError("the device is broken")
+        raise ArithmeticError("the device is broken")
 
     async def story() -> None:
         bound = socket.create_server(("127.0.0.1", 0))
@@ -190,18 +258,14 @@ def test_an_engine_that_fails_ends_the_server_with_its_error() -> None:
         async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
             while (await client.get("/ready")).status_code != 200:
                 await asyncio.sleep(0.01)
-            fails.set()
+            model.register_forward_pre_hook(fail)
             answer = await client.post("/v1/completions", json={"model": MODEL, "prompt": "Hello"})
 
         assert answer.status_code == 503
         with pytest.raises(ArithmeticError, match="the device is broken"):
             await running
 
-    hook = model.register_forward_pre_hook(fail)
-    try:
-        asyncio.run(asyncio.wait_for(story(), DEADLINE_S))
-    finally:
-        hook.remove()
+    asyncio.run(asyncio.wait_for(story(), DEADLINE_S))
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

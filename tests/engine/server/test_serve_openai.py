@@ -296,7 +296,7 @@ def test_the_client_raises_its_own_errors(server: ServerInThread, stream: bool) 
 
     with pytest.raises(openai.BadRequestError, match="maximum context length is 4096") as too_long:
         client.completions.create(prompt="x" * 5000, stream=stream, **GREEDY)
-    with pytest.raises(openai.BadRequestError, match="knows 0 to 255"):
+    with pytest.raises(openai.BadRequestError, match="the tokenizer has 0 to 255"):
         client.completions.create(prompt=[999], stream=stream, **GREEDY)
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="other", prompt="Hello", stream=stream)

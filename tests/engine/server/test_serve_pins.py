@@ -58,3 +58,21 @@ def test_a_time_without_a_pin_is_refused(server: ServerInThread) -> None:
 
     assert answer.status_code == 400
     assert "set pin to true" in answer.json()["error"]["message"]
+
+
+def test_what_one_tenant_pins_neither_takes_anothers_share_nor_tells_of_it() -> None:
+    keys = {"sk-ann-1111": "ann", "sk-bob-2222": "bob"}
+
+    def num_pinned(server: ServerInThread, key: str, first: int) -> int:
+        """How many prompts of three blocks the tenant can pin."""
+        pinned = 0
+        for number in range(first, first + 8):
+            prompt = [number] * (3 * BLOCK_SIZE + 1)
+            pinned += server.complete(prompt, key, max_tokens=1, kvtier={"pin": True})["kvtier"]["pinned"]
+        return pinned
+
+    with serving(build("llama"), tables(num_slots=40), keys) as server:
+        of_ann, of_bob = (num_pinned(server, key, first) for key, first in zip(keys, (1, 100), strict=True))
+        server.server.llm._core.cache.check()
+
+    assert of_ann == of_bob == 40 // 2 // len(keys) // 3

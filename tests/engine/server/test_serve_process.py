@@ -180,3 +180,73 @@ def test_it_answers_while_libraries_are_imported_and_a_signal_ends_it(tmp_path: 
             assert answers[1].json() == {"status": "loading", "stage": "importing torch and transformers"}
         finally:
             process.kill()
+
+
+def test_sighup_reads_the_keys_again_and_a_broken_file_keeps_the_old_ones(tmp_path: Path, model_folder: Path) -> None:
+    def write(content: str) -> None:
+        new = tmp_path / "keys.new"
+        new.write_text(content)
+        new.chmod(0o600)
+        new.replace(tmp_path / "keys.toml")
+
+    def status(key: str) -> int:
+        return server.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
+
+    def told(what: str) -> list[dict]:
+        return [line for line in server.lines() if what in line["message"]]
+
+    first, second = "sk-first-secret", "sk-second-secret"
+    write(f'[keys]\n"{first}" = "ann"\n')
+    config = configured(tmp_path)
+    with serving_process(tmp_path, model_folder, config, "--api-keys", tmp_path / "keys.toml") as server:
+        assert [status(first), status(second)] == [200, 401]
+        write(f'[keys]\n"{second}" = "ann"\n"sk-third-secret" = "bob"\n')
+        server.signal(signal.SIGHUP)
+        come_true(lambda: status(second) == 200)
+        assert status(first) == 401
+        assert server.complete("Hello", second)["choices"]
+
+        write(f'[keys\n"{first}" = "ann"\n')
+        server.signal(signal.SIGHUP)
+        come_true(lambda: told("stay as they were"))
+
+        assert [status(first), status(second)] == [401, 200]
+        assert [line["level"] for line in told("stay as they were")] == ["error"]
+        assert [line["message"] for line in told("2 tenants have api keys")] == ["SIGHUP: 2 tenants have api keys"]
+        assert "secret" not in server.log.read_text()
+        server.signal()
+        assert server.wait() == 0
+
+
+@pytest.mark.parametrize("kind", ["human", "json"])
+def test_what_libraries_warn_of_stands_in_the_log_as_lines_of_its_own(kind: str) -> None:
+    script = f"""
+import warnings
+from kvtier.engine.server.log_lines import take_in_libraries, write_log
+write_log({kind!r})
+import huggingface_hub.utils.logging, torch, transformers.utils.logging
+take_in_libraries()
+warnings.warn("of the warnings module")
+transformers.utils.logging.get_logger("transformers.models").warning("of transformers,\\nin two lines")
+huggingface_hub.utils.logging.get_logger("huggingface_hub.file_download").warning("of the hub")
+__import__("logging").getLogger("uvicorn.error").warning("of uvicorn")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S * 2, check=True
+    )
+
+    lines = done.stderr.splitlines()
+    whats = ["of the warnings module", "of transformers, in two lines", "of the hub", "of uvicorn"]
+    assert len(lines) == len(whats), done.stderr
+    assert all(what in line for what, line in zip(whats, lines, strict=True))
+    if kind == "json":
+        objects = [json.loads(line) for line in lines]
+        assert {each["level"] for each in objects} == {"warning"}
+        assert [each["logger"].partition(".")[0] for each in objects] == [
+            "py",
+            "transformers",
+            "huggingface_hub",
+            "uvicorn",
+        ]
+    else:
+        assert all(" WARNING " in line for line in lines)

@@ -1,0 +1,193 @@
+"""What a connection may take of the server before anybody is known by a key."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from serving import DEADLINE_S, MODEL, ServerInThread, come_true, serving, tables
+from small_models import build
+
+from kvtier.engine.server.gate import ConnectionLimits, Gate
+
+KEYS = {"sk-ann-1111": "ann"}
+SHORT_S = 0.2
+FAR_S = 3600.0
+
+
+@pytest.fixture(scope="module")
+def patient() -> Iterator[ServerInThread]:
+    """A server whose times are never over, with small sizes and few connections."""
+    limits = {"max_body": 4000, "max_header": 2000, "header_timeout_s": FAR_S, "body_timeout_s": FAR_S}
+    with serving(build("llama"), tables(40, **limits, max_connections_per_address=8), KEYS) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[ServerInThread]:
+    """One whose times are over at once."""
+    with serving(build("llama"), tables(40, header_timeout_s=SHORT_S, body_timeout_s=SHORT_S), KEYS) as address:
+        yield address
+
+
+def connected(server: ServerInThread) -> closing[socket.socket]:
+    return closing(socket.create_connection(("127.0.0.1", server.port), DEADLINE_S))
+
+
+def answer(connection: socket.socket) -> bytes:
+    """All that comes until the server ends the connection."""
+    received = b""
+    try:
+        while data := connection.recv(65536):
+            received += data
+    except ConnectionResetError:
+        pass
+    return received
+
+
+def sent_until_cut(connection: socket.socket, data: bytes, most: int) -> int:
+    """Bytes that could be sent before the connection was cut, and not more than *most*."""
+    num_bytes = 0
+    try:
+        while num_bytes < most:
+            num_bytes += connection.send(data)
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+    return num_bytes
+
+
+def refused(server: ServerInThread, why: str) -> float:
+    name = "kvtier_http_connections_refused_total"
+    return server.server.service.registry.get_sample_value(name, {"why": why}) or 0.0
+
+
+def all_left(server: ServerInThread) -> bool:
+    return server.server.service.gate.num_open == 0
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [
+        b"",
+        b"POST /v1/comp",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Slow: ",
+        b"GET /health HTTP/1.1\r\nHost: a\r\n\r\nGET /hea",  # the second request of a connection
+    ],
+)
+def test_headers_that_do_not_come_in_time_end_the_connection(hasty: ServerInThread, beginning: bytes) -> None:
+    before = refused(hasty, "header_time")
+    with connected(hasty) as connection:
+        connection.sendall(beginning)
+
+        told = answer(connection)
+
+    assert told.count(b"HTTP/1.1 408") == 1
+    assert refused(hasty, "header_time") == before + 1
+    come_true(lambda: all_left(hasty))
+
+
+@pytest.mark.parametrize("body", [b"", b"{"])
+def test_a_body_that_does_not_come_in_time_is_a_408_and_ends_the_connection(hasty: ServerInThread, body: bytes) -> None:
+    with connected(hasty) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-ann-1111\r\n"
+        connection.sendall(head + b"Content-Length: 1000\r\n\r\n" + body)
+
+        told = answer(connection)
+
+    assert told.startswith(b"HTTP/1.1 408")
+    assert b"did not arrive" in told
+    come_true(lambda: all_left(hasty))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"GET /" + b"a" * 3000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nX-Long: " + b"a" * 3000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n" + b"X-Many: 1\r\n" * 300 + b"\r\n",
+        b"GET /health HTTP/1.1\r\nX-Endless: " + b"a" * 3000,
+        b"GET /health HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2;" + b"x" * 3000,
+    ],
+)
+def test_headers_that_are_too_large_end_the_connection(patient: ServerInThread, line: bytes) -> None:
+    before = refused(patient, "header_bytes")
+    with connected(patient) as connection:
+        connection.sendall(line)
+
+        told = answer(connection)
+
+    assert told.startswith((b"HTTP/1.1 431", b"HTTP/1.1 200"))  # GETs are answered before their bodies
+    assert told.startswith(b"HTTP/1.1 431") == (refused(patient, "header_bytes") == before + 1)
+    come_true(lambda: all_left(patient))
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-ann-1111\r\n", b"413"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n", b"401"),
+        (b"PUT /v1/documents/a HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-ann-1111\r\n", b"413"),
+    ],
+)
+@pytest.mark.parametrize("length", [b"Content-Length: 1000000000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"])
+def test_a_client_that_is_refused_cannot_go_on_sending(
+    patient: ServerInThread, head: bytes, status: bytes, length: bytes
+) -> None:
+    piece = b"1000\r\n" + b"a" * 4096 + b"\r\n"  # more than the body may have, in one chunk
+    with connected(patient) as connection:
+        connection.sendall(head + length + piece)
+
+        told = connection.recv(65536)
+        num_bytes = sent_until_cut(connection, piece * 16, most=1 << 30)
+
+    assert told.startswith(b"HTTP/1.1 " + status)
+    assert num_bytes < 1 << 26  # what is in buffers, and what it takes to read the answer
+    come_true(lambda: all_left(patient))
+
+
+def test_one_address_cannot_have_all_connections(patient: ServerInThread) -> None:
+    before = refused(patient, "connections_of_address")
+    idle = [socket.create_connection(("127.0.0.1", patient.port), DEADLINE_S) for _ in range(8)]
+    come_true(lambda: patient.server.service.gate.num_open == 8)
+
+    with connected(patient) as connection:
+        told = answer(connection)
+    for connection in idle:
+        connection.close()
+    come_true(lambda: all_left(patient))
+
+    assert told.startswith(b"HTTP/1.1 503")
+    assert refused(patient, "connections_of_address") == before + 1
+    assert patient.get("/health").status_code == 200
+
+
+def test_several_requests_at_once_on_one_connection_are_answered_in_their_order(patient: ServerInThread) -> None:
+    body = b'{"model": "%s", "prompt": "a", "max_tokens": 1}' % MODEL.encode()
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-ann-1111\r\nContent-Length: %d\r\n\r\n"
+    )
+    first = head % len(body) + body
+    last = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    with connected(patient) as connection:
+        connection.sendall(first + first + last)
+
+        told = answer(connection)
+
+    assert told.count(b"HTTP/1.1 200") == 3
+    assert told.endswith(b'{"status":"alive"}')
+
+
+def test_the_gate_counts_addresses_and_networks() -> None:
+    why: list[str] = []
+    gate = Gate(ConnectionLimits(1000, 1.0, max_connections=4, max_per_address=2), why.append)
+
+    entered = [gate.enter(host) for host in ("10.0.0.1", "10.0.0.1", "10.0.0.1", "::ffff:10.0.0.1")]
+    entered += [gate.enter(host) for host in ("2001:db8::1", "2001:db8::2", "2001:db8::3", "10.0.0.2")]
+    for host in ("10.0.0.1", "2001:db8::9"):
+        gate.leave(host)
+    entered_again = [gate.enter(host) for host in ("::ffff:10.0.0.1", "2001:db8::4", "10.0.0.3")]
+
+    assert entered == [True, True, False, False, True, True, False, False]
+    assert why == ["connections_of_address"] * 2 + ["connections"] * 3
+    assert entered_again == [True, True, False]
+    assert gate.num_open == 4
