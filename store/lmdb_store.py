@@ -144,7 +144,15 @@ class LmdbStore:
         """File, offset and length of a record's slot, for who wants to see its bytes; None if there is none."""
         with self._files.reading() as txn:
             found = self._files.tables.located(txn, key)
-        return None if found is None else self._files.slabs.place(found[1])
+        if found is None:
+            return None
+        file, start, num_bytes = self._files.slabs.place(found[1])
+        return self._files.name / file.name, start, num_bytes
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it should be closed and opened again: its index is damaged, or its files were removed."""
+        return self._files.is_lost
 
     def sync(self) -> None:
         self._files.sync()
