@@ -7,7 +7,18 @@ from itertools import islice
 import lmdb
 
 from kvtier.store.blob_store import MAX_KEY_BYTES, TENANT_BYTES, Blob
-from kvtier.store.lmdb_rows import COUNTERS_KEY, FREE, HOLE, NOBODY, SEQUENCE, SLOTS, TENANT_BYTES_OF, Row, checksum
+from kvtier.store.lmdb_rows import (
+    COUNTERS_KEY,
+    FREE,
+    HOLE,
+    NOBODY,
+    SEQUENCE,
+    SLOTS,
+    TENANT_BYTES_OF,
+    Row,
+    checksum,
+    verified,
+)
 from kvtier.store.lmdb_tables import SPARE_PAGES, Tables, ascending
 from kvtier.store.seal import Sealed
 from kvtier.store.slab import PAGE_BYTES, Slot
@@ -180,7 +191,8 @@ class Change:
             for place, found in page:
                 after = place + b"\0"
                 if is_all:
-                    yield place, found[:TENANT_BYTES], found[TENANT_BYTES:]
+                    owned = verified(place, found)
+                    yield place, owned[:TENANT_BYTES], owned[TENANT_BYTES:]
                 else:
                     yield place[TENANT_BYTES:], tenant, found
             if not page:
@@ -244,9 +256,10 @@ class Change:
         sequence = self.counters.next_sequence
         self.counters.next_sequence += 1
         self._txn.put(key, row._replace(sequence=sequence).pack(key), db=self._tables.records)
-        if not self._txn.put(SEQUENCE.pack(sequence), row.tenant + key, append=True, db=self._tables.order):
+        place, owned = SEQUENCE.pack(sequence), row.tenant + key
+        if not self._txn.put(place, owned + checksum(place, owned), append=True, db=self._tables.order):
             raise lmdb.CorruptedError("the newest in the order is newer than all records")
         if row.tenant != NOBODY:
-            self._txn.put(row.tenant + SEQUENCE.pack(sequence), key, db=self._tables.owned)
+            self._txn.put(row.tenant + place, key, db=self._tables.owned)
         if row.parent and row.parent not in coming:
             self.mark(row.parent)

@@ -16,7 +16,18 @@ import lmdb
 from kvtier.store.blob_store import MAX_KEY_BYTES, TENANT_BYTES
 from kvtier.store.durability import Durability
 from kvtier.store.folder import open_own
-from kvtier.store.lmdb_rows import COUNTERS_KEY, FREE, HOLE, NOBODY, SEQUENCE, SLOTS, TENANT_BYTES_OF, Counters, Row
+from kvtier.store.lmdb_rows import (
+    COUNTERS_KEY,
+    FREE,
+    HOLE,
+    NOBODY,
+    SEQUENCE,
+    SLOTS,
+    TENANT_BYTES_OF,
+    Counters,
+    Row,
+    verified,
+)
 from kvtier.store.slab import PAGE_BYTES, Slot
 
 _TABLES = (b"records", b"free", b"holes", b"slabs", b"order", b"owned", b"tenants", b"ledger")
@@ -199,7 +210,9 @@ class Tables:
             else:
                 is_there = cursor.prev() if cursor.set_range(SEQUENCE.pack(sequence)) else cursor.last()
             rows = cursor.iterprev() if is_there else iter(())
-            page = [(SEQUENCE.unpack(packed)[0], key[TENANT_BYTES:]) for packed, key in islice(rows, most)]
+            page = [
+                (SEQUENCE.unpack(place)[0], verified(place, row)[TENANT_BYTES:]) for place, row in islice(rows, most)
+            ]
         for before, after in pairwise([(sequence, b""), *page]):
             if before[0] is not None and before[0] <= after[0]:  # who goes on from the last would never end
                 raise lmdb.CorruptedError("the order is out of order")
@@ -215,8 +228,9 @@ class Tables:
     def check(self, txn: "lmdb.Transaction[bytes]") -> None:
         """AssertionError if ledger, order, records and payloads disagree, or a record might leave before its child."""
         counters = self.counters(txn)
-        order = {key[TENANT_BYTES:]: SEQUENCE.unpack(packed)[0] for packed, key in _rows(txn, self.order)}
-        owners = {key[TENANT_BYTES:]: key[:TENANT_BYTES] for _, key in _rows(txn, self.order)}
+        places = {verified(place, row): place for place, row in _rows(txn, self.order)}
+        order = {owned[TENANT_BYTES:]: SEQUENCE.unpack(place)[0] for owned, place in places.items()}
+        owners = {owned[TENANT_BYTES:]: owned[:TENANT_BYTES] for owned in places}
         rows = {key: Row.unpack(key, row) for key, row in _rows(txn, self.records)}
 
         assert {key: row.sequence for key, row in rows.items()} == order, "records and order disagree"
