@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+from collections.abc import Callable
 
 import lmdb
 
@@ -60,10 +61,19 @@ def most_bytes(capacity_bytes: int) -> int:
 
 def capacity_within(disk_bytes: int) -> int:
     """The largest capacity whose folder stays within *disk_bytes* on the medium; 0 if there is none."""
-    low, high = 0, disk_bytes
+    return _largest(most_bytes, disk_bytes)
+
+
+def capacity_of_slabs(disk_bytes: int) -> int:
+    """The largest capacity whose slots stay within *disk_bytes*; 0 if there is none."""
+    return _largest(slab_bytes, disk_bytes)
+
+
+def _largest(taken_bytes: Callable[[int], int], limit_bytes: int) -> int:
+    low, high = 0, limit_bytes
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if most_bytes(middle) <= disk_bytes else (low, middle - 1)
+        low, high = (middle, high) if taken_bytes(middle) <= limit_bytes else (low, middle - 1)
     return low
 
 

@@ -136,6 +136,11 @@ class LmdbFiles:
                     BootMark(current_boot_id(), state).write(self._folder.here)
 
     @property
+    def here(self) -> Path:
+        """A path to the folder that is open, whatever its name leads to now."""
+        return self._folder.here
+
+    @property
     def is_lost(self) -> bool:
         """Whether who opens the folder next has a better store: an empty one for a damaged one, or one whose files
         still have names."""
@@ -211,11 +216,11 @@ class LmdbFiles:
         with self.changing(LITTLE_BYTES) as change:
             return act(change, _RECORDS_WHEN_FULL)
 
-    def free_pages(self) -> None:
-        """Let be used again what is free; of slots, whatever their size, as much as one change may need and more."""
+    def free_pages(self, limit_bytes: int) -> None:
+        """Let be used again what is free; of slots, whatever their size, as much as one change may need and more, so
+        that it fits *limit_bytes*."""
         self._thaw()
-        room = 2 * data_file.part_bytes(self.capacity_bytes)
-        self.give_back(data_file.slab_bytes(self.capacity_bytes) - room)
+        self.give_back(max(0, limit_bytes - 2 * data_file.part_bytes(self.capacity_bytes)))
 
     def sync(self) -> None:
         """What has been changed so far is on the medium on return, or OSError."""
