@@ -4,7 +4,7 @@ Stores of all three levels of durability, one of them encrypted, one left by a m
 copied. In each copy one bit of one file is flipped; then it is opened in a process of its own, as an engine does: all
 blocks are read, others are put and read, keys listed, deleted and touched, until all of that works. Flips of payloads
 are judged together, at most one in each slot, by the bytes of that slot's block; every other flip has a store of its
-own. One in 64 flips is in marks, locks and checkpoints, one in twelve in pages of the index that are in use, the rest in
+own. One in 64 flips is in marks, locks and checkpoints, one in 12 in pages of the index that are in use, the rest in
 slabs: else nearly all would be. Their places are drawn evenly, by the seed.
 
 A restart is a start of the store's process after its first, or, where an answer is an error again and again without
