@@ -5,8 +5,8 @@ the user's own, writable by no one else, and neither it nor a file in it a link.
 is removed, and made again by another process, gets nothing.
 """
 
+import errno
 import os
-import shlex
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +19,7 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.name = path
+        self._descriptor = -1
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except NotADirectoryError as error:
@@ -27,7 +28,7 @@ class Folder:
         try:
             self._refuse_foreign()
         except BaseException:
-            os.close(self._descriptor)
+            self.close()
             raise
         self.here = Path(f"/proc/self/fd/{self._descriptor}")
 
@@ -45,8 +46,12 @@ class Folder:
         return stat.S_IMODE(os.fstat(self._descriptor).st_mode)
 
     def close(self) -> None:
-        """Let go of it; *here* leads nowhere any more."""
-        os.close(self._descriptor)
+        """Let go of it; *here* leads nowhere any more. Once more does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    __del__ = close
 
     def __enter__(self) -> Self:
         return self
@@ -55,13 +60,13 @@ class Folder:
         self.close()
 
     def _refuse_foreign(self) -> None:
-        owner, path = os.fstat(self._descriptor).st_uid, shlex.quote(str(self.name))
+        owner, why = os.fstat(self._descriptor).st_uid, ""
         if owner != os.geteuid():
-            raise PermissionError(
-                f"{self.name}: belongs to user {owner}, not {os.geteuid()}; run as that user, or chown"
-            )
-        if self.mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise PermissionError(f"{self.name}: others may write in it (mode {self.mode:04o}); run: chmod 700 {path}")
+            why = f"belongs to user {owner}, this process to {os.geteuid()}; run it as that user"
+        elif self.mode & (stat.S_IWGRP | stat.S_IWOTH):
+            why = f"others may write in it (mode {self.mode:04o}); chmod 700 it"
+        if why:
+            raise PermissionError(errno.EPERM, why, str(self.name))
 
 
 def open_own(path: "Path | str", flags: int) -> int:
@@ -74,7 +79,8 @@ def open_own(path: "Path | str", flags: int) -> int:
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink > 1:
         os.close(file)
-        raise PermissionError(f"{path}: is not a plain file of this user's, or has more than one name; remove it")
+        why = "is not a plain file of this user's, or has more than one name; remove it"
+        raise PermissionError(errno.EPERM, why, str(path))
     return file
 
 

@@ -265,7 +265,8 @@ class _Worker:
     def close(self) -> None:
         """Have the store closed, and end the process."""
         try:
-            self.ask_writer("close")
+            if not self.has_ended:
+                self.ask_writer("close")
         except OSError as error:
             _log.warning("store: not closed properly: %s", error)
         finally:
