@@ -114,18 +114,18 @@ class Template:
             store.delete([key_of(number) for number in range(0, 60, 3)])
             store.sync()
             self.there = sorted(int.from_bytes(key[len(NAMESPACE) :], "big") for key in list(store.keys()))
-            if is_after_crash:
-                self.files = {path.name: path.read_bytes() for path in folder.iterdir()}
+            open_files = {path.name: path.read_bytes() for path in folder.iterdir()}
         if is_after_crash:
+            self.files = open_files
             self.name += ", machine went down"
             self.restore()
             BootMark("an earlier boot", FileState(settings.durability.value)).write(folder)
         self.files = {path.name: path.read_bytes() for path in folder.iterdir()}
         index = self.files["data.mdb"]
         last_page = max(struct.unpack_from("<Q", index, place)[0] for place in _LAST_PAGE_AT)
-        self._num_bytes = {name: len(data) for name, data in self.files.items()} | {
-            "data.mdb": (last_page + 1) * PAGE_BYTES
-        }
+        self.num_index_pages = last_page + 1  # in use
+        self._num_bytes = {name: len(data) for name, data in self.files.items()}
+        self._num_bytes["data.mdb"] = self.num_index_pages * PAGE_BYTES
 
     def restore(self) -> None:
         """Have the folder as it was."""

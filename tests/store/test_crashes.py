@@ -26,7 +26,6 @@ from kvtier.store.store_settings import StoreSettings
 
 CAPACITY_BYTES = 4 << 20
 BLOCK_BYTES = 8192
-_FREE_ROOT_AT = PAGE_BYTES * 0 + 16 + 24 + 40  # in the first root; in the second a page behind
 
 
 @pytest.fixture
@@ -35,23 +34,6 @@ def folder(tmp_path: Path) -> Path:
         for number in range(20):
             store.put_many([blob_of(number, BLOCK_BYTES)])
     return tmp_path / "store"
-
-
-@pytest.fixture
-def deadly(folder: Path) -> Path:
-    """A store whose list of free pages says that it goes on far beyond the file: who takes one reads there."""
-    with (folder / "data.mdb").open("r+b") as file:
-        data = file.read()
-        for root_at in (_FREE_ROOT_AT, PAGE_BYTES + _FREE_ROOT_AT):
-            (page,) = struct.unpack_from("<Q", data, root_at)
-            start = page * PAGE_BYTES
-            _, _, _, lower, _ = struct.unpack_from("<QHHHH", data, start)
-            for place in range((lower - 16) // 2):
-                (node,) = struct.unpack_from("<H", data, start + 16 + 2 * place)
-                _, _, _, key_bytes = struct.unpack_from("<HHHH", data, start + node)
-                file.seek(start + node + 8 + key_bytes)
-                file.write(struct.pack("<Q", 1 << 30))
-    return folder
 
 
 def opened(folder: Path) -> StoreProcess:
@@ -72,29 +54,46 @@ def num_crashes(folder: Path) -> int:
     return mark.num_crashes
 
 
-def test_an_index_on_which_every_write_crashes_is_left_after_two_crashes(
-    deadly: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with opened(deadly) as store:
-        outcomes = [put(store, number) for number in range(100, 104)]
+def crash(store: StoreProcess, how: signal.Signals = signal.SIGSEGV) -> None:
+    """Have the store's process end as a page that makes no sense would have it end."""
+    assert store._worker is not None
+    process = store._worker._process
+    os.kill(process.pid, how)
+    process.wait()
 
-        assert outcomes == ["StoreDied", "StoreDied", "done", "done"]
-        assert oldest_first(store) == [key_of(102), key_of(103)]
+
+@pytest.mark.parametrize("how", [signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT])
+def test_an_index_on_which_two_processes_in_a_row_crash_is_left(
+    folder: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], how: signal.Signals
+) -> None:
+    with opened(folder) as store:
+        crash(store, how)
+        assert len(oldest_first(store)) == 20
+
+        crash(store, how)
+        assert oldest_first(store) == []
+
+        assert put(store, 100) == "done"
+        assert oldest_first(store) == [key_of(100)]
+        assert store.num_starts == 3
     said = [entry.getMessage() for entry in caplog.records if "in a row" in entry.getMessage()]
     assert len(said) == 2
-    assert "its process ended with SIGSEGV, 2 in a row; after 2 it starts empty" in said[1]
+    assert f"its process ended with {how.name}, 2 in a row; after 2 it starts empty" in said[1]
     assert capfd.readouterr().err.count("starts empty: 2 processes in a row crashed on it") == 1
-    assert num_crashes(deadly) == 0
+    assert num_crashes(folder) == 0
 
 
-def test_crashes_count_over_engines_that_live_for_one_write(deadly: Path) -> None:
-    outcomes, next_starts = [], []
+def test_crashes_count_over_engines_that_live_for_one_write(folder: Path) -> None:
+    found, next_starts = [], []
     for life in range(4):
-        with opened(deadly) as store:
-            outcomes.append(put(store, 100 + life))
-        next_starts.append(standing(deadly)[1])
+        with opened(folder) as store:
+            found.append(len(oldest_first(store)))
+            assert put(store, 100 + life) == "done"
+            if life < 2:
+                crash(store)
+        next_starts.append(standing(folder)[1])
 
-    assert outcomes == ["StoreDied", "StoreDied", "done", "done"]
+    assert found == [20, 21, 0, 1]
     assert next_starts == [NextStart.WARM, NextStart.EMPTY, NextStart.WARM, NextStart.WARM]
 
 
