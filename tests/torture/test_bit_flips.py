@@ -1,9 +1,7 @@
-"""One flipped bit anywhere in a store's files costs no wrong byte, no hang, and no more than two restarts of its process.
+"""One flipped bit in a store's files costs no wrong byte, no hang, and two restarts of its process at most.
 
 The short form of `bench/store_bit_flips.py`, which has the long one: its stores, each opened as an engine opens it.
 """
-
-from pathlib import Path
 
 import pytest
 from store_bit_flips import Flip, Table, Template, flip_all, judge_alone, templates
