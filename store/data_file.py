@@ -84,6 +84,7 @@ def recorded_capacity(folder: Folder) -> int:
     reason = _distrust(folder)
     if reason is not None:
         raise OSError(f"store {folder.name}: {reason}; the next engine that opens it starts empty")
+    lmdb_roots.check(folder.here / DATA)
     env = lmdb.open(str(folder.here), readonly=True, max_dbs=MAX_DBS)
     try:
         return Tables.capacity_in(env)
@@ -105,6 +106,8 @@ def open_trusted(folder: Folder, capacity_bytes: int, durability: Durability) ->
         if reason is not None:
             _start_empty(folder, reason)
     try:
+        if (folder.here / DATA).exists():
+            lmdb_roots.check(folder.here / DATA)
         return reopened(folder, capacity_bytes, durability)
     except DAMAGE as error:
         _start_empty(folder, str(error))
@@ -169,8 +172,6 @@ def _distrust(folder: Folder) -> str | None:
             _log.warning(
                 "store %s goes back to its last checkpoint: the machine went down while it was open", folder.name
             )
-    if reason is None and not lmdb_roots.make_sense(folder.here / DATA):
-        reason = "a root of its index makes no sense"
     return reason
 
 

@@ -168,8 +168,7 @@ def _file_bytes(folder: Path) -> int:
 
 def _content(folder: Folder) -> Content:
     try:
-        if not lmdb_roots.make_sense(folder.here / DATA):
-            raise lmdb.CorruptedError("a root of its index makes no sense")
+        lmdb_roots.check(folder.here / DATA)
         os.close(open_own(folder.here / "lock.mdb", os.O_RDWR | os.O_CREAT))  # LMDB would follow a link
         # The map size is the owner's. As many readers as its: whoever is there first makes the table of readers.
         with lmdb.open(str(folder.here), readonly=True, map_size=0, max_dbs=4, max_readers=256) as env:

@@ -9,6 +9,8 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
+import lmdb
+
 from kvtier.store.folder import open_own
 from kvtier.store.slab import PAGE_BYTES
 
@@ -50,12 +52,12 @@ class _Root(NamedTuple):
         )
 
 
-def make_sense(data_file: Path) -> bool:
-    """Whether both roots can be those of that file, and one follows the other."""
+def check(data_file: Path) -> None:
+    """CorruptedError unless both roots can be those of that file, and one follows the other."""
     with open(data_file, "rb", opener=open_own) as file:
         head, num_pages = file.read(2 * PAGE_BYTES), os.fstat(file.fileno()).st_size // PAGE_BYTES
-    if len(head) < 2 * PAGE_BYTES:
-        return False
-    roots = [_Root(*_META.unpack_from(head, start + _META_AT)) for start in (0, PAGE_BYTES)]
-    follows = abs(roots[0].transaction - roots[1].transaction) == 1
-    return follows and all(root.is_plausible(number, num_pages) for number, root in enumerate(roots))
+    starts = (0, PAGE_BYTES) if len(head) == 2 * PAGE_BYTES else ()
+    roots = [_Root(*_META.unpack_from(head, start + _META_AT)) for start in starts]
+    follows = bool(roots) and abs(roots[0].transaction - roots[1].transaction) == 1
+    if not follows or not all(root.is_plausible(number, num_pages) for number, root in enumerate(roots)):
+        raise lmdb.CorruptedError("a root of its index makes no sense")

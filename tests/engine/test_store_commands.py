@@ -457,15 +457,16 @@ def test_a_crash_of_the_machine_during_a_check_costs_nothing(many: Path, tmp_pat
 
 
 @pytest.mark.parametrize("command", [["check"], ["stats"], ["store", "ls"], ["store", "rm", "--all", "--yes"]])
-def test_a_store_whose_tree_crashes_the_reader_is_said_to_be_damaged(
+def test_a_store_whose_tree_would_crash_the_reader_is_said_to_be_damaged(
     capsys: pytest.CaptureFixture[str], store: Path, command: list[str]
 ) -> None:
-    os.truncate(store / "data.mdb", 8192)  # behind it are the roots: SIGBUS
+    os.truncate(store / "data.mdb", 8192)  # of which the roots know nothing
 
     status, out, err = run(capsys, *command, store)
 
     assert (status, out) == (1, "")
-    assert "is damaged: reading it crashed, SIGBUS" in err
+    assert "is damaged" in err
+    assert "a root of its index makes no sense" in err
     assert len(err.splitlines()) == 1
     assert BootMark.read(store) == BootMark(current_boot_id(), FileState.CLEAN)
 
