@@ -13,8 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
+from kvtier.store import crashes
 from kvtier.store.blob_store import Blob, StoreStatistics
 from kvtier.store.channel import Channel, MemoryMap, NoAnswer, Place, SharedMemory
+from kvtier.store.data_file import MOST_CRASHES
 from kvtier.store.record import Fault
 from kvtier.store.store_settings import StoreSettings
 
@@ -122,6 +124,7 @@ class StoreProcess:
             worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
+            worker.note_crash()
 
     def __enter__(self) -> Self:
         return self
@@ -142,6 +145,8 @@ class StoreProcess:
             if self._worker is None or self._worker.has_ended:
                 if self._worker is not None and not self._worker.end():
                     raise StoreDied(f"store {self.settings.folder}: its process was killed, and has not ended yet")
+                if self._worker is not None:
+                    self._worker.note_crash()
                 self._worker = _Worker(self.settings, self._memories, self._timeout_s)
                 self.num_starts += 1
             return self._worker
@@ -183,7 +188,10 @@ class _Worker:
         self._timeout_s = timeout_s
         self._writers: queue.SimpleQueue[Channel | None] = queue.SimpleQueue()
         self._readers: queue.SimpleQueue[Channel | None] = queue.SimpleQueue()
-        self.has_ended = False
+        self._has_ended = False
+        self._silence = ""  # if it was ended for it
+        self._is_crash_noted = False
+        self._owner = settings.owner or os.getpid()
         self.ended_walks: set[int] = set()  # which the process need not keep any longer
 
         pairs = [socket.socketpair() for _ in range(NUM_WRITERS + NUM_READERS)]
@@ -207,7 +215,13 @@ class _Worker:
             self._ask(self._writers, _OPEN_TIMEOUT_S, "open", settings)
         except BaseException:
             self.end()
+            self.note_crash()
             raise
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it must be asked no more: it was killed, or has ended by itself."""
+        return self._has_ended or self._process.poll() is not None
 
     def ask_reader(self, method: str, *arguments: Any) -> Any:
         """What the store's *method*, which changes nothing, gives or raises; `StoreDied` if there is no answer."""
@@ -219,7 +233,7 @@ class _Worker:
 
     def end(self, timeout_s: float | None = _END_TIMEOUT_S) -> bool:
         """Kill the process; whether it is gone, so that nothing is written to memory any more."""
-        self.has_ended = True
+        self._has_ended = True
         for free in (self._writers, self._readers):
             free.put(None)  # for whoever waits for a channel
         try:
@@ -232,10 +246,27 @@ class _Worker:
             raise
         return True
 
+    def note_crash(self) -> None:
+        """Have it counted beside the store if the process, which has ended, crashed. Once more does nothing."""
+        how = self._silence or crashes.signal_of(self._process.returncode)
+        if not how or self._is_crash_noted:
+            return
+        self._is_crash_noted = True
+        try:
+            num_crashes = crashes.note(self._folder, self._owner)
+        except OSError as error:
+            _log.warning("store %s: its process ended with %s, which cannot be noted: %s", self._folder, how, error)
+            return
+        _log.warning(
+            "store %s: its process ended with %s, %d in a row; after %d it starts empty",
+            *(self._folder, how, num_crashes, MOST_CRASHES),
+        )
+
     def close(self) -> None:
         """Have the store closed, and end the process."""
         try:
-            self.ask_writer("close")
+            if not self.has_ended:
+                self.ask_writer("close")
         except OSError as error:
             _log.warning("store: not closed properly: %s", error)
         finally:
@@ -252,6 +283,9 @@ class _Worker:
             answer = channel.ask(question, timeout_s)
             free.put(channel)
         except (NoAnswer, queue.Empty) as error:
+            is_silent = isinstance(error, queue.Empty) or isinstance(error.__cause__, TimeoutError)
+            if is_silent and not self.has_ended and crashes.is_computing(self._process.pid):
+                self._silence = f"no answer to {method} in {timeout_s:.0f} s, while it computed"
             self.end()
             why = str(error) or f"no channel free in {timeout_s:.0f} s"
             raise StoreDied(f"store {self._folder}: {method}: {why}, status {self._process.returncode}") from error

@@ -294,7 +294,7 @@ def wait_for(holds: Callable[[], bool]) -> None:
 
 def test_what_opening_raises_is_raised_here(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(NotADirectoryError, match="is no folder"):
         StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES))
 
 
@@ -435,7 +435,7 @@ def test_a_channel_that_is_lost_ends_the_process_and_no_call_waits_for_it(store:
     store._worker._readers.get()  # as when interrupted before it has a name
 
     wait_for(lambda: _has_ended(pid))
-    assert [read(store, 1) for _ in range(2)] == [Fault.IO_ERROR, digest(kv_bytes(1, BLOCK_BYTES))]
+    assert [read(store, 1) for _ in range(2)] == 2 * [digest(kv_bytes(1, BLOCK_BYTES))]
 
 
 def test_more_walks_than_channels_hold_up_nobody(store: StoreProcess) -> None:
