@@ -5,6 +5,7 @@ import os
 import time
 from pathlib import Path
 
+LOCK_FILE = "owner.lock"
 _PATIENCE_S = 10.0  # with what a process that is no more has left behind; its store may still be writing
 
 
@@ -20,7 +21,7 @@ class OwnerLock:
     """
 
     def __init__(self, folder: Path, owner: int | None = None) -> None:
-        self._file = os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self._acquire(folder)
             os.pwrite(self._file, f"{owner or os.getpid():<20}\n".encode(), 0)
