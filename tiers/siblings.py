@@ -47,6 +47,10 @@ class Siblings:
         """The slots' blocks can no longer be found."""
         self._first[slots] = 0
 
+    def is_part(self, slot: int) -> bool:
+        """Whether the slot holds a block of which only the first tokens are computed."""
+        return bool(self._first[slot]) and int(self._num_tokens[slot]) < int(self._token_ids.shape[1])
+
     def is_used_up(self, slot: int, num_tokens: int) -> bool:
         """Whether a block that goes on from *num_tokens* of this one makes it useless: it has no more."""
         return num_tokens == int(self._num_tokens[slot]) < int(self._token_ids.shape[1])
