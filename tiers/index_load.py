@@ -1,6 +1,7 @@
 """IndexLoad: what is on disk when its store opens is looked through page by page, beside everything else."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from kvtier.store.blob_store import StoreUnavailable
 from kvtier.store.record import Fault
@@ -11,6 +12,14 @@ from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 SLOTS_AT_ONCE = 256  # of device and host that are looked at in one call: 0.1 ms of the owner's thread
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Page:
+    """One that is being read."""
+
+    attempt: Attempt
+    opening: int
 
 
 class IndexLoad:
@@ -24,7 +33,7 @@ class IndexLoad:
         self._disk = disk
         self._residency = residency
         self._transfers = transfers
-        self._is_reading = False
+        self._reading: _Page | None = None
         self._forsaken: Iterator[None] = iter(())  # blocks above whose copies are gone, some at each step
 
     def go_on(self) -> None:
@@ -32,32 +41,41 @@ class IndexLoad:
         if self._disk.taken_in != self._disk.opening():
             self._residency.disk_changed()
             self._forsaken = iter(())
+            self._withdraw()
         next(self._forsaken, None)
-        if not self._disk.is_open or self._disk.index.is_loaded or self._is_reading:
+        if not self._disk.is_open or self._disk.index.is_loaded:
             return
-        attempt = self._disk.reading.begin()
+        attempt = self._disk.reading.begin() if self._reading is None else None
         if attempt is None:
             return
-        opening = self._disk.taken_in
-        self._is_reading = self._transfers.submit(
-            Route.DISK_TO_HOST, self._disk.read_index, 0, lambda transfer: self._landed(transfer, attempt, opening)
-        )
-        if not self._is_reading:
+        page = self._reading = _Page(attempt, self._disk.taken_in)
+        if not self._transfers.submit(
+            Route.DISK_TO_HOST, self._disk.read_index, 0, lambda transfer: self._landed(transfer, page)
+        ):
+            self._reading = None
             self._disk.reading.withdrawn(attempt)
 
-    def _landed(self, transfer: Transfer, attempt: Attempt, opening: int) -> None:
-        self._is_reading = False
-        is_in_vain = isinstance(transfer.error, LaneClosed | StoreUnavailable)
-        if is_in_vain or opening != self._disk.opening() or opening != self._disk.taken_in:
-            self._disk.reading.withdrawn(attempt)
+    def _withdraw(self) -> None:
+        """Let the page that is being read tell nothing any more."""
+        if self._reading is not None:
+            self._disk.reading.withdrawn(self._reading.attempt)
             self._disk.begin_index_again()
-        elif transfer.error is None:
-            self._disk.reading.succeeded(attempt)
+            self._reading = None
+
+    def _landed(self, transfer: Transfer, page: _Page) -> None:
+        if page is not self._reading:
+            return  # another walk has begun
+        if page.opening != self._disk.opening() or isinstance(transfer.error, LaneClosed | StoreUnavailable):
+            self._withdraw()
+            return
+        self._reading = None
+        if transfer.error is None:
+            self._disk.reading.succeeded(page.attempt)
             self._residency.was_on_disk(transfer.result)
             if self._disk.index.is_loaded:
                 self._forsaken = self._residency.mark_uncopied(SLOTS_AT_ONCE)
             self.go_on()
         else:
-            self._disk.reading.failed(attempt)
+            self._disk.reading.failed(page.attempt)
             self._disk.faults[Fault.IO_ERROR.value] += 1
             self._disk.begin_index_again()
