@@ -339,7 +339,9 @@ def test_a_store_that_was_told_to_open_no_more_still_answers_until_its_process_e
 
 
 def test_it_is_known_what_a_process_has_ended_of(store: StoreProcess) -> None:
-    os.kill(pid_of(store), signal.SIGSEGV)
+    pid = pid_of(store)
+    os.kill(pid, signal.SIGSEGV)
+    wait_for(lambda: _has_ended(pid))
     assert read(store, 1) is Fault.IO_ERROR
     assert (store.num_ended, store.why_ended) == (1, "signal SIGSEGV")
 
