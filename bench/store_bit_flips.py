@@ -153,8 +153,7 @@ class Trial:
     def __init__(self, template: Template, flips: Sequence[Flip]) -> None:
         self._template = template
         self._store: StoreProcess | None = None
-        self._num_openings = 0
-        self._num_starts = 0  # of processes, over all openings but the last
+        self._num_starts = 0  # of processes
         self.outcome = Outcome()
         self.read: dict[int, bytes | Fault] = {}  # what the first look at each block gave
         template.restore()
@@ -216,13 +215,13 @@ class Trial:
 
     def _opened(self) -> StoreProcess:
         if self._store is None:
-            self._num_starts += 1  # also of a process that does not come to answer
             self._store = StoreProcess(self._template.settings, timeout_s=TIMEOUT_S)
+        self._store.open()
         return self._store
 
     def _close(self) -> None:
         if self._store is not None:
-            self._num_starts += self._store.num_starts - 1
+            self._num_starts += self._store.num_starts  # also of processes that did not come to answer
             store, self._store = self._store, None
             store.close()
 

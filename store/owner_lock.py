@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvtier.store.folder import Folder, open_own
 
+LOCK_FILE = "owner.lock"
 _PATIENCE_S = 10.0  # with what a process that is no more has left behind; its store may still be writing
 
 
@@ -22,7 +23,7 @@ class OwnerLock:
     """
 
     def __init__(self, folder: Folder, owner: int | None = None) -> None:
-        self._file = open_own(folder.here / "owner.lock", os.O_RDWR | os.O_CREAT)
+        self._file = open_own(folder.here / LOCK_FILE, os.O_RDWR | os.O_CREAT)
         try:
             self._acquire(folder.name)
             os.pwrite(self._file, f"{owner or os.getpid():<20}\n".encode(), 0)

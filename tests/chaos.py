@@ -2,7 +2,7 @@
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,9 +84,10 @@ class World:
         rng: random.Random,
         failing: float = 0.0,
         written_bytes_per_day: int | None = None,
+        opening: Callable[[], int] = lambda: 1,
         **options: Any,
     ) -> None:
-        """*options* are the cache's own."""
+        """*opening*: the store's, see `DiskTier`. *options* are the cache's own."""
         self.rng = rng
         self.clock = FakeClock()
         self.store = store
@@ -94,13 +95,13 @@ class World:
         self.memories = [CpuMemory(blocks, num_host_slots, num_layers=4) for blocks in self.device]
         self.finished: Finished = Finished()
         self.lanes = {route: ChaosLane(self.finished, rng, failing) for route in Route}
-        disk = None if store is None else DiskTier(store, NAMESPACE, self.clock, written_bytes_per_day)
+        disk = None if store is None else DiskTier(store, NAMESPACE, self.clock, written_bytes_per_day, opening)
         transfers = TransferEngine(self.lanes, self.finished)
         options = {"least_clean_ahead": max(1, num_device_slots // 4), **options}
         self.cache = TieredCache(groups, self.memories, transfers, disk, self.clock, **options)
         self.tails: set[BlockName] = set()  # names of blocks that are not full
         self.rotten: set[tuple[int, int]] = set()  # host slots (group, slot) that this world has damaged
-        while not self.cache.knows_disk:
+        while opening() and not self.cache.knows_disk:
             self.clock.now += 1
             self.settle()
 

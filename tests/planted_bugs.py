@@ -217,6 +217,34 @@ BUGS = [
         "num_bytes / (speed",
         "tests/tiers/test_load_planner.py",
     ),
+    Bug(
+        "what was in a store whose folder is gone is still looked for",
+        "tiers/disk_tier.py",
+        "        self.index.begin_again()\n",
+        "",
+        "tests/tiers/test_late_disk.py",
+    ),
+    Bug(
+        "what is above is not written to a store that was opened anew",
+        "tiers/index_load.py",
+        "self._forsaken = self._residency.mark_uncopied(SLOTS_AT_ONCE)",
+        "pass",
+        "tests/tiers/test_late_disk.py",
+    ),
+    Bug(
+        "nobody notices that the store's folder is gone",
+        "engine/reopening_store.py",
+        "while folder.is_there():",
+        "while True:",
+        "tests/engine/test_reopening_store.py",
+    ),
+    Bug(
+        "who closes a store waits for one that hangs while opening",
+        "store/store_process.py",
+        'elif worker is not None:\n            worker.end("it was still opening")',
+        "elif worker is not None:\n            pass",
+        "tests/store/test_store_process.py",
+    ),
 ]
 
 

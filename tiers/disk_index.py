@@ -33,6 +33,10 @@ class DiskIndex:
             return len(names)
         return next(i for i, name in enumerate(names) if name not in held)
 
+    def names(self, group_id: int) -> list[BlockName]:
+        """The names of a group that are known to be on disk."""
+        return list(self._names.get(group_id, ()))
+
     def load(self, group_id: int, names: Iterable[BlockName]) -> list[BlockName]:
         """These were on disk when the page was read; those of them that are new to the index."""
         held = self._names.setdefault(group_id, set())
@@ -59,6 +63,11 @@ class DiskIndex:
         if not self.is_loaded:
             self._gone.add((group_id, name))
         return was_held
+
+    def begin_again(self) -> None:
+        """Nothing is known any more of what is on disk: it is loaded from the first page on."""
+        self.clear()
+        self.is_loaded = False
 
     def clear(self) -> None:
         """Nothing is on disk."""

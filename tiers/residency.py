@@ -1,7 +1,7 @@
 """Residency: which block is in which tier, and how a slot is taken from the block that can best be spared."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import compress
 
@@ -299,6 +299,33 @@ class Residency:
             if group_id < len(self._block_sizes):
                 self._tell_stored(Tier.DISK, group_id, names)
 
+    def disk_changed(self) -> None:
+        """The store was opened, or is not open any more: what is on disk is to be found out again, if there is one."""
+        assert self.disk is not None, "no disk that could change"
+        if self._events is not None:
+            for group_id in range(len(self._block_sizes)):
+                if names := self.disk.index.names(group_id):
+                    self._tell(BlockRemoved(Tier.DISK, group_id, names))
+        self.disk.take_in_opening()
+
+    def mark_uncopied(self, num_at_once: int) -> Iterator[None]:
+        """Have all blocks of host and device that are in no tier below copied down; so many slots at each step."""
+        if self.host is None:
+            return
+        for group_id, pool in enumerate(self.host.pools):
+            for first in range(0, pool.num_slots if pool.num_named else 0, num_at_once):
+                slots = range(first, min(first + num_at_once, pool.num_slots))
+                self.used_in_host(group_id, [slot for slot in slots if pool.name(slot) is not None])
+                yield
+        for group_id, pool in enumerate(self.device.pools):
+            for first in range(0, pool.num_slots if pool.num_named else 0, num_at_once):
+                for slot in range(first, min(first + num_at_once, pool.num_slots)):
+                    name = pool.name(slot)
+                    if name is None or self.has_copy_below_device(group_id, name) or self._is_tail(name):
+                        continue
+                    self.device.mark_dirty(group_id, [slot])
+                yield
+
     def clear(self) -> bool:
         """Forget every block in every tier; nothing may be leased. Waits for the store; False if that cannot forget."""
         if self.disk is not None and not self.disk.clear():
@@ -398,6 +425,11 @@ class Residency:
     @property
     def _disk_is_readable(self) -> bool:
         return self.disk is None or self.disk.reading.allows()
+
+    def _is_tail(self, name: BlockName) -> bool:
+        """Whether it is a device block that is not full: such blocks stay there."""
+        slot = None if self.siblings is None else self.device.pools[self._siblings_group].find(name)
+        return self.siblings is not None and slot is not None and self.siblings.is_part(slot)
 
     def _leave_host(self, group_id: int, slots: Iterable[int]) -> None:
         for slot in slots:

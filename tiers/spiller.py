@@ -191,7 +191,7 @@ class Spiller:
     def _may_use(self, route: Route) -> bool:
         """Whether the route's lower end is in order, as far as is known."""
         if route is Route.HOST_TO_DISK:
-            return self._residency.disk is not None and self._residency.disk.writing.allows()
+            return self._residency.disk is not None and self._residency.disk.may_write()
         return self._clock() >= self._not_before
 
     def _ties(self, route: Route, group_id: int, slots: Sequence[int]) -> tuple[Ties, ...]:

@@ -1,5 +1,6 @@
 """An index that ends its process, or of which the process says that it is damaged, does not do so for ever."""
 
+import logging
 import os
 import signal
 import struct
@@ -66,6 +67,7 @@ def crash(store: StoreProcess, how: signal.Signals = signal.SIGSEGV) -> None:
 def test_an_index_on_which_two_processes_in_a_row_crash_is_left(
     folder: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], how: signal.Signals
 ) -> None:
+    caplog.set_level(logging.INFO)
     with opened(folder) as store:
         crash(store, how)
         assert len(oldest_first(store)) == 20
