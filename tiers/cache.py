@@ -413,14 +413,17 @@ class TieredCache:
 
     def reset(self) -> bool:
         """Forget every block in every tier, and end all holds; False, and nothing changed, while blocks are leased or
-        under way.
+        under way, or if the store refuses.
 
         Waits for the store to delete this namespace's records.
         """
         if any(self._num_held) or self._transfers.in_flight:
             return False
+        if self._residency.disk is not None and not self._residency.disk.clear():
+            return False
         self._holds.end_all()
-        return self._residency.clear()
+        self._residency.clear()
+        return True
 
     @property
     def num_under_way(self) -> int:

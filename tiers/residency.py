@@ -301,10 +301,8 @@ class Residency:
             if group_id < len(self._block_sizes):
                 self._tell_stored(Tier.DISK, group_id, names)
 
-    def clear(self) -> bool:
-        """Forget every block in every tier; nothing may be leased. Waits for the store; False if that cannot forget."""
-        if self.disk is not None and not self.disk.clear():
-            return False
+    def clear(self) -> None:
+        """Forget every block of device and host, after the disk has; nothing may be leased."""
         for tier in (self.device, self.host):
             for group_id, pool in enumerate(tier.pools if tier is not None else ()):
                 pool.evict(pool.cached_slots())
@@ -317,7 +315,6 @@ class Residency:
         if self.siblings is not None:
             self.siblings.forget(np.arange(self.device.pools[self._siblings_group].num_slots, dtype=np.int32))
         self._tell(AllBlocksCleared())
-        return True
 
     def lost(self, group_id: int, name: BlockName) -> None:
         """A copy is gone: what relied on it has to be copied again."""
