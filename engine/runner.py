@@ -32,7 +32,9 @@ log = logging.getLogger(__name__)
 LOADING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})  # say nothing about the KV
 # With these the keys of a block depend on how long the prompt is; equal names would not mean equal bytes.
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-ARRIVAL_WAIT_S = 10.0  # for a layer of a prefix; what is computed without it counts for nothing
+# For the layers of a prefix, while nobody else computes: what is computed without counts for nothing, and is cheap to
+# compute again when the prefix has come as usual.
+ARRIVAL_WAIT_S = 3.0
 OBSERVED = f"{IMPLEMENTATION}-observed"  # the attention function while a model is being looked at
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of the largest logit, at load
 

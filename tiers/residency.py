@@ -8,6 +8,7 @@ from itertools import compress
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.store.record import Fault
 from kvtier.tiers.admission import Admission
 from kvtier.tiers.block_hash import BlockChain, BlockName, TokenIds
 from kvtier.tiers.block_pool import ABSENT, BlockPool, Slots
@@ -102,6 +103,7 @@ class Residency:
         self.siblings = siblings
         self._siblings_group = siblings_group
         self._events = events
+        self.is_cut_off = False  # the lane to the device hangs: what is below it cannot be had
         self._ghosts = Ghosts(NUM_GHOSTS)
         self._tails: list[set[BlockName]] = [set() for _ in device.pools]  # blocks not full: nobody was told of them
 
@@ -127,6 +129,8 @@ class Residency:
             return np.full(len(names), ABSENT, np.int32), 0
         slots = self.device.pools[group_id].find_all(names)
         absent = np.flatnonzero(slots == ABSENT).tolist()
+        if absent and self.is_cut_off:
+            return slots, absent[0]
         if absent and self.host is not None:
             in_host = self.host.pools[group_id].find_all([names[i] for i in absent])
             absent = list(compress(absent, (in_host == ABSENT).tolist()))
@@ -293,6 +297,14 @@ class Residency:
         """The store had no good record of a block that it was said to have, and has none now."""
         if self.disk is not None and self.disk.index.remove(group_id, name):
             self._tell(BlockRemoved(Tier.DISK, group_id, [name]))
+
+    def could_not_be_read(self, group_id: int, name: BlockName, fault: Fault) -> None:
+        """A read of the block gave no bytes. After an error of the disk itself the record may still be good."""
+        assert self.disk is not None, "a read without a disk"
+        self.disk.faults[fault.value] += fault is not Fault.MISSING
+        if fault is not Fault.IO_ERROR:
+            self.not_on_disk(group_id, name)
+        self.lost(group_id, name)
 
     def was_on_disk(self, keys: Sequence[bytes]) -> None:
         """A page of what was on disk before this process started has been read."""

@@ -8,7 +8,7 @@ from itertools import islice
 from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.store.record import digest_among
 from kvtier.tiers.block_hash import BlockName
-from kvtier.tiers.breaker import Attempt
+from kvtier.tiers.breaker import HUNG_S, Attempt
 from kvtier.tiers.clean_ahead import CleanAhead
 from kvtier.tiers.groups import AttentionGroup
 from kvtier.tiers.residency import Residency, SlotTier
@@ -22,7 +22,6 @@ BATCH_BYTES = 8 << 20
 MAX_IN_FLIGHT = {Route.DEVICE_TO_HOST: 16, Route.HOST_TO_DISK: 4}
 PATIENCE_S = 1.0  # after which nobody waits for a copy any more
 BACK_OFF_S = 1.0  # after a batch that failed to leave the device; the device keeps serving
-HUNG_S = 10.0  # of one batch to disk: it is not slow, it hangs
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +135,16 @@ class Spiller:
         if not submitted or (route is Route.HOST_TO_DISK and disk is not None and disk.is_failing):
             return False
         return min(submitted) > since or (max(submitted) > since and self._ended_at[route] > since)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether copies down are under way."""
+        return any(self._in_flight.values())
+
+    def hangs_since(self, began_at: float) -> bool:
+        """Whether copies down are under way, and none has ended for so long, nor since *began_at*, that none will."""
+        last = max(began_at, *self._ended_at.values())
+        return self.is_busy and self._clock() - last > HUNG_S
 
     def num_dirty(self) -> int:
         """Blocks of device and host without a copy below; 0 without a disk, where nothing can be kept anyway."""
