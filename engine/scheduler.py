@@ -221,7 +221,7 @@ class Scheduler:
                 return False
         if request.load_until is None:
             request.load_until = self._clock() + self._timeout_s
-        if not self._room_wait.is_over(has_room=self._cache.make_room(hit)):
+        if not self._room_wait.is_over(request, self._cache.make_room(hit)):
             return False
         request.hit = None
         self.waiting.remove(request)

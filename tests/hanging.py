@@ -108,7 +108,7 @@ class HangingWorld(World):
             lane.work()
 
     def settle(self) -> None:
-        while any([lane.work() for lane in self.lanes.values()]):
+        while sum(lane.work() for lane in self.lanes.values()):  # not any(): each is to work
             self.cache.poll()
         self.cache.poll()
 

@@ -148,9 +148,7 @@ class Landings:
 
     def num_leases(self, group_id: int) -> int:
         """Host slots of the group that are being read into."""
-        return sum(
-            landing.group_id == group_id for read in (*self._reading, *self._hanging) for landing in read.batch
-        )
+        return sum(landing.group_id == group_id for read in (*self._reading, *self._hanging) for landing in read.batch)
 
     def check(self) -> None:
         """Raise AssertionError if a block under way is neither queued nor being read, or waited for by nobody."""

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 
 from kvtier.engine import SamplingParams, disk_store
 from kvtier.engine.config import as_config
-from kvtier.engine.core import IDLE_WAIT_S, EngineCore
+from kvtier.engine.core import IDLE_WAIT_S, STALLED_S, CopyHangs, EngineCore
 from kvtier.engine.request import FinishReason, Request
 from kvtier.store.record import Fault
 from kvtier.store.store_process import StoreProcess
@@ -413,6 +414,31 @@ def test_aborting_one_of_two_that_wait_for_the_same_blocks_takes_nothing_from_th
 
     assert second.generated == expected
     assert second.tokens.disk == 144
+
+
+def test_an_engine_whose_slots_never_come_back_ends_with_an_error_that_says_so(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    with engine(model, num_slots=20) as core:
+        monkeypatch.setattr(time, "monotonic", lambda: now)
+        core.step()
+        now += 1000.0  # idle for long
+        held = core.cache.allocate([18])  # as copies do that hang
+        request = add(core, prompt_of(1, 10 * BLOCK_SIZE))
+
+        with pytest.raises(CopyHangs, match="restart"):
+            for _ in range(1000):
+                core.step()
+                now += 1.0
+
+        assert 1000 + STALLED_S < now < 1000 + 3 * STALLED_S
+        assert request.finish_reason is None
+        assert held is not None
+        core.cache.release(held)
+        finish(core)
+
+    assert request.generated == plain_greedy(model, prompt_of(1, 10 * BLOCK_SIZE), 8)
 
 
 @pytest.mark.parametrize("seed", range(2))
