@@ -24,6 +24,7 @@ from kvtier.engine.request import Request
 from kvtier.engine.runner import Chunk, ModelRunner
 from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.scheduler import Scheduler, Work
+from kvtier.engine.stall import Stall
 from kvtier.engine.step_times import StepTimes
 from kvtier.engine.terms import NO_TERMS, Terms
 from kvtier.store.cipher import Cipher
@@ -47,7 +48,6 @@ INDEX_WAIT_S = 5.0  # a million blocks on disk are looked through in about three
 IDLE_WAIT_S = 0.05
 STALLED_WAIT_S = 0.002
 LOAD_TIMEOUT_S = 10.0  # of a hit without a disk
-STALLED_S = 60.0  # beyond all deadlines: nobody computes, and nothing will change that
 RESET_WAIT_S = 2.0
 SNAPSHOT_EVERY_S = 0.25
 NUM_READERS = 4  # reads from disk at a time
@@ -69,10 +69,6 @@ class EngineStatistics:
     tenants: Mapping[str, Mapping[Tier, int]]  # bytes of those with a quota, by name and tier
     host_prepared_bytes: int  # of the host tier: backed by memory, and pinned on CUDA
     plans: PlanStatistics
-
-
-class CopyHangs(Exception):
-    """Requests need slots that copies hold which never end; only a restart gives them back."""
 
 
 class EngineCore:
@@ -154,12 +150,15 @@ class EngineCore:
         while not self.cache.knows_disk and time.monotonic() < give_up_at:
             self.cache.wait(IDLE_WAIT_S)
         timeout_s = LOAD_TIMEOUT_S if config.disk is None else config.disk.read_timeout_s
-        self._stalled_after_s = STALLED_S + 2 * timeout_s
-        self._computed_at = time.monotonic()
+        self._stall = Stall(timeout_s)
         look_ahead = None
         if config.host is not None and config.disk is not None and config.scheduler.look_ahead:
-            most_bytes = int(config.scheduler.look_ahead * config.host.capacity)
-            look_ahead = LookAhead(self.cache, most_bytes, time.monotonic, config.scheduler.look_ahead_s)
+            look_ahead = LookAhead(
+                self.cache,
+                int(config.scheduler.look_ahead * config.host.capacity),
+                time.monotonic,
+                config.scheduler.look_ahead_s,
+            )
         self._scheduler = Scheduler(self.cache, config.scheduler, timeout_s, self.planner, look_ahead=look_ahead)
         self._end_token_ids = _end_token_ids(model)
         self.longest_request = longest_request(  # tokens of a prompt and its continuation
@@ -206,8 +205,6 @@ class EngineCore:
         chain = self.chain(token_ids, extra)
         detokenizer = Detokenizer(self.tokenizer, sampling.stop)
         request = Request(token_ids, sampling, chain, detokenizer, terms, arrived_at)
-        if not self.has_work:
-            self._computed_at = time.monotonic()
         self._scheduler.add(request)
         return request
 
@@ -268,7 +265,7 @@ class EngineCore:
         """
         work = self._scheduler.schedule()
         advanced = self._compute(work) if work else []
-        self._see_that_it_goes_on(bool(work))
+        self._stall.look(self.has_work and not work, self.cache.num_under_way)
         # After the step, not before: beside a short one, a first token's, copies on two cores took longer than it did.
         self.cache.spill()
         if not work and self.cache.num_under_way:
@@ -359,16 +356,6 @@ class EngineCore:
         if all(chunk.gate is None for chunk in chunks):  # else it has waited for copies
             self._step_times.stepped(work, depths, time.monotonic() - started_at, bool(advanced))
         return advanced
-
-    def _see_that_it_goes_on(self, is_computing: bool) -> None:
-        now = time.monotonic()
-        if is_computing or not self.has_work:
-            self._computed_at = now
-        elif now - self._computed_at > self._stalled_after_s:
-            raise CopyHangs(
-                f"device: {self.cache.free_slots()} slots of {self._runner.num_slots} can be had in each group, and "
-                f"{self.cache.num_under_way} copies keep others for over {now - self._computed_at:.0f} s; restart"
-            )
 
     def _publish_events(self) -> None:
         if self._events is not None and self.publisher is not None and (events := self._events.take()):

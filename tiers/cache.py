@@ -395,8 +395,8 @@ class TieredCache:
     def flush(self, timeout_s: float, progress: Callable[[int], None] = lambda num_left: None) -> int:
         """Copy every block that is nobody's lease down to disk, so that a restart is warm; the number left over.
 
-        Waits, up to *timeout_s*, and not for copies that hang. *progress* gets the number of blocks still to go. Without
-        a disk there is nothing to do.
+        Waits, up to *timeout_s*, and not for copies that hang. *progress* gets the number of blocks still to go.
+        Without a disk there is nothing to do.
         """
         began_at = self._clock()
         deadline = began_at + timeout_s
