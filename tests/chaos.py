@@ -99,6 +99,10 @@ class World:
         self.cache = TieredCache(groups, self.memories, transfers, disk, self.clock, **options)
         self.tails: set[BlockName] = set()  # names of blocks that are not full
         self.rotten: set[tuple[int, int]] = set()  # host slots (group, slot) that this world has damaged
+        self.wait_for_index()
+
+    def wait_for_index(self) -> None:
+        """Until what is on disk already is known."""
         while not self.cache.knows_disk:
             self.clock.now += 1
             self.settle()

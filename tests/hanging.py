@@ -101,6 +101,11 @@ class HangingWorld(World):
         self.finished = WaitedQueue(self.let_time_pass)
         self.lanes: Mapping[Route, HangingLane] = {route: self._lane(route) for route in Route}
 
+    def wait_for_index(self) -> None:
+        for _ in range(20):  # as an engine does that starts: it may never be known
+            self.clock.now += 1
+            self.settle()
+
     def let_time_pass(self, seconds: float) -> None:
         """The lanes finish what they can."""
         self.clock.now += seconds

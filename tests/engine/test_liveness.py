@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 from hanging import Fault, HangingWorld
@@ -181,6 +182,7 @@ def whole_day(fault: Fault | None, by_layers: bool) -> Engine:
     return engine
 
 
+@cache
 def num_transfers(by_layers: bool) -> dict[Route, int]:
     return {route: lane.num_submitted for route, lane in whole_day(None, by_layers).lanes.items()}
 
