@@ -26,6 +26,7 @@ from kvtier.engine.request import Request
 from kvtier.engine.runner import Chunk, ModelRunner
 from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.scheduler import Scheduler, Work
+from kvtier.engine.stall import Stall
 from kvtier.engine.step_times import StepTimes
 from kvtier.engine.terms import NO_TERMS, Terms
 from kvtier.store.cipher import Cipher
@@ -50,6 +51,7 @@ OPENING_WAIT_S = 30.0
 INDEX_WAIT_S = 5.0  # a million blocks on disk are looked through in about three
 IDLE_WAIT_S = 0.05
 STALLED_WAIT_S = 0.002
+LOAD_TIMEOUT_S = 10.0  # of a hit without a disk
 RESET_WAIT_S = 2.0
 SNAPSHOT_EVERY_S = 0.25
 NUM_READERS = 4  # reads from disk at a time
@@ -150,11 +152,16 @@ class EngineCore:
         self._memories = memories
         progress("waiting for host memory and the disk's index")
         self._wait_prepared()
-        timeout_s = None if config.disk is None else config.disk.read_timeout_s
+        timeout_s = LOAD_TIMEOUT_S if config.disk is None else config.disk.read_timeout_s
+        self._stall = Stall(timeout_s)
         look_ahead = None
         if config.host is not None and config.disk is not None and config.scheduler.look_ahead:
-            most_bytes = int(config.scheduler.look_ahead * config.host.capacity)
-            look_ahead = LookAhead(self.cache, most_bytes, time.monotonic, config.scheduler.look_ahead_s)
+            look_ahead = LookAhead(
+                self.cache,
+                int(config.scheduler.look_ahead * config.host.capacity),
+                time.monotonic,
+                config.scheduler.look_ahead_s,
+            )
         self._scheduler = Scheduler(self.cache, config.scheduler, timeout_s, self.planner, look_ahead=look_ahead)
         self._end_token_ids = _end_token_ids(model)
         self.longest_request = longest_request(  # tokens of a prompt and its continuation
@@ -249,10 +256,19 @@ class EngineCore:
         """End a request; nothing of it stays leased."""
         self._scheduler.abort(request)
 
+    def hurry(self, request: Request, priority: int) -> None:
+        """Give a request another priority, unless it has finished."""
+        if request.finish_reason is None:
+            self._scheduler.hurry(request, priority)
+
     def step(self) -> list[Request]:
-        """Compute one batch; the requests that got a token, with `new_text`. Waits a moment if all are parked."""
+        """Compute one batch; the requests that got a token, with `new_text`. Waits a moment if all are parked.
+
+        `CopyHangs` if for a minute beyond all deadlines there is nothing that can be computed.
+        """
         work = self._scheduler.schedule()
         advanced = self._compute(work) if work else []
+        self._stall.look(self.has_work and not work, self.cache.num_under_way)
         # After the step, not before: beside a short one, a first token's, copies on two cores took longer than it did.
         self.cache.spill()
         if not work and self.cache.num_under_way:

@@ -1,6 +1,6 @@
 """DiskIndex: which blocks the disk has, known without asking it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from kvtier.tiers.block_hash import BlockName
 
@@ -36,6 +36,11 @@ class DiskIndex:
     def names(self, group_id: int) -> list[BlockName]:
         """The names of a group that are known to be on disk."""
         return list(self._names.get(group_id, ()))
+
+    def find_any(self, besides: Container[tuple[int, BlockName]]) -> tuple[int, BlockName] | None:
+        """Group and name of some block on disk that is none of *besides*; None if there is none."""
+        blocks = ((group_id, name) for group_id, names in self._names.items() for name in names)
+        return next((block for block in blocks if block not in besides), None)
 
     def load(self, group_id: int, names: Iterable[BlockName]) -> list[BlockName]:
         """These were on disk when the page was read; those of them that are new to the index."""

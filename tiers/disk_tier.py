@@ -117,11 +117,11 @@ class DiskTier:
 
     def holds(self, group_id: int, name: BlockName) -> bool:
         """Whether the block is known to be there. No while reading is out of order: it could not be had."""
-        return self.index.holds(group_id, name) and self.reading.allows()
+        return self.index.holds(group_id, name) and self.is_readable
 
     def num_held(self, group_id: int, names: Sequence[BlockName]) -> int:
         """How many of *names* come before one that `holds` would say no to."""
-        return self.index.num_held(group_id, names) if self.reading.allows() else 0
+        return self.index.num_held(group_id, names) if self.is_readable else 0
 
     def read(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> list[bytes | Fault]:
         """Read each key's block into its memory, verified; the digest, or why there is none."""
@@ -200,6 +200,11 @@ class DiskTier:
             life=None if self.life is None else self.life.statistics(self.latest.written_bytes_total),
             tenants=dict(self.latest.tenants),
         )
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether reading is in order, as far as is known. Half open is not: no request waits for a probe."""
+        return self.reading.state is BreakerState.CLOSED
 
     @property
     def is_failing(self) -> bool:

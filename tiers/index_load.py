@@ -1,11 +1,11 @@
 """IndexLoad: what is on disk when its store opens is looked through page by page, beside everything else."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvtier.store.blob_store import StoreUnavailable
 from kvtier.store.record import Fault
-from kvtier.tiers.breaker import Attempt
+from kvtier.tiers.breaker import HUNG_S, Attempt
 from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.residency import Residency
 from kvtier.transfer.lane import LaneClosed, Transfer
@@ -20,19 +20,23 @@ class _Page:
 
     attempt: Attempt
     opening: int
+    submitted_at: float
 
 
 class IndexLoad:
     """Goes by the store's openings: it may open late, and be opened anew with other content.
 
-    Then what was known of it is forgotten, all pages are read, one at a time, from the first again if one fails, and
-    blocks above that relied on a copy there are to be copied again. Owned by the cache's thread.
+    Then what was known of it is forgotten, all pages are read, one at a time, from the first again if one fails or
+    hangs, and blocks above that relied on a copy there are to be copied again. Owned by the cache's thread.
     """
 
-    def __init__(self, disk: DiskTier, residency: Residency, transfers: TransferEngine) -> None:
+    def __init__(
+        self, disk: DiskTier, residency: Residency, transfers: TransferEngine, clock: Callable[[], float]
+    ) -> None:
         self._disk = disk
         self._residency = residency
         self._transfers = transfers
+        self._clock = clock
         self._reading: _Page | None = None
         self._forsaken: Iterator[None] = iter(())  # blocks above whose copies are gone, some at each step
 
@@ -45,10 +49,16 @@ class IndexLoad:
         next(self._forsaken, None)
         if not self._disk.is_open or self._disk.index.is_loaded:
             return
+        if self._reading is not None and self._clock() - self._reading.submitted_at > HUNG_S:
+            self._disk.reading.hung(self._reading.attempt)
+            self._disk.begin_index_again()
+            self._reading = None
         attempt = self._disk.reading.begin() if self._reading is None else None
         if attempt is None:
             return
-        page = self._reading = _Page(attempt, self._disk.taken_in)
+        page = _Page(attempt, self._disk.taken_in, self._clock())
+        # First: a lane without threads reads while it is given the page.
+        self._reading = page
         if not self._transfers.submit(
             Route.DISK_TO_HOST, self._disk.read_index, 0, lambda transfer: self._landed(transfer, page)
         ):

@@ -8,6 +8,7 @@ from itertools import compress
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.store.record import Fault
 from kvtier.tiers.admission import Admission
 from kvtier.tiers.block_hash import BlockChain, BlockName, TokenIds
 from kvtier.tiers.block_pool import ABSENT, BlockPool, Slots
@@ -102,6 +103,7 @@ class Residency:
         self.siblings = siblings
         self._siblings_group = siblings_group
         self._events = events
+        self.is_cut_off = False  # the lane to the device hangs: what is below it cannot be had
         self._ghosts = Ghosts(NUM_GHOSTS)
         self._tails: list[set[BlockName]] = [set() for _ in device.pools]  # blocks not full: nobody was told of them
 
@@ -127,6 +129,8 @@ class Residency:
             return np.full(len(names), ABSENT, np.int32), 0
         slots = self.device.pools[group_id].find_all(names)
         absent = np.flatnonzero(slots == ABSENT).tolist()
+        if absent and self.is_cut_off:
+            return slots, absent[0]
         if absent and self.host is not None:
             in_host = self.host.pools[group_id].find_all([names[i] for i in absent])
             absent = list(compress(absent, (in_host == ABSENT).tolist()))
@@ -292,6 +296,14 @@ class Residency:
         if self.disk is not None and self.disk.index.remove(group_id, name):
             self._tell(BlockRemoved(Tier.DISK, group_id, [name]))
 
+    def could_not_be_read(self, group_id: int, name: BlockName, fault: Fault) -> None:
+        """A read of the block gave no bytes. After an error of the disk itself the record may still be good."""
+        assert self.disk is not None, "a read without a disk"
+        self.disk.faults[fault.value] += fault is not Fault.MISSING
+        if fault is not Fault.IO_ERROR:
+            self.not_on_disk(group_id, name)
+        self.lost(group_id, name)
+
     def was_on_disk(self, keys: Sequence[bytes]) -> None:
         """A page of what was on disk before this process started has been read."""
         assert self.disk is not None, "a page of the index of no disk"
@@ -326,10 +338,8 @@ class Residency:
                     self.device.mark_dirty(group_id, [slot])
                 yield
 
-    def clear(self) -> bool:
-        """Forget every block in every tier; nothing may be leased. Waits for the store; False if that cannot forget."""
-        if self.disk is not None and not self.disk.clear():
-            return False
+    def clear(self) -> None:
+        """Forget every block of device and host, after the disk has; nothing may be leased."""
         for tier in (self.device, self.host):
             for group_id, pool in enumerate(tier.pools if tier is not None else ()):
                 pool.evict(pool.cached_slots())
@@ -342,7 +352,6 @@ class Residency:
         if self.siblings is not None:
             self.siblings.forget(np.arange(self.device.pools[self._siblings_group].num_slots, dtype=np.int32))
         self._tell(AllBlocksCleared())
-        return True
 
     def lost(self, group_id: int, name: BlockName) -> None:
         """A copy is gone: what relied on it has to be copied again."""

@@ -124,9 +124,12 @@ def test_a_disk_that_fails_is_left_alone_and_tried_again_with_one_batch() -> Non
     store.fails = False
     w.clock.now += 2
     assert disk.reading.state is BreakerState.HALF_OPEN
-    promotion = read(w, "h")
-    assert promotion.num_blocks == 10
+    assert w.cache.lookup(w.chain("h", DOCUMENT), DOCUMENT + 1).num_tokens < DOCUMENT  # nobody waits for the probe
+    w.cache.poll()
+    w.settle()
+    assert store.num_asked == asked + 1
     assert disk.reading.state is BreakerState.CLOSED
+    assert read(w, "h").num_blocks == 10
     w.check()
 
 
