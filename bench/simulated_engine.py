@@ -1,5 +1,6 @@
 """An engine without a model: cache, scheduler and store are real, device and lanes take the time they are told."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -129,7 +130,7 @@ class SimulatedEngine:
         config = SchedulerConfig(
             token_budget=4 * machine.chunk // TOKENS_EACH, prefill_chunk=machine.chunk // TOKENS_EACH, max_running=64
         )
-        self._scheduler = Scheduler(self.cache, config, None, self.planner, self._clock)
+        self._scheduler = Scheduler(self.cache, config, math.inf, self.planner, self._clock)
         self._tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")))
 
     def answer(self, prompts: Sequence[Arriving]) -> list[float]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from report import Row, arguments, publish
 
-from kvtier.engine import SamplingParams, disk_store
+from kvtier.engine import SamplingParams, reopening_store
 from kvtier.engine.demo_model import build_demo_model
 from kvtier.engine.llm import LLM
 from kvtier.store.record import Fault
@@ -92,7 +92,7 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--rounds", type=int, default=2, help="questions about each document (2)")
     options = parser.parse_args()
-    disk_store.StoreProcess = SlowStore  # type: ignore[misc]
+    reopening_store.StoreProcess = SlowStore  # type: ignore[misc]
     rows = []
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
         bed = Bed(Path(folder))

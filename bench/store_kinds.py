@@ -32,5 +32,6 @@ def open_store(kind: Kind, level: Durability, folder: Path, capacity_bytes: int,
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as the engine does
     settings = StoreSettings(folder, capacity_bytes, durability=level)
     store = StoreProcess(settings, [SharedMemory(slots.fd, slots.address, slots.num_bytes)])
+    store.open()
     time.sleep(WARM_S)
     return store

@@ -14,16 +14,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvtier.engine.config import Config
 from kvtier.engine.detokenizer import Detokenizer
 from kvtier.engine.disk_store import disk_tier, open_store
+from kvtier.engine.fault_log import FaultLog, flush_fault
 from kvtier.engine.kv_events import ZmqPublisher
 from kvtier.engine.logprobs import token_logprobs
 from kvtier.engine.longest_request import longest_request
 from kvtier.engine.look_ahead import LookAhead
 from kvtier.engine.lora_adapter import load_adapters
 from kvtier.engine.poisoned_cache import PoisonedCache
+from kvtier.engine.reopening_store import ReopeningStore, StoreStanding
 from kvtier.engine.request import Request
 from kvtier.engine.runner import Chunk, ModelRunner
 from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.scheduler import Scheduler, Work
+from kvtier.engine.stall import Stall
 from kvtier.engine.step_times import StepTimes
 from kvtier.engine.terms import NO_TERMS, Terms
 from kvtier.store.cipher import Cipher
@@ -43,9 +46,12 @@ log = logging.getLogger(__name__)
 
 # A host tier of a gigabyte or two is ready by then. Beside a first load, preparing made it up to three times slower.
 STARTUP_WAIT_S = 1.0
+# A process that starts on a busy machine takes seconds. A disk that hangs for longer is joined once it is there.
+OPENING_WAIT_S = 30.0
 INDEX_WAIT_S = 5.0  # a million blocks on disk are looked through in about three
 IDLE_WAIT_S = 0.05
 STALLED_WAIT_S = 0.002
+LOAD_TIMEOUT_S = 10.0  # of a hit without a disk
 RESET_WAIT_S = 2.0
 SNAPSHOT_EVERY_S = 0.25
 NUM_READERS = 4  # reads from disk at a time
@@ -67,6 +73,7 @@ class EngineStatistics:
     tenants: Mapping[str, Mapping[Tier, int]]  # bytes of those with a quota, by name and tier
     host_prepared_bytes: int  # of the host tier: backed by memory, and pinned on CUDA
     plans: PlanStatistics
+    store: StoreStanding | None  # the disk tier's; None without one
 
 
 class EngineCore:
@@ -74,8 +81,8 @@ class EngineCore:
     gets everything, so that the next start is warm.
 
     Raises `UnsupportedModel` for a model whose attention cannot be paged, ValueError for sizes that cannot work,
-    `UnusableLora` for an adapter of another model, `StoreInUse` if another process has the store, and what
-    `ZmqPublisher` raises if its endpoints cannot be had.
+    `UnusableLora` for an adapter of another model, and what `ZmqPublisher` raises if its endpoints cannot be had.
+    What keeps the disk's store from opening is no error: it is logged, and the disk tier joins once the store is open.
     """
 
     def __init__(
@@ -105,12 +112,14 @@ class EngineCore:
             # While memory is prepared.
             progress("taking the digest of the weights")
             namespace = self._runner.namespace(config.names.algorithm, config.names.resolved_seed)
-            self._store, disk = None, None
+            self._store: ReopeningStore | None = None
+            disk = None
             if config.disk is not None:
                 progress(f"opening the store {config.disk.path}")
                 sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
                 self._store = open_store(config.disk, namespace.dtype, memories, config.tenants)
                 undo.callback(self._store.close)
+                self._store.wait_opened(OPENING_WAIT_S)
                 disk = disk_tier(self._store, config.disk, namespace)
             transfers = _transfers(self._runner, memories[0].num_copiers)
             undo.callback(transfers.close)
@@ -142,16 +151,17 @@ class EngineCore:
             undo.pop_all()
         self._memories = memories
         progress("waiting for host memory and the disk's index")
-        for memory in memories:
-            memory.wait_prepared(STARTUP_WAIT_S / len(memories))
-        give_up_at = time.monotonic() + INDEX_WAIT_S
-        while not self.cache.knows_disk and time.monotonic() < give_up_at:
-            self.cache.wait(IDLE_WAIT_S)
-        timeout_s = None if config.disk is None else config.disk.read_timeout_s
+        self._wait_prepared()
+        timeout_s = LOAD_TIMEOUT_S if config.disk is None else config.disk.read_timeout_s
+        self._stall = Stall(timeout_s)
         look_ahead = None
         if config.host is not None and config.disk is not None and config.scheduler.look_ahead:
-            most_bytes = int(config.scheduler.look_ahead * config.host.capacity)
-            look_ahead = LookAhead(self.cache, most_bytes, time.monotonic, config.scheduler.look_ahead_s)
+            look_ahead = LookAhead(
+                self.cache,
+                int(config.scheduler.look_ahead * config.host.capacity),
+                time.monotonic,
+                config.scheduler.look_ahead_s,
+            )
         self._scheduler = Scheduler(self.cache, config.scheduler, timeout_s, self.planner, look_ahead=look_ahead)
         self._end_token_ids = _end_token_ids(model)
         self.longest_request = longest_request(  # tokens of a prompt and its continuation
@@ -159,8 +169,8 @@ class EngineCore:
         )
         self._closed = False
         self._publish_events()  # what is on disk already
-        self.statistics = self._snapshot()
-        self._snapshot_at = time.monotonic()
+        self._fault_log = FaultLog(time.monotonic)
+        self._take_snapshot()
 
     @property
     def num_waiting(self) -> int:
@@ -251,10 +261,19 @@ class EngineCore:
         """End a request; nothing of it stays leased."""
         self._scheduler.abort(request)
 
+    def hurry(self, request: Request, priority: int) -> None:
+        """Give a request another priority, unless it has finished."""
+        if request.finish_reason is None:
+            self._scheduler.hurry(request, priority)
+
     def step(self) -> list[Request]:
-        """Compute one batch; the requests that got a token, with `new_text`. Waits a moment if all are parked."""
+        """Compute one batch; the requests that got a token, with `new_text`. Waits a moment if all are parked.
+
+        `CopyHangs` if for a minute beyond all deadlines there is nothing that can be computed.
+        """
         work = self._scheduler.schedule()
         advanced = self._compute(work) if work else []
+        self._stall.look(self.has_work and not work, self.cache.num_under_way)
         # After the step, not before: beside a short one, a first token's, copies on two cores took longer than it did.
         self.cache.spill()
         if not work and self.cache.num_under_way:
@@ -263,8 +282,7 @@ class EngineCore:
             time.sleep(STALLED_WAIT_S)  # for slots that nothing under way will free; a deadline or an abort will
         self._publish_events()
         if not self.has_work or time.monotonic() - self._snapshot_at > SNAPSHOT_EVERY_S:
-            self.statistics = self._snapshot()
-            self._snapshot_at = time.monotonic()
+            self._take_snapshot()
         return advanced
 
     def idle(self) -> None:
@@ -272,7 +290,7 @@ class EngineCore:
         self.cache.wait(0.0)
         self.cache.spill()
         self._publish_events()
-        self.statistics = self._snapshot()
+        self._take_snapshot()
 
     def close(self, progress: Callable[[int], None] = lambda num_left: None) -> None:
         """Abort what runs, write what is cached to disk, end threads. *progress* gets the blocks still to write."""
@@ -282,13 +300,23 @@ class EngineCore:
         for request in [*self._scheduler.waiting, *self._scheduler.promoting, *self._scheduler.running]:
             self._scheduler.abort(request)
         if self._store is not None and (num_left := self.cache.flush(FLUSH_TIMEOUT_S, progress)):
-            log.warning("flush: %d blocks did not reach the disk in time; they will be recomputed", num_left)
+            log.warning(
+                "flush: %d blocks did not reach the disk (%s); they will be recomputed",
+                num_left,
+                flush_fault(self._snapshot(), FLUSH_TIMEOUT_S),
+            )
         if self.publisher is not None:
             self._publish_events()
             self.publisher.close()
         self._runner.close()
-        if not self.cache.close():
-            log.warning("a copy hangs: the store is left open, the next start finds what was written so far")
+        if self._store is not None:
+            self._store.stop_opening()  # a lane may be waiting for that
+        is_closed = self.cache.close()
+        if not is_closed and self._store is not None:
+            self._store.kill()  # a copy hangs, probably in its process
+            is_closed = self.cache.close()
+        if not is_closed:
+            log.warning("a copy hangs: its memory is left, the next start finds what was written so far")
         elif self._store is not None:
             self._store.close()
 
@@ -350,6 +378,21 @@ class EngineCore:
         if self._events is not None and self.publisher is not None and (events := self._events.take()):
             self.publisher.publish(events)
 
+    def _wait_prepared(self) -> None:
+        """Wait a little for what makes the first requests faster."""
+        for memory in self._memories:
+            memory.wait_prepared(STARTUP_WAIT_S / len(self._memories))
+        give_up_at = time.monotonic() + INDEX_WAIT_S
+        while self._store is not None and self._store.opening() and time.monotonic() < give_up_at:
+            if self.cache.knows_disk:
+                return
+            self.cache.wait(IDLE_WAIT_S)
+
+    def _take_snapshot(self) -> None:
+        self.statistics = self._snapshot()
+        self._snapshot_at = time.monotonic()
+        self._fault_log.look(self.statistics)
+
     def _snapshot(self) -> EngineStatistics:
         scheduler, cache = self._scheduler, self.cache.statistics()
         return EngineStatistics(
@@ -363,6 +406,7 @@ class EngineCore:
             self._bytes_of_tenants(cache),
             sum(memory.prepared_bytes for memory in self._memories),
             self.planner.statistics(),
+            None if self._store is None else self._store.standing(),
         )
 
     def _bytes_of_tenants(self, cache: CacheStatistics) -> dict[str, dict[Tier, int]]:

@@ -5,13 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvtier.engine.config import DiskConfig, TenantConfig
+from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.store.channel import SharedMemory
 from kvtier.store.cipher import Cipher
 from kvtier.store.codec import CODECS, NO_CODEC, Codec
 from kvtier.store.codec_choice import CodecChoice
 from kvtier.store.data_file import capacity_within, most_bytes
 from kvtier.store.durability import Durability
-from kvtier.store.store_process import StoreProcess
 from kvtier.store.store_settings import StoreSettings
 from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.namespace import Namespace
@@ -26,9 +26,11 @@ _ELEMENTS = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32":
 
 def open_store(
     config: DiskConfig, dtype: str, memories: Sequence[BlockMemory], tenants: Mapping[str, TenantConfig]
-) -> StoreProcess:
-    """A store, in a process of its own, whose folder stays within the configured capacity. What opening raises;
-    ValueError, with what to do, for a capacity that holds next to nothing or a key that cannot be had."""
+) -> ReopeningStore:
+    """A store, in a process of its own, whose folder stays within the configured capacity. It is being opened.
+
+    What the configuration has wrong is an error at once: ValueError, with what to do, for a capacity that holds next to
+    nothing or a key that cannot be had. What keeps the store from opening is not: see `ReopeningStore`."""
     block_bytes = sum(memory.block_bytes for memory in memories)
     capacity_bytes = capacity_within(config.capacity)
     if capacity_bytes < LEAST_BLOCKS * block_bytes:
@@ -45,10 +47,10 @@ def open_store(
         config.checkpoint_s,
         {tenant_of(salt): quota.disk for salt, quota in tenants.items() if quota.disk is not None},
     )
-    return StoreProcess(settings, [SharedMemory(*memory.host_span()) for memory in memories])
+    return ReopeningStore(settings, [SharedMemory(*memory.host_span()) for memory in memories])
 
 
-def disk_tier(store: StoreProcess, config: DiskConfig, namespace: Namespace) -> DiskTier:
+def disk_tier(store: ReopeningStore, config: DiskConfig, namespace: Namespace) -> DiskTier:
     """The store as a tier of this namespace. Its records are of one kind: exact or lossy, under one key or none."""
     cipher = store.settings.cipher
     namespace = replace(
@@ -56,7 +58,12 @@ def disk_tier(store: StoreProcess, config: DiskConfig, namespace: Namespace) -> 
         kv_quantization="fp8" if config.codec == "fp8" else "none",
         encryption_key_id="" if cipher is None else cipher.key_id.hex(),
     )
-    tier = DiskTier(store, namespace.digest, written_bytes_per_day=config.max_written_bytes_per_day)
+    tier = DiskTier(
+        store,
+        namespace.digest,
+        written_bytes_per_day=config.max_written_bytes_per_day,
+        opening=store.opening,
+    )
     if config.endurance is not None:
         tier.life = SsdLife(config.endurance / 1e12, tier.clock, tier.latest.written_bytes_total)
     return tier

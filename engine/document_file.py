@@ -18,6 +18,7 @@ import xxhash
 
 from kvtier.engine.document import Document, Form
 from kvtier.store.cipher import OVERHEAD_BYTES, Cipher
+from kvtier.store.folder import Folder, open_own, sync_folder
 from kvtier.store.record import DIGEST_BYTES
 
 log = logging.getLogger(__name__)
@@ -55,11 +56,10 @@ class DocumentFolder:
         self._cipher = cipher
         self._tokenizer = tokenizer
         try:
-            if not path.is_dir():
-                path.mkdir(0o700, parents=True)
-            elif path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            self._folder = Folder.made(path)
+            if self._folder.mode & (stat.S_IRWXG | stat.S_IRWXO):
                 log.warning("documents %s: others may look into it; chmod 700 it", path)
-            for unfinished in path.glob(f"*{SUFFIX}{_UNFINISHED}"):
+            for unfinished in self._folder.here.glob(f"*{SUFFIX}{_UNFINISHED}"):
                 unfinished.unlink(missing_ok=True)
         except OSError as error:
             raise OSError(f"documents {path}: {error.strerror}; give [documents] another path") from error
@@ -83,29 +83,29 @@ class DocumentFolder:
             )
         )
         name = file_name(document.tenant, document.id)
-        file, unfinished = self.path / name, self.path / f"{name}{_UNFINISHED}"
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(descriptor, "wb") as output:
+        file, unfinished = self._folder.here / name, self._folder.here / f"{name}{_UNFINISHED}"
+        with open(unfinished, "wb", opener=open_own) as output:
             output.write(self._sealed(name, content))
             output.flush()
-            os.fsync(descriptor)
+            os.fsync(output.fileno())
         unfinished.replace(file)
-        self._sync()
+        sync_folder(self._folder.here)
 
     def remove(self, name: str) -> None:
         """Remove the file of that name, if it is there. OSError."""
         with suppress(FileNotFoundError):
-            (self.path / name).unlink()
-            self._sync()
+            (self._folder.here / name).unlink()
+            sync_folder(self._folder.here)
 
     def names(self) -> list[str]:
         """All files of documents. OSError."""
-        return sorted(file.name for file in self.path.glob(f"*{SUFFIX}"))
+        return sorted(file.name for file in self._folder.here.glob(f"*{SUFFIX}"))
 
     def read(self, name: str) -> tuple[Document, bool]:
         """The document in the file, and whether its token ids are of this tokenizer. Damaged if there is none."""
         try:
-            value = (self.path / name).read_bytes()
+            with open(self._folder.here / name, "rb", opener=open_own) as file:
+                value = file.read()
         except OSError as error:
             raise Damaged(f"cannot be read ({error.strerror})") from error
         try:
@@ -158,14 +158,6 @@ class DocumentFolder:
         if xxhash.xxh3_128_digest(content) != digest:
             raise Damaged("its bytes are not those that were written")
         return bytes(content)
-
-    def _sync(self) -> None:
-        """Let the folder itself survive."""
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def file_name(tenant: str | None, document_id: str) -> str:

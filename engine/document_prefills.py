@@ -13,27 +13,39 @@ from kvtier.engine.terms import Terms
 from kvtier.tiers.block_hash import ExtraKeys
 
 PRIORITY = 101  # behind all that a request may ask for; lower is more urgent
+ORDINARY = 0  # what a request has that asks for nothing
+PATIENCE_S = 60.0  # without a token computed, after which a document is a request like others
 _BEHIND_ALL = Terms(priority=PRIORITY)
 _ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _Running:
     document: Document
     request: Request
+    patient_until: float
+    num_computed: int = 0  # most tokens so far
 
 
 class DocumentPrefills:
     """A queue of which one document at a time is a request, with a low priority: tenant by tenant, and a tenant's in
-    the order in which they came. Owned by the engine's thread."""
+    the order in which they came.
+
+    One for which nothing could be computed for a minute is an ordinary request from then on: it waits for those that
+    came before it, and not for all that are to come. Owned by the engine's thread.
+    """
 
     def __init__(
-        self, extra_of: Callable[[EngineCore, Document], ExtraKeys], ended: Callable[[Document, str | None], None]
+        self,
+        extra_of: Callable[[EngineCore, Document], ExtraKeys],
+        ended: Callable[[Document, str | None], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """*extra_of*: what a document's blocks are named with beside its tokens. *ended* is told of every document that
         is done, with the reason if that is because it cannot be computed."""
         self._extra_of = extra_of
         self._ended = ended
+        self._clock = clock
         self._queue: deque[Document] = deque()
         self._running: _Running | None = None
         self._num_begun = 0
@@ -78,6 +90,8 @@ class DocumentPrefills:
         if self._running is not None and (reason := self._running.request.finish_reason) is not None:
             document, self._running = self._running.document, None
             self._ended(document, "it was aborted" if reason is FinishReason.ABORT else None)
+        elif self._running is not None:
+            self._hurry(core, self._running)
         while self._running is None and self._queue and core.num_waiting < core.config.scheduler.max_waiting:
             document = min(self._queue, key=lambda each: self._begun.get(each.tenant, 0))  # the first of several
             self._queue.remove(document)
@@ -92,4 +106,12 @@ class DocumentPrefills:
         except ValueError as error:
             self._ended(document, str(error))
         else:
-            self._running = _Running(document, request)
+            self._running = _Running(document, request, self._clock() + PATIENCE_S)
+
+    def _hurry(self, core: EngineCore, running: _Running) -> None:
+        """Let it wait no longer behind all others if it does not get on."""
+        num_computed = running.request.num_computed
+        if num_computed > running.num_computed:
+            running.num_computed, running.patient_until = num_computed, self._clock() + PATIENCE_S
+        elif running.request.terms.priority > ORDINARY and self._clock() >= running.patient_until:
+            core.hurry(running.request, ORDINARY)

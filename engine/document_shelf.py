@@ -56,7 +56,7 @@ class DocumentShelf:
         self._chains: dict[Document, BlockChain] = {}
         self._errors: dict[Document, str] = {}
         self._was_ready: set[Document] = set()
-        self._prefills = DocumentPrefills(extra_of, self._ended)
+        self._prefills = DocumentPrefills(extra_of, self._ended, clock)
         self._holds = DocumentHolds(self._chain, self._compute, shares, clock)
 
     def add(self, core: EngineCore, document: Document) -> None:

@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvtier.engine.config import Config
+from kvtier.engine.reopening_store import NotOpen, StoreStanding
 from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.statistics import CacheStatistics, TierStatistics
 from kvtier.tiers.tier import Tier
@@ -29,6 +30,8 @@ class EngineCollector(Collector):
         yield from _tier_metrics(statistics.cache.tiers)
         yield from _route_metrics(statistics)
         yield from _disk_metrics(statistics.cache)
+        if statistics.store is not None:
+            yield from _store_metrics(statistics.store)
         yield from _tenant_metrics(statistics)
         requests = GaugeMetricFamily("kvtier_requests", "Requests by state", labels=["state"])
         requests.add_metric(["waiting"], statistics.num_waiting)
@@ -152,6 +155,21 @@ def _disk_metrics(statistics: CacheStatistics) -> Iterator[Metric]:
         yield GaugeMetricFamily("kvtier_ssd_life_used_ratio", used, disk.life.used)
         years = "Years until the endurance is used up, at the rate since the start"
         yield GaugeMetricFamily("kvtier_ssd_years_left", years, disk.life.years_left)
+
+
+def _store_metrics(store: StoreStanding) -> Iterator[Metric]:
+    is_open = "Whether the disk tier's store is open; if not, kvtier serves without it and tries again"
+    yield GaugeMetricFamily("kvtier_disk_open", is_open, store.not_open is None)
+    reasons = GaugeMetricFamily(
+        "kvtier_disk_not_open", "1 for the reason why the disk tier's store is not open", labels=["reason"]
+    )
+    for reason in NotOpen:
+        reasons.add_metric([reason], reason is store.not_open)
+    yield reasons
+    gone = "Times that the store's folder was removed or replaced while it was open"
+    yield CounterMetricFamily("kvtier_disk_folder_gone", gone, store.num_gone)
+    ended = "Processes of the store that have ended by themselves, or hung and were ended"
+    yield CounterMetricFamily("kvtier_disk_process_ended", ended, store.num_ended)
 
 
 def _tenant_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:

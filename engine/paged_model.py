@@ -16,7 +16,9 @@ from kvtier.tiers.namespace import GroupGeometry
 from kvtier.transfer.device_slab import DeviceSlab
 from kvtier.transfer.layer_gate import LayerGate
 
-ARRIVAL_WAIT_S = 10.0  # for a layer of a prefix; what is computed without it counts for nothing
+# For the layers of a prefix, while nobody else computes: what is computed without counts for nothing, and is cheap to
+# compute again when the prefix has come as usual.
+ARRIVAL_WAIT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ class Request:
     junction: int | None = None  # tokens after which the prompt's prefix has been seen before, but not kept whole
     hit: Hit | None = None  # while room is made for it, until *hit_until*
     hit_until: float = 0.0
+    load_until: float | None = None  # so long its hit may take, from when it first asks for room
     promotion: Promotion | None = None
     num_promotions: int = 0  # since it was last admitted
     tokens: TokenBalance | None = None

@@ -9,6 +9,7 @@ from itertools import islice
 from kvtier.engine.config import SchedulerConfig
 from kvtier.engine.look_ahead import LookAhead
 from kvtier.engine.request import FinishReason, Request
+from kvtier.engine.room_wait import RoomWait
 from kvtier.engine.shared_prefill import SharedPrefill
 from kvtier.engine.slot_demand import SlotDemand
 from kvtier.engine.waiting_queue import WaitingQueue
@@ -22,6 +23,9 @@ from kvtier.tiers.tier import Reason
 MAX_PROMOTIONS = 3  # of one request: a corrupt block shortens the first, the second goes as far as is left
 CUT_SHORT = frozenset({Reason.CORRUPT, Reason.EVICTED_FROM_DISK})
 ARRIVAL_POLL_S = 0.01
+# For what a step that began early was computed with: verifying is done when copying is, or hangs. Nobody else computes.
+SETTLE_S = 1.0
+ROOM_SHARE = 0.5  # of a load's time, which may pass before it begins: the rest is for loading
 HIT_LASTS_S = 0.05  # while room is made for a hit it is not looked up again: 36 ms for 8,192 blocks on disk
 
 
@@ -45,11 +49,12 @@ class Scheduler:
         self,
         cache: TieredCache,
         config: SchedulerConfig,
-        promotion_timeout_s: float | None,
+        load_timeout_s: float,
         planner: LoadPlanner | None = None,
         clock: Callable[[], float] = time.monotonic,
         look_ahead: LookAhead | None = None,
     ) -> None:
+        """*load_timeout_s*: so long after it first asks for room a request starts with what has come of its hit."""
         self.waiting = WaitingQueue()
         self.promoting: list[Request] = []
         self.running: list[Request] = []
@@ -57,7 +62,8 @@ class Scheduler:
         self.hit_ratio = HitRatio()
         self._cache = cache
         self._config = config
-        self._timeout_s = promotion_timeout_s
+        self._timeout_s = load_timeout_s
+        self._room_wait = RoomWait(ROOM_SHARE * load_timeout_s, clock)
         self._planner = planner
         self._look_ahead = look_ahead
         self._clock = clock
@@ -122,17 +128,25 @@ class Scheduler:
         return step
 
     def settle(self, work: Sequence[Work]) -> list[Request]:
-        """Wait for the prefixes that were arriving while the step was computed; the requests whose did not arrive as
-        expected. What was computed for these counts for nothing: they start again from what is there."""
+        """Wait a moment for the prefixes that were arriving while the step was computed; the requests whose did not
+        arrive as expected. What was computed for these counts for nothing: they start again from what is there, or go
+        on waiting for it while others compute."""
         lost = []
+        give_up_at = self._clock() + SETTLE_S
         for request in [item.request for item in work]:
             promotion = request.promotion
             if promotion is None or request.split:
                 continue
-            while not promotion.done:
+            while not promotion.done and self._clock() < give_up_at:
                 self._cache.wait(ARRIVAL_POLL_S)
             num_copied = request.num_computed - request.num_committed
             own = self._leases_besides_promotion(request)
+            if not promotion.done:
+                self._cache.release(own)
+                request.tables = []
+                promotion.gate = None  # it is not begun with a second time
+                lost.append(request)
+                continue
             self.promoting.remove(request)
             if (promotion.num_tokens, promotion.num_copied) == (request.num_committed, num_copied):
                 self._run(request, promotion)
@@ -159,6 +173,15 @@ class Scheduler:
                     request.tables, request.chain, request.num_committed, request.num_computed, boundaries
                 )
                 request.num_committed = request.num_computed
+
+    def hurry(self, request: Request, priority: int) -> None:
+        """Give a request that has not finished another priority; a waiting one goes behind all that have it."""
+        is_waiting = request in self.waiting
+        if is_waiting:
+            self.waiting.remove(request)
+        request.terms = replace(request.terms, priority=priority)
+        if is_waiting:
+            self.waiting.add(request)
 
     def retire(self, request: Request) -> None:
         """The request has finished: its blocks stay cached, its leases end."""
@@ -187,14 +210,18 @@ class Scheduler:
         """Let the request in unless it would probably push out a running one that is as urgent. Alone it may always
         start."""
         if not self._may_one_more_run and not self._give_way(request, step):
+            request.load_until = None
             return False
         if request.hit is None or self._clock() >= request.hit_until:
             request.hit, request.hit_until = self._lookup(request), self._clock() + HIT_LASTS_S
         hit = request.hit
         while not self._demand.fits(request, hit, [*self.running, *self.promoting]):
             if not self._give_way(request, step):
+                request.load_until = None
                 return False
-        if not self._cache.make_room(hit):
+        if request.load_until is None:
+            request.load_until = self._clock() + self._timeout_s
+        if not self._room_wait.is_over(request, self._cache.make_room(hit)):
             return False
         request.hit = None
         self.waiting.remove(request)
@@ -204,7 +231,7 @@ class Scheduler:
         if hit.start:
             self._split(request, hit)
         else:
-            self._park(request, self._cache.promote(hit, self._timeout_s))
+            self._park(request, self._cache.promote(hit, self._left_s(request)))
         if self._look_ahead is not None:
             self._look_ahead.forget(request)  # the promotion has its own leases now
         return True
@@ -247,10 +274,14 @@ class Scheduler:
         """Begin with what is on the device of a hit, and compute what comes before the rest while that is loaded."""
         front = self._cache.promote(self._cache.on_device(hit))
         assert front.done, "what is on the device has to be waited for"
-        request.promotion = self._cache.promote(hit, self._timeout_s)
+        request.promotion = self._cache.promote(hit, self._left_s(request))
         request.tables = front.tables
         request.num_committed = request.num_computed = front.num_tokens
         self.running.append(request)
+
+    def _left_s(self, request: Request) -> float:
+        """Until the request starts with what has come."""
+        return self._timeout_s if request.load_until is None else max(0.0, request.load_until - self._clock())
 
     def _rejoin(self, request: Request, rest: Promotion) -> None:
         """The front is computed and the rest loaded, as much of it as arrived: its leases are the request's."""
@@ -273,7 +304,7 @@ class Scheduler:
         if promotion.why_no_more in CUT_SHORT and request.num_promotions < MAX_PROMOTIONS:
             hit = replace(self._lookup(request), start=0)  # what has arrived is on the device: there is no front
             if hit.num_tokens > promotion.num_tokens:  # windowed layers may resume at a place between
-                again = self._cache.promote(hit, self._timeout_s)
+                again = self._cache.promote(hit, self._left_s(request))
                 again.continues(promotion)
                 self._cache.cancel(promotion)
                 self._park(request, again)
@@ -288,7 +319,7 @@ class Scheduler:
 
     def _has(self, request: Request, promotion: Promotion) -> None:
         """The promotion's prefix is in the request's tables."""
-        request.promotion = None
+        request.promotion = request.load_until = None
         request.num_promotions = 0
         request.num_committed = promotion.num_tokens
         request.num_computed = promotion.num_tokens + promotion.num_copied

@@ -43,6 +43,10 @@ class StoreFull(OSError):
     evicted: Sequence[bytes] = ()  # keys that had to go all the same
 
 
+class StoreUnavailable(OSError):
+    """The store is not open now, and may be later."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
     """A store in figures. Totals marked * survive reopening, the others count since opening."""

@@ -1,18 +1,25 @@
 """What is known of a data file left by an earlier process: in which boot it was last open, and how.
 
 LMDB's file is whole after kill -9 (the kernel still writes the pages) but, unless it was synced, not after a crash of
-the machine. Reading a damaged file may crash, so the answer is kept beside it.
+the machine. Reading a damaged file may crash, so the answer is kept beside it. A mark that cannot be read costs the
+whole store, so there are two copies of it, each with a checksum.
 """
 
-import os
 from dataclasses import dataclass
 from enum import StrEnum
+from os import fsync
 from pathlib import Path
 from typing import Self
 
-_LAYOUT = "kvtier-store-5"  # the sub-databases and their rows; record headers have a version of their own
+import xxhash
+
+from kvtier.store.folder import open_or_make, open_own, sync_folder
+
+_LAYOUT = "kvtier-store-6"  # the sub-databases and their rows; record headers have a version of their own
+_ANY_LAYOUT = b"kvtier-store-"
 _NAME = "boot_mark"
-_MARK_BYTES = 128  # longer than any mark, and within one sector
+_COPY_BYTES = 512  # a sector, which is written whole or not at all; longer than any mark
+_COPIES_AT = (0, 4096)  # so far apart that not one page, or block of the medium, has both
 
 
 class FileState(StrEnum):
@@ -32,32 +39,38 @@ def current_boot_id() -> str:
 
 @dataclass(frozen=True)
 class BootMark:
-    """The boot in which the data file was last open, and its state then."""
+    """The boot in which the data file was last open, its state then, and how many processes in a row crashed on it."""
 
     boot_id: str
     state: FileState
     layout: str = _LAYOUT
+    num_crashes: int = 0
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
         """The mark in *folder*; None if there is none or it makes no sense. OSError if it cannot be read."""
         try:
-            layout, boot_id, state = (folder / _NAME).read_text().split()
-            return cls(boot_id, FileState(state), layout)
-        except (FileNotFoundError, ValueError):
+            with open(folder / _NAME, "rb", opener=open_own) as file:
+                content = file.read(_COPIES_AT[-1] + _COPY_BYTES)
+        except FileNotFoundError:
             return None
+        for start in _COPIES_AT:
+            mark = cls._unpack(content[start : start + _COPY_BYTES])
+            if mark is not None:
+                return mark
+        return cls._unpack_earlier(content)
 
     def write(self, folder: Path) -> None:
-        """Replace the mark in *folder*, durably and in one step: a sector is written whole or not at all.
+        """Replace the mark in *folder*, durably. A crash of the machine leaves copies of the old mark and the new one:
+        either is true until this returns.
 
         In its place, so that a store can be opened and closed on a full disk.
         """
-        text = f"{self.layout}\n{self.boot_id}\n{self.state}".ljust(_MARK_BYTES - 1) + "\n"
         is_new = not (folder / _NAME).exists()
         with open(folder / _NAME, "r+b", opener=open_or_make) as file:
-            file.write(text.encode())
+            file.write(self._pack().ljust(_COPIES_AT[1]) + self._pack())
             file.flush()
-            os.fsync(file.fileno())
+            fsync(file.fileno())
         if is_new:
             sync_folder(folder)
 
@@ -71,16 +84,28 @@ class BootMark:
         """Whether the machine went down while the file was open."""
         return self.state is not FileState.CLEAN and self.boot_id != current_boot_id()
 
+    def _pack(self) -> bytes:
+        facts = "\n".join((self.layout, self.boot_id, self.state, str(self.num_crashes))).encode()
+        return (facts + b"\n" + _checksum(facts)).ljust(_COPY_BYTES - 1) + b"\n"
 
-def open_or_make(path: str, flags: int) -> int:
-    """An opener for `open`: of files that only their owner may read, as all of a store."""
-    return os.open(path, flags | os.O_CREAT, 0o600)
+    @classmethod
+    def _unpack(cls, copy: bytes) -> Self | None:
+        """The mark of one copy; None if it is not as it was written."""
+        *facts, checksum = (copy.split(b"\n", 5) + [b""] * 5)[:5]
+        if checksum.strip() != _checksum(b"\n".join(facts)):
+            return None
+        layout, boot_id, state, num_crashes = (fact.decode() for fact in facts)
+        return cls(boot_id, FileState(state), layout, int(num_crashes))
+
+    @classmethod
+    def _unpack_earlier(cls, content: bytes) -> Self | None:
+        """The mark of a layout before 6, which had one copy and no checksum."""
+        facts = content.split()
+        if len(facts) != 3 or not facts[0].startswith(_ANY_LAYOUT) or not content.isascii():
+            return None
+        layout, boot_id, _ = (fact.decode() for fact in facts)
+        return None if layout == _LAYOUT else cls(boot_id, FileState.CLEAN, layout)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames and removals in *folder* durable."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _checksum(facts: bytes) -> bytes:
+    return xxhash.xxh3_64_hexdigest(facts).encode()

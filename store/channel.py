@@ -85,6 +85,11 @@ class Mappings:
 class NoAnswer(Exception):
     """The other side is gone, or silent for too long. Not an error of the store's: those are answers."""
 
+    @property
+    def is_silence(self) -> bool:
+        """Whether the other side may still be there."""
+        return not isinstance(self.__cause__, EOFError | OSError) or isinstance(self.__cause__, TimeoutError)
+
 
 class Channel:
     """The asker's end of a socket, for one question at a time.

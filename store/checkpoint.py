@@ -3,7 +3,8 @@
 LMDB never overwrites a page that the newest root or a reader's root can reach. So with a reader held on the root
 that was synced last, all pages of that root are on the medium and stay as they are, whatever else has been written
 since. Only the root itself moves on: LMDB keeps it in the first two pages, in turns. Their copy, put back after a
-crash, is the file as it was at the checkpoint.
+crash, is the file as it was at the checkpoint. It is kept twice, each with a checksum, so that no flipped bit costs the
+store.
 """
 
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 import lmdb
 import xxhash
 
-from kvtier.store.boot_mark import open_or_make, sync_folder
+from kvtier.store.folder import open_or_make, open_own, sync_folder
 from kvtier.store.lmdb_tables import keep_when_forked
 
 _NAME = "checkpoint"
@@ -38,7 +39,7 @@ class Checkpoint:
         reader = self._env.begin()
         keep_when_forked(reader)
         try:
-            with (self._folder / "data.mdb").open("rb") as data:
+            with open(self._folder / "data.mdb", "rb", opener=open_own) as data:
                 _keep(self._folder, data.read(2 * self._env.stat()["psize"]))
         except BaseException:
             reader.abort()
@@ -56,11 +57,11 @@ class Checkpoint:
 def restore(folder: Path) -> bool:
     """Make the data file what it was at its last checkpoint; False if there is none that makes sense."""
     try:
-        kept = (folder / _NAME).read_bytes()
-        root, checksum = kept[:-_CHECKSUM_BYTES], kept[-_CHECKSUM_BYTES:]
-        if xxhash.xxh3_128_digest(root) != checksum:
+        with open(folder / _NAME, "rb", opener=open_own) as file:
+            root = _whole(file.read())
+        if root is None:
             return False
-        data = os.open(folder / "data.mdb", os.O_RDWR)
+        data = open_own(folder / "data.mdb", os.O_RDWR)
     except OSError:
         return False
     try:
@@ -71,10 +72,19 @@ def restore(folder: Path) -> bool:
     return True
 
 
+def _whole(kept: bytes) -> bytes | None:
+    """The first copy that is as it was written."""
+    for copy in (kept[: len(kept) // 2], kept[len(kept) // 2 :]):
+        root, checksum = copy[:-_CHECKSUM_BYTES], copy[-_CHECKSUM_BYTES:]
+        if xxhash.xxh3_128_digest(root) == checksum:
+            return root
+    return None
+
+
 def _keep(folder: Path, root: bytes) -> None:
     fresh = folder / f"{_NAME}.new"
     with open(fresh, "r+b", opener=open_or_make) as file:
-        num_bytes = file.write(root + xxhash.xxh3_128_digest(root))
+        num_bytes = file.write(2 * (root + xxhash.xxh3_128_digest(root)))
         file.truncate()
         file.flush()
         os.fsync(file.fileno())

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import lmdb
 
+from kvtier.store import lmdb_roots
 from kvtier.store.boot_mark import BootMark, FileState
-from kvtier.store.data_file import DAMAGE, DATA
+from kvtier.store.data_file import DAMAGE, DATA, damage_of
 from kvtier.store.durability import Durability
+from kvtier.store.folder import Folder, open_own
 from kvtier.store.lmdb_rows import Row
-from kvtier.store.lmdb_tables import Tables
+from kvtier.store.lmdb_tables import Tables, ascending
 from kvtier.store.record import NAMESPACE_BYTES
 
 _ROWS_PER_LOOK = 4096  # of one read transaction, 10 ms: the owner cannot use pages again that it frees meanwhile
@@ -42,7 +44,7 @@ class State(StrEnum):
     OPEN = "open"  # some process has it
     LEFT_OPEN = "left open"  # by a process that is gone; whole all the same
     MACHINE_DOWN = "machine went down"  # while it was open
-    DAMAGED = "damaged"  # its tree was found broken
+    DAMAGED = "damaged"  # its tree was found broken, or processes crashed on it
     OTHER_LAYOUT = "other layout"  # written by another version of this program
     UNKNOWN = "unknown"  # there is no readable boot mark
 
@@ -100,17 +102,18 @@ def inspect(folder: Path) -> Inspection:
     Killed at any point it leaves a reader's slot, which the owner frees.
     """
     require_store(folder)
-    state, next_start = standing(folder)
-    mark = BootMark.read(folder)
-    return Inspection(
-        folder=folder,
-        state=state,
-        next_start=next_start,
-        durability=None if mark is None else _DURABILITIES.get(mark.state),
-        owner=None if state is State.CLEAN else _owner(folder),
-        file_bytes=_file_bytes(folder),
-        content=_content(folder) if next_start is NextStart.WARM else None,
-    )
+    with Folder(folder) as opened:
+        state, next_start = standing(opened.here)
+        mark = BootMark.read(opened.here)
+        return Inspection(
+            folder=folder,
+            state=state,
+            next_start=next_start,
+            durability=None if mark is None else _DURABILITIES.get(mark.state),
+            owner=None if state is State.CLEAN else _owner(opened.here),
+            file_bytes=_file_bytes(opened.here),
+            content=_content(opened) if next_start is NextStart.WARM else None,
+        )
 
 
 def require_store(folder: Path) -> None:
@@ -126,7 +129,7 @@ def standing(folder: Path) -> tuple[State, NextStart]:
         return State.UNKNOWN, NextStart.EMPTY
     if mark.is_of_another_layout:
         return State.OTHER_LAYOUT, NextStart.EMPTY
-    if mark.state is FileState.DAMAGED:
+    if damage_of(mark) is not None:
         return State.DAMAGED, NextStart.EMPTY
     if mark.state is FileState.CLEAN:
         return State.CLEAN, NextStart.WARM
@@ -163,10 +166,12 @@ def _file_bytes(folder: Path) -> int:
     return num_blocks * 512
 
 
-def _content(folder: Path) -> Content:
+def _content(folder: Folder) -> Content:
     try:
+        lmdb_roots.check(folder.here / DATA)
+        os.close(open_own(folder.here / "lock.mdb", os.O_RDWR | os.O_CREAT))  # LMDB would follow a link
         # The map size is the owner's. As many readers as its: whoever is there first makes the table of readers.
-        with lmdb.open(str(folder), readonly=True, map_size=0, max_dbs=4, max_readers=256) as env:
+        with lmdb.open(str(folder.here), readonly=True, map_size=0, max_dbs=4, max_readers=256) as env:
             counters = Tables.counters_in(env)
             return Content(
                 num_records=counters.num_records,
@@ -177,9 +182,11 @@ def _content(folder: Path) -> Content:
                 namespaces=_namespaces(env),
             )
     except DAMAGE as error:
-        raise StoreDamaged(f"store {folder} is damaged, kvtier check says whether it can be used: {error}") from error
+        raise StoreDamaged(
+            f"store {folder.name} is damaged, kvtier check says whether it can be used: {error}"
+        ) from error
     except lmdb.Error as error:
-        raise OSError(errno.EIO, f"store {folder}: {error}") from error
+        raise OSError(errno.EIO, f"store {folder.name}: {error}") from error
 
 
 def _namespaces(env: lmdb.Environment) -> tuple[NamespaceUse, ...]:
@@ -192,11 +199,11 @@ def _namespaces(env: lmdb.Environment) -> tuple[NamespaceUse, ...]:
             is_there = cursor.set_range(last) if last else cursor.first()
             if is_there and cursor.key() == last:  # not sought past: after the longest key there is none to seek
                 is_there = cursor.next()
-            rows = list(islice(cursor, _ROWS_PER_LOOK)) if is_there else []
+            rows = list(islice(ascending(cursor, last), _ROWS_PER_LOOK)) if is_there else []
         if not rows:
             break
         last = rows[-1][0]
         for key, row in rows:
             num_records[key[:NAMESPACE_BYTES]] += 1
-            stored_bytes[key[:NAMESPACE_BYTES]] += Row.unpack(row).charged_bytes
+            stored_bytes[key[:NAMESPACE_BYTES]] += Row.unpack(key, row).charged_bytes
     return tuple(NamespaceUse(namespace, num, stored_bytes[namespace]) for namespace, num in num_records.items())

@@ -7,8 +7,19 @@ from itertools import islice
 import lmdb
 
 from kvtier.store.blob_store import MAX_KEY_BYTES, TENANT_BYTES, Blob
-from kvtier.store.lmdb_rows import COUNTERS_KEY, FREE, HOLE, NOBODY, SEQUENCE, SLOTS, TENANT_BYTES_OF, Row
-from kvtier.store.lmdb_tables import SPARE_PAGES, Tables
+from kvtier.store.lmdb_rows import (
+    COUNTERS_KEY,
+    FREE,
+    HOLE,
+    NOBODY,
+    SEQUENCE,
+    SLOTS,
+    TENANT_BYTES_OF,
+    Row,
+    checksum,
+    verified,
+)
+from kvtier.store.lmdb_tables import SPARE_PAGES, Tables, ascending
 from kvtier.store.seal import Sealed
 from kvtier.store.slab import PAGE_BYTES, Slot
 
@@ -42,9 +53,9 @@ class Change:
         packed = self._txn.get(key, db=self._tables.records) if 0 < len(key) <= MAX_KEY_BYTES else None
         if packed is None:
             return False
-        row = Row.unpack(packed)
+        row = Row.unpack(key, packed)
         if not row.is_marked:
-            self._txn.put(key, row._replace(is_marked=True).pack(), db=self._tables.records)
+            self._txn.put(key, row._replace(is_marked=True).pack(key), db=self._tables.records)
         return True
 
     def allocate(self, num_bytes: int, num_slots: int, limit_bytes: int) -> tuple[list[Slot], list[Slot]]:
@@ -63,17 +74,22 @@ class Change:
         """Free slots whose room must be punched out, so that all take *limit_bytes* at most, as far as possible: at
         most so many of them, up to 3 index pages each."""
         to_punch: list[Slot] = []
+        excess_bytes = self.counters.slab_bytes - limit_bytes
+        found: list[bytes] = []
         with self._txn.cursor(db=self._tables.free) as cursor:
-            is_there = cursor.first()
-            while is_there and len(to_punch) < most and self.counters.slab_bytes > limit_bytes:
-                num_bytes, change, number = FREE.unpack(cursor.key())
-                if change > self._usable_before:
-                    is_there = cursor.next()
-                    continue
-                is_there = cursor.delete() and bool(cursor.key())  # and is at the next one
-                to_punch.append(Slot(num_bytes, number))
-                self._txn.put(HOLE.pack(num_bytes, number), b"", db=self._tables.holes)
-                self.counters.slab_bytes -= num_bytes
+            for key, row in ascending(cursor):
+                if len(to_punch) == most or excess_bytes <= 0:
+                    break
+                num_bytes, change, number = FREE.found(key, row)
+                if change <= self._usable_before:
+                    found.append(key)
+                    to_punch.append(Slot(num_bytes, number))
+                    excess_bytes -= num_bytes
+        for key, slot in zip(found, to_punch, strict=True):
+            self._txn.delete(key, db=self._tables.free)
+            hole = HOLE.pack(*slot)
+            self._txn.put(hole, checksum(hole), db=self._tables.holes)
+            self.counters.slab_bytes -= slot.num_bytes
         return to_punch
 
     def add(self, sealed: Sealed, blob: Blob, slot: Slot, coming: Collection[bytes] = ()) -> None:
@@ -90,7 +106,7 @@ class Change:
         packed = self._txn.pop(key, db=self._tables.records) if 0 < len(key) <= MAX_KEY_BYTES else None
         if packed is None:
             return False
-        self._left(Row.unpack(packed))
+        self._left(Row.unpack(key, packed))
         return True
 
     def evict(self, limit_bytes: int, most: int) -> list[bytes]:
@@ -109,7 +125,7 @@ class Change:
         """What the tenant has, charged as in `Counters.stored_bytes`."""
         if tenant not in self._tenants:
             packed = self._txn.get(tenant, db=self._tables.tenants)
-            self._tenants[tenant] = 0 if packed is None else TENANT_BYTES_OF.unpack(packed)[0]
+            self._tenants[tenant] = 0 if packed is None else TENANT_BYTES_OF.unpack(tenant, packed)[0]
         return self._tenants[tenant]
 
     def leave_spare_pages(self) -> None:
@@ -130,7 +146,7 @@ class Change:
         self._txn.put(COUNTERS_KEY, self.counters.pack(), db=self._tables.ledger)
         for tenant, num_bytes in self._tenants.items():
             if num_bytes:
-                self._txn.put(tenant, TENANT_BYTES_OF.pack(num_bytes), db=self._tables.tenants)
+                self._txn.put(tenant, TENANT_BYTES_OF.pack(tenant, num_bytes), db=self._tables.tenants)
             else:
                 self._txn.delete(tenant, db=self._tables.tenants)
 
@@ -147,10 +163,9 @@ class Change:
             if not key:
                 raise lmdb.CorruptedError("a place in the order is nobody's")
             packed = self._txn.get(key, db=self._tables.records)
-            if packed is None:  # `check` says so, and this must not spin
-                self._leave_place(position, owner)
-                continue
-            row = Row.unpack(packed)
+            row = None if packed is None else Row.unpack(key, packed)
+            if row is None or (SEQUENCE.pack(row.sequence), row.tenant) != (position, owner):
+                raise lmdb.CorruptedError("a place in the order is another's")
             if not row.is_marked:
                 self._txn.delete(key, db=self._tables.records)
                 self._left(row)
@@ -172,13 +187,12 @@ class Change:
         while True:
             with self._txn.cursor(db=db) as cursor:
                 rows = islice(cursor, _ROWS_AT_ONCE) if cursor.set_range(after) else iter(())
-                page = [(place, found) for place, found in rows if is_all or place.startswith(tenant)]
+                page = [(place, found) for place, found in ascending(rows, after) if is_all or place.startswith(tenant)]
             for place, found in page:
-                if place < after:  # we should never end
-                    raise lmdb.CorruptedError("the order is out of order")
                 after = place + b"\0"
                 if is_all:
-                    yield place, found[:TENANT_BYTES], found[TENANT_BYTES:]
+                    owned = verified(place, found)
+                    yield place, owned[:TENANT_BYTES], owned[TENANT_BYTES:]
                 else:
                     yield place[TENANT_BYTES:], tenant, found
             if not page:
@@ -193,7 +207,7 @@ class Change:
         """A record is gone: so go its place and its charge, and its slot is free."""
         self._leave_place(SEQUENCE.pack(row.sequence), row.tenant)
         freed = FREE.pack(row.slot.num_bytes, self.counters.num_changes, row.slot.number)
-        self._txn.put(freed, b"", db=self._tables.free)
+        self._txn.put(freed, checksum(freed), db=self._tables.free)
         self.counters.num_records -= 1
         self.counters.stored_bytes -= row.charged_bytes
         self._charge(row.tenant, -row.charged_bytes)
@@ -204,8 +218,8 @@ class Change:
         start = b"" if num_bytes is None else FREE.pack(num_bytes, 0, 0)
         with self._txn.cursor(db=self._tables.free) as cursor:
             if cursor.set_range(start):
-                for packed in cursor.iternext(values=False):
-                    size, change, number = FREE.unpack(packed)
+                for key, row in ascending(cursor):
+                    size, change, number = FREE.found(key, row)
                     if len(found) == most or (num_bytes is not None and size != num_bytes):
                         break
                     if change <= self._usable_before:
@@ -222,15 +236,15 @@ class Change:
             return []
         with self._txn.cursor(db=self._tables.holes) as cursor:
             is_there = cursor.set_range(HOLE.pack(num_bytes, 0))
-            rows = islice(cursor.iternext(values=False), num_slots) if is_there else ()
-            slots = [slot for packed in rows if (slot := Slot(*HOLE.unpack(packed))).num_bytes == num_bytes]
+            rows = islice(ascending(cursor), num_slots) if is_there else ()
+            slots = [slot for row in rows if (slot := Slot(*HOLE.found(*row))).num_bytes == num_bytes]
         for slot in slots:
             self._txn.delete(HOLE.pack(*slot), db=self._tables.holes)
         size = num_bytes.to_bytes(4, "big")
         packed = self._txn.get(size, db=self._tables.slabs)
-        end = 0 if packed is None else SLOTS.unpack(packed)[0]
+        end = 0 if packed is None else SLOTS.unpack(size, packed)[0]
         missing = num_slots - len(slots)
-        self._txn.put(size, SLOTS.pack(end + missing), db=self._tables.slabs)
+        self._txn.put(size, SLOTS.pack(size, end + missing), db=self._tables.slabs)
         return slots + [Slot(num_bytes, number) for number in range(end, end + missing)]
 
     def _charge(self, tenant: bytes, num_bytes: int) -> None:
@@ -241,10 +255,11 @@ class Change:
         """Make *key* the newest."""
         sequence = self.counters.next_sequence
         self.counters.next_sequence += 1
-        self._txn.put(key, row._replace(sequence=sequence).pack(), db=self._tables.records)
-        if not self._txn.put(SEQUENCE.pack(sequence), row.tenant + key, append=True, db=self._tables.order):
+        self._txn.put(key, row._replace(sequence=sequence).pack(key), db=self._tables.records)
+        place, owned = SEQUENCE.pack(sequence), row.tenant + key
+        if not self._txn.put(place, owned + checksum(place, owned), append=True, db=self._tables.order):
             raise lmdb.CorruptedError("the newest in the order is newer than all records")
         if row.tenant != NOBODY:
-            self._txn.put(row.tenant + SEQUENCE.pack(sequence), key, db=self._tables.owned)
+            self._txn.put(row.tenant + place, key, db=self._tables.owned)
         if row.parent and row.parent not in coming:
             self.mark(row.parent)

@@ -19,6 +19,7 @@ from kvtier.store.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.checkpoint import Checkpoint
 from kvtier.store.data_file import DAMAGE
 from kvtier.store.durability import Durability
+from kvtier.store.folder import Folder
 from kvtier.store.lmdb_change import REMOVAL_BYTES, Change
 from kvtier.store.lmdb_tables import LITTLE_BYTES
 from kvtier.store.owner_lock import OwnerLock
@@ -49,7 +50,6 @@ class LmdbFiles:
     ) -> None:
         self.writer = threading.RLock()  # held for a change; taken before, never inside, `_gate`
         self._pid = os.getpid()
-        self._folder = folder
         self._durability = durability
         self._interval_s = interval_s
         self._is_upkeep = capacity_bytes is None
@@ -63,25 +63,25 @@ class LmdbFiles:
         self._synced_change: int | None = None  # up to which a checkpoint was taken
         self._closing = threading.Event()
 
-        if capacity_bytes is not None:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            folder.mkdir(mode=0o700, exist_ok=True)
+        self.name = folder
         with ExitStack() as undo:
-            undo.callback(OwnerLock(folder, owner).release)
+            self._folder = undo.enter_context(Folder(folder) if capacity_bytes is None else Folder.made(folder))
+            undo.callback(OwnerLock(self._folder, owner).release)
             try:
                 if capacity_bytes is None:
-                    self.capacity_bytes = data_file.recorded_capacity(folder)
-                    self.tables = data_file.reopened(folder, self.capacity_bytes, durability)
+                    self.capacity_bytes = data_file.recorded_capacity(self._folder)
+                    self.tables = data_file.reopened(self._folder, self.capacity_bytes, durability)
                 else:
                     self.capacity_bytes = capacity_bytes
-                    self.tables = data_file.open_trusted(folder, capacity_bytes, durability)
+                    self.tables = data_file.open_trusted(self._folder, capacity_bytes, durability)
             except lmdb.Error as error:
                 raise OSError(errno.EIO, f"store {folder}: {error}") from error
             undo.callback(self._unmap)
-            self.slabs = Slabs(folder)
+            self.slabs = Slabs(self._folder.here)
             undo.callback(self.slabs.close)
-            mark = BootMark.read(folder)
+            mark = BootMark.read(self._folder.here)
             self._is_tidy = mark is not None and mark.state is FileState.CLEAN
+            self._num_crashes = 0 if mark is None else mark.num_crashes
             with self._lmdb_errors():
                 self._promise()
             self._let_go = undo.pop_all()
@@ -130,10 +130,21 @@ class LmdbFiles:
                 with self._lmdb_errors():
                     if self.tables.is_open:  # else it could not be opened again: it is as it was, and not synced
                         self._sync_all()
-                if self.tables.is_open and self._damage is None:
+                if self.tables.is_open and self._damage is None and not self.tables.is_removed:
                     # What is not tidy was synced all the same: that is what COMMIT says.
                     state = FileState.CLEAN if self._is_tidy else FileState.COMMIT
-                    BootMark(current_boot_id(), state).write(self._folder)
+                    BootMark(current_boot_id(), state).write(self._folder.here)
+
+    @property
+    def here(self) -> Path:
+        """A path to the folder that is open, whatever its name leads to now."""
+        return self._folder.here
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether who opens the folder next has a better store: an empty one for a damaged one, or one whose files
+        still have names."""
+        return (self._damage is not None and not self._is_upkeep) or self.tables.is_removed
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -167,7 +178,7 @@ class LmdbFiles:
                 raise ValueError("store is closed")
             self._recover()
             if self._damage is not None:
-                raise OSError(errno.EIO, f"store {self._folder} is damaged: {self._damage}") from self._damage
+                raise OSError(errno.EIO, f"store {self.name} is damaged: {self._damage}") from self._damage
             with self._lmdb_errors():
                 if time.monotonic() - self._readers_checked_at > _CHECK_READERS_S:
                     self._clear_stale_readers()
@@ -205,11 +216,11 @@ class LmdbFiles:
         with self.changing(LITTLE_BYTES) as change:
             return act(change, _RECORDS_WHEN_FULL)
 
-    def free_pages(self) -> None:
-        """Let be used again what is free; of slots, whatever their size, as much as one change may need and more."""
+    def free_pages(self, limit_bytes: int) -> None:
+        """Let be used again what is free; of slots, whatever their size, as much as one change may need and more, so
+        that it fits *limit_bytes*."""
         self._thaw()
-        room = 2 * data_file.part_bytes(self.capacity_bytes)
-        self.give_back(data_file.slab_bytes(self.capacity_bytes) - room)
+        self.give_back(max(0, limit_bytes - 2 * data_file.part_bytes(self.capacity_bytes)))
 
     def sync(self) -> None:
         """What has been changed so far is on the medium on return, or OSError."""
@@ -239,10 +250,11 @@ class LmdbFiles:
             self._sync_all()
         elif self._durability is Durability.INTERVAL:
             self._release_checkpoint()
-            self._checkpoint = Checkpoint(self._folder, self.tables.env)
+            self._checkpoint = Checkpoint(self._folder.here, self.tables.env)
             self._checkpoint_now()
         if self._damage is None:
-            BootMark(current_boot_id(), FileState(self._durability.value)).write(self._folder)
+            mark = BootMark(current_boot_id(), FileState(self._durability.value), num_crashes=self._num_crashes)
+            mark.write(self._folder.here)
 
     def _tidy_up(self) -> None:
         """Give back what a process that was killed had written to slots that were not its yet, or what was put there
@@ -258,7 +270,7 @@ class LmdbFiles:
                         self.slabs.punch(*some)
             self._is_tidy = True
         except OSError as error:
-            _log.warning("store %s: takes more room than it should until it is opened again: %s", self._folder, error)
+            _log.warning("store %s: takes more room than it should until it is opened again: %s", self.name, error)
 
     def _undo_writes(self) -> None:
         """Give back what a change that failed has written to slots that were not its yet."""
@@ -275,7 +287,7 @@ class LmdbFiles:
         with self.writer, self._gate, self._lmdb_errors():
             self._gate.wait_for(lambda: self._num_users == 0)
             self._sync_all()
-            BootMark(current_boot_id(), FileState.CLEAN).write(self._folder)
+            BootMark(current_boot_id(), FileState.CLEAN).write(self._folder.here)
             self._release_checkpoint()
             self.tables = data_file.compacted(self._folder, self.tables, self.capacity_bytes, self._durability)
             self._promise()
@@ -328,7 +340,7 @@ class LmdbFiles:
             except ValueError:  # closed
                 return
             except OSError as error:
-                _log.warning("store %s: no checkpoint, the one before stays: %s", self._folder, error)
+                _log.warning("store %s: no checkpoint, the one before stays: %s", self.name, error)
 
     @contextmanager
     def _lmdb_errors(self) -> Iterator[None]:
@@ -337,7 +349,7 @@ class LmdbFiles:
             yield
         except lmdb.MapFullError as error:
             raise StoreFull(
-                errno.ENOSPC, f"store {self._folder}: map full; raise capacity_bytes or use blocks of one size"
+                errno.ENOSPC, f"store {self.name}: map full; raise capacity_bytes or use blocks of one size"
             ) from error
         except lmdb.Error as error:
             if self._is_dead():
@@ -345,9 +357,9 @@ class LmdbFiles:
             if isinstance(error, DAMAGE) and self._damage is None:
                 self._damage = error
                 if not self._is_upkeep:
-                    _log.warning("store %s is damaged, the next start is empty: %s", self._folder, error)
-                    BootMark(current_boot_id(), FileState.DAMAGED).write(self._folder)
-            raise OSError(errno.EIO, f"store {self._folder}: {error}") from error
+                    _log.warning("store %s is damaged, the next start is empty: %s", self.name, error)
+                    BootMark(current_boot_id(), FileState.DAMAGED).write(self._folder.here)
+            raise OSError(errno.EIO, f"store {self.name}: {error}") from error
 
     def _is_dead(self) -> bool:
         """Whether LMDB does nothing more in this environment: it could not write its root."""
@@ -376,4 +388,4 @@ class LmdbFiles:
 
     def _refuse_forked(self) -> None:
         if os.getpid() != self._pid:
-            raise ValueError(f"store {self._folder}: belongs to process {self._pid}, from which this one was forked")
+            raise ValueError(f"store {self.name}: belongs to process {self._pid}, from which this one was forked")

@@ -1,4 +1,8 @@
-"""What the sub-databases of an LMDB store hold, as bytes. What makes no sense comes of broken pages: CorruptedError."""
+"""What the sub-databases of an LMDB store hold, as bytes. What makes no sense comes of broken pages: CorruptedError.
+
+Rows that count, and rows that say where bytes are, end with a checksum over them and their key: a flipped bit, or
+another row's page, must neither free a slot that a record has nor move the end of a slab.
+"""
 
 import math
 import struct
@@ -6,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lmdb
+import xxhash
 
 from kvtier.store.blob_store import TENANT_BYTES
 from kvtier.store.record import HEADER_BYTES
@@ -15,6 +20,20 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _MOST = 1 << 62  # that anything counts up to
+_CHECKSUM_BYTES = 8
+
+
+def checksum(key: bytes, row: bytes = b"") -> bytes:
+    """What a row ends with; alone, the row of what is all in its key."""
+    return xxhash.xxh3_64_digest(key + row)
+
+
+def verified(key: bytes, packed: bytes) -> bytes:
+    """The row without its checksum, which is right."""
+    row = packed[:-_CHECKSUM_BYTES]
+    if packed[-_CHECKSUM_BYTES:] != checksum(key, row):
+        raise lmdb.CorruptedError("a row makes no sense: its checksum is another")
+    return row
 
 
 class _Layout(struct.Struct):
@@ -33,14 +52,20 @@ class _Layout(struct.Struct):
             raise lmdb.CorruptedError(f"a row makes no sense: {error}") from error
 
 
-class _Counts(_Layout):
+class _Counts:
     """Of rows that say how many there are of something."""
 
-    def unpack(self, row: "Buffer") -> tuple[Any, ...]:
-        return self._plausible(super().unpack(row))
+    def __init__(self, layout: str) -> None:
+        self._layout = _Layout(layout)
 
-    def pack(self, *counts: float) -> bytes:
-        return super().pack(*self._plausible(counts))
+    def pack(self, key: bytes, *counts: float) -> bytes:
+        """The row at *key*."""
+        row = self._layout.pack(*self._plausible(counts))
+        return row + checksum(key, row)
+
+    def unpack(self, key: bytes, packed: bytes) -> tuple[Any, ...]:
+        """The counts in the row at *key*."""
+        return self._plausible(self._layout.unpack(verified(key, packed)))
 
     def _plausible(self, counts: tuple[Any, ...]) -> tuple[Any, ...]:
         if not all(0 <= count < _MOST for count in counts):
@@ -48,9 +73,19 @@ class _Counts(_Layout):
         return counts
 
 
+class _Slots(_Layout):
+    """Of rows that are all key, and say something of a slot."""
+
+    def found(self, key: bytes, packed: bytes) -> tuple[int, ...]:
+        """What is in *key*, whose row is *packed*."""
+        if packed != checksum(key):
+            raise lmdb.CorruptedError("a row makes no sense: its checksum is another")
+        return self.unpack(key)
+
+
 SEQUENCE = _Layout(">Q")  # big-endian, so that LMDB's byte order is the order of age
-FREE = _Layout(">IQQ")  # size of the slot, the change that freed it, its number
-HOLE = _Layout(">IQ")  # size, number
+FREE = _Slots(">IQQ")  # size of the slot, the change that freed it, its number
+HOLE = _Slots(">IQ")  # size, number
 SLOTS = _Counts("<Q")
 TENANT_BYTES_OF = _Counts("<Q")
 COUNTERS_KEY = b"counters"
@@ -77,13 +112,13 @@ class Counters:
     slab_bytes: int = 0  # of all slots that take room on the medium
 
     @classmethod
-    def unpack(cls, packed: "bytes | memoryview") -> "Counters":
+    def unpack(cls, packed: bytes) -> "Counters":
         """Counters as they are kept."""
-        return cls(*_COUNTERS.unpack(packed))
+        return cls(*_COUNTERS.unpack(COUNTERS_KEY, packed))
 
     def pack(self) -> bytes:
         """As it is kept."""
-        return _COUNTERS.pack(*(getattr(self, name) for name in self.__slots__))
+        return _COUNTERS.pack(COUNTERS_KEY, *(getattr(self, name) for name in self.__slots__))
 
     def wrote(self, num_bytes: int, now: float) -> None:
         """That much has been written."""
@@ -108,22 +143,25 @@ class Row(NamedTuple):
     parent: bytes
 
     @classmethod
-    def unpack(cls, row: bytes) -> "Row":
-        """A row as it is kept."""
+    def unpack(cls, key: bytes, packed: bytes) -> "Row":
+        """The row at *key*, as it is kept."""
+        row = verified(key, packed)
         end = _ROW.size + HEADER_BYTES
         *facts, num_bytes, number = _ROW.unpack_from(row)
         slot = plausible(Slot(num_bytes, number))
         return cls(*facts, slot, row[_ROW.size : end], row[end:])  # type: ignore[call-arg]
 
     @staticmethod
-    def located(row: bytes) -> tuple[bytes, Slot]:
-        """Header and slot of a row as it is kept: all that a read needs."""
+    def located(key: bytes, packed: bytes) -> tuple[bytes, Slot]:
+        """Header and slot of the row at *key*, as it is kept: all that a read needs."""
+        row = verified(key, packed)
         *_, num_bytes, number = _ROW.unpack_from(row)
         return row[_ROW.size : _ROW.size + HEADER_BYTES], plausible(Slot(num_bytes, number))
 
-    def pack(self) -> bytes:
-        """As it is kept."""
-        return _ROW.pack(*self[:4], *self.slot) + self.header + self.parent
+    def pack(self, key: bytes) -> bytes:
+        """As it is kept at *key*."""
+        row = _ROW.pack(*self[:4], *self.slot) + self.header + self.parent
+        return row + checksum(key, row)
 
 
 def plausible(slot: Slot) -> Slot:

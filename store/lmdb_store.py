@@ -15,6 +15,7 @@ from kvtier.store.blob_store import Blob, StoreFull, StoreStatistics
 from kvtier.store.cipher import Cipher
 from kvtier.store.codec import NO_CODEC, Codec
 from kvtier.store.codec_choice import CodecChoice
+from kvtier.store.disk_room import DiskRoom
 from kvtier.store.durability import Durability
 from kvtier.store.group_commit import GroupCommit
 from kvtier.store.lmdb_change import REMOVAL_BYTES, Change
@@ -29,6 +30,7 @@ _EVICTED_PAGES = 3  # that an eviction may
 _MOST_EVICTED = 512  # of one change, and as many as it adds: see `REMOVAL_BYTES`
 _MOST_TRIES = 8  # to make room for one group
 _KEYS_PER_PAGE = 4096
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class _StillTooMuch(Exception):
@@ -72,6 +74,7 @@ class LmdbStore:
         self._gone: list[bytes] = []  # evicted, and nobody has been told; `_files.writer` guards it
         self._files = LmdbFiles(folder, capacity_bytes, durability, interval_s, owner)
         self._capacity_bytes = self._files.capacity_bytes
+        self._room = DiskRoom(self._files.name, self._files.here, self._capacity_bytes)
         self._reader = LmdbReader(self._files, cipher, codec if isinstance(codec, CodecChoice) else None)
         self._syncer = ThreadPoolExecutor(1, "kvtier-store-sync")
         self._group = GroupCommit(self._files.writer, data_file.part_bytes(self._capacity_bytes), self._put_group)
@@ -144,7 +147,15 @@ class LmdbStore:
         """File, offset and length of a record's slot, for who wants to see its bytes; None if there is none."""
         with self._files.reading() as txn:
             found = self._files.tables.located(txn, key)
-        return None if found is None else self._files.slabs.place(found[1])
+        if found is None:
+            return None
+        file, start, num_bytes = self._files.slabs.place(found[1])
+        return self._files.name / file.name, start, num_bytes
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it should be closed and opened again: its index is damaged, or its files were removed."""
+        return self._files.is_lost
 
     def sync(self) -> None:
         self._files.sync()
@@ -158,7 +169,7 @@ class LmdbStore:
         return StoreStatistics(
             num_records=counters.num_records,
             stored_bytes=counters.stored_bytes,
-            capacity_bytes=self._capacity_bytes,
+            capacity_bytes=self._room.capacity_bytes,
             file_bytes=file_bytes,
             written_bytes_total=counters.written_bytes_total,
             written_lately_bytes=counters.lately_bytes(time.time()),
@@ -203,11 +214,18 @@ class LmdbStore:
 
     def _put_group(self, group: Sequence[Blob]) -> list[bytes]:
         """Store *group*; if there is no room, after making some. All keys evicted that nobody was told of."""
-        try:
-            self._put_at_once(group)
-        except StoreFull:
-            self._make_room(2 * sum(most_charged_bytes(blob, self._cipher) for blob in group))
-            self._put_at_once(group)
+        self._room.look()
+        for is_last in (False, False, True):
+            try:
+                self._put_at_once(group)
+                break
+            except OSError as error:
+                if is_last or error.errno not in _NO_ROOM:
+                    raise
+                if isinstance(error, StoreFull):
+                    self._make_room(2 * sum(most_charged_bytes(blob, self._cipher) for blob in group))
+                else:
+                    self._shrink()
         gone, self._gone = self._gone, []
         return gone
 
@@ -253,11 +271,10 @@ class LmdbStore:
 
     def _write(self, change: Change, sealed: Sequence[Sealed]) -> list[Slot]:
         """Write the payloads to slots that no record has."""
-        limit_bytes = data_file.slab_bytes(self._capacity_bytes)
         sizes = [slot_bytes(one.payload.nbytes) for one in sealed]
         free: dict[int, Iterator[Slot]] = {}
         for size, num_slots in Counter(sizes).items():
-            slots, to_punch = change.allocate(size, num_slots, limit_bytes)
+            slots, to_punch = change.allocate(size, num_slots, self._room.slab_bytes)
             if to_punch:
                 self._files.slabs.punch(*to_punch)
             free[size] = iter(slots)
@@ -274,7 +291,7 @@ class LmdbStore:
                 evicted += change.evict_tenant(tenant, limit_bytes, most)
                 if change.bytes_of(tenant) > limit_bytes:
                     raise _StillTooMuch(evicted)
-        limit_bytes = max(0, self._capacity_bytes - sum(new_bytes.values()))
+        limit_bytes = max(0, self._room.capacity_bytes - sum(new_bytes.values()))
         evicted += change.evict(limit_bytes, most - len(evicted))
         if change.counters.stored_bytes > limit_bytes:
             raise _StillTooMuch(evicted)
@@ -298,7 +315,16 @@ class LmdbStore:
     def _make_room(self, num_bytes: int) -> None:
         """Evict *num_bytes* more than the capacity asks for; pages and slots are free to use on return."""
         self._evict_to(max(0, self.statistics().stored_bytes - num_bytes))
-        self._files.free_pages()
+        self._files.free_pages(self._room.slab_bytes)
+
+    def _shrink(self) -> None:
+        """Go on with what the disk has, which is full."""
+        with self._files.reading() as txn:
+            taken_bytes = self._files.tables.counters(txn).slab_bytes
+        self._room.shrink(taken_bytes)
+        self._evict_to(self._room.capacity_bytes)
+        self._files.free_pages(self._room.slab_bytes)
+        self._room.settle()
 
     def _evict_to(self, limit_bytes: int) -> None:
         while self.statistics().stored_bytes > limit_bytes:

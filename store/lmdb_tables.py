@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import islice, pairwise, starmap
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,23 @@ import lmdb
 
 from kvtier.store.blob_store import MAX_KEY_BYTES, TENANT_BYTES
 from kvtier.store.durability import Durability
-from kvtier.store.lmdb_rows import COUNTERS_KEY, FREE, HOLE, NOBODY, SEQUENCE, SLOTS, TENANT_BYTES_OF, Counters, Row
+from kvtier.store.folder import open_own
+from kvtier.store.lmdb_rows import (
+    COUNTERS_KEY,
+    FREE,
+    HOLE,
+    NOBODY,
+    SEQUENCE,
+    SLOTS,
+    TENANT_BYTES_OF,
+    Counters,
+    Row,
+    verified,
+)
 from kvtier.store.slab import PAGE_BYTES, Slot
 
-MAX_DBS = 8
+_TABLES = (b"records", b"free", b"holes", b"slabs", b"order", b"owned", b"tenants", b"ledger")
+MAX_DBS = len(_TABLES)
 SPARE_PAGES = 64  # left free by every change that adds: what a deletion of 8 records needs, three levels deep
 LITTLE_BYTES = SPARE_PAGES * PAGE_BYTES  # of pages that a change may make new that removes 8 records at most
 _AHEAD_BYTES = 8 << 20  # of disk space that is taken at a time
@@ -43,41 +56,44 @@ class Tables:
     def __init__(self, folder: Path, map_bytes: int, durability: Durability) -> None:
         """What is there already stays as it is."""
         _take_room(folder / "lock.mdb", _LOCK_BYTES)
-        # Without readahead cold reads are 14 times slower. The map size never changes: LMDB would pull it from under a
-        # reader. For the other two see `Durability`.
-        self.env = lmdb.open(
-            str(folder),
-            map_size=map_bytes,
-            max_dbs=MAX_DBS,
-            max_readers=_MOST_READERS,
-            max_spare_txns=16,
-            writemap=durability.is_mapped,
-            sync=not durability.is_mapped,
-            readahead=True,
-            mode=0o600,
-        )
+        self._data_file: int | None = open_own(folder / "data.mdb", os.O_RDWR | os.O_CREAT)
+        try:
+            self.env = _opened(folder, map_bytes, durability)
+        except BaseException:
+            os.close(self._data_file)
+            raise
         keep_when_forked(self.env)
         self._syncing = threading.Lock()
         self.is_doubtful = False  # the last sync failed; `_syncing` guards it
-        self._data_file: int | None = os.open(folder / "data.mdb", os.O_RDWR)
         self._reserved_bytes = self._used_bytes()  # pages in use got their disk space before they were
         try:
             self.env.reader_check()
-            if self.env.stat()["entries"] == 0:
+            is_new = self.env.stat()["entries"] == 0
+            if is_new:
                 self.reserve(LITTLE_BYTES)
-            self.records = self.env.open_db(b"records")
-            self.free = self.env.open_db(b"free")
-            self.holes = self.env.open_db(b"holes")
-            self.slabs = self.env.open_db(b"slabs")
-            self.order = self.env.open_db(b"order")
-            self.owned = self.env.open_db(b"owned")
-            self.tenants = self.env.open_db(b"tenants")
-            self.ledger = self.env.open_db(b"ledger")
+            (
+                self.records,
+                self.free,
+                self.holes,
+                self.slabs,
+                self.order,
+                self.owned,
+                self.tenants,
+                self.ledger,
+            ) = (self._table(name, is_new) for name in _TABLES)
             with self.env.begin() as txn:
                 self.counters(txn)
+                self.num_slots(txn)
         except BaseException:
             self.close()
             raise
+
+    def _table(self, name: bytes, is_new: bool) -> "lmdb._Database":
+        """A sub-database, which is there unless the environment is new."""
+        try:
+            return self.env.open_db(name, create=is_new)
+        except lmdb.NotFoundError as error:
+            raise lmdb.CorruptedError(f"the table {name.decode()} is not there") from error
 
     @staticmethod
     def capacity_in(env: lmdb.Environment) -> int:
@@ -95,6 +111,11 @@ class Tables:
     @property
     def is_open(self) -> bool:
         return self._data_file is not None
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether the index has no name any more: what is written to it is gone when it is closed."""
+        return self._data_file is not None and os.fstat(self._data_file).st_nlink == 0
 
     def close(self) -> None:
         """Unmap; a transaction still open elsewhere would crash the process. Once more does nothing."""
@@ -157,15 +178,15 @@ class Tables:
     def counters(self, txn: "lmdb.Transaction[bytes] | lmdb.Transaction[memoryview]") -> Counters:
         """The ledger as *txn* sees it."""
         packed = txn.get(COUNTERS_KEY, db=self.ledger)
-        return Counters() if packed is None else Counters.unpack(packed)
+        return Counters() if packed is None else Counters.unpack(bytes(packed))
 
     def num_slots(self, txn: "lmdb.Transaction[bytes]") -> dict[int, int]:
         """How many slots there are, by their size."""
-        return {int.from_bytes(size, "big"): SLOTS.unpack(packed)[0] for size, packed in txn.cursor(db=self.slabs)}
+        return {int.from_bytes(size, "big"): SLOTS.unpack(size, packed)[0] for size, packed in _rows(txn, self.slabs)}
 
     def hole_slots(self, txn: "lmdb.Transaction[bytes]") -> Iterator[Slot]:
         """Slots that take no room."""
-        return (Slot(*HOLE.unpack(packed)) for packed in _keys(txn, self.holes))
+        return (Slot(*HOLE.found(*row)) for row in _rows(txn, self.holes))
 
     def nobodys(self, txn: "lmdb.Transaction[bytes]", slots: Iterable[Slot]) -> list[Slot]:
         """Those of *slots* that are to take no room: holes, and what is behind the last slot."""
@@ -179,7 +200,7 @@ class Tables:
     def located(self, txn: "lmdb.Transaction[bytes]", key: bytes) -> tuple[bytes, Slot] | None:
         """Header and slot of *key*."""
         packed = txn.get(key, db=self.records) if 0 < len(key) <= MAX_KEY_BYTES else None
-        return None if packed is None else Row.located(packed)
+        return None if packed is None else Row.located(key, packed)
 
     def keys_before(self, txn: "lmdb.Transaction[bytes]", sequence: int | None, most: int) -> list[tuple[int, bytes]]:
         """Up to *most* records older than *sequence* (None: the newest), as sequence number and key, newest first."""
@@ -189,22 +210,28 @@ class Tables:
             else:
                 is_there = cursor.prev() if cursor.set_range(SEQUENCE.pack(sequence)) else cursor.last()
             rows = cursor.iterprev() if is_there else iter(())
-            page = [(SEQUENCE.unpack(packed)[0], key[TENANT_BYTES:]) for packed, key in islice(rows, most)]
-        if page and sequence is not None and page[0][0] >= sequence:  # who goes on from the last would never end
-            raise lmdb.CorruptedError("the order is out of order")
+            page = [
+                (SEQUENCE.unpack(place)[0], verified(place, row)[TENANT_BYTES:]) for place, row in islice(rows, most)
+            ]
+        for before, after in pairwise([(sequence, b""), *page]):
+            if before[0] is not None and before[0] <= after[0]:  # who goes on from the last would never end
+                raise lmdb.CorruptedError("the order is out of order")
         return page
 
     def bytes_of_tenants(self, txn: "lmdb.Transaction[bytes]", tenants: Iterable[bytes]) -> dict[bytes, int]:
         """What those of *tenants* have that have anything."""
         found = {tenant: txn.get(tenant, db=self.tenants) for tenant in tenants if tenant}
-        return {tenant: TENANT_BYTES_OF.unpack(packed)[0] for tenant, packed in found.items() if packed is not None}
+        return {
+            tenant: TENANT_BYTES_OF.unpack(tenant, packed)[0] for tenant, packed in found.items() if packed is not None
+        }
 
     def check(self, txn: "lmdb.Transaction[bytes]") -> None:
         """AssertionError if ledger, order, records and payloads disagree, or a record might leave before its child."""
         counters = self.counters(txn)
-        order = {key[TENANT_BYTES:]: SEQUENCE.unpack(packed)[0] for packed, key in txn.cursor(db=self.order)}
-        owners = {key[TENANT_BYTES:]: key[:TENANT_BYTES] for key in txn.cursor(db=self.order).iternext(keys=False)}
-        rows = {key: Row.unpack(row) for key, row in txn.cursor(db=self.records)}
+        places = {verified(place, row): place for place, row in _rows(txn, self.order)}
+        order = {owned[TENANT_BYTES:]: SEQUENCE.unpack(place)[0] for owned, place in places.items()}
+        owners = {owned[TENANT_BYTES:]: owned[:TENANT_BYTES] for owned in places}
+        rows = {key: Row.unpack(key, row) for key, row in _rows(txn, self.records)}
 
         assert {key: row.sequence for key, row in rows.items()} == order, "records and order disagree"
         assert txn.stat(db=self.order)["entries"] == len(order), "a key stands twice in the order"
@@ -212,14 +239,14 @@ class Tables:
         recount = sum(row.charged_bytes for row in rows.values())
         assert counters.stored_bytes == recount, f"ledger: {counters.stored_bytes} bytes, recount {recount}"
         assert {key: row.tenant for key, row in rows.items()} == owners, "records and order disagree about tenants"
-        owned = {key: (place[:TENANT_BYTES], place[TENANT_BYTES:]) for place, key in txn.cursor(db=self.owned)}
+        owned = {key: (place[:TENANT_BYTES], place[TENANT_BYTES:]) for place, key in _rows(txn, self.owned)}
         expected = {key: (row.tenant, SEQUENCE.pack(row.sequence)) for key, row in rows.items() if row.tenant != NOBODY}
         assert owned == expected, "records and the tenants' orders disagree"
         of_tenants: Counter[bytes] = Counter()
         for row in rows.values():
             of_tenants[row.tenant] += row.charged_bytes
         of_tenants.pop(NOBODY, None)
-        everybody = txn.cursor(db=self.tenants).iternext(values=False)
+        everybody = [tenant for tenant, _ in _rows(txn, self.tenants)]
         assert self.bytes_of_tenants(txn, everybody) == of_tenants, "a tenant's bytes are miscounted"
         self._check_slots(txn, [row.slot for row in rows.values()], counters.slab_bytes)
         newest = max(order.values(), default=-1)
@@ -231,7 +258,7 @@ class Tables:
 
     def _check_slots(self, txn: "lmdb.Transaction[bytes]", used: list[Slot], slab_bytes: int) -> None:
         """Every slot is a record's, free, or a hole."""
-        free = [Slot(num_bytes, number) for num_bytes, _, number in map(FREE.unpack, _keys(txn, self.free))]
+        free = [Slot(num_bytes, number) for num_bytes, _, number in starmap(FREE.found, _rows(txn, self.free))]
         slots = used + free + list(self.hole_slots(txn))
         assert len(set(slots)) == len(slots), "a slot is two things at once"
         there = self.num_slots(txn)
@@ -258,14 +285,41 @@ def _keep_parents() -> None:
 os.register_at_fork(after_in_child=_keep_parents)
 
 
+def _opened(folder: Path, map_bytes: int, durability: Durability) -> lmdb.Environment:
+    # Without readahead cold reads are 14 times slower. The map size never changes: LMDB would pull it from under a
+    # reader. For the other two see `Durability`.
+    return lmdb.open(
+        str(folder),
+        map_size=map_bytes,
+        max_dbs=MAX_DBS,
+        max_readers=_MOST_READERS,
+        max_spare_txns=16,
+        writemap=durability.is_mapped,
+        sync=not durability.is_mapped,
+        readahead=True,
+        mode=0o600,
+    )
+
+
 def _take_room(path: Path, num_bytes: int) -> None:
     """Have disk space for a file that is mapped, as `reserve` does; OSError."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    file = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
         os.posix_fallocate(file, 0, num_bytes)
     finally:
         os.close(file)
 
 
-def _keys(txn: "lmdb.Transaction[bytes]", db: "lmdb._Database") -> Iterator[bytes]:
-    return txn.cursor(db=db).iternext(values=False)
+def ascending(rows: Iterable[tuple[bytes, bytes]], start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+    """*rows*, as long as each key is above the one before and none is below *start*: a damaged tree may lead round in
+    a circle. CorruptedError then."""
+    last = None
+    for key, row in rows:
+        if key < start or (last is not None and key <= last):
+            raise lmdb.CorruptedError("the order is out of order")
+        last = key
+        yield key, row
+
+
+def _rows(txn: "lmdb.Transaction[bytes]", db: "lmdb._Database") -> Iterator[tuple[bytes, bytes]]:
+    return ascending(txn.cursor(db=db))

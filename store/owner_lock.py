@@ -5,6 +5,9 @@ import os
 import time
 from pathlib import Path
 
+from kvtier.store.folder import Folder, open_own
+
+LOCK_FILE = "owner.lock"
 _PATIENCE_S = 10.0  # with what a process that is no more has left behind; its store may still be writing
 
 
@@ -19,10 +22,10 @@ class OwnerLock:
     process of the store's own may hold it. StoreInUse if another owner that is alive has it.
     """
 
-    def __init__(self, folder: Path, owner: int | None = None) -> None:
-        self._file = os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def __init__(self, folder: Folder, owner: int | None = None) -> None:
+        self._file = open_own(folder.here / LOCK_FILE, os.O_RDWR | os.O_CREAT)
         try:
-            self._acquire(folder)
+            self._acquire(folder.name)
             os.pwrite(self._file, f"{owner or os.getpid():<20}\n".encode(), 0)
         except BaseException:
             os.close(self._file)

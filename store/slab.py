@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.store.boot_mark import sync_folder
+from kvtier.store.folder import open_own, sync_folder
 
 PAGE_BYTES = 4096
 _MOST_BUFFERS = 512  # of one system call; Linux allows 1024
@@ -134,10 +134,10 @@ class Slabs:
 class _Slab:
     def __init__(self, path: Path, num_bytes: int) -> None:
         self._num_bytes = num_bytes
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = open_own(path, os.O_RDWR | os.O_CREAT)
         self._direct: int | None = None
         with contextlib.suppress(OSError):  # tmpfs has no way past the cache: it is one
-            self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+            self._direct = open_own(path, os.O_RDONLY | os.O_DIRECT)
         self._map: mmap.mmap | None = None
 
     def write(self, first: int, values: list[memoryview]) -> None:

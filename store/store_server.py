@@ -64,11 +64,13 @@ class StoreServer:
         self._socket = end
 
     def serve(self) -> None:
-        """Until nobody asks any more."""
+        """Until nobody asks any more, or another start would have a better store."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 number, question = receive(self._socket)
                 send(self._socket, number, self._answer(question))
+                if self._store.is_lost:
+                    return
 
     def _answer(self, question: memoryview) -> bytes:
         try:
@@ -140,7 +142,7 @@ def _serve(server: StoreServer, is_writer: bool) -> None:
     try:
         server.serve()
     finally:
-        os._exit(0)  # closed, or the asker died: what a killed process leaves is whole
+        os._exit(0)  # closed or lost, or the asker died: what a killed process leaves is whole
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from kvtier.store.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.cipher import Cipher
 from kvtier.store.data_file import DAMAGE
 from kvtier.store.durability import Durability
+from kvtier.store.folder import Folder
 from kvtier.store.inspection import NextStart, StoreDamaged, StoreLost, require_store, standing
 from kvtier.store.lmdb_store import LmdbStore
 from kvtier.store.owner_lock import OwnerLock, StoreInUse
@@ -161,11 +162,12 @@ def delete_namespaces(
 
 def condemn(folder: Path) -> None:
     """Have the next engine that opens the store start empty; StoreInUse."""
-    lock = OwnerLock(folder)
-    try:
-        BootMark(current_boot_id(), FileState.DAMAGED).write(folder)
-    finally:
-        lock.release()
+    with Folder(folder) as opened:
+        lock = OwnerLock(opened)
+        try:
+            BootMark(current_boot_id(), FileState.DAMAGED).write(opened.here)
+        finally:
+            lock.release()
 
 
 class _KeptStore(LmdbStore):

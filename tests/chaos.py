@@ -2,7 +2,7 @@
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,25 +84,35 @@ class World:
         rng: random.Random,
         failing: float = 0.0,
         written_bytes_per_day: int | None = None,
+        opening: Callable[[], int] = lambda: 1,
         **options: Any,
     ) -> None:
-        """*options* are the cache's own."""
+        """*opening*: the store's, see `DiskTier`. *options* are the cache's own."""
         self.rng = rng
         self.clock = FakeClock()
         self.store = store
         self.device = [np.zeros((num_device_slots, size), dtype=np.uint8) for size in block_bytes]
         self.memories = [CpuMemory(blocks, num_host_slots, num_layers=4) for blocks in self.device]
-        self.finished: Finished = Finished()
-        self.lanes = {route: ChaosLane(self.finished, rng, failing) for route in Route}
-        disk = None if store is None else DiskTier(store, NAMESPACE, self.clock, written_bytes_per_day)
+        self.open_lanes(failing)
+        disk = None if store is None else DiskTier(store, NAMESPACE, self.clock, written_bytes_per_day, opening)
         transfers = TransferEngine(self.lanes, self.finished)
         options = {"least_clean_ahead": max(1, num_device_slots // 4), **options}
         self.cache = TieredCache(groups, self.memories, transfers, disk, self.clock, **options)
         self.tails: set[BlockName] = set()  # names of blocks that are not full
         self.rotten: set[tuple[int, int]] = set()  # host slots (group, slot) that this world has damaged
+        if opening():
+            self.wait_for_index()
+
+    def wait_for_index(self) -> None:
+        """Until what is on disk already is known."""
         while not self.cache.knows_disk:
             self.clock.now += 1
             self.settle()
+
+    def open_lanes(self, failing: float) -> None:
+        """Make the lanes and the queue of what they have finished."""
+        self.finished: Finished = Finished()
+        self.lanes: dict[Route, Any] = {route: ChaosLane(self.finished, self.rng, failing) for route in Route}
 
     def chain(self, salt: str, num_tokens: int) -> BlockChain:
         """A document's first tokens, named; the tokens are the same, the salt makes documents differ."""

@@ -183,6 +183,64 @@ BUGS = [
         "tests/transfer/test_layer_gate.py",
     ),
     Bug(
+        "a request waits for the probe of a disk that hung",
+        "tiers/disk_tier.py",
+        "return self.reading.state is BreakerState.CLOSED",
+        "return self.reading.allows()",
+        "tests/engine/test_liveness.py",
+    ),
+    Bug(
+        "a block whose read hangs is waited for again",
+        "tiers/landings.py",
+        "                self._residency.not_on_disk(landing.group_id, landing.name)\n"
+        "                self._residency.lost(landing.group_id, landing.name)\n"
+        "                self._tell(landing, Reason.DEADLINE)\n",
+        "",
+        "tests/engine/test_liveness.py",
+    ),
+    Bug(
+        "loads wait for host slots behind a write that hangs",
+        "tiers/landings.py",
+        "and not self._is_host_cleaned():",
+        "and not self._transfers.num_pending(Route.HOST_TO_DISK):",
+        "tests/engine/test_liveness.py",
+    ),
+    Bug(
+        "blocks are looked for below the device although nothing comes up",
+        "tiers/arrivals.py",
+        "        self._residency.is_cut_off = True\n",
+        "",
+        "tests/engine/test_liveness.py",
+    ),
+    Bug(
+        "a request waits for room as long as a disk is slow",
+        "engine/scheduler.py",
+        "if not self._room_wait.is_over(request, self._cache.make_room(hit)):",
+        "if not self._cache.make_room(hit):",
+        "tests/engine/test_liveness.py",
+    ),
+    Bug(
+        "what another write has pushed out of the disk is said to be there",
+        "tiers/spiller.py",
+        "[name for name in batch.names if name not in batch.pushed_out]",
+        "list(batch.names)",
+        "tests/tiers/test_cache.py",
+    ),
+    Bug(
+        "a lane's thread ends with the work that wants it to",
+        "transfer/lane.py",
+        "except BaseException as error:",
+        "except OSError as error:",
+        "tests/transfer/test_lane.py",
+    ),
+    Bug(
+        "a document waits behind all others for ever",
+        "engine/document_prefills.py",
+        "core.hurry(running.request, ORDINARY)",
+        "pass",
+        "tests/engine/test_documents.py",
+    ),
+    Bug(
         "a split request goes on before the rest of its prefix has been loaded",
         "engine/scheduler.py",
         "(rest := request.split) is not None and rest.done and",
@@ -227,8 +285,8 @@ BUGS = [
     Bug(
         "a page of the index that its lane refused keeps the breaker's probe",
         "tiers/index_load.py",
-        "if not self._is_reading:",
-        "if False:",
+        "self._disk.reading.withdrawn(attempt)",
+        "pass",
         "tests/tiers/test_disk_tier.py",
     ),
     Bug(
@@ -314,6 +372,34 @@ BUGS = [
         "elif tier is Tier.DEVICE and not self.has_copy_below_device(group_id, name):",
         "elif False:",
         "tests/tiers/test_mishaps.py",
+    ),
+    Bug(
+        "what was in a store whose folder is gone is still looked for",
+        "tiers/disk_tier.py",
+        "        self.index.begin_again()\n",
+        "",
+        "tests/tiers/test_late_disk.py",
+    ),
+    Bug(
+        "what is above is not written to a store that was opened anew",
+        "tiers/index_load.py",
+        "self._forsaken = self._residency.mark_uncopied(SLOTS_AT_ONCE)",
+        "pass",
+        "tests/tiers/test_late_disk.py",
+    ),
+    Bug(
+        "nobody notices that the store's folder is gone",
+        "engine/reopening_store.py",
+        "while folder.is_there():",
+        "while True:",
+        "tests/engine/test_reopening_store.py",
+    ),
+    Bug(
+        "who closes a store waits for one that hangs while opening",
+        "store/store_process.py",
+        'elif worker is not None:\n            worker.end("it was still opening")',
+        "elif worker is not None:\n            pass",
+        "tests/store/test_store_process.py",
     ),
 ]
 

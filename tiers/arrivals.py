@@ -1,7 +1,7 @@
 """Arrivals: blocks on their way up to the device, through host memory, verified before they are copied."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from kvtier.store.record import Fault, digest_among
@@ -19,6 +19,7 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 MOST_PARTS = 8  # that blocks come in layer by layer: an eighth of the copy is all that computing has to wait for
 BY_LAYERS_BYTES = 4 << 20  # less is there before computing could begin
+LATE_S = 1.0  # a copy to the device that made a deadline pass is on its lane for so long
 
 
 def verify_blocks(memory: BlockMemory, host_slots: Sequence[int], digests: Sequence[bytes]) -> list[bool]:
@@ -41,8 +42,10 @@ def upload_blocks(
 
 class Arrivals:
     """A block is under way once, however many promotions want it. A batch that finds its lane full waits here, in
-    order. *resolved* is told of each block that has arrived (None) or never will (the reason). Owned by the cache's
-    thread.
+    order. *resolved* is told of each block that has arrived (None) or never will (the reason).
+
+    What is on a lane that hangs is under way for nobody any more, but leases both of its slots until it comes back.
+    Owned by the cache's thread.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Arrivals:
         transfers: TransferEngine,
         landings: Landings,
         resolved: Callable[[Arrival, Reason | None], None],
+        clock: Callable[[], float],
     ) -> None:
         self._groups = groups
         self._residency = residency
@@ -60,9 +64,12 @@ class Arrivals:
         self._transfers = transfers
         self._landings = landings
         self._resolved = resolved
+        self._clock = clock
         self._arrivals: list[dict[BlockName, Arrival]] = [{} for _ in groups]
         self._to_upload: deque[Arrival] = deque()
         self._to_verify: deque[tuple[LayeredUpload, list[Arrival]]] = deque()
+        self._on_lane: dict[Arrival, float] = {}  # and since when
+        self._hanging: set[Arrival] = set()
 
     def __iter__(self) -> Iterator[Arrival]:
         return (arrival for arrivals in self._arrivals for arrival in arrivals.values())
@@ -106,6 +113,7 @@ class Arrivals:
         ):
             return None
         self._to_upload = kept
+        self._on_lane.update(dict.fromkeys(arrivals, self._clock()))
         self._to_verify.extend((upload, batch) for batch in self._batches(arrivals))
         return upload.gate
 
@@ -133,9 +141,26 @@ class Arrivals:
             if arrival.landing is not None or arrival in queued:
                 self._resolve(arrival, None)
 
+    def hang(self, arrivals: Iterable[Arrival]) -> bool:
+        """Whether the lane to the device holds one of these up."""
+        since = self._clock() - LATE_S
+        return any(self._on_lane.get(arrival, since + 1) <= since for arrival in arrivals)
+
+    def hung(self) -> None:
+        """The lane to the device hangs, and nobody waits for what is on it. Until it has moved, nothing is looked for
+        below the device: every request to come would wait as long."""
+        for arrival in self._on_lane.keys() - self._hanging:
+            assert not arrival.waiters, "a block that hangs is waited for"
+            del self._arrivals[arrival.group_id][arrival.name]
+            self._hanging.add(arrival)
+        self._residency.is_cut_off = True
+        # Other threads of the lane may be well; if it is full, something on it comes back or nothing ever will.
+        self._transfers.submit(Route.HOST_TO_DEVICE, lambda: None, 0, lambda transfer: self._moved())
+
     def num_leases(self, tier: SlotTier, group_id: int) -> int:
         """Leases that blocks under way hold on a pool, beside those of the promotions that wait for them."""
-        arrivals = self._arrivals[group_id].values()
+        hanging = (arrival for arrival in self._hanging if arrival.group_id == group_id)
+        arrivals = [*self._arrivals[group_id].values(), *hanging]
         if tier is self._residency.device:
             return len(arrivals)
         return sum(arrival.host_slot is not None for arrival in arrivals)
@@ -173,7 +198,9 @@ class Arrivals:
             len(batch) * memory.block_bytes,
             lambda transfer: self._uploaded(batch, transfer),
         )
-        if not submitted:
+        if submitted:
+            self._on_lane.update(dict.fromkeys(batch, self._clock()))
+        else:
             self._to_upload.extendleft(reversed(batch))
         return submitted
 
@@ -192,11 +219,17 @@ class Arrivals:
             self._to_verify.popleft()
         return submitted
 
+    def _moved(self) -> None:
+        """Something came back from the lane to the device: it does not hang, or not all of it."""
+        self._residency.is_cut_off = False
+
     def _copied_layers(self, upload: LayeredUpload, transfer: Transfer) -> None:
+        self._moved()
         upload.copied(transfer.error is None)
         self._take_in(upload)
 
     def _verified(self, upload: LayeredUpload, batch: Sequence[Arrival], transfer: Transfer) -> None:
+        self._moved()
         upload.verified(batch, transfer.result if transfer.error is None else [None] * len(batch))
         self._take_in(upload)
 
@@ -216,6 +249,7 @@ class Arrivals:
         self._to_upload.append(arrival)
 
     def _uploaded(self, batch: Sequence[Arrival], transfer: Transfer) -> None:
+        self._moved()
         self._landed_on_device(batch, transfer.result if transfer.error is None else [None] * len(batch))
 
     def _landed_on_device(self, batch: Sequence[Arrival], outcomes: Sequence[bool | None]) -> None:
@@ -252,7 +286,11 @@ class Arrivals:
 
     def _resolve(self, arrival: Arrival, failure: Reason | None) -> None:
         """The block has arrived, or never will: the transfer's leases end, and who waited learns of it."""
-        del self._arrivals[arrival.group_id][arrival.name]
+        if arrival in self._hanging:
+            self._hanging.remove(arrival)
+        else:
+            del self._arrivals[arrival.group_id][arrival.name]
+        self._on_lane.pop(arrival, None)
         if arrival.host_slot is not None and self._residency.host is not None:
             self._residency.host.pools[arrival.group_id].release([arrival.host_slot])
         self._residency.device.pools[arrival.group_id].release([arrival.device_slot])

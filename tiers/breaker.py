@@ -7,6 +7,7 @@ from typing import NewType
 MAX_FAILURES = 3  # in a row; a hang is enough by itself
 REST_S = 1.0
 MAX_REST_S = 60.0  # the rest doubles up to this while probes fail
+HUNG_S = 10.0  # of one operation for which nobody has a deadline: it is not slow, it hangs
 
 Attempt = NewType("Attempt", int)
 

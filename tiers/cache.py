@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvtier.tiers.block_hash import BlockChain, BlockName
 from kvtier.tiers.block_pool import ABSENT, BlockPool
 from kvtier.tiers.clean_ahead import CleanAhead
+from kvtier.tiers.disk_probe import DiskProbe
 from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.events import EventLog
 from kvtier.tiers.groups import AttentionGroup, alignment, longest_hit, longest_single, name_block_size
@@ -29,7 +30,7 @@ from kvtier.tiers.statistics import CacheStatistics, TierStatistics
 from kvtier.tiers.tenants import Tenants
 from kvtier.tiers.tier import Reason, Tier
 from kvtier.transfer.block_memory import BlockMemory
-from kvtier.transfer.transfer_engine import TransferEngine
+from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 LEAST_CLEAN_AHEAD = 32  # blocks; one prefill chunk's worth before anything has been measured
 NOTHING = np.empty(0, np.int32)
@@ -106,7 +107,14 @@ class TieredCache:
         most = max(1, min(memory.num_device_slots for memory in memories) // 4)
         self._window = CleanAhead(least_clean_ahead, most, clock)
         self._spiller = Spiller(self.groups, self._residency, memories, transfers, self._window, clock)
-        self._landings = Landings(self.groups, self._residency, memories, transfers)
+        self._landings = Landings(
+            self.groups,
+            self._residency,
+            memories,
+            transfers,
+            clock,
+            lambda: self._spiller.is_moving(Route.HOST_TO_DISK),
+        )
         self._promoter = Promoter(
             self.groups, self._residency, memories, transfers, clock, self._landings, self._hand_over, by_layers
         )
@@ -116,7 +124,8 @@ class TieredCache:
         self._wanted, self._short = [0 for _ in groups], [0 for _ in groups]
         self._num_held = [0 for _ in groups]  # leases that callers hold, by group
         self._has_holes = False  # somebody evicted blocks by name
-        self._index_load = None if disk is None else IndexLoad(disk, self._residency, transfers)
+        self._disk_probe = DiskProbe(self._residency, block_bytes, transfers, clock)
+        self._index_load = None if disk is None else IndexLoad(disk, self._residency, transfers, clock)
         if self._index_load is not None:
             self._index_load.go_on()
 
@@ -269,6 +278,7 @@ class TieredCache:
         self._transfers.poll(timeout_s)
         if self._index_load is not None:
             self._index_load.go_on()
+        self._disk_probe.go_on()
         self._promoter.pump(self._window.num_blocks)
         self._holds.pump()
 
@@ -402,15 +412,17 @@ class TieredCache:
     def flush(self, timeout_s: float, progress: Callable[[int], None] = lambda num_left: None) -> int:
         """Copy every block that is nobody's lease down to disk, so that a restart is warm; the number left over.
 
-        Waits, up to *timeout_s*. *progress* gets the number of blocks still to go. Without a disk there is nothing
-        to do.
+        Waits, up to *timeout_s*, and not for copies that hang. *progress* gets the number of blocks still to go.
+        Without a disk there is nothing to do.
         """
-        deadline = self._clock() + timeout_s
+        began_at = self._clock()
+        deadline = began_at + timeout_s
         everything = [memory.num_device_slots for memory in self._memories]
         # Each block goes once: a disk smaller than what is above would otherwise push out what was just written.
         stop_at = self._spiller.num_stored + self._spiller.num_dirty()
         while (num_left := self._spiller.num_dirty()) and self._spiller.num_stored < stop_at:
-            if self._clock() >= deadline or (self._residency.disk is not None and self._residency.disk.is_failing):
+            is_failing = self._residency.disk is not None and self._residency.disk.is_failing
+            if self._clock() >= deadline or is_failing or self._spiller.hangs_since(began_at):
                 break
             progress(num_left)
             self._spiller.spill_host()
@@ -419,7 +431,7 @@ class TieredCache:
                 self.wait(0.05)
             else:
                 time.sleep(0.01)  # a lane that failed is being left alone for a while
-        while self._transfers.in_flight and self._clock() < deadline:
+        while self._spiller.is_busy and self._clock() < deadline and not self._spiller.hangs_since(began_at):
             self.wait(0.05)
         return num_left
 
@@ -430,14 +442,17 @@ class TieredCache:
 
     def reset(self) -> bool:
         """Forget every block in every tier, and end all holds; False, and nothing changed, while blocks are leased or
-        under way.
+        under way, or if the store refuses.
 
         Waits for the store to delete this namespace's records.
         """
         if any(self._num_held) or self._transfers.in_flight:
             return False
+        if self._residency.disk is not None and not self._residency.disk.clear():
+            return False
         self._holds.end_all()
-        return self._residency.clear()
+        self._residency.clear()
+        return True
 
     @property
     def num_under_way(self) -> int:

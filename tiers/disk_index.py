@@ -1,6 +1,6 @@
 """DiskIndex: which blocks the disk has, known without asking it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from kvtier.tiers.block_hash import BlockName
 
@@ -33,6 +33,15 @@ class DiskIndex:
             return len(names)
         return next(i for i, name in enumerate(names) if name not in held)
 
+    def names(self, group_id: int) -> list[BlockName]:
+        """The names of a group that are known to be on disk."""
+        return list(self._names.get(group_id, ()))
+
+    def find_any(self, besides: Container[tuple[int, BlockName]]) -> tuple[int, BlockName] | None:
+        """Group and name of some block on disk that is none of *besides*; None if there is none."""
+        blocks = ((group_id, name) for group_id, names in self._names.items() for name in names)
+        return next((block for block in blocks if block not in besides), None)
+
     def load(self, group_id: int, names: Iterable[BlockName]) -> list[BlockName]:
         """These were on disk when the page was read; those of them that are new to the index."""
         held = self._names.setdefault(group_id, set())
@@ -59,6 +68,11 @@ class DiskIndex:
         if not self.is_loaded:
             self._gone.add((group_id, name))
         return was_held
+
+    def begin_again(self) -> None:
+        """Nothing is known any more of what is on disk: it is loaded from the first page on."""
+        self.clear()
+        self.is_loaded = False
 
     def clear(self) -> None:
         """Nothing is on disk."""

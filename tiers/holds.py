@@ -89,6 +89,7 @@ class Holds:
         for block, slot in reversed(hold.slots.items()):  # the tail first, so that it is evicted first
             if self._residency.host is not None:
                 self._residency.host.pools[block.group_id].release([slot])
+        hold.absent += [*hold.slots, *hold.landings]  # it is not whole any more
         hold.landings.clear()
         hold.slots.clear()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvtier.store.record import Fault
 from kvtier.tiers.block_hash import BlockChain, BlockName
-from kvtier.tiers.breaker import Attempt, BreakerState
+from kvtier.tiers.breaker import HUNG_S, Attempt
 from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.groups import AttentionGroup
 from kvtier.tiers.residency import Residency
@@ -58,12 +58,16 @@ class Read:
 
     batch: tuple[Landing, ...]
     attempt: Attempt
+    submitted_at: float
     is_for_later: bool
 
 
 class Landings:
     """A block is read once, however many wait for it. A batch that finds its lane full waits here, in order. What is
-    wanted now goes before what may come later. Owned by the cache's thread.
+    wanted now goes before what may come later.
+
+    Nobody waits for a read that hangs, and its blocks count as not on disk; if it comes back after all they are in host
+    memory. Until then it leases its slots. Owned by the cache's thread.
     """
 
     def __init__(
@@ -72,15 +76,21 @@ class Landings:
         residency: Residency,
         memories: Sequence[BlockMemory],
         transfers: TransferEngine,
+        clock: Callable[[], float],
+        is_host_cleaned: Callable[[], bool],
     ) -> None:
+        """*is_host_cleaned*: whether copies to disk are under way that will leave host slots to land in."""
         self._groups = groups
         self._residency = residency
         self._memories = memories
         self._transfers = transfers
+        self._clock = clock
+        self._is_host_cleaned = is_host_cleaned
         self._under_way: list[dict[BlockName, Landing]] = [{} for _ in groups]
         self._wanted_now: deque[Landing] = deque()
         self._wanted_later: deque[Landing] = deque()
         self._reading: list[Read] = []
+        self._hanging: list[Read] = []  # nobody waits for these any more
 
     def join(
         self, chain: BlockChain, group_id: int, block_id: int, who: object, waiter: Waiter, now: bool = True
@@ -109,6 +119,8 @@ class Landings:
     def pump(self, window: int) -> None:
         """Hand queued blocks to readers that are free: what may come later only where nothing else is to be read, and
         in one batch at a time."""
+        if any(read.is_for_later and self._clock() - read.submitted_at > HUNG_S for read in self._reading):
+            self.hung()  # no promotion's deadline tells of it
         while self._wanted_now and self._submit(self._wanted_now, window):
             pass
         if self._wanted_later and not self._wanted_now and not any(read.is_for_later for read in self._reading):
@@ -120,14 +132,23 @@ class Landings:
         return sum(self._memories[landing.group_id].block_bytes for landing in self._wanted_now)
 
     def hung(self) -> None:
-        """A deadline has passed: the reads under way count as hung, or every request to come would wait as long."""
-        for read in self._reading:
+        """A deadline has passed: all reads under way count as hung, and all that waits for the disk ends, or every
+        request to come would wait as long."""
+        hung, self._reading = self._reading, []
+        self._hanging += hung
+        for read in hung:
             assert self._residency.disk is not None, "a read without a disk"
             self._residency.disk.reading.hung(read.attempt)
+            for landing in read.batch:
+                self._residency.not_on_disk(landing.group_id, landing.name)
+                self._residency.lost(landing.group_id, landing.name)
+                self._tell(landing, Reason.DEADLINE)
+        if hung:
+            self._give_up()
 
     def num_leases(self, group_id: int) -> int:
         """Host slots of the group that are being read into."""
-        return sum(landing.host_slot is not None for landing in self._under_way[group_id].values())
+        return sum(landing.group_id == group_id for read in (*self._reading, *self._hanging) for landing in read.batch)
 
     def check(self) -> None:
         """Raise AssertionError if a block under way is neither queued nor being read, or waited for by nobody."""
@@ -150,7 +171,7 @@ class Landings:
         residency = self._residency
         assert residency.host is not None, "blocks come from disk through the host tier"
         assert residency.disk is not None, "a block to read without a disk"
-        attempt = residency.disk.reading.begin()
+        attempt = residency.disk.reading.begin() if residency.disk.is_readable else None
         if attempt is None:
             self._give_up()
             return False
@@ -164,9 +185,9 @@ class Landings:
             batch.append(landing)
         slots = residency.take_clean(residency.host, group_id, len(batch), window)
         # No spill will make room.
-        if not slots and queue is self._wanted_now and not self._transfers.num_pending(Route.HOST_TO_DISK):
+        if not slots and queue is self._wanted_now and not self._is_host_cleaned():
             slots = residency.take(residency.host, group_id, min(len(batch), pool.num_free), window) or []
-        read = Read(tuple(batch[: len(slots)]), attempt, queue is self._wanted_later)
+        read = Read(tuple(batch[: len(slots)]), attempt, self._clock(), queue is self._wanted_later)
         keys = [disk.key(group_id, landing.name) for landing in read.batch]
         if not keys or not self._transfers.submit(
             Route.DISK_TO_HOST,
@@ -184,20 +205,19 @@ class Landings:
         return True
 
     def _give_up(self) -> None:
-        """The disk is to be left alone. What is queued fails, unless a probe is under way and may succeed."""
-        disk = self._residency.disk
-        if disk is not None and disk.reading.state is BreakerState.OPEN:
-            queued = [*self._wanted_now, *self._wanted_later]
-            self._wanted_now.clear()
-            self._wanted_later.clear()
-            for landing in queued:
-                self._end(landing, Reason.FAILED)
+        """The disk is to be left alone: what is queued fails."""
+        queued = [*self._wanted_now, *self._wanted_later]
+        self._wanted_now.clear()
+        self._wanted_later.clear()
+        for landing in queued:
+            self._tell(landing, Reason.FAILED)
 
     def _landed(self, read: Read, transfer: Transfer) -> None:
         disk = self._residency.disk
         assert disk is not None, "a block was read without a disk"
         outcomes = transfer.result if transfer.error is None else [Fault.IO_ERROR] * len(read.batch)
-        self._reading.remove(read)
+        is_late = read in self._hanging
+        (self._hanging if is_late else self._reading).remove(read)
         if isinstance(transfer.error, LaneClosed):
             disk.reading.withdrawn(read.attempt)
         elif Fault.IO_ERROR in outcomes:
@@ -206,23 +226,28 @@ class Landings:
             disk.reading.succeeded(read.attempt)
         for landing, outcome in zip(read.batch, outcomes, strict=True):
             assert landing.host_slot is not None, "a block was read into no slot"
-            if isinstance(outcome, Fault):
-                disk.faults[outcome.value] += outcome is not Fault.MISSING
-                if outcome is not Fault.IO_ERROR:
-                    self._residency.not_on_disk(landing.group_id, landing.name)
-                self._residency.lost(landing.group_id, landing.name)
-                self._end(landing, REASONS.get(outcome, Reason.CORRUPT))
-            else:
-                landing.digest = outcome
-                group_id, slot = landing.group_id, landing.host_slot
-                self._residency.came_to_host(group_id, slot, landing.name, outcome, landing.ties)
-                self._end(landing, None)
+            if not isinstance(outcome, Fault):
+                self._came_to_host(landing, landing.host_slot, outcome, is_late)
+            elif not is_late:
+                self._residency.could_not_be_read(landing.group_id, landing.name, outcome)
+            if not is_late:
+                self._tell(landing, REASONS.get(outcome, Reason.CORRUPT) if isinstance(outcome, Fault) else None)
+            self._release(landing, landing.host_slot)
         for tenant in {landing.ties.tenant for landing in read.batch}:  # host memory has become fuller
             self._residency.keep_quota(read.batch[0].group_id, tenant)
 
-    def _end(self, landing: Landing, failure: Reason | None) -> None:
+    def _came_to_host(self, landing: Landing, slot: int, digest: bytes, is_late: bool) -> None:
+        landing.digest = digest
+        is_new = self._residency.came_to_host(landing.group_id, slot, landing.name, digest, landing.ties)
+        if is_late and is_new:  # it does not count as being on disk
+            self._residency.used_in_host(landing.group_id, [slot])
+
+    def _tell(self, landing: Landing, failure: Reason | None) -> None:
+        """The block is not under way any more, and who waits for it learns of that."""
         del self._under_way[landing.group_id][landing.name]
         for waiter in list(landing.waiters.values()):
             waiter(landing, failure)
-        if landing.host_slot is not None and self._residency.host is not None:
-            self._residency.host.pools[landing.group_id].release([landing.host_slot])
+
+    def _release(self, landing: Landing, slot: int) -> None:
+        if self._residency.host is not None:
+            self._residency.host.pools[landing.group_id].release([slot])

@@ -43,7 +43,7 @@ class Promoter:
         self._hand_over = hand_over
         self._by_layers = by_layers
         self._landings = landings
-        self._arrivals = Arrivals(groups, residency, memories, transfers, landings, self._resolved)
+        self._arrivals = Arrivals(groups, residency, memories, transfers, landings, self._resolved, clock)
         self._waiting: set[Promotion] = set()
 
     @property
@@ -53,7 +53,8 @@ class Promoter:
 
     def promote(self, hit: Hit, window: int, deadline: float | None = None) -> Promotion:
         """Start bringing the hit up; done at once if all of it is on the device."""
-        if hit.as_of != self._residency.num_changes and self._residency.disk is None:
+        is_out_of_date = hit.as_of != self._residency.num_changes and self._residency.disk is None
+        if is_out_of_date or self._residency.is_cut_off:
             shorter = self.shorter(hit, hit.num_tokens)  # with a disk, what has left the tiers above is asked of it
             if shorter.num_tokens < hit.num_tokens:
                 why = self._residency.why_missing([hit.chain.names[shorter.num_blocks]])
@@ -177,8 +178,10 @@ class Promoter:
             return
         now = self._clock()
         for promotion in [late for late in self._waiting if late.deadline is not None and late.deadline <= now]:
-            if any(arrival.source is Tier.DISK for arrival in promotion.waiting):
+            if any(arrival.landing is not None for arrival in promotion.waiting):
                 self._landings.hung()
+            if self._arrivals.hang(promotion.waiting):
+                self._uploads_hang()
             self.give_up(promotion, Reason.DEADLINE)
 
     def give_up(self, promotion: Promotion, reason: Reason) -> None:
@@ -193,6 +196,12 @@ class Promoter:
         promotion.waiting.clear()
         self._arrivals.drop(unwanted)
         self._finish_if_arrived(promotion)
+
+    def _uploads_hang(self) -> None:
+        """All that is brought up goes by one lane: nobody waits behind what holds it up."""
+        for promotion in list(self._waiting):
+            self.give_up(promotion, Reason.DEADLINE)
+        self._arrivals.hung()
 
     def released(self, promotion: Promotion) -> None:
         """A promotion's leases have ended before its caller had the beginning of a split prefix: what is on the device

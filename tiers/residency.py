@@ -1,13 +1,14 @@
 """Residency: which block is in which tier, and how a slot is taken from the block that can best be spared."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.store.record import Fault
 from kvtier.tiers.admission import Admission
 from kvtier.tiers.block_hash import BlockChain, BlockName, TokenIds
 from kvtier.tiers.block_pool import ABSENT, BlockPool, Slots
@@ -102,6 +103,7 @@ class Residency:
         self.siblings = siblings
         self._siblings_group = siblings_group
         self._events = events
+        self.is_cut_off = False  # the lane to the device hangs: what is below it cannot be had
         self._ghosts = Ghosts(NUM_GHOSTS)
         self._tails: list[set[BlockName]] = [set() for _ in device.pools]  # blocks not full: nobody was told of them
 
@@ -127,6 +129,8 @@ class Residency:
             return np.full(len(names), ABSENT, np.int32), 0
         slots = self.device.pools[group_id].find_all(names)
         absent = np.flatnonzero(slots == ABSENT).tolist()
+        if absent and self.is_cut_off:
+            return slots, absent[0]
         if absent and self.host is not None:
             in_host = self.host.pools[group_id].find_all([names[i] for i in absent])
             absent = list(compress(absent, (in_host == ABSENT).tolist()))
@@ -298,6 +302,14 @@ class Residency:
         if self.disk is not None and self.disk.index.remove(group_id, name):
             self._tell(BlockRemoved(Tier.DISK, group_id, [name]))
 
+    def could_not_be_read(self, group_id: int, name: BlockName, fault: Fault) -> None:
+        """A read of the block gave no bytes. After an error of the disk itself the record may still be good."""
+        assert self.disk is not None, "a read without a disk"
+        self.disk.faults[fault.value] += fault is not Fault.MISSING
+        if fault is not Fault.IO_ERROR:
+            self.not_on_disk(group_id, name)
+        self.lost(group_id, name)
+
     def was_on_disk(self, keys: Sequence[bytes]) -> None:
         """A page of what was on disk before this process started has been read."""
         assert self.disk is not None, "a page of the index of no disk"
@@ -305,10 +317,35 @@ class Residency:
             if group_id < len(self._block_sizes):
                 self._tell_stored(Tier.DISK, group_id, names)
 
-    def clear(self) -> bool:
-        """Forget every block in every tier; nothing may be leased. Waits for the store; False if that cannot forget."""
-        if self.disk is not None and not self.disk.clear():
-            return False
+    def disk_changed(self) -> None:
+        """The store was opened, or is not open any more: what is on disk is to be found out again, if there is one."""
+        assert self.disk is not None, "no disk that could change"
+        if self._events is not None:
+            for group_id in range(len(self._block_sizes)):
+                if names := self.disk.index.names(group_id):
+                    self._tell(BlockRemoved(Tier.DISK, group_id, names))
+        self.disk.take_in_opening()
+
+    def mark_uncopied(self, num_at_once: int) -> Iterator[None]:
+        """Have all blocks of host and device that are in no tier below copied down; so many slots at each step."""
+        if self.host is None:
+            return
+        for group_id, pool in enumerate(self.host.pools):
+            for first in range(0, pool.num_slots if pool.num_named else 0, num_at_once):
+                slots = range(first, min(first + num_at_once, pool.num_slots))
+                self.used_in_host(group_id, [slot for slot in slots if pool.name(slot) is not None])
+                yield
+        for group_id, pool in enumerate(self.device.pools):
+            for first in range(0, pool.num_slots if pool.num_named else 0, num_at_once):
+                for slot in range(first, min(first + num_at_once, pool.num_slots)):
+                    name = pool.name(slot)
+                    if name is None or self.has_copy_below_device(group_id, name) or self._is_tail(name):
+                        continue
+                    self.device.mark_dirty(group_id, [slot])
+                yield
+
+    def clear(self) -> None:
+        """Forget every block of device and host, after the disk has; nothing may be leased."""
         for tier in (self.device, self.host):
             for group_id, pool in enumerate(tier.pools if tier is not None else ()):
                 pool.evict(pool.cached_slots())
@@ -319,7 +356,6 @@ class Residency:
         for tails in self._tails:
             tails.clear()
         self._tell(AllBlocksCleared())
-        return True
 
     def lost(self, group_id: int, name: BlockName) -> None:
         """A copy is gone: what relied on it has to be copied again."""
@@ -400,6 +436,11 @@ class Residency:
     @property
     def _disk_is_readable(self) -> bool:
         return self.disk is None or self.disk.reading.allows()
+
+    def _is_tail(self, name: BlockName) -> bool:
+        """Whether it is a device block that is not full: such blocks stay there."""
+        slot = None if self.siblings is None else self.device.pools[self._siblings_group].find(name)
+        return self.siblings is not None and slot is not None and self.siblings.is_part(slot)
 
     def _leave_host(self, group_id: int, slots: Iterable[int]) -> None:
         for slot in slots:

@@ -1,14 +1,14 @@
 """Spiller: keeps the eviction end of device and host copied down, ahead of need and never in anyone's way."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
 from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.store.record import digest_among
 from kvtier.tiers.block_hash import BlockName
-from kvtier.tiers.breaker import Attempt
+from kvtier.tiers.breaker import HUNG_S, Attempt
 from kvtier.tiers.clean_ahead import CleanAhead
 from kvtier.tiers.groups import AttentionGroup
 from kvtier.tiers.residency import Residency, SlotTier
@@ -22,7 +22,6 @@ BATCH_BYTES = 8 << 20
 MAX_IN_FLIGHT = {Route.DEVICE_TO_HOST: 16, Route.HOST_TO_DISK: 4}
 PATIENCE_S = 1.0  # after which nobody waits for a copy any more
 BACK_OFF_S = 1.0  # after a batch that failed to leave the device; the device keeps serving
-HUNG_S = 10.0  # of one batch to disk: it is not slow, it hangs
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +35,9 @@ class Batch:
     ties: tuple[Ties, ...]
     submitted_at: float
     attempt: Attempt | None  # at writing to disk
+    # Names that batches told of before this one have pushed out of the disk. They came before it there or after, so the
+    # block may be gone: it counts as gone.
+    pushed_out: set[BlockName] = field(default_factory=set, compare=False)
 
 
 class Spiller:
@@ -63,6 +65,7 @@ class Spiller:
         self._clock = clock
         self.num_stored = 0  # blocks that have landed on disk
         self._in_flight: dict[Route, list[Batch]] = {Route.DEVICE_TO_HOST: [], Route.HOST_TO_DISK: []}
+        self._ended_at = dict.fromkeys(self._in_flight, float("-inf"))  # when a batch last did
         self._not_before = 0.0
 
     def spill_device(self, demand: Sequence[int]) -> None:
@@ -118,10 +121,30 @@ class Spiller:
             for group_id, wanted in enumerate(demand)
         )
 
-    def is_moving(self) -> bool:
-        """Whether copies are under way that are not suspiciously late: it makes sense to wait for their slots."""
-        since = self._clock() - PATIENCE_S
-        return any(batch.submitted_at > since for batches in self._in_flight.values() for batch in batches)
+    def is_moving(self, *routes: Route, patience_s: float = PATIENCE_S) -> bool:
+        """Whether copies are under way on one of the *routes*, by default on any, that are not suspiciously late: it
+        makes sense to wait for their slots.
+
+        Behind one that is late none is waited for, unless some have got past it lately.
+        """
+        return any(self._moves(route, self._clock() - patience_s) for route in routes or self._in_flight)
+
+    def _moves(self, route: Route, since: float) -> bool:
+        submitted = [batch.submitted_at for batch in self._in_flight[route]]
+        disk = self._residency.disk
+        if not submitted or (route is Route.HOST_TO_DISK and disk is not None and disk.is_failing):
+            return False
+        return min(submitted) > since or (max(submitted) > since and self._ended_at[route] > since)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether copies down are under way."""
+        return any(self._in_flight.values())
+
+    def hangs_since(self, began_at: float) -> bool:
+        """Whether copies down are under way, and none has ended for so long, nor since *began_at*, that none will."""
+        last = max(began_at, *self._ended_at.values())
+        return self.is_busy and self._clock() - last > HUNG_S
 
     def num_dirty(self) -> int:
         """Blocks of device and host without a copy below; 0 without a disk, where nothing can be kept anyway."""
@@ -191,7 +214,7 @@ class Spiller:
     def _may_use(self, route: Route) -> bool:
         """Whether the route's lower end is in order, as far as is known."""
         if route is Route.HOST_TO_DISK:
-            return self._residency.disk is not None and self._residency.disk.writing.allows()
+            return self._residency.disk is not None and self._residency.disk.may_write()
         return self._clock() >= self._not_before
 
     def _ties(self, route: Route, group_id: int, slots: Sequence[int]) -> tuple[Ties, ...]:
@@ -305,13 +328,26 @@ class Spiller:
             for name, slot in zip(batch.names, batch.upper_slots, strict=True):
                 if host.pools[batch.group_id].name(slot) == name:
                     host.dirty[batch.group_id].pop(slot, None)
-            self._residency.came_to_disk(batch.group_id, batch.names, transfer.result.evicted)
+            there = [name for name in batch.names if name not in batch.pushed_out]
+            self._pushed_out_of_disk(batch, transfer.result.evicted)
+            self._residency.came_to_disk(batch.group_id, there, transfer.result.evicted)
         elif isinstance(transfer.error, StoreFull):
+            self._pushed_out_of_disk(batch, transfer.error.evicted)
             self._residency.came_to_disk(batch.group_id, (), transfer.error.evicted)
         self._end(Route.HOST_TO_DISK, batch, transfer.error)
 
-    def _end(self, route: Route, batch: Batch, error: Exception | None) -> None:
+    def _pushed_out_of_disk(self, batch: Batch, keys: Sequence[bytes]) -> None:
+        """Tell the other batches at writing: two writers' outcomes come in any order."""
+        disk = self._residency.disk
+        others = [other for other in self._in_flight[Route.HOST_TO_DISK] if other is not batch]
+        if disk is not None and others and keys:
+            blocks = {block for key in keys if (block := disk.block_of(key)) is not None}
+            for other in others:
+                other.pushed_out.update(name for name in other.names if (other.group_id, name) in blocks)
+
+    def _end(self, route: Route, batch: Batch, error: BaseException | None) -> None:
         self._in_flight[route].remove(batch)
+        self._ended_at[route] = self._clock()
         disk = self._residency.disk
         if batch.attempt is not None and disk is not None:
             if error is None:

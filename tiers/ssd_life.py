@@ -26,7 +26,11 @@ class SsdLife:
             raise ValueError(f"an endurance of {endurance_terabytes} terabytes written; need more than 0")
         self._endurance_bytes = endurance_terabytes * TERABYTE
         self._clock = clock
-        self._started_at = clock()
+        self.begin(written_bytes)
+
+    def begin(self, written_bytes: int) -> None:
+        """Count the rate of writing from now on, when *written_bytes* were written."""
+        self._started_at = self._clock()
         self._written_at_start = written_bytes
 
     def statistics(self, written_bytes: int) -> SsdLifeStatistics:

@@ -73,9 +73,11 @@ class DiskStatistics:
     file_bytes: int  # that the store takes on the medium
     written_bytes_total: int  # since the store was made
     known_blocks: int
-    is_known: bool  # whether what was there at the start has been looked through
+    is_open: bool  # whether there is a store to read from and write to
+    is_known: bool  # whether what was there when it was opened has been looked through
     breakers: Mapping[str, BreakerState]  # of "read" and "write"
     num_opened: Mapping[str, int]
+    why_failed: Mapping[str, str]  # of each side its last error, for people; empty if it had none
     budget_left_bytes: int | None  # of writes; None: no limit
     life: SsdLifeStatistics | None
     tenants: Mapping[bytes, int]  # bytes of each

@@ -28,7 +28,7 @@ class Transfer:
     num_bytes: int
     deliver: Callable[["Transfer"], None]
     result: Any = None
-    error: Exception | None = None
+    error: BaseException | None = None
     seconds: float = 0.0  # that it ran, without *waited_s*
     waited_s: float = 0.0  # that it was held up by what is not the lane's: says nothing of how fast that is
     finished_at: float = 0.0  # monotonic
@@ -40,8 +40,9 @@ class Transfer:
             self.result = self.work()
         except Exception as error:  # a thread's top: the owner learns of it in poll()
             self.error = error
-        self.finished_at = time.monotonic()
-        self.seconds = max(0.0, self.finished_at - started_at - self.waited_s)
+        finally:
+            self.finished_at = time.monotonic()
+            self.seconds = max(0.0, self.finished_at - started_at - self.waited_s)
 
 
 Finished = queue.SimpleQueue[Transfer]
@@ -60,7 +61,8 @@ class Lane(Protocol):
     def close(self) -> bool:
         """Finish the running transfer, fail the queued ones with `LaneClosed`, end the threads. Idempotent.
 
-        False if a running transfer did not finish in `CLOSE_TIMEOUT_S`; its thread is left to the process's end.
+        False if a running transfer did not finish in `CLOSE_TIMEOUT_S`; its thread is left to the process's end. The
+        queued ones come back nevertheless.
         """
 
 
@@ -125,7 +127,10 @@ class ThreadLane:
         give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in self._threads:
             thread.join(max(0.0, give_up_at - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        has_ended = not any(thread.is_alive() for thread in self._threads)
+        if not has_ended:
+            self._fail_queued()
+        return has_ended
 
     def __enter__(self) -> Self:
         return self
@@ -142,7 +147,26 @@ class ThreadLane:
             if self._closed:
                 transfer.error = LaneClosed()
             else:
-                transfer.run()
-            with self._lock:
-                self._num_pending -= 1
-            self._finished.put(transfer)
+                try:
+                    transfer.run()
+                except BaseException as error:  # a library's SystemExit ends a copy, never the thread that others need
+                    transfer.error = error
+            self._hand_back(transfer)
+
+    def _hand_back(self, transfer: Transfer) -> None:
+        with self._lock:
+            self._num_pending -= 1
+        self._finished.put(transfer)
+
+    def _fail_queued(self) -> None:
+        """The threads hang, and will not take what is queued."""
+        queued: list[Transfer | None] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                queued.append(self._queue.get_nowait())
+        for transfer in queued:
+            if transfer is None:
+                self._queue.put(None)  # a thread that comes back after all still ends
+            else:
+                transfer.error = LaneClosed()
+                self._hand_back(transfer)

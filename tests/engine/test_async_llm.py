@@ -384,14 +384,15 @@ def test_what_streams_have_read_is_on_disk_after_the_end(model: PreTrainedModel,
     play(story())
 
 
-def test_a_start_that_failed_leaves_the_store_to_the_next(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_second_engine_on_one_store_serves_without_it_and_leaves_it_to_the_first(
+    model: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def story() -> None:
         async with opened(model, tmp_path) as first:
-            second = opened(model, tmp_path)
-            with pytest.raises(OSError, match=str(os.getpid())) as no:
-                await second.start()
-            await second.close()
-            assert "\n" not in str(no.value)
+            async with opened(model, tmp_path) as second:
+                (said,) = caplog.messages
+                assert f"is open in process {os.getpid()};" in said
+                assert completion_of(await read(second.generate("Say hello.", greedy()))).token_ids
             assert completion_of(await read(first.generate("Say hello.", greedy()))).token_ids
 
         async with opened(model, tmp_path) as again:

@@ -8,7 +8,7 @@ import pytest
 from small_models import build, byte_tokenizer, plain_greedy
 from test_equality import GREEDY, chain_of, configuration, prompt_of, push_down
 
-from kvtier.engine import runner
+from kvtier.engine import paged_model
 from kvtier.engine.attention import IMPLEMENTATION
 from kvtier.engine.llm import LLM
 from kvtier.tiers import arrivals
@@ -63,7 +63,7 @@ def test_a_layer_that_comes_after_the_wait_has_ended_is_no_wrong_token(
     with LLM(model, tables, byte_tokenizer()) as llm:
         llm.generate(prompt, GREEDY)
         push_down(llm, prompt, Tier.DEVICE)
-        monkeypatch.setattr(runner, "ARRIVAL_WAIT_S", 0.01)
+        monkeypatch.setattr(paged_model, "ARRIVAL_WAIT_S", 0.01)
         monkeypatch.setattr(CpuMemory, "to_device_layers", late)
         done = llm.generate(prompt, GREEDY)[0]
         llm.check()

@@ -29,7 +29,7 @@ from kvtier.engine.document_draft import Draft
 from kvtier.engine.document_file import Damaged, DocumentFolder, read_all
 from kvtier.engine.document_file import file_name as file_of
 from kvtier.engine.document_holds import NoRoomToHold
-from kvtier.engine.document_prefills import DocumentPrefills
+from kvtier.engine.document_prefills import PATIENCE_S, DocumentPrefills
 from kvtier.engine.document_shelf import Residence, Status
 from kvtier.engine.documents import Documents, TooManyDocuments
 from kvtier.engine.least_tokens import LeastTokens
@@ -263,6 +263,31 @@ def test_a_question_waits_for_one_step_of_a_document_at_most(model: PreTrainedMo
         assert after[0] - before <= CHUNK  # what a step computes of one prompt
 
     play(model, tables(), story)
+
+
+def test_a_document_is_computed_although_questions_never_end(model: PreTrainedModel) -> None:
+    """One runs at a time, and one waits at any moment: behind all others the document's turn never came."""
+    now, ended, num_questions = 0.0, [], 0
+    config = tables()
+    config["scheduler"]["max_running"] = 1
+    token_ids = np.array([3] * 200, np.int32)
+    document = Document("report", None, Form.TEXT, None, None, token_ids, None, None, created_at=0.0)
+    with EngineCore(model, chat_tokenizer(), as_config(config)) as core:
+        prefills = DocumentPrefills(extra_of, lambda document, error: ended.append((document, error)), lambda: now)
+        prefills.add(document)
+
+        while not ended:
+            assert now < 2 * PATIENCE_S, "a document starves"
+            while core.num_waiting < 3:
+                num_questions += 1
+                sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+                core.add([num_questions % VOCAB] * 20, sampling, ExtraKeys(), time.monotonic())
+            core.step()
+            prefills.look(core)
+            now += 0.5
+
+    assert ended == [(document, None)]
+    assert now >= PATIENCE_S  # until then it is behind all
 
 
 def test_what_the_engine_does_not_take_has_failed_and_says_why(model: PreTrainedModel) -> None:

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 
 from kvtier.engine import SamplingParams, disk_store
 from kvtier.engine.config import as_config
-from kvtier.engine.core import IDLE_WAIT_S, EngineCore
+from kvtier.engine.core import IDLE_WAIT_S, LOAD_TIMEOUT_S, EngineCore
 from kvtier.engine.request import FinishReason, Request
+from kvtier.engine.stall import LEAST_S, CopyHangs, Stall
 from kvtier.store.record import Fault
 from kvtier.store.store_process import StoreProcess
 from kvtier.tiers.block_hash import NO_EXTRA_KEYS
@@ -413,6 +414,36 @@ def test_aborting_one_of_two_that_wait_for_the_same_blocks_takes_nothing_from_th
 
     assert second.generated == expected
     assert second.tokens.disk == 144
+
+
+def test_an_engine_whose_slots_never_come_back_ends_with_an_error_that_says_so(
+    model: PreTrainedModel,
+) -> None:
+    now = 0.0
+
+    def step_on(core: EngineCore) -> None:
+        nonlocal now
+        while now < 10_000:
+            core.step()
+            now += 1.0
+
+    with engine(model, num_slots=20) as core:
+        core._stall = Stall(LOAD_TIMEOUT_S, lambda: now)
+        core.step()
+        now += 1000.0  # idle for long
+        held = core.cache.allocate([18])  # as copies do that hang
+        assert held is not None
+        request = add(core, prompt_of(1, 10 * BLOCK_SIZE))
+
+        with pytest.raises(CopyHangs, match="restart"):
+            step_on(core)
+
+        assert 1000 + LEAST_S < now < 1000 + 3 * LEAST_S
+        assert request.finish_reason is None
+        core.cache.release(held)
+        finish(core)
+
+    assert request.generated == plain_greedy(model, prompt_of(1, 10 * BLOCK_SIZE), 8)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvtier.engine import LLM, SamplingParams
 from kvtier.engine.config import SchedulerConfig
+from kvtier.engine.core import LOAD_TIMEOUT_S
 from kvtier.engine.detokenizer import Detokenizer
 from kvtier.engine.request import FinishReason, Request
 from kvtier.engine.scheduler import Scheduler, Work
@@ -58,7 +59,7 @@ class Machine(World):
         sizes, rng, self.log = [64 for _ in groups], random.Random(1), EventLog()
         super().__init__(groups, sizes, num_slots, num_host_slots, store, rng, events=self.log, **options)
         self.scheduler = Scheduler(
-            self.cache, SchedulerConfig(token_budget=token_budget, prefill_chunk=prefill_chunk), None
+            self.cache, SchedulerConfig(token_budget=token_budget, prefill_chunk=prefill_chunk), LOAD_TIMEOUT_S
         )
         self.tokenizer = byte_tokenizer()
         self.answers = count(1_000_000)

@@ -75,7 +75,8 @@ def damage(folder: Path, fault: Fault, *keys: bytes) -> None:
         for key in keys:
             packed = txn.get(key, db=store._files.tables.records)
             assert packed is not None
-            header = Row.unpack(packed).header
+            row = Row.unpack(key, packed)
+            header = row.header
             record = Record.unpack(key, header)
             assert isinstance(record, Record)
             told = {
@@ -88,7 +89,7 @@ def damage(folder: Path, fault: Fault, *keys: bytes) -> None:
             other = Record(**told, **fields).pack(key)
             if fault is Fault.VERSION:
                 other = header[:4] + b"\x63\x00" + header[6:]
-            txn.put(key, packed.replace(header, other), db=store._files.tables.records)
+            txn.put(key, row._replace(header=other).pack(key), db=store._files.tables.records)
 
 
 def flip_a_byte(folder: Path, raw: memoryview) -> None:
@@ -258,9 +259,10 @@ def test_check_says_that_the_accounting_is_wrong_and_fix_that_it_is_right_again(
 ) -> None:
     damage(store, Fault.TORN, key_of(3, B))
     with LmdbStore(store) as opened, opened._files.tables.env.begin(write=True) as txn:
-        row = txn.get(key_of(3, B), db=opened._files.tables.records)
-        assert row is not None
-        txn.put(key_of(3, B), row + key_of(2, B), db=opened._files.tables.records)  # its parent, which is older
+        packed = txn.get(key_of(3, B), db=opened._files.tables.records)
+        assert packed is not None
+        row = Row.unpack(key_of(3, B), packed)._replace(parent=key_of(2, B))  # which is older
+        txn.put(key_of(3, B), row.pack(key_of(3, B)), db=opened._files.tables.records)
 
     status, out, _ = run(capsys, "check", store)
     fixed_status, fixed_out, _ = run(capsys, "check", store, "--fix")
@@ -455,15 +457,16 @@ def test_a_crash_of_the_machine_during_a_check_costs_nothing(many: Path, tmp_pat
 
 
 @pytest.mark.parametrize("command", [["check"], ["stats"], ["store", "ls"], ["store", "rm", "--all", "--yes"]])
-def test_a_store_whose_tree_crashes_the_reader_is_said_to_be_damaged(
+def test_a_store_whose_tree_would_crash_the_reader_is_said_to_be_damaged(
     capsys: pytest.CaptureFixture[str], store: Path, command: list[str]
 ) -> None:
-    os.truncate(store / "data.mdb", 8192)  # behind it are the roots: SIGBUS
+    os.truncate(store / "data.mdb", 8192)  # of which the roots know nothing
 
     status, out, err = run(capsys, *command, store)
 
     assert (status, out) == (1, "")
-    assert "is damaged: reading it crashed, SIGBUS" in err
+    assert "is damaged" in err
+    assert "a root of its index makes no sense" in err
     assert len(err.splitlines()) == 1
     assert BootMark.read(store) == BootMark(current_boot_id(), FileState.CLEAN)
 

@@ -13,7 +13,7 @@ from kvtier.store.blob_store import Blob, BlobStore
 from kvtier.store.cipher import Cipher
 from kvtier.store.codec import Codec
 from kvtier.store.data_file import index_bytes
-from kvtier.store.lmdb_rows import _ROW, Row
+from kvtier.store.lmdb_rows import _ROW, Row, checksum
 from kvtier.store.lmdb_store import LmdbStore
 from kvtier.store.lmdb_tables import MAX_DBS
 from kvtier.store.memory_store import MemoryStore
@@ -87,7 +87,7 @@ class LmdbCase:
         with self._index(store) as (env, records), env.begin() as txn:
             packed = txn.get(key, db=records)
         assert packed is not None
-        row = Row.unpack(packed)
+        row = Row.unpack(key, packed)
         payload = bytearray(row.slot.num_bytes)
         slabs = Slabs(self.folder)
         slabs.read([row.slot], [memoryview(payload)])
@@ -98,9 +98,10 @@ class LmdbCase:
         with self._index(store) as (env, records), env.begin(write=True) as txn:
             packed = txn.get(key, db=records)
             assert packed is not None
-            row = Row.unpack(packed)
+            row = Row.unpack(key, packed)
             parent = row.parent if len(header) == HEADER_BYTES else b""
-            txn.put(key, packed[: _ROW.size] + header + parent, db=records)
+            changed = packed[: _ROW.size] + header + parent
+            txn.put(key, changed + checksum(key, changed), db=records)
         slabs = Slabs(self.folder)
         slabs.write([row.slot], [memoryview(payload)[: row.slot.num_bytes]])
         slabs.close()

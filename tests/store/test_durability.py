@@ -164,17 +164,23 @@ def test_a_store_changes_its_level_when_it_is_opened(tmp_path: Path, before: Dur
         store.check()
 
 
-def test_a_damaged_checkpoint_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("num_damaged", "num_left"), [(1, 1), (2, 0)])
+def test_a_checkpoint_is_kept_twice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_damaged: int, num_left: int
+) -> None:
     folder, after = tmp_path / "store", tmp_path / "after"
     with LmdbStore(folder, CAPACITY_BYTES, durability=Durability.INTERVAL, interval_s=NEVER_S) as store:
         store.put_many([blob_of(1)])
         store.sync()
         crash(folder, folder, after, random.Random(1))
-    (after / "checkpoint").write_bytes((after / "checkpoint").read_bytes()[:-1] + b"?")
+    kept = bytearray((after / "checkpoint").read_bytes())
+    for copy in range(num_damaged):
+        kept[100 + copy * len(kept) // 2] ^= 1
+    (after / "checkpoint").write_bytes(kept)
 
     with LmdbStore(after, CAPACITY_BYTES, durability=Durability.INTERVAL, interval_s=NEVER_S) as store:
-        assert oldest_first(store) == []
-    assert any("starts empty" in entry.getMessage() for entry in caplog.records)
+        assert len(oldest_first(store)) == num_left
+    assert any("starts empty" in entry.getMessage() for entry in caplog.records) == (num_left == 0)
 
 
 def test_a_lowered_capacity_gives_its_space_back(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ print(store._worker._process.pid, flush=True)
 time.sleep(60)
 """
 
-# A store whose opening takes a minute once it has its folder.
+# A store whose opening takes ten minutes once it has its folder.
 SLOW_START = """
 import time
 from kvtier.store import owner_lock
@@ -59,7 +59,7 @@ acquire = owner_lock.OwnerLock.__init__
 
 def acquire_and_wait(*arguments):
     acquire(*arguments)
-    time.sleep(60)
+    time.sleep(600)
 
 owner_lock.OwnerLock.__init__ = acquire_and_wait
 """
@@ -249,7 +249,7 @@ def test_calls_under_way_when_the_process_dies_all_return(store: StoreProcess) -
 
 def test_others_are_told_the_owner_and_may_open_once_it_has_closed(store: StoreProcess, tmp_path: Path) -> None:
     with pytest.raises(StoreInUse, match=f"open in process {os.getpid()};"):
-        StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES))
+        StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES)).open()
     store.put_many([blob_of(1)])
     store.close()
     with LmdbStore(tmp_path / "store") as opened:
@@ -285,6 +285,77 @@ def test_after_kill_9_of_an_owner_whose_store_is_still_opening_the_next_start_ta
         assert not store.contains(key_of(1))
 
 
+@pytest.fixture
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreProcess]:
+    """A store that a thread is opening and whose opening hangs, with the folder's lock held."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_START)
+    with monkeypatch.context() as slow:
+        slow.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        opened = StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES))
+
+        def open_it() -> None:
+            with contextlib.suppress(StoreDied):
+                opened.open()
+
+        opening = threading.Thread(target=open_it, daemon=True)
+        opening.start()
+        lock = tmp_path / "store" / "owner.lock"
+        wait_for(lambda: lock.exists() and lock.read_text().strip() == str(os.getpid()))
+    yield opened
+    opened.close()
+    opening.join(DEADLINE_S)
+    assert not opening.is_alive()
+
+
+def test_a_store_that_hangs_while_opening_holds_up_no_other_call(hanging: StoreProcess) -> None:
+    def ask() -> None:
+        with pytest.raises(StoreDied, match="still opening"):
+            hanging.statistics()
+
+    for _ in range(2 * NUM_READERS):
+        finish(ask)
+        assert read(hanging, 1) is Fault.IO_ERROR
+
+
+@pytest.mark.parametrize("end", [StoreProcess.close, StoreProcess.stop_opening, StoreProcess.kill])
+def test_closing_a_store_that_hangs_while_opening_gives_its_lock_back(
+    hanging: StoreProcess, tmp_path: Path, end: Callable[[StoreProcess], None]
+) -> None:
+    finish(lambda: end(hanging))
+
+    with LmdbStore(tmp_path / "store", CAPACITY_BYTES) as store:
+        assert not store.contains(key_of(1))
+
+
+def test_a_store_that_was_told_to_open_no_more_still_answers_until_its_process_ends(store: StoreProcess) -> None:
+    fill(store)
+    store.stop_opening()
+
+    assert read(store, 1) == digest(kv_bytes(1, BLOCK_BYTES))
+    os.kill(pid_of(store), signal.SIGKILL)
+
+    assert [read(store, 1) for _ in range(2)] == [Fault.IO_ERROR] * 2
+    assert (store.num_starts, store.num_ended) == (1, 1)
+
+
+def test_it_is_known_what_a_process_has_ended_of(store: StoreProcess) -> None:
+    pid = pid_of(store)
+    os.kill(pid, signal.SIGSEGV)
+    wait_for(lambda: _has_ended(pid))
+    assert (store.num_ended, store.why_ended) == (1, "signal SIGSEGV")
+    stop(pid_of_next(store))
+    assert read(store, 1) is Fault.IO_ERROR
+
+    assert (store.num_starts, store.num_ended) == (2, 2)
+    assert store.why_ended == "no answer in 2 s, signal SIGKILL"
+
+
+def pid_of_next(store: StoreProcess) -> int:
+    """The process that is started in place of one that has ended."""
+    assert read(store, 1) is Fault.MISSING
+    return pid_of(store)
+
+
 def wait_for(holds: Callable[[], bool]) -> None:
     give_up_at = time.monotonic() + DEADLINE_S
     while not holds():
@@ -294,8 +365,8 @@ def wait_for(holds: Callable[[], bool]) -> None:
 
 def test_what_opening_raises_is_raised_here(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file")
-    with pytest.raises(FileExistsError):
-        StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES))
+    with pytest.raises(NotADirectoryError, match="is no folder"):
+        StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES)).open()
 
 
 def test_an_iteration_given_up_halfway_leaves_its_channel_in_order(store: StoreProcess) -> None:
@@ -435,7 +506,7 @@ def test_a_channel_that_is_lost_ends_the_process_and_no_call_waits_for_it(store:
     store._worker._readers.get()  # as when interrupted before it has a name
 
     wait_for(lambda: _has_ended(pid))
-    assert [read(store, 1) for _ in range(2)] == [Fault.IO_ERROR, digest(kv_bytes(1, BLOCK_BYTES))]
+    assert [read(store, 1) for _ in range(2)] == 2 * [digest(kv_bytes(1, BLOCK_BYTES))]
 
 
 def test_more_walks_than_channels_hold_up_nobody(store: StoreProcess) -> None:
@@ -532,8 +603,9 @@ def test_a_forked_child_leaves_the_store_alone(store: StoreProcess) -> None:
     next(walk)
     child = os.fork()
     if child == 0:
-        with contextlib.suppress(BaseException), store:
-            for use in (lambda: list(walk), lambda: read(store, 1), store.sync, store.keys, store.statistics):
+        with contextlib.suppress(BaseException):
+            uses = (lambda: list(walk), lambda: read(store, 1), store.sync, store.keys, store.statistics, store.open)
+            for use in uses:
                 with pytest.raises(ValueError, match=f"open in process {os.getppid()}"):
                     use()
             store.close()

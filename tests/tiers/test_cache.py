@@ -16,6 +16,7 @@ from kvtier.tiers.block_hash import BlockChain
 from kvtier.tiers.groups import FullAttention, SlidingWindow
 from kvtier.tiers.promotion import NO_SLOT, Promotion
 from kvtier.tiers.tier import Reason, Tier
+from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import Route
 
 BLOCK_SIZE = 4
@@ -510,11 +511,52 @@ class UnforgettingStore(MemoryStore):
 def test_a_reset_that_the_store_refuses_says_so_and_changes_nothing() -> None:
     w = world(store=UnforgettingStore(100 * CHARGE))
     read(w, "a")
-    w.settle()
+    w.flush()
+    hold = w.cache.hold(w.chain("a", DOCUMENT), DOCUMENT)
+    assert hold is not None
+    assert (len(hold.slots), hold.is_whole) == (10, True)
 
     assert not w.cache.reset()
 
     assert w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1).num_tokens == DOCUMENT
+    assert (len(hold.slots), hold.is_whole) == (10, True)
+    w.check()
+
+
+def two_writes_under_way(w: World) -> list[Transfer]:
+    """Four documents of two blocks on their way to disk, two batches of two documents."""
+    lane = w.lanes[Route.HOST_TO_DISK]
+    for document in "abcd":
+        chain, table = w.chain(document, 2 * BLOCK_SIZE), w.cache.allocate([2])
+        assert table is not None
+        w.compute(table, chain, 0, 2 * BLOCK_SIZE)
+        w.cache.release(table)
+        w.cache._spiller.copy_down(0, w.cache._residency.device.pools[0].find_all(chain.names).tolist())
+        w.lanes[Route.DEVICE_TO_HOST].stir(1.0)
+        w.cache.poll()
+        w.cache.spill()
+    writes, lane._held = lane._held, []
+    assert len(writes) >= 2
+    return writes
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_one_write_evicted_of_another_is_not_said_to_be_on_disk_whichever_is_told_first(order: int) -> None:
+    w = world(num_device_slots=16, num_host_slots=16, store=MemoryStore(2 * CHARGE))
+    writes = two_writes_under_way(w)
+
+    for transfer in writes:  # the store does them in order
+        transfer.run()
+    for transfer in writes[::order]:
+        w.finished.put(transfer)
+    w.cache.poll()
+
+    disk = w.cache._residency.disk
+    on_disk = {disk.block_of(key) for key in w.store.keys()}  # noqa: SIM118  # no dict
+    names = [name for document in "abcd" for name in w.names(document, 2 * BLOCK_SIZE)]
+    assert on_disk
+    assert {(0, name) for name in names if disk.index.holds(0, name)} == on_disk
+    w.check()
 
 
 def test_the_reasons_of_a_hit_that_went_out_of_date_add_up() -> None:

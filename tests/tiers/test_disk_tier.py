@@ -1,13 +1,13 @@
 """The disk as a tier: its index in memory, and what it costs when it fails or may not be written much."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from chaos import NAMESPACE, FakeClock, World
 from test_cache import BLOCK_BYTES, CHARGE, DOCUMENT, balance, read
 
-from kvtier.store.blob_store import Blob
+from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
 from kvtier.tiers import disk_tier
@@ -124,9 +124,12 @@ def test_a_disk_that_fails_is_left_alone_and_tried_again_with_one_batch() -> Non
     store.fails = False
     w.clock.now += 2
     assert disk.reading.state is BreakerState.HALF_OPEN
-    promotion = read(w, "h")
-    assert promotion.num_blocks == 10
+    assert w.cache.lookup(w.chain("h", DOCUMENT), DOCUMENT + 1).num_tokens < DOCUMENT  # nobody waits for the probe
+    w.cache.poll()
+    w.settle()
+    assert store.num_asked == asked + 1
     assert disk.reading.state is BreakerState.CLOSED
+    assert read(w, "h").num_blocks == 10
     w.check()
 
 
@@ -230,6 +233,48 @@ def test_copies_to_a_disk_that_fails_stop_and_begin_again() -> None:
     assert not disk.is_failing
     assert disk.index.num_blocks > 0
     assert w.cache.statistics().tiers[Tier.DISK].num_blocks >= disk.index.num_blocks
+
+
+class FullStore(MemoryStore):
+    """One that has room for nothing, for a while."""
+
+    is_full = False
+    num_asked = 0
+
+    def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
+        self.num_asked += 1
+        if self.is_full:
+            raise StoreFull(28, "No space left on device")
+        return super().put_many(blobs)
+
+
+def test_a_store_that_is_full_freezes_nothing_and_takes_blocks_as_soon_as_it_has_room() -> None:
+    store = FullStore(1000 * CHARGE)
+    w = world(store, written_bytes_per_day=100 * BLOCK_BYTES)
+    read(w, "a")
+    disk = w.cache._residency.disk
+    store.is_full = True
+    for document in "bcdefghi":
+        read(w, document)  # nobody waits for room on disk
+    asked = store.num_asked
+    assert disk.is_failing
+    assert disk.details().why_failed["write"] == "[Errno 28] No space left on device"
+    assert asked < 10
+
+    for _ in range(4):
+        w.clock.now += 61.0  # longer than any rest
+        read(w, "i")
+    assert asked < store.num_asked <= asked + 8  # one try after each rest
+
+    store.is_full = False
+    w.clock.now += 61.0
+    for document in "jkl":
+        read(w, document)
+    w.flush()
+
+    assert not disk.is_failing
+    assert disk.num_held(0, w.names("l", DOCUMENT)) == 10
+    w.check()
 
 
 def test_batches_that_land_in_another_order_never_count_backwards() -> None:

@@ -155,4 +155,5 @@ def test_a_reset_ends_holds() -> None:
     assert w.cache.reset()
 
     assert not hold.slots
+    assert not hold.is_whole
     w.check()

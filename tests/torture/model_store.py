@@ -47,6 +47,11 @@ class ModelStore:
     def is_open(self) -> bool:
         return self._store is not None
 
+    @property
+    def capacity(self) -> int:
+        """Of the disk there is, in bytes."""
+        return self.store.statistics().capacity_bytes
+
     def open(self) -> None:
         """OSError if it cannot be."""
         self._store = self._timed(lambda: open_store(self.folder, self.capacity_bytes, self.codec, self.durability))

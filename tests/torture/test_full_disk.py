@@ -1,38 +1,16 @@
 """A real file system that is full, read-only, or gone read-only under an open store."""
 
-import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from cramped_store import take_the_rest
 from forks import ForkServer, describe
+from mounts import Mount
 from torture_blocks import blob_of, chain, open_store, read_numbers
 
 from kvtier.store.durability import Durability
-
-Mount = Callable[..., Path]
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Mount]:
-    """Mounts a file system with `mount(*arguments)`, and takes it away in the end. Skips where that is forbidden."""
-    point = tmp_path / "mounted"
-    point.mkdir()
-
-    def mounted(*arguments: str) -> Path:
-        if os.geteuid() != 0:
-            pytest.skip("only root may mount")
-        done = subprocess.run(["mount", *arguments, str(point)], check=False, capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"may not mount here: {done.stderr.strip()}")
-        return point
-
-    yield mounted
-    while point.is_mount():
-        subprocess.run(["umount", str(point)], check=True)
 
 
 @pytest.mark.parametrize("durability", list(Durability))

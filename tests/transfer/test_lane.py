@@ -128,6 +128,10 @@ def fail() -> None:
     raise OSError("disk on fire")
 
 
+def end_the_thread() -> None:
+    raise SystemExit(1)
+
+
 # --- the contract
 
 
@@ -166,6 +170,19 @@ def test_a_lane_goes_on_after_an_error(lane: Lane, finished: Finished) -> None:
     back = take(finished, 5)
 
     assert sorted(str(each.error or each.result) for each in back) == ["disk on fire"] * 4 + ["fine"]
+
+
+@every_queued_lane
+def test_a_lane_outlives_work_that_wants_to_end_the_thread(case: LaneCase, lane: Lane, finished: Finished) -> None:
+    ends = [transfer(end_the_thread) for _ in range(2 * case.num_threads)]
+    after = transfer(lambda: "done")
+    for each in [*ends, after]:
+        assert lane.submit(each)
+
+    assert sorted(map(id, take(finished, len(ends) + 1))) == sorted(map(id, [*ends, after]))
+    assert [type(each.error) for each in ends] == [SystemExit] * len(ends)
+    assert (after.result, after.error) == ("done", None)
+    assert lane.num_pending == 0
 
 
 @every_lane
@@ -295,6 +312,29 @@ def test_close_finishes_what_runs_and_fails_what_is_queued(
     assert lane.num_pending == 0
     assert sorted(map(id, take(finished, case.num_threads + 4))) == sorted(map(id, running + queued))
     assert finished.empty()
+
+
+@every_queued_lane
+def test_what_is_queued_behind_a_copy_that_hangs_comes_back_at_close(
+    case: LaneCase, lane: Lane, finished: Finished, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane_module, "CLOSE_TIMEOUT_S", 0.0)
+    hanging = [transfer(gate.work) for _ in range(case.num_threads)]
+    queued = [transfer(lambda: "never") for _ in range(3)]
+    for each in hanging:
+        lane.submit(each)
+    gate.wait_until_begun(case.num_threads)
+    for each in queued:
+        lane.submit(each)
+
+    closed = lane.close()
+
+    assert not closed
+    assert sorted(map(id, take(finished, 3))) == sorted(map(id, queued))
+    assert [type(each.error) for each in queued] == [LaneClosed] * 3
+    assert lane.num_pending == case.num_threads
+    gate.open.set()
+    assert sorted(map(id, take(finished, case.num_threads))) == sorted(map(id, hanging))
 
 
 @every_queued_lane

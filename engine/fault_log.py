@@ -1,0 +1,106 @@
+"""Faults told: what goes wrong with the tiers, and what is right again, in few lines of the log."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, TypeVar
+
+from kvtier.engine.reopening_store import NotOpen, StoreStanding
+from kvtier.store.record import Fault
+from kvtier.tiers.breaker import BreakerState
+from kvtier.tiers.statistics import DiskStatistics
+
+if TYPE_CHECKING:
+    from kvtier.engine.core import EngineStatistics
+
+_T = TypeVar("_T")
+QUIET_S = 60.0  # after a line about one thing, until there is another about the same
+
+_NO_DAMAGE = {Fault.MISSING, Fault.IO_ERROR}  # evicted meanwhile; and of the other the breaker tells
+log = logging.getLogger(__name__)
+
+
+class FaultLog:
+    """Compares each snapshot of the engine with what was told last, and logs what has changed since: a line for each
+    thing, and at most one in `QUIET_S` about the same. What happens meanwhile is in the next one, with how often.
+
+    Owned by the engine's thread.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._told: dict[str, object] = {}  # by thing, its state when there was a line last
+        self._told_at: dict[str, float] = {}
+
+    def look(self, statistics: "EngineStatistics") -> None:
+        """Log what is new in *statistics*."""
+        standing, disk = statistics.store, statistics.cache.disk
+        if standing is not None:
+            self._look_at_store(standing)
+        if disk is not None:
+            for side in disk.breakers:
+                self._look_at_side(side, disk)
+        for tier, found in statistics.cache.tiers.items():
+            self._look_at_damage(tier, found.corrupt)
+
+    def _look_at_store(self, standing: StoreStanding) -> None:
+        folder = standing.folder
+        for num_gone in self._change("gone", standing.num_gone, 0):
+            log.warning(
+                "disk: %s was removed or replaced while it was open%s; what was in it is lost, and it is opened anew",
+                folder,
+                _times(standing.num_gone - num_gone),
+            )
+        is_told = standing.not_open is NotOpen.GONE  # above
+        for _ in () if is_told else self._change("open", standing.not_open, None):
+            if standing.not_open is None:
+                log.warning("disk: %s is open; it is used from now on", folder)
+            else:
+                log.warning("disk: %s is not open (%s); serving without it, trying again", folder, standing.why)
+        for num_ended in self._change("ended", standing.num_ended, 0):
+            times = _times(standing.num_ended - num_ended)
+            log.warning("disk: the store's process ended%s (%s)", times, standing.why_ended)
+        for num_restarts in self._change("restarted", standing.num_restarts, 0):
+            log.warning("disk: the store's process was started again%s", _times(standing.num_restarts - num_restarts))
+
+    def _look_at_side(self, side: str, disk: DiskStatistics) -> None:
+        doing = {"read": "reading", "write": "writing"}[side]
+        rests = disk.breakers[side] is not BreakerState.CLOSED
+        for told in self._change(side, (rests, disk.num_opened[side]), (False, 0)):
+            assert isinstance(told, tuple), "what was told of a breaker"
+            if rests or not told[0]:  # or it has opened and closed since the last line
+                times = _times(disk.num_opened[side] - told[1])
+                why = disk.why_failed[side] or "errors, or no answer"
+                log.warning("disk: %s has failed%s and is left alone for a while (%s)", doing, times, why)
+            if not rests:
+                log.warning("disk: %s works again", doing)
+
+    def _look_at_damage(self, tier: str, counts: Mapping[str, int]) -> None:
+        damaged = {cause: number for cause, number in counts.items() if cause not in _NO_DAMAGE}
+        for told in self._change(f"damage {tier}", damaged, {}):
+            assert isinstance(told, dict), "what was told of damage"
+            new = {cause: number - told.get(cause, 0) for cause, number in damaged.items()}
+            causes = ", ".join(f"{number} {cause}" for cause, number in sorted(new.items()) if number)
+            log.warning("%s: bad blocks were found (%s); they are computed anew", tier, causes)
+
+    def _change(self, thing: str, state: _T, at_first: _T) -> Iterator[_T]:
+        """What was told last of a thing, if it is another state now and it is time for a line."""
+        told: _T = self._told.get(thing, at_first)  # type: ignore[assignment]  # of a thing all states are of one type
+        now = self._clock()
+        if state != told and now - self._told_at.get(thing, -QUIET_S) >= QUIET_S:
+            self._told[thing], self._told_at[thing] = state, now
+            yield told
+
+
+def flush_fault(statistics: "EngineStatistics", timeout_s: float) -> str:
+    """Why not all blocks have reached the disk, as far as that is known."""
+    standing, disk = statistics.store, statistics.cache.disk
+    assert disk is not None, "a flush to no disk"
+    if standing is not None and standing.not_open is not None:
+        return f"{standing.folder} is not open: {standing.why}"
+    if disk.breakers["write"] is not BreakerState.CLOSED:
+        return disk.why_failed["write"] or "writing hangs"
+    return f"not all were written within {timeout_s:.0f} s, or there is no room for them"
+
+
+def _times(number: int) -> str:
+    return f" {number} times" if number > 1 else ""

@@ -1,0 +1,63 @@
+"""The two roots of an LMDB file (LMDB 0.9, 64 bit, little-endian), looked at before the file is opened.
+
+LMDB keeps them in the first two pages, without a checksum, and believes what they say of the pages behind them: a last
+page far beyond the file has the file made as long, an older transaction has pages of the newer one written over.
+"""
+
+import os
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import lmdb
+
+from kvtier.store.folder import open_own
+from kvtier.store.slab import PAGE_BYTES
+
+_META = struct.Struct("<II8xQ" + 2 * "IHH32xQ" + "QQ")
+_META_AT = 16  # behind the page's header
+_MAGIC, _VERSION = 0xBEEFC0DE, 1
+_INTEGER_KEYS = 0x08  # flags of the list of free pages; the other flags are those of the file, and there are none
+_NO_PAGE = (1 << 64) - 1
+_MOST_LEVELS = 16  # of a tree; 4096 pages of 4 KiB are three
+
+
+class _Root(NamedTuple):
+    magic: int
+    version: int
+    map_bytes: int
+    page_bytes: int  # kept with the list of free pages
+    free_flags: int
+    free_depth: int
+    free_root: int
+    main_pad: int
+    main_flags: int
+    main_depth: int
+    main_root: int
+    last_page: int
+    transaction: int
+
+    def is_plausible(self, number: int, num_pages: int) -> bool:
+        """Whether it can be root *number* of a file of so many pages."""
+        return (
+            (self.magic, self.version, self.page_bytes) == (_MAGIC, _VERSION, PAGE_BYTES)
+            and (self.free_flags, self.main_pad, self.main_flags) == (_INTEGER_KEYS, 0, 0)
+            and self.transaction % 2 == number
+            and self.map_bytes % PAGE_BYTES == 0
+            and 1 <= self.last_page < num_pages
+            and all(
+                (root == _NO_PAGE and depth == 0) or (2 <= root <= self.last_page and 0 < depth <= _MOST_LEVELS)
+                for root, depth in ((self.free_root, self.free_depth), (self.main_root, self.main_depth))
+            )
+        )
+
+
+def check(data_file: Path) -> None:
+    """CorruptedError unless both roots can be those of that file, and one follows the other."""
+    with open(data_file, "rb", opener=open_own) as file:
+        head, num_pages = file.read(2 * PAGE_BYTES), os.fstat(file.fileno()).st_size // PAGE_BYTES
+    starts = (0, PAGE_BYTES) if len(head) == 2 * PAGE_BYTES else ()
+    roots = [_Root(*_META.unpack_from(head, start + _META_AT)) for start in starts]
+    follows = bool(roots) and abs(roots[0].transaction - roots[1].transaction) == 1
+    if not follows or not all(root.is_plausible(number, num_pages) for number, root in enumerate(roots)):
+        raise lmdb.CorruptedError("a root of its index makes no sense")
