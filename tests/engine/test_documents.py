@@ -631,6 +631,25 @@ def test_documents_of_several_tenants_are_computed_in_turns(model: PreTrainedMod
     assert done == ["ann 1", "bob 1", "eve 1", "ann 2", "bob 2", "ann 3"]
 
 
+def test_a_change_does_not_wait_for_all_those_of_another_tenant(model: PreTrainedModel, tmp_path: Path) -> None:
+    async def story(_: AsyncLLM, documents: Documents) -> None:
+        done: list[str] = []
+
+        async def delete(tenant: str, document_id: str) -> None:
+            assert await documents.delete(tenant, document_id)
+            done.append(tenant)
+
+        theirs = [("ann", str(number)) for number in range(20)] + [("bob", "report")]
+        for tenant, document_id in theirs:
+            await put(documents, document_id, tokens_draft(1, 20), tenant)
+        await asyncio.gather(*(delete(*whose) for whose in theirs))
+
+        assert done.count("ann") == 20
+        assert done.index("bob") < 10
+
+    play(model, tables(tmp_path), story)
+
+
 # --- callers that are cancelled
 
 
