@@ -276,10 +276,10 @@ BUGS = [
         "tests/tiers/test_load_planner.py",
     ),
     Bug(
-        "a read that its lane refused keeps the breaker's probe",
-        "tiers/landings.py",
-        "residency.disk.reading.withdrawn(attempt)\n            pool",
-        "pool",
+        "a probe that its lane refused is never tried again",
+        "tiers/disk_probe.py",
+        "            del self._under_way[block]\n            disk.reading.withdrawn(attempt)",
+        "            pass",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 RATE_MEMORY_S = 2.0  # over about this time the allocation rate is averaged
+GRAIN_S = 0.02  # blocks taken in so short a time count as taken at once
 HEADROOM = 2.0  # twice what is allocated while one spill is under way
 
 
@@ -20,7 +21,9 @@ class CleanAhead:
         self._spill_s = 0.0
 
     def allocated(self, num_blocks: int) -> None:
-        """Blocks were taken from the pool. They count from the next question about the window on."""
+        """Blocks were taken from the pool."""
+        if self._clock() - self._rate_at >= GRAIN_S:
+            self._rate_now()
         self._num_new += num_blocks
 
     def spilled(self, seconds: float) -> None:
@@ -41,6 +44,7 @@ class CleanAhead:
 
     def _rate_now(self) -> float:
         now = self._clock()
-        self._rate = self._rate * math.exp((self._rate_at - now) / RATE_MEMORY_S) + self._num_new / RATE_MEMORY_S
+        taken = self._rate + self._num_new / RATE_MEMORY_S
+        self._rate = taken * math.exp((self._rate_at - now) / RATE_MEMORY_S)
         self._rate_at, self._num_new = now, 0
         return self._rate

@@ -46,7 +46,7 @@ def leave_the_device(w: World, document: str) -> None:
         read(w, f"passing {number}")
 
 
-def test_a_read_that_found_its_lane_full_leaves_the_probe_to_the_next() -> None:
+def test_a_probe_that_found_its_lane_full_is_tried_again() -> None:
     w = world(num_device_slots=16, num_host_slots=40)
     on_disk_only(w, "a")
     w.lanes[Route.DISK_TO_HOST].failing = 1.0
@@ -60,14 +60,16 @@ def test_a_read_that_found_its_lane_full_leaves_the_probe_to_the_next() -> None:
     assert breakers(w)["read"] == "half_open"
 
     w.lanes[Route.DISK_TO_HOST].capacity = 0
-    promotion = promote(w, "a")
     w.cache.poll()
     w.lanes[Route.DISK_TO_HOST].capacity = 6
+    w.cache.poll()
+    w.settle()
+    assert breakers(w)["read"] == "closed"
+    promotion = promote(w, "a")
     w.settle()
 
     assert promotion.done
     assert balance(promotion) == (0, 0, DOCUMENT, 1)
-    assert breakers(w)["read"] == "closed"
     w.cache.release(promotion.tables)
     w.check()
 
