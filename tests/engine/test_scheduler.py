@@ -46,7 +46,7 @@ class GatedStore(StoreProcess):
 
 @pytest.fixture(autouse=True)
 def _disk_with_a_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_store, "StoreProcess", GatedStore)
+    monkeypatch.setattr(reopening_store, "StoreProcess", GatedStore)
 
 
 @contextmanager
