@@ -11,7 +11,7 @@ import pytest
 from small_models import MODELS, MORE_MODELS, VOCAB, build, byte_tokenizer, plain_greedy
 from transformers import PreTrainedModel
 
-from kvtier.engine import SamplingParams, disk_store
+from kvtier.engine import SamplingParams, reopening_store
 from kvtier.engine.config import as_config
 from kvtier.engine.core import IDLE_WAIT_S, LOAD_TIMEOUT_S, EngineCore
 from kvtier.engine.request import FinishReason, Request
