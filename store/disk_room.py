@@ -23,14 +23,20 @@ class DiskRoom:
         self.capacity_bytes = most_bytes
         self.slab_bytes = data_file.slab_bytes(most_bytes)  # what all slots may take
 
-    def shrink(self, taken_bytes: int) -> None:
-        """The disk is full, with slots that take so many bytes: they must take a little less, for the index."""
-        self.slab_bytes = max(0, min(self.slab_bytes, taken_bytes) - _INDEX_ROOM_BYTES)
-        self.capacity_bytes = data_file.capacity_of_slabs(self.slab_bytes)
+    def shrink(self, taken_bytes: int) -> bool:
+        """The disk is full, with slots that take so many bytes: they must take a little less, for the index; a quarter
+        at most. False, and nothing changes, if that is next to nothing: the room went to others."""
+        taken_bytes = min(self.slab_bytes, taken_bytes)
+        slab_bytes = taken_bytes - min(_INDEX_ROOM_BYTES, taken_bytes // 4)
+        capacity_bytes = data_file.capacity_of_slabs(slab_bytes)
+        if not capacity_bytes:
+            return False
+        self.slab_bytes, self.capacity_bytes = slab_bytes, capacity_bytes
         _log.warning(
             "store %s: the disk is full; its capacity is %.1f MB until there is more room, %.1f MB then",
             *(self._name, self.capacity_bytes / 1e6, self._most_bytes / 1e6),
         )
+        return True
 
     def settle(self) -> None:
         """The store has shrunk to that size: what the disk has left now is not enough to grow again."""

@@ -142,9 +142,8 @@ class LmdbFiles:
 
     @property
     def is_lost(self) -> bool:
-        """Whether who opens the folder next has a better store: an empty one for a damaged one, or one whose files
-        still have names."""
-        return (self._damage is not None and not self._is_upkeep) or self.tables.is_removed
+        """Whether who opens the folder next has a better store: an empty one for a damaged one."""
+        return self._damage is not None and not self._is_upkeep
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

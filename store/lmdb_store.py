@@ -154,7 +154,7 @@ class LmdbStore:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it should be closed and opened again: its index is damaged, or its files were removed."""
+        """Whether it should be closed and opened again: its index is damaged."""
         return self._files.is_lost
 
     def sync(self) -> None:
@@ -224,8 +224,8 @@ class LmdbStore:
                     raise
                 if isinstance(error, StoreFull):
                     self._make_room(2 * sum(most_charged_bytes(blob, self._cipher) for blob in group))
-                else:
-                    self._shrink()
+                elif not self._shrink():
+                    raise
         gone, self._gone = self._gone, []
         return gone
 
@@ -317,14 +317,16 @@ class LmdbStore:
         self._evict_to(max(0, self.statistics().stored_bytes - num_bytes))
         self._files.free_pages(self._room.slab_bytes)
 
-    def _shrink(self) -> None:
-        """Go on with what the disk has, which is full."""
+    def _shrink(self) -> bool:
+        """Go on with what the disk has, which is full; False if that is next to nothing."""
         with self._files.reading() as txn:
             taken_bytes = self._files.tables.counters(txn).slab_bytes
-        self._room.shrink(taken_bytes)
+        if not self._room.shrink(taken_bytes):
+            return False
         self._evict_to(self._room.capacity_bytes)
         self._files.free_pages(self._room.slab_bytes)
         self._room.settle()
+        return True
 
     def _evict_to(self, limit_bytes: int) -> None:
         while self.statistics().stored_bytes > limit_bytes:

@@ -276,7 +276,7 @@ def test_a_store_whose_process_is_killed_while_serving_is_started_again(
         llm.check()
         assert metrics_of(llm)["kvtier_disk_process_ended_total",] == 1
 
-    assert lines_with(caplog, "process") == [
+    assert lines_with(caplog, "disk: the store's process") == [
         "disk: the store's process ended (signal SIGKILL)",
         "disk: the store's process was started again",
     ]

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from kvtier.engine import SamplingParams, disk_store
 from kvtier.engine.config import as_config
 from kvtier.engine.core import IDLE_WAIT_S, LOAD_TIMEOUT_S, EngineCore
+from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.engine.request import FinishReason, Request
 from kvtier.engine.stall import LEAST_S, CopyHangs, Stall
 from kvtier.store.record import Fault
-from kvtier.store.store_process import StoreProcess
 from kvtier.tiers.block_hash import NO_EXTRA_KEYS
 from kvtier.tiers.tier import Reason
 
@@ -28,7 +28,7 @@ DEADLINE_S = 10.0  # for what takes milliseconds: reached only when a test fails
 PLENTY = 200  # slots
 
 
-class GatedStore(StoreProcess):
+class GatedStore(ReopeningStore):
     """A real store on a disk that hangs while the gate is closed."""
 
     def __init__(self, *arguments: object) -> None:
@@ -46,7 +46,7 @@ class GatedStore(StoreProcess):
 
 @pytest.fixture(autouse=True)
 def _disk_with_a_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_store, "StoreProcess", GatedStore)
+    monkeypatch.setattr(disk_store, "ReopeningStore", GatedStore)
 
 
 @contextmanager

@@ -7,14 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from store_cases import blob_of, key_of, oldest_first
+from store_cases import blob_of
 
 from kvtier.engine.document_file import DocumentFolder
 from kvtier.store.durability import Durability
 from kvtier.store.folder import Folder
 from kvtier.store.lmdb_store import LmdbStore
-from kvtier.store.store_process import StoreProcess
-from kvtier.store.store_settings import StoreSettings
 
 CAPACITY_BYTES = 4 << 20
 FOREIGN = b"nobody's business of a store's"
@@ -102,20 +100,6 @@ def test_a_folder_that_is_removed_and_made_again_gets_nothing(folder: Path) -> N
                 pass
 
     assert list(folder.iterdir()) == []
-
-
-def test_a_store_whose_folder_was_removed_goes_on_in_a_new_one(tmp_path: Path) -> None:
-    with StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES)) as store:
-        store.put_many([blob_of(1)])
-        shutil.rmtree(tmp_path / "store")
-
-        for _ in range(2):  # the process notices with one of them
-            with suppress(OSError):
-                store.put_many([blob_of(2)])
-        store.put_many([blob_of(3)])
-
-        assert key_of(3) in oldest_first(store)
-        assert (tmp_path / "store" / "data.mdb").exists()
 
 
 def test_documents_follow_no_link(tmp_path: Path) -> None:
