@@ -14,6 +14,7 @@ from kvtier.tiers.block_pool import ABSENT, BlockPool, Slots
 from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventLog
 from kvtier.tiers.ghosts import Ghosts
+from kvtier.tiers.host_blocks import HostBlocks
 from kvtier.tiers.siblings import Siblings
 from kvtier.tiers.tenants import NOBODY, Tenants, Ties, tenant_of
 from kvtier.tiers.tier import Reason, Tier
@@ -89,9 +90,7 @@ class Residency:
         self.device = device
         self.host = host
         self.disk = disk
-        # Of each named host block: [group][slot]. The digest was taken when its bytes arrived.
-        self.digests: list[dict[int, bytes]] = [{} for _ in device.pools]
-        self.ties: list[dict[int, Ties]] = [{} for _ in device.pools]
+        self.host_blocks = [HostBlocks(pool.num_slots) for pool in (() if host is None else host.pools)]  # [group]
         self._block_sizes = block_sizes
         self._block_bytes = block_bytes
         self.tenants = tenants
@@ -232,8 +231,7 @@ class Residency:
         assert self.host is not None, "a block came to a host tier that is not there"
         if self.host.pools[group_id].commit([slot], [name]):
             return False
-        self.digests[group_id][slot] = digest
-        self.ties[group_id][slot] = ties
+        self.host_blocks[group_id].record(slot, digest, ties)
         self.tenants.came_to_host(ties.tenant, self._block_bytes[group_id])
         self._tell_stored(Tier.HOST, group_id, [name])
         return True
@@ -249,7 +247,7 @@ class Residency:
             for slot in slots
             if slot not in dirty and (name := pool.name(slot)) is not None and not self.disk.holds(group_id, name)
         ]
-        parents = [self.ties[group_id][slot].parent for slot, _ in asking]
+        parents = [self.host_blocks[group_id].ties(slot).parent for slot, _ in asking]
         names = [name for _, name in asking]
         admitted = self.admission.admit(group_id, names, parents, self._block_bytes[group_id])
         self.host.mark_dirty(group_id, [slot for (slot, _), may_go in zip(asking, admitted, strict=True) if may_go])
@@ -259,8 +257,9 @@ class Residency:
         excess = self.tenants.excess(tenant)
         if not excess or self.host is None:
             return
-        pool, dirty, ties = self.host.pools[group_id], self.host.dirty[group_id], self.ties[group_id]
-        own = [slot for slot in pool.oldest(pool.num_slots).tolist() if ties[slot].tenant == tenant]
+        pool, dirty = self.host.pools[group_id], self.host.dirty[group_id]
+        slots = pool.oldest(pool.num_slots)
+        own = slots[self.host_blocks[group_id].of_tenant(slots, tenant)].tolist()
         clean_first = sorted(own, key=lambda slot: slot in dirty)
         self.evict(self.host, group_id, clean_first[: -(-excess // self._block_bytes[group_id])])
 
@@ -308,8 +307,8 @@ class Residency:
                 pool.evict(pool.cached_slots())
                 if tier is not None:
                     tier.dirty[group_id].clear()
-        for group_id in range(len(self.digests)):
-            self._leave_host(group_id, list(self.digests[group_id]))
+        for group_id, blocks in enumerate(self.host_blocks):
+            self._leave_host(group_id, blocks.slots())
         for tails in self._tails:
             tails.clear()
         if self.siblings is not None:
@@ -330,14 +329,12 @@ class Residency:
         if self.host is None:
             return
         self.host.check()
-        for pool, digests in zip(self.host.pools, self.digests, strict=True):
-            named = {slot for slot in range(pool.num_slots) if pool.name(slot) is not None}
-            assert named == set(digests), "a host block without a digest, or a digest without a block"
         host_bytes: Counter[bytes] = Counter()
-        for digests, ties, num_bytes in zip(self.digests, self.ties, self._block_bytes, strict=True):
-            assert ties.keys() == digests.keys(), "ties of no block, or a block without"
-            for tie in ties.values():
-                host_bytes[tie.tenant] += num_bytes
+        for pool, blocks, num_bytes in zip(self.host.pools, self.host_blocks, self._block_bytes, strict=True):
+            named = [slot for slot in range(pool.num_slots) if pool.name(slot) is not None]
+            assert named == blocks.slots().tolist(), "a host block without a digest, or a digest without a block"
+            for slot in named:
+                host_bytes[blocks.tenant(slot)] += num_bytes
         host_bytes.pop(NOBODY, None)
         assert self.tenants.host_bytes == host_bytes, "a tenant's bytes are miscounted"
         if self.admission is not None:
@@ -376,7 +373,7 @@ class Residency:
     ) -> None:
         """The slots' blocks, of these names, cannot be found in *tier* any more: draw the consequences."""
         if tier is self.host:
-            self._leave_host(group_id, slots.tolist())
+            self._leave_host(group_id, slots)
             self._lost_below_device(group_id, names)
         elif self.siblings is not None and group_id == self._siblings_group:
             self.siblings.forget(slots)
@@ -399,10 +396,10 @@ class Residency:
     def _disk_is_readable(self) -> bool:
         return self.disk is None or self.disk.reading.allows()
 
-    def _leave_host(self, group_id: int, slots: Iterable[int]) -> None:
-        for slot in slots:
-            if self.digests[group_id].pop(slot, None) is not None:
-                self.tenants.came_to_host(self.ties[group_id].pop(slot).tenant, -self._block_bytes[group_id])
+    def _leave_host(self, group_id: int, slots: npt.NDArray[np.int32]) -> None:
+        blocks, num_bytes = self.host_blocks[group_id], self._block_bytes[group_id]
+        for slot in blocks.forget(slots).tolist():
+            self.tenants.came_to_host(blocks.tenant(slot), -num_bytes)
 
     def _will_be_on_disk(self, group_id: int, name: BlockName) -> bool:
         """Whether the disk has the block, or it has been admitted there."""
