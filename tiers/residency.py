@@ -16,9 +16,11 @@ from kvtier.tiers.events import AllBlocksCleared, BlockRemoved, BlockStored, Eve
 from kvtier.tiers.ghosts import Ghosts
 from kvtier.tiers.host_blocks import HostBlocks
 from kvtier.tiers.siblings import Siblings
-from kvtier.tiers.tenants import NOBODY, Tenants, Ties, tenant_of
+from kvtier.tiers.tenants import Tenants, Ties, tenant_of
 from kvtier.tiers.tier import Reason, Tier
 
+QUOTA_PART = 1 << 12  # entries of the host's order looked through at once for blocks of a tenant over its quota
+MOST_SHED = 256  # blocks that such a tenant loses at once
 NUM_GHOSTS = 1 << 16  # names of lost blocks that are remembered, to tell "evicted" from "never seen"
 
 
@@ -102,6 +104,8 @@ class Residency:
         self._siblings_group = siblings_group
         self._events = events
         self._ghosts = Ghosts(NUM_GHOSTS)
+        # Tenants that are over their quota, by group, and up to where in the host's order they have no block.
+        self._over_quota: dict[tuple[int, bytes], int] = {}
         self._tails: list[set[BlockName]] = [set() for _ in device.pools]  # blocks not full: nobody was told of them
 
     @property
@@ -253,15 +257,34 @@ class Residency:
         self.host.mark_dirty(group_id, [slot for (slot, _), may_go in zip(asking, admitted, strict=True) if may_go])
 
     def keep_quota(self, group_id: int, tenant: bytes) -> None:
-        """Have a tenant that is over its quota of host memory lose its own oldest blocks there, tails first."""
-        excess = self.tenants.excess(tenant)
-        if not excess or self.host is None:
-            return
-        pool, dirty = self.host.pools[group_id], self.host.dirty[group_id]
-        slots = pool.oldest(pool.num_slots)
+        """Have a tenant that is over its quota of host memory lose its own oldest blocks there, tails first.
+
+        A part of the host's order is looked through now, the rest by `keep_quotas`.
+        """
+        if self.tenants.excess(tenant):
+            self._shed(group_id, tenant, self._over_quota.pop((group_id, tenant), 0))
+
+    def keep_quotas(self) -> None:
+        """Go on with a tenant that is still over its quota."""
+        if self._over_quota:
+            (group_id, tenant), start = next(iter(self._over_quota.items()))
+            del self._over_quota[group_id, tenant]
+            self._shed(group_id, tenant, start)
+
+    def _shed(self, group_id: int, tenant: bytes, start: int) -> None:
+        """Look through a part of the host's order, from its entry *start* on, for what the tenant has too much."""
+        assert self.host is not None, "a quota of a host tier that is not there"
+        num_blocks = -(-self.tenants.excess(tenant) // self._block_bytes[group_id])
+        slots, end = self.host.pools[group_id].ordered(start, QUOTA_PART)
         own = slots[self.host_blocks[group_id].of_tenant(slots, tenant)].tolist()
+        dirty = self.host.dirty[group_id]
         clean_first = sorted(own, key=lambda slot: slot in dirty)
-        self.evict(self.host, group_id, clean_first[: -(-excess // self._block_bytes[group_id])])
+        going = clean_first[: min(num_blocks, MOST_SHED)]
+        self.evict(self.host, group_id, going)
+        if len(going) < num_blocks:
+            left = start if len(going) < len(own) else end
+            if left is not None:
+                self._over_quota[group_id, tenant] = left
 
     def came_to_disk(self, group_id: int, names: Sequence[BlockName], evicted: Sequence[bytes]) -> None:
         """Blocks are on disk, and the store dropped these keys for them, the oldest it had: what is still on the device
@@ -329,13 +352,13 @@ class Residency:
         if self.host is None:
             return
         self.host.check()
-        host_bytes: Counter[bytes] = Counter()
+        host_bytes = dict.fromkeys(self.tenants.host_bytes, 0)
         for pool, blocks, num_bytes in zip(self.host.pools, self.host_blocks, self._block_bytes, strict=True):
             named = [slot for slot in range(pool.num_slots) if pool.name(slot) is not None]
             assert named == blocks.slots().tolist(), "a host block without a digest, or a digest without a block"
             for slot in named:
-                host_bytes[blocks.tenant(slot)] += num_bytes
-        host_bytes.pop(NOBODY, None)
+                if (tenant := blocks.tenant(slot)) in host_bytes:
+                    host_bytes[tenant] += num_bytes
         assert self.tenants.host_bytes == host_bytes, "a tenant's bytes are miscounted"
         if self.admission is not None:
             self.admission.check()
@@ -398,8 +421,10 @@ class Residency:
 
     def _leave_host(self, group_id: int, slots: npt.NDArray[np.int32]) -> None:
         blocks, num_bytes = self.host_blocks[group_id], self._block_bytes[group_id]
-        for slot in blocks.forget(slots).tolist():
-            self.tenants.came_to_host(blocks.tenant(slot), -num_bytes)
+        left = blocks.forget(slots)
+        if self.tenants.any_quotas:
+            for slot in left.tolist():
+                self.tenants.came_to_host(blocks.tenant(slot), -num_bytes)
 
     def _will_be_on_disk(self, group_id: int, name: BlockName) -> bool:
         """Whether the disk has the block, or it has been admitted there."""
