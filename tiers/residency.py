@@ -20,7 +20,7 @@ from kvtier.tiers.tenants import Tenants, Ties, tenant_of
 from kvtier.tiers.tier import Reason, Tier
 
 QUOTA_PART = 1 << 12  # entries of the host's order looked through at once for blocks of a tenant over its quota
-MOST_SHED = 256  # blocks that such a tenant loses at once
+MOST_SHED = 128  # blocks that such a tenant loses at once
 NUM_GHOSTS = 1 << 16  # names of lost blocks that are remembered, to tell "evicted" from "never seen"
 
 
