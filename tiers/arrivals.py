@@ -89,7 +89,7 @@ class Arrivals:
             arrival.landing = self._landings.join(chain, group_id, block_id, arrival, waiter)
         else:
             host.pools[group_id].lease([host_slot])
-            known = self._residency.digests[group_id][host_slot]
+            known = self._residency.host_blocks[group_id].digest(host_slot)
             arrival = Arrival(group_id, name, device_slot, Tier.HOST, host_slot, digest=known)
             self._to_upload.append(arrival)
         self._arrivals[group_id][name] = arrival
@@ -260,7 +260,7 @@ class Arrivals:
             if is_good:
                 in_host = host.pools[arrival.group_id].find(arrival.name)
                 if in_host is not None:  # else it was evicted on purpose
-                    self._publish(arrival, self._residency.ties[arrival.group_id][in_host].tenant)
+                    self._publish(arrival, self._residency.host_blocks[arrival.group_id].tenant(in_host))
                 self._resolve(arrival, None)
             elif is_good is None:
                 self._resolve(arrival, Reason.FAILED)

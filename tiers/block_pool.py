@@ -280,6 +280,15 @@ class BlockPool:
         slots = found[0] if len(found) == 1 else np.concatenate(found) if found else np.empty(0, np.int32)
         return cast(npt.NDArray[np.int32], slots[self._all_leases[slots] == 0]) if self._num_lent else slots
 
+    def ordered(self, start: int, most: int) -> tuple[npt.NDArray[np.int32], int | None]:
+        """The cached slots, oldest first, among *most* entries of the order from its entry *start* on, and the entry
+        after these, None at the end. Entries only move to the front, when the order is renumbered."""
+        start = max(start, self._head)
+        entries = self._entries(start, start + most)
+        is_cached = self._all_places[entries] == np.arange(start, start + len(entries), dtype=np.int32)
+        end = start + len(entries)
+        return entries[is_cached & (self._all_leases[entries] == 0)], end if end < len(self._order) else None
+
     def evict(self, slots: Slots) -> list[BlockName]:
         """Forget the blocks in the slots; their names, without those that had none.
 

@@ -279,6 +279,7 @@ class TieredCache:
         if self._index_load is not None:
             self._index_load.go_on()
         self._disk_probe.go_on()
+        self._residency.keep_quotas()
         self._promoter.pump(self._window.num_blocks)
         self._holds.pump()
 

@@ -15,10 +15,13 @@ from kvtier.tiers.block_pool import ABSENT, BlockPool, Slots
 from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventLog
 from kvtier.tiers.ghosts import Ghosts
+from kvtier.tiers.host_blocks import HostBlocks
 from kvtier.tiers.siblings import Siblings
-from kvtier.tiers.tenants import NOBODY, Tenants, Ties, tenant_of
+from kvtier.tiers.tenants import Tenants, Ties, tenant_of
 from kvtier.tiers.tier import Reason, Tier
 
+QUOTA_PART = 1 << 12  # entries of the host's order looked through at once for blocks of a tenant over its quota
+MOST_SHED = 128  # blocks that such a tenant loses at once
 NUM_GHOSTS = 1 << 16  # names of lost blocks that are remembered, to tell "evicted" from "never seen"
 
 
@@ -90,9 +93,7 @@ class Residency:
         self.device = device
         self.host = host
         self.disk = disk
-        # Of each named host block: [group][slot]. The digest was taken when its bytes arrived.
-        self.digests: list[dict[int, bytes]] = [{} for _ in device.pools]
-        self.ties: list[dict[int, Ties]] = [{} for _ in device.pools]
+        self.host_blocks = [HostBlocks(pool.num_slots) for pool in (() if host is None else host.pools)]  # [group]
         self._block_sizes = block_sizes
         self._block_bytes = block_bytes
         self.tenants = tenants
@@ -105,6 +106,8 @@ class Residency:
         self._events = events
         self.is_cut_off = False  # the lane to the device hangs: what is below it cannot be had
         self._ghosts = Ghosts(NUM_GHOSTS)
+        # Tenants that are over their quota, by group, and up to where in the host's order they have no block.
+        self._over_quota: dict[tuple[int, bytes], int] = {}
         self._tails: list[set[BlockName]] = [set() for _ in device.pools]  # blocks not full: nobody was told of them
 
     @property
@@ -242,8 +245,7 @@ class Residency:
         assert self.host is not None, "a block came to a host tier that is not there"
         if self.host.pools[group_id].commit([slot], [name]):
             return False
-        self.digests[group_id][slot] = digest
-        self.ties[group_id][slot] = ties
+        self.host_blocks[group_id].record(slot, digest, ties)
         self.tenants.came_to_host(ties.tenant, self._block_bytes[group_id])
         self._tell_stored(Tier.HOST, group_id, [name])
         return True
@@ -259,20 +261,40 @@ class Residency:
             for slot in slots
             if slot not in dirty and (name := pool.name(slot)) is not None and not self.disk.holds(group_id, name)
         ]
-        parents = [self.ties[group_id][slot].parent for slot, _ in asking]
+        parents = [self.host_blocks[group_id].ties(slot).parent for slot, _ in asking]
         names = [name for _, name in asking]
         admitted = self.admission.admit(group_id, names, parents, self._block_bytes[group_id])
         self.host.mark_dirty(group_id, [slot for (slot, _), may_go in zip(asking, admitted, strict=True) if may_go])
 
     def keep_quota(self, group_id: int, tenant: bytes) -> None:
-        """Have a tenant that is over its quota of host memory lose its own oldest blocks there, tails first."""
-        excess = self.tenants.excess(tenant)
-        if not excess or self.host is None:
-            return
-        pool, dirty, ties = self.host.pools[group_id], self.host.dirty[group_id], self.ties[group_id]
-        own = [slot for slot in pool.oldest(pool.num_slots).tolist() if ties[slot].tenant == tenant]
+        """Have a tenant that is over its quota of host memory lose its own oldest blocks there, tails first.
+
+        A part of the host's order is looked through now, the rest by `keep_quotas`.
+        """
+        if self.tenants.excess(tenant):
+            self._shed(group_id, tenant, self._over_quota.pop((group_id, tenant), 0))
+
+    def keep_quotas(self) -> None:
+        """Go on with a tenant that is still over its quota."""
+        if self._over_quota:
+            (group_id, tenant), start = next(iter(self._over_quota.items()))
+            del self._over_quota[group_id, tenant]
+            self._shed(group_id, tenant, start)
+
+    def _shed(self, group_id: int, tenant: bytes, start: int) -> None:
+        """Look through a part of the host's order, from its entry *start* on, for what the tenant has too much."""
+        assert self.host is not None, "a quota of a host tier that is not there"
+        num_blocks = -(-self.tenants.excess(tenant) // self._block_bytes[group_id])
+        slots, end = self.host.pools[group_id].ordered(start, QUOTA_PART)
+        own = slots[self.host_blocks[group_id].of_tenant(slots, tenant)].tolist()
+        dirty = self.host.dirty[group_id]
         clean_first = sorted(own, key=lambda slot: slot in dirty)
-        self.evict(self.host, group_id, clean_first[: -(-excess // self._block_bytes[group_id])])
+        going = clean_first[: min(num_blocks, MOST_SHED)]
+        self.evict(self.host, group_id, going)
+        if len(going) < num_blocks:
+            left = start if len(going) < len(own) else end
+            if left is not None:
+                self._over_quota[group_id, tenant] = left
 
     def came_to_disk(self, group_id: int, names: Sequence[BlockName], evicted: Sequence[bytes]) -> None:
         """Blocks are on disk, and the store dropped these keys for them, the oldest it had: what is still on the device
@@ -351,8 +373,8 @@ class Residency:
                 pool.evict(pool.cached_slots())
                 if tier is not None:
                     tier.dirty[group_id].clear()
-        for group_id in range(len(self.digests)):
-            self._leave_host(group_id, list(self.digests[group_id]))
+        for group_id, blocks in enumerate(self.host_blocks):
+            self._leave_host(group_id, blocks.slots())
         for tails in self._tails:
             tails.clear()
         self._tell(AllBlocksCleared())
@@ -370,15 +392,13 @@ class Residency:
         if self.host is None:
             return
         self.host.check()
-        for pool, digests in zip(self.host.pools, self.digests, strict=True):
-            named = {slot for slot in range(pool.num_slots) if pool.name(slot) is not None}
-            assert named == set(digests), "a host block without a digest, or a digest without a block"
-        host_bytes: Counter[bytes] = Counter()
-        for digests, ties, num_bytes in zip(self.digests, self.ties, self._block_bytes, strict=True):
-            assert ties.keys() == digests.keys(), "ties of no block, or a block without"
-            for tie in ties.values():
-                host_bytes[tie.tenant] += num_bytes
-        host_bytes.pop(NOBODY, None)
+        host_bytes = dict.fromkeys(self.tenants.host_bytes, 0)
+        for pool, blocks, num_bytes in zip(self.host.pools, self.host_blocks, self._block_bytes, strict=True):
+            named = [slot for slot in range(pool.num_slots) if pool.name(slot) is not None]
+            assert named == blocks.slots().tolist(), "a host block without a digest, or a digest without a block"
+            for slot in named:
+                if (tenant := blocks.tenant(slot)) in host_bytes:
+                    host_bytes[tenant] += num_bytes
         assert self.tenants.host_bytes == host_bytes, "a tenant's bytes are miscounted"
         if self.admission is not None:
             self.admission.check()
@@ -416,7 +436,7 @@ class Residency:
     ) -> None:
         """The slots' blocks, of these names, cannot be found in *tier* any more: draw the consequences."""
         if tier is self.host:
-            self._leave_host(group_id, slots.tolist())
+            self._leave_host(group_id, slots)
             self._lost_below_device(group_id, names)
         if not names:
             return
@@ -435,17 +455,19 @@ class Residency:
 
     @property
     def _disk_is_readable(self) -> bool:
-        return self.disk is None or self.disk.reading.allows()
+        return self.disk is None or self.disk.is_readable
 
     def _is_tail(self, name: BlockName) -> bool:
         """Whether it is a device block that is not full: such blocks stay there."""
         slot = None if self.siblings is None else self.device.pools[self._siblings_group].find(name)
         return self.siblings is not None and slot is not None and self.siblings.is_part(slot)
 
-    def _leave_host(self, group_id: int, slots: Iterable[int]) -> None:
-        for slot in slots:
-            if self.digests[group_id].pop(slot, None) is not None:
-                self.tenants.came_to_host(self.ties[group_id].pop(slot).tenant, -self._block_bytes[group_id])
+    def _leave_host(self, group_id: int, slots: npt.NDArray[np.int32]) -> None:
+        blocks, num_bytes = self.host_blocks[group_id], self._block_bytes[group_id]
+        left = blocks.forget(slots)
+        if self.tenants.any_quotas:
+            for slot in left.tolist():
+                self.tenants.came_to_host(blocks.tenant(slot), -num_bytes)
 
     def _will_be_on_disk(self, group_id: int, name: BlockName) -> bool:
         """Whether the disk has the block, or it has been admitted there."""

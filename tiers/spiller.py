@@ -220,7 +220,7 @@ class Spiller:
     def _ties(self, route: Route, group_id: int, slots: Sequence[int]) -> tuple[Ties, ...]:
         """The blocks' ties. No parent where a group forgets: it needs no more than its window."""
         if route is Route.HOST_TO_DISK:
-            return tuple(self._residency.ties[group_id][slot] for slot in slots)
+            return tuple(map(self._residency.host_blocks[group_id].ties, slots))
         pool, tenants = self._residency.device.pools[group_id], self._residency.tenants
         forgets = self._groups[group_id].forgets
         return tuple(Ties(None if forgets else pool.parent(slot), tenants.on_device(group_id, slot)) for slot in slots)
@@ -287,11 +287,11 @@ class Spiller:
 
         disk = self._residency.disk
         assert disk is not None, "a route to disk without a disk"
-        digests = self._residency.digests[batch.group_id]
+        digest_of = self._residency.host_blocks[batch.group_id].digest
         blobs = [
             Blob(
                 disk.key(batch.group_id, name),
-                digests[slot],
+                digest_of(slot),
                 memory.host_block(slot),
                 b"" if ties.parent is None else disk.key(batch.group_id, ties.parent),
                 ties.tenant,

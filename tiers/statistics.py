@@ -101,4 +101,4 @@ class CacheStatistics:
     clean_ahead_blocks: int
     disk: DiskStatistics | None = None
     admission: AdmissionStatistics | None = None  # to the disk
-    host_tenants: Mapping[bytes, int] = field(default_factory=dict)  # bytes of each
+    host_tenants: Mapping[bytes, int] = field(default_factory=dict)  # bytes of each with a quota

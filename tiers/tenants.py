@@ -1,7 +1,6 @@
 """Whose a block is, and how many bytes of host memory each tenant has."""
 
 import hashlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -36,19 +35,24 @@ NO_TIES = Ties()
 
 
 class Tenants:
-    """Device slots' tenants, and host bytes by tenant against their quotas. A tenant without a quota is exempt."""
+    """Device slots' tenants, and host bytes of those with a quota. A tenant without one is exempt, and not counted."""
 
     def __init__(self, num_device_slots: Sequence[int], quotas: Mapping[bytes, int]) -> None:
         """*num_device_slots* by group; *quotas* in bytes of host memory."""
         self._on_device = [np.zeros(num_slots, np.uint64) for num_slots in num_device_slots]
         self._has_computed = False  # a tenant with a name
-        self._host_bytes: Counter[bytes] = Counter()
+        self._host_bytes = dict.fromkeys(quotas, 0)
         self._quotas = quotas
 
     @property
     def host_bytes(self) -> dict[bytes, int]:
-        """Bytes of host memory that each tenant's blocks are in."""
-        return dict(+self._host_bytes)
+        """Bytes of host memory that the blocks of each tenant with a quota are in."""
+        return dict(self._host_bytes)
+
+    @property
+    def any_quotas(self) -> bool:
+        """Whether anybody's host memory is counted. Without a quota it is not: each salt ever used would stay."""
+        return bool(self._host_bytes)
 
     def computed(self, group_id: int, slots: npt.NDArray[np.int32], tenant: bytes) -> None:
         """The tenant's blocks are in these device slots."""
@@ -64,7 +68,7 @@ class Tenants:
 
     def came_to_host(self, tenant: bytes, num_bytes: int) -> None:
         """The tenant has a block more in host memory; or, if *num_bytes* is negative, one less."""
-        if tenant:
+        if tenant in self._host_bytes:
             self._host_bytes[tenant] += num_bytes
 
     def excess(self, tenant: bytes) -> int:

@@ -3,10 +3,13 @@
 import random
 from collections.abc import Mapping
 
+import pytest
 from chaos import World
 from test_cache import BLOCK_BYTES, CHARGE, DOCUMENT, read
 
 from kvtier.store.memory_store import MemoryStore
+from kvtier.tiers import residency
+from kvtier.tiers.block_pool import BlockPool
 from kvtier.tiers.groups import FullAttention
 from kvtier.tiers.tenants import NOBODY, tenant_of
 from kvtier.tiers.tier import Tier
@@ -36,7 +39,7 @@ def test_a_tenant_is_known_by_its_salt_and_shows_nothing_of_it() -> None:
 
 
 def test_blocks_count_for_their_tenant_in_every_tier() -> None:
-    w = world({}, {ANN: 1000 * CHARGE, BOB: 1000 * CHARGE})
+    w = world({ANN: 1 << 30, BOB: 1 << 30}, {ANN: 1000 * CHARGE, BOB: 1000 * CHARGE})
     read(w, "ann")
     read(w, "bob", 21)
     push_out(w)
@@ -51,7 +54,7 @@ def test_blocks_count_for_their_tenant_in_every_tier() -> None:
 
 
 def test_over_its_quota_of_host_memory_a_tenant_loses_its_own_tails() -> None:
-    w = world({ANN: 4 * BLOCK_BYTES}, {})
+    w = world({ANN: 4 * BLOCK_BYTES, BOB: 1 << 30}, {})
     read(w, "bob")
     read(w, "ann")
     push_out(w)
@@ -62,6 +65,36 @@ def test_over_its_quota_of_host_memory_a_tenant_loses_its_own_tails() -> None:
     host = w.cache._residency.host
     names = w.names("ann", DOCUMENT)
     assert [host.pools[0].find(name) is not None for name in names] == [True] * 4 + [False] * 6
+    w.check()
+
+
+def test_a_salt_that_came_and_went_leaves_nothing_behind() -> None:
+    w = world({ANN: 1 << 30}, {})
+    for number in range(20):
+        read(w, f"salt {number}")
+
+    assert w.cache.statistics().host_tenants.keys() == {ANN}
+    w.check()
+
+
+def test_a_tenants_own_blocks_are_looked_for_in_parts_of_the_hosts_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "QUOTA_PART", 5)
+    monkeypatch.setattr(residency, "MOST_SHED", 2)
+    looked_at: list[int] = []
+    ordered = BlockPool.ordered
+    monkeypatch.setattr(BlockPool, "ordered", lambda *a: [looked_at.append(a[2]), ordered(*a)][1])
+    w = world({ANN: 4 * BLOCK_BYTES, BOB: 1 << 30}, {})
+    for number in range(3):
+        read(w, f"other {number}")  # stand before hers
+    read(w, "ann")
+    push_out(w)
+    for _ in range(30):
+        w.cache.poll()
+
+    assert set(looked_at) == {5}
+    assert w.cache.statistics().host_tenants[ANN] == 4 * BLOCK_BYTES
+    host = w.cache._residency.host
+    assert [host.pools[0].find(name) is not None for name in w.names("ann", DOCUMENT)] == [True] * 4 + [False] * 6
     w.check()
 
 
@@ -91,7 +124,7 @@ def test_a_quota_of_nothing_keeps_a_tenant_on_the_device() -> None:
 
 
 def test_what_came_back_from_disk_counts_again() -> None:
-    w = world({}, {})
+    w = world({ANN: 1 << 30}, {})
     read(w, "ann")
     for number in range(12):
         read(w, f"other {number}")
@@ -116,3 +149,17 @@ def test_a_chains_first_blocks_are_its_parents_on_disk() -> None:
     disk, names = w.cache._residency.disk, w.names("ann", DOCUMENT)
     parents = {key: row.parent for key, row in w.store._rows.items()}
     assert [parents[disk.key(0, name)] for name in names] == [b"", *(disk.key(0, name) for name in names[:-1])]
+
+
+def test_what_a_tenant_has_too_much_goes_though_all_of_it_stands_in_the_last_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(residency, "MOST_SHED", 2)
+    w = world({ANN: 0}, {})
+    read(w, "ann")
+    push_out(w)
+    for _ in range(5):
+        w.cache.poll()
+
+    assert w.cache.statistics().host_tenants[ANN] == 0
+    w.check()
