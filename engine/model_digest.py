@@ -38,7 +38,7 @@ def weights_digest(model: torch.nn.Module) -> str:
     """Digest of all that the model's modules hold, those things included that no file has.
 
     Parameters, buffers, tensors that are neither, packed and quantised weights, numbers such as scales, the names of
-    classes and functions. xxh3_128 of each tensor, sha256 over the list. Raises `UnsupportedModel` for something that
+    classes and functions. sha256 of each tensor, and over the list. Raises `UnsupportedModel` for something that
     changes what is computed and cannot be read: a hook, an offloaded weight, an object of unknown state.
     """
     digest = _Digest()

@@ -1,13 +1,24 @@
-"""What a tensor is, in 16 bytes."""
+"""What a tensor is, in 32 bytes that nobody can make another tensor for."""
 
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-import xxhash
+
+PIECE_BYTES = 4 << 20  # hashed at a time: one thread has 0.4 GB/s without SHA instructions, so all cores take part
 
 
 def tensor_digest(tensor: torch.Tensor) -> bytes:
-    """xxh3_128 of the bytes of a plain dense tensor in row-major order; not of its shape and type."""
+    """sha256 over the sha256 of each piece of a plain dense tensor's bytes, row-major; not of its shape and type."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
-    raw: Any = plain.flatten().view(torch.uint8).numpy()  # numpy's own buffer type
-    return xxhash.xxh3_128_digest(raw)
+    raw: Any = memoryview(plain.flatten().view(torch.uint8).numpy())
+    pieces = [raw[start : start + PIECE_BYTES] for start in range(0, len(raw), PIECE_BYTES)]
+    if len(pieces) > 1:
+        with ThreadPoolExecutor(thread_name_prefix="kvtier-digest") as threads:
+            return hashlib.sha256(b"".join(threads.map(_digest, pieces))).digest()
+    return hashlib.sha256(b"".join(map(_digest, pieces))).digest()
+
+
+def _digest(piece: memoryview) -> bytes:
+    return hashlib.sha256(piece).digest()

@@ -8,6 +8,7 @@ import pytest
 from chaos import FakeClock, World
 
 from kvtier.engine import prompt_pins
+from kvtier.engine.pin_shares import PinShares
 from kvtier.engine.prompt_pins import PromptPins
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.block_hash import NO_EXTRA_KEYS, BlockChain, ExtraKeys
@@ -29,8 +30,12 @@ class Engine:
     def cache(self) -> "Engine":
         return self
 
-    def hold(self, chain: BlockChain, num_tokens: int) -> Hold | None:
-        hold = self._cache.hold(chain, num_tokens)
+    @property
+    def holdable_bytes(self) -> int:
+        return self._cache.holdable_bytes
+
+    def hold(self, chain: BlockChain, num_tokens: int, most_bytes: int) -> Hold | None:
+        hold = self._cache.hold(chain, num_tokens, most_bytes)
         if hold is not None:
             self.open.add(hold)
         return hold
@@ -47,12 +52,12 @@ class Engine:
 
 def test_a_prompt_shorter_than_a_block_is_not_pinned_and_leaves_nothing_behind() -> None:
     engine: Any = Engine()
-    pins = PromptPins(FakeClock())
+    pins = PromptPins(PinShares(1), FakeClock())
 
-    assert not any(pins.pin(engine, [1, 2, 3], NO_EXTRA_KEYS, 60.0) for _ in range(10))
+    assert not any(pins.pin(engine, None, [1, 2, 3], NO_EXTRA_KEYS, 60.0) for _ in range(10))
 
     assert not engine.open
-    assert pins.pin(engine, [1, 2, 3, 4], NO_EXTRA_KEYS, 60.0)
+    assert pins.pin(engine, None, [1, 2, 3, 4], NO_EXTRA_KEYS, 60.0)
     assert len(engine.open) == 1
 
 
@@ -60,9 +65,9 @@ def test_pins_end_in_time_a_few_with_each_step(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(prompt_pins, "MOST_ENDED", 2)
     clock = FakeClock()
     engine: Any = Engine()
-    pins = PromptPins(clock)
+    pins = PromptPins(PinShares(1), clock)
     for number, ttl_s in enumerate([30.0, 10.0, 20.0, 10.0, 10.0]):
-        assert pins.pin(engine, [number] * BLOCK_SIZE, NO_EXTRA_KEYS, ttl_s)
+        assert pins.pin(engine, None, [number] * BLOCK_SIZE, NO_EXTRA_KEYS, ttl_s)
 
     left = []
     for now in (9.0, 10.0, 10.0, 10.0, 20.0, 30.0):
