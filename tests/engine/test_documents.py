@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import shutil
 import stat
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -599,8 +600,7 @@ def test_a_file_that_cannot_be_written_is_the_caller_s_error_and_nothing_has_cha
 ) -> None:
     async def story(_: AsyncLLM, documents: Documents) -> None:
         document = await put(documents, "report", tokens_draft(1, 100))
-        folder = tmp_path / "store-documents"
-        folder.rename(tmp_path / "away")
+        shutil.rmtree(tmp_path / "store-documents")
         for change in (
             documents.put(None, "report", tokens_draft(2, 100)),
             documents.put(None, "other", tokens_draft(2, 100)),
