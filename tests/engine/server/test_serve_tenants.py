@@ -24,7 +24,7 @@ HOST_QUOTA = 20 * BLOCK_BYTES
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[ServerInThread]:
-    config = {**tables(metrics_tenants=["ops"]), "tenants": {"bob": {"host": HOST_QUOTA}}}
+    config = {**tables(metrics_tenants=["ops"]), "tenants": {"bob": {"host": HOST_QUOTA}, "ann": {"host": "1GiB"}}}
     with serving(build("llama"), config, KEYS) as address:
         yield address
 
