@@ -249,6 +249,7 @@ class LmdbStore:
             for blob, one, slot in zip(new, sealed, slots, strict=True):
                 coming.discard(blob.key)
                 change.add(one, blob, slot, coming)
+            change.find_again(blob.key for blob in new)
             return evicted + self._evict(change, dict.fromkeys(new_bytes, 0), most), {blob.key for blob in new}
 
         index_bytes = (_INDEX_PAGES + _EVICTED_PAGES) * PAGE_BYTES * len(unique)
