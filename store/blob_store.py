@@ -38,7 +38,8 @@ class Blob:
 
 
 class StoreFull(OSError):
-    """There was no room for a block even after more records were evicted for it; the store stays usable."""
+    """There was no room for a block even after more records were evicted for it, or another error was met after that;
+    the store stays usable."""
 
     evicted: Sequence[bytes] = ()  # keys that had to go all the same
 

@@ -1,7 +1,7 @@
 """The one transaction that changes all sub-databases of an LMDB store together."""
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 
 import lmdb
@@ -100,6 +100,12 @@ class Change:
         self.counters.stored_bytes += sealed.charged_bytes
         self._num_written += sealed.payload.nbytes
         self._charge(tenant, sealed.charged_bytes)
+
+    def find_again(self, keys: Iterable[bytes]) -> None:
+        """`lmdb.CorruptedError` if one of *keys*, which were added, is not where a reader looks: a page that sends him
+        elsewhere makes sense to LMDB, and nothing else would tell of it."""
+        if not all(self._txn.get(key, db=self._tables.records) for key in keys):
+            raise lmdb.CorruptedError("a new record is not found again")
 
     def forget(self, key: bytes) -> bool:
         """Remove *key*; False if it is not there."""

@@ -99,8 +99,10 @@ class LmdbStore:
             except BaseException as error:
                 with self._files.writer:
                     self._gone = self._without_those_back(evicted) + self._gone  # whoever comes next is told
-                    if isinstance(error, StoreFull):
-                        error.evicted, self._gone = list(dict.fromkeys(self._gone)), []
+                    if isinstance(error, OSError) and self._gone:
+                        full = StoreFull(error.errno, error.strerror or str(error))
+                        full.evicted, self._gone = list(dict.fromkeys(self._gone)), []
+                        raise full from error
                 raise
             for blob in part:  # evicted by an earlier part, now back
                 evicted.pop(blob.key, None)
@@ -249,6 +251,7 @@ class LmdbStore:
             for blob, one, slot in zip(new, sealed, slots, strict=True):
                 coming.discard(blob.key)
                 change.add(one, blob, slot, coming)
+            change.find_again(blob.key for blob in new)
             return evicted + self._evict(change, dict.fromkeys(new_bytes, 0), most), {blob.key for blob in new}
 
         index_bytes = (_INDEX_PAGES + _EVICTED_PAGES) * PAGE_BYTES * len(unique)
@@ -260,6 +263,7 @@ class LmdbStore:
                 self._make_way(unique)
         else:
             raise StoreFull(errno.ENOSPC, f"store: no room for {len(unique)} blocks after {_MOST_TRIES} tries")
+        back = [key for key in self._gone if key in new]
         self._gone = [key for key in self._gone if key not in new] + evicted
         try:
             for sync in syncing:
@@ -267,6 +271,7 @@ class LmdbStore:
         except OSError:
             with suppress(OSError):  # else they are there, and may not survive a crash
                 self.delete(list(new))
+            self._gone += back  # in doubt they are told: who is told too much only looks for less
             raise
 
     def _write(self, change: Change, sealed: Sequence[Sealed]) -> list[Slot]:

@@ -123,6 +123,18 @@ def pid_of(store: StoreProcess) -> int:
     return store._worker._process.pid
 
 
+def kill_when_asked(store: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the process killed under the next call: it was there when that call looked."""
+    ask = Channel.ask
+
+    def kill_and_ask(channel: Channel, question: bytes, timeout_s: float) -> memoryview:
+        monkeypatch.setattr(Channel, "ask", ask)
+        os.kill(pid_of(store), signal.SIGKILL)
+        return ask(channel, question, timeout_s)
+
+    monkeypatch.setattr(Channel, "ask", kill_and_ask)
+
+
 def stop(pid: int) -> None:
     """Have the process hang; each of its threads stops when it next looks for signals."""
     os.kill(pid, signal.SIGSTOP)
@@ -172,9 +184,11 @@ def test_shared_and_other_memory_in_one_call(store: StoreProcess, slab: Slab) ->
     assert slab.slots[5].tobytes() == kv_bytes(2, BLOCK_BYTES)
 
 
-def test_a_process_that_is_killed_costs_the_call_and_nothing_else(store: StoreProcess) -> None:
+def test_a_process_that_is_killed_costs_the_call_and_nothing_else(
+    store: StoreProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.put_many([blob_of(1, BLOCK_BYTES)])
-    os.kill(pid_of(store), signal.SIGKILL)
+    kill_when_asked(store, monkeypatch)
 
     with pytest.raises(StoreDied, match="process ended"):
         store.put_many([blob_of(2, BLOCK_BYTES)])
@@ -186,8 +200,9 @@ def test_a_process_that_is_killed_costs_the_call_and_nothing_else(store: StorePr
     assert store.num_starts == 2
 
 
-def test_reads_of_a_killed_process_are_faults(store: StoreProcess) -> None:
-    os.kill(pid_of(store), signal.SIGKILL)
+def test_reads_of_a_killed_process_are_faults(store: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    kill_when_asked(store, monkeypatch)
+
     assert store.read_many([key_of(1), key_of(2)], [memoryview(bytearray(10))] * 2) == [Fault.IO_ERROR] * 2
 
 
@@ -204,10 +219,22 @@ def test_a_process_that_hangs_is_ended_and_the_call_returns_when_it_is_gone(stor
     assert read(store, 1) == digest(kv_bytes(1, BLOCK_BYTES))
 
 
+def test_a_process_that_ended_between_two_calls_costs_none(store: StoreProcess) -> None:
+    store.put_many([blob_of(1, BLOCK_BYTES)])
+    pid = pid_of(store)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: _has_ended(pid))
+
+    assert read(store, 1) == digest(kv_bytes(1, BLOCK_BYTES))
+
+    assert store.num_starts == 2
+
+
 def _has_ended(pid: int) -> bool:
+    """With all of its threads: the first one is a zombie before the others are gone, and the store waits for all."""
     try:
-        return _state(Path(f"/proc/{pid}")) in "ZX"
-    except OSError:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # the store has been told
         return True
 
 
@@ -530,11 +557,11 @@ def test_walks_that_ended_are_not_kept(store: StoreProcess) -> None:
     assert len(store._worker.ended_walks) <= 2
 
 
-def test_a_walk_ends_with_its_process(store: StoreProcess) -> None:
+def test_a_walk_ends_with_its_process(store: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(store)
     walk = store.keys()
     next(walk)
-    os.kill(pid_of(store), signal.SIGKILL)
+    kill_when_asked(store, monkeypatch)
     assert read(store, 1) is Fault.IO_ERROR
 
     with pytest.raises(StoreDied, match="ended"):
@@ -637,7 +664,7 @@ def test_a_store_stays_where_it_was_opened(tmp_path: Path, monkeypatch: pytest.M
     with StoreProcess(StoreSettings(Path("store"), CAPACITY_BYTES)) as store:
         store.put_many([blob_of(1, BLOCK_BYTES)])
         monkeypatch.chdir(tmp_path / "elsewhere")
-        os.kill(pid_of(store), signal.SIGKILL)
+        kill_when_asked(store, monkeypatch)
         assert read(store, 1) is Fault.IO_ERROR
 
         assert read(store, 1) == digest(kv_bytes(1, BLOCK_BYTES))

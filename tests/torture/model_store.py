@@ -4,7 +4,7 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,8 @@ _T = TypeVar("_T")
 
 @dataclass
 class ModelStore:
-    """Owned by one thread. `there` is exact as long as every `OSError` means that nothing happened."""
+    """Owned by one thread. `there` is exact as long as every `OSError` means that nothing happened but for what it
+    says was evicted."""
 
     folder: Path
     capacity_bytes: int
@@ -34,7 +35,6 @@ class ModelStore:
     outcomes: Counter[str] = field(default_factory=Counter)
     slowest_s: float = 0.0
     doubtful: set[int] = field(default_factory=set)  # of puts that failed: at level commit perhaps only their sync did
-    owed: set[int] = field(default_factory=set)  # evicted by a put that failed, to be told by the next that works
     _chain_ids: "itertools.count[int]" = field(default_factory=itertools.count)
     _store: LmdbStore | None = None
 
@@ -59,7 +59,6 @@ class ModelStore:
     def close(self) -> None:
         """Closed in any case; OSError if that was not clean."""
         store, self._store = self.store, None
-        self.owed.clear()  # whoever opens a store asks what is in it
         self._timed(store.close)
 
     def abandon(self) -> None:
@@ -88,14 +87,14 @@ class ModelStore:
         blobs = [blob_of(number) for number in numbers]
         try:
             evicted = self._timed(lambda: self.store.put_many(blobs))
-        except StoreFull as error:
-            self._told(error.evicted, set())
-            raise
-        except OSError:
+        except OSError as error:
+            if isinstance(error, StoreFull):
+                self.there -= {number_of(key) for key in error.evicted}
             self.doubtful |= set(numbers) - self.there
             raise
         self.there |= set(numbers)
-        self._told(evicted, set(numbers))
+        self.there -= {number_of(key) for key in evicted}
+        self.doubtful.clear()
 
     def touch(self) -> None:
         keys = [key_of(number) for number in self._some()]
@@ -135,9 +134,8 @@ class ModelStore:
         assert len(set(found)) == len(found), "a key stands twice"
         missing, extra = self.there - set(found), set(found) - self.there
         if self.durability == "commit" and self.doubtful:
-            self.there = (self.there - missing) | (extra & self.doubtful)
-            self.owed |= missing
-            missing, extra = set(), extra - self.doubtful
+            self.there |= extra & self.doubtful
+            extra -= self.doubtful
         assert (missing, extra) == (set(), set()), f"missing {sorted(missing)}, not expected {sorted(extra)}"
 
     def assert_whole(self) -> None:
@@ -149,14 +147,6 @@ class ModelStore:
         assert faults == {}
         faults_seen = [fault for _, fault in self.store.verify() if fault is not None]
         assert faults_seen == []
-
-    def _told(self, evicted: Sequence[bytes], put: set[int]) -> None:
-        """A call has said which keys were *evicted*."""
-        numbers = {number_of(key) for key in evicted}
-        assert self.owed - put <= numbers, f"gone, and nobody was told: {sorted(self.owed - put - numbers)}"
-        self.owed.clear()
-        self.doubtful.clear()
-        self.there -= numbers
 
     def _some(self) -> list[int]:
         numbers = sorted(self.there)

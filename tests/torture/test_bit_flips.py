@@ -3,8 +3,10 @@
 The short form of `bench/store_bit_flips.py`, which has the long one: its stores, each opened as an engine opens it.
 """
 
+from collections.abc import Iterator
+
 import pytest
-from store_bit_flips import Flip, Table, Template, flip_all, judge_alone, templates
+from store_bit_flips import NAMESPACE, PAGE_BYTES, Flip, Table, Template, flip_all, judge_alone, templates
 
 from kvtier.store.boot_mark import BootMark
 
@@ -39,6 +41,30 @@ def test_no_flip_of_a_mark_costs_a_block(stores: list[Template], seed: int) -> N
 
     assert_survived(table, seed)
     assert table.num_emptied == 0
+
+
+def test_new_blocks_that_a_page_sends_astray_are_damage(stores: list[Template], seed: int) -> None:
+    """A branch page with one key that is far too high makes sense to LMDB, and so do the rows below it: lookups that
+    begin there miss them."""
+    template, table = stores[0], Table()
+    index = template.files["data.mdb"]
+    branches = [page for page in range(template.num_index_pages) if index[page * PAGE_BYTES + 10] & 1]
+    keys = [list(places_of(NAMESPACE, index, page * PAGE_BYTES)) for page in branches]
+
+    for places in keys:
+        if len(places) > 4:
+            judge_alone(template, Flip("data.mdb", places[len(places) // 2] + len(NAMESPACE) + 16, 5), table)
+
+    assert table.num_harmless < table.num_flips
+    assert_survived(table, seed)
+
+
+def places_of(what: bytes, data: bytes, page_at: int) -> Iterator[int]:
+    """Where in a page *what* begins."""
+    place = data.find(what, page_at, page_at + PAGE_BYTES)
+    while place >= 0:
+        yield place
+        place = data.find(what, place + 1, page_at + PAGE_BYTES)
 
 
 def test_flips_in_every_page_of_the_index_are_survived(stores: list[Template], seed: int) -> None:
