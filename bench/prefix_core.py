@@ -44,6 +44,7 @@ NUM_SLOTS = 10_000  # of a pool: one long prompt fits, for another it has to go
 MANY_SLOTS = 1_000_000
 WINDOWS = (None, 4096, 4096)  # of the hybrid model's three groups
 BLOCK_BYTES = 64  # never copied, except by a spill
+LOAD_TIMEOUT_S = 10.0  # nothing is loaded here
 SMALL_CALLS = 2000  # in a row, to be timed as one
 NUM_RUNNING = 64
 # For where there is no vLLM: two EPYC cores, Python 3.11. All but the hybrid hit are of a day on which everything took
@@ -469,7 +470,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.watch: Any = Stopwatch(KvtierCore(2 * NUM_SLOTS, num_host_slots=2 * NUM_SLOTS).cache)
-        self._scheduler = Scheduler(self.watch, SchedulerConfig(max_running=2 * NUM_RUNNING), None)
+        self._scheduler = Scheduler(self.watch, SchedulerConfig(max_running=2 * NUM_RUNNING), LOAD_TIMEOUT_S)
         for i in range(NUM_RUNNING):  # lengths one apart: in each step some of them fill a block
             self._scheduler.add(request(random_tokens(1 + i)[: 512 + i]))
         first = request(random_tokens(0))
