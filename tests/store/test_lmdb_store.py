@@ -321,7 +321,7 @@ def test_a_boot_mark_that_cannot_be_read_is_an_error_and_costs_nothing(
         assert oldest_first(store) == [key_of(1)]
 
 
-def test_what_was_evicted_by_a_call_that_failed_is_told_by_the_next(
+def test_what_was_evicted_by_a_call_that_failed_is_told_by_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writes: list[int] = []
@@ -338,12 +338,14 @@ def test_what_was_evicted_by_a_call_that_failed_is_told_by_the_next(
         store.put_many(first)
         monkeypatch.setattr(Slabs, "write", fail_the_second)
 
-        with pytest.raises(OSError, match="Input/output error"):
+        with pytest.raises(StoreFull, match="Input/output error") as raised:
             store.put_many([blob_of(n, 500_000) for n in range(10, 14)])  # two parts or more
         gone = {blob.key for blob in first} - set(store.keys())
         assert gone
 
-        assert gone <= set(store.put_many([blob_of(20)]))
+        assert set(raised.value.evicted) == gone
+        assert raised.value.errno == errno.EIO
+        assert gone.isdisjoint(store.put_many([blob_of(20)]))
 
 
 @pytest.mark.parametrize("durability", list(Durability))
