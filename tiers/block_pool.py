@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, cast
 
@@ -9,14 +10,41 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.block_hash import BlockName
-from kvtier.tiers.runs import NO_SPOT, Runs
+from kvtier.tiers.runs import NO_SPOT, Row, Runs
 
-Slots = Sequence[int] | npt.NDArray[np.int32]  # distinct slots
+Ids = npt.NDArray[np.intp]  # slots as numpy indexes with; from any other integers it makes these each time, in 1.3 us
+Slots = Sequence[int] | npt.NDArray[np.integer[Any]]  # distinct slots
 ABSENT = -1  # in place of a slot: the block is not here
-NOTHING = np.empty(0, np.int32)
+NOTHING = np.empty(0, np.intp)
 NOWHERE = -1  # a place that is not in the order
 FEW = 16
 MANY = 128  # slots; from about here on numpy calls beat a loop over ints (measured)
+LOOKED_AHEAD = 8  # times as many slots at the eviction end are looked at as are wanted now
+MOST_LOOKED_AT = 512
+
+
+@dataclass(slots=True)
+class Front:
+    """Cached blocks at the eviction end, first one first, looked through once for many evictions. *begin* is the
+    first one's place in the order."""
+
+    begin: int
+    ids: Ids
+    slots: list[int]
+    names: list[BlockName]
+    rows: list[Row]
+    next_row: int = 0  # those before it are gone
+
+    def take_rows(self, start: int, end: int) -> list[tuple[int, int]]:
+        """The run of each row between these places, and how many of its blocks are; they are gone then."""
+        taken = []
+        while start < end:
+            row = self.rows[self.next_row]
+            if row.end > start:
+                taken.append((row.run_id, min(row.end, end) - start))
+                start = min(row.end, end)
+            self.next_row += row.end <= end
+        return taken
 
 
 class BlockPool:
@@ -45,10 +73,15 @@ class BlockPool:
         self._order = array("i")  # slots by the time they became free; places are positions in it
         self._most_entries = 2 * num_slots + MANY  # of the order, before those that do not count are left out
         self._head = 0  # before it no entry counts
-        self._front = NOTHING  # what `oldest` gave last, if that is the very front of the order
+        self._front = Front(0, NOTHING, [], [], [])
+        self._front_end = 0  # place before which what `_front` says still holds; from the head on
+        self._given = NOTHING  # what `victims` gave of it last
         self._num_ordered = 0  # cached slots, and lent ones: leased to a spill, but still in their place
         self._num_lent = 0
-        self._copies: dict[int, int] = {}  # slot -> how many of its leases are copies
+        self._copies = array("i", bytes(4 * num_slots))  # how many of each slot's leases are copies
+        self._all_copies = _view(self._copies)
+        self._num_copies = 0  # all of them
+        self.num_departures = 0  # of slots from the order
         self._blank = list(range(num_slots - 1, -1, -1))
 
     @property
@@ -85,28 +118,42 @@ class BlockPool:
         start = 0
         while len(names) - start >= MANY:
             slot = self._slots.get(names[start])
-            following = NOTHING if slot is None else self._runs.following(slot, names, start)
-            if not len(following):
+            if slot is None:
                 break
+            following = self._runs.following(slot, names, start)
             found.append(following)
             start += len(following)
+            if start < FEW * len(found):  # the blocks have come one by one: so they are found
+                break
         if start < len(names):
             found.append(self._one_by_one(names[start:] if start else names))
-        return found[0] if len(found) == 1 else np.concatenate([NOTHING, *found])
+        return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.int32), *found])
+
+    def has_none(self, names: Sequence[BlockName]) -> bool:
+        """Whether none of the blocks is here. Changes nothing."""
+        return self._slots.keys().isdisjoint(names)
 
     def name(self, slot: int) -> BlockName | None:
         """The name of the block in the slot, or None if nobody can find it."""
         return self._runs.name(slot)
 
+    def rows(self, slots: Ids) -> list[Row]:
+        """What is in the slots, which hold named blocks: rows of blocks of one chain."""
+        return self._runs.rows(slots)
+
     def are_named(self, slots: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
         """For each of the slots whether it holds a block that can be found."""
         return cast(npt.NDArray[np.bool_], self._all_spots[slots] != NO_SPOT)
+
+    def spots(self, slots: Ids) -> npt.NDArray[np.int64]:
+        """For each of the slots a number that stays the same while it holds the same named block, and no longer."""
+        return self._all_spots[slots]
 
     def is_free(self, slot: int) -> bool:
         """Whether nobody leases the slot."""
         return self._leases[slot] == 0
 
-    def num_leased(self, slots: npt.NDArray[np.int32]) -> int:
+    def num_leased(self, slots: npt.NDArray[np.integer[Any]]) -> int:
         """How many of the slots somebody leases."""
         return int(np.count_nonzero(self._all_leases[slots]))
 
@@ -140,9 +187,11 @@ class BlockPool:
             for slot in slots:
                 count = leases[slot]
                 if count == 0 or any_lent:  # else it has no place
-                    if places[slot] >= head:
+                    if (place := places[slot]) >= head:
+                        self._front_end = min(self._front_end, place)
                         places[slot] = NOWHERE
                         self._num_ordered -= 1
+                        self.num_departures += 1
                         self._num_lent -= count > 0
                     else:
                         assert count, f"slot {slot} is blank: there is nothing to lease it for"
@@ -150,8 +199,11 @@ class BlockPool:
             return
         ids = _ids(slots)
         ordered = self._all_places[ids] >= self._head
+        self._leave_front(ids[ordered])
         assert (ordered | (self._all_leases[ids] > 0)).all(), "a slot is blank: there is nothing to lease it for"
-        self._num_ordered -= int(np.count_nonzero(ordered))
+        num_ordered = int(np.count_nonzero(ordered))
+        self._num_ordered -= num_ordered
+        self.num_departures += num_ordered
         if self._num_lent:
             self._num_lent -= int(np.count_nonzero(self._all_leases[ids[ordered]]))
         self._all_places[ids] = NOWHERE
@@ -160,13 +212,14 @@ class BlockPool:
     def release(self, slots: Slots) -> None:
         """End one lease of each slot; the first of them to become free will be the first evicted."""
         if len(slots) < MANY:
-            leases, spots, copies, blank = self._leases, self._spots, self._copies, self._blank
+            leases, spots, blank = self._leases, self._spots, self._blank
+            copies = self._copies if self._num_copies else None
             for slot in slots if type(slots) is list else _ints(slots):
                 left = leases[slot] - 1
                 if left:
                     assert left > 0, f"slot {slot} is not leased"
                     leases[slot] = left
-                    if not (copies and left == copies.get(slot)):
+                    if copies is None or left != copies[slot]:
                         continue
                 else:
                     leases[slot] = 0
@@ -193,7 +246,7 @@ class BlockPool:
             if len(self._order) + len(ids) > self._most_entries:
                 self._renumber()
             self._all_places[ids] = np.arange(len(self._order), len(self._order) + len(ids), dtype=np.int32)
-            self._order.frombytes(ids.tobytes())
+            self._order.frombytes(ids.astype(np.int32).tobytes())
             self._num_ordered += len(ids)
 
     def refresh(self, slots: Slots) -> None:
@@ -206,26 +259,26 @@ class BlockPool:
 
         One that somebody leases too gets its place when those leases end, whether the copy is over or not.
         """
-        for slot in _ints(slots):
-            if self._leases[slot] == 0:
-                assert self._places[slot] >= self._head, f"slot {slot} is blank: there is nothing to copy"
-                self._num_lent += 1
-            self._leases[slot] += 1
-            self._copies[slot] = self._copies.get(slot, 0) + 1
+        ids = _ids(slots)
+        free = ids[self._all_leases[ids] == 0]
+        assert (self._all_places[free] >= self._head).all(), "a slot is blank: there is nothing to copy"
+        self._leave_front(free)
+        self._num_lent += len(free)
+        self._num_copies += len(ids)
+        self._all_leases[ids] += 1
+        self._all_copies[ids] += 1
 
     def put_back(self, slots: Slots) -> None:
         """The copy is over."""
-        for slot in _ints(slots):
-            assert self._copies.get(slot), f"slot {slot} is not lent"
-            self._copies[slot] -= 1
-            if not self._copies[slot]:
-                del self._copies[slot]
-            self._leases[slot] -= 1
-            if not self._leases[slot]:
-                if self._places[slot] < self._head:  # forgotten meanwhile
-                    self._blank.append(slot)
-                else:
-                    self._num_lent -= 1
+        ids = _ids(slots)
+        assert (self._all_copies[ids] > 0).all(), "a slot is not lent"
+        self._num_copies -= len(ids)
+        self._all_copies[ids] -= 1
+        self._all_leases[ids] -= 1
+        free = ids[self._all_leases[ids] == 0]
+        forgotten = free[self._all_places[free] < self._head]
+        self._blank += forgotten.tolist()
+        self._num_lent -= len(free) - len(forgotten)
 
     def commit(self, slots: Slots, names: Sequence[BlockName], start: int = 0) -> list[int]:
         """Name the blocks in the leased slots, so that they can be found: by *names* from *start* on.
@@ -244,30 +297,34 @@ class BlockPool:
             self._runs.add(before, all_names, start, ids)
             return []
         taken = []
-        for place, (slot, holder, name) in enumerate(zip(wanted, holders, names, strict=True)):
+        for place, (slot, holder) in enumerate(zip(wanted, holders, strict=True)):
             if slot == holder:
-                self._runs.add_alone(slot, name)
+                self._runs.add(
+                    None, all_names[max(0, start + place - 1) : start + place + 1], min(1, start + place), [slot]
+                )
             else:
                 taken.append(place)
         return taken
 
-    def victims(self, num_slots: int) -> npt.NDArray[np.int32]:
+    def victims(self, num_slots: int) -> Ids:
         """Up to that many cached slots, in the order in which they would be evicted. Changes nothing."""
-        if num_slots < FEW and not self._num_lent:
-            return np.array(self._few_oldest(num_slots), np.int32)
+        start = self._head - self._front.begin
+        if self._head + num_slots > self._front_end:
+            self._look_ahead(num_slots)
+            start = 0
+        if self._head + num_slots <= self._front_end:
+            self._given = self._front.ids[start : start + num_slots]
+            return self._given
         oldest = self.oldest(num_slots + self._num_lent)  # lent ones are left out of it
         return oldest if len(oldest) <= num_slots else oldest[:num_slots]
 
-    def oldest(self, window: int) -> npt.NDArray[np.int32]:
+    def oldest(self, window: int) -> Ids:
         """The cached slots in the first *window* places of that order; lent ones keep their place but do not count."""
-        found: list[npt.NDArray[np.int32]] = []
+        found: list[Ids] = []
         missing, start = min(window, self._num_ordered), self._head
         if len(self._order) - start == self._num_ordered:  # every entry from the head on counts
             first = self._entries(start, start + missing)
-            if self._num_lent:
-                return cast(npt.NDArray[np.int32], first[self._all_leases[first] == 0])
-            self._front = first
-            return first
+            return cast(Ids, first[self._all_leases[first] == 0]) if self._num_lent else first
         while missing > 0:
             piece = self._entries(start, start + missing + MANY)
             counts = self._all_places[piece] == np.arange(start, start + len(piece), dtype=np.int32)
@@ -277,10 +334,10 @@ class BlockPool:
             if len(live):
                 found.append(live[:missing])
             missing, start = missing - len(live), start + len(piece)
-        slots = found[0] if len(found) == 1 else np.concatenate(found) if found else np.empty(0, np.int32)
-        return cast(npt.NDArray[np.int32], slots[self._all_leases[slots] == 0]) if self._num_lent else slots
+        slots = found[0] if len(found) == 1 else np.concatenate(found) if found else NOTHING
+        return cast(Ids, slots[self._all_leases[slots] == 0]) if self._num_lent else slots
 
-    def ordered(self, start: int, most: int) -> tuple[npt.NDArray[np.int32], int | None]:
+    def ordered(self, start: int, most: int) -> tuple[Ids, int | None]:
         """The cached slots, oldest first, among *most* entries of the order from its entry *start* on, and the entry
         after these, None at the end. Entries only move to the front, when the order is renumbered."""
         start = max(start, self._head)
@@ -302,26 +359,22 @@ class BlockPool:
         self._blank[:0] = freed[::-1].tolist()
         return names
 
-    def evict_for(self, num_slots: int, victims: npt.NDArray[np.int32]) -> tuple[list[int], list[BlockName]]:
+    def evict_for(self, num_slots: int, victims: Ids) -> tuple[list[int], list[BlockName]]:
         """Lease all blank slots and after them these cached ones, *num_slots* together; also the names these lose."""
+        if victims is self._given and len(victims):
+            return self._evict_front(num_slots)
         evicted = cast(list[int], victims.tolist())
-        slots = self._blank[::-1] + evicted
-        assert len(slots) == num_slots, "as many victims as blank slots are missing"
         end = self._head + len(evicted)
-        if (
-            victims is self._front
-            or self._all_places[victims].tobytes() == np.arange(self._head, end, dtype=np.int32).tobytes()
-        ):
+        if self._all_places[victims].tobytes() == np.arange(self._head, end, dtype=np.int32).tobytes():
             self._head = end  # which takes all of them out of the order
         else:
+            self._leave_front(victims)
             self._all_places[victims] = NOWHERE
         names = self._unname(victims)
         self._num_ordered -= len(evicted)
+        self.num_departures += len(evicted)
         self._all_leases[victims] = 1
-        if self._blank:
-            self._all_leases[self._blank] = 1
-            self._blank.clear()
-        return slots, names
+        return self._with_blank(evicted, num_slots), names
 
     def cached_slots(self) -> list[int]:
         """All slots that are free and hold a block, oldest first."""
@@ -345,7 +398,8 @@ class BlockPool:
         assert len(lent) == self._num_lent, "the lent slots were miscounted"
         assert free == blank | (ordered - lent), "a slot is leased and free, or neither"
         assert all(self._leases[slot] == self._copies[slot] for slot in lent), "a lent slot is leased by others too"
-        assert all(0 < count <= self._leases[slot] for slot, count in self._copies.items()), "a copy has no lease"
+        assert all(count <= self._leases[slot] for slot, count in enumerate(self._copies)), "a copy has no lease"
+        assert sum(self._copies) == self._num_copies, "the copies were miscounted"
         named = {slot for slot in range(self.num_slots) if self._spots[slot] != NO_SPOT}
         assert not blank & named, "a blank slot has a name"
         assert ordered <= named, "a cached slot has no name"
@@ -366,15 +420,56 @@ class BlockPool:
             self._runs.add(self._slots.get(names[start - 1]) if start else None, names, start, [slot])
         return []
 
-    def _let_go(self, ids: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    def _look_ahead(self, num_slots: int) -> None:
+        """Look through the eviction end, for this eviction and the next ones."""
+        start, most = self._head, min(max(FEW, LOOKED_AHEAD * num_slots), max(MOST_LOOKED_AT, num_slots))
+        ids = self._entries(start, start + most)
+        others = self._all_places[ids] != np.arange(start, start + len(ids), dtype=np.int32)
+        if self._num_lent:
+            others |= self._all_leases[ids] != 0
+        ids = ids[: int(others.argmax())] if others.any() else ids
+        if len(ids):
+            rows = self._runs.rows(ids)
+            self._front = Front(start, ids, ids.tolist(), [name for row in rows for name in row.names], rows)
+            self._front_end = start + len(ids)
+
+    def _leave_front(self, ids: Ids) -> None:
+        """These cached slots leave the order, or their place in it for a while."""
+        if len(ids) and self._head < self._front_end:
+            self._front_end = min(self._front_end, int(self._all_places[ids].min()))
+
+    def _evict_front(self, num_slots: int) -> tuple[list[int], list[BlockName]]:
+        """`evict_for` of what `victims` gave last, if that was of `_front`."""
+        front, victims, start = self._front, self._given, self._head - self._front.begin
+        end = start + len(victims)
+        names = front.names[start:end]
+        self._given = NOTHING
+        self._head += len(victims)
+        self._num_ordered -= len(victims)
+        self.num_departures += len(victims)
+        self._runs.remove_rows(victims, front.take_rows(start, end))
+        self._all_leases[victims] = 1
+        self._unindex(names)
+        return self._with_blank(front.slots[start:end], num_slots), names
+
+    def _with_blank(self, evicted: list[int], num_slots: int) -> list[int]:
+        """All blank slots, leased from now on, and after them the evicted ones."""
+        slots = evicted
+        if self._blank:
+            slots = self._blank[::-1] + evicted
+            self._all_leases[self._blank] = 1
+            self._blank.clear()
+        assert len(slots) == num_slots, "as many victims as blank slots are missing"
+        return slots
+
+    def _let_go(self, ids: Ids, counts: npt.NDArray[np.int32]) -> Ids:
         """Those of the slots, with so many leases left, that nobody but copies leases; they get their place now."""
-        if not self._copies:
-            return cast(npt.NDArray[np.int32], ids[counts == 0])
-        copies = np.array([self._copies.get(slot, 0) for slot in ids.tolist()], np.int32)
-        is_lent = (counts > 0) & (counts == copies)
+        if not self._num_copies:
+            return cast(Ids, ids[counts == 0])
+        is_lent = (counts > 0) & (counts == self._all_copies[ids])
         is_named = self._all_spots[ids] != NO_SPOT
         self._num_lent += int(np.count_nonzero(is_lent & is_named))
-        return cast(npt.NDArray[np.int32], ids[(counts == 0) | (is_lent & is_named)])
+        return cast(Ids, ids[(counts == 0) | (is_lent & is_named)])
 
     def _one_by_one(self, names: Sequence[BlockName]) -> npt.NDArray[np.int32]:
         if len(names) > 1:
@@ -384,44 +479,36 @@ class BlockPool:
                 pass
         return np.array([self._slots.get(name, ABSENT) for name in names], np.int32)
 
-    def _forget(self, ids: npt.NDArray[np.int32]) -> list[BlockName]:
+    def _forget(self, ids: Ids) -> list[BlockName]:
         """Take the named slots out of index and order; their names."""
         if not len(ids):
             return []
         ordered = ids[self._all_places[ids] >= self._head]
+        self._leave_front(ordered)
         self._num_ordered -= len(ordered)
+        self.num_departures += len(ordered)
         if self._num_lent:
             self._num_lent -= int(np.count_nonzero(self._all_leases[ordered]))
         self._all_places[ids] = NOWHERE
         return self._unname(ids)
 
-    def _unname(self, ids: npt.NDArray[np.int32]) -> list[BlockName]:
+    def _unname(self, ids: Ids) -> list[BlockName]:
         """Take the named slots out of the index; their names."""
         names = self._runs.remove(ids)
+        self._unindex(names)
+        return names
+
+    def _unindex(self, names: Sequence[BlockName]) -> None:
         index = self._slots
         for name in names:
             del index[name]
         self.num_changes += 1
-        return names
 
-    def _entries(self, start: int, end: int) -> npt.NDArray[np.int32]:
+    def _entries(self, start: int, end: int) -> Ids:
         """The entries of the order from *start* to before *end*, as far as there are any."""
-        return np.frombuffer(self._order[start:end], np.int32) if start < min(end, len(self._order)) else NOTHING
-
-    def _few_oldest(self, num_slots: int) -> list[int]:
-        """The same as `oldest`, one by one."""
-        order, places, found = self._order, self._places, list[int]()
-        position, end = self._head, len(order)
-        while position < end and len(found) < num_slots:
-            slot = order[position]
-            if places[slot] == position:
-                found.append(slot)
-            elif not found:
-                self._head = position + 1
-            position += 1
-            if position > self._head + MANY:  # many entries that do not count
-                return cast(list[int], self.oldest(num_slots).tolist())
-        return found
+        if start >= min(end, len(self._order)):
+            return NOTHING
+        return np.frombuffer(self._order[start:end], np.int32).astype(np.intp)
 
     def _renumber(self) -> None:
         """Leave out the entries that do not count: now and then, when they are as many as the slots."""
@@ -430,17 +517,15 @@ class BlockPool:
         self._all_places.fill(NOWHERE)
         self._all_places[live] = np.arange(len(live), dtype=np.int32)
         self._order = array("i", live.tobytes())
-        self._head = 0
+        self._head = self._front_end = 0
 
 
 def _view(numbers: "array[int]") -> npt.NDArray[np.int32]:
     return np.frombuffer(numbers, np.int32) if numbers else np.empty(0, np.int32)
 
 
-def _ids(slots: Slots) -> npt.NDArray[np.int32]:
-    if isinstance(slots, array):
-        return _view(slots)
-    return np.asarray(slots, np.int32)
+def _ids(slots: Slots) -> Ids:
+    return np.asarray(_view(slots) if isinstance(slots, array) else slots, np.intp)
 
 
 def _ints(slots: Slots) -> list[int]:

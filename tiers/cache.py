@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.block_hash import BlockChain, BlockName
-from kvtier.tiers.block_pool import ABSENT, BlockPool
+from kvtier.tiers.block_pool import ABSENT, BlockPool, Ids
 from kvtier.tiers.clean_ahead import CleanAhead
 from kvtier.tiers.disk_probe import DiskProbe
 from kvtier.tiers.disk_tier import DiskTier
@@ -96,7 +96,7 @@ class TieredCache:
             device,
             host,
             disk,
-            [group.block_size for group in groups],
+            self.groups,
             [memory.block_bytes for memory in memories],
             Tenants([memory.num_device_slots for memory in memories], host_quotas),
             siblings,
@@ -121,7 +121,9 @@ class TieredCache:
         block_bytes = [memory.block_bytes for memory in memories]
         self._holds = Holds(self.groups, self._residency, block_bytes, self._landings, self._spiller, clock)
         # For the promotion that wants room, by group: how many device blocks it reaches, and how many are dirty.
-        self._wanted, self._short = [0 for _ in groups], [0 for _ in groups]
+        self._nothing = tuple(0 for _ in groups)
+        self._wanted: Sequence[int] = self._nothing
+        self._short: Sequence[int] = self._nothing
         self._num_held = [0 for _ in groups]  # leases that callers hold, by group
         self._has_holes = False  # somebody evicted blocks by name
         self._disk_probe = DiskProbe(self._residency, block_bytes, transfers, clock)
@@ -343,10 +345,10 @@ class TieredCache:
             first, last = start // group.block_size, end // group.block_size
             if not group.forgets:
                 if first < last:
-                    self._commit_run(group_id, table, chain, first, np.frombuffer(table[first:last], np.int32))
+                    self._commit_run(group_id, table, chain, first, _ids(table[first:last]))
                 continue
             for blocks in self._retention.kept(group, first, last, boundaries):
-                slots = np.frombuffer(table[blocks.start : blocks.stop], np.int32)
+                slots = _ids(table[blocks.start : blocks.stop])
                 if (slots != NO_SLOT).all():
                     self._commit_run(group_id, table, chain, blocks.start, slots)
                     continue
@@ -372,7 +374,7 @@ class TieredCache:
     def release(self, tables: Tables) -> None:
         """End a request's leases, the prefix's tail first, so that the tail is evicted first."""
         for group_id, (pool, table) in enumerate(zip(self._residency.device.pools, tables, strict=True)):
-            slots = np.array(table, np.int32)[::-1]
+            slots = _ids(table)[::-1]
             leased = slots[slots != NO_SLOT]
             self._num_held[group_id] -= len(leased)
             pool.release(leased)
@@ -407,8 +409,9 @@ class TieredCache:
     def spill(self) -> None:
         """Keep the device's oldest blocks copied to host memory, as far ahead as the measured speeds ask for, and what
         is in host memory copied to disk."""
-        self._spill()
-        self._wanted, self._short = [0 for _ in self.groups], [0 for _ in self.groups]
+        if self._residency.host is not None:
+            self._spill()
+            self._wanted = self._short = self._nothing
 
     def flush(self, timeout_s: float, progress: Callable[[int], None] = lambda num_left: None) -> int:
         """Copy every block that is nobody's lease down to disk, so that a restart is warm; the number left over.
@@ -520,9 +523,7 @@ class TieredCache:
                 return PartialHit(name, num_shared, siblings.is_used_up(slot, num_shared))
         return None
 
-    def _commit_run(
-        self, group_id: int, table: Table, chain: BlockChain, start: int, slots: npt.NDArray[np.int32]
-    ) -> None:
+    def _commit_run(self, group_id: int, table: Table, chain: BlockChain, start: int, slots: Ids) -> None:
         """Name the blocks of *table* from *start* on, in these slots; adopt those that are somewhere else already."""
         pool, size = self._residency.device.pools[group_id], self.groups[group_id].block_size
         # The chain's own list makes one run of a request. Not where a group forgets: two blocks of a window would keep
@@ -574,3 +575,7 @@ class TieredCache:
         """A promotion is done: its leases are the caller's from here on."""
         for group_id, table in enumerate(promotion.tables):
             self._num_held[group_id] += int(np.count_nonzero(np.array(table, np.int32) != NO_SLOT))
+
+
+def _ids(slots: Table) -> Ids:
+    return np.array(slots, np.intp)

@@ -238,7 +238,7 @@ class Landings:
 
     def _came_to_host(self, landing: Landing, slot: int, digest: bytes, is_late: bool) -> None:
         landing.digest = digest
-        is_new = self._residency.came_to_host(landing.group_id, slot, landing.name, digest, landing.ties)
+        is_new = self._residency.came_alone_to_host(landing.group_id, slot, landing.name, digest, landing.ties)
         if is_late and is_new:  # it does not count as being on disk
             self._residency.used_in_host(landing.group_id, [slot])
 

@@ -8,16 +8,18 @@ from itertools import compress
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.store.record import Fault
+from kvtier.store.record import DIGEST_BYTES, Fault
 from kvtier.tiers.admission import Admission
 from kvtier.tiers.block_hash import BlockChain, BlockName, TokenIds
-from kvtier.tiers.block_pool import ABSENT, BlockPool, Slots
+from kvtier.tiers.block_pool import ABSENT, NOTHING, BlockPool, Ids, Slots
+from kvtier.tiers.dirty_marks import DirtyMarks
 from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventLog
 from kvtier.tiers.ghosts import Ghosts
+from kvtier.tiers.groups import AttentionGroup
 from kvtier.tiers.host_blocks import HostBlocks
 from kvtier.tiers.siblings import Siblings
-from kvtier.tiers.tenants import Tenants, Ties, tenant_of
+from kvtier.tiers.tenants import OwnerNumbers, Tenants, Ties, number_of, tenant_of, tenant_with
 from kvtier.tiers.tier import Reason, Tier
 
 QUOTA_PART = 1 << 12  # entries of the host's order looked through at once for blocks of a tenant over its quota
@@ -32,46 +34,53 @@ class SlotTier:
     tier: Tier
     pools: list[BlockPool]
     is_spilled: bool  # there is a tier further down; else nothing is ever dirty
-    dirty: list[dict[int, None]] = field(init=False)  # [group] slots, in the order in which they became so
+    dirty: list[DirtyMarks] = field(init=False)  # [group]
+    num_lost: int = 0  # times that a block lost its copy further down
     num_evicted: int = 0
     dropped_spills: int = 0
     corrupt: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.dirty = [{} for _ in self.pools]
+        self.dirty = [DirtyMarks(pool.num_slots) for pool in self.pools]
 
-    def mark_dirty(self, group_id: int, slots: Iterable[int]) -> None:
-        """These slots' blocks have no copy further down."""
+    def mark_dirty(self, group_id: int, slots: Ids) -> None:
+        """These slots' blocks have no copy further down yet."""
         if self.is_spilled:
-            self.dirty[group_id].update(dict.fromkeys(slots))
+            self.dirty[group_id].add(slots)
 
-    def choose(self, group_id: int, num_slots: int, window: int) -> npt.NDArray[np.int32]:
+    def lost_copies(self, group_id: int, slots: Sequence[int]) -> None:
+        """These slots' blocks have no copy further down any more."""
+        if self.is_spilled and slots:
+            self.num_lost += 1
+            self.dirty[group_id].add(np.array(slots, np.intp))
+
+    def choose(self, group_id: int, num_slots: int, window: int) -> Ids:
         """Up to *num_slots* cached slots to evict: clean ones among the oldest, then simply the oldest.
 
         A dirty one is passed over for a clean one that comes at most *window* later, as `Residency.num_clean` counts.
         """
         pool, dirty = self.pools[group_id], self.dirty[group_id]
         oldest = pool.victims(num_slots)
-        if not dirty or dirty.keys().isdisjoint(oldest.tolist()):
+        if not dirty.any_among(oldest):
             return oldest
-        chosen = self.oldest_clean(group_id, num_slots + window)[:num_slots]
-        taken = set(chosen)
-        chosen += [slot for slot in oldest.tolist() if slot not in taken][: num_slots - len(chosen)]
-        return np.array(chosen, np.int32)
+        clean = self.oldest_clean(group_id, num_slots + window)[:num_slots]
+        passed_over = oldest[np.isin(oldest, clean, invert=True)]
+        return np.concatenate([clean, passed_over[: num_slots - len(clean)]])
 
-    def oldest_clean(self, group_id: int, window: int) -> list[int]:
+    def oldest_clean(self, group_id: int, window: int) -> Ids:
         """Of the *window* oldest cached slots those whose block may go: it will still be found below."""
         if not self.is_spilled:
-            return []
-        dirty = self.dirty[group_id]
-        return [slot for slot in self.pools[group_id].oldest(window).tolist() if slot not in dirty]
+            return NOTHING
+        oldest = self.pools[group_id].oldest(window)
+        return oldest[~self.dirty[group_id].among(oldest)]
 
     def check(self) -> None:
         """Raise AssertionError if a pool's books disagree or a slot without a block is dirty."""
         for pool, dirty in zip(self.pools, self.dirty, strict=True):
             pool.check()
+            dirty.check()
             assert self.is_spilled or not dirty, f"{self.tier}: dirty slots, and no tier to spill to"
-            assert all(pool.name(slot) is not None for slot in dirty), f"{self.tier}: a slot without a block is dirty"
+            assert pool.are_named(dirty.oldest(len(dirty))).all(), f"{self.tier}: a slot without a block is dirty"
 
 
 class Residency:
@@ -82,19 +91,20 @@ class Residency:
         device: SlotTier,
         host: SlotTier | None,
         disk: DiskTier | None,
-        block_sizes: Sequence[int],
+        groups: Sequence[AttentionGroup],
         block_bytes: Sequence[int],
         tenants: Tenants,
         siblings: Siblings | None = None,
         siblings_group: int = 0,
         events: EventLog | None = None,
     ) -> None:
-        """*siblings* describes the device blocks of one group; *block_sizes* are the groups', in tokens."""
+        """*siblings* describes the device blocks of one group; *block_bytes* are the groups'."""
         self.device = device
         self.host = host
         self.disk = disk
         self.host_blocks = [HostBlocks(pool.num_slots) for pool in (() if host is None else host.pools)]  # [group]
-        self._block_sizes = block_sizes
+        self._block_sizes = [group.block_size for group in groups]
+        self._forgets = [group.forgets for group in groups]
         self._block_bytes = block_bytes
         self.tenants = tenants
         self.admission: Admission | None = None
@@ -154,6 +164,16 @@ class Residency:
             return True
         return self.disk is not None and self.disk.holds(group_id, name)
 
+    def have_copies_below_device(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
+        """The same for each of some blocks."""
+        have = np.zeros(len(names), np.bool_)
+        if self.host is not None and not self.host.pools[group_id].has_none(names):
+            have = self.host.pools[group_id].find_all(names) != ABSENT
+        if self.disk is not None:
+            for place in np.flatnonzero(~have).tolist():
+                have[place] = self.disk.holds(group_id, names[place])
+        return have
+
     def take(self, tier: SlotTier, group_id: int, num_slots: int, window: int) -> list[int] | None:
         """Lease that many slots of *tier*, evicting clean blocks first. None, and nothing changed, if too few are free.
 
@@ -178,8 +198,10 @@ class Residency:
         pool, dirty = tier.pools[group_id], tier.dirty[group_id]
         if not tier.is_spilled:
             return pool.num_blank
-        oldest = [slot for slot in pool.oldest(window + len(besides)).tolist() if slot not in besides]
-        return pool.num_blank + sum(slot not in dirty for slot in oldest[:window])
+        oldest = pool.oldest(window + len(besides))
+        if besides:
+            oldest = oldest[np.isin(oldest, list(besides), invert=True)]
+        return pool.num_blank + int(np.count_nonzero(~dirty.among(oldest[:window])))
 
     def take_clean(self, tier: SlotTier, group_id: int, num_slots: int, window: int) -> list[int]:
         """Lease up to that many slots of *tier* without losing any block's last copy."""
@@ -191,14 +213,14 @@ class Residency:
 
     def evict(self, tier: SlotTier, group_id: int, slots: Slots) -> None:
         """Forget the blocks in the slots of *tier*; their last copies are remembered as ghosts."""
-        ids = np.asarray(slots, np.int32)
+        ids = np.asarray(slots, np.intp)
         were_dirty = self._clean(tier, group_id, ids)
         self._forgotten(tier, group_id, ids, tier.pools[group_id].evict(ids), were_dirty)
 
-    def committed(self, group_id: int, slots: npt.NDArray[np.int32], chain: BlockChain, start: int) -> None:
+    def committed(self, group_id: int, slots: Ids, chain: BlockChain, start: int) -> None:
         """The chain's blocks from *start* on, in this group's count, have been computed and named, in these slots."""
         if self.device.is_spilled:
-            self.device.mark_dirty(group_id, slots.tolist())
+            self.device.mark_dirty(group_id, slots)
         self.tenants.computed(group_id, slots, tenant_of(chain.extra.cache_salt))
         if self.siblings is not None and group_id == self._siblings_group:
             self.siblings.record(slots, chain, start)
@@ -231,40 +253,66 @@ class Residency:
             holder = pool.find(name)
             assert holder is not None, "a name was taken by nobody"
             return holder
-        self.tenants.computed(group_id, np.array([slot], np.int32), tenant)
+        self.tenants.computed(group_id, np.array([slot], np.intp), tenant)
         if self.siblings is not None and group_id == self._siblings_group:
             if chain is not None:
-                self.siblings.record(np.array([slot], np.int32), chain, block_id)
+                self.siblings.record(np.array([slot], np.intp), chain, block_id)
             else:
-                self.siblings.forget(np.array([slot], np.int32))
+                self.siblings.forget(np.array([slot], np.intp))
         self._tell_stored(Tier.DEVICE, group_id, [name], chain, block_id)
         return slot
 
-    def came_to_host(self, group_id: int, slot: int, name: BlockName, digest: bytes, ties: Ties) -> bool:
-        """A block has arrived in a leased host slot; False if another slot has it already."""
+    def came_to_host(
+        self, group_id: int, slots: Ids, names: Sequence[BlockName], start: int, digests: bytes, tenants: OwnerNumbers
+    ) -> list[int]:
+        """Blocks have arrived in leased host slots: those of *names* from *start* on, one after the other in one chain,
+        and *names* begins with the first's parent, if it is known. *digests* of all in a row, *tenants* by number.
+
+        The places of those that another slot has already.
+        """
         assert self.host is not None, "a block came to a host tier that is not there"
-        if self.host.pools[group_id].commit([slot], [name]):
-            return False
-        self.host_blocks[group_id].record(slot, digest, ties)
-        self.tenants.came_to_host(ties.tenant, self._block_bytes[group_id])
-        self._tell_stored(Tier.HOST, group_id, [name])
-        return True
+        taken = self.host.pools[group_id].commit(slots, names, start)
+        names = names[start:]
+        if taken:
+            is_new = np.ones(len(slots), np.bool_)
+            is_new[taken] = False
+            slots, names, tenants = slots[is_new], list(compress(names, is_new.tolist())), tenants[is_new]
+            digests = np.frombuffer(digests, f"V{DIGEST_BYTES}")[is_new].tobytes()
+        if len(slots):
+            self.host_blocks[group_id].record(slots, digests, tenants)
+            self._count_in_host(group_id, tenants, 1)
+            self._tell_stored(Tier.HOST, group_id, names)
+        return taken
+
+    def came_alone_to_host(self, group_id: int, slot: int, name: BlockName, digest: bytes, ties: Ties) -> bool:
+        """The same for one block; False if another slot has it already."""
+        names = [name] if ties.parent is None else [ties.parent, name]
+        tenants = np.array([number_of(ties.tenant)], np.uint64)
+        return not self.came_to_host(group_id, np.array([slot], np.intp), names, len(names) - 1, digest, tenants)
+
+    def ties_in_host(self, group_id: int, slot: int) -> Ties:
+        """What the block in the host slot is tied to. To no parent where a group forgets: it needs no more than its
+        window."""
+        assert self.host is not None, "a block in a host tier that is not there"
+        parent = None if self._forgets[group_id] else self.host.pools[group_id].parent(slot)
+        return Ties(parent, self.host_blocks[group_id].tenant(slot))
 
     def used_in_host(self, group_id: int, slots: Sequence[int]) -> None:
         """Host blocks have come from the device, or were used, tails first: those that may go to disk become dirty."""
         assert self.host is not None, "a block was used in a host tier that is not there"
         if self.disk is None or self.admission is None:
             return
-        pool, dirty, admitted = self.host.pools[group_id], self.host.dirty[group_id], []
+        pool, dirty = self.host.pools[group_id], self.host.dirty[group_id]
         asking = [
             (slot, name)
             for slot in slots
             if slot not in dirty and (name := pool.name(slot)) is not None and not self.disk.holds(group_id, name)
         ]
-        parents = [self.host_blocks[group_id].ties(slot).parent for slot, _ in asking]
+        parents = [self.ties_in_host(group_id, slot).parent for slot, _ in asking]
         names = [name for _, name in asking]
         admitted = self.admission.admit(group_id, names, parents, self._block_bytes[group_id])
-        self.host.mark_dirty(group_id, [slot for (slot, _), may_go in zip(asking, admitted, strict=True) if may_go])
+        may_go = [slot for (slot, _), may_go in zip(asking, admitted, strict=True) if may_go]
+        self.host.mark_dirty(group_id, np.array(may_go, np.intp))
 
     def keep_quota(self, group_id: int, tenant: bytes) -> None:
         """Have a tenant that is over its quota of host memory lose its own oldest blocks there, tails first.
@@ -363,7 +411,7 @@ class Residency:
                     name = pool.name(slot)
                     if name is None or self.has_copy_below_device(group_id, name) or self._is_tail(name):
                         continue
-                    self.device.mark_dirty(group_id, [slot])
+                    self.device.lost_copies(group_id, [slot])
                 yield
 
     def clear(self) -> None:
@@ -384,7 +432,7 @@ class Residency:
         for tier in (self.device, self.host):
             slot = tier.pools[group_id].find(name) if tier is not None else None
             if tier is not None and slot is not None:
-                tier.mark_dirty(group_id, [slot])
+                tier.lost_copies(group_id, [slot])
 
     def check(self) -> None:
         """Raise AssertionError if the indexes disagree."""
@@ -416,28 +464,28 @@ class Residency:
             if place is not None and parents_place is not None:
                 assert place < parents_place, "a parent is evicted before its child"
 
-    def _clean(self, tier: SlotTier, group_id: int, slots: npt.NDArray[np.int32]) -> set[BlockName | None]:
+    def _clean(self, tier: SlotTier, group_id: int, slots: Ids) -> set[BlockName | None]:
         """Take the slots' dirty marks away; the names of the blocks that had one."""
-        pool, dirty = tier.pools[group_id], tier.dirty[group_id]
-        if not dirty:
+        dirty = tier.dirty[group_id]
+        if not dirty.any_among(slots):
             return set()
-        marked = [slot for slot in slots.tolist() if slot in dirty]
-        for slot in marked:
-            del dirty[slot]
-        return {pool.name(slot) for slot in marked}
+        marked = slots[dirty.among(slots)]
+        dirty.remove(marked)
+        return set(map(tier.pools[group_id].name, marked.tolist()))
 
     def _forgotten(
         self,
         tier: SlotTier,
         group_id: int,
-        slots: npt.NDArray[np.int32],
+        slots: Ids,
         names: Sequence[BlockName],
         were_dirty: set[BlockName | None],
     ) -> None:
         """The slots' blocks, of these names, cannot be found in *tier* any more: draw the consequences."""
         if tier is self.host:
             self._leave_host(group_id, slots)
-            self._lost_below_device(group_id, names)
+            if not self.device.pools[group_id].has_none(names):
+                self._lost_below_device(group_id, names)
         if not names:
             return
         tier.num_evicted += len(names)
@@ -446,12 +494,13 @@ class Residency:
             gone = self._nowhere(group_id, names, besides=tier)
             tier.dropped_spills += len(were_dirty.intersection(gone)) if were_dirty else 0
             self._ghosts.remember(gone, tier.tier)
-        if self._events is not None and tier is self.device:
-            tails = self._tails[group_id].intersection(names)
-            self._tails[group_id] -= tails
-            names = [name for name in names if name not in tails] if tails else names
-        if names:
-            self._tell(BlockRemoved(tier.tier, group_id, names))
+        if self._events is not None:
+            if tier is self.device:
+                tails = self._tails[group_id].intersection(names)
+                self._tails[group_id] -= tails
+                names = [name for name in names if name not in tails] if tails else names
+            if names:
+                self._events.append(BlockRemoved(tier.tier, group_id, names))
 
     @property
     def _disk_is_readable(self) -> bool:
@@ -462,32 +511,37 @@ class Residency:
         slot = None if self.siblings is None else self.device.pools[self._siblings_group].find(name)
         return self.siblings is not None and slot is not None and self.siblings.is_part(slot)
 
-    def _leave_host(self, group_id: int, slots: npt.NDArray[np.int32]) -> None:
-        blocks, num_bytes = self.host_blocks[group_id], self._block_bytes[group_id]
+    def _leave_host(self, group_id: int, slots: Ids) -> None:
+        blocks = self.host_blocks[group_id]
         left = blocks.forget(slots)
+        self._count_in_host(group_id, blocks.tenants(left), -1)
+
+    def _count_in_host(self, group_id: int, tenants: OwnerNumbers, sign: int) -> None:
+        """The tenants have each a block more in host memory, or, if *sign* is -1, one less."""
         if self.tenants.any_quotas:
-            for slot in left.tolist():
-                self.tenants.came_to_host(blocks.tenant(slot), -num_bytes)
+            numbers, counts = np.unique(tenants, return_counts=True)
+            for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+                self.tenants.came_to_host(tenant_with(number), sign * count * self._block_bytes[group_id])
 
     def _will_be_on_disk(self, group_id: int, name: BlockName) -> bool:
         """Whether the disk has the block, or it has been admitted there."""
         if self.disk is not None and self.disk.index.holds(group_id, name):
             return True
         slot = None if self.host is None else self.host.pools[group_id].find(name)
-        return self.host is not None and slot in self.host.dirty[group_id]
+        return self.host is not None and slot is not None and slot in self.host.dirty[group_id]
 
     def _lost_below_device(self, group_id: int, names: Sequence[BlockName]) -> None:
         """The host has dropped these: what the device still has of them, and the disk has not, is dirty again."""
-        on_device = self.device.pools[group_id].find_all(names)
-        for slot, name in zip(on_device.tolist(), names, strict=True):
-            if slot != ABSENT and (self.disk is None or not self.disk.holds(group_id, name)):
-                self.device.mark_dirty(group_id, [slot])
+        on_device = zip(self.device.pools[group_id].find_all(names).tolist(), names, strict=True)
+        there = [(slot, name) for slot, name in on_device if slot != ABSENT]
+        lost = [slot for slot, name in there if self.disk is None or not self.disk.holds(group_id, name)]
+        self.device.lost_copies(group_id, lost)
 
     def _nowhere(self, group_id: int, names: Sequence[BlockName], besides: SlotTier) -> Sequence[BlockName]:
         """Those of the names that no tier has but for *besides*."""
         rest = names
         for tier in (self.device, self.host):
-            if tier is not None and tier is not besides:
+            if tier is not None and tier is not besides and not tier.pools[group_id].has_none(rest):
                 rest = list(compress(rest, (tier.pools[group_id].find_all(rest) == ABSENT).tolist()))
         disk = self.disk
         return rest if disk is None else [name for name in rest if not disk.holds(group_id, name)]

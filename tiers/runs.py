@@ -1,9 +1,9 @@
 """Runs: blocks of one chain in a row, whose names are kept, looked up and forgotten together."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvtier.tiers.block_hash import BlockName
 
 NO_SPOT = -1  # of a slot without a named block
-ALONE = -2  # the spot of a slot whose block has a name but is in no run
+ALONE = -2  # the spot of a slot whose block has a name but is in no run, and those below it
 PLACE_BITS = 32
 PLACES = (1 << PLACE_BITS) - 1
 PIECE = 256  # names compared at once
@@ -26,6 +26,18 @@ class Run:
     first: int
     slots: "array[int]"
     num_left: int = 0  # of its blocks that are still where they were
+
+
+class Row(NamedTuple):
+    """Blocks of one run in a row, the last one first: places *start* to before *end* of the slots that were asked for.
+    A block in no run is a row by itself, of run NO_SPOT. *parent* is the name before the names of all, if it is known.
+    """
+
+    start: int
+    end: int
+    run_id: int
+    names: list[BlockName]
+    parent: BlockName | None
 
 
 class Runs:
@@ -44,9 +56,10 @@ class Runs:
         self._runs: dict[int, Run] = {}
         self._next = 0
         self._alone: dict[int, BlockName] = {}  # of named slots that are in no run
+        self._next_alone = ALONE
 
     def add(
-        self, before: int | None, names: Sequence[BlockName], start: int, slots: Sequence[int] | npt.NDArray[np.int32]
+        self, before: int | None, names: Sequence[BlockName], start: int, slots: Sequence[int] | npt.NDArray[np.intp]
     ) -> None:
         """These slots have just got the names from *start* on; *before* holds the one before them."""
         run_id = NO_SPOT if before is None else self.spots[before] >> PLACE_BITS
@@ -61,16 +74,17 @@ class Runs:
             self.spots[slot] = spot
             run.slots.append(slot)
             return
-        ids = np.asarray(slots, np.int32)
+        ids = np.asarray(slots, np.intp)
         self._all_spots[ids] = np.arange(spot, spot + num_slots)
-        run.slots.frombytes(ids.tobytes())
+        run.slots.frombytes(ids.astype(np.int32).tobytes())
 
     def add_alone(self, slot: int, name: BlockName) -> None:
         """The slot has just got that name, and no run."""
-        self.spots[slot] = ALONE
+        self.spots[slot] = self._next_alone
+        self._next_alone -= 1
         self._alone[slot] = name
 
-    def remove(self, slots: npt.NDArray[np.int32]) -> list[BlockName]:
+    def remove(self, slots: npt.NDArray[np.intp]) -> list[BlockName]:
         """The slots no longer hold what they held; the names of the blocks, run by run, those in no run last."""
         if not len(slots):
             return []
@@ -79,17 +93,54 @@ class Runs:
         first, last = int(spots[-1]), int(spots[0])
         is_row = first >= 0 and last - first == len(spots) - 1
         if is_row and spots.tobytes() == np.arange(last, first - 1, -1).tobytes():  # a tail, as it is evicted
-            return self._shrink(first >> PLACE_BITS, range(last & PLACES, (first & PLACES) - 1, -1))
+            return self._take_out(first >> PLACE_BITS, range(last & PLACES, (first & PLACES) - 1, -1))
         runs, names = spots >> PLACE_BITS, list[BlockName]()
         for run_id in np.unique(runs[spots >= 0]).tolist():
-            names += self._shrink(run_id, (spots[runs == run_id] & PLACES).tolist())
-        return names + [self._alone.pop(slot) for slot in slots[spots == ALONE].tolist()]
+            names += self._take_out(run_id, (spots[runs == run_id] & PLACES).tolist())
+        return names + [self._alone.pop(slot) for slot in slots[spots <= ALONE].tolist()]
+
+    def rows(self, slots: npt.NDArray[np.intp]) -> list[Row]:
+        """The slots, which hold named blocks, in pieces, one after the other, that are rows of blocks of one run from
+        the last one on, as a tail is evicted."""
+        spots = self._all_spots[slots]
+        is_last = np.empty(len(spots), np.bool_)
+        np.not_equal(spots[:-1], spots[1:] + 1, out=is_last[:-1])
+        is_last[-1:] = True
+        if len(spots) and spots.min() < 0:
+            is_alone = spots < 0
+            is_last |= is_alone
+            is_last[:-1] |= is_alone[1:]
+        ends = (np.flatnonzero(is_last) + 1).tolist()
+        rows = []
+        for start, end in zip([0, *ends], ends, strict=False):
+            spot = int(spots[start])
+            if spot < 0:
+                rows.append(Row(start, end, NO_SPOT, [self._alone[int(slots[start])]], None))
+                continue
+            run_id, place = spot >> PLACE_BITS, spot & PLACES
+            run, before = self._runs[run_id], place - (end - start)
+            names = self._names(run_id, range(place, before, -1))
+            before += run.first
+            rows.append(Row(start, end, run_id, names, None if before < 0 else run.names[before]))
+        return rows
+
+    def remove_rows(self, slots: npt.NDArray[np.intp], rows: Iterable[tuple[int, int]]) -> None:
+        """The slots no longer hold what they held. *rows*: of which runs that was, and how many slots each has, in
+        order; NO_SPOT for one in no run."""
+        self._all_spots[slots] = NO_SPOT
+        start = 0
+        for run_id, num_slots in rows:
+            if run_id == NO_SPOT:
+                del self._alone[int(slots[start])]
+            else:
+                self._shrink(run_id, num_slots)
+            start += num_slots
 
     def name(self, slot: int) -> BlockName | None:
         """The name of the block in the slot."""
         spot = self.spots[slot]
         if spot < 0:
-            return self._alone[slot] if spot == ALONE else None
+            return self._alone[slot] if spot <= ALONE else None
         run = self._runs[spot >> PLACE_BITS]
         return run.names[run.first + (spot & PLACES)]
 
@@ -132,14 +183,28 @@ class Runs:
             assert num_here == run.num_left > 0, "a run's blocks were miscounted"
         in_runs = np.unique(self._all_spots[self._all_spots >= 0] >> PLACE_BITS).tolist()
         assert set(in_runs) == self._runs.keys(), "a slot is in a run that is no more"
-        alone = set(np.flatnonzero(self._all_spots == ALONE).tolist())
+        alone = set(np.flatnonzero(self._all_spots <= ALONE).tolist())
         assert alone == self._alone.keys(), "a name is kept for a slot without a block"
 
-    def _shrink(self, run_id: int, places: Sequence[int]) -> list[BlockName]:
+    def _take_out(self, run_id: int, places: Sequence[int]) -> list[BlockName]:
         """Take the blocks in these places out of the run, whose spots are cleared already; their names."""
+        names = self._names(run_id, places)
+        self._shrink(run_id, len(places))
+        return names
+
+    def _names(self, run_id: int, places: Sequence[int]) -> list[BlockName]:
+        """The names of the blocks in these places of the run; if they are a range, it goes downwards."""
         run = self._runs[run_id]
         names, first = run.names, run.first
-        run.num_left -= len(places)
+        if isinstance(places, range):
+            end = first + places.stop
+            return cast(list[BlockName], names[first + places.start : end if end >= 0 else None : -1])
+        return [names[first + place] for place in places]
+
+    def _shrink(self, run_id: int, num_slots: int) -> None:
+        """So many more of the run's blocks have left it, whose spots are cleared already."""
+        run = self._runs[run_id]
+        run.num_left -= num_slots
         if run.num_left == 0:
             del self._runs[run_id]
         elif run.num_left < len(run.slots) // SHARE:
@@ -149,7 +214,3 @@ class Runs:
                 begin = max(0, run.first - 1)  # with the parent's
                 run.names = run.names[begin : run.first + end]
                 run.first, run.slots = run.first - begin, run.slots[:end]
-        if isinstance(places, range):  # downwards
-            end = first + places.stop
-            return cast(list[BlockName], names[first + places.start : end if end >= 0 else None : -1])
-        return [names[first + place] for place in places]

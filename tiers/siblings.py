@@ -22,7 +22,8 @@ class _Piece:
     chain: BlockChain
     start: int
     end: int
-    slots: list[npt.NDArray[np.int32]]
+    slots: list[npt.NDArray[np.intp]]
+    keys: list[bytes]  # of each of these slots' blocks in a row; taken while they are in the processor's caches
 
 
 class Siblings:
@@ -42,14 +43,18 @@ class Siblings:
         self._token_ids = np.zeros((num_slots, block_size), np.uint32)
         self._num_tokens = np.zeros(num_slots, np.int32)
 
-    def record(self, slots: npt.NDArray[np.int32], chain: BlockChain, start: int) -> None:
+    def record(self, slots: npt.NDArray[np.intp], chain: BlockChain, start: int) -> None:
         """The slots hold the chain's named blocks from *start* on. The array is kept."""
-        last = self._pending[-1] if self._pending else None
+        last, keys = (
+            self._pending[-1] if self._pending else None,
+            b"".join(chain.sibling_keys(start, start + len(slots))),
+        )
         if last is not None and last.chain is chain and last.end == start:
             last.slots.append(slots)
+            last.keys.append(keys)
             last.end += len(slots)
         else:
-            self._pending.append(_Piece(chain, start, start + len(slots), [slots]))
+            self._pending.append(_Piece(chain, start, start + len(slots), [slots], [keys]))
         self._num_pending += len(slots)
         if self._num_pending >= MOST_PENDING:
             self._take_in()
@@ -62,7 +67,7 @@ class Siblings:
         self._token_ids[slot, : len(token_ids)] = token_ids
         self._num_tokens[slot] = len(token_ids)
 
-    def forget(self, slots: npt.NDArray[np.int32]) -> None:
+    def forget(self, slots: npt.NDArray[np.intp]) -> None:
         """Nothing is known of the blocks that the slots hold."""
         self._take_in()
         self._first[slots] = 0
@@ -110,7 +115,7 @@ class Siblings:
             return
         pending, self._pending, self._num_pending = self._pending, [], 0
         slots = np.concatenate([slots for piece in pending for slots in piece.slots])
-        keys = b"".join([key for piece in pending for key in piece.chain.sibling_keys(piece.start, piece.end)])
+        keys = b"".join([keys for piece in pending for keys in piece.keys])
         ids = np.concatenate([piece.chain.named_ids(piece.start, piece.end) for piece in pending])
         firsts = np.frombuffer(keys, np.uint64)[:: KEY_BYTES // 8]
         # Rows as single items of so many bytes: a quarter of what numpy takes for rows of numbers.

@@ -1,43 +1,60 @@
 """Spiller: keeps the eviction end of device and host copied down, ahead of need and never in anyone's way."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.store.record import digest_among
 from kvtier.tiers.block_hash import BlockName
+from kvtier.tiers.block_pool import NOTHING, Ids
 from kvtier.tiers.breaker import HUNG_S, Attempt
 from kvtier.tiers.clean_ahead import CleanAhead
 from kvtier.tiers.groups import AttentionGroup
 from kvtier.tiers.residency import Residency, SlotTier
-from kvtier.tiers.tenants import Ties
+from kvtier.tiers.runs import Row
+from kvtier.tiers.tenants import OwnerNumbers, tenant_with
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 BATCH_BYTES = 8 << 20
+MOST_IN_BATCH = 512  # blocks: half a millisecond's work at once
+MOST_BEYOND = 64  # the part of the device's slots that may be copied down before their time comes, for larger batches
 # Batches under way at most: to host a step's worth of large blocks, to disk enough to keep it busy.
 MAX_IN_FLIGHT = {Route.DEVICE_TO_HOST: 16, Route.HOST_TO_DISK: 4}
 PATIENCE_S = 1.0  # after which nobody waits for a copy any more
 BACK_OFF_S = 1.0  # after a batch that failed to leave the device; the device keeps serving
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Batch:
-    """Blocks on their way down. Their upper slots are leased, and their lower ones if the host is the target."""
+    """Blocks on their way down, in the order in which they should be evicted below. Their upper slots are leased, and
+    their lower ones if the host is the target."""
 
     group_id: int
-    names: tuple[BlockName, ...]
-    upper_slots: tuple[int, ...]
-    lower_slots: tuple[int, ...]
-    ties: tuple[Ties, ...]
+    rows: Sequence[Row]
+    names: Sequence[BlockName]
+    upper_slots: Ids
+    spots: npt.NDArray[np.int64]  # of the upper slots: see `BlockPool.spots`
+    lower_slots: Ids
+    tenants: OwnerNumbers
     submitted_at: float
     attempt: Attempt | None  # at writing to disk
     # Names that batches told of before this one have pushed out of the disk. They came before it there or after, so the
     # block may be gone: it counts as gone.
-    pushed_out: set[BlockName] = field(default_factory=set, compare=False)
+    pushed_out: set[BlockName] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class CleanFront:
+    """What was found when the eviction end of a pool was looked through: so many slots were clean or on their way."""
+
+    num_slots: int = 0
+    num_departures: int = 0  # of the pool by then: as many of those slots may be gone since as it has more
+    num_lost: int = 0  # of the tier by then: if it has more, what was clean may be so no longer
 
 
 class Spiller:
@@ -67,41 +84,37 @@ class Spiller:
         self._in_flight: dict[Route, list[Batch]] = {Route.DEVICE_TO_HOST: [], Route.HOST_TO_DISK: []}
         self._ended_at = dict.fromkeys(self._in_flight, float("-inf"))  # when a batch last did
         self._not_before = 0.0
+        self._clean_fronts = [CleanFront() for _ in groups]
 
     def spill_device(self, demand: Sequence[int]) -> None:
         """Start copies to host that are due. *demand*: for each group, slots about to be taken beyond the usual.
 
         Half of the window is headroom: for that the bus is left to promotions while there are any.
         """
-        if self._residency.host is not None:
-            ahead = self._window.depth
-            if self._transfers.num_pending(Route.HOST_TO_DEVICE):
-                ahead = -(-ahead // 2)
-            for group_id, wanted in enumerate(demand):
-                window = ahead + wanted
-                while self._start(Route.DEVICE_TO_HOST, group_id, partial(self._dirty_on_device, window)):
-                    pass
-                short = window - self._residency.device.pools[group_id].num_free
-                if short > 0:  # what running requests leave will be taken at once
-                    oldest_leased = islice(self._residency.device.dirty[group_id], 2 * short)
-                    self.copy_down(group_id, list(oldest_leased))
+        if self._residency.host is None:
+            return
+        ahead, is_bus_free = self._window.depth, not self._transfers.num_pending(Route.HOST_TO_DEVICE)
+        if not is_bus_free:
+            ahead = -(-ahead // 2)
+        for group_id, wanted in enumerate(demand):
+            window = ahead + wanted
+            if not self._is_clean(group_id, window):
+                self._clean(group_id, window, self._beyond(group_id) if is_bus_free else 0)
+            short = window - self._residency.device.pools[group_id].num_free
+            if short > 0:  # what running requests leave will be taken at once
+                self.copy_down(group_id, self._residency.device.dirty[group_id].oldest(2 * short))
 
-    def copy_down(self, group_id: int, slots: Sequence[int]) -> None:
-        """Start copying those of these device slots to host that have no copy below, whoever leases them."""
-
-        def find_dirty(group_id: int, most: int) -> list[int]:
-            pool, on_the_way = self._residency.device.pools[group_id], self._on_the_way(Route.DEVICE_TO_HOST, group_id)
-            return [
-                slot
-                for slot in slots
-                if slot not in on_the_way
-                and (name := pool.name(slot)) is not None
-                and not self._residency.has_copy_below_device(group_id, name)
-            ][:most]
-
-        num_slots = self._residency.device.pools[group_id].num_slots
-        while self._residency.host is not None and self._start(Route.DEVICE_TO_HOST, group_id, find_dirty, num_slots):
-            pass
+    def copy_down(self, group_id: int, slots: Sequence[int] | Ids) -> None:
+        """Start copying those of these device slots to host that have no copy below, whoever leases them. A chain's
+        front comes first."""
+        pool, ids = self._residency.device.pools[group_id], np.array(slots, np.intp)
+        ids = ids[pool.are_named(ids)]
+        ids = ids[np.isin(ids, self._on_the_way(Route.DEVICE_TO_HOST, group_id), invert=True)]
+        while len(ids):
+            most = self._most(Route.DEVICE_TO_HOST, group_id, pool.num_slots)
+            if not self._start_to_host(group_id, ids[:most][::-1]):
+                break
+            ids = ids[most:]
 
     def spill_host(self) -> None:
         """Start copies to disk that are due."""
@@ -110,7 +123,7 @@ class Spiller:
                 if batch.attempt is not None and self._clock() - batch.submitted_at > HUNG_S:
                     self._residency.disk.writing.hung(batch.attempt)
             for group_id in range(len(self._memories)):
-                while self._start(Route.HOST_TO_DISK, group_id, self._dirty_in_host):
+                while self._start_to_disk(group_id):
                     pass
 
     def host_is_roomy(self, demand: Sequence[int]) -> bool:
@@ -156,57 +169,130 @@ class Spiller:
     def num_leases(self, tier: SlotTier, group_id: int) -> int:
         """Leases that batches under way hold on a pool."""
         upper = Route.DEVICE_TO_HOST if tier is self._residency.device else Route.HOST_TO_DISK
-        leases = sum(len(batch.names) for batch in self._in_flight[upper] if batch.group_id == group_id)
+        leases = sum(len(batch.upper_slots) for batch in self._in_flight[upper] if batch.group_id == group_id)
         if tier is self._residency.host:
             below = self._in_flight[Route.DEVICE_TO_HOST]
-            leases += sum(len(batch.names) for batch in below if batch.group_id == group_id)
+            leases += sum(len(batch.lower_slots) for batch in below if batch.group_id == group_id)
         return leases
 
-    def _start(
-        self,
-        route: Route,
-        group_id: int,
-        find_dirty: Callable[[int, int], list[int]],
-        num_lendable: int | None = None,
-    ) -> bool:
-        """Start one batch; False if there is nothing to copy, or no room or no time to.
+    def _is_clean(self, group_id: int, window: int) -> bool:
+        """Whether the *window* slots to be evicted next are known to be clean or on their way, without a look."""
+        device, known = self._residency.device, self._clean_fronts[group_id]
+        num_gone = device.pools[group_id].num_departures - known.num_departures
+        return known.num_slots - num_gone >= window and known.num_lost == device.num_lost
+
+    def _beyond(self, group_id: int) -> int:
+        """How many blocks beyond those that are due to copy with them: a batch, so that the next ones that are due are
+        a batch too, and are looked for after as many allocations."""
+        num_slots = self._residency.device.pools[group_id].num_slots
+        return min(self._batch_blocks(Route.DEVICE_TO_HOST, group_id), num_slots // MOST_BEYOND)
+
+    def _clean(self, group_id: int, window: int, beyond: int) -> None:
+        """Start copying what is dirty among so many slots at the eviction end."""
+        device = self._residency.device
+        pool, num_lost = device.pools[group_id], device.num_lost
+        oldest = pool.oldest(window + beyond)
+        dirty = oldest[device.dirty[group_id].among(oldest)]
+        while len(dirty):
+            most = self._most(Route.DEVICE_TO_HOST, group_id)
+            if not self._start_to_host(group_id, dirty[:most]):
+                return
+            dirty = dirty[most:]
+        self._clean_fronts[group_id] = CleanFront(len(oldest), pool.num_departures, num_lost)
+
+    def _batch_blocks(self, route: Route, group_id: int) -> int:
+        """How many blocks to copy in one go."""
+        memory = self._memories[group_id]
+        batch_bytes = BATCH_BYTES * (memory.num_copiers if route is Route.DEVICE_TO_HOST else 1)
+        return min(max(1, batch_bytes // memory.block_bytes), MOST_IN_BATCH)
+
+    def _most(self, route: Route, group_id: int, num_lendable: int | None = None) -> int:
+        """How many blocks the next batch may have; 0 if there is no room or no time for one.
 
         A spill leases its source: never more than a quarter of *num_lendable* slots, by default of those that are free,
         so that allocations find the rest.
         """
         under_way = [batch for batch in self._in_flight[route] if batch.group_id == group_id]
         if len(under_way) >= MAX_IN_FLIGHT[route] or not self._may_use(route):
+            return 0
+        num_lent = sum(len(batch.upper_slots) for batch in under_way)
+        if num_lendable is None:
+            num_lendable = self._upper(route).pools[group_id].num_free + num_lent
+        most = min(self._batch_blocks(route, group_id), num_lendable // 4 - num_lent)
+        return max(most, 0 if under_way else 1)
+
+    def _start_to_host(self, group_id: int, slots: Ids) -> bool:
+        """Start one batch of these device slots' blocks, without those that have a copy below after all; False if there
+        are none, or if it cannot be."""
+        if not len(slots):
             return False
-        pool = self._upper(route).pools[group_id]
-        num_lent = sum(len(batch.names) for batch in under_way)
-        num_lendable = pool.num_free + num_lent if num_lendable is None else num_lendable
-        memory = self._memories[group_id]
-        batch_bytes = BATCH_BYTES * (memory.num_copiers if route is Route.DEVICE_TO_HOST else 1)
-        most = min(max(1, batch_bytes // memory.block_bytes), num_lendable // 4 - num_lent)
-        most = max(most, 0 if under_way else 1)
-        dirty = find_dirty(group_id, most)
-        lower_slots: list[int] = []
-        if route is Route.DEVICE_TO_HOST and dirty:
-            lower_slots = self._host_slots(group_id, len(dirty))
-            dirty = dirty[: len(lower_slots)]
-        if not dirty:
-            return False
-        names = tuple(name for slot in dirty if (name := pool.name(slot)) is not None)
-        disk = self._residency.disk if route is Route.HOST_TO_DISK else None
-        batch = Batch(
-            group_id,
-            names,
-            tuple(dirty),
-            tuple(lower_slots),
-            self._ties(route, group_id, dirty),
-            self._clock(),
-            None if disk is None else disk.writing.begin(),
+        pool, slots, rows = self._residency.device.pools[group_id], *self._without_copies(group_id, slots)
+        if not len(slots):
+            return True
+        lower_slots = self._host_slots(group_id, len(slots))
+        if len(lower_slots) < len(slots):
+            slots = slots[: len(lower_slots)]
+            rows = pool.rows(slots)
+        return len(slots) > 0 and self._submit(
+            Route.DEVICE_TO_HOST,
+            Batch(
+                group_id,
+                rows,
+                [name for row in rows for name in row.names],
+                slots,
+                pool.spots(slots),
+                np.array(lower_slots, np.intp),
+                self._residency.tenants.on_device(group_id, slots),
+                self._clock(),
+                None,
+            ),
         )
-        pool.lend(dirty)
+
+    def _without_copies(self, group_id: int, slots: Ids) -> tuple[Ids, list[Row]]:
+        """The device slots whose blocks have no copy below, and what is in them. The others are clean."""
+        residency = self._residency
+        pool = residency.device.pools[group_id]
+        rows = pool.rows(slots)
+        names = [name for row in rows for name in row.names]
+        have = residency.have_copies_below_device(group_id, names)
+        if not have.any():
+            return slots, rows
+        residency.device.dirty[group_id].remove(slots[have])
+        return slots[~have], pool.rows(slots[~have])
+
+    def _start_to_disk(self, group_id: int) -> bool:
+        """Start one batch of what is dirty in host memory; False if there is nothing, or if it cannot be."""
+        host, disk = self._residency.host, self._residency.disk
+        assert host is not None, "a host route without a host"
+        assert disk is not None, "a route to disk without a disk"
+        pool = host.pools[group_id]
+        slots = self._dirty_in_host(group_id, self._most(Route.HOST_TO_DISK, group_id))
+        if not len(slots):
+            return False
+        rows = pool.rows(slots)
+        return self._submit(
+            Route.HOST_TO_DISK,
+            Batch(
+                group_id,
+                rows,
+                [name for row in rows for name in row.names],
+                slots,
+                pool.spots(slots),
+                NOTHING,
+                self._residency.host_blocks[group_id].tenants(slots),
+                self._clock(),
+                disk.writing.begin(),
+            ),
+        )
+
+    def _submit(self, route: Route, batch: Batch) -> bool:
+        """Hand the batch to the route's lane; False, and all is as before, if that is full."""
+        self._upper(route).pools[batch.group_id].lend(batch.upper_slots)
         self._in_flight[route].append(batch)
         work, deliver = self._work(route, batch)
-        num_bytes = len(dirty) * self._memories[group_id].block_bytes
-        if not self._transfers.submit(route, work, num_bytes, deliver):
+        if not self._transfers.submit(
+            route, work, len(batch.upper_slots) * self._memories[batch.group_id].block_bytes, deliver
+        ):
             self._end(route, batch, LaneClosed())
             return False
         return True
@@ -217,52 +303,23 @@ class Spiller:
             return self._residency.disk is not None and self._residency.disk.may_write()
         return self._clock() >= self._not_before
 
-    def _ties(self, route: Route, group_id: int, slots: Sequence[int]) -> tuple[Ties, ...]:
-        """The blocks' ties. No parent where a group forgets: it needs no more than its window."""
-        if route is Route.HOST_TO_DISK:
-            return tuple(map(self._residency.host_blocks[group_id].ties, slots))
-        pool, tenants = self._residency.device.pools[group_id], self._residency.tenants
-        forgets = self._groups[group_id].forgets
-        return tuple(Ties(None if forgets else pool.parent(slot), tenants.on_device(group_id, slot)) for slot in slots)
-
-    def _dirty_on_device(self, window: int, group_id: int, most: int) -> list[int]:
-        """Up to *most* of the *window* oldest cached slots that have no copy below."""
-        residency = self._residency
-        pool, marks = residency.device.pools[group_id], residency.device.dirty[group_id]
-        dirty: list[int] = []
-        for slot in pool.oldest(window).tolist():
-            if len(dirty) == most:
-                break
-            if slot not in marks or (name := pool.name(slot)) is None:
-                continue
-            if residency.has_copy_below_device(group_id, name):
-                del marks[slot]
-            else:
-                dirty.append(slot)
-        return dirty
-
-    def _dirty_in_host(self, group_id: int, most: int) -> list[int]:
+    def _dirty_in_host(self, group_id: int, most: int) -> Ids:
         """Up to *most* host slots that have no copy on disk and are not on their way there."""
         residency = self._residency
         assert residency.host is not None, "a host route without a host"
         assert residency.disk is not None, "a route to disk without a disk"
-        pool, marks = residency.host.pools[group_id], residency.host.dirty[group_id]
+        pool, dirty = residency.host.pools[group_id], residency.host.dirty[group_id]
         on_the_way = self._on_the_way(Route.HOST_TO_DISK, group_id)
-        dirty: list[int] = []
-        for slot in list(islice(marks, most + len(on_the_way))):
-            name = pool.name(slot)
-            if slot in on_the_way or name is None or len(dirty) == most:
-                continue
-            if residency.disk.holds(group_id, name):
-                del marks[slot]
-            else:
-                dirty.append(slot)
-        return dirty
+        slots = dirty.oldest(most + len(on_the_way)) if most else NOTHING
+        slots = slots[np.isin(slots, on_the_way, invert=True)][:most]
+        on_disk = [(name := pool.name(slot)) is not None and residency.disk.holds(group_id, name) for slot in slots]
+        dirty.remove(slots[np.array(on_disk, np.bool_)])
+        return slots[~np.array(on_disk, np.bool_)]
 
-    def _on_the_way(self, route: Route, group_id: int) -> set[int]:
+    def _on_the_way(self, route: Route, group_id: int) -> Ids:
         """Slots of the route's upper tier that are being copied."""
-        batches = [batch for batch in self._in_flight[route] if batch.group_id == group_id]
-        return {slot for batch in batches for slot in batch.upper_slots}
+        batches = [batch.upper_slots for batch in self._in_flight[route] if batch.group_id == group_id]
+        return np.concatenate([NOTHING, *batches])
 
     def _host_slots(self, group_id: int, num_slots: int) -> list[int]:
         """Host slots for blocks from the device; while the disk works, only such as lose nothing."""
@@ -279,15 +336,17 @@ class Spiller:
         if route is Route.DEVICE_TO_HOST:
 
             def copy_down() -> list[bytes]:
-                memory.to_host(batch.upper_slots, batch.lower_slots)
+                lower_slots = batch.lower_slots.tolist()
+                memory.to_host(batch.upper_slots.tolist(), lower_slots)
                 digest = digest_among(memory.num_copiers)
-                return [digest(memory.host_block(slot)) for slot in batch.lower_slots]
+                return [digest(memory.host_block(slot)) for slot in lower_slots]
 
             return copy_down, lambda transfer: self._landed_in_host(batch, transfer)
 
         disk = self._residency.disk
         assert disk is not None, "a route to disk without a disk"
         digest_of = self._residency.host_blocks[batch.group_id].digest
+        slots = batch.upper_slots.tolist()
         blobs = [
             Blob(
                 disk.key(batch.group_id, name),
@@ -296,7 +355,8 @@ class Spiller:
                 b"" if ties.parent is None else disk.key(batch.group_id, ties.parent),
                 ties.tenant,
             )
-            for name, slot, ties in zip(batch.names, batch.upper_slots, batch.ties, strict=True)
+            for name, slot in zip(batch.names, slots, strict=True)
+            for ties in [self._residency.ties_in_host(batch.group_id, slot)]
         ]
         return lambda: disk.write(blobs), lambda transfer: self._landed_on_disk(batch, transfer)
 
@@ -305,18 +365,31 @@ class Spiller:
         assert host is not None, "a batch landed in a host tier that is not there"
         if transfer.error is None:
             self._window.spilled(self._clock() - batch.submitted_at)
-            landed = zip(batch.names, batch.upper_slots, batch.lower_slots, transfer.result, batch.ties, strict=True)
-            new = []
-            for name, upper, lower, block_digest, ties in landed:
-                if device.pools[batch.group_id].name(upper) != name:
-                    continue  # evicted on purpose meanwhile
-                if self._residency.came_to_host(batch.group_id, lower, name, block_digest, ties):
-                    new.append(lower)
-                device.dirty[batch.group_id].pop(upper, None)
-            self._residency.used_in_host(batch.group_id, new)
+            pool = device.pools[batch.group_id]
+            is_there = pool.spots(batch.upper_slots) == batch.spots  # else it was evicted on purpose meanwhile
+            rows = batch.rows if is_there.all() else [row for row in _single_rows(batch.rows) if is_there[row.start]]
+            landed = [self._row_landed(batch, row, transfer.result) for row in rows]
+            if self._residency.disk is not None:
+                self._residency.used_in_host(batch.group_id, np.concatenate([NOTHING, *landed]).tolist())
+            device.dirty[batch.group_id].remove(batch.upper_slots[is_there])
         self._end(Route.DEVICE_TO_HOST, batch, transfer.error)
-        for tenant in {ties.tenant for ties in batch.ties}:
-            self._residency.keep_quota(batch.group_id, tenant)
+        if self._residency.tenants.any_quotas:
+            for number in np.unique(batch.tenants).tolist():
+                self._residency.keep_quota(batch.group_id, tenant_with(number))
+
+    def _row_landed(self, batch: Batch, row: Row, digests: Sequence[bytes]) -> Ids:
+        """A row of the batch is in host memory; its slots there, without those of blocks that another slot has."""
+        slots = batch.lower_slots[row.start : row.end]
+        names = row.names[::-1] if row.parent is None else [row.parent, *reversed(row.names)]
+        taken = self._residency.came_to_host(
+            batch.group_id,
+            slots[::-1],
+            names,
+            len(names) - len(slots),
+            b"".join(reversed(digests[row.start : row.end])),
+            batch.tenants[row.start : row.end][::-1],
+        )
+        return np.delete(slots, [len(slots) - 1 - place for place in taken]) if taken else slots
 
     def _landed_on_disk(self, batch: Batch, transfer: Transfer) -> None:
         host, disk = self._residency.host, self._residency.disk
@@ -325,9 +398,8 @@ class Spiller:
         if transfer.error is None:
             disk.landed(transfer.result)
             self.num_stored += len(batch.names)
-            for name, slot in zip(batch.names, batch.upper_slots, strict=True):
-                if host.pools[batch.group_id].name(slot) == name:
-                    host.dirty[batch.group_id].pop(slot, None)
+            is_there = host.pools[batch.group_id].spots(batch.upper_slots) == batch.spots
+            host.dirty[batch.group_id].remove(batch.upper_slots[is_there])
             there = [name for name in batch.names if name not in batch.pushed_out]
             self._pushed_out_of_disk(batch, transfer.result.evicted)
             self._residency.came_to_disk(batch.group_id, there, transfer.result.evicted)
@@ -356,13 +428,23 @@ class Spiller:
                 disk.writing.withdrawn(batch.attempt)
             else:
                 disk.writing.failed(batch.attempt)
-        elif error is not None and not isinstance(error, LaneClosed):
-            self._not_before = self._clock() + BACK_OFF_S
+        elif error is not None:
+            self._clean_fronts[batch.group_id] = CleanFront()
+            if not isinstance(error, LaneClosed):
+                self._not_before = self._clock() + BACK_OFF_S
         self._upper(route).pools[batch.group_id].put_back(batch.upper_slots)
-        if batch.lower_slots and self._residency.host is not None:
+        if len(batch.lower_slots) and self._residency.host is not None:
             self._residency.host.pools[batch.group_id].release(batch.lower_slots)
 
     def _upper(self, route: Route) -> SlotTier:
         upper = self._residency.device if route is Route.DEVICE_TO_HOST else self._residency.host
         assert upper is not None, f"{route} without its upper tier"
         return upper
+
+
+def _single_rows(rows: Sequence[Row]) -> Iterator[Row]:
+    """The same blocks, each a row by itself."""
+    for row in rows:
+        parents = [*row.names[1:], row.parent]
+        for start, (name, parent) in enumerate(zip(row.names, parents, strict=True), row.start):
+            yield Row(start, start + 1, row.run_id, [name], parent)

@@ -11,6 +11,7 @@ from kvtier.store.blob_store import TENANT_BYTES
 from kvtier.tiers.block_hash import BlockName
 
 NOBODY = b""
+OwnerNumbers = npt.NDArray[np.uint64]  # tenants as numbers, 0 for nobody
 
 
 def tenant_of(cache_salt: str | None) -> bytes:
@@ -21,6 +22,16 @@ def tenant_of(cache_salt: str | None) -> bytes:
     if not cache_salt:
         return NOBODY
     return hashlib.sha256(b"kvtier tenant\0" + cache_salt.partition("\0")[0].encode()).digest()[:TENANT_BYTES]
+
+
+def number_of(tenant: bytes) -> int:
+    """The tenant as a number."""
+    return int.from_bytes(tenant, "little")
+
+
+def tenant_with(number: int) -> bytes:
+    """The tenant of that number."""
+    return number.to_bytes(TENANT_BYTES, "little") if number else NOBODY
 
 
 class Ties(NamedTuple):
@@ -54,17 +65,16 @@ class Tenants:
         """Whether anybody's host memory is counted. Without a quota it is not: each salt ever used would stay."""
         return bool(self._host_bytes)
 
-    def computed(self, group_id: int, slots: npt.NDArray[np.int32], tenant: bytes) -> None:
+    def computed(self, group_id: int, slots: npt.NDArray[np.intp], tenant: bytes) -> None:
         """The tenant's blocks are in these device slots."""
         if not tenant and not self._has_computed:
             return  # nobody's slots is what all are
         self._has_computed = True
-        self._on_device[group_id][slots] = int.from_bytes(tenant, "little")
+        self._on_device[group_id][slots] = number_of(tenant)
 
-    def on_device(self, group_id: int, slot: int) -> bytes:
-        """Whose block is in the device slot."""
-        number = int(self._on_device[group_id][slot])
-        return number.to_bytes(TENANT_BYTES, "little") if number else NOBODY
+    def on_device(self, group_id: int, slots: npt.NDArray[np.intp]) -> OwnerNumbers:
+        """Whose blocks are in the device slots."""
+        return self._on_device[group_id][slots]
 
     def came_to_host(self, tenant: bytes, num_bytes: int) -> None:
         """The tenant has a block more in host memory; or, if *num_bytes* is negative, one less."""

@@ -7,6 +7,7 @@ most, so a block computed twice stays unnamed in its second slot.
 import random
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 
 from kvtier.tiers import block_pool
@@ -360,6 +361,80 @@ def test_a_window_of_the_oldest_counts_lent_places_but_leaves_them_out() -> None
     assert [pool.oldest(window).tolist() for window in range(6)] == [[], [], [2], [2], [2, 0], [2, 0]]
 
 
+def take_apart(pool: BlockPool, slots: Sequence[int], how: str) -> None:
+    """Have slots at the eviction end leave it in one of the ways there are."""
+    if how == "evicted":
+        pool.evict(slots)
+    elif how == "lent":
+        pool.lend(slots)
+    elif how == "refreshed":
+        pool.refresh(slots)
+    else:
+        pool.lease(slots)
+
+
+@pytest.mark.parametrize("how", ["leased", "lent", "refreshed", "evicted"])
+@pytest.mark.parametrize("at_once", [1, 3, 200])
+def test_what_leaves_the_eviction_end_is_not_evicted_with_what_was_around_it(how: str, at_once: int) -> None:
+    num_slots, chain = 600, [BlockName(f"{i:032}".encode()) for i in range(600)]
+    pool = BlockPool(num_slots)
+    table = pool.allocate(num_slots)
+    assert table is not None
+    pool.commit(table, chain)
+    free(pool, table)
+    assert pool.allocate(2) == table[:-3:-1]  # the end is known from here on
+
+    taken = table[350 : 350 + at_once]
+    take_apart(pool, taken, how)
+    rest = [slot for slot in table[-3::-1] if slot not in taken]
+    evicted = pool.allocate(at_once if how == "evicted" else 0) or []
+    for num_more in (1, 40, len(rest) - 41):
+        evicted += pool.allocate(num_more) or []
+        pool.check()
+
+    blank_first = taken[::-1] if how == "evicted" else []
+    assert sorted(evicted[: len(blank_first)]) == sorted(blank_first)
+    assert evicted[len(blank_first) :] == rest
+
+
+def test_rows_are_what_is_evicted_tail_first() -> None:
+    pool = BlockPool(12)
+    one, other = names("abcdef"), names("xyz")
+    first, second, alone = pool.allocate(6), pool.allocate(3), pool.allocate(1)
+    assert first is not None
+    assert second is not None
+    assert alone is not None
+    pool.commit(first, one)
+    pool.commit(second[1:], other, 1)
+    pool.commit(alone, names("m"))
+    slots = np.array([*first[:1:-1], first[0], *second[:0:-1], *alone], np.intp)
+
+    rows = pool.rows(slots)
+
+    assert [(row.start, row.end) for row in rows] == [(0, 4), (4, 5), (5, 7), (7, 8)]
+    assert [row.names for row in rows] == [one[:1:-1], one[:1], other[:0:-1], names("m")]
+    assert [row.parent for row in rows] == [one[1], None, other[0], None]
+
+
+def test_a_slots_spot_stays_while_it_holds_the_same_block_and_no_longer() -> None:
+    pool = BlockPool(4)
+    table = pool.allocate(4)
+    assert table is not None
+    ids = np.array(table, np.intp)
+    pool.commit(table[:3], names("abc"))
+    pool.commit(table[3:], names("m"))
+    before = pool.spots(ids).tolist()
+
+    pool.release(table[::-1])
+    assert pool.spots(ids).tolist() == before
+
+    pool.evict(table)
+    pool.allocate(4)
+    pool.commit(table[:3], names("abc"))
+    pool.commit(table[3:], names("m"))
+    assert all(new != old for new, old in zip(pool.spots(ids).tolist(), before, strict=True))
+
+
 def test_put_back_restores_the_order_of_eviction() -> None:
     pool = BlockPool(6)
     free(pool, admit(pool, "abcdef"))
@@ -367,7 +442,7 @@ def test_put_back_restores_the_order_of_eviction() -> None:
     victims = pool.victims(4)
     pool.lend(victims)
 
-    pool.put_back(reversed(victims))
+    pool.put_back(victims[::-1])
 
     assert books(pool) == before
     pool.check()
@@ -482,7 +557,7 @@ def test_giving_back_a_slot_that_nobody_leases_fails(give: Callable[[BlockPool, 
 def test_lending_a_blank_slot_fails() -> None:
     pool = BlockPool(4)
 
-    with pytest.raises(AssertionError, match="slot 3 is blank"):
+    with pytest.raises(AssertionError, match="a slot is blank"):
         pool.lend([3])
 
     pool.check()

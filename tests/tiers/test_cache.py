@@ -154,7 +154,7 @@ def test_copies_ahead_of_need_leave_the_bus_to_promotions() -> None:
     w.cache.spill()
 
     assert meanwhile == window // 2
-    assert w.cache._spiller.num_leases(w.cache._residency.device, 0) == window // 2  # the other half
+    assert w.cache._spiller.num_leases(w.cache._residency.device, 0) >= window // 2  # the other half
     w.settle()
     w.cache.release(promotion.tables)
     w.check()
@@ -384,7 +384,7 @@ def test_nobody_waits_for_room_behind_a_disk_that_hangs() -> None:
     assert table is not None
     w.compute(table, w.chain("new", 24), 0, 24)
     w.cache.release(table)
-    w.cache._residency.host.dirty[0].update(dict.fromkeys(w.cache._residency.host.pools[0].cached_slots()[:2]))
+    w.cache._residency.host.lost_copies(0, w.cache._residency.host.pools[0].cached_slots()[:2])
     w.store.delete(list(w.store.keys()))
     w.cache._residency.disk.index.clear()
     w.cache.spill()  # a write to disk that will not end: nobody stirs its lane
@@ -597,7 +597,7 @@ def test_what_a_full_store_evicted_in_vain_is_dirty_again() -> None:
     w.check()
     on_device = [name for name in w.names("a", DOCUMENT) if w.cache._residency.device.pools[0].find(name) is not None]
     below = [name for name in on_device if w.cache._residency.has_copy_below_device(0, name)]
-    dirty = [w.cache._residency.device.pools[0].name(slot) for slot in w.cache._residency.device.dirty[0]]
+    dirty = [w.cache._residency.device.pools[0].name(slot) for slot in w.cache._residency.device.dirty[0].oldest(16)]
     assert set(on_device) - set(below) <= set(dirty)
 
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Mapping
 
+import numpy as np
 import pytest
 from chaos import World
 from test_cache import BLOCK_BYTES, CHARGE, DOCUMENT, read
@@ -11,7 +12,7 @@ from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers import residency
 from kvtier.tiers.block_pool import BlockPool
 from kvtier.tiers.groups import FullAttention
-from kvtier.tiers.tenants import NOBODY, tenant_of
+from kvtier.tiers.tenants import NOBODY, tenant_of, tenant_with
 from kvtier.tiers.tier import Tier
 
 BLOCK_SIZE = 4
@@ -136,7 +137,8 @@ def test_what_came_back_from_disk_counts_again() -> None:
     assert w.cache._residency.tenants.host_bytes[ANN] == NUM_BLOCKS * BLOCK_BYTES
     device = w.cache._residency.device.pools[0]
     slots = [device.find(name) for name in w.names("ann", DOCUMENT)]
-    assert {w.cache._residency.tenants.on_device(0, slot) for slot in slots if slot is not None} == {ANN}
+    on_device = w.cache._residency.tenants.on_device(0, np.array([slot for slot in slots if slot is not None], np.intp))
+    assert set(map(tenant_with, on_device.tolist())) == {ANN}
     w.check()
 
 
