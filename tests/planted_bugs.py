@@ -241,6 +241,13 @@ BUGS = [
         "tests/engine/test_documents.py",
     ),
     Bug(
+        "two servers may have one folder of documents",
+        "engine/document_file.py",
+        "undo.callback(OwnerLock(self._folder).release)",
+        "pass",
+        "tests/engine/test_documents.py",
+    ),
+    Bug(
         "a split request goes on before the rest of its prefix has been loaded",
         "engine/scheduler.py",
         "(rest := request.split) is not None and rest.done and",
