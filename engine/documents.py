@@ -24,6 +24,7 @@ from kvtier.engine.document_file import Damaged, DocumentFolder, file_name, read
 from kvtier.engine.document_shelf import DocumentShelf, Residence, Status
 from kvtier.engine.least_tokens import TooManyTokens
 from kvtier.engine.pin_shares import PinShares
+from kvtier.engine.thread_work import guarded
 from kvtier.store.cipher import Cipher
 from kvtier.tiers.block_hash import ExtraKeys
 from kvtier.tiers.tier import Tier
@@ -348,7 +349,7 @@ class Documents:
             await self._on_disk(lambda: folder.write(document))
 
     async def _on_disk(self, work: Callable[[], _T]) -> _T:
-        result: _T = await call_in_executor(work, executor=self._disk_thread)
+        result: _T = await call_in_executor(guarded(work), executor=self._disk_thread)
         return result
 
 

@@ -704,6 +704,20 @@ def test_documents_whose_opening_or_closing_was_cancelled_can_be_opened_again(
     asyncio.run(asyncio.wait_for(story(), DEADLINE_S))
 
 
+def test_whatever_the_thread_of_the_disk_raises_reaches_who_waits_for_it(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(llm: AsyncLLM, documents: Documents) -> None:
+        monkeypatch.setattr(DocumentFolder, "write", lambda *_: next(iter(())))
+
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await documents.put(None, "report", tokens_draft(1, 100))
+
+        assert documents.of(None) == []
+
+    play(model, tables(tmp_path), story)
+
+
 # --- callers that are cancelled
 
 
