@@ -437,8 +437,8 @@ def test_an_llm_interrupted_at_the_end_of_its_start_leaves_the_store_to_the_next
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("kvtier.engine.core.Scheduler", interrupt)
+    monkeypatch.setattr("kvtier.engine.core.Scheduler", interrupt)
+    with pytest.raises(KeyboardInterrupt):
         LLM(model, configuration(tmp_path), byte_tokenizer())
 
     assert_can_be_opened(tmp_path / "store")
