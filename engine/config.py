@@ -307,7 +307,9 @@ def load_config(source: str | Path) -> Config:
     file = shipped.get(str(source)) or Path(source).expanduser()
     if not file.is_file():
         names = ", ".join(sorted(shipped))
-        raise ConfigError(f"{source}: no such file, and no configuration ships by that name; there are: {names}")
+        raise ConfigError(
+            f"{source or 'an empty name'}: no such file, and no configuration ships by that name; there are: {names}"
+        )
 
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8"))

@@ -133,7 +133,9 @@ def test_the_log_has_ids_and_tokens_but_neither_prompts_nor_keys(tmp_path: Path,
         (["--api-keys", "/nowhere/keys"], "/nowhere/keys: No such file"),
         (["--tenant-isolation", "strict"], "--api-keys"),
         (["--port", "99999"], "port"),
-        (["--host", "203.0.113.7"], "choose another --port"),
+        (["--host", "203.0.113.7"], "choose another --host or --port"),
+        (["--host", "no such host"], "choose another --host or --port"),
+        (["--config", ""], "an empty name: no such file, and no configuration ships by that name"),
     ],
 )
 def test_what_cannot_be_served_is_one_line_and_2(model_folder: Path, arguments: list[str], what: str) -> None:
