@@ -241,6 +241,27 @@ BUGS = [
         "tests/transfer/test_lane.py",
     ),
     Bug(
+        "a thread of a lane that comes back after its close never ends",
+        "transfer/lane.py",
+        "self._queue.put(None)  # a thread that comes back",
+        "pass  # a thread that comes back",
+        "tests/transfer/test_lane.py",
+    ),
+    Bug(
+        "what was delivered is still thought to be queued on its route",
+        "transfer/transfer_engine.py",
+        "self._pending_bytes[route] -= num_bytes",
+        "pass",
+        "tests/transfer/test_transfer_engine.py",
+    ),
+    Bug(
+        "one lane that hangs is no hang while another has ended",
+        "transfer/transfer_engine.py",
+        "return all(closed)",
+        "return any(closed)",
+        "tests/transfer/test_transfer_engine.py",
+    ),
+    Bug(
         "a document waits behind all others for ever",
         "engine/document_prefills.py",
         "core.hurry(running.request, ORDINARY)",
