@@ -24,6 +24,7 @@ from kvtier.engine.metrics import MetricsServer, serve_metrics
 from kvtier.engine.request import Completion, Request
 from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.terms import Terms
+from kvtier.engine.thread_work import as_exception
 from kvtier.engine.tokenizer_threads import TokenizerThreads
 from kvtier.tiers.block_hash import NO_EXTRA_KEYS, ExtraKeys
 
@@ -187,7 +188,7 @@ class AsyncLLM:
                 return
             try:
                 answer.set_result(question(core))
-            except Exception as error:  # the asker's mistake, and not the engine's end
+            except BaseException as error:  # the asker's mistake, and not the engine's end
                 fail(answer, error)
 
         def refuse(why: str) -> None:
@@ -277,8 +278,8 @@ class AsyncLLM:
     def _add(self, core: EngineCore, stream: _Stream, add: Callable[[], Request]) -> None:
         try:
             stream.request = add()
-        except Exception as error:  # a caller's mistake must end that caller only
-            stream.send(error)
+        except BaseException as error:  # a caller's mistake must end that caller only
+            stream.send(as_exception(error))
             return
         self._streams[stream.request] = stream
 

@@ -82,6 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads our output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except MemoryError as error:
+        print(
+            f"kvtier: not enough memory ({error}); lower device.capacity, host.capacity or disk.capacity",
+            file=sys.stderr,
+        )
+        return 2
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         message = str(error).strip().splitlines() or [type(error).__name__]
         print(f"kvtier: {message[0]}", file=sys.stderr)

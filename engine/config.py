@@ -21,6 +21,7 @@ _GONE = {
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
 _UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
+_MOST_BYTES = 1024**6
 
 
 class ConfigError(ValueError):
@@ -37,10 +38,14 @@ def parse_bytes(size: int | str) -> ByteSize:
     if isinstance(size, bool) or not isinstance(size, int | str) or not match or match[2] not in _UNITS:
         raise ValueError(f'bad size {size!r}; write bytes as an integer, or a string such as "8GiB" or "512MiB"')
     number, unit = match[1], _UNITS[match[2]]
-    return ByteSize(round(float(number) * unit) if "." in number else int(number) * unit)
+    num_bytes = round(float(number) * unit) if "." in number else int(number) * unit
+    if num_bytes > _MOST_BYTES:
+        raise ValueError(f"size {size!r} is more than any memory or disk has; 1048576TiB at most")
+    return ByteSize(num_bytes)
 
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+_LEAST_REQUEST_BYTES = 1024  # of headers, and of a body: what clients send with a prompt of a few words
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 
@@ -67,7 +72,7 @@ class DeviceConfig(_Table, frozen=True, kw_only=True):
     capacity: ByteSize = parse_bytes("1GiB")
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 32
     partial_blocks: bool = True
-    retention_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    retention_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31)] | None = None
     poison: bool = False
 
     def __post_init__(self) -> None:
@@ -235,7 +240,7 @@ class ServerConfig(_Table, frozen=True, kw_only=True):
     api_keys: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     tenant_isolation: Literal["off", "strict"] = "strict"
     metrics_tenants: tuple[str, ...] = ()
-    max_queued: Annotated[int, msgspec.Meta(ge=0)] = 256
+    max_queued: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 256
     max_body: ByteSize = parse_bytes("16MiB")
     max_prompt_tokens: Count | None = None
     tokenizer_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
@@ -246,6 +251,11 @@ class ServerConfig(_Table, frozen=True, kw_only=True):
     max_connections_per_address: Count = 512
     drain_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0
     log_format: Literal["human", "json"] = "human"
+
+    def __post_init__(self) -> None:
+        for name, size in (("max_header", self.max_header), ("max_body", self.max_body)):
+            if size < _LEAST_REQUEST_BYTES:
+                raise ValueError(f"{name} {size}: no request is so small; use {_LEAST_REQUEST_BYTES} or more")
 
 
 class Config(_Table, frozen=True, kw_only=True):
@@ -297,7 +307,9 @@ def load_config(source: str | Path) -> Config:
     file = shipped.get(str(source)) or Path(source).expanduser()
     if not file.is_file():
         names = ", ".join(sorted(shipped))
-        raise ConfigError(f"{source}: no such file, and no configuration ships by that name; there are: {names}")
+        raise ConfigError(
+            f"{source or 'an empty name'}: no such file, and no configuration ships by that name; there are: {names}"
+        )
 
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8"))

@@ -148,29 +148,29 @@ class EngineCore:
                 # A copy started after one step is taken in after the next: both take from what is clean.
                 least_clean_ahead=2 * -(-config.scheduler.token_budget // config.device.block_size),
             )
-            undo.pop_all()
-        self._memories = memories
-        progress("waiting for host memory and the disk's index")
-        self._wait_prepared()
-        timeout_s = LOAD_TIMEOUT_S if config.disk is None else config.disk.read_timeout_s
-        self._stall = Stall(timeout_s)
-        look_ahead = None
-        if config.host is not None and config.disk is not None and config.scheduler.look_ahead:
-            look_ahead = LookAhead(
-                self.cache,
-                int(config.scheduler.look_ahead * config.host.capacity),
-                time.monotonic,
-                config.scheduler.look_ahead_s,
+            self._memories = memories
+            progress("waiting for host memory and the disk's index")
+            self._wait_prepared()
+            timeout_s = LOAD_TIMEOUT_S if config.disk is None else config.disk.read_timeout_s
+            self._stall = Stall(timeout_s)
+            look_ahead = None
+            if config.host is not None and config.disk is not None and config.scheduler.look_ahead:
+                look_ahead = LookAhead(
+                    self.cache,
+                    int(config.scheduler.look_ahead * config.host.capacity),
+                    time.monotonic,
+                    config.scheduler.look_ahead_s,
+                )
+            self._scheduler = Scheduler(self.cache, config.scheduler, timeout_s, self.planner, look_ahead=look_ahead)
+            self._end_token_ids = _end_token_ids(model)
+            self.longest_request = longest_request(  # tokens of a prompt and its continuation
+                self._runner.groups, self.cache.free_slots(), config.scheduler.prefill_chunk, self._runner.max_tokens
             )
-        self._scheduler = Scheduler(self.cache, config.scheduler, timeout_s, self.planner, look_ahead=look_ahead)
-        self._end_token_ids = _end_token_ids(model)
-        self.longest_request = longest_request(  # tokens of a prompt and its continuation
-            self._runner.groups, self.cache.free_slots(), config.scheduler.prefill_chunk, self._runner.max_tokens
-        )
-        self._closed = False
-        self._publish_events()  # what is on disk already
-        self._fault_log = FaultLog(time.monotonic)
-        self._take_snapshot()
+            self._closed = False
+            self._publish_events()  # what is on disk already
+            self._fault_log = FaultLog(time.monotonic)
+            self._take_snapshot()
+            undo.pop_all()
 
     @property
     def num_waiting(self) -> int:
@@ -297,24 +297,36 @@ class EngineCore:
         if self._closed:
             return
         self._closed = True
-        for request in [*self._scheduler.waiting, *self._scheduler.promoting, *self._scheduler.running]:
-            self._scheduler.abort(request)
+        with ExitStack() as ends:  # whatever one of them raises, the others are closed
+            ends.callback(self._close_tiers)
+            ends.callback(self._runner.close)
+            if self.publisher is not None:
+                ends.callback(self.publisher.close)
+            for request in [*self._scheduler.waiting, *self._scheduler.promoting, *self._scheduler.running]:
+                self._scheduler.abort(request)
+            self._flush(progress)
+            self._publish_events()
+
+    def _flush(self, progress: Callable[[int], None]) -> None:
         if self._store is not None and (num_left := self.cache.flush(FLUSH_TIMEOUT_S, progress)):
             log.warning(
                 "flush: %d blocks did not reach the disk (%s); they will be recomputed",
                 num_left,
                 flush_fault(self._snapshot(), FLUSH_TIMEOUT_S),
             )
-        if self.publisher is not None:
-            self._publish_events()
-            self.publisher.close()
-        self._runner.close()
-        if self._store is not None:
-            self._store.stop_opening()  # a lane may be waiting for that
-        is_closed = self.cache.close()
-        if not is_closed and self._store is not None:
-            self._store.kill()  # a copy hangs, probably in its process
+
+    def _close_tiers(self) -> None:
+        try:
+            if self._store is not None:
+                self._store.stop_opening()  # a lane may be waiting for that
             is_closed = self.cache.close()
+            if not is_closed and self._store is not None:
+                self._store.kill()  # a copy hangs, probably in its process
+                is_closed = self.cache.close()
+        except BaseException:
+            if self._store is not None:
+                self._store.kill()  # or the next start would find it locked
+            raise
         if not is_closed:
             log.warning("a copy hangs: its memory is left, the next start finds what was written so far")
         elif self._store is not None:

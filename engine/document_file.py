@@ -9,8 +9,9 @@ import logging
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ import xxhash
 from kvtier.engine.document import Document, Form
 from kvtier.store.cipher import OVERHEAD_BYTES, Cipher
 from kvtier.store.folder import Folder, open_own, sync_folder
+from kvtier.store.owner_lock import FolderInUse, OwnerLock
 from kvtier.store.record import DIGEST_BYTES
 
 log = logging.getLogger(__name__)
@@ -48,21 +50,40 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 class DocumentFolder:
-    """Writes, reads and removes documents. For one thread at a time; every method may block."""
+    """Writes, reads and removes documents; `close` it. For one thread at a time; every method may block.
+
+    It is open once at a time: another process would remove what this one is writing, and know nothing of its changes.
+    """
 
     def __init__(self, path: Path, cipher: Cipher | None, tokenizer: bytes) -> None:
-        """The folder is made if need be. *tokenizer*: a digest of what made the token ids. OSError if it cannot be."""
+        """The folder is made if need be. *tokenizer*: a digest of what made the token ids. FolderInUse; OSError if it
+        cannot be."""
         self.path = path
         self._cipher = cipher
         self._tokenizer = tokenizer
         try:
-            self._folder = Folder.made(path)
-            if self._folder.mode & (stat.S_IRWXG | stat.S_IRWXO):
-                log.warning("documents %s: others may look into it; chmod 700 it", path)
-            for unfinished in self._folder.here.glob(f"*{SUFFIX}{_UNFINISHED}"):
-                unfinished.unlink(missing_ok=True)
+            with ExitStack() as undo:
+                self._folder = undo.enter_context(Folder.made(path))
+                undo.callback(OwnerLock(self._folder).release)
+                if self._folder.mode & (stat.S_IRWXG | stat.S_IRWXO):
+                    log.warning("documents %s: others may look into it; chmod 700 it", path)
+                for unfinished in self._folder.here.glob(f"*{SUFFIX}{_UNFINISHED}"):
+                    unfinished.unlink(missing_ok=True)
+                self._let_go = undo.pop_all()
+        except FolderInUse:
+            raise
         except OSError as error:
             raise OSError(f"documents {path}: {error.strerror}; give [documents] another path") from error
+
+    def close(self) -> None:
+        """Let others open it. Once more does nothing."""
+        self._let_go.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def write(self, document: Document) -> None:
         """Write it whole, or leave what was there; after that it survives a crash of the machine. OSError."""

@@ -5,7 +5,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,8 @@ from kvtier.engine.document_file import Damaged, DocumentFolder, file_name, read
 from kvtier.engine.document_shelf import DocumentShelf, Residence, Status
 from kvtier.engine.least_tokens import TooManyTokens
 from kvtier.engine.pin_shares import PinShares
+from kvtier.engine.thread_work import guarded
+from kvtier.store.cipher import Cipher
 from kvtier.tiers.block_hash import ExtraKeys
 from kvtier.tiers.tier import Tier
 
@@ -65,6 +67,7 @@ class Documents:
         self._changing: defaultdict[str | None, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._changes: set[asyncio.Task[object]] = set()  # under way, or waiting for their turn
         self._is_closed = False
+        self._closing: asyncio.Task[None] | None = None
         loop = asyncio.get_running_loop()
 
         def became_ready(document: Document) -> None:
@@ -79,7 +82,7 @@ class Documents:
     ) -> Self:
         """Those that were there when the last process ended, with their pins. What was not computed yet is queued.
 
-        OSError if there is a folder and it cannot be used.
+        OSError if there is a folder and it cannot be used, FolderInUse if another process has it.
         """
         documents = cls(llm, extra_of, shares, config.documents.max_per_tenant)
         try:
@@ -87,7 +90,7 @@ class Documents:
         except BaseException:  # or what was held for documents that nobody has would stay held
             documents._is_closed = True
             llm.neglect(documents._shelf.look, documents._shelf.end)
-            documents._disk_thread.shutdown(wait=False)
+            documents._end_disk_thread()
             raise
         return documents
 
@@ -174,11 +177,12 @@ class Documents:
         return await self._whole(tenant, lambda: self._delete(tenant, document_id))
 
     async def close(self) -> None:
-        """Have all written. The engine has to run still, or to have ended; it keeps what it holds until it ends."""
+        """Have all written, and let others open the folder. The engine has to run still, or to have ended; it keeps
+        what it holds until it ends. Cancelled, closing goes on; again, it waits for the same."""
         self._is_closed = True
-        while self._changes:
-            await asyncio.wait(self._changes)
-        self._disk_thread.shutdown(wait=False)
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
 
     async def _open(self, config: Config) -> None:
         llm = self._llm
@@ -188,8 +192,27 @@ class Documents:
             return
         cipher = await llm.ask(lambda core: core.cipher)
         tokenizer = await llm.with_tokenizer(tokenizer_digest)
-        self._folder = await self._on_disk(lambda: DocumentFolder(path, cipher, tokenizer))
-        await self._read(self._folder)
+        await self._read(await self._on_disk(lambda: self._open_folder(path, cipher, tokenizer)))
+
+    def _open_folder(self, path: Path, cipher: Cipher | None, tokenizer: bytes) -> DocumentFolder:
+        """In the disk's thread, which knows of it then even if the one who asked has been cancelled."""
+        self._folder = folder = DocumentFolder(path, cipher, tokenizer)
+        return folder
+
+    def _close_folder(self) -> None:
+        if self._folder is not None:
+            self._folder.close()
+
+    async def _close(self) -> None:
+        while self._changes:
+            await asyncio.wait(self._changes)
+        await asyncio.wrap_future(self._end_disk_thread())
+
+    def _end_disk_thread(self) -> "Future[None]":
+        """Have it do what it was given, and close the folder."""
+        closed = self._disk_thread.submit(self._close_folder)
+        self._disk_thread.shutdown(wait=False)
+        return closed
 
     async def _whole(self, tenant: str | None, change: Callable[[], Coroutine[object, object, _T]]) -> _T:
         """What *change* comes to, in its turn; once it is asked for it is made, whatever becomes of the caller."""
@@ -326,7 +349,7 @@ class Documents:
             await self._on_disk(lambda: folder.write(document))
 
     async def _on_disk(self, work: Callable[[], _T]) -> _T:
-        result: _T = await call_in_executor(work, executor=self._disk_thread)
+        result: _T = await call_in_executor(guarded(work), executor=self._disk_thread)
         return result
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from kvtier.engine.core import FLUSH_TIMEOUT_S, EngineCore
 from kvtier.engine.request import Request
+from kvtier.engine.thread_work import as_exception
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +31,8 @@ def promise() -> "Future[Any]":
 
 
 def fail(future: "Future[_T]", error: BaseException) -> None:
-    """Let *future* raise the error; a StopIteration as a RuntimeError, since a coroutine cannot be given one."""
-    future.set_exception(RuntimeError(f"StopIteration: {error}") if isinstance(error, StopIteration) else error)
+    """Let *future* raise the error, as a coroutine can be given it."""
+    future.set_exception(as_exception(error))
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,18 +68,24 @@ class PagedModel:
                 f"device capacity: {capacity_bytes} bytes hold {self.num_slots} blocks of {sum(self.block_bytes)}; "
                 "raise device.capacity or lower device.block_size"
             )
-        self._slabs = [
-            DeviceSlab(
-                self.num_slots,
-                len(group.layer_ids),
-                block_size,
-                group.num_kv_heads,
-                group.head_dim,
-                model.dtype,
-                self.device,
-            )
-            for group in self.geometry
-        ]
+        try:
+            self._slabs = [
+                DeviceSlab(
+                    self.num_slots,
+                    len(group.layer_ids),
+                    block_size,
+                    group.num_kv_heads,
+                    group.head_dim,
+                    model.dtype,
+                    self.device,
+                )
+                for group in self.geometry
+            ]
+        except RuntimeError as error:  # torch's, of a CPU and of a GPU
+            self.close()
+            raise ValueError(
+                f"device capacity: {capacity_bytes} bytes cannot be had on {self.device}; lower device.capacity"
+            ) from error
         self._scratch = Scratch()
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[index]  # a tensor
 

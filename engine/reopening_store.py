@@ -13,7 +13,7 @@ from typing import Self
 
 from kvtier.store.blob_store import Blob, StoreStatistics, StoreUnavailable
 from kvtier.store.channel import SharedMemory
-from kvtier.store.owner_lock import LOCK_FILE, StoreInUse
+from kvtier.store.owner_lock import LOCK_FILE, FolderInUse
 from kvtier.store.record import Fault
 from kvtier.store.store_process import StoreDied, StoreProcess
 from kvtier.store.store_settings import StoreSettings
@@ -39,7 +39,7 @@ class NotOpen(StrEnum):
     @classmethod
     def of(cls, error: Exception) -> "NotOpen":
         """The reason that an error of opening stands for."""
-        if isinstance(error, StoreInUse):
+        if isinstance(error, FolderInUse):
             return cls.IN_USE
         if isinstance(error, StoreDied):
             return cls.DIED

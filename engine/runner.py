@@ -30,6 +30,7 @@ class ModelRunner(PagedModel):
     def __init__(
         self, model: PreTrainedModel, block_size: int, capacity_bytes: int, adapters: Sequence[LoraAdapter] = ()
     ) -> None:
+        self._lora_rows: LoraRows | None = None  # for `close`, if the next line refuses
         super().__init__(model, block_size, capacity_bytes)
         self.adapters = MappingProxyType({adapter.key: adapter for adapter in adapters})
         self._lora_rows = LoraRows(model, adapters) if adapters else None

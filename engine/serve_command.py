@@ -44,7 +44,7 @@ def _keys(file: str) -> ApiKeys:
 
 
 def _config(source: str | None, given: Mapping[str, object], adapters: Mapping[str, str]) -> Config:
-    config = as_config(source or {})
+    config = as_config({} if source is None else source)
     settings = msgspec.to_builtins(config.server, enc_hook=int) | dict(given)
     whole: dict[str, object] = msgspec.to_builtins(config, enc_hook=int)
     lora = {name: {"path": table.path} for name, table in config.lora.items()}
@@ -122,4 +122,6 @@ def _bound(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        raise OSError(f"serve: cannot listen on {host}:{port} ({error.strerror}); choose another --port") from error
+        raise OSError(
+            f"serve: cannot listen on {host}:{port} ({error.strerror}); choose another --host or --port"
+        ) from error

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from kvtier.engine.fair_share import FairShare
 from kvtier.engine.least_tokens import LeastTokens
 from kvtier.engine.prompt_limit import PromptLimit
+from kvtier.engine.thread_work import guarded
 from kvtier.engine.turns import Turns
 
 _T = TypeVar("_T")
@@ -64,7 +66,7 @@ class TokenizerThreads:
                 loop.call_soon_threadsafe(self._turns.give_back, tenant)
 
         try:
-            job = self._threads.submit(work, self._tokenizer)
+            job = self._threads.submit(guarded(partial(work, self._tokenizer)))
         except RuntimeError:  # closed while it waited, and so are they whose turn is next
             self._turns.give_back(tenant)
             raise

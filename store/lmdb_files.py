@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class LmdbFiles:
-    """One process has a folder open (`StoreInUse` otherwise), and of its threads one changes something at a time.
+    """One process has a folder open (`FolderInUse` otherwise), and of its threads one changes something at a time.
 
     Errors of LMDB are OSError. A broken tree also marks the folder, so that the next start is empty; until then there
     are no more changes, and reads go on. If LMDB gives up because it could not write its root, the index is opened

@@ -42,7 +42,7 @@ class _StillTooMuch(Exception):
 
 
 class LmdbStore:
-    """See `BlobStore`. One process owns *folder* (`StoreInUse` otherwise); opening takes the same time at any size.
+    """See `BlobStore`. One process owns *folder* (`FolderInUse` otherwise); opening takes the same time at any size.
 
     A payload is written to a slot that no record has. Then record, slot, recency and accounting change in one
     transaction, so a process killed at any point leaves a whole store. What a crash of the machine leaves is up to the

@@ -1,4 +1,4 @@
-"""One process owns a store's folder."""
+"""One process owns a folder."""
 
 import fcntl
 import os
@@ -8,18 +8,18 @@ from pathlib import Path
 from kvtier.store.folder import Folder, open_own
 
 LOCK_FILE = "owner.lock"
-_PATIENCE_S = 10.0  # with what a process that is no more has left behind; its store may still be writing
+_PATIENCE_S = 10.0  # with what a process that is no more has left behind: a store's own may still be writing
 
 
-class StoreInUse(OSError):
-    """Another process has the store open."""
+class FolderInUse(OSError):
+    """Another process has the folder open; says which one, and what to do."""
 
 
 class OwnerLock:
     """Holds `owner.lock` in *folder* until `release`, or the process ends.
 
     `flock`, so kill -9 frees it and no stale file can bar the way. In the file is the pid of the *owner*, for whom a
-    process of the store's own may hold it. StoreInUse if another owner that is alive has it.
+    process of the store's own may hold it. FolderInUse if another owner that is alive has it.
     """
 
     def __init__(self, folder: Folder, owner: int | None = None) -> None:
@@ -40,8 +40,8 @@ class OwnerLock:
             except BlockingIOError as error:
                 pid = os.pread(self._file, 32, 0).decode(errors="replace").strip() or "unknown"
                 if _is_alive(pid) or time.monotonic() > give_up_at:
-                    raise StoreInUse(
-                        f"store {folder} is open in process {pid}; stop it, or give this one a folder of its own"
+                    raise FolderInUse(
+                        f"folder {folder} is open in process {pid}; stop it, or give this one a folder of its own"
                     ) from error
                 time.sleep(0.02)
 

@@ -22,7 +22,7 @@ from kvtier.store.durability import Durability
 from kvtier.store.folder import Folder
 from kvtier.store.inspection import NextStart, StoreDamaged, StoreLost, require_store, standing
 from kvtier.store.lmdb_store import LmdbStore
-from kvtier.store.owner_lock import OwnerLock, StoreInUse
+from kvtier.store.owner_lock import FolderInUse, OwnerLock
 from kvtier.store.record import NAMESPACE_BYTES, Fault
 from kvtier.store.seal import charged_bytes
 
@@ -93,7 +93,7 @@ def verify_store(
 ) -> Iterator[Progress | Verification]:
     """Compare the accounting with a full count and verify all records or a random *sample*; the `Verification` is last.
 
-    With *fix* bad records are deleted. *owner* is the pid that others are told. StoreInUse; StoreLost;
+    With *fix* bad records are deleted. *owner* is the pid that others are told. FolderInUse; StoreLost;
     ValueError for a key file that is none.
     """
     require_store(folder)
@@ -161,7 +161,7 @@ def delete_namespaces(
 
 
 def condemn(folder: Path) -> None:
-    """Have the next engine that opens the store start empty; StoreInUse."""
+    """Have the next engine that opens the store start empty; FolderInUse."""
     with Folder(folder) as opened:
         lock = OwnerLock(opened)
         try:
@@ -182,9 +182,9 @@ def _opened(folder: Path, owner: int, cipher: Cipher | None = None) -> Iterator[
     try:
         with _KeptStore(folder, cipher=cipher, durability=Durability.COMMIT, owner=owner) as store:
             yield store
-    except StoreInUse as error:
+    except FolderInUse as error:
         whose = str(error).partition(";")[0]
-        raise StoreInUse(f"{whose}; stop that first. kvtier stats works meanwhile") from error
+        raise FolderInUse(f"{whose}; stop that first. kvtier stats works meanwhile") from error
     except OSError as error:
         if isinstance(error.__cause__, DAMAGE):
             raise StoreDamaged(f"store {folder} is damaged: {error.__cause__}") from error

@@ -44,8 +44,14 @@ class HostSlab:
         self._unpins: list[Callable[[], None]] = []
         self._stop = threading.Event()
         self._file = os.memfd_create("kvtier-host-slab", os.MFD_CLOEXEC)
-        os.ftruncate(self._file, max(self.num_bytes, mmap.PAGESIZE))
-        mapped = mmap.mmap(self._file, max(self.num_bytes, mmap.PAGESIZE))
+        try:
+            os.ftruncate(self._file, max(self.num_bytes, mmap.PAGESIZE))
+            mapped = mmap.mmap(self._file, max(self.num_bytes, mmap.PAGESIZE))
+        except OSError as error:
+            os.close(self._file)
+            raise OSError(
+                error.errno, f"host capacity: {self.num_bytes} bytes cannot be had ({error.strerror}); lower it"
+            ) from error
         flat = np.frombuffer(mapped, dtype=np.uint8, count=self.num_bytes)
         self.blocks: npt.NDArray[np.uint8] = flat.reshape(num_slots, block_bytes)  # [num_slots, block_bytes]
         if node is not None and num_slots and not prefer_node(self.blocks.ctypes.data, self.num_bytes, node):

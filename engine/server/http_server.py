@@ -21,6 +21,7 @@ from kvtier.engine.server.http_connection import HttpConnection
 from kvtier.engine.server.log_lines import take_in_libraries
 from kvtier.engine.server.service import Service
 from kvtier.engine.server.tenancy import with_names
+from kvtier.engine.thread_work import guarded
 from kvtier.tiers.tier import Tier
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class HttpServer:
         began_at = time.monotonic()
         self._tell_stage("importing torch and transformers")  # seconds, in which clients and signals are answered
         executor = ThreadPoolExecutor(1)
-        importing = call_in_executor(_import_engine, self._shows_bars, executor=executor)
+        importing = call_in_executor(guarded(partial(_import_engine, self._shows_bars)), executor=executor)
         executor.shutdown(wait=False)  # once that is done, whoever is cancelled here
         engine = await importing
         self.llm = engine(self._model, self._config, self._tokenizer, self._tell_stage)

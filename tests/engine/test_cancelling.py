@@ -4,7 +4,8 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError
 from contextlib import aclosing
 from itertools import count
 from pathlib import Path
@@ -171,11 +172,32 @@ def test_a_look_whose_asker_was_cancelled_is_not_called_any_more(model: PreTrain
     play(story())
 
 
-def test_a_question_that_raises_stop_iteration_is_answered(model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("kind", [StopIteration, SystemExit, GeneratorExit, asyncio.CancelledError, CancelledError])
+def test_whatever_a_question_raises_reaches_its_asker_and_the_engine_goes_on(
+    model: PreTrainedModel, kind: type[BaseException]
+) -> None:
+    def fail(_: EngineCore) -> None:
+        raise kind("of the question")
+
     async def story() -> None:
         async with device_only(model) as llm:
-            with pytest.raises(RuntimeError, match="StopIteration"):
-                await llm.ask(lambda core: next(iter(())))
+            with pytest.raises(RuntimeError, match=f"{kind.__name__}: of the question"):
+                await llm.ask(fail)
+            assert len(completion_of(await read(llm.generate("Say hello.", greedy()))).token_ids) == 8
+
+    play(story())
+
+
+def test_a_prompt_that_wants_to_end_the_engine_ends_itself(model: PreTrainedModel) -> None:
+    class Unusual(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            raise SystemExit("of the prompt")
+
+    async def story() -> None:
+        async with device_only(model) as llm:
+            with pytest.raises(RuntimeError, match="SystemExit: of the prompt"):
+                await read(llm.generate(Unusual([1, 2, 3]), greedy()))
+            assert len(completion_of(await read(llm.generate("Say hello.", greedy()))).token_ids) == 8
 
     play(story())
 

@@ -32,9 +32,11 @@ def test_what_is_written_is_read(tmp_path: Path, cipher: Cipher | None) -> None:
     assert (found.id, found.tenant, found.created_at, found.was_ready) == ("report", "ann", 12.5, True)
     assert found.pinned_until == 99.5
     assert folder.names() == [file_name("ann", "report")]
-    assert not DocumentFolder(folder.path, cipher, b"other").read(folder.names()[0])[1]
+    folder.close()
+    with DocumentFolder(folder.path, cipher, b"other") as other:
+        assert not other.read(other.names()[0])[1]
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
-    assert stat.S_IMODE((folder.path / folder.names()[0]).stat().st_mode) == 0o600
+    assert stat.S_IMODE((folder.path / file_name("ann", "report")).stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("cipher", CIPHERS)
@@ -65,15 +67,16 @@ def test_one_document_s_file_is_no_other_s(tmp_path: Path, cipher: Cipher | None
 
 
 def test_with_a_key_nothing_of_it_can_be_read_and_nothing_in_clear_is_believed(tmp_path: Path) -> None:
-    clear, encrypted = (DocumentFolder(tmp_path, cipher, TOKENIZER) for cipher in CIPHERS)
-    name = file_name("ann", "report")
-    encrypted.write(document_of("a secret"))
+    cipher, name = Cipher(bytes(range(32))), file_name("ann", "report")
+    with DocumentFolder(tmp_path, cipher, TOKENIZER) as encrypted:
+        encrypted.write(document_of("a secret"))
 
     assert b"secret" not in (tmp_path / name).read_bytes()
-    with pytest.raises(Damaged, match="give \\[disk\\] its key"):
-        clear.read(name)
-    clear.write(document_of("a forgery"))
-    with pytest.raises(Damaged, match="not encrypted"):
+    with DocumentFolder(tmp_path, None, TOKENIZER) as clear:
+        with pytest.raises(Damaged, match="give \\[disk\\] its key"):
+            clear.read(name)
+        clear.write(document_of("a forgery"))
+    with DocumentFolder(tmp_path, cipher, TOKENIZER) as encrypted, pytest.raises(Damaged, match="not encrypted"):
         encrypted.read(name)
 
 
@@ -87,14 +90,16 @@ def test_names_tell_nothing_and_never_meet() -> None:
 
 
 def test_what_was_being_written_when_a_process_died_is_removed(tmp_path: Path) -> None:
-    folder, name = DocumentFolder(tmp_path, None, TOKENIZER), file_name("ann", "report")
-    folder.write(document_of())
+    name = file_name("ann", "report")
+    with DocumentFolder(tmp_path, None, TOKENIZER) as folder:
+        folder.write(document_of())
     (tmp_path / f"{name}.new").write_bytes(b"half")
 
-    found, _ = DocumentFolder(tmp_path, None, TOKENIZER).read(name)
+    with DocumentFolder(tmp_path, None, TOKENIZER) as folder:
+        found, _ = folder.read(name)
 
     assert found.text == "some text"
-    assert os.listdir(tmp_path) == [name]
+    assert sorted(os.listdir(tmp_path)) == [name, "owner.lock"]
 
 
 def test_a_folder_that_cannot_be_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:

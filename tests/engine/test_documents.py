@@ -5,10 +5,12 @@ import os
 import random
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ from kvtier.engine.config import as_config
 from kvtier.engine.core import EngineCore
 from kvtier.engine.document import Document, Form
 from kvtier.engine.document_draft import Draft
-from kvtier.engine.document_file import Damaged, DocumentFolder, read_all
+from kvtier.engine.document_file import SUFFIX, Damaged, DocumentFolder, read_all
 from kvtier.engine.document_file import file_name as file_of
 from kvtier.engine.document_holds import NoRoomToHold
 from kvtier.engine.document_prefills import PATIENCE_S, DocumentPrefills
@@ -37,6 +39,7 @@ from kvtier.engine.least_tokens import LeastTokens
 from kvtier.engine.pin_shares import PinShares
 from kvtier.engine.prompt_limit import PromptLimit
 from kvtier.engine.request import Completion, Request
+from kvtier.store.owner_lock import FolderInUse
 from kvtier.tiers.block_hash import ExtraKeys
 from kvtier.tiers.tier import Tier
 
@@ -489,7 +492,7 @@ def test_documents_and_pins_are_there_after_a_restart_and_questions_load(
     play(model, tables(tmp_path), before)
     play(model, tables(tmp_path), after)
     files = list((tmp_path / "store-documents").iterdir())
-    assert len(files) == 3
+    assert sum(file.suffix == SUFFIX for file in files) == 3
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
     assert stat.S_IMODE((tmp_path / "store-documents").stat().st_mode) == 0o700
     assert not any(word in file.name for file in files for word in ("pinned", "other", "ann"))
@@ -551,7 +554,7 @@ def test_a_damaged_file_is_left_out_told_and_can_be_replaced(
     play(model, config, after)
 
     assert text not in caplog.text
-    assert len(list(folder.iterdir())) == 4
+    assert sorted(file.suffix for file in folder.iterdir()) == [".doc"] * 4 + [".lock"]
 
 
 def test_files_of_another_key_are_damaged_and_stay(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -650,16 +653,83 @@ def test_a_change_does_not_wait_for_all_those_of_another_tenant(model: PreTraine
     play(model, tables(tmp_path), story)
 
 
+def test_a_folder_of_documents_is_open_once_at_a_time(model: PreTrainedModel, tmp_path: Path) -> None:
+    folder = tmp_path / "store-documents"
+
+    async def story(llm: AsyncLLM, documents: Documents) -> None:
+        await put(documents, "report", tokens_draft(1, 100))
+        (folder / "being written.doc.new").write_bytes(b"half")
+
+        with pytest.raises(FolderInUse, match=f"^folder {folder} is open in process {os.getpid()}; stop it"):
+            await Documents.open(llm, llm.config, extra_of, PinShares(1))
+        assert (folder / "being written.doc.new").exists()
+        await documents.close()
+        again = await Documents.open(llm, llm.config, extra_of, PinShares(1))
+
+        assert again.find(None, "report") is not None
+        await again.close()
+
+    play(model, tables(tmp_path), story)
+
+
+def await_disk_threads() -> None:
+    """Until those of documents that are closed, or were not opened, have ended."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvtier-documents"):
+            thread.join(DEADLINE_S / 2)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+def test_documents_whose_opening_or_closing_was_cancelled_can_be_opened_again(
+    model: PreTrainedModel, tmp_path: Path, late: bool
+) -> None:
+    async def story() -> None:
+        async with AsyncLLM(model, tables(tmp_path), chat_tokenizer()) as llm:
+
+            async def open_documents() -> Documents:
+                return await Documents.open(llm, llm.config, extra_of, PinShares(1))
+
+            async def open_and_close() -> None:
+                await (await open_documents()).close()
+
+            for number in count():
+                await cancelled_at(open_and_close(), number, late=late)
+                closing = await cancelled_at((await open_documents()).close(), number, late=late)
+                await asyncio.to_thread(await_disk_threads)
+                if not closing and number > 9:
+                    break
+            await (await open_documents()).close()
+
+    asyncio.run(asyncio.wait_for(story(), DEADLINE_S))
+
+
+def test_whatever_the_thread_of_the_disk_raises_reaches_who_waits_for_it(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(llm: AsyncLLM, documents: Documents) -> None:
+        monkeypatch.setattr(DocumentFolder, "write", lambda *_: next(iter(())))
+
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await documents.put(None, "report", tokens_draft(1, 100))
+
+        assert documents.of(None) == []
+
+    play(model, tables(tmp_path), story)
+
+
 # --- callers that are cancelled
 
 
 def in_folder(folder: Path) -> dict[str, tuple[list[int], bool]]:
-    """Each document's tokens, and whether it is pinned, as the next process would find it."""
+    """Each document's tokens, and whether it is pinned, as the next process would find it if this one were killed."""
     found = {}
-    for _, outcome in read_all(DocumentFolder(folder, None, b"")):
-        assert not isinstance(outcome, Damaged)
-        document, _ = outcome
-        found[document.id] = (document.token_ids.tolist(), document.pinned_until is not None)
+    with TemporaryDirectory() as copy, DocumentFolder(Path(copy), None, b"") as opened:
+        shutil.copytree(folder, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.lock"))
+        for _, outcome in read_all(opened):
+            assert not isinstance(outcome, Damaged)
+            document, _ = outcome
+            found[document.id] = (document.token_ids.tolist(), document.pinned_until is not None)
     return found
 
 
@@ -712,15 +782,22 @@ def test_nothing_is_held_for_documents_whose_opening_was_cancelled(
         await documents.put(None, "other", tokens_draft(2, 100))
 
     async def story() -> None:
+        opened: list[Documents] = []
         async with AsyncLLM(model, tables(tmp_path), chat_tokenizer()) as llm:
+
+            async def open_documents() -> None:
+                opened.append(await Documents.open(llm, llm.config, extra_of, PinShares(1)))
+
             for number in count():
-                opened = await cancelled_at(Documents.open(llm, llm.config, extra_of, PinShares(1)), number, late=late)
+                await cancelled_at(open_documents(), number, late=late)
                 num_held, has_work = await llm.ask(lambda core: (core.cache._holds.num_bytes, core.has_work))
-                if not opened:
+                if opened:
                     break
                 assert (num_held, has_work) == (0, False)
+                await asyncio.to_thread(await_disk_threads)  # the folder is closed
             assert number > 3
             assert num_held > 0
+            await opened[0].close()
 
     play(model, tables(tmp_path), pin)
     asyncio.run(asyncio.wait_for(story(), DEADLINE_S))

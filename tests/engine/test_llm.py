@@ -17,6 +17,7 @@ from small_models import VOCAB, build, byte_tokenizer, plain_greedy
 from transformers import PreTrainedModel
 
 from kvtier.engine import LLM, Completion, FinishReason, SamplingParams
+from kvtier.store.lmdb_store import LmdbStore
 from kvtier.tiers.tier import Reason, Tier
 
 BLOCK_SIZE = 16
@@ -411,6 +412,57 @@ def test_an_llm_that_could_not_start_leaves_the_store_to_the_next(model: PreTrai
 
     with LLM(model, configuration(tmp_path), byte_tokenizer()) as llm:
         assert llm.generate(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"device": {"capacity": 1}}, "device capacity: 1 bytes hold 0 blocks"),
+        ({"device": {"capacity": "900000TB"}}, "device capacity: .* bytes cannot be had on cpu; lower device.capacity"),
+        ({"host": {"capacity": "900000TB"}}, "host capacity: .* bytes cannot be had .*; lower it"),
+    ],
+)
+def test_a_capacity_that_cannot_be_had_is_one_line_that_says_which(
+    model: PreTrainedModel, tables: dict, message: str
+) -> None:
+    with pytest.raises((ValueError, OSError), match=message) as caught:
+        LLM(model, {**configuration(), **tables}, byte_tokenizer())
+
+    assert "\n" not in str(caught.value)
+
+
+def test_an_llm_interrupted_at_the_end_of_its_start_leaves_the_store_to_the_next(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvtier.engine.core.Scheduler", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(model, configuration(tmp_path), byte_tokenizer())
+
+    assert_can_be_opened(tmp_path / "store")
+
+
+@pytest.mark.parametrize("part", ["flush", "close"])
+def test_an_llm_that_fails_while_closing_leaves_the_store_to_the_next(
+    model: PreTrainedModel, tmp_path: Path, part: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("of the tiers")
+
+    llm = LLM(model, configuration(tmp_path), byte_tokenizer())
+    setattr(llm.core.cache, part, fail)
+
+    with pytest.raises(AssertionError, match="of the tiers"):
+        llm.close()
+
+    assert_can_be_opened(tmp_path / "store")
+
+
+def assert_can_be_opened(folder: Path) -> None:
+    """The store is locked by nothing that is left of an engine."""
+    LmdbStore(folder, 64 << 20).close()
 
 
 def test_another_model_finds_nothing_in_the_same_store(model: PreTrainedModel, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from kvtier.engine.reopening_store import MAX_REST_S, WATCH_S, NotOpen, ReopeningStore
 from kvtier.store.blob_store import Blob, StoreUnavailable
 from kvtier.store.lmdb_store import LmdbStore
-from kvtier.store.owner_lock import StoreInUse
+from kvtier.store.owner_lock import FolderInUse
 from kvtier.store.record import digest
 from kvtier.store.store_process import StoreDied
 from kvtier.store.store_settings import StoreSettings
@@ -215,7 +215,7 @@ def test_a_store_that_hangs_while_opening_is_closed_at_once_and_gives_its_lock_b
 
 def test_every_error_of_opening_has_a_reason() -> None:
     reasons = {
-        NotOpen.IN_USE: StoreInUse("open in process 1"),
+        NotOpen.IN_USE: FolderInUse("open in process 1"),
         NotOpen.DIED: StoreDied("its process ended"),
         NotOpen.READ_ONLY: OSError(errno.EROFS, "Read-only file system"),
         NotOpen.FORBIDDEN: PermissionError(errno.EACCES, "Permission denied"),

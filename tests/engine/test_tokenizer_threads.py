@@ -5,6 +5,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from concurrent.futures import CancelledError
 from contextlib import suppress
 
 import pytest
@@ -109,6 +110,23 @@ def test_whoever_waits_for_a_turn_when_they_are_closed_is_refused() -> None:
 
         assert [type(outcome) for outcome in outcomes] == [RuntimeError] * 3
         assert await first
+
+    within_deadline(story)
+
+
+@pytest.mark.parametrize("kind", [StopIteration, SystemExit, GeneratorExit, asyncio.CancelledError, CancelledError])
+def test_whatever_a_job_raises_reaches_its_caller_and_frees_its_thread(kind: type[BaseException]) -> None:
+    def fail(_: object) -> None:
+        raise kind("of the job")
+
+    async def story() -> None:
+        threads = TokenizerThreads(byte_tokenizer(), 1)
+
+        with pytest.raises(RuntimeError, match=f"{kind.__name__}: of the job"):
+            await threads.run(fail)
+
+        assert await threads.run(lambda _: "done") == "done"
+        threads.close()
 
     within_deadline(story)
 

@@ -20,7 +20,7 @@ from kvtier.store.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.inspection import NextStart, standing
 from kvtier.store.lmdb_store import LmdbStore
 from kvtier.store.lmdb_tables import ascending
-from kvtier.store.owner_lock import StoreInUse
+from kvtier.store.owner_lock import FolderInUse
 from kvtier.store.record import Fault, digest
 from kvtier.store.store_process import StoreDied, StoreProcess
 from kvtier.store.store_settings import StoreSettings
@@ -124,7 +124,7 @@ def test_a_store_that_another_process_has_opened_since_is_not_marked(folder: Pat
     with LmdbStore(folder, CAPACITY_BYTES):
         before = BootMark.read(folder)
 
-        with pytest.raises(StoreInUse):
+        with pytest.raises(FolderInUse):
             crashes.note(folder, os.getpid())
 
         assert BootMark.read(folder) == before

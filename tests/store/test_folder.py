@@ -103,14 +103,16 @@ def test_a_folder_that_is_removed_and_made_again_gets_nothing(folder: Path) -> N
 
 
 def test_documents_follow_no_link(tmp_path: Path) -> None:
-    folder = DocumentFolder(tmp_path / "documents", None, b"")
     (tmp_path / "foreign").write_bytes(FOREIGN)
+    (tmp_path / "documents").mkdir(0o700)
     for name in ("a.doc", "a.doc.new"):
         (tmp_path / "documents" / name).symlink_to(tmp_path / "foreign")
 
-    with pytest.raises(ValueError, match="cannot be read"):
+    with (
+        DocumentFolder(tmp_path / "documents", None, b"") as folder,  # removes what a killed process left
+        pytest.raises(ValueError, match="cannot be read"),
+    ):
         folder.read("a.doc")
-    DocumentFolder(tmp_path / "documents", None, b"")  # removes what a killed process left
 
     assert (tmp_path / "foreign").read_bytes() == FOREIGN
     assert not (tmp_path / "documents" / "a.doc.new").is_symlink()

@@ -20,7 +20,7 @@ from kvtier.store.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb_reader import LmdbReader
 from kvtier.store.lmdb_store import LmdbStore
-from kvtier.store.owner_lock import StoreInUse
+from kvtier.store.owner_lock import FolderInUse
 from kvtier.store.record import Fault, digest
 from kvtier.store.seal import charged_bytes
 from kvtier.store.slab import Slabs, Slot
@@ -97,7 +97,7 @@ def test_a_second_process_is_refused_and_told_who_has_the_store(tmp_path: Path) 
     with start(HOLDER, tmp_path) as holder:
         assert read_line(holder) == "open"
 
-        with pytest.raises(StoreInUse, match=f"open in process {holder.pid};"):
+        with pytest.raises(FolderInUse, match=f"open in process {holder.pid};"):
             LmdbStore(tmp_path, CAPACITY_BYTES)
 
         holder.communicate()  # end of input: the holder closes
@@ -107,7 +107,7 @@ def test_a_second_process_is_refused_and_told_who_has_the_store(tmp_path: Path) 
 def test_the_same_process_is_refused_too_and_may_open_again_after_closing(tmp_path: Path) -> None:
     with (
         LmdbStore(tmp_path, CAPACITY_BYTES),
-        pytest.raises(StoreInUse, match=f"process {os.getpid()};"),
+        pytest.raises(FolderInUse, match=f"process {os.getpid()};"),
     ):
         LmdbStore(tmp_path, CAPACITY_BYTES)
 

@@ -23,7 +23,7 @@ from store_cases import blob_of, key_of, kv_bytes
 from kvtier.store.blob_store import Blob
 from kvtier.store.channel import Channel, SharedMemory
 from kvtier.store.lmdb_store import LmdbStore
-from kvtier.store.owner_lock import StoreInUse
+from kvtier.store.owner_lock import FolderInUse
 from kvtier.store.record import Fault, digest
 from kvtier.store.store_process import NUM_READERS, StoreDied, StoreProcess
 from kvtier.store.store_settings import StoreSettings
@@ -275,7 +275,7 @@ def test_calls_under_way_when_the_process_dies_all_return(store: StoreProcess) -
 
 
 def test_others_are_told_the_owner_and_may_open_once_it_has_closed(store: StoreProcess, tmp_path: Path) -> None:
-    with pytest.raises(StoreInUse, match=f"open in process {os.getpid()};"):
+    with pytest.raises(FolderInUse, match=f"open in process {os.getpid()};"):
         StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES)).open()
     store.put_many([blob_of(1)])
     store.close()

@@ -333,8 +333,12 @@ def test_what_is_queued_behind_a_copy_that_hangs_comes_back_at_close(
     assert sorted(map(id, take(finished, 3))) == sorted(map(id, queued))
     assert [type(each.error) for each in queued] == [LaneClosed] * 3
     assert lane.num_pending == case.num_threads
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-test-")]
     gate.open.set()
     assert sorted(map(id, take(finished, case.num_threads))) == sorted(map(id, hanging))
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 @every_queued_lane

@@ -222,6 +222,33 @@ def test_pending_is_counted_by_route(engine: TransferEngine, owner: Owner, gate:
     assert pending == {DOWN: 1, UP: 2, Route.HOST_TO_DISK: 0, Route.DISK_TO_HOST: 0}
 
 
+def test_bytes_are_pending_until_delivery_whatever_becomes_of_them(
+    engine: TransferEngine, owner: Owner, gate: threading.Event
+) -> None:
+    engine.submit(UP, blocked_by(gate), 100, owner.deliver)
+    engine.submit(UP, fail, 20, owner.deliver)
+    engine.submit(DOWN, int, 3, owner.deliver)
+    before = engine.pending_bytes(UP), engine.pending_bytes(DOWN)
+
+    gate.set()
+    poll_until(engine, 3)
+
+    assert before == (120, 3)
+    assert (engine.pending_bytes(UP), engine.pending_bytes(DOWN)) == (0, 0)
+
+
+def test_a_refused_transfer_has_no_bytes_pending(owner: Owner, gate: threading.Event) -> None:
+    engine = threaded_engine(capacity=1)
+
+    for _ in range(2):
+        engine.submit(UP, blocked_by(gate), 100, owner.deliver)
+
+    assert engine.pending_bytes(UP) == 100
+    gate.set()
+    poll_until(engine, 1)
+    engine.close()
+
+
 def test_a_full_route_refuses_and_the_others_do_not(owner: Owner, gate: threading.Event) -> None:
     engine = threaded_engine(capacity=2)
 
@@ -313,6 +340,20 @@ def test_close_delivers_what_was_queued_as_failed(owner: Owner) -> None:
     assert owner.outcomes == ["finished", LaneClosed, LaneClosed, LaneClosed]
     assert engine.in_flight == 0
     assert (engine.statistics()[UP].num_failed, engine.statistics()[UP].num_bytes) == (3, 10)
+
+
+def test_close_tells_that_one_of_the_lanes_hangs(
+    engine: TransferEngine, owner: Owner, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane_module, "CLOSE_TIMEOUT_S", 0.1)
+    engine.submit(UP, blocked_by(gate), 1, owner.deliver)
+
+    assert not engine.close()
+
+    gate.set()
+    poll_until(engine, 1)
+    monkeypatch.setattr(lane_module, "CLOSE_TIMEOUT_S", DEADLINE_S)
+    assert engine.close()
 
 
 def test_close_delivers_what_had_finished(owner: Owner) -> None:

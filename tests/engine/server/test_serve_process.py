@@ -133,7 +133,9 @@ def test_the_log_has_ids_and_tokens_but_neither_prompts_nor_keys(tmp_path: Path,
         (["--api-keys", "/nowhere/keys"], "/nowhere/keys: No such file"),
         (["--tenant-isolation", "strict"], "--api-keys"),
         (["--port", "99999"], "port"),
-        (["--host", "203.0.113.7"], "choose another --port"),
+        (["--host", "203.0.113.7"], "choose another --host or --port"),
+        (["--host", "no such host"], "choose another --host or --port"),
+        (["--config", ""], "an empty name: no such file, and no configuration ships by that name"),
     ],
 )
 def test_what_cannot_be_served_is_one_line_and_2(model_folder: Path, arguments: list[str], what: str) -> None:
@@ -160,6 +162,27 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(model_folder: Pa
     assert done.returncode == 2
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
     assert "load:" not in done.stderr
+
+
+def test_a_second_server_on_the_same_documents_is_one_line_that_names_the_first(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    with serving_process(tmp_path, model_folder, configured(tmp_path)) as server:
+        command = [sys.executable, "-m", "kvtier.engine.cli", "serve", "--model", str(model_folder), "--port", "0"]
+
+        done = subprocess.run(
+            [*command, "--config", str(tmp_path / "kvtier.toml")],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+
+    *_, last = done.stderr.splitlines()
+    assert done.returncode == 2
+    what = f"folder {tmp_path / 'store-documents'} is open in process {server.process.pid}"
+    assert last == f"kvtier: {what}; stop it, or give this one a folder of its own"
+    assert "Traceback" not in done.stderr
 
 
 def test_it_answers_while_libraries_are_imported_and_a_signal_ends_it(tmp_path: Path, model_folder: Path) -> None:
