@@ -342,11 +342,16 @@ class Residency:
     def disk_changed(self) -> None:
         """The store was opened, or is not open any more: what is on disk is to be found out again, if there is one."""
         assert self.disk is not None, "no disk that could change"
-        if self._events is not None:
-            for group_id in range(len(self._block_sizes)):
-                if names := self.disk.index.names(group_id):
-                    self._tell(BlockRemoved(Tier.DISK, group_id, names))
         self.disk.take_in_opening()
+
+    def forget_disk(self) -> None:
+        """Tell of some blocks that were on disk before it changed, and are not known to be there now."""
+        assert self.disk is not None, "no disk that could have changed"
+        group_id, names = self.disk.index.forget_some() or (0, [])
+        if self._events is None or group_id >= len(self._block_sizes):
+            return
+        if gone := [name for name in names if not self.disk.index.holds(group_id, name)]:
+            self._tell(BlockRemoved(Tier.DISK, group_id, gone))
 
     def mark_uncopied(self, num_at_once: int) -> Iterator[None]:
         """Have all blocks of host and device that are in no tier below copied down; so many slots at each step."""
