@@ -666,18 +666,24 @@ def test_random_operations_agree_with_the_model(
     assert both.num_evictions > 20, "too few interesting steps"
 
 
+def exchange_names(pool: BlockPool) -> None:
+    index = pool._slots
+    index.remove_all(names("ab"))
+    index.give_all(names("ab"), (1, 0))
+
+
 def test_check_finds_a_book_that_was_cooked() -> None:
     damages = {
         "a slot is blank twice": lambda pool: pool._blank.append(pool._blank[-1]),
         "the lent slots were miscounted": lambda pool: setattr(pool, "_num_lent", 1),
         "the slots in the order were miscounted": lambda pool: setattr(pool, "_num_ordered", 1),
-        "a slot is not where its place says": lambda pool: pool._order.reverse(),
+        "a slot is not where its place says": lambda pool: pool._order.items.__setitem__(0, 3),
         "a slot is leased and free, or neither": lambda pool: pool._leases.__setitem__(4, 1),
         "a slot was released more often": lambda pool: pool._leases.__setitem__(0, -1),
         "a blank slot has a name": lambda pool: pool._spots.__setitem__(4, ALONE),
         "a cached slot has no name": lambda pool: pool._spots.__setitem__(0, NO_SPOT),
-        "names and slots disagree": lambda pool: pool._slots.pop(names("a")[0]),
-        "a name points to another's slot": lambda pool: pool._slots.update(zip(names("ab"), (1, 0), strict=True)),
+        "names and slots disagree": lambda pool: pool._slots.remove_all(names("a")),
+        "a name points to another's slot": exchange_names,
     }
     for message, damage in damages.items():
         pool = BlockPool(5)
