@@ -5,6 +5,7 @@ and went, prompts of 8,192 blocks. Processor time of that one thread; what lanes
 so that it fits in memory: nothing depends on their size but how many are in a batch, which is bounded.
 """
 
+import argparse
 import gc
 import os
 import statistics
@@ -19,6 +20,7 @@ import numpy as np
 from report import Row, arguments, publish
 
 from kvtier.engine.config import SchedulerConfig
+from kvtier.engine.garbage import Garbage
 from kvtier.engine.look_ahead import LookAhead
 from kvtier.engine.pin_shares import PinShares
 from kvtier.engine.prompt_pins import PromptPins
@@ -134,7 +136,10 @@ class Calls:
         for name, times in self.times.items():
             worst = max(times)  # interrupts that the thread meets are in it
             rows.append(Row(f"{name}, median of {len(times)}", statistics.median(times), "ms"))
-            rows.append(Row(f"{name}, worst", worst, "ms", f"<= {BUDGET_MS:g}", worst <= BUDGET_MS))
+            if name.endswith(", idle"):
+                rows.append(Row(f"{name}, worst", worst, "ms"))
+            else:
+                rows.append(Row(f"{name}, worst", worst, "ms", f"<= {BUDGET_MS:g}", worst <= BUDGET_MS))
         return rows
 
 
@@ -333,12 +338,28 @@ def tenants(bed: Bed, rounds: int, num_salts: int) -> None:
             bed.calls.time("keep_quotas", residency.keep_quotas)
 
 
-def collections(bed: Bed) -> None:
-    """Full garbage collections, which stop the owner wherever it is."""
-    for _ in range(3):
-        started = time.thread_time()
+class Collections:
+    """Times garbage collections, as an engine has them: full ones when it is idle, which no request waits for."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._started = 0.0
+        self._is_idle = False
+        gc.callbacks.append(self._noted)
+
+    def _noted(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._started = time.thread_time()
+            return
+        kind = "full" if info["generation"] == 2 else "young"
+        name = f"{kind} garbage collection{', idle' if self._is_idle else ''}"
+        self._calls.times.setdefault(name, []).append(1e3 * (time.thread_time() - self._started))
+
+    def idle(self) -> None:
+        """What an engine does that has nothing to do."""
+        self._is_idle = True
         gc.collect()
-        bed.calls.times.setdefault("a full garbage collection", []).append(1e3 * (time.thread_time() - started))
+        self._is_idle = False
 
 
 def main() -> None:
@@ -348,18 +369,22 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=NUM_SLOTS, help="of device and host; the result is of a million")
     parser.add_argument("--on-disk", type=int, default=NUM_ON_DISK, help="names on disk; the result is of 8 million")
     options = parser.parse_args()
-    gc.collect()
-    gc.freeze()  # what was imported is not what is asked for
     calls = Calls()
+    with Garbage():
+        ask_all(Collections(calls), calls, options)
+    publish("owner_thread", calls.rows(), options.json)
+
+
+def ask_all(collections: Collections, calls: Calls, options: argparse.Namespace) -> None:
+    """Fill everything, then ask everything."""
     bed = Bed(options.slots, options.on_disk, calls)
     fill(bed, options.slots)
     requests(bed, options.rounds)
     holds(bed, options.rounds)
     scheduling(bed, options.rounds)
     tenants(bed, options.rounds, NUM_SALTS)
-    collections(bed)
+    collections.idle()
     calls.time("reset", bed.cache.reset)
-    publish("owner_thread", calls.rows(), options.json)
 
 
 if __name__ == "__main__":
