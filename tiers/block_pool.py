@@ -108,7 +108,11 @@ class BlockPool:
             found.append(following)
             start += len(following)
         if start < len(names):
-            found.append(np.array(self._slots.get_all(names[start:] if start else names, ABSENT), np.int32))
+            rest = names[start:] if start else names
+            if len(rest) >= MANY and self._slots.has_none(rest):  # as of a prompt that is in another tier
+                found.append(np.full(len(rest), ABSENT, np.int32))
+            else:
+                found.append(np.array(self._slots.get_all(rest, ABSENT), np.int32))
         return found[0] if len(found) == 1 else np.concatenate([NOTHING, *found])
 
     def name(self, slot: int) -> BlockName | None:

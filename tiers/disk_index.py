@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Container, Iterator, Sequence
 
 from kvtier.tiers.block_hash import BlockName
-from kvtier.tiers.name_set import NameSet, names_of, rows_of
+from kvtier.tiers.name_set import NameSet, Rows, names_of, rows_of
 
 FEW = 48  # names; up to here one by one is faster than all at once (measured)
 BUCKETS_AT_ONCE = 256  # names of so many are forgotten in a call: some 900
@@ -48,9 +48,9 @@ class DiskIndex:
         blocks = ((group_id, name) for group_id, names in self._names.items() for name in names.find())
         return next((block for block in blocks if block not in besides), None)
 
-    def load(self, group_id: int, names: Sequence[BlockName]) -> list[BlockName]:
+    def load(self, group_id: int, rows: Rows) -> list[BlockName]:
         """These were on disk when the page was read; those of them that are new to the index."""
-        rows, gone = rows_of(names), self._gone.get(group_id)
+        gone = self._gone.get(group_id)
         if gone is not None:
             rows = rows[~gone.holds(rows)]
         return names_of(rows[self._names.setdefault(group_id, NameSet()).add(rows)])

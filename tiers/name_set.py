@@ -267,7 +267,7 @@ def _first_ones(rows: Rows, twice: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_
     """Which of the rows are no repetition, given where a tag is that of the next row."""
     is_first = np.ones(len(rows), np.bool_)
     seen = set[bytes]()
-    for i in np.unique(np.concatenate([twice, twice + 1])).tolist():
+    for i in sorted({*twice.tolist(), *(twice + 1).tolist()}):
         name = rows[i].tobytes()
         is_first[i] = name not in seen
         seen.add(name)

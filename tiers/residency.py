@@ -134,12 +134,14 @@ class Residency:
         absent = np.flatnonzero(slots == ABSENT).tolist()
         if absent and self.is_cut_off:
             return slots, absent[0]
+        rest = names if len(absent) == len(names) else [names[i] for i in absent]
         if absent and self.host is not None:
-            in_host = self.host.pools[group_id].find_all([names[i] for i in absent])
-            absent = list(compress(absent, (in_host == ABSENT).tolist()))
+            not_in_host = self.host.pools[group_id].find_all(rest) == ABSENT
+            if not not_in_host.all():
+                absent, rest = list(compress(absent, not_in_host)), list(compress(rest, not_in_host))
         if not absent:
             return slots, len(names)
-        on_disk = 0 if self.disk is None else self.disk.num_held(group_id, [names[i] for i in absent])
+        on_disk = 0 if self.disk is None else self.disk.num_held(group_id, rest)
         return slots, len(names) if on_disk == len(absent) else absent[on_disk]
 
     def why_missing(self, names: Iterable[BlockName]) -> Reason:

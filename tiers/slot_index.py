@@ -56,7 +56,7 @@ class SlotIndex:
                 return list(itemgetter(*names)(self._one))  # half the time, if all are here
             except KeyError:
                 pass
-        return [self._one.get(name, absent) for name in names]
+        return list(map(self._one.get, names, repeat(absent)))
 
     def has_none(self, names: Sequence[BlockName]) -> bool:
         """Whether none of the names has a slot."""
