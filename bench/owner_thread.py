@@ -20,6 +20,8 @@ import numpy as np
 from report import Row, arguments, publish
 
 from kvtier.engine.config import SchedulerConfig
+from kvtier.engine.document import Document, Form
+from kvtier.engine.document_holds import RENEW_S, DocumentHolds
 from kvtier.engine.garbage import Garbage
 from kvtier.engine.look_ahead import LookAhead
 from kvtier.engine.pin_shares import PinShares
@@ -285,6 +287,37 @@ def holds(bed: Bed, rounds: int) -> None:
     bed.poll("poll: after holds")
 
 
+def documents(bed: Bed, rounds: int) -> None:
+    """Thousands of pinned documents, which are looked after between steps, and renewed all at the same time."""
+    calls = bed.calls
+    engine: Any = SimpleNamespace(cache=bed.cache, config=SimpleNamespace(host=True), bytes_per_token=4.0)
+    chains: dict[Document, BlockChain] = {}
+    now = [0.0]
+    kept = DocumentHolds(lambda _, document: chains[document], lambda _: None, PinShares(1), lambda: now[0])
+    for number in range(NUM_PINS):
+        document = Document(str(number), None, Form.TEXT, None, None, np.zeros(64, np.int32), None, None, 0.0)
+        chains[document] = bed.chain(num_blocks=4)
+        calls.time("DocumentHolds.pin", partial(kept.pin, engine, document, 1e9))
+    for _ in range(rounds):
+        calls.time("DocumentHolds.look, nothing due", partial(kept.look, engine))
+    now[0] = RENEW_S + 1
+    for _ in range(NUM_PINS):
+        calls.time("DocumentHolds.look, all due", partial(kept.look, engine))
+    kept.end(engine)
+
+
+def events(bed: Bed, num_on_disk: int) -> None:
+    """The store goes, and is opened anew: routers are told of all that was there."""
+    bed.events.take()
+    bed.calls.time("the disk changes", bed.cache._residency.disk_changed)
+    while not bed.cache.knows_disk:
+        bed.poll("poll: the disk has changed")
+    for _ in range(num_on_disk // PAGE_KEYS):
+        bed.calls.time("poll: the disk has changed", bed.cache.poll)
+    told = bed.calls.time("EventLog.take", bed.events.take)
+    assert sum(len(event.names) for event in told) >= num_on_disk // PAGE_KEYS * PAGE_KEYS, "not all was told"
+
+
 def scheduling(bed: Bed, rounds: int) -> None:
     """What the scheduler asks beside the cache."""
     calls, config = bed.calls, SchedulerConfig()
@@ -381,9 +414,11 @@ def ask_all(collections: Collections, calls: Calls, options: argparse.Namespace)
     fill(bed, options.slots)
     requests(bed, options.rounds)
     holds(bed, options.rounds)
+    documents(bed, options.rounds)
     scheduling(bed, options.rounds)
     tenants(bed, options.rounds, NUM_SALTS)
     collections.idle()
+    events(bed, options.on_disk)
     calls.time("reset", bed.cache.reset)
 
 

@@ -44,8 +44,8 @@ class SlotIndex:
         return max(map(len, self._dicts))
 
     def get(self, name: BlockName) -> int | None:
-        """The slot of the name, or None."""
-        return self._by_byte[name[0]].get(name)
+        """The slot of the name, or None; for an empty one too."""
+        return self._by_byte[name[0]].get(name) if name else None
 
     def get_all(self, names: Sequence[BlockName], absent: int) -> list[int]:
         """The slots of the names, *absent* for those that have none."""

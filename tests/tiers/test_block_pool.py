@@ -666,6 +666,29 @@ def test_random_operations_agree_with_the_model(
     assert both.num_evictions > 20, "too few interesting steps"
 
 
+def test_the_order_is_put_together_a_part_at_a_time() -> None:
+    num_slots = 4000
+    pool = BlockPool(num_slots)
+    slots = pool.allocate(num_slots)
+    assert slots is not None
+    pool.commit(slots, [BlockName(b"block %d" % number) for number in range(num_slots)])
+    pool.release(slots)
+    rng = random.Random(1)
+    places = {slot: pool.place(slot) for slot in slots}
+    num_moved = most_moved = 0
+    for _ in range(2000):
+        some = rng.sample(slots, 10)
+        pool.refresh(some)
+        moved = {slot for slot in slots if pool.place(slot) != places[slot]} - set(some)
+        places = {slot: pool.place(slot) for slot in slots}
+        num_moved += len(moved)
+        most_moved = max(most_moved, len(moved))
+
+    assert num_moved > num_slots  # the order had to be put together
+    assert most_moved <= 2 * (block_pool.SWEPT * 10 + block_pool.MANY)  # lease and release
+    pool.check()
+
+
 def exchange_names(pool: BlockPool) -> None:
     index = pool._slots
     index.remove_all(names("ab"))

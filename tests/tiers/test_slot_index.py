@@ -34,6 +34,7 @@ def test_an_index_agrees_with_a_dict_whatever_comes_and_goes(num_slots: int) -> 
         assert index.get_all(asked, ABSENT) == [model.get(name, ABSENT) for name in asked]
         assert [index.get(name) for name in asked] == [model.get(name) for name in asked]
         assert index.has_none(asked) == model.keys().isdisjoint(asked)
+        assert index.get(BlockName(b"")) is None
         assert len(index) == len(model)
     assert dict(index.items()) == model
 
