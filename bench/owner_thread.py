@@ -287,21 +287,21 @@ def holds(bed: Bed, rounds: int) -> None:
     bed.poll("poll: after holds")
 
 
-def documents(bed: Bed, rounds: int) -> None:
+def documents(bed: Bed, rounds: int, num_documents: int) -> None:
     """Thousands of pinned documents, which are looked after between steps, and renewed all at the same time."""
     calls = bed.calls
     engine: Any = SimpleNamespace(cache=bed.cache, config=SimpleNamespace(host=True), bytes_per_token=4.0)
     chains: dict[Document, BlockChain] = {}
     now = [0.0]
     kept = DocumentHolds(lambda _, document: chains[document], lambda _: None, PinShares(1), lambda: now[0])
-    for number in range(NUM_PINS):
+    for number in range(num_documents):
         document = Document(str(number), None, Form.TEXT, None, None, np.zeros(64, np.int32), None, None, 0.0)
         chains[document] = bed.chain(num_blocks=4)
         calls.time("DocumentHolds.pin", partial(kept.pin, engine, document, 1e9))
     for _ in range(rounds):
         calls.time("DocumentHolds.look, nothing due", partial(kept.look, engine))
     now[0] = RENEW_S + 1
-    for _ in range(NUM_PINS):
+    for _ in range(num_documents):
         calls.time("DocumentHolds.look, all due", partial(kept.look, engine))
     kept.end(engine)
 
@@ -311,6 +311,7 @@ def events(bed: Bed, num_on_disk: int) -> None:
     bed.events.take()
     bed.calls.time("the disk changes", bed.cache._residency.disk_changed)
     while not bed.cache.knows_disk:
+        bed.calls.time("poll: the disk has changed", bed.cache.poll)
         bed.poll("poll: the disk has changed")
     for _ in range(num_on_disk // PAGE_KEYS):
         bed.calls.time("poll: the disk has changed", bed.cache.poll)
@@ -414,7 +415,7 @@ def ask_all(collections: Collections, calls: Calls, options: argparse.Namespace)
     fill(bed, options.slots)
     requests(bed, options.rounds)
     holds(bed, options.rounds)
-    documents(bed, options.rounds)
+    documents(bed, options.rounds, min(NUM_PINS, options.slots // 20))
     scheduling(bed, options.rounds)
     tenants(bed, options.rounds, NUM_SALTS)
     collections.idle()
