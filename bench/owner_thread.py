@@ -5,6 +5,7 @@ and went, prompts of 8,192 blocks. Processor time of that one thread; what lanes
 so that it fits in memory: nothing depends on their size but how many are in a batch, which is bounded.
 """
 
+import argparse
 import gc
 import os
 import statistics
@@ -19,7 +20,11 @@ import numpy as np
 from report import Row, arguments, publish
 
 from kvtier.engine.config import SchedulerConfig
+from kvtier.engine.document import Document, Form
+from kvtier.engine.document_holds import RENEW_S, DocumentHolds
+from kvtier.engine.garbage import Garbage
 from kvtier.engine.look_ahead import LookAhead
+from kvtier.engine.pin_shares import PinShares
 from kvtier.engine.prompt_pins import PromptPins
 from kvtier.engine.request import Request
 from kvtier.engine.sampling import SamplingParams
@@ -133,7 +138,10 @@ class Calls:
         for name, times in self.times.items():
             worst = max(times)  # interrupts that the thread meets are in it
             rows.append(Row(f"{name}, median of {len(times)}", statistics.median(times), "ms"))
-            rows.append(Row(f"{name}, worst", worst, "ms", f"<= {BUDGET_MS:g}", worst <= BUDGET_MS))
+            if name.endswith(", idle"):
+                rows.append(Row(f"{name}, worst", worst, "ms"))
+            else:
+                rows.append(Row(f"{name}, worst", worst, "ms", f"<= {BUDGET_MS:g}", worst <= BUDGET_MS))
         return rows
 
 
@@ -262,9 +270,9 @@ def holds(bed: Bed, rounds: int) -> None:
     """Pinned documents and prompts, the queue's holds."""
     calls, cache = bed.calls, bed.cache
     engine: Any = SimpleNamespace(cache=cache, chain=lambda token_ids, extra: bed.chain(num_blocks=4))
-    pins = PromptPins()
+    pins = PromptPins(PinShares(1))
     for _ in range(NUM_PINS):
-        calls.time("PromptPins.pin", partial(pins.pin, engine, [1], ExtraKeys(), 1e9))
+        calls.time("PromptPins.pin", partial(pins.pin, engine, None, [1], ExtraKeys(), 1e9))
     for _ in range(rounds):
         for make in (bed.chain, partial(on_disk, bed)):
             hold = calls.time("hold", partial(cache.hold, make(), NUM_TOKENS))
@@ -277,6 +285,38 @@ def holds(bed: Bed, rounds: int) -> None:
             calls.time("end_hold", partial(cache.end_hold, hold))
         calls.time("PromptPins.look", partial(pins.look, engine))
     bed.poll("poll: after holds")
+
+
+def documents(bed: Bed, rounds: int, num_documents: int) -> None:
+    """Thousands of pinned documents, which are looked after between steps, and renewed all at the same time."""
+    calls = bed.calls
+    engine: Any = SimpleNamespace(cache=bed.cache, config=SimpleNamespace(host=True), bytes_per_token=4.0)
+    chains: dict[Document, BlockChain] = {}
+    now = [0.0]
+    kept = DocumentHolds(lambda _, document: chains[document], lambda _: None, PinShares(1), lambda: now[0])
+    for number in range(num_documents):
+        document = Document(str(number), None, Form.TEXT, None, None, np.zeros(64, np.int32), None, None, 0.0)
+        chains[document] = bed.chain(num_blocks=4)
+        calls.time("DocumentHolds.pin", partial(kept.pin, engine, document, 1e9))
+    for _ in range(rounds):
+        calls.time("DocumentHolds.look, nothing due", partial(kept.look, engine))
+    now[0] = RENEW_S + 1
+    for _ in range(num_documents):
+        calls.time("DocumentHolds.look, all due", partial(kept.look, engine))
+    kept.end(engine)
+
+
+def events(bed: Bed, num_on_disk: int) -> None:
+    """The store goes, and is opened anew: routers are told of all that was there."""
+    bed.events.take()
+    bed.calls.time("the disk changes", bed.cache._residency.disk_changed)
+    while not bed.cache.knows_disk:
+        bed.calls.time("poll: the disk has changed", bed.cache.poll)
+        bed.poll("poll: the disk has changed")
+    for _ in range(num_on_disk // PAGE_KEYS):
+        bed.calls.time("poll: the disk has changed", bed.cache.poll)
+    told = bed.calls.time("EventLog.take", bed.events.take)
+    assert sum(len(event.names) for event in told) >= num_on_disk // PAGE_KEYS * PAGE_KEYS, "not all was told"
 
 
 def scheduling(bed: Bed, rounds: int) -> None:
@@ -332,12 +372,28 @@ def tenants(bed: Bed, rounds: int, num_salts: int) -> None:
             bed.calls.time("keep_quotas", residency.keep_quotas)
 
 
-def collections(bed: Bed) -> None:
-    """Full garbage collections, which stop the owner wherever it is."""
-    for _ in range(3):
-        started = time.thread_time()
+class Collections:
+    """Times garbage collections, as an engine has them: full ones when it is idle, which no request waits for."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._started = 0.0
+        self._is_idle = False
+        gc.callbacks.append(self._noted)
+
+    def _noted(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._started = time.thread_time()
+            return
+        kind = "full" if info["generation"] == 2 else "young"
+        name = f"{kind} garbage collection{', idle' if self._is_idle else ''}"
+        self._calls.times.setdefault(name, []).append(1e3 * (time.thread_time() - self._started))
+
+    def idle(self) -> None:
+        """What an engine does that has nothing to do."""
+        self._is_idle = True
         gc.collect()
-        bed.calls.times.setdefault("a full garbage collection", []).append(1e3 * (time.thread_time() - started))
+        self._is_idle = False
 
 
 def main() -> None:
@@ -347,18 +403,24 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=NUM_SLOTS, help="of device and host; the result is of a million")
     parser.add_argument("--on-disk", type=int, default=NUM_ON_DISK, help="names on disk; the result is of 8 million")
     options = parser.parse_args()
-    gc.collect()
-    gc.freeze()  # what was imported is not what is asked for
     calls = Calls()
+    with Garbage():
+        ask_all(Collections(calls), calls, options)
+    publish("owner_thread", calls.rows(), options.json)
+
+
+def ask_all(collections: Collections, calls: Calls, options: argparse.Namespace) -> None:
+    """Fill everything, then ask everything."""
     bed = Bed(options.slots, options.on_disk, calls)
     fill(bed, options.slots)
     requests(bed, options.rounds)
     holds(bed, options.rounds)
+    documents(bed, options.rounds, min(NUM_PINS, options.slots // 20))
     scheduling(bed, options.rounds)
     tenants(bed, options.rounds, NUM_SALTS)
-    collections(bed)
+    collections.idle()
+    events(bed, options.on_disk)
     calls.time("reset", bed.cache.reset)
-    publish("owner_thread", calls.rows(), options.json)
 
 
 if __name__ == "__main__":

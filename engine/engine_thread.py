@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvtier.engine.core import FLUSH_TIMEOUT_S, EngineCore
+from kvtier.engine.garbage import Garbage
 from kvtier.engine.request import Request
 from kvtier.engine.thread_work import as_exception
 
@@ -144,14 +145,17 @@ class EngineThread:
             self.closed.set_result(None)
 
     def _serve(self, core: EngineCore) -> None:
-        while self._carry_out(core):
-            if core.has_work:
-                for request in core.step():
-                    self._advanced(request)
-            else:
-                core.idle()
-            for look in self._looks:
-                look(core)
+        with Garbage() as garbage:
+            while self._carry_out(core):
+                if core.has_work:
+                    for request in core.step():
+                        self._advanced(request)
+                    garbage.stepped()
+                else:
+                    core.idle()
+                    garbage.idle()
+                for look in self._looks:
+                    look(core)
 
     def _carry_out(self, core: EngineCore) -> bool:
         """Carry out commands; wait for one a moment if there is nothing else to do. False: end."""

@@ -3,14 +3,15 @@
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.block_hash import BlockName
+from kvtier.tiers.growing_rows import GrowingRows
 from kvtier.tiers.runs import NO_SPOT, Row, Runs
+from kvtier.tiers.slot_index import SlotIndex
 
 Ids = npt.NDArray[np.intp]  # slots as numpy indexes with; from any other integers it makes these each time, in 1.3 us
 Slots = Sequence[int] | npt.NDArray[np.integer[Any]]  # distinct slots
@@ -18,6 +19,8 @@ ABSENT = -1  # in place of a slot: the block is not here
 NOTHING = np.empty(0, np.intp)
 NOWHERE = -1  # a place that is not in the order
 FEW = 16
+SWEPT = 2  # entries for each that is released: while the order is swept it grows by half of what it has
+MOST_PLACES = 1 << 30
 MANY = 128  # slots; from about here on numpy calls beat a loop over ints (measured)
 LOOKED_AHEAD = 8  # times as many slots at the eviction end are looked at as are wanted now
 MOST_LOOKED_AT = 512
@@ -47,6 +50,15 @@ class Front:
         return taken
 
 
+@dataclass(slots=True)
+class Sweep:
+    """How far the order's entries that count have been moved together: all from place *read* on are from *written* on;
+    between the two none counts."""
+
+    read: int
+    written: int
+
+
 class BlockPool:
     """A lazy LRU over *num_slots* slots. A slot is leased or free, never both; touched by the owner's thread only.
 
@@ -56,13 +68,14 @@ class BlockPool:
 
     The order is a queue to which a slot is appended whenever it becomes free; an entry counts only if it is where
     `_places` says, and not before the queue's head. So leaving the order costs nothing, and chains of thousands of
-    blocks come and go at numpy's speed, while single slots are array items, at the speed of a list's.
+    blocks come and go at numpy's speed, while single slots are array items, at the speed of a list's. When entries that
+    do not count are as many as the slots, those that count are moved together to the end, a part with each release.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.num_changes = 0  # of which block is where; what was found stays true while this stays the same
-        self._slots: dict[BlockName, int] = {}
+        self._slots = SlotIndex(num_slots)
         self._runs = Runs(num_slots)
         self._spots = self._runs.spots
         self._leases = array("i", bytes(4 * num_slots))
@@ -70,8 +83,11 @@ class BlockPool:
         self._all_leases = _view(self._leases)  # the same memory, for many at once
         self._all_places = _view(self._places)
         self._all_spots = np.frombuffer(self._spots, np.int64) if num_slots else np.empty(0, np.int64)
-        self._order = array("i")  # slots by the time they became free; places are positions in it
+        self._order = GrowingRows(np.int32, 1)  # slots by the time they became free; places are counted in it
+        self._num_entries = 0  # of the order
+        self._before = 0  # places before the order's first entry, which are in use no more
         self._most_entries = 2 * num_slots + MANY  # of the order, before those that do not count are left out
+        self._sweep: Sweep | None = None
         self._head = 0  # before it no entry counts
         self._front = Front(0, NOTHING, [], [], [])
         self._front_end = 0  # place before which what `_front` says still holds; from the head on
@@ -126,12 +142,16 @@ class BlockPool:
             if start < FEW * len(found):  # the blocks have come one by one: so they are found
                 break
         if start < len(names):
-            found.append(self._one_by_one(names[start:] if start else names))
+            rest = names[start:] if start else names
+            if len(rest) >= MANY and self._slots.has_none(rest):  # as of a prompt that is in another tier
+                found.append(np.full(len(rest), ABSENT, np.int32))
+            else:
+                found.append(np.array(self._slots.get_all(rest, ABSENT), np.int32))
         return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.int32), *found])
 
     def has_none(self, names: Sequence[BlockName]) -> bool:
         """Whether none of the blocks is here. Changes nothing."""
-        return self._slots.keys().isdisjoint(names)
+        return self._slots.has_none(names)
 
     def name(self, slot: int) -> BlockName | None:
         """The name of the block in the slot, or None if nobody can find it."""
@@ -208,12 +228,15 @@ class BlockPool:
             self._num_lent -= int(np.count_nonzero(self._all_leases[ids[ordered]]))
         self._all_places[ids] = NOWHERE
         self._all_leases[ids] += 1
+        self._tidy(SWEPT * len(slots) + MANY)
 
     def release(self, slots: Slots) -> None:
         """End one lease of each slot; the first of them to become free will be the first evicted."""
         if len(slots) < MANY:
             leases, spots, blank = self._leases, self._spots, self._blank
             copies = self._copies if self._num_copies else None
+            self._order.grow(self._num_entries + len(slots))
+            entries = self._order.items
             for slot in slots if type(slots) is list else _ints(slots):
                 left = leases[slot] - 1
                 if left:
@@ -224,10 +247,9 @@ class BlockPool:
                 else:
                     leases[slot] = 0
                 if spots[slot] != NO_SPOT:
-                    if len(self._order) >= self._most_entries:
-                        self._renumber()
-                    self._places[slot] = len(self._order)
-                    self._order.append(slot)
+                    self._places[slot] = self._end
+                    entries[self._num_entries] = slot
+                    self._num_entries += 1
                     self._num_ordered += 1
                     self._num_lent += left > 0
                 elif not left:
@@ -243,11 +265,12 @@ class BlockPool:
             if not is_named.all():
                 self._blank += ids[~is_named].tolist()
                 ids = ids[is_named]
-            if len(self._order) + len(ids) > self._most_entries:
-                self._renumber()
-            self._all_places[ids] = np.arange(len(self._order), len(self._order) + len(ids), dtype=np.int32)
-            self._order.frombytes(ids.astype(np.int32).tobytes())
+            self._all_places[ids] = np.arange(self._end, self._end + len(ids), dtype=np.int32)
+            self._order.grow(self._num_entries + len(ids))
+            self._order.all[self._num_entries : self._num_entries + len(ids)] = ids
+            self._num_entries += len(ids)
             self._num_ordered += len(ids)
+        self._tidy(SWEPT * len(slots) + MANY)
 
     def refresh(self, slots: Slots) -> None:
         """Make the cached ones among these blocks the most recent, the first of them still being evicted first."""
@@ -290,7 +313,7 @@ class BlockPool:
             return self._commit_one(int(slots[0]), names, start)
         wanted, ids = _ints(slots), _ids(slots)
         all_names, names = names, names[start : start + len(wanted)] if len(wanted) < len(names) else names
-        holders = list(map(self._slots.setdefault, names, wanted))
+        holders = self._slots.give_all(names, wanted)
         self.num_changes += 1
         if holders == wanted:
             before = self._slots.get(all_names[start - 1]) if start else None
@@ -322,10 +345,11 @@ class BlockPool:
         """The cached slots in the first *window* places of that order; lent ones keep their place but do not count."""
         found: list[Ids] = []
         missing, start = min(window, self._num_ordered), self._head
-        if len(self._order) - start == self._num_ordered:  # every entry from the head on counts
+        if self._end - start == self._num_ordered:  # every entry from the head on counts
             first = self._entries(start, start + missing)
             return cast(Ids, first[self._all_leases[first] == 0]) if self._num_lent else first
         while missing > 0:
+            start = self._past_gap(start)
             piece = self._entries(start, start + missing + MANY)
             counts = self._all_places[piece] == np.arange(start, start + len(piece), dtype=np.int32)
             live = piece if counts.all() else piece[counts]
@@ -339,12 +363,12 @@ class BlockPool:
 
     def ordered(self, start: int, most: int) -> tuple[Ids, int | None]:
         """The cached slots, oldest first, among *most* entries of the order from its entry *start* on, and the entry
-        after these, None at the end. Entries only move to the front, when the order is renumbered."""
+        after these, None at the end. Entries only move to the end, where nothing comes between them."""
         start = max(start, self._head)
         entries = self._entries(start, start + most)
         is_cached = self._all_places[entries] == np.arange(start, start + len(entries), dtype=np.int32)
         end = start + len(entries)
-        return entries[is_cached & (self._all_leases[entries] == 0)], end if end < len(self._order) else None
+        return entries[is_cached & (self._all_leases[entries] == 0)], end if end < self._end else None
 
     def evict(self, slots: Slots) -> list[BlockName]:
         """Forget the blocks in the slots; their names, without those that had none.
@@ -392,7 +416,9 @@ class BlockPool:
         ordered = {slot for slot in range(self.num_slots) if self._places[slot] >= self._head}
         assert not blank & ordered, "a slot is blank and cached"
         assert len(ordered) == self._num_ordered, "the slots in the order were miscounted"
-        assert all(self._order[self._places[slot]] == slot for slot in ordered), "a slot is not where its place says"
+        assert all(self._order.items[self._places[slot] - self._before] == slot for slot in ordered), (
+            "a slot is not where its place says"
+        )
         free = {slot for slot in range(self.num_slots) if self._leases[slot] == 0}
         lent = ordered - free
         assert len(lent) == self._num_lent, "the lent slots were miscounted"
@@ -403,7 +429,7 @@ class BlockPool:
         named = {slot for slot in range(self.num_slots) if self._spots[slot] != NO_SPOT}
         assert not blank & named, "a blank slot has a name"
         assert ordered <= named, "a cached slot has no name"
-        assert set(self._slots.values()) == named, "names and slots disagree"
+        assert {slot for _, slot in self._slots.items()} == named, "names and slots disagree"
         self._runs.check()
         assert all(self.name(slot) == name for name, slot in self._slots.items()), "a name points to another's slot"
 
@@ -411,7 +437,7 @@ class BlockPool:
         assert self._leases[slot], "only a leased slot's bytes are anyone's to name"
         assert self._spots[slot] == NO_SPOT, "a slot has a name already"
         name = names[start]
-        if self._slots.setdefault(name, slot) != slot:
+        if self._slots.give(name, slot) != slot:
             return [0]
         self.num_changes += 1
         if len(names) == 1:
@@ -422,6 +448,7 @@ class BlockPool:
 
     def _look_ahead(self, num_slots: int) -> None:
         """Look through the eviction end, for this eviction and the next ones."""
+        self._head = self._past_gap(self._head)
         start, most = self._head, min(max(FEW, LOOKED_AHEAD * num_slots), max(MOST_LOOKED_AT, num_slots))
         ids = self._entries(start, start + most)
         others = self._all_places[ids] != np.arange(start, start + len(ids), dtype=np.int32)
@@ -471,14 +498,6 @@ class BlockPool:
         self._num_lent += int(np.count_nonzero(is_lent & is_named))
         return cast(Ids, ids[(counts == 0) | (is_lent & is_named)])
 
-    def _one_by_one(self, names: Sequence[BlockName]) -> npt.NDArray[np.int32]:
-        if len(names) > 1:
-            try:
-                return np.array(itemgetter(*names)(self._slots), np.int32)  # half the time, if all are here
-            except KeyError:
-                pass
-        return np.array([self._slots.get(name, ABSENT) for name in names], np.int32)
-
     def _forget(self, ids: Ids) -> list[BlockName]:
         """Take the named slots out of index and order; their names."""
         if not len(ids):
@@ -499,25 +518,61 @@ class BlockPool:
         return names
 
     def _unindex(self, names: Sequence[BlockName]) -> None:
-        index = self._slots
-        for name in names:
-            del index[name]
+        self._slots.remove_all(names)
         self.num_changes += 1
+
+    @property
+    def _end(self) -> int:
+        """The place of the next slot that becomes free."""
+        return self._before + self._num_entries
 
     def _entries(self, start: int, end: int) -> Ids:
         """The entries of the order from *start* to before *end*, as far as there are any."""
-        if start >= min(end, len(self._order)):
-            return NOTHING
-        return np.frombuffer(self._order[start:end], np.int32).astype(np.intp)
+        start, end = start - self._before, end - self._before
+        return cast(Ids, self._order.all[start : min(end, self._num_entries)].astype(np.intp))
 
-    def _renumber(self) -> None:
-        """Leave out the entries that do not count: now and then, when they are as many as the slots."""
-        entries = np.frombuffer(self._order[self._head :], np.int32)
-        live = entries[self._all_places[entries] == np.arange(self._head, len(self._order), dtype=np.int32)]
-        self._all_places.fill(NOWHERE)
-        self._all_places[live] = np.arange(len(live), dtype=np.int32)
-        self._order = array("i", live.tobytes())
-        self._head = self._front_end = 0
+    def _tidy(self, num_entries: int) -> None:
+        """Look through so many entries of the order, if there are many or the first ones that do not count."""
+        if self._num_entries > self._most_entries:
+            self._sweep_some(num_entries)
+        if self._head < self._end and self._places[self._order.items[self._head - self._before]] != self._head:
+            start = self._past_gap(self._head)
+            entries = self._entries(start, start + num_entries)
+            counts = self._all_places[entries] == np.arange(start, start + len(entries), dtype=np.int32)
+            self._head = start + (int(counts.argmax()) if counts.any() else len(entries))
+
+    def _sweep_some(self, num_entries: int) -> None:
+        """Move what counts of so many entries of the order towards its end; in the end cut off what was before."""
+        sweep = self._sweep
+        if sweep is None:
+            self._rebase()
+            sweep = self._sweep = Sweep(self._end, self._end)
+        start = max(self._head, sweep.read - num_entries)
+        if start < sweep.read:
+            entries = self._entries(start, sweep.read)
+            live = entries[self._all_places[entries] == np.arange(start, sweep.read, dtype=np.int32)]
+            self._front_end = min(self._front_end, start)
+            end, sweep.read, sweep.written = sweep.written, start, sweep.written - len(live)
+            self._all_places[live] = np.arange(sweep.written, end, dtype=np.int32)
+            self._order.all[sweep.written - self._before : end - self._before] = live
+        else:
+            self._head = max(self._head, sweep.written)
+            self._num_entries = self._end - self._head
+            self._order.drop(self._head - self._before, self._num_entries)
+            self._before = self._head
+            self._sweep = None
+
+    def _past_gap(self, place: int) -> int:
+        """The place, or where the entries go on if a sweep has left none there."""
+        sweep = self._sweep
+        return place if sweep is None or not sweep.read <= place < sweep.written else sweep.written
+
+    def _rebase(self) -> None:
+        """Count places from 0 again, long before they are too large for their arrays."""
+        if self._before > MOST_PLACES:
+            np.maximum(self._all_places - self._before, NOWHERE, out=self._all_places)
+            self._head -= self._before
+            self._before = self._front_end = 0
 
 
 def _view(numbers: "array[int]") -> npt.NDArray[np.int32]:

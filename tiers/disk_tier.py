@@ -9,18 +9,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
+
 from kvtier.store.blob_store import Blob, BlobStore, StoreStatistics, StoreUnavailable
 from kvtier.store.record import Fault
 from kvtier.tiers.block_hash import BlockName
 from kvtier.tiers.breaker import BreakerState, CircuitBreaker
 from kvtier.tiers.disk_index import DiskIndex
+from kvtier.tiers.name_set import NAME_BYTES
 from kvtier.tiers.ssd_life import SsdLife
 from kvtier.tiers.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.write_budget import WriteBudget
 
 NAMESPACE_BYTES = 16
 GROUP_BYTES = 4
-PAGE_KEYS = 4096  # of the index at a time: 5 ms of a reader's
+KEY_BYTES = NAMESPACE_BYTES + NAME_BYTES + GROUP_BYTES
+WORD_BYTES = 4
+PAGE_KEYS = 1024  # of the index at a time: 1 ms of a reader's, and then of the owner's
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +156,20 @@ class DiskTier:
 
     def load(self, keys: Sequence[bytes]) -> dict[int, list[BlockName]]:
         """Take a page of the index in; the blocks that are new, by group."""
-        names: dict[int, list[BlockName]] = {}
-        for key in keys:
-            block = self.block_of(key)
-            if block is not None:
-                names.setdefault(block[0], []).append(block[1])
         if not keys:
             self.index.loaded()
-        return {group_id: new for group_id, page in names.items() if (new := self.index.load(group_id, page))}
+        if set(map(len, keys)) != {KEY_BYTES}:  # what is of another length is of another namespace
+            keys = [key for key in keys if len(key) == KEY_BYTES]
+        # All at once: one by one they take as long as the index does.
+        words = np.frombuffer(b"".join(keys), np.uint32).reshape(-1, KEY_BYTES // WORD_BYTES)
+        start, end = NAMESPACE_BYTES // WORD_BYTES, -GROUP_BYTES // WORD_BYTES
+        words = words[(words[:, :start] == np.frombuffer(self._namespace, np.uint32)).all(axis=1)]
+        groups = words[:, -1].view(">u4")
+        pages = {
+            group_id: np.ascontiguousarray(words[groups == group_id, start:end]).view(np.uint64)
+            for group_id in set(groups.tolist())
+        }
+        return {group_id: new for group_id, page in pages.items() if (new := self.index.load(group_id, page))}
 
     def begin_index_again(self) -> None:
         """The page could not be read: go back to the first."""

@@ -47,6 +47,7 @@ class IndexLoad:
             self._forsaken = iter(())
             self._withdraw()
         next(self._forsaken, None)
+        self._residency.forget_disk()
         if not self._disk.is_open or self._disk.index.is_loaded:
             return
         if self._reading is not None and self._clock() - self._reading.submitted_at > HUNG_S:

@@ -144,12 +144,14 @@ class Residency:
         absent = np.flatnonzero(slots == ABSENT).tolist()
         if absent and self.is_cut_off:
             return slots, absent[0]
+        rest = names if len(absent) == len(names) else [names[i] for i in absent]
         if absent and self.host is not None:
-            in_host = self.host.pools[group_id].find_all([names[i] for i in absent])
-            absent = list(compress(absent, (in_host == ABSENT).tolist()))
+            not_in_host = self.host.pools[group_id].find_all(rest) == ABSENT
+            if not not_in_host.all():
+                absent, rest = list(compress(absent, not_in_host)), list(compress(rest, not_in_host))
         if not absent:
             return slots, len(names)
-        on_disk = 0 if self.disk is None else self.disk.num_held(group_id, [names[i] for i in absent])
+        on_disk = 0 if self.disk is None else self.disk.num_held(group_id, rest)
         return slots, len(names) if on_disk == len(absent) else absent[on_disk]
 
     def why_missing(self, names: Iterable[BlockName]) -> Reason:
@@ -390,11 +392,16 @@ class Residency:
     def disk_changed(self) -> None:
         """The store was opened, or is not open any more: what is on disk is to be found out again, if there is one."""
         assert self.disk is not None, "no disk that could change"
-        if self._events is not None:
-            for group_id in range(len(self._block_sizes)):
-                if names := self.disk.index.names(group_id):
-                    self._tell(BlockRemoved(Tier.DISK, group_id, names))
         self.disk.take_in_opening()
+
+    def forget_disk(self) -> None:
+        """Tell of some blocks that were on disk before it changed, and are not known to be there now."""
+        assert self.disk is not None, "no disk that could have changed"
+        group_id, names = self.disk.index.forget_some() or (0, [])
+        if self._events is None or group_id >= len(self._block_sizes):
+            return
+        if gone := [name for name in names if not self.disk.index.holds(group_id, name)]:
+            self._tell(BlockRemoved(Tier.DISK, group_id, gone))
 
     def mark_uncopied(self, num_at_once: int) -> Iterator[None]:
         """Have all blocks of host and device that are in no tier below copied down; so many slots at each step."""

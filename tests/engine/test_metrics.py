@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from kvtier.engine import LLM, AsyncLLM, Completion, SamplingParams
 from kvtier.store.lmdb_store import LmdbStore
+from kvtier.tiers.block_hash import NO_EXTRA_KEYS
 from kvtier.tiers.statistics import TokenBalance
 from kvtier.tiers.tier import Tier
 
@@ -145,8 +146,7 @@ def test_a_flipped_byte_on_disk_is_counted_as_corrupt(model: PreTrainedModel, tm
     prompt = prompt_of(1, 100)
     with LLM(model, configuration(tmp_path, None), byte_tokenizer()) as llm:
         llm.generate(prompt, GREEDY)
-        names = llm.core.cache._residency.device.pools[0]._slots
-        fourth = list(names)[3]
+        fourth = llm.core.chain(prompt, NO_EXTRA_KEYS).names[3]
     flip_a_byte_of_a_block(tmp_path / "store", fourth)
 
     with LLM(model, configuration(tmp_path, port), byte_tokenizer()) as llm:

@@ -16,6 +16,7 @@ from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.disk_index import DiskIndex
 from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.groups import FullAttention
+from kvtier.tiers.name_set import rows_of
 from kvtier.tiers.ssd_life import SsdLife
 from kvtier.tiers.tier import Reason, Tier
 from kvtier.tiers.write_budget import DAY_S
@@ -49,7 +50,7 @@ def test_an_index_agrees_with_a_model_whatever_happens_while_it_is_loaded() -> N
         if action < 0.3:
             page, pages = pages[:20], pages[20:]
             for group_id in range(2):
-                index.load(group_id, [name(n) for g, n in page if g == group_id])
+                index.load(group_id, rows_of([name(n) for g, n in page if g == group_id]))
             if not pages:
                 index.loaded()
         elif action < 0.7:
