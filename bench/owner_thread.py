@@ -20,6 +20,7 @@ from report import Row, arguments, publish
 
 from kvtier.engine.config import SchedulerConfig
 from kvtier.engine.look_ahead import LookAhead
+from kvtier.engine.pin_shares import PinShares
 from kvtier.engine.prompt_pins import PromptPins
 from kvtier.engine.request import Request
 from kvtier.engine.sampling import SamplingParams
@@ -262,9 +263,9 @@ def holds(bed: Bed, rounds: int) -> None:
     """Pinned documents and prompts, the queue's holds."""
     calls, cache = bed.calls, bed.cache
     engine: Any = SimpleNamespace(cache=cache, chain=lambda token_ids, extra: bed.chain(num_blocks=4))
-    pins = PromptPins()
+    pins = PromptPins(PinShares(1))
     for _ in range(NUM_PINS):
-        calls.time("PromptPins.pin", partial(pins.pin, engine, [1], ExtraKeys(), 1e9))
+        calls.time("PromptPins.pin", partial(pins.pin, engine, None, [1], ExtraKeys(), 1e9))
     for _ in range(rounds):
         for make in (bed.chain, partial(on_disk, bed)):
             hold = calls.time("hold", partial(cache.hold, make(), NUM_TOKENS))

@@ -1,9 +1,10 @@
 """Residency: which block is in which tier, and how a slot is taken from the block that can best be spared."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from kvtier.tiers.tier import Reason, Tier
 
 QUOTA_PART = 1 << 12  # entries of the host's order looked through at once for blocks of a tenant over its quota
 MOST_SHED = 128  # blocks that such a tenant loses at once
+NOTHING = np.empty(0, np.int32)
 NUM_GHOSTS = 1 << 16  # names of lost blocks that are remembered, to tell "evicted" from "never seen"
 
 
@@ -72,6 +74,15 @@ class SlotTier:
             pool.check()
             assert self.is_spilled or not dirty, f"{self.tier}: dirty slots, and no tier to spill to"
             assert all(pool.name(slot) is not None for slot in dirty), f"{self.tier}: a slot without a block is dirty"
+
+
+class Located(NamedTuple):
+    """Where blocks are: their slots on the device, for those that are not there their slots in host memory, ABSENT for
+    those elsewhere; and how many come before one that no tier has."""
+
+    device_slots: npt.NDArray[np.int32]
+    host_slots: npt.NDArray[np.int32]
+    num_found: int
 
 
 class Residency:
@@ -126,21 +137,27 @@ class Residency:
             return Tier.DISK
         return None
 
-    def locate(self, group_id: int, names: Sequence[BlockName]) -> tuple[npt.NDArray[np.int32], int]:
-        """The device slots of the blocks, ABSENT for those elsewhere, and how many come before one that no tier has."""
+    def locate(self, group_id: int, names: Sequence[BlockName]) -> Located:
+        """Where the blocks are."""
+        nowhere = np.full(len(names), ABSENT, np.int32)
         if names and self.tier_of(group_id, names[0]) is None:  # a prompt never seen costs one question
-            return np.full(len(names), ABSENT, np.int32), 0
+            return Located(nowhere, nowhere, 0)
         slots = self.device.pools[group_id].find_all(names)
-        absent = np.flatnonzero(slots == ABSENT).tolist()
-        if absent and self.is_cut_off:
-            return slots, absent[0]
-        if absent and self.host is not None:
-            in_host = self.host.pools[group_id].find_all([names[i] for i in absent])
-            absent = list(compress(absent, (in_host == ABSENT).tolist()))
-        if not absent:
-            return slots, len(names)
-        on_disk = 0 if self.disk is None else self.disk.num_held(group_id, [names[i] for i in absent])
-        return slots, len(names) if on_disk == len(absent) else absent[on_disk]
+        absent = np.flatnonzero(slots == ABSENT)
+        if len(absent) and self.is_cut_off:
+            return Located(slots, nowhere, int(absent[0]))
+        host_slots = nowhere
+        if len(absent) and self.host is not None:
+            found = self.host.pools[group_id].find_all(_picked(names, absent))
+            if len(absent) == len(names):
+                host_slots = found
+            else:
+                host_slots[absent] = found
+            absent = absent[found == ABSENT]
+        if not len(absent):
+            return Located(slots, host_slots, len(names))
+        on_disk = 0 if self.disk is None else self.disk.num_held(group_id, _picked(names, absent))
+        return Located(slots, host_slots, len(names) if on_disk == len(absent) else int(absent[on_disk]))
 
     def why_missing(self, names: Iterable[BlockName]) -> Reason:
         """Why no tier has one of these blocks: the tier that dropped the last copy, as far as is remembered."""
@@ -170,7 +187,7 @@ class Residency:
             return slots
         return pool.allocate(num_slots)
 
-    def num_clean(self, tier: SlotTier, group_id: int, window: int, besides: Set[int]) -> int:
+    def num_clean(self, tier: SlotTier, group_id: int, window: int, besides: npt.NDArray[np.int32] = NOTHING) -> int:
         """How many slots could be taken now, blank or among the *window* oldest, without losing a last copy.
 
         The slots *besides* are about to be leased: neither they nor their places count.
@@ -178,8 +195,14 @@ class Residency:
         pool, dirty = tier.pools[group_id], tier.dirty[group_id]
         if not tier.is_spilled:
             return pool.num_blank
-        oldest = [slot for slot in pool.oldest(window + len(besides)).tolist() if slot not in besides]
-        return pool.num_blank + sum(slot not in dirty for slot in oldest[:window])
+        oldest = pool.oldest(window + len(besides))
+        if len(besides):
+            counts = np.ones(pool.num_slots, np.bool_)
+            counts[besides] = False
+            oldest = oldest[counts[oldest]]
+        oldest = oldest[:window]
+        num_dirty = sum(map(dirty.__contains__, oldest.tolist())) if dirty else 0
+        return pool.num_blank + len(oldest) - num_dirty
 
     def take_clean(self, tier: SlotTier, group_id: int, num_slots: int, window: int) -> list[int]:
         """Lease up to that many slots of *tier* without losing any block's last copy."""
@@ -216,29 +239,57 @@ class Residency:
             self._tails[group_id].add(name)
 
     def came_up(
-        self, group_id: int, slot: int, name: BlockName, tenant: bytes, chain: BlockChain | None, block_id: int
-    ) -> int:
-        """A block has arrived in a leased device slot: block *block_id* of *chain*, if somebody still wants it.
+        self,
+        group_id: int,
+        slots: Sequence[int],
+        names: Sequence[BlockName],
+        tenants: Sequence[bytes],
+        chain: BlockChain | None,
+        start: int,
+    ) -> list[int]:
+        """Blocks have arrived in leased device slots: those of *chain* from *start* on, if somebody still wants them.
 
-        The slot to use: another one, if the block was computed there meanwhile.
+        The slots to use: another one, where the block was computed there meanwhile.
         """
-        pool = self.device.pools[group_id]
+        pool, ids, used = self.device.pools[group_id], np.array(slots, np.int32), list(slots)
         if chain is not None and chain.block_size == self._block_sizes[group_id]:
-            taken = pool.commit([slot], chain.names, block_id)
+            taken = pool.commit(slots, chain.names, start)
         else:
-            taken = pool.commit([slot], [name])
-        if taken:
-            holder = pool.find(name)
+            taken = pool.commit(slots, names)
+        for place in taken:
+            holder = pool.find(names[place])
             assert holder is not None, "a name was taken by nobody"
-            return holder
-        self.tenants.computed(group_id, np.array([slot], np.int32), tenant)
+            used[place] = holder
+        if taken:
+            is_new = np.ones(len(ids), np.bool_)
+            is_new[taken] = False
+            for place in np.flatnonzero(is_new).tolist():
+                self._is_up(
+                    group_id, ids[place : place + 1], names[place : place + 1], tenants[place], chain, start + place
+                )
+        elif tenants.count(tenants[0]) == len(tenants):
+            self._is_up(group_id, ids, names, tenants[0], chain, start)
+        else:
+            for place, tenant in enumerate(tenants):
+                self._is_up(group_id, ids[place : place + 1], names[place : place + 1], tenant, chain, start + place)
+        return used
+
+    def _is_up(
+        self,
+        group_id: int,
+        slots: npt.NDArray[np.int32],
+        names: Sequence[BlockName],
+        tenant: bytes,
+        chain: BlockChain | None,
+        start: int,
+    ) -> None:
+        self.tenants.computed(group_id, slots, tenant)
         if self.siblings is not None and group_id == self._siblings_group:
             if chain is not None:
-                self.siblings.record(np.array([slot], np.int32), chain, block_id)
+                self.siblings.record(slots, chain, start)
             else:
-                self.siblings.forget(np.array([slot], np.int32))
-        self._tell_stored(Tier.DEVICE, group_id, [name], chain, block_id)
-        return slot
+                self.siblings.forget(slots)
+        self._tell_stored(Tier.DEVICE, group_id, names, chain, start)
 
     def came_to_host(self, group_id: int, slot: int, name: BlockName, digest: bytes, ties: Ties) -> bool:
         """A block has arrived in a leased host slot; False if another slot has it already."""
@@ -514,3 +565,8 @@ class Residency:
     def _tell(self, event: Event) -> None:
         if self._events is not None:
             self._events.append(event)
+
+
+def _picked(names: Sequence[BlockName], places: npt.NDArray[np.int64]) -> Sequence[BlockName]:
+    """Those of the names; *places* are distinct."""
+    return names if len(places) == len(names) else [names[i] for i in places.tolist()]

@@ -78,10 +78,11 @@ class Spiller:
             if self._transfers.num_pending(Route.HOST_TO_DEVICE):
                 ahead = -(-ahead // 2)
             for group_id, wanted in enumerate(demand):
-                window = ahead + wanted
+                pool = self._residency.device.pools[group_id]
+                window = ahead + wanted + pool.num_reserved
                 while self._start(Route.DEVICE_TO_HOST, group_id, partial(self._dirty_on_device, window)):
                     pass
-                short = window - self._residency.device.pools[group_id].num_free
+                short = ahead + wanted - pool.num_free
                 if short > 0:  # what running requests leave will be taken at once
                     oldest_leased = islice(self._residency.device.dirty[group_id], 2 * short)
                     self.copy_down(group_id, list(oldest_leased))
@@ -117,7 +118,7 @@ class Spiller:
         """Whether the host could take a window of blocks, and the *demand* by group, without losing a last copy."""
         host, window = self._residency.host, self._window.num_blocks
         return host is None or all(
-            self._residency.num_clean(host, group_id, window + wanted, besides=frozenset()) >= window + wanted
+            self._residency.num_clean(host, group_id, window + wanted) >= window + wanted
             for group_id, wanted in enumerate(demand)
         )
 
