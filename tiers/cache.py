@@ -33,6 +33,7 @@ from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 LEAST_CLEAN_AHEAD = 32  # blocks; one prefill chunk's worth before anything has been measured
+TAKING_IN_S = 0.0003  # of a poll, after the first batch: so that it is short whatever has finished
 NOTHING = np.empty(0, np.int32)
 NOWHERE = Located(NOTHING, NOTHING, 0)
 
@@ -280,8 +281,18 @@ class TieredCache:
         self.wait(0.0)
 
     def wait(self, timeout_s: float) -> None:
-        """Like `poll`, but wait up to *timeout_s* for a copy to finish."""
-        self._transfers.poll(0.0 if self._promoter.could_start_more else timeout_s)
+        """Like `poll`, but wait up to *timeout_s* for a copy to finish.
+
+        What has finished is taken in for `TAKING_IN_S` only; the rest stays for the next call, which does not wait."""
+        until: float | None = None
+
+        def goes_on() -> bool:
+            nonlocal until
+            now = self._clock()
+            until = now + TAKING_IN_S if until is None else until  # the wait for the first does not count
+            return now < until
+
+        self._transfers.poll(0.0 if self._promoter.could_start_more else timeout_s, goes_on)
         if self._index_load is not None:
             self._index_load.go_on()
         self._disk_probe.go_on()

@@ -23,7 +23,7 @@ REASONS = {  # any other fault: corrupt
     Fault.KEY: Reason.FAILED,
 }
 BATCH_BYTES = 4 << 20  # for each copier: small enough that reading, verifying and uploading overlap
-BATCH_BLOCKS = 64  # at most, so that taking in what became of them is short
+BATCH_BLOCKS = 32  # at most, so that taking in what became of them is short
 
 
 def blocks_in_batch(memory: BlockMemory) -> int:
@@ -234,30 +234,39 @@ class Landings:
             disk.reading.failed(read.attempt)
         else:
             disk.reading.succeeded(read.attempt)
+        good = [
+            (landing, outcome)
+            for landing, outcome in zip(read.batch, outcomes, strict=True)
+            if not isinstance(outcome, Fault)
+        ]
+        self._came_to_host(good, is_late)
         for landing, outcome in zip(read.batch, outcomes, strict=True):
-            assert landing.host_slot is not None, "a block was read into no slot"
-            if not isinstance(outcome, Fault):
-                self._came_to_host(landing, landing.host_slot, outcome, is_late)
-            elif not is_late:
+            if isinstance(outcome, Fault) and not is_late:
                 self._residency.could_not_be_read(landing.group_id, landing.name, outcome)
             if not is_late:
                 self._tell(landing, REASONS.get(outcome, Reason.CORRUPT) if isinstance(outcome, Fault) else None)
-            self._release(landing, landing.host_slot)
+        if self._residency.host is not None:
+            slots = [landing.host_slot for landing in read.batch if landing.host_slot is not None]
+            self._residency.host.pools[read.batch[0].group_id].release(slots)
         for tenant in {landing.ties.tenant for landing in read.batch}:  # host memory has become fuller
             self._residency.keep_quota(read.batch[0].group_id, tenant)
 
-    def _came_to_host(self, landing: Landing, slot: int, digest: bytes, is_late: bool) -> None:
-        landing.digest = digest
-        is_new = self._residency.came_to_host(landing.group_id, slot, landing.name, digest, landing.ties)
-        if is_late and is_new:  # it does not count as being on disk
-            self._residency.used_in_host(landing.group_id, [slot])
+    def _came_to_host(self, landed: Sequence[tuple[Landing, bytes]], is_late: bool) -> None:
+        """These blocks of a batch are in host memory, with these digests."""
+        if not landed:
+            return
+        landings, digests = [landing for landing, _ in landed], [digest for _, digest in landed]
+        for landing, digest in landed:
+            landing.digest = digest
+        group_id = landings[0].group_id
+        slots = [landing.host_slot for landing in landings if landing.host_slot is not None]
+        names, ties = [landing.name for landing in landings], [landing.ties for landing in landings]
+        new = self._residency.all_came_to_host(group_id, slots, names, digests, ties)
+        if is_late:  # they do not count as being on disk
+            self._residency.used_in_host(group_id, new)
 
     def _tell(self, landing: Landing, failure: Reason | None) -> None:
         """The block is not under way any more, and who waits for it learns of that."""
         del self._under_way[landing.group_id][landing.name]
         for waiter in list(landing.waiters.values()):
             waiter(landing, failure)
-
-    def _release(self, landing: Landing, slot: int) -> None:
-        if self._residency.host is not None:
-            self._residency.host.pools[landing.group_id].release([slot])

@@ -21,7 +21,7 @@ from kvtier.tiers.tier import Reason, Tier
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-PART = 128  # blocks put under way at once: a millisecond's work
+PART = 64  # blocks put under way at once: half a millisecond's work
 MOST_UNDER_WAY = 512  # blocks of one promotion: many times what lanes are given at once, and little to give up
 
 

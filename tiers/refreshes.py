@@ -9,7 +9,7 @@ from kvtier.tiers.block_pool import ABSENT
 from kvtier.tiers.residency import Residency
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-PART = 128  # blocks at once
+PART = 64  # blocks at once
 MOST_WAITING = 1 << 10  # parts of prefixes: beyond that the oldest are left out, which costs their recency only
 
 

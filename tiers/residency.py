@@ -22,6 +22,7 @@ from kvtier.tiers.tenants import Tenants, Ties, tenant_of
 from kvtier.tiers.tier import Reason, Tier
 
 QUOTA_PART = 1 << 12  # entries of the host's order looked through at once for blocks of a tenant over its quota
+PIECE = 128  # slots looked at in one go
 MOST_SHED = 128  # blocks that such a tenant loses at once
 NOTHING = np.empty(0, np.int32)
 NUM_GHOSTS = 1 << 16  # names of lost blocks that are remembered, to tell "evicted" from "never seen"
@@ -56,17 +57,22 @@ class SlotTier:
         oldest = pool.victims(num_slots)
         if not dirty or dirty.keys().isdisjoint(oldest.tolist()):
             return oldest
-        chosen = self.oldest_clean(group_id, num_slots + window)[:num_slots]
+        chosen = self.oldest_clean(group_id, num_slots + window, num_slots)
         taken = set(chosen)
         chosen += [slot for slot in oldest.tolist() if slot not in taken][: num_slots - len(chosen)]
         return np.array(chosen, np.int32)
 
-    def oldest_clean(self, group_id: int, window: int) -> list[int]:
-        """Of the *window* oldest cached slots those whose block may go: it will still be found below."""
+    def oldest_clean(self, group_id: int, window: int, most: int) -> list[int]:
+        """Of the *window* oldest cached slots up to *most* whose block may go: it will still be found below."""
         if not self.is_spilled:
             return []
-        dirty = self.dirty[group_id]
-        return [slot for slot in self.pools[group_id].oldest(window).tolist() if slot not in dirty]
+        dirty, clean = self.dirty[group_id], list[int]()
+        oldest = self.pools[group_id].oldest(window)
+        for start in range(0, len(oldest), PIECE):
+            if len(clean) >= most:
+                break
+            clean += [slot for slot in oldest[start : start + PIECE].tolist() if slot not in dirty]
+        return clean[:most]
 
     def check(self) -> None:
         """Raise AssertionError if a pool's books disagree or a slot without a block is dirty."""
@@ -209,7 +215,7 @@ class Residency:
         pool = tier.pools[group_id]
         missing = num_slots - pool.num_blank
         if missing > 0:
-            self.evict(tier, group_id, tier.oldest_clean(group_id, missing + window)[:missing])
+            self.evict(tier, group_id, tier.oldest_clean(group_id, missing + window, missing))
         return pool.allocate(min(num_slots, pool.num_blank)) or []
 
     def evict(self, tier: SlotTier, group_id: int, slots: Slots) -> None:
@@ -293,13 +299,27 @@ class Residency:
 
     def came_to_host(self, group_id: int, slot: int, name: BlockName, digest: bytes, ties: Ties) -> bool:
         """A block has arrived in a leased host slot; False if another slot has it already."""
+        return bool(self.all_came_to_host(group_id, [slot], [name], [digest], [ties]))
+
+    def all_came_to_host(
+        self,
+        group_id: int,
+        slots: Sequence[int],
+        names: Sequence[BlockName],
+        digests: Sequence[bytes],
+        ties: Sequence[Ties],
+    ) -> list[int]:
+        """Blocks have arrived in leased host slots; those of the slots whose block no other slot has already."""
         assert self.host is not None, "a block came to a host tier that is not there"
-        if self.host.pools[group_id].commit([slot], [name]):
-            return False
-        self.host_blocks[group_id].record(slot, digest, ties)
-        self.tenants.came_to_host(ties.tenant, self._block_bytes[group_id])
-        self._tell_stored(Tier.HOST, group_id, [name])
-        return True
+        taken = set(self.host.pools[group_id].commit(slots, names))
+        new = [place for place in range(len(slots)) if place not in taken]
+        blocks, block_bytes = self.host_blocks[group_id], self._block_bytes[group_id]
+        for place in new:
+            blocks.record(slots[place], digests[place], ties[place])
+            self.tenants.came_to_host(ties[place].tenant, block_bytes)
+        if new:
+            self._tell_stored(Tier.HOST, group_id, [names[place] for place in new])
+        return [slots[place] for place in new]
 
     def used_in_host(self, group_id: int, slots: Sequence[int]) -> None:
         """Host blocks have come from the device, or were used, tails first: those that may go to disk become dirty."""
@@ -540,8 +560,10 @@ class Residency:
         for tier in (self.device, self.host):
             if tier is not None and tier is not besides:
                 rest = list(compress(rest, (tier.pools[group_id].find_all(rest) == ABSENT).tolist()))
-        disk = self.disk
-        return rest if disk is None else [name for name in rest if not disk.holds(group_id, name)]
+        if self.disk is None or not self.disk.is_readable:
+            return rest
+        is_on_disk = self.disk.index.holds
+        return [name for name in rest if not is_on_disk(group_id, name)]
 
     def _tell_stored(
         self,

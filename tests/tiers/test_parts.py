@@ -3,13 +3,13 @@
 import random
 
 import pytest
-from chaos import World
+from chaos import FakeClock, World
 from test_cache import BLOCK_BYTES, BLOCK_SIZE, CHARGE, compute_and_leave, read
 
 from kvtier.store.blob_store import Blob
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
-from kvtier.tiers import arrivals, holds, promoter, refreshes
+from kvtier.tiers import arrivals, cache, holds, landings, promoter, refreshes
 from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.groups import FullAttention
 from kvtier.tiers.holds import Hold
@@ -305,3 +305,35 @@ def test_a_long_prefix_pushes_out_only_what_has_a_copy_below() -> None:
     until_done(w, promotion)
 
     assert w.cache.statistics().tiers[Tier.DEVICE].dropped_spills == 0
+
+
+class TickingClock(FakeClock):
+    """Each look at it takes so long as taking a batch in may last."""
+
+    def __call__(self) -> float:
+        self.now += cache.TAKING_IN_S
+        return self.now
+
+
+def test_a_poll_takes_in_what_has_finished_for_a_moment_only_and_the_next_one_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(promoter, "PART", NUM_BLOCKS)
+    monkeypatch.setattr(promoter, "MOST_UNDER_WAY", NUM_BLOCKS)
+    monkeypatch.setattr(landings, "BATCH_BLOCKS", 10)
+    w = world()
+    on_disk(w, "a")
+    promotion = promote(w, "a")
+    w.lanes[Route.DISK_TO_HOST].stir(1.0)
+    assert w.cache.num_under_way == 6
+    w.cache._clock = TickingClock()
+
+    counts = [w.cache.num_under_way]
+    while w.lanes[Route.HOST_TO_DEVICE].num_pending < 6:
+        w.cache.wait(60.0)  # does not wait: there is more to be taken in
+        counts.append(w.cache.num_under_way - w.lanes[Route.HOST_TO_DEVICE].num_pending)
+
+    assert counts == [6, 4, 2, 0]
+    w.cache._clock = w.clock
+    w.settle()
+    assert promotion.num_blocks == NUM_BLOCKS
