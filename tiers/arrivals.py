@@ -83,12 +83,13 @@ class Arrivals:
         """The block, if it is under way."""
         return self._arrivals[group_id].get(name)
 
+    def any(self, group_id: int) -> bool:
+        """Whether any block of the group is under way."""
+        return bool(self._arrivals[group_id])
+
     def are_coming(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
         """For each of the blocks whether it is under way."""
-        coming = self._arrivals[group_id]
-        if not coming:
-            return np.zeros(len(names), np.bool_)
-        return np.fromiter(map(coming.__contains__, names), np.bool_, len(names))
+        return np.fromiter(map(self._arrivals[group_id].__contains__, names), np.bool_, len(names))
 
     def start(
         self,

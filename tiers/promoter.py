@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvtier.tiers.arrivals import Arrivals
 from kvtier.tiers.backlog import Backlogs, BlockIds
-from kvtier.tiers.block_hash import BlockName
+from kvtier.tiers.block_hash import BlockChain, BlockName
 from kvtier.tiers.block_pool import ABSENT
 from kvtier.tiers.groups import AttentionGroup, alignment, longest_hit
 from kvtier.tiers.landings import Landings
@@ -205,17 +205,19 @@ class Promoter:
         """Stop waiting: what has not arrived is left out."""
         if self._backlogs.drop(promotion):
             promotion.failure = reason
-        unwanted = []
+        left: list[list[tuple[int, Arrival]]] = [[] for _ in self._groups]
         for arrival in promotion.waiting:
-            others = [(waiter, block_id) for waiter, block_id in arrival.waiters if waiter is not promotion]
-            (block_id,) = [block_id for waiter, block_id in arrival.waiters if waiter is promotion]
-            arrival.waiters[:] = others
-            self._leave_out(promotion, arrival, block_id, reason)
-            if not others:
-                unwanted.append((block_id, arrival))
+            place = next(i for i, (waiter, _) in enumerate(arrival.waiters) if waiter is promotion)
+            left[arrival.group_id].append((arrival.waiters.pop(place)[1], arrival))
         promotion.waiting.clear()
-        unwanted.sort(key=lambda pair: pair[0])
-        self._arrivals.drop([arrival for _, arrival in unwanted])
+        for group_id, blocks in enumerate(left):
+            if blocks:
+                promotion.failure = reason
+                blocks.sort(key=lambda block: block[0])
+                table, ids = np.frombuffer(promotion.tables[group_id], np.int32), [block_id for block_id, _ in blocks]
+                self._residency.device.pools[group_id].release(table[ids])
+                table[ids] = NO_SLOT
+                self._arrivals.drop([arrival for _, arrival in blocks if not arrival.waiters])
         self._come_as_usual(promotion)
         self._finish_if_arrived(promotion)
 
@@ -280,22 +282,15 @@ class Promoter:
             elif is_fresh:
                 result.append(hit.host_slots[group_id][ids - needed.start])
             else:
-                result.append(host.pools[group_id].find_all(self._names(hit, group_id, ids)))
+                result.append(host.pools[group_id].find_all(_names(hit.chain, self._groups[group_id].block_size, ids)))
         return result
-
-    def _names(self, hit: Hit, group_id: int, ids: BlockIds) -> Sequence[BlockName]:
-        """The names of these blocks of the hit."""
-        if not len(ids):
-            return []
-        step = self._groups[group_id].block_size // hit.chain.block_size
-        if int(ids[-1]) - int(ids[0]) == len(ids) - 1:
-            return hit.chain.names_of(step * hit.chain.block_size, range(int(ids[0]), int(ids[-1]) + 1))
-        return [hit.chain.names[(i + 1) * step - 1] for i in ids.tolist()]
 
     def _are_coming(self, hit: Hit, group_id: int, ids: BlockIds) -> npt.NDArray[np.bool_]:
         """For each of these blocks of the hit whether it will have a slot on the device without this hit's doing."""
-        under_way = self._arrivals.are_coming(group_id, self._names(hit, group_id, ids))
-        return under_way | self._backlogs.coming(hit.chain, group_id, ids)
+        coming = self._backlogs.coming(hit.chain, group_id, ids)
+        if self._arrivals.any(group_id):
+            coming |= self._arrivals.are_coming(group_id, _names(hit.chain, self._groups[group_id].block_size, ids))
+        return coming
 
     def _to_move(
         self, hit: Hit, group_id: int, ids: BlockIds, host_slots: npt.NDArray[np.int32]
@@ -353,9 +348,8 @@ class Promoter:
             promotion.tables[group_id].frombytes(found.tobytes())
             absent = _absent(found, needed)
             self._residency.device.pools[group_id].lease(found[found != ABSENT] if len(absent) else found)
-            if len(absent):
-                step = self._groups[group_id].block_size // promotion.chain.block_size
-                names = [promotion.chain.names[(i + 1) * step - 1] for i in absent.tolist()]
+            if len(absent) and self._arrivals.any(group_id):
+                names = _names(promotion.chain, self._groups[group_id].block_size, absent)
                 coming = self._arrivals.are_coming(group_id, names)
                 joined = [self._arrivals.find(group_id, names[place]) for place in np.flatnonzero(coming).tolist()]
                 self._join(promotion, group_id, absent[coming], [arrival for arrival in joined if arrival is not None])
@@ -415,8 +409,7 @@ class Promoter:
         """Put the first blocks of a backlog under way; how many left it."""
         group_id, ids = self._backlogs.first(promotion, most)
         pool = self._residency.device.pools[group_id]
-        step = self._groups[group_id].block_size // promotion.chain.block_size
-        here = pool.find_all([promotion.chain.names[(i + 1) * step - 1] for i in ids.tolist()])
+        here = pool.find_all(_names(promotion.chain, self._groups[group_id].block_size, ids))
         if (here != ABSENT).any():  # they were computed meanwhile
             self._use(promotion, group_id, ids[here != ABSENT], here[here != ABSENT])
             return int(np.count_nonzero(here != ABSENT))
@@ -562,3 +555,11 @@ class Promoter:
 def _absent(found: npt.NDArray[np.int32], needed: range) -> BlockIds:
     """Those of the needed blocks that are not on the device, where they were found or not."""
     return needed.start + np.flatnonzero(found == ABSENT)
+
+
+def _names(chain: BlockChain, block_size: int, ids: BlockIds) -> Sequence[BlockName]:
+    """The names of these blocks, which are in order."""
+    if len(ids) and int(ids[-1]) - int(ids[0]) == len(ids) - 1:
+        return chain.names_of(block_size, range(int(ids[0]), int(ids[-1]) + 1))
+    step = block_size // chain.block_size
+    return [chain.names[(i + 1) * step - 1] for i in ids.tolist()]
