@@ -10,6 +10,7 @@ from kvtier.store.blob_store import Blob
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
 from kvtier.tiers import arrivals, cache, holds, landings, promoter, refreshes
+from kvtier.tiers.block_pool import BlockPool
 from kvtier.tiers.disk_tier import DiskTier
 from kvtier.tiers.groups import FullAttention
 from kvtier.tiers.holds import Hold
@@ -337,3 +338,51 @@ def test_a_poll_takes_in_what_has_finished_for_a_moment_only_and_the_next_one_go
     w.cache._clock = w.clock
     w.settle()
     assert promotion.num_blocks == NUM_BLOCKS
+
+
+@pytest.mark.parametrize("where", [Tier.HOST, Tier.DISK])
+def test_what_a_look_up_found_is_not_looked_for_again(where: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = world()
+    (on_disk if where is Tier.DISK else in_host)(w, "a")
+    for _ in range(NUM_BLOCKS):
+        w.cache.poll()
+    hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
+    asked: list[int] = []
+    find_all = BlockPool.find_all
+    monkeypatch.setattr(BlockPool, "find_all", lambda self, names: asked.append(len(names)) or find_all(self, names))
+
+    demand = w.cache._promoter.demand(hit, BLOCK_SIZE)
+    fits = w.cache.make_room(hit)
+    begins_with = w.cache.on_device(hit)
+    num_asked = sum(asked)
+    promotion = w.cache.promote(hit)
+
+    assert demand is not None
+    assert demand.device_bytes[-1] == NUM_BLOCKS * BLOCK_BYTES
+    assert fits
+    assert begins_with.num_tokens == 0
+    assert num_asked == 0
+    assert sum(asked) <= 3 * 4, "more was looked for than what is begun"
+    w.cache.cancel(promotion)
+    w.check()
+
+
+def test_what_is_to_come_is_counted_by_who_asks_for_slots_and_by_who_plans_a_load() -> None:
+    w = world(num_device_slots=2 * NUM_BLOCKS)
+    on_disk(w, "a")
+    on_disk(w, "b")
+    hit = w.cache.lookup(w.chain("b", DOCUMENT), DOCUMENT + 1)
+    w.lanes[Route.DISK_TO_HOST].capacity = 0
+
+    first = promote(w, "a")
+    demand = w.cache._promoter.demand(hit, BLOCK_SIZE)
+    again = w.cache._promoter.demand(w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1), BLOCK_SIZE)
+
+    assert w.cache.num_to_come(first) == [NUM_BLOCKS - 4]
+    assert w.cache.free_slots() == [NUM_BLOCKS]
+    assert demand is not None
+    assert again is not None
+    assert (demand.disk_bytes[-1], demand.queued_disk_bytes) == (NUM_BLOCKS * BLOCK_BYTES, NUM_BLOCKS * BLOCK_BYTES)
+    assert again.disk_bytes[-1] == NUM_BLOCKS  # waits for the other's, which counts as queued
+    w.cache.cancel(first)
+    w.check()
