@@ -22,7 +22,7 @@ from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 PART = 64  # blocks put under way at once: half a millisecond's work
-MOST_UNDER_WAY = 512  # blocks of one promotion: many times what lanes are given at once, and little to give up
+MOST_UNDER_WAY = 256  # blocks of one promotion: 8 MiB if they are of 32 KiB, and little to give up
 
 
 class Promoter:
@@ -534,7 +534,8 @@ class Promoter:
             unneeded = table.copy()
             unneeded[needed.start : needed.stop] = NO_SLOT
             self._residency.device.pools[group_id].release(unneeded[unneeded != NO_SLOT][::-1])
-            behind = np.flatnonzero(unneeded[needed.stop :] != NO_SLOT) + needed.stop
+            end = promotion.num_tokens // self._groups[group_id].block_size  # then a copy may follow, of no name
+            behind = np.flatnonzero(unneeded[needed.stop : end] != NO_SLOT) + needed.stop
             table[: needed.start] = NO_SLOT
             promotion.tables[group_id] = array("i", table[: needed.stop].tobytes())
             # Meanwhile somebody may have filled the hole, and left: what is behind it must not outlive that.
