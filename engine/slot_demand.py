@@ -41,9 +41,13 @@ class SlotDemand:
         return self.of(len(request.token_ids) + 1)
 
     def _to_come(self, request: Request) -> list[int]:
-        """For each group, the slots that the request will lease beside those that it has, to compute its prompt."""
+        """For each group, the slots that the request will lease to compute its prompt, beside those that it has and
+        those kept for it."""
         tables = [request.tables, [] if request.promotion is None else request.promotion.tables]
         leased = [sum(map(_num_leased, pair)) for pair in zip_longest(*tables, fillvalue=())]
+        if request.promotion is not None:
+            kept = self._cache.num_to_come(request.promotion)
+            leased = [sum(pair) for pair in zip_longest(leased, kept, fillvalue=0)]
         return [max(0, most - there) for most, there in zip_longest(self._of_all(request), leased, fillvalue=0)]
 
 

@@ -51,9 +51,9 @@ BUGS = [
     Bug(
         "a block can be found before its bytes have arrived",
         "tiers/arrivals.py",
-        "        self._arrivals[group_id][name] = arrival\n",
-        "        self._arrivals[group_id][name] = arrival\n"
-        "        self._residency.device.pools[group_id].commit([device_slot], [name])\n",
+        "            under_way[name] = arrival\n",
+        "            under_way[name] = arrival\n"
+        "            self._residency.device.pools[group_id].commit([device_slot], [name])\n",
         "tests/tiers/test_cache_random.py",
     ),
     Bug(
@@ -376,9 +376,30 @@ BUGS = [
     Bug(
         "a held block whose read failed is forgotten",
         "tiers/holds.py",
-        "            else:\n                hold.absent.append(block)",
-        "",
+        "        del hold.landings[landing.group_id][place]\n",
+        "        if failure is not None:\n            return\n        del hold.landings[landing.group_id][place]\n",
         "tests/tiers/test_mishaps.py",
+    ),
+    Bug(
+        "slots that are kept for what a promotion has still to bring up are given to others",
+        "tiers/block_pool.py",
+        " - self.num_reserved\n",
+        "\n",
+        "tests/tiers/test_parts.py",
+    ),
+    Bug(
+        "host memory may forget what a promotion has still to bring up",
+        "tiers/backlog.py",
+        "self._residency.host.pools[group_id].lease(slots[slots != ABSENT])",
+        "slots = np.full(len(slots), ABSENT, np.int32)",
+        "tests/tiers",
+    ),
+    Bug(
+        "who leaves a promotion takes the slots of another's blocks with it",
+        "tiers/backlog.py",
+        "is_unwanted = ~self.coming(promotion.chain, group_id, ids)",
+        "is_unwanted = np.ones(len(ids), np.bool_)",
+        "tests/tiers/test_parts.py",
     ),
     Bug(
         "a block that was forgotten while it was copied down comes back",
@@ -446,8 +467,8 @@ BUGS = [
     Bug(
         "an upload that its lane refused is forgotten",
         "tiers/arrivals.py",
-        "self._to_upload.extendleft(reversed(batch))",
-        "pass",
+        "        if submitted:\n            self._on_lane.update(dict.fromkeys(batch, self._clock()))\n",
+        "        if True:\n",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(

@@ -1,11 +1,15 @@
 """Arrivals: blocks on their way up to the device, through host memory, verified before they are copied."""
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from itertools import groupby, islice, takewhile
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtier.store.record import Fault, digest_among
 from kvtier.tiers.block_hash import BlockChain, BlockName
+from kvtier.tiers.block_pool import ABSENT
 from kvtier.tiers.groups import AttentionGroup
 from kvtier.tiers.landings import Landing, Landings, blocks_in_batch
 from kvtier.tiers.layered_upload import LayeredUpload
@@ -66,7 +70,8 @@ class Arrivals:
         self._resolved = resolved
         self._clock = clock
         self._arrivals: list[dict[BlockName, Arrival]] = [{} for _ in groups]
-        self._to_upload: deque[Arrival] = deque()
+        self._to_upload: OrderedDict[Arrival, None] = OrderedDict()
+        self._num_to_upload = [0 for _ in groups]
         self._to_verify: deque[tuple[LayeredUpload, list[Arrival]]] = deque()
         self._on_lane: dict[Arrival, float] = {}  # and since when
         self._hanging: set[Arrival] = set()
@@ -78,22 +83,47 @@ class Arrivals:
         """The block, if it is under way."""
         return self._arrivals[group_id].get(name)
 
-    def start(self, chain: BlockChain, group_id: int, block_id: int, device_slot: int) -> Arrival:
-        """Put one block under way into *device_slot*, whose lease becomes the transfer's; its host copy is leased."""
-        (name,) = chain.names_of(self._groups[group_id].block_size, range(block_id, block_id + 1))
-        host = self._residency.host
-        host_slot = host.pools[group_id].find(name) if host is not None else None
-        if host is None or host_slot is None:
-            arrival = Arrival(group_id, name, device_slot, Tier.DISK)
-            waiter = partial(self._landed_in_host, arrival)
-            arrival.landing = self._landings.join(chain, group_id, block_id, arrival, waiter)
-        else:
-            host.pools[group_id].lease([host_slot])
-            known = self._residency.host_blocks[group_id].digest(host_slot)
-            arrival = Arrival(group_id, name, device_slot, Tier.HOST, host_slot, digest=known)
-            self._to_upload.append(arrival)
-        self._arrivals[group_id][name] = arrival
-        return arrival
+    def any(self, group_id: int) -> bool:
+        """Whether any block of the group is under way."""
+        return bool(self._arrivals[group_id])
+
+    def are_coming(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
+        """For each of the blocks whether it is under way."""
+        return np.fromiter(map(self._arrivals[group_id].__contains__, names), np.bool_, len(names))
+
+    def start(
+        self,
+        chain: BlockChain,
+        group_id: int,
+        block_ids: Sequence[int],
+        device_slots: Sequence[int],
+        host_slots: Sequence[int],
+    ) -> list[Arrival]:
+        """Put blocks under way from *host_slots* (ABSENT: from disk) into *device_slots*; the leases on both become the
+        transfers'. What is in host memory waits for `upload`."""
+        step = self._groups[group_id].block_size // chain.block_size
+        arrivals, under_way, from_disk = [], self._arrivals[group_id], []
+        for block_id, device_slot, host_slot in zip(block_ids, device_slots, host_slots, strict=True):
+            name = chain.names[(block_id + 1) * step - 1]
+            if host_slot == ABSENT:
+                arrival = Arrival(group_id, name, device_slot, Tier.DISK)
+                from_disk.append(block_id)
+            else:
+                known = self._residency.host_blocks[group_id].digest(host_slot)
+                arrival = Arrival(group_id, name, device_slot, Tier.HOST, host_slot, digest=known)
+            under_way[name] = arrival
+            arrivals.append(arrival)
+        if from_disk:
+            for landing in self._landings.join(chain, group_id, from_disk, self, self._landed_in_host):
+                under_way[landing.name].landing = landing
+        return arrivals
+
+    def upload(self, arrivals: Iterable[Arrival]) -> None:
+        """Have those of these blocks that are in host memory copied to the device, in their turn."""
+        for arrival in arrivals:
+            if arrival.host_slot is not None:
+                self._to_upload[arrival] = None
+                self._num_to_upload[arrival.group_id] += 1
 
     def by_layers(self, arrivals: Sequence[Arrival]) -> LayerGate | None:
         """Have these, just started and all in host memory, come layer by layer, so that computing can begin before
@@ -106,13 +136,10 @@ class Arrivals:
         if num_bytes < BY_LAYERS_BYTES or any(a.source is not Tier.HOST for a in arrivals):
             return None
         upload = LayeredUpload(arrivals, self._memories, num_parts)
-        wanted = set(arrivals)
-        kept = deque(arrival for arrival in self._to_upload if arrival not in wanted)
-        if kept or not self._transfers.submit(
+        if self._to_upload or not self._transfers.submit(
             Route.HOST_TO_DEVICE, upload.copy, num_bytes, lambda transfer: self._copied_layers(upload, transfer)
         ):
             return None
-        self._to_upload = kept
         self._on_lane.update(dict.fromkeys(arrivals, self._clock()))
         self._to_verify.extend((upload, batch) for batch in self._batches(arrivals))
         return upload.gate
@@ -127,19 +154,18 @@ class Arrivals:
     @property
     def queued_to_upload(self) -> int:
         """Bytes of blocks that wait for the lane to the device."""
-        return sum(self._memories[arrival.group_id].block_bytes for arrival in self._to_upload)
+        return sum(m.block_bytes * num for m, num in zip(self._memories, self._num_to_upload, strict=True))
 
-    def drop(self, unwanted: set[Arrival]) -> None:
+    def drop(self, unwanted: Sequence[Arrival]) -> None:
         """Nobody waits for these blocks any more. What is not being copied up gives its device slot back now: a read,
         however slow, needs only the host slot."""
-        queued = unwanted.intersection(self._to_upload)
-        if queued:
-            self._to_upload = deque(arrival for arrival in self._to_upload if arrival not in queued)
-        for arrival in unwanted:
-            if arrival.landing is not None:
-                self._landings.leave(arrival.landing, arrival)
-            if arrival.landing is not None or arrival in queued:
-                self._resolve(arrival, None)
+        dropped = [arrival for arrival in unwanted if arrival not in self._on_lane]
+        self._landings.leave([a.landing for a in dropped if a.landing is not None], self)
+        for arrival in dropped:
+            if arrival in self._to_upload:
+                del self._to_upload[arrival]
+                self._num_to_upload[arrival.group_id] -= 1
+        self._end(dropped)
 
     def hang(self, arrivals: Iterable[Arrival]) -> bool:
         """Whether the lane to the device holds one of these up."""
@@ -173,22 +199,17 @@ class Arrivals:
             assert not pool.is_free(arrival.device_slot), "a block arrives in a slot that is free"
 
     def _batches(self, arrivals: Sequence[Arrival]) -> Iterator[list[Arrival]]:
-        queue = deque(sorted(arrivals, key=lambda arrival: arrival.group_id))
-        while queue:
-            yield self._batch(queue)
-
-    def _batch(self, queue: deque[Arrival]) -> list[Arrival]:
-        """The first blocks in the queue that are of one group, up to a batch."""
-        group_id = queue[0].group_id
-        most = blocks_in_batch(self._memories[group_id])
-        batch: list[Arrival] = []
-        while queue and queue[0].group_id == group_id and len(batch) < most:
-            batch.append(queue.popleft())
-        return batch
+        by_group = sorted(arrivals, key=_group_of)
+        for group_id, members in groupby(by_group, key=_group_of):
+            most = blocks_in_batch(self._memories[group_id])
+            while batch := list(islice(members, most)):
+                yield batch
 
     def _submit_upload(self) -> bool:
-        batch = self._batch(self._to_upload)
-        memory = self._memories[batch[0].group_id]
+        group_id = next(iter(self._to_upload)).group_id
+        memory = self._memories[group_id]
+        first = islice(self._to_upload, blocks_in_batch(memory))
+        batch = list(takewhile(lambda arrival: arrival.group_id == group_id, first))
         host_slots = [arrival.host_slot for arrival in batch if arrival.host_slot is not None]
         digests = [arrival.digest for arrival in batch]
         device_slots = [arrival.device_slot for arrival in batch]
@@ -200,8 +221,9 @@ class Arrivals:
         )
         if submitted:
             self._on_lane.update(dict.fromkeys(batch, self._clock()))
-        else:
-            self._to_upload.extendleft(reversed(batch))
+            for arrival in batch:
+                del self._to_upload[arrival]
+            self._num_to_upload[group_id] -= len(batch)
         return submitted
 
     def _submit_verification(self) -> bool:
@@ -238,15 +260,16 @@ class Arrivals:
             for batch in self._batches(list(outcomes)):
                 self._landed_on_device(batch, [outcomes[arrival] for arrival in batch])
 
-    def _landed_in_host(self, arrival: Arrival, landing: Landing, failure: Reason | None) -> None:
+    def _landed_in_host(self, landing: Landing, failure: Reason | None) -> None:
+        arrival = self._arrivals[landing.group_id][landing.name]
         arrival.landing = None
         if failure is not None or landing.host_slot is None or self._residency.host is None:
-            self._resolve(arrival, failure or Reason.FAILED)
+            self._resolve([arrival], failure or Reason.FAILED)
             return
         self._residency.host.pools[arrival.group_id].lease([landing.host_slot])
         arrival.host_slot, arrival.digest = landing.host_slot, landing.digest
         arrival.tenant = landing.ties.tenant
-        self._to_upload.append(arrival)
+        self.upload([arrival])
 
     def _uploaded(self, batch: Sequence[Arrival], transfer: Transfer) -> None:
         self._moved()
@@ -254,44 +277,82 @@ class Arrivals:
 
     def _landed_on_device(self, batch: Sequence[Arrival], outcomes: Sequence[bool | None]) -> None:
         """*outcomes*: whether a block's bytes are right; None if its copy failed."""
-        host = self._residency.host
+        host, group_id = self._residency.host, batch[0].group_id
         assert host is not None, "a block was uploaded without a host tier"
+        good = [arrival for arrival, is_good in zip(batch, outcomes, strict=True) if is_good]
+        in_host = host.pools[group_id].find_all([arrival.name for arrival in good]).tolist()
+        found = [(arrival, slot) for arrival, slot in zip(good, in_host, strict=True) if slot != ABSENT]
+        tenant_in = self._residency.host_blocks[group_id].tenant
+        for row in _rows([arrival for arrival, _ in found]):  # the others were evicted on purpose
+            tenants = [tenant_in(slot) for _, slot in found[: len(row)]]
+            del found[: len(row)]
+            self._publish(row, tenants)
+        self._resolve(good, None)
         for arrival, is_good in zip(batch, outcomes, strict=True):
-            if is_good:
-                in_host = host.pools[arrival.group_id].find(arrival.name)
-                if in_host is not None:  # else it was evicted on purpose
-                    self._publish(arrival, self._residency.host_blocks[arrival.group_id].tenant(in_host))
-                self._resolve(arrival, None)
-            elif is_good is None:
-                self._resolve(arrival, Reason.FAILED)
-            else:
+            if is_good is None:
+                self._resolve([arrival], Reason.FAILED)
+            elif not is_good:
                 host.corrupt[Fault.CORRUPT.value] += 1
                 assert arrival.host_slot is not None, "a block was uploaded from no slot"
-                self._residency.evict(host, arrival.group_id, [arrival.host_slot])
-                self._resolve(arrival, Reason.CORRUPT)
+                self._residency.evict(host, group_id, [arrival.host_slot])
+                self._resolve([arrival], Reason.CORRUPT)
         for tenant in {arrival.tenant for arrival in batch}:  # what came from disk has made host memory fuller
-            self._residency.keep_quota(batch[0].group_id, tenant)
+            self._residency.keep_quota(group_id, tenant)
 
-    def _publish(self, arrival: Arrival, tenant: bytes) -> None:
-        """The block is on the device: name it, or let those who waited use the one that was computed meanwhile."""
-        promotion, block_id = arrival.waiters[0] if arrival.waiters else (None, 0)
+    def _publish(self, row: Sequence[Arrival], tenants: Sequence[bytes]) -> None:
+        """A row of one chain's blocks is on the device: name them, or let those who waited use the ones that were
+        computed meanwhile."""
+        promotion, block_id = row[0].waiters[0] if row[0].waiters else (None, 0)
         chain = None if promotion is None else promotion.chain
-        slot = self._residency.came_up(arrival.group_id, arrival.device_slot, arrival.name, tenant, chain, block_id)
-        if slot != arrival.device_slot:
-            pool = self._residency.device.pools[arrival.group_id]
-            for waiter, place in arrival.waiters:
-                pool.lease([slot])
-                pool.release([arrival.device_slot])
-                waiter.tables[arrival.group_id][place] = slot
+        slots = [arrival.device_slot for arrival in row]
+        names = [arrival.name for arrival in row]
+        used = self._residency.came_up(row[0].group_id, slots, names, tenants, chain, block_id)
+        pool = self._residency.device.pools[row[0].group_id]
+        for arrival, slot in zip(row, used, strict=True):
+            if slot != arrival.device_slot:
+                for waiter, place in arrival.waiters:
+                    pool.lease([slot])
+                    pool.release([arrival.device_slot])
+                    waiter.tables[arrival.group_id][place] = slot
 
-    def _resolve(self, arrival: Arrival, failure: Reason | None) -> None:
-        """The block has arrived, or never will: the transfer's leases end, and who waited learns of it."""
-        if arrival in self._hanging:
-            self._hanging.remove(arrival)
-        else:
-            del self._arrivals[arrival.group_id][arrival.name]
-        self._on_lane.pop(arrival, None)
-        if arrival.host_slot is not None and self._residency.host is not None:
-            self._residency.host.pools[arrival.group_id].release([arrival.host_slot])
-        self._residency.device.pools[arrival.group_id].release([arrival.device_slot])
-        self._resolved(arrival, failure)
+    def _resolve(self, arrivals: Sequence[Arrival], failure: Reason | None) -> None:
+        """The blocks have arrived, or never will: the transfers' leases end, and who waited learns of it."""
+        self._end(arrivals)
+        for arrival in arrivals:
+            self._resolved(arrival, failure)
+
+    def _end(self, arrivals: Sequence[Arrival]) -> None:
+        """These are under way no more: the transfers' leases end, on host memory's tails first."""
+        host, device = self._residency.host, self._residency.device
+        for group_id in {arrival.group_id for arrival in arrivals}:
+            ended = [arrival for arrival in arrivals if arrival.group_id == group_id]
+            for arrival in ended:
+                if arrival in self._hanging:
+                    self._hanging.remove(arrival)
+                else:
+                    del self._arrivals[group_id][arrival.name]
+                self._on_lane.pop(arrival, None)
+            host_slots = [arrival.host_slot for arrival in reversed(ended) if arrival.host_slot is not None]
+            if host is not None:
+                host.pools[group_id].release(host_slots)
+            device.pools[group_id].release([arrival.device_slot for arrival in ended])
+
+
+def _group_of(arrival: Arrival) -> int:
+    return arrival.group_id
+
+
+def _rows(arrivals: Sequence[Arrival]) -> Iterator[list[Arrival]]:
+    """Those of one chain in a row together, each that nobody waits for alone."""
+    row: list[Arrival] = []
+    for arrival in arrivals:
+        if row and row[-1].waiters and arrival.waiters:
+            (before, place), (after, next_place) = row[-1].waiters[0], arrival.waiters[0]
+            if before.chain is after.chain and next_place == place + 1:
+                row.append(arrival)
+                continue
+        if row:
+            yield row
+        row = [arrival]
+    if row:
+        yield row

@@ -94,6 +94,7 @@ class BlockPool:
         self._given = NOTHING  # what `victims` gave of it last
         self._num_ordered = 0  # cached slots, and lent ones: leased to a spill, but still in their place
         self._num_lent = 0
+        self.num_reserved = 0  # free slots that are spoken for
         self._copies = array("i", bytes(4 * num_slots))  # how many of each slot's leases are copies
         self._all_copies = _view(self._copies)
         self._num_copies = 0  # all of them
@@ -102,8 +103,9 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Slots that `allocate` could give now, evicting if it must."""
-        return len(self._blank) + self._num_ordered - self._num_lent
+        """Slots that `allocate` could give now, evicting if it must. Less than none while copies down lease what is
+        reserved."""
+        return len(self._blank) + self._num_ordered - self._num_lent - self.num_reserved
 
     @property
     def num_blank(self) -> int:
@@ -183,6 +185,8 @@ class BlockPool:
         None, and nothing changed, if fewer are free.
         """
         blank, leases = self._blank, self._leases
+        if self.num_reserved and num_slots > self.num_free:
+            return None
         if num_slots == 1 and blank:
             slot = blank.pop()
             leases[slot] = 1
@@ -199,6 +203,14 @@ class BlockPool:
         else:
             self._all_leases[slots] = 1
         return slots
+
+    def reserve(self, num_slots: int) -> None:
+        """Keep so many of the free slots, whichever, for who ends the reservation and takes them."""
+        self.num_reserved += num_slots
+
+    def unreserve(self, num_slots: int) -> None:
+        """So many are no longer kept."""
+        self.num_reserved -= num_slots
 
     def lease(self, slots: Slots) -> None:
         """Add a lease to each slot; cached ones leave the free list. Only for slots that hold a block."""
@@ -411,6 +423,7 @@ class BlockPool:
     def check(self) -> None:
         """Raise AssertionError if the pool's books disagree."""
         assert (self._all_leases >= 0).all(), "a slot was released more often than leased"
+        assert self.num_reserved >= 0, "a reservation was ended twice"
         blank = set(self._blank)
         assert len(blank) == len(self._blank), "a slot is blank twice"
         ordered = {slot for slot in range(self.num_slots) if self._places[slot] >= self._head}

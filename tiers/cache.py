@@ -2,7 +2,7 @@
 
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -22,7 +22,7 @@ from kvtier.tiers.landings import Landings
 from kvtier.tiers.load_planner import LoadPlanner
 from kvtier.tiers.promoter import Promoter
 from kvtier.tiers.promotion import NO_SLOT, Hit, Misses, PartialHit, Promotion, Table, Tables
-from kvtier.tiers.residency import Residency, SlotTier
+from kvtier.tiers.residency import Located, Residency, SlotTier
 from kvtier.tiers.retention import Retention
 from kvtier.tiers.siblings import Siblings
 from kvtier.tiers.spiller import Spiller
@@ -33,7 +33,9 @@ from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 LEAST_CLEAN_AHEAD = 32  # blocks; one prefill chunk's worth before anything has been measured
+TAKING_IN_S = 0.0003  # of a poll, after the first batch: so that it is short whatever has finished
 NOTHING = np.empty(0, np.int32)
+NOWHERE = Located(NOTHING, NOTHING, 0)
 
 
 class TieredCache:
@@ -138,29 +140,30 @@ class TieredCache:
         hit ends at *num_tokens* - 1 at the latest.
         """
         limit = self._limit(chain, num_tokens)
-        located: dict[int, tuple[int, npt.NDArray[np.int32]]] = {}
+        located: dict[int, tuple[int, Located]] = {}
 
         def first_hole(group_id: int, start: int, end: int) -> int:
             names = chain.names_of(self.groups[group_id].block_size, range(start, end))
-            slots, num_found = self._residency.locate(group_id, names)
-            located[group_id] = start, slots
-            return start + num_found
+            found = self._residency.locate(group_id, names)
+            located[group_id] = start, found
+            return start + found.num_found
 
         num_found = longest_hit(limit, self.groups, first_hole)
-        device_slots = []
+        device_slots, host_slots = [], []
         for group_id, needed in enumerate(self._promoter.needed(num_found)):
-            start, slots = located.get(group_id, (0, NOTHING))
-            if needed.start < start or start + len(slots) < needed.stop:
+            start, found = located.get(group_id, (0, NOWHERE))
+            if needed.start < start or start + len(found.device_slots) < needed.stop:
                 names = chain.names_of(self.groups[group_id].block_size, needed)
-                start, slots = needed.start, self._residency.device.pools[group_id].find_all(names)
-            device_slots.append(slots[needed.start - start : needed.stop - start])
+                start, found = needed.start, self._residency.locate(group_id, names)
+            device_slots.append(found.device_slots[needed.start - start : needed.stop - start])
+            host_slots.append(found.host_slots[needed.start - start : needed.stop - start])
         misses = Misses(())
         if num_found < limit:
             ends = {num_found // group.block_size * group.block_size + group.block_size for group in self.groups}
             why = self._residency.why_missing(chain.names[end // self.block_size - 1] for end in sorted(ends))
             misses = Misses(((limit, why),))
         partial = self._partial_hit(chain, num_found, num_tokens)
-        return Hit(chain, limit, num_found, misses, partial, device_slots, self._residency.num_changes)
+        return Hit(chain, limit, num_found, misses, partial, device_slots, host_slots, self._residency.num_changes)
 
     def junction(self, hit: Hit) -> int | None:
         """Tokens of the prompt after which only groups that forget lack something: the prefix has come a second time,
@@ -168,7 +171,7 @@ class TieredCache:
 
         def first_hole(group_id: int, start: int, end: int) -> int:
             names = hit.chain.names_of(self.groups[group_id].block_size, range(start, end))
-            return start + self._residency.locate(group_id, names)[1]
+            return start + self._residency.locate(group_id, names).num_found
 
         if self._retention.interval_tokens is None or len(self.groups) == 1:
             return None  # every block is kept anyway
@@ -269,15 +272,29 @@ class TieredCache:
 
     def free_slots(self) -> list[int]:
         """For each group, how many device slots `allocate` could give now."""
-        return [pool.num_free for pool in self._residency.device.pools]
+        return [max(0, pool.num_free) for pool in self._residency.device.pools]
+
+    def num_to_come(self, promotion: Promotion) -> list[int]:
+        """For each group, how many blocks of the promotion have no device slot yet; those are kept for them."""
+        return self._promoter.num_to_come(promotion)
 
     def poll(self) -> None:
         """Take in what the lanes have finished: publish blocks, finish promotions, go on with queued copies."""
         self.wait(0.0)
 
     def wait(self, timeout_s: float) -> None:
-        """Like `poll`, but wait up to *timeout_s* for a copy to finish."""
-        self._transfers.poll(timeout_s)
+        """Like `poll`, but wait up to *timeout_s* for a copy to finish.
+
+        What has finished is taken in for `TAKING_IN_S` only; the rest stays for the next call, which does not wait."""
+        until: float | None = None
+
+        def goes_on() -> bool:
+            nonlocal until
+            now = self._clock()
+            until = now + TAKING_IN_S if until is None else until  # the wait for the first does not count
+            return now < until
+
+        self._transfers.poll(0.0 if self._promoter.could_start_more else timeout_s, goes_on)
         if self._index_load is not None:
             self._index_load.go_on()
         self._disk_probe.go_on()
@@ -544,9 +561,10 @@ class TieredCache:
                 self._residency.committed(group_id, slots[first:end], chain, start + first)
             first = end + 1
 
-    def _lacking(self, group_id: int, num_slots: int, besides: Set[int]) -> int:
+    def _lacking(self, group_id: int, num_slots: int, besides: npt.NDArray[np.int32]) -> int:
         """How many of that many device slots could not be taken now without dropping a block's last copy."""
         device = self._residency.device
+        num_slots += device.pools[group_id].num_reserved  # which promotions take before
         horizon = max(0, num_slots - device.pools[group_id].num_blank) + self._window.num_blocks
         return max(0, num_slots - self._residency.num_clean(device, group_id, horizon, besides))
 

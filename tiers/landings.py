@@ -1,8 +1,9 @@
 """Landings: blocks on their way from disk into host memory, verified as they land."""
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 
 from kvtier.store.record import Fault
 from kvtier.tiers.block_hash import BlockChain, BlockName
@@ -22,11 +23,12 @@ REASONS = {  # any other fault: corrupt
     Fault.KEY: Reason.FAILED,
 }
 BATCH_BYTES = 4 << 20  # for each copier: small enough that reading, verifying and uploading overlap
+BATCH_BLOCKS = 32  # at most, so that taking in what became of them is short
 
 
 def blocks_in_batch(memory: BlockMemory) -> int:
     """How many blocks to read, or to verify and copy up, in one go."""
-    return max(1, memory.num_copiers * BATCH_BYTES // memory.block_bytes)
+    return min(BATCH_BLOCKS, max(1, memory.num_copiers * BATCH_BYTES // memory.block_bytes))
 
 
 def read_blocks(
@@ -41,6 +43,7 @@ class Landing:
     """One block on its way from disk into host memory. While *waiters* are told of its end it leases *host_slot*."""
 
     group_id: int
+    block_id: int  # in every chain that has it
     name: BlockName
     ties: Ties
     waiters: dict[object, "Waiter"] = field(default_factory=dict)  # by who waits
@@ -87,34 +90,43 @@ class Landings:
         self._clock = clock
         self._is_host_cleaned = is_host_cleaned
         self._under_way: list[dict[BlockName, Landing]] = [{} for _ in groups]
-        self._wanted_now: deque[Landing] = deque()
-        self._wanted_later: deque[Landing] = deque()
+        # In order, and left anywhere at once: a queue of thousands is left by thousands.
+        self._wanted_now: OrderedDict[Landing, None] = OrderedDict()
+        self._wanted_later: OrderedDict[Landing, None] = OrderedDict()
+        self._num_wanted_now = [0 for _ in groups]
         self._reading: list[Read] = []
         self._hanging: list[Read] = []  # nobody waits for these any more
 
     def join(
-        self, chain: BlockChain, group_id: int, block_id: int, who: object, waiter: Waiter, now: bool = True
-    ) -> Landing:
-        """Have a block read that is on disk, in its turn; *now*: before all that may come later."""
-        (name,) = chain.names_of(self._groups[group_id].block_size, range(block_id, block_id + 1))
-        landing = self._under_way[group_id].get(name)
-        if landing is None:
-            landing = Landing(group_id, name, self._ties(chain, group_id, block_id))
-            self._under_way[group_id][name] = landing
-            (self._wanted_now if now else self._wanted_later).append(landing)
-        elif now and landing in self._wanted_later:
-            self._wanted_later.remove(landing)
-            self._wanted_now.append(landing)
-        landing.waiters[who] = waiter
-        return landing
+        self, chain: BlockChain, group_id: int, block_ids: Sequence[int], who: object, waiter: Waiter, now: bool = True
+    ) -> list[Landing]:
+        """Have blocks read that are on disk, in their turn; *now*: before all that may come later."""
+        under_way, landings = self._under_way[group_id], []
+        forgets, tenant = self._groups[group_id].forgets, tenant_of(chain.extra.cache_salt)
+        step = self._groups[group_id].block_size // chain.block_size
+        for block_id in block_ids:
+            name = chain.names[(block_id + 1) * step - 1]
+            landing = under_way.get(name)
+            if landing is None:
+                # No parent where a group forgets: it needs no more than its window.
+                parent = None if forgets or block_id == 0 else chain.names[block_id * step - 1]
+                under_way[name] = landing = Landing(group_id, block_id, name, Ties(parent, tenant))
+                self._put(landing, now)
+            elif now and landing in self._wanted_later:
+                del self._wanted_later[landing]
+                self._put(landing, now)
+            landing.waiters[who] = waiter
+            landings.append(landing)
+        return landings
 
-    def leave(self, landing: Landing, who: object) -> None:
+    def leave(self, landings: Iterable[Landing], who: object) -> None:
         """Wait no longer. What nobody waits for is not begun; what is being read lands in host memory nevertheless."""
-        landing.waiters.pop(who, None)
-        for queue in (self._wanted_now, self._wanted_later):
-            if not landing.waiters and landing in queue:
-                queue.remove(landing)
-                del self._under_way[landing.group_id][landing.name]
+        for landing in landings:
+            landing.waiters.pop(who, None)
+            for queue in (self._wanted_now, self._wanted_later):
+                if not landing.waiters and landing in queue:
+                    del queue[landing], self._under_way[landing.group_id][landing.name]
+                    self._num_wanted_now[landing.group_id] -= queue is self._wanted_now
 
     def pump(self, window: int) -> None:
         """Hand queued blocks to readers that are free: what may come later only where nothing else is to be read, and
@@ -129,7 +141,7 @@ class Landings:
     @property
     def queued_bytes(self) -> int:
         """Of blocks wanted now that wait for a reader."""
-        return sum(self._memories[landing.group_id].block_bytes for landing in self._wanted_now)
+        return sum(m.block_bytes * num for m, num in zip(self._memories, self._num_wanted_now, strict=True))
 
     def hung(self) -> None:
         """A deadline has passed: all reads under way count as hung, and all that waits for the disk ends, or every
@@ -158,15 +170,15 @@ class Landings:
         assert set(under_way) == {*reading, *queued}, "the books of what is being read disagree"
         assert len(under_way) == len(reading) + len(queued), "a block is under way twice"
         assert all(landing.waiters and landing.host_slot is None for landing in queued), "a block is read for nobody"
+        num_now = [sum(landing.group_id == i for landing in self._wanted_now) for i in range(len(self._groups))]
+        assert num_now == self._num_wanted_now, "the blocks to be read now were miscounted"
 
-    def _ties(self, chain: BlockChain, group_id: int, block_id: int) -> Ties:
-        """A block's ties. No parent where a group forgets: it needs no more than its window."""
-        group, tenant = self._groups[group_id], tenant_of(chain.extra.cache_salt)
-        if group.forgets or block_id == 0:
-            return Ties(None, tenant)
-        return Ties(chain.names_of(group.block_size, range(block_id - 1, block_id))[0], tenant)
+    def _put(self, landing: Landing, now: bool) -> None:
+        """At the end of its queue."""
+        (self._wanted_now if now else self._wanted_later)[landing] = None
+        self._num_wanted_now[landing.group_id] += now
 
-    def _submit(self, queue: deque[Landing], window: int) -> bool:
+    def _submit(self, queue: OrderedDict[Landing, None], window: int) -> bool:
         """Have the first blocks of the queue read that are of one group, up to a batch; False if that cannot be."""
         residency = self._residency
         assert residency.host is not None, "blocks come from disk through the host tier"
@@ -175,14 +187,10 @@ class Landings:
         if attempt is None:
             self._give_up()
             return False
-        group_id = queue[0].group_id
+        group_id = next(iter(queue)).group_id
         memory, disk, pool = self._memories[group_id], residency.disk, residency.host.pools[group_id]
         most = blocks_in_batch(memory)
-        batch: list[Landing] = []
-        for landing in queue:
-            if landing.group_id != group_id or len(batch) == most:
-                break
-            batch.append(landing)
+        batch = list(takewhile(lambda landing: landing.group_id == group_id, islice(queue, most)))
         slots = residency.take_clean(residency.host, group_id, len(batch), window)
         # No spill will make room.
         if not slots and queue is self._wanted_now and not self._is_host_cleaned():
@@ -199,8 +207,9 @@ class Landings:
             pool.release(slots)
             return False
         for landing, slot in zip(read.batch, slots, strict=True):
-            queue.popleft()
+            del queue[landing]
             landing.host_slot = slot
+        self._num_wanted_now[group_id] -= 0 if read.is_for_later else len(read.batch)
         self._reading.append(read)
         return True
 
@@ -209,6 +218,7 @@ class Landings:
         queued = [*self._wanted_now, *self._wanted_later]
         self._wanted_now.clear()
         self._wanted_later.clear()
+        self._num_wanted_now = [0 for _ in self._groups]
         for landing in queued:
             self._tell(landing, Reason.FAILED)
 
@@ -224,30 +234,39 @@ class Landings:
             disk.reading.failed(read.attempt)
         else:
             disk.reading.succeeded(read.attempt)
+        good = [
+            (landing, outcome)
+            for landing, outcome in zip(read.batch, outcomes, strict=True)
+            if not isinstance(outcome, Fault)
+        ]
+        self._came_to_host(good, is_late)
         for landing, outcome in zip(read.batch, outcomes, strict=True):
-            assert landing.host_slot is not None, "a block was read into no slot"
-            if not isinstance(outcome, Fault):
-                self._came_to_host(landing, landing.host_slot, outcome, is_late)
-            elif not is_late:
+            if isinstance(outcome, Fault) and not is_late:
                 self._residency.could_not_be_read(landing.group_id, landing.name, outcome)
             if not is_late:
                 self._tell(landing, REASONS.get(outcome, Reason.CORRUPT) if isinstance(outcome, Fault) else None)
-            self._release(landing, landing.host_slot)
+        if self._residency.host is not None:
+            slots = [landing.host_slot for landing in read.batch if landing.host_slot is not None]
+            self._residency.host.pools[read.batch[0].group_id].release(slots)
         for tenant in {landing.ties.tenant for landing in read.batch}:  # host memory has become fuller
             self._residency.keep_quota(read.batch[0].group_id, tenant)
 
-    def _came_to_host(self, landing: Landing, slot: int, digest: bytes, is_late: bool) -> None:
-        landing.digest = digest
-        is_new = self._residency.came_alone_to_host(landing.group_id, slot, landing.name, digest, landing.ties)
-        if is_late and is_new:  # it does not count as being on disk
-            self._residency.used_in_host(landing.group_id, [slot])
+    def _came_to_host(self, landed: Sequence[tuple[Landing, bytes]], is_late: bool) -> None:
+        """These blocks of a batch are in host memory, with these digests."""
+        if not landed:
+            return
+        landings, digests = [landing for landing, _ in landed], [digest for _, digest in landed]
+        for landing, digest in landed:
+            landing.digest = digest
+        group_id = landings[0].group_id
+        slots = [landing.host_slot for landing in landings if landing.host_slot is not None]
+        names, ties = [landing.name for landing in landings], [landing.ties for landing in landings]
+        new = self._residency.all_came_to_host(group_id, slots, names, digests, ties)
+        if is_late:  # they do not count as being on disk
+            self._residency.used_in_host(group_id, new)
 
     def _tell(self, landing: Landing, failure: Reason | None) -> None:
         """The block is not under way any more, and who waits for it learns of that."""
         del self._under_way[landing.group_id][landing.name]
         for waiter in list(landing.waiters.values()):
             waiter(landing, failure)
-
-    def _release(self, landing: Landing, slot: int) -> None:
-        if self._residency.host is not None:
-            self._residency.host.pools[landing.group_id].release([slot])

@@ -3,26 +3,31 @@
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.arrivals import Arrivals
+from kvtier.tiers.backlog import Backlogs, BlockIds
 from kvtier.tiers.block_hash import BlockChain, BlockName
 from kvtier.tiers.block_pool import ABSENT
-from kvtier.tiers.groups import AttentionGroup, longest_hit
+from kvtier.tiers.groups import AttentionGroup, alignment, longest_hit
 from kvtier.tiers.landings import Landings
 from kvtier.tiers.load_planner import Demand
 from kvtier.tiers.promotion import COMPUTED, NO_SLOT, Arrival, Hit, Promotion
+from kvtier.tiers.refreshes import Refreshes
 from kvtier.tiers.residency import Residency, SlotTier
 from kvtier.tiers.tier import Reason, Tier
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
+PART = 64  # blocks put under way at once: half a millisecond's work
+MOST_UNDER_WAY = 256  # blocks of one promotion: 8 MiB if they are of 32 KiB, and little to give up
+
 
 class Promoter:
-    """Leases every source, then takes destinations, then has them filled (`Arrivals`). Owned by the cache's thread."""
+    """Leases every source, then takes destinations, then has them filled (`Arrivals`), a part at a time: the rest is a
+    promotion's backlog. Owned by the cache's thread."""
 
     def __init__(
         self,
@@ -42,9 +47,15 @@ class Promoter:
         self._clock = clock
         self._hand_over = hand_over
         self._by_layers = by_layers
+        self._alignment = alignment(groups)
         self._landings = landings
         self._arrivals = Arrivals(groups, residency, memories, transfers, landings, self._resolved, clock)
+        self._backlogs = Backlogs(groups, residency)
+        self._refreshes = Refreshes(residency, transfers)
         self._waiting: set[Promotion] = set()
+        # Blocks under way of promotions that are to come layer by layer, until none is in the backlog: then they start.
+        self._kept_back: dict[Promotion, list[Arrival]] = {}
+        self.could_start_more = False  # but for `PART`
 
     @property
     def num_waiting(self) -> int:
@@ -78,18 +89,20 @@ class Promoter:
         if hit.start:
             computed = range(self.on_device(hit).num_blocks, hit.start // hit.chain.block_size)
             promotion.depths[computed.start : computed.stop] = bytes([COMPUTED]) * len(computed)
-        missing = self._lease_what_is_there(promotion, slots)
-        self._copy_partial(promotion, hit, missing, window)
-        started: list[Arrival] = []
-        for group_id, blocks in enumerate(missing):
-            taken = self._residency.take(self._residency.device, group_id, len(blocks), window) if blocks else []
-            assert taken is not None, "a promotion was measured too short"
-            for block_id, slot in zip(blocks, taken, strict=True):
-                started.append(self._arrivals.start(hit.chain, group_id, block_id, slot))
-                self._join(promotion, block_id, started[-1])
-        if self._by_layers and not hit.start and started and len(started) == len(promotion.waiting):
-            promotion.gate = self._arrivals.by_layers(started)
-        if promotion.waiting:
+        blocks = self._lease_what_is_there(promotion, slots)
+        host_slots = self._host_slots(hit, blocks)
+        self._backlogs.add(promotion, blocks, host_slots)
+        self._note_depths(promotion, blocks, host_slots)
+        self._copy_partial(promotion, hit, window)
+        if promotion in self._backlogs or promotion.waiting:
+            is_all_to_come = promotion in self._backlogs and not promotion.waiting
+            if (
+                self._by_layers
+                and is_all_to_come
+                and not hit.start
+                and all((slots != ABSENT).all() for slots in host_slots)
+            ):
+                self._kept_back[promotion] = []
             self._count_unneeded_with_next(promotion)
             self._waiting.add(promotion)
             self.pump(window)
@@ -109,23 +122,21 @@ class Promoter:
 
     def on_device(self, hit: Hit) -> Hit:
         """As much of the hit as is on the device."""
-        starts = [
-            absent[0][0] * group.block_size
-            for group_id, (group, found, needed) in enumerate(
-                zip(self._groups, self.device_slots(hit), self.needed(hit.num_tokens), strict=True)
-            )
-            if (absent := self._absent(group_id, hit.chain, needed, found))
-        ]
-        return self.shorter(replace(hit, start=0), min(starts, default=hit.num_tokens))
+        end = hit.num_tokens
+        for group, found, needed in zip(self._groups, self.device_slots(hit), self.needed(hit.num_tokens), strict=True):
+            absent = found == ABSENT
+            if absent.any():
+                end = min(end, (needed.start + int(absent.argmax())) * group.block_size)
+        return self.shorter(replace(hit, start=0), end)
 
-    def resident_and_missing(self, hit: Hit) -> list[tuple[set[int], int]]:
+    def resident_and_missing(self, hit: Hit) -> list[tuple[npt.NDArray[np.int32], int]]:
         """For each group: the device slots that the hit's blocks are in already, and how many slots it would take."""
         result = []
         slots = self.device_slots(hit)
         for group_id, (found, needed) in enumerate(zip(slots, self.needed(hit.num_tokens), strict=True)):
-            absent = self._absent(group_id, hit.chain, needed, found)
-            missing = sum(self._arrivals.find(group_id, name) is None for _, name in absent)
-            result.append((set(found[found != ABSENT].tolist()), missing))
+            absent = _absent(found, needed)
+            missing = len(absent) - int(np.count_nonzero(self._are_coming(hit, group_id, absent)))
+            result.append((found[found != ABSENT], missing))
         return result
 
     def demand(self, hit: Hit, step: int) -> Demand | None:
@@ -134,46 +145,52 @@ class Promoter:
         Where a group forgets, every prefix is taken to need as much of its blocks as the whole hit.
         """
         absent = [
-            self._absent(group_id, hit.chain, needed, found)
-            for group_id, (found, needed) in enumerate(
-                zip(self.device_slots(hit), self.needed(hit.num_tokens), strict=True)
-            )
+            _absent(found, needed)
+            for found, needed in zip(self.device_slots(hit), self.needed(hit.num_tokens), strict=True)
         ]
         firsts = [
-            0 if group.forgets else blocks[0][0] * group.block_size // step
-            for group, blocks in zip(self._groups, absent, strict=True)
-            if blocks
+            0 if group.forgets else int(ids[0]) * group.block_size // step
+            for group, ids in zip(self._groups, absent, strict=True)
+            if len(ids)
         ]
         if not firsts:
             return None
         start = min(firsts)
         ends = np.arange(start, hit.num_tokens // step + 1, dtype=np.float64) * step
         moved = np.zeros((2, len(ends)))  # from disk, to the device
-        for group_id, (group, blocks) in enumerate(zip(self._groups, absent, strict=True)):
-            if blocks:
+        for group_id, (ids, host_slots) in enumerate(zip(absent, self._host_slots(hit, absent), strict=True)):
+            if len(ids):
                 # The first prefix that needs each block.
-                places = np.array([block_id for block_id, _ in blocks]) * group.block_size // step + 1 - start
-                places = np.ones_like(places) if group.forgets else places
-                for row, num_bytes in enumerate(self._to_move(group_id, [name for _, name in blocks])):
+                places = ids * self._groups[group_id].block_size // step + 1 - start
+                places = np.ones_like(places) if self._groups[group_id].forgets else places
+                for row, num_bytes in enumerate(self._to_move(hit, group_id, ids, host_slots)):
                     moved[row] += np.bincount(places, num_bytes, len(ends))
         disk_bytes, device_bytes = moved.cumsum(axis=1)
-        arrivals, transfers = self._arrivals, self._transfers
-        return Demand(
-            ends,
-            disk_bytes,
-            device_bytes,
-            self._landings.queued_bytes + transfers.pending_bytes(Route.DISK_TO_HOST),
-            arrivals.queued_to_upload + transfers.pending_bytes(Route.HOST_TO_DEVICE),
-        )
+        queued_disk_bytes = self._landings.queued_bytes + self._transfers.pending_bytes(Route.DISK_TO_HOST)
+        queued_device_bytes = self._arrivals.queued_to_upload + self._transfers.pending_bytes(Route.HOST_TO_DEVICE)
+        for group_id, memory in enumerate(self._memories):
+            num_read, num_copied = self._backlogs.num_queued(group_id)
+            queued_disk_bytes += num_read * memory.block_bytes
+            queued_device_bytes += num_copied * memory.block_bytes
+        return Demand(ends, disk_bytes, device_bytes, queued_disk_bytes, queued_device_bytes)
 
     def keep_warm(self, hit: Hit) -> None:
-        """Make the hit's host blocks the last to be evicted there: they are wanted, only not yet."""
-        self._refresh_host(hit.chain, hit.num_tokens)
+        """Make the hit's host blocks the last to be evicted there: they are wanted, only not yet. Not those of a hit
+        that is out of date, which have been."""
+        host = self._residency.host
+        if host is None or hit.as_of != self._residency.num_changes:
+            return
+        for group_id, (slots, needed) in enumerate(zip(hit.host_slots, self.needed(hit.num_tokens), strict=True)):
+            host.pools[group_id].refresh(slots[slots != ABSENT][::-1])
+            self._refreshes.add(hit.chain, group_id, self._groups[group_id].block_size, needed)
+        self._refreshes.go_on()
 
     def pump(self, window: int) -> None:
         """Go on with what is queued, and end promotions whose time is over."""
+        self._start_more(window)
         self._landings.pump(window)
         self._arrivals.pump()
+        self._refreshes.go_on()
         if not self._waiting:
             return
         now = self._clock()
@@ -186,15 +203,22 @@ class Promoter:
 
     def give_up(self, promotion: Promotion, reason: Reason) -> None:
         """Stop waiting: what has not arrived is left out."""
-        unwanted: set[Arrival] = set()
+        if self._backlogs.drop(promotion):
+            promotion.failure = reason
+        left: list[list[tuple[int, Arrival]]] = [[] for _ in self._groups]
         for arrival in promotion.waiting:
-            (block_id,) = [block_id for waiter, block_id in arrival.waiters if waiter is promotion]
-            arrival.waiters.remove((promotion, block_id))
-            self._leave_out(promotion, arrival, block_id, reason)
-            if not arrival.waiters:
-                unwanted.add(arrival)
+            place = next(i for i, (waiter, _) in enumerate(arrival.waiters) if waiter is promotion)
+            left[arrival.group_id].append((arrival.waiters.pop(place)[1], arrival))
         promotion.waiting.clear()
-        self._arrivals.drop(unwanted)
+        for group_id, blocks in enumerate(left):
+            if blocks:
+                promotion.failure = reason
+                blocks.sort(key=lambda block: block[0])
+                table, ids = np.frombuffer(promotion.tables[group_id], np.int32), [block_id for block_id, _ in blocks]
+                self._residency.device.pools[group_id].release(table[ids])
+                table[ids] = NO_SLOT
+                self._arrivals.drop([arrival for _, arrival in blocks if not arrival.waiters])
+        self._come_as_usual(promotion)
         self._finish_if_arrived(promotion)
 
     def _uploads_hang(self) -> None:
@@ -207,23 +231,31 @@ class Promoter:
         """A promotion's leases have ended before its caller had the beginning of a split prefix: what is on the device
         of that, whoever left it there, must outlive the rest."""
         for group_id in range(len(self._groups) if promotion.start else 0):
-            self._refresh_device(promotion, group_id, 0)
+            self._refresh_device(promotion, group_id, range(promotion.num_tokens // self._groups[group_id].block_size))
 
     def num_leases(self, tier: SlotTier, group_id: int) -> int:
-        """Leases that blocks under way hold on a pool, beside those of the promotions that wait for them."""
-        return self._arrivals.num_leases(tier, group_id)
+        """Leases that blocks to come hold on a pool, beside those of the promotions that wait for them."""
+        num_leases = self._arrivals.num_leases(tier, group_id)
+        return num_leases if tier is self._residency.device else num_leases + self._backlogs.num_host_leases(group_id)
 
     def num_waiting_leases(self, group_id: int) -> int:
         """Leases on device slots that belong to promotions not done yet."""
         return sum(slot != NO_SLOT for promotion in self._waiting for slot in promotion.tables[group_id])
 
+    def num_to_come(self, promotion: Promotion) -> list[int]:
+        """For each group, how many of a promotion's blocks have no slot yet, but are sure of one."""
+        return self._backlogs.num_left(promotion)
+
     def check(self) -> None:
         """Raise AssertionError if a block under way can be found already, or a promotion waits for what is not."""
         self._arrivals.check()
+        self._backlogs.check()
         under_way = set(self._arrivals)
         for promotion in self._waiting:
-            assert promotion.waiting, "a promotion waits for nothing"
+            assert promotion.waiting or promotion in self._backlogs, "a promotion waits for nothing"
             assert promotion.waiting <= under_way, "a promotion waits for a block that is not under way"
+        assert set(self._backlogs) <= self._waiting, "a promotion that is done has something to come"
+        assert self._kept_back.keys() <= set(self._backlogs), "blocks are kept back for nothing"
 
     def needed(self, num_tokens: int, start: int = 0) -> list[range]:
         """For each group, the blocks that a request reads which goes on after that many tokens, but for those before
@@ -240,28 +272,36 @@ class Promoter:
         parts = self.needed(hit.num_tokens, hit.start)
         return [found[part.start - needed.start :] for (found, needed), part in zip(whole, parts, strict=True)]
 
-    def _absent(
-        self, group_id: int, chain: BlockChain, needed: range, slots: npt.NDArray[np.int32]
-    ) -> list[tuple[int, BlockName]]:
-        """The needed blocks that are not on the device, with their names."""
-        absent = np.flatnonzero(slots == ABSENT).tolist()
-        if not absent:
-            return []
-        names = chain.names_of(self._groups[group_id].block_size, needed)
-        return [(needed.start + i, names[i]) for i in absent]
+    def _host_slots(self, hit: Hit, blocks: Sequence[BlockIds]) -> list[npt.NDArray[np.int32]]:
+        """For each group the host slots of these blocks of the hit, none of them on the device; ABSENT for others."""
+        host, result = self._residency.host, []
+        is_fresh = hit.as_of == self._residency.num_changes
+        for group_id, (ids, needed) in enumerate(zip(blocks, self.needed(hit.num_tokens), strict=True)):
+            if host is None:
+                result.append(np.full(len(ids), ABSENT, np.int32))
+            elif is_fresh:
+                result.append(hit.host_slots[group_id][ids - needed.start])
+            else:
+                result.append(host.pools[group_id].find_all(_names(hit.chain, self._groups[group_id].block_size, ids)))
+        return result
+
+    def _are_coming(self, hit: Hit, group_id: int, ids: BlockIds) -> npt.NDArray[np.bool_]:
+        """For each of these blocks of the hit whether it will have a slot on the device without this hit's doing."""
+        coming = self._backlogs.coming(hit.chain, group_id, ids)
+        if self._arrivals.any(group_id):
+            coming |= self._arrivals.are_coming(group_id, _names(hit.chain, self._groups[group_id].block_size, ids))
+        return coming
 
     def _to_move(
-        self, group_id: int, names: Sequence[BlockName]
+        self, hit: Hit, group_id: int, ids: BlockIds, host_slots: npt.NDArray[np.int32]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """For each of the blocks, none on the device, the bytes to read from disk and those to copy to the device."""
-        host, block_bytes = self._residency.host, self._memories[group_id].block_bytes
-        in_host = np.full(len(names), ABSENT) if host is None else host.pools[group_id].find_all(names)
-        disk_bytes = np.where(in_host == ABSENT, block_bytes, 0)
-        device_bytes = np.full(len(names), block_bytes)
-        for place, name in enumerate(names):
-            if self._arrivals.find(group_id, name) is not None:  # counted with what is queued, which it waits for
-                disk_bytes[place] = min(disk_bytes[place], 1)
-                device_bytes[place] = 1
+        block_bytes = self._memories[group_id].block_bytes
+        disk_bytes = np.where(host_slots == ABSENT, block_bytes, 0)
+        device_bytes = np.full(len(ids), block_bytes)
+        coming = self._are_coming(hit, group_id, ids)  # counted with what is queued, which it waits for
+        disk_bytes[coming] = np.minimum(disk_bytes[coming], 1)
+        device_bytes[coming] = 1
         return disk_bytes, device_bytes
 
     def _deficit(self, hit: Hit, slots: Sequence[npt.NDArray[np.int32]]) -> int:
@@ -269,11 +309,11 @@ class Promoter:
         worst = 0
         parts = self.needed(hit.num_tokens, hit.start)
         for group_id, (found, needed) in enumerate(zip(slots, parts, strict=True)):
-            absent = self._absent(group_id, hit.chain, needed, found)
-            if absent:
+            absent = _absent(found, needed)
+            if len(absent):
                 pool = self._residency.device.pools[group_id]
                 present = found[found != ABSENT]
-                new = sum(self._arrivals.find(group_id, name) is None for _, name in absent)
+                new = len(absent) - int(np.count_nonzero(self._are_coming(hit, group_id, absent)))
                 taken = new + len(present) - pool.num_leased(present)
                 worst = max(worst, (taken - pool.num_free) * self._groups[group_id].block_size)
         return worst
@@ -283,30 +323,41 @@ class Promoter:
 
         def first_hole(group_id: int, start: int, end: int) -> int:
             names = hit.chain.names_of(self._groups[group_id].block_size, range(start, end))
-            return start + self._residency.locate(group_id, names)[1]
+            return start + self._residency.locate(group_id, names).num_found
 
+        is_fresh = hit.as_of == self._residency.num_changes and not self._residency.is_cut_off
+        if is_fresh and not any(group.forgets for group in self._groups):  # then every prefix of a hit is one
+            longest = max(hit.start, min(hit.num_tokens, num_tokens) // self._alignment * self._alignment)
+            ends = [needed.stop for needed in self.needed(longest)]
+            hit = replace(
+                hit,
+                device_slots=[slots[:end] for slots, end in zip(hit.device_slots, ends, strict=True)],
+                host_slots=[slots[:end] for slots, end in zip(hit.host_slots, ends, strict=True)],
+            )
+            return hit if longest == hit.num_tokens else replace(hit, num_tokens=longest, partial=None)
         longest = max(hit.start, longest_hit(max(0, num_tokens), self._groups, first_hole))
         if longest == hit.num_tokens:
             return replace(hit, as_of=-1)
         return replace(hit, num_tokens=longest, partial=None, as_of=-1)
 
-    def _lease_what_is_there(self, promotion: Promotion, slots: Sequence[npt.NDArray[np.int32]]) -> list[list[int]]:
+    def _lease_what_is_there(self, promotion: Promotion, slots: Sequence[npt.NDArray[np.int32]]) -> list[BlockIds]:
         """Lease device blocks and join arrivals, in all groups, before a slot is taken; the blocks that are neither."""
-        missing: list[list[int]] = []
+        missing: list[BlockIds] = []
         parts = self.needed(promotion.num_tokens, promotion.start)
         for group_id, (found, needed) in enumerate(zip(slots, parts, strict=True)):
             promotion.tables[group_id].frombytes(found.tobytes())
-            absent = self._absent(group_id, promotion.chain, needed, found)
-            self._residency.device.pools[group_id].lease(found[found != ABSENT] if absent else found)
-            missing.append([])
-            for block_id, name in absent:
-                if (arrival := self._arrivals.find(group_id, name)) is not None:
-                    self._join(promotion, block_id, arrival)
-                else:
-                    missing[-1].append(block_id)
+            absent = _absent(found, needed)
+            self._residency.device.pools[group_id].lease(found[found != ABSENT] if len(absent) else found)
+            if len(absent) and self._arrivals.any(group_id):
+                names = _names(promotion.chain, self._groups[group_id].block_size, absent)
+                coming = self._arrivals.are_coming(group_id, names)
+                joined = [self._arrivals.find(group_id, names[place]) for place in np.flatnonzero(coming).tolist()]
+                self._join(promotion, group_id, absent[coming], [arrival for arrival in joined if arrival is not None])
+                absent = absent[~coming]
+            missing.append(absent)
         return missing
 
-    def _copy_partial(self, promotion: Promotion, hit: Hit, missing: Sequence[Sequence[int]], window: int) -> None:
+    def _copy_partial(self, promotion: Promotion, hit: Hit, window: int) -> None:
         """Copy the block that shares the prompt's next tokens into one of the request's own, in all groups or in none.
 
         The copy is on the stream that computes: what wrote the block comes before it, what goes on from it after.
@@ -319,7 +370,7 @@ class Promoter:
             return
         for pool, source in zip(pools, sources, strict=True):  # lent: a word in common makes no document a recent one
             pool.lend([source])
-        if all(pool.num_free > len(blocks) for pool, blocks in zip(pools, missing, strict=True)):
+        if all(pool.num_free > 0 for pool in pools):
             for group_id, source in enumerate(sources):
                 target = self._residency.take(self._residency.device, group_id, 1, window)
                 assert target is not None, "fewer free slots than a moment ago"
@@ -333,14 +384,102 @@ class Promoter:
                 if pool.is_free(source):
                     self._residency.evict(self._residency.device, group_id, [source])
 
-    def _join(self, promotion: Promotion, block_id: int, arrival: Arrival) -> None:
-        self._residency.device.pools[arrival.group_id].lease([arrival.device_slot])
-        promotion.tables[arrival.group_id][block_id] = arrival.device_slot
-        step = self._groups[arrival.group_id].block_size // promotion.chain.block_size
-        for place in range(block_id * step, (block_id + 1) * step):
-            promotion.depths[place] = max(promotion.depths[place], arrival.source.depth)
-        promotion.waiting.add(arrival)
-        arrival.waiters.append((promotion, block_id))
+    def _start_more(self, window: int) -> None:
+        """Put more of the backlogs under way, those first that began first."""
+        num_left = PART
+        for promotion in self._backlogs:
+            while num_left > 0 and promotion in self._backlogs:
+                most = num_left
+                if promotion not in self._kept_back:
+                    most = min(most, MOST_UNDER_WAY - len(promotion.waiting))
+                num_started = self._start_part(promotion, most, window) if most > 0 else 0
+                if not num_started:
+                    break
+                num_left -= num_started
+        self.could_start_more = num_left <= 0
+        for promotion in [there for there in self._kept_back if there not in self._backlogs]:
+            if promotion.waiting:
+                promotion.gate = self._arrivals.by_layers(self._kept_back[promotion])
+            if promotion.gate is None:
+                self._come_as_usual(promotion)
+            else:
+                del self._kept_back[promotion]
+
+    def _start_part(self, promotion: Promotion, most: int, window: int) -> int:
+        """Put the first blocks of a backlog under way; how many left it."""
+        group_id, ids = self._backlogs.first(promotion, most)
+        pool = self._residency.device.pools[group_id]
+        here = pool.find_all(_names(promotion.chain, self._groups[group_id].block_size, ids))
+        if (here != ABSENT).any():  # they were computed meanwhile
+            self._use(promotion, group_id, ids[here != ABSENT], here[here != ABSENT])
+            return int(np.count_nonzero(here != ABSENT))
+        if pool.num_free < 0:  # copies down lease some of what is reserved, for a moment
+            return 0
+        sources, wanted = self._backlogs.take(promotion, group_id, ids)
+        taken = self._residency.take(self._residency.device, group_id, len(ids), window)
+        assert taken is not None, "fewer slots are free than were reserved"
+        arrivals = self._arrivals.start(promotion.chain, group_id, ids.tolist(), taken, sources.tolist())
+        for waiter, is_wanted in wanted:
+            joined = arrivals
+            if not is_wanted.all():
+                joined = [arrivals[place] for place in np.flatnonzero(is_wanted).tolist()]
+            self._join(waiter, group_id, ids[is_wanted], joined)
+            if waiter is not promotion:
+                self._come_as_usual(waiter)
+        if promotion in self._kept_back:
+            self._kept_back[promotion] += arrivals
+        else:
+            self._arrivals.upload(arrivals)
+        return len(ids)
+
+    def _use(self, promotion: Promotion, group_id: int, ids: BlockIds, slots: npt.NDArray[np.int32]) -> None:
+        """Blocks of backlogs are on the device, in these slots."""
+        sources, wanted = self._backlogs.take(promotion, group_id, ids)
+        if self._residency.host is not None:
+            self._residency.host.pools[group_id].release(sources[sources != ABSENT][::-1])
+        for waiter, is_wanted in wanted:
+            self._residency.device.pools[group_id].lease(slots[is_wanted])
+            np.frombuffer(waiter.tables[group_id], np.int32)[ids[is_wanted]] = slots[is_wanted]
+        for waiter, _ in wanted:
+            self._finish_if_arrived(waiter)
+
+    def _come_as_usual(self, promotion: Promotion) -> None:
+        """A promotion's blocks do not come layer by layer."""
+        self._arrivals.upload(arrival for arrival in self._kept_back.pop(promotion, ()) if arrival.waiters)
+
+    def _join(self, promotion: Promotion, group_id: int, ids: BlockIds, arrivals: Sequence[Arrival]) -> None:
+        """Have a promotion wait for these, which bring its blocks *ids*."""
+        slots = np.array([arrival.device_slot for arrival in arrivals], np.int32)
+        self._residency.device.pools[group_id].lease(slots)
+        np.frombuffer(promotion.tables[group_id], np.int32)[ids] = slots
+        promotion.waiting.update(arrivals)
+        for block_id, arrival in zip(ids.tolist(), arrivals, strict=True):
+            arrival.waiters.append((promotion, block_id))
+
+    def _note_depths(
+        self, promotion: Promotion, blocks: Sequence[BlockIds], host_slots: Sequence[npt.NDArray[np.int32]]
+    ) -> None:
+        """Where the blocks come from: those that are under way already, and those of the backlog."""
+        depths = np.frombuffer(promotion.depths, np.uint8)
+        by_name = [
+            (block_id, a.group_id, a.source.depth)
+            for a in promotion.waiting
+            for w, block_id in a.waiters
+            if w is promotion
+        ]
+        for group_id, (group, ids, slots) in enumerate(zip(self._groups, blocks, host_slots, strict=True)):
+            joined = [(block_id, depth) for block_id, joined_group, depth in by_name if joined_group == group_id]
+            all_ids = np.concatenate([ids, np.array([block_id for block_id, _ in joined], np.int64)])
+            sources = np.concatenate(
+                [
+                    np.where(slots == ABSENT, Tier.DISK.depth, Tier.HOST.depth).astype(np.uint8),
+                    np.array([depth for _, depth in joined], np.uint8),
+                ]
+            )
+            step = group.block_size // promotion.chain.block_size
+            for place in range(step):
+                places = all_ids * step + place
+                depths[places] = np.maximum(depths[places], sources)
 
     def _count_unneeded_with_next(self, promotion: Promotion) -> None:
         starts = zip(self.needed(promotion.num_tokens), self._groups, strict=True)
@@ -354,6 +493,10 @@ class Promoter:
             promotion.waiting.discard(arrival)
             if failure is not None:
                 self._leave_out(promotion, arrival, block_id, failure)
+                # Whatever the groups are: no prefix that goes beyond this block can be resumed any more.
+                self._backlogs.drop(promotion, block_id * self._groups[arrival.group_id].block_size)
+                if promotion not in self._backlogs:
+                    self._come_as_usual(promotion)
             self._finish_if_arrived(promotion)
 
     def _leave_out(self, promotion: Promotion, arrival: Arrival, block_id: int, failure: Reason) -> None:
@@ -363,63 +506,61 @@ class Promoter:
 
     def _finish_if_arrived(self, promotion: Promotion) -> None:
         """Once nothing is under way: cut the prefix at what cannot be resumed, and hand its leases to the caller."""
-        if promotion.waiting or promotion.done:
+        if promotion.waiting or promotion.done or promotion in self._backlogs:
             return
         if promotion.failure is not None:
             self._cut(promotion, promotion.failure)
         promotion.done = True
         if promotion.depths.count(Tier.DEVICE.depth, 0, promotion.num_blocks) < promotion.num_blocks:
-            self._refresh_host(promotion.chain, promotion.num_tokens)
-            self._touch_on_disk(promotion)
+            from_disk = (np.frombuffer(promotion.depths, np.uint8) == Tier.DISK.depth).tobytes()
+            for group_id, needed in enumerate(self.needed(promotion.num_tokens)):
+                size = self._groups[group_id].block_size
+                self._refreshes.add(promotion.chain, group_id, size, needed, from_disk)
         self._waiting.discard(promotion)
         self._hand_over(promotion)
 
     def _cut(self, promotion: Promotion, failure: Reason) -> None:
         """Shorten the prefix to what can be resumed with the blocks that did arrive."""
-        tables = promotion.tables
+        tables = [np.array(table, np.int32) for table in promotion.tables]
 
         def first_hole(group_id: int, start: int, end: int) -> int:
             start = max(start, promotion.start // self._groups[group_id].block_size)
-            return next((i for i in range(start, end) if tables[group_id][i] == NO_SLOT), end)
+            holes = tables[group_id][start:end] == NO_SLOT
+            return start + int(holes.argmax()) if holes.any() else end
 
         usable = longest_hit(promotion.num_tokens, self._groups, first_hole)
         for group_id, needed in enumerate(self.needed(usable)):
             table = tables[group_id]
-            unneeded = [slot for i, slot in enumerate(table) if slot != NO_SLOT and i not in needed]
-            self._residency.device.pools[group_id].release(unneeded[::-1])
-            tables[group_id] = array("i", [NO_SLOT]) * needed.start + table[needed.start : needed.stop]
+            unneeded = table.copy()
+            unneeded[needed.start : needed.stop] = NO_SLOT
+            self._residency.device.pools[group_id].release(unneeded[unneeded != NO_SLOT][::-1])
+            end = promotion.num_tokens // self._groups[group_id].block_size  # then a copy may follow, of no name
+            behind = np.flatnonzero(unneeded[needed.stop : end] != NO_SLOT) + needed.stop
+            table[: needed.start] = NO_SLOT
+            promotion.tables[group_id] = array("i", table[: needed.stop].tobytes())
             # Meanwhile somebody may have filled the hole, and left: what is behind it must not outlive that.
-            self._refresh_device(promotion, group_id, 0 if promotion.start else needed.stop)
+            if promotion.start:
+                self._refresh_device(promotion, group_id, range(usable // self._groups[group_id].block_size))
+            if len(behind):
+                self._refresh_device(promotion, group_id, range(needed.stop, int(behind[-1]) + 1))
         promotion.misses = promotion.misses.cut(promotion.num_tokens, failure)
         promotion.num_tokens, promotion.num_copied = usable, 0
 
-    def _refresh_device(self, promotion: Promotion, group_id: int, start: int) -> None:
-        """Make the prefix's device blocks from *start* on that nobody leases the most recent, its tail the least."""
+    def _refresh_device(self, promotion: Promotion, group_id: int, blocks: range) -> None:
+        """Make those of the prefix's device blocks that nobody leases the most recent, the tail the least."""
         size, pool = self._groups[group_id].block_size, self._residency.device.pools[group_id]
-        slots = pool.find_all(promotion.chain.names_of(size, range(start, promotion.num_tokens // size)))[::-1]
+        slots = pool.find_all(promotion.chain.names_of(size, blocks))[::-1]
         pool.refresh(slots[slots != ABSENT])
 
-    def _refresh_host(self, chain: BlockChain, num_tokens: int) -> None:
-        """Make these blocks the most recent in host memory, the prefix's tail still being evicted first of them."""
-        if self._residency.host is None:
-            return
-        for group_id, needed in enumerate(self.needed(num_tokens)):
-            pool = self._residency.host.pools[group_id]
-            slots = pool.find_all(chain.names_of(self._groups[group_id].block_size, needed))[::-1]
-            in_host = slots[slots != ABSENT]
-            pool.refresh(in_host)
-            self._residency.used_in_host(group_id, in_host.tolist())
 
-    def _touch_on_disk(self, promotion: Promotion) -> None:
-        """Make what came from disk the most recent there; not done while the lane to disk is full."""
-        disk = self._residency.disk
-        if disk is None or Tier.DISK.depth not in promotion.depths[: promotion.num_blocks]:
-            return
-        keys = []
-        for group_id, needed in enumerate(self.needed(promotion.num_tokens)):
-            size = self._groups[group_id].block_size
-            step = size // promotion.chain.block_size
-            names = promotion.chain.names_of(size, needed)
-            from_disk = [promotion.depths[(i + 1) * step - 1] == Tier.DISK.depth for i in needed]
-            keys += [disk.key(group_id, name) for name in reversed(list(compress(names, from_disk)))]
-        self._transfers.submit(Route.HOST_TO_DISK, lambda: disk.touch(keys), 0, lambda transfer: None)
+def _absent(found: npt.NDArray[np.int32], needed: range) -> BlockIds:
+    """Those of the needed blocks that are not on the device, where they were found or not."""
+    return needed.start + np.flatnonzero(found == ABSENT)
+
+
+def _names(chain: BlockChain, block_size: int, ids: BlockIds) -> Sequence[BlockName]:
+    """The names of these blocks, which are in order."""
+    if len(ids) and int(ids[-1]) - int(ids[0]) == len(ids) - 1:
+        return chain.names_of(block_size, range(int(ids[0]), int(ids[-1]) + 1))
+    step = block_size // chain.block_size
+    return [chain.names[(i + 1) * step - 1] for i in ids.tolist()]

@@ -67,9 +67,10 @@ class Hit:
     num_tokens: int  # of them found
     misses: Misses
     partial: PartialHit | None = None
-    # For each group the device slots of the blocks it needs, ABSENT for those further down, and as of which
-    # `Residency.num_changes`.
+    # For each group the slots of the blocks it needs on the device, and in host memory of those that are not there,
+    # ABSENT for those elsewhere, and as of which `Residency.num_changes`.
     device_slots: Sequence[npt.NDArray[np.int32]] = ()
+    host_slots: Sequence[npt.NDArray[np.int32]] = ()
     as_of: int = -1
     start: int = 0  # of a split hit: tokens before it that are not on the device are computed, not loaded
 

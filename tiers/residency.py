@@ -1,9 +1,10 @@
 """Residency: which block is in which tier, and how a slot is taken from the block that can best be spared."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,16 +64,16 @@ class SlotTier:
         oldest = pool.victims(num_slots)
         if not dirty.any_among(oldest):
             return oldest
-        clean = self.oldest_clean(group_id, num_slots + window)[:num_slots]
+        clean = self.oldest_clean(group_id, num_slots + window, num_slots)
         passed_over = oldest[np.isin(oldest, clean, invert=True)]
         return np.concatenate([clean, passed_over[: num_slots - len(clean)]])
 
-    def oldest_clean(self, group_id: int, window: int) -> Ids:
-        """Of the *window* oldest cached slots those whose block may go: it will still be found below."""
+    def oldest_clean(self, group_id: int, window: int, most: int) -> Ids:
+        """Of the *window* oldest cached slots up to *most* whose block may go: it will still be found below."""
         if not self.is_spilled:
             return NOTHING
         oldest = self.pools[group_id].oldest(window)
-        return oldest[~self.dirty[group_id].among(oldest)]
+        return oldest[~self.dirty[group_id].among(oldest)][:most]
 
     def check(self) -> None:
         """Raise AssertionError if a pool's books disagree or a slot without a block is dirty."""
@@ -81,6 +82,15 @@ class SlotTier:
             dirty.check()
             assert self.is_spilled or not dirty, f"{self.tier}: dirty slots, and no tier to spill to"
             assert pool.are_named(dirty.oldest(len(dirty))).all(), f"{self.tier}: a slot without a block is dirty"
+
+
+class Located(NamedTuple):
+    """Where blocks are: their slots on the device, for those that are not there their slots in host memory, ABSENT for
+    those elsewhere; and how many come before one that no tier has."""
+
+    device_slots: npt.NDArray[np.int32]
+    host_slots: npt.NDArray[np.int32]
+    num_found: int
 
 
 class Residency:
@@ -136,23 +146,27 @@ class Residency:
             return Tier.DISK
         return None
 
-    def locate(self, group_id: int, names: Sequence[BlockName]) -> tuple[npt.NDArray[np.int32], int]:
-        """The device slots of the blocks, ABSENT for those elsewhere, and how many come before one that no tier has."""
+    def locate(self, group_id: int, names: Sequence[BlockName]) -> Located:
+        """Where the blocks are."""
+        nowhere = np.full(len(names), ABSENT, np.int32)
         if names and self.tier_of(group_id, names[0]) is None:  # a prompt never seen costs one question
-            return np.full(len(names), ABSENT, np.int32), 0
+            return Located(nowhere, nowhere, 0)
         slots = self.device.pools[group_id].find_all(names)
-        absent = np.flatnonzero(slots == ABSENT).tolist()
-        if absent and self.is_cut_off:
-            return slots, absent[0]
-        rest = names if len(absent) == len(names) else [names[i] for i in absent]
-        if absent and self.host is not None:
-            not_in_host = self.host.pools[group_id].find_all(rest) == ABSENT
-            if not not_in_host.all():
-                absent, rest = list(compress(absent, not_in_host)), list(compress(rest, not_in_host))
-        if not absent:
-            return slots, len(names)
-        on_disk = 0 if self.disk is None else self.disk.num_held(group_id, rest)
-        return slots, len(names) if on_disk == len(absent) else absent[on_disk]
+        absent = np.flatnonzero(slots == ABSENT)
+        if len(absent) and self.is_cut_off:
+            return Located(slots, nowhere, int(absent[0]))
+        host_slots = nowhere
+        if len(absent) and self.host is not None:
+            found = self.host.pools[group_id].find_all(_picked(names, absent))
+            if len(absent) == len(names):
+                host_slots = found
+            else:
+                host_slots[absent] = found
+            absent = absent[found == ABSENT]
+        if not len(absent):
+            return Located(slots, host_slots, len(names))
+        on_disk = 0 if self.disk is None else self.disk.num_held(group_id, _picked(names, absent))
+        return Located(slots, host_slots, len(names) if on_disk == len(absent) else int(absent[on_disk]))
 
     def why_missing(self, names: Iterable[BlockName]) -> Reason:
         """Why no tier has one of these blocks: the tier that dropped the last copy, as far as is remembered."""
@@ -192,7 +206,9 @@ class Residency:
             return slots
         return pool.allocate(num_slots)
 
-    def num_clean(self, tier: SlotTier, group_id: int, window: int, besides: Set[int]) -> int:
+    def num_clean(
+        self, tier: SlotTier, group_id: int, window: int, besides: npt.NDArray[np.integer[Any]] = NOTHING
+    ) -> int:
         """How many slots could be taken now, blank or among the *window* oldest, without losing a last copy.
 
         The slots *besides* are about to be leased: neither they nor their places count.
@@ -201,8 +217,10 @@ class Residency:
         if not tier.is_spilled:
             return pool.num_blank
         oldest = pool.oldest(window + len(besides))
-        if besides:
-            oldest = oldest[np.isin(oldest, list(besides), invert=True)]
+        if len(besides):
+            counts = np.ones(pool.num_slots, np.bool_)
+            counts[besides] = False
+            oldest = oldest[counts[oldest]]
         return pool.num_blank + int(np.count_nonzero(~dirty.among(oldest[:window])))
 
     def take_clean(self, tier: SlotTier, group_id: int, num_slots: int, window: int) -> list[int]:
@@ -210,7 +228,7 @@ class Residency:
         pool = tier.pools[group_id]
         missing = num_slots - pool.num_blank
         if missing > 0:
-            self.evict(tier, group_id, tier.oldest_clean(group_id, missing + window)[:missing])
+            self.evict(tier, group_id, tier.oldest_clean(group_id, missing + window, missing))
         return pool.allocate(min(num_slots, pool.num_blank)) or []
 
     def evict(self, tier: SlotTier, group_id: int, slots: Slots) -> None:
@@ -240,29 +258,57 @@ class Residency:
             self._tails[group_id].add(name)
 
     def came_up(
-        self, group_id: int, slot: int, name: BlockName, tenant: bytes, chain: BlockChain | None, block_id: int
-    ) -> int:
-        """A block has arrived in a leased device slot: block *block_id* of *chain*, if somebody still wants it.
+        self,
+        group_id: int,
+        slots: Sequence[int],
+        names: Sequence[BlockName],
+        tenants: Sequence[bytes],
+        chain: BlockChain | None,
+        start: int,
+    ) -> list[int]:
+        """Blocks have arrived in leased device slots: those of *chain* from *start* on, if somebody still wants them.
 
-        The slot to use: another one, if the block was computed there meanwhile.
+        The slots to use: another one, where the block was computed there meanwhile.
         """
-        pool = self.device.pools[group_id]
+        pool, ids, used = self.device.pools[group_id], np.array(slots, np.intp), list(slots)
         if chain is not None and chain.block_size == self._block_sizes[group_id]:
-            taken = pool.commit([slot], chain.names, block_id)
+            taken = pool.commit(slots, chain.names, start)
         else:
-            taken = pool.commit([slot], [name])
-        if taken:
-            holder = pool.find(name)
+            taken = pool.commit(slots, names)
+        for place in taken:
+            holder = pool.find(names[place])
             assert holder is not None, "a name was taken by nobody"
-            return holder
-        self.tenants.computed(group_id, np.array([slot], np.intp), tenant)
+            used[place] = holder
+        if taken:
+            is_new = np.ones(len(ids), np.bool_)
+            is_new[taken] = False
+            for place in np.flatnonzero(is_new).tolist():
+                self._is_up(
+                    group_id, ids[place : place + 1], names[place : place + 1], tenants[place], chain, start + place
+                )
+        elif tenants.count(tenants[0]) == len(tenants):
+            self._is_up(group_id, ids, names, tenants[0], chain, start)
+        else:
+            for place, tenant in enumerate(tenants):
+                self._is_up(group_id, ids[place : place + 1], names[place : place + 1], tenant, chain, start + place)
+        return used
+
+    def _is_up(
+        self,
+        group_id: int,
+        slots: Ids,
+        names: Sequence[BlockName],
+        tenant: bytes,
+        chain: BlockChain | None,
+        start: int,
+    ) -> None:
+        self.tenants.computed(group_id, slots, tenant)
         if self.siblings is not None and group_id == self._siblings_group:
             if chain is not None:
-                self.siblings.record(np.array([slot], np.intp), chain, block_id)
+                self.siblings.record(slots, chain, start)
             else:
-                self.siblings.forget(np.array([slot], np.intp))
-        self._tell_stored(Tier.DEVICE, group_id, [name], chain, block_id)
-        return slot
+                self.siblings.forget(slots)
+        self._tell_stored(Tier.DEVICE, group_id, names, chain, start)
 
     def came_to_host(
         self, group_id: int, slots: Ids, names: Sequence[BlockName], start: int, digests: bytes, tenants: OwnerNumbers
@@ -286,11 +332,31 @@ class Residency:
             self._tell_stored(Tier.HOST, group_id, names)
         return taken
 
-    def came_alone_to_host(self, group_id: int, slot: int, name: BlockName, digest: bytes, ties: Ties) -> bool:
-        """The same for one block; False if another slot has it already."""
-        names = [name] if ties.parent is None else [ties.parent, name]
-        tenants = np.array([number_of(ties.tenant)], np.uint64)
-        return not self.came_to_host(group_id, np.array([slot], np.intp), names, len(names) - 1, digest, tenants)
+    def all_came_to_host(
+        self,
+        group_id: int,
+        slots: Sequence[int],
+        names: Sequence[BlockName],
+        digests: Sequence[bytes],
+        ties: Sequence[Ties],
+    ) -> list[int]:
+        """The same for blocks of any chains; those of the slots whose block no other slot has already."""
+        new, start = list[int](), 0
+        for end in range(1, len(slots) + 1):
+            if end < len(slots) and ties[end] == Ties(names[end - 1], ties[start].tenant):
+                continue
+            row, parent = names[start:end], ties[start].parent
+            taken = self.came_to_host(
+                group_id,
+                np.array(slots[start:end], np.intp),
+                row if parent is None else [parent, *row],
+                int(parent is not None),
+                b"".join(digests[start:end]),
+                np.full(end - start, number_of(ties[start].tenant), np.uint64),
+            )
+            new += [slot for place, slot in enumerate(slots[start:end]) if place not in taken]
+            start = end
+        return new
 
     def ties_in_host(self, group_id: int, slot: int) -> Ties:
         """What the block in the host slot is tied to. To no parent where a group forgets: it needs no more than its
@@ -550,8 +616,10 @@ class Residency:
         for tier in (self.device, self.host):
             if tier is not None and tier is not besides and not tier.pools[group_id].has_none(rest):
                 rest = list(compress(rest, (tier.pools[group_id].find_all(rest) == ABSENT).tolist()))
-        disk = self.disk
-        return rest if disk is None else [name for name in rest if not disk.holds(group_id, name)]
+        if self.disk is None or not self.disk.is_readable:
+            return rest
+        is_on_disk = self.disk.index.holds
+        return [name for name in rest if not is_on_disk(group_id, name)]
 
     def _tell_stored(
         self,
@@ -575,3 +643,8 @@ class Residency:
     def _tell(self, event: Event) -> None:
         if self._events is not None:
             self._events.append(event)
+
+
+def _picked(names: Sequence[BlockName], places: npt.NDArray[np.int64]) -> Sequence[BlockName]:
+    """Those of the names; *places* are distinct."""
+    return names if len(places) == len(names) else [names[i] for i in places.tolist()]

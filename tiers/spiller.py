@@ -97,10 +97,11 @@ class Spiller:
         if not is_bus_free:
             ahead = -(-ahead // 2)
         for group_id, wanted in enumerate(demand):
-            window = ahead + wanted
+            pool = self._residency.device.pools[group_id]
+            window = ahead + wanted + pool.num_reserved
             if not self._is_clean(group_id, window):
                 self._clean(group_id, window, self._beyond(group_id) if is_bus_free else 0)
-            short = window - self._residency.device.pools[group_id].num_free
+            short = ahead + wanted - pool.num_free
             if short > 0:  # what running requests leave will be taken at once
                 self.copy_down(group_id, self._residency.device.dirty[group_id].oldest(2 * short))
 
@@ -130,7 +131,7 @@ class Spiller:
         """Whether the host could take a window of blocks, and the *demand* by group, without losing a last copy."""
         host, window = self._residency.host, self._window.num_blocks
         return host is None or all(
-            self._residency.num_clean(host, group_id, window + wanted, besides=frozenset()) >= window + wanted
+            self._residency.num_clean(host, group_id, window + wanted) >= window + wanted
             for group_id, wanted in enumerate(demand)
         )
 

@@ -72,8 +72,10 @@ class TransferEngine:
         self._in_flight += 1
         return True
 
-    def poll(self, timeout_s: float = 0.0) -> int:
-        """Deliver every finished transfer; wait up to *timeout_s* for the first. Returns how many there were."""
+    def poll(self, timeout_s: float = 0.0, goes_on: Callable[[], bool] = lambda: True) -> int:
+        """Deliver every finished transfer; wait up to *timeout_s* for the first. Returns how many there were.
+
+        *goes_on* is asked after each; when it says no, the rest stays for the next time."""
         num_delivered = 0
         while self._in_flight:
             try:
@@ -84,6 +86,8 @@ class TransferEngine:
             self._in_flight -= 1
             num_delivered += 1
             transfer.deliver(transfer)
+            if not goes_on():
+                break
         return num_delivered
 
     def num_pending(self, route: Route) -> int:

@@ -12,7 +12,7 @@ from chaos import World
 from kvtier.store.blob_store import BlobStore
 from kvtier.store.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers import arrivals
+from kvtier.tiers import arrivals, holds, landings, promoter, refreshes
 from kvtier.tiers.block_hash import BlockChain
 from kvtier.tiers.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
 from kvtier.tiers.holds import Hold
@@ -174,7 +174,7 @@ class Simulation:
         if self.holds and self.rng.random() < 0.6:
             hold = self.rng.choice(self.holds)
             self.holds.remove(hold)
-            self.whole += hold.is_whole and bool(hold.slots)
+            self.whole += hold.is_whole and hold.num_bytes > 0
             self.cache.end_hold(hold)
         num_tokens = self.rng.randrange(1, 60)
         hold = self.cache.hold(self.world.chain(self.rng.choice(DOCUMENTS), num_tokens), num_tokens)
@@ -233,6 +233,16 @@ def seeds(count: int) -> list[int]:
 DISK_QUOTAS = {tenant_of(document): 5 * 4608 for document in DOCUMENTS[:4]}
 
 
+PARTS = [  # what is done at once, and how much is under way at most
+    (promoter, "PART", [1, 3, 128]),
+    (promoter, "MOST_UNDER_WAY", [1, 4, 512]),
+    (holds, "PART", [1, 3, 128]),
+    (holds, "MOST_UNDER_WAY", [1, 4, 512]),
+    (landings, "BATCH_BLOCKS", [1, 2, 64]),
+    (refreshes, "PART", [1, 3, 128]),
+]
+
+
 def run(groups: Sequence[AttentionGroup], store: BlobStore, seed: int, num_steps: int) -> Simulation:
     rng = random.Random(seed)
     sizes = [rng.choice([48, 64, 96]) for _ in groups]
@@ -242,9 +252,12 @@ def run(groups: Sequence[AttentionGroup], store: BlobStore, seed: int, num_steps
     by_layers = rng.random() < 0.5
     world = World(groups, sizes, *slots, store, rng, failing, budget, host_quotas=quotas, by_layers=by_layers)
     simulation = Simulation(world, groups)
-    for _ in range(num_steps):
-        simulation.step()
-    simulation.finish()
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, sizes in PARTS:
+            patch.setattr(module, name, rng.choice(sizes))
+        for _ in range(num_steps):
+            simulation.step()
+        simulation.finish()
     return simulation
 
 
