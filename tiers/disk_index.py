@@ -2,12 +2,13 @@
 
 from collections import deque
 from collections.abc import Container, Iterator, Sequence
+from itertools import compress
 
 from kvtier.tiers.block_hash import BlockName
 from kvtier.tiers.name_set import NameSet, Rows, names_of, rows_of
 
 FEW = 48  # names; up to here one by one is faster than all at once (measured)
-BUCKETS_AT_ONCE = 256  # names of so many are forgotten in a call: some 900
+BUCKETS_AT_ONCE = 128  # names of so many are forgotten in a call: some 450
 
 
 class DiskIndex:
@@ -42,6 +43,11 @@ class DiskIndex:
             return next((i for i, name in enumerate(names) if name not in held), len(names))
         is_held = held.holds(rows_of(names))
         return len(names) if is_held.all() else int(is_held.argmin())
+
+    def not_held(self, group_id: int, names: Sequence[BlockName]) -> list[BlockName]:
+        """Those of *names* that are not on disk."""
+        held = self._names.get(group_id)
+        return list(names) if held is None else list(compress(names, ~held.holds(rows_of(names))))
 
     def find_any(self, besides: Container[tuple[int, BlockName]]) -> tuple[int, BlockName] | None:
         """Group and name of some block on disk that is none of *besides*; None if none was found, by this call."""

@@ -466,7 +466,7 @@ class Residency:
         group_id, names = self.disk.index.forget_some() or (0, [])
         if self._events is None or group_id >= len(self._block_sizes):
             return
-        if gone := [name for name in names if not self.disk.index.holds(group_id, name)]:
+        if gone := self.disk.index.not_held(group_id, names):
             self._tell(BlockRemoved(Tier.DISK, group_id, gone))
 
     def mark_uncopied(self, num_at_once: int) -> Iterator[None]:
