@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvtier.tiers.block_hash import BlockName
 from kvtier.tiers.growing_rows import GrowingRows
-from kvtier.tiers.runs import NO_SPOT, Row, Runs
+from kvtier.tiers.runs import NO_SPOT, Row, Runs, Span
 from kvtier.tiers.slot_index import SlotIndex
 
 Ids = npt.NDArray[np.intp]  # slots as numpy indexes with; from any other integers it makes these each time, in 1.3 us
@@ -22,8 +22,8 @@ FEW = 16
 SWEPT = 2  # entries for each that is released: while the order is swept it grows by half of what it has
 MOST_PLACES = 1 << 30
 MANY = 128  # slots; from about here on numpy calls beat a loop over ints (measured)
-LOOKED_AHEAD = 8  # times as many slots at the eviction end are looked at as are wanted now
-MOST_LOOKED_AT = 512
+LOOKED_AHEAD = 16  # times as many slots at the eviction end are looked at as are wanted now
+MOST_LOOKED_AT = 1024
 
 
 @dataclass(slots=True)
@@ -33,20 +33,19 @@ class Front:
 
     begin: int
     ids: Ids
-    slots: list[int]
-    names: list[BlockName]
-    rows: list[Row]
-    next_row: int = 0  # those before it are gone
+    spans: list[Span]
+    next_span: int = 0  # those before it are gone
 
-    def take_rows(self, start: int, end: int) -> list[tuple[int, int]]:
-        """The run of each row between these places, and how many of its blocks are; they are gone then."""
+    def take(self, start: int, end: int) -> list[Span]:
+        """The spans between these places, or parts of them; they are gone then."""
         taken = []
         while start < end:
-            row = self.rows[self.next_row]
-            if row.end > start:
-                taken.append((row.run_id, min(row.end, end) - start))
-                start = min(row.end, end)
-            self.next_row += row.end <= end
+            span = self.spans[self.next_span]
+            if span.end > start:
+                upto = min(span.end, end)
+                taken.append(Span(start, upto, span.run_id, span.place - (start - span.start)))
+                start = upto
+            self.next_span += span.end <= end
         return taken
 
 
@@ -89,7 +88,7 @@ class BlockPool:
         self._most_entries = 2 * num_slots + MANY  # of the order, before those that do not count are left out
         self._sweep: Sweep | None = None
         self._head = 0  # before it no entry counts
-        self._front = Front(0, NOTHING, [], [], [])
+        self._front = Front(0, NOTHING, [])
         self._front_end = 0  # place before which what `_front` says still holds; from the head on
         self._given = NOTHING  # what `victims` gave of it last
         self._num_ordered = 0  # cached slots, and lent ones: leased to a spill, but still in their place
@@ -469,8 +468,7 @@ class BlockPool:
             others |= self._all_leases[ids] != 0
         ids = ids[: int(others.argmax())] if others.any() else ids
         if len(ids):
-            rows = self._runs.rows(ids)
-            self._front = Front(start, ids, ids.tolist(), [name for row in rows for name in row.names], rows)
+            self._front = Front(start, ids, self._runs.spans(ids))
             self._front_end = start + len(ids)
 
     def _leave_front(self, ids: Ids) -> None:
@@ -482,15 +480,14 @@ class BlockPool:
         """`evict_for` of what `victims` gave last, if that was of `_front`."""
         front, victims, start = self._front, self._given, self._head - self._front.begin
         end = start + len(victims)
-        names = front.names[start:end]
         self._given = NOTHING
         self._head += len(victims)
         self._num_ordered -= len(victims)
         self.num_departures += len(victims)
-        self._runs.remove_rows(victims, front.take_rows(start, end))
+        names = self._runs.remove_spans(victims, front.take(start, end))
         self._all_leases[victims] = 1
         self._unindex(names)
-        return self._with_blank(front.slots[start:end], num_slots), names
+        return self._with_blank(victims.tolist(), num_slots), names
 
     def _with_blank(self, evicted: list[int], num_slots: int) -> list[int]:
         """All blank slots, leased from now on, and after them the evicted ones."""

@@ -61,7 +61,8 @@ class DirtyMarks:
 
     def oldest(self, most: int) -> Ids:
         """Up to that many marked slots, in the order in which they were marked."""
-        found, num_found = list[Ids](), 0
+        found: list[Ids] = []
+        num_found = 0
         for number, piece in list(self._pieces) if most > 0 else ():
             left = piece[self._marks[piece] == number]
             if not len(left) and not num_found:

@@ -1,11 +1,10 @@
 """Ghosts: which tier dropped a block that no tier has any more, to tell "evicted" from "never seen"."""
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.tiers.block_hash import BlockName
 from kvtier.tiers.tier import Tier
@@ -25,15 +24,14 @@ class Ghosts:
         self._prefixes = np.zeros(num_names, np.uint64)
         self._tiers = np.zeros(num_names, np.uint8)
         self._next = 0
-        # Of names not in the ring yet, oldest first; taken while they are in the processor's caches.
-        self._pending: list[tuple[npt.NDArray[np.uint64], Tier]] = []
+        self._pending: list[tuple[Sequence[BlockName], Tier]] = []  # not in the ring yet, oldest first
         self._num_pending = 0
 
     def remember(self, names: Sequence[BlockName], tier: Tier) -> None:
-        """*tier* dropped the last copies of these blocks, whose names are of one length."""
+        """*tier* dropped the last copies of these blocks, whose names are of one length; nobody changes the list."""
         if not names:
             return
-        self._pending.append((np.frombuffer(b"".join(names), np.uint64)[:: len(names[0]) // 8], tier))
+        self._pending.append((names, tier))
         self._num_pending += len(names)
         if self._num_pending >= MOST_PENDING:
             self._take_in()
@@ -49,11 +47,12 @@ class Ghosts:
 
     def _take_in(self) -> None:
         for tier, group in groupby(self._pending, itemgetter(1)):
-            prefixes = np.concatenate([prefixes for prefixes, _ in group])[-len(self._prefixes) :]
-            fits = min(len(prefixes), len(self._prefixes) - self._next)
+            kept = list(chain.from_iterable(names for names, _ in group))[-len(self._prefixes) :]
+            prefixes = np.frombuffer(b"".join(kept), np.uint64)[:: len(kept[0]) // 8]
+            fits = min(len(kept), len(self._prefixes) - self._next)
             for start, some in ((self._next, prefixes[:fits]), (0, prefixes[fits:])):
                 self._prefixes[start : start + len(some)] = some
                 self._tiers[start : start + len(some)] = _TIERS.index(tier)
-            self._next = (self._next + len(prefixes)) % len(self._prefixes)
+            self._next = (self._next + len(kept)) % len(self._prefixes)
         self._pending.clear()
         self._num_pending = 0

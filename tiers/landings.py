@@ -131,6 +131,8 @@ class Landings:
     def pump(self, window: int) -> None:
         """Hand queued blocks to readers that are free: what may come later only where nothing else is to be read, and
         in one batch at a time."""
+        if not self._reading and not self._wanted_now and not self._wanted_later:
+            return
         if any(read.is_for_later and self._clock() - read.submitted_at > HUNG_S for read in self._reading):
             self.hung()  # no promotion's deadline tells of it
         while self._wanted_now and self._submit(self._wanted_now, window):

@@ -187,11 +187,13 @@ class Promoter:
 
     def pump(self, window: int) -> None:
         """Go on with what is queued, and end promotions whose time is over."""
-        self._start_more(window)
+        if self._waiting:
+            self._start_more(window)
         self._landings.pump(window)
         self._arrivals.pump()
         self._refreshes.go_on()
         if not self._waiting:
+            self.could_start_more = False
             return
         now = self._clock()
         for promotion in [late for late in self._waiting if late.deadline is not None and late.deadline <= now]:

@@ -341,7 +341,8 @@ class Residency:
         ties: Sequence[Ties],
     ) -> list[int]:
         """The same for blocks of any chains; those of the slots whose block no other slot has already."""
-        new, start = list[int](), 0
+        new: list[int] = []
+        start = 0
         for end in range(1, len(slots) + 1):
             if end < len(slots) and ties[end] == Ties(names[end - 1], ties[start].tenant):
                 continue

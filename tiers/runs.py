@@ -28,14 +28,21 @@ class Run:
     num_left: int = 0  # of its blocks that are still where they were
 
 
-class Row(NamedTuple):
+class Span(NamedTuple):
     """Blocks of one run in a row, the last one first: places *start* to before *end* of the slots that were asked for.
-    A block in no run is a row by itself, of run NO_SPOT. *parent* is the name before the names of all, if it is known.
-    """
+    *place* is the first one's in the run. A block in no run is a span by itself, of run NO_SPOT."""
 
     start: int
     end: int
     run_id: int
+    place: int
+
+
+class Row(NamedTuple):
+    """The blocks of a `Span`: *parent* is the name before the names of all, if it is known."""
+
+    start: int
+    end: int
     names: list[BlockName]
     parent: BlockName | None
 
@@ -94,13 +101,13 @@ class Runs:
         is_row = first >= 0 and last - first == len(spots) - 1
         if is_row and spots.tobytes() == np.arange(last, first - 1, -1).tobytes():  # a tail, as it is evicted
             return self._take_out(first >> PLACE_BITS, range(last & PLACES, (first & PLACES) - 1, -1))
-        runs, names = spots >> PLACE_BITS, list[BlockName]()
+        runs, names = spots >> PLACE_BITS, []
         for run_id in np.unique(runs[spots >= 0]).tolist():
             names += self._take_out(run_id, (spots[runs == run_id] & PLACES).tolist())
         return names + [self._alone.pop(slot) for slot in slots[spots <= ALONE].tolist()]
 
-    def rows(self, slots: npt.NDArray[np.intp]) -> list[Row]:
-        """The slots, which hold named blocks, in pieces, one after the other, that are rows of blocks of one run from
+    def spans(self, slots: npt.NDArray[np.intp]) -> list[Span]:
+        """The slots, which hold named blocks, in pieces, one after the other, that are blocks of one run in a row, from
         the last one on, as a tail is evicted."""
         spots = self._all_spots[slots]
         is_last = np.empty(len(spots), np.bool_)
@@ -110,31 +117,36 @@ class Runs:
             is_alone = spots < 0
             is_last |= is_alone
             is_last[:-1] |= is_alone[1:]
-        ends = (np.flatnonzero(is_last) + 1).tolist()
+        ends = np.flatnonzero(is_last) + 1
+        starts = [0, *ends[:-1].tolist()]
+        return [
+            Span(start, end, spot >> PLACE_BITS, spot & PLACES) if spot >= 0 else Span(start, end, NO_SPOT, 0)
+            for start, end, spot in zip(starts, ends.tolist(), spots[starts].tolist(), strict=True)
+        ]
+
+    def rows(self, slots: npt.NDArray[np.intp]) -> list[Row]:
+        """The same with the blocks' names."""
         rows = []
-        for start, end in zip([0, *ends], ends, strict=False):
-            spot = int(spots[start])
-            if spot < 0:
-                rows.append(Row(start, end, NO_SPOT, [self._alone[int(slots[start])]], None))
+        for start, end, run_id, place in self.spans(slots) if len(slots) else ():
+            if run_id == NO_SPOT:
+                rows.append(Row(start, end, [self._alone[int(slots[start])]], None))
                 continue
-            run_id, place = spot >> PLACE_BITS, spot & PLACES
-            run, before = self._runs[run_id], place - (end - start)
+            before, run = place - (end - start), self._runs[run_id]
             names = self._names(run_id, range(place, before, -1))
             before += run.first
-            rows.append(Row(start, end, run_id, names, None if before < 0 else run.names[before]))
+            rows.append(Row(start, end, names, None if before < 0 else run.names[before]))
         return rows
 
-    def remove_rows(self, slots: npt.NDArray[np.intp], rows: Iterable[tuple[int, int]]) -> None:
-        """The slots no longer hold what they held. *rows*: of which runs that was, and how many slots each has, in
-        order; NO_SPOT for one in no run."""
+    def remove_spans(self, slots: npt.NDArray[np.intp], spans: Iterable[Span]) -> list[BlockName]:
+        """The slots, which are those of the *spans*, no longer hold what they held; the names of the blocks."""
         self._all_spots[slots] = NO_SPOT
-        start = 0
-        for run_id, num_slots in rows:
+        names: list[BlockName] = []
+        for start, end, run_id, place in spans:
             if run_id == NO_SPOT:
-                del self._alone[int(slots[start])]
+                names.append(self._alone.pop(int(slots[len(names)])))
             else:
-                self._shrink(run_id, num_slots)
-            start += num_slots
+                names += self._take_out(run_id, range(place, place - (end - start), -1))
+        return names
 
     def name(self, slot: int) -> BlockName | None:
         """The name of the block in the slot."""

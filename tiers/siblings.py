@@ -23,7 +23,6 @@ class _Piece:
     start: int
     end: int
     slots: list[npt.NDArray[np.intp]]
-    keys: list[bytes]  # of each of these slots' blocks in a row; taken while they are in the processor's caches
 
 
 class Siblings:
@@ -45,16 +44,12 @@ class Siblings:
 
     def record(self, slots: npt.NDArray[np.intp], chain: BlockChain, start: int) -> None:
         """The slots hold the chain's named blocks from *start* on. The array is kept."""
-        last, keys = (
-            self._pending[-1] if self._pending else None,
-            b"".join(chain.sibling_keys(start, start + len(slots))),
-        )
+        last = self._pending[-1] if self._pending else None
         if last is not None and last.chain is chain and last.end == start:
             last.slots.append(slots)
-            last.keys.append(keys)
             last.end += len(slots)
         else:
-            self._pending.append(_Piece(chain, start, start + len(slots), [slots], [keys]))
+            self._pending.append(_Piece(chain, start, start + len(slots), [slots]))
         self._num_pending += len(slots)
         if self._num_pending >= MOST_PENDING:
             self._take_in()
@@ -115,7 +110,7 @@ class Siblings:
             return
         pending, self._pending, self._num_pending = self._pending, [], 0
         slots = np.concatenate([slots for piece in pending for slots in piece.slots])
-        keys = b"".join([keys for piece in pending for keys in piece.keys])
+        keys = b"".join([key for piece in pending for key in piece.chain.sibling_keys(piece.start, piece.end)])
         ids = np.concatenate([piece.chain.named_ids(piece.start, piece.end) for piece in pending])
         firsts = np.frombuffer(keys, np.uint64)[:: KEY_BYTES // 8]
         # Rows as single items of so many bytes: a quarter of what numpy takes for rows of numbers.

@@ -21,7 +21,8 @@ from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 BATCH_BYTES = 8 << 20
-MOST_IN_BATCH = 512  # blocks: half a millisecond's work at once
+MOST_IN_BATCH = 128  # blocks: half a millisecond's work of the owner when they have landed
+MOST_STARTED = 256  # blocks in one call: the rest in the next
 MOST_BEYOND = 64  # the part of the device's slots that may be copied down before their time comes, for larger batches
 # Batches under way at most: to host a step's worth of large blocks, to disk enough to keep it busy.
 MAX_IN_FLIGHT = {Route.DEVICE_TO_HOST: 16, Route.HOST_TO_DISK: 4}
@@ -111,6 +112,7 @@ class Spiller:
         pool, ids = self._residency.device.pools[group_id], np.array(slots, np.intp)
         ids = ids[pool.are_named(ids)]
         ids = ids[np.isin(ids, self._on_the_way(Route.DEVICE_TO_HOST, group_id), invert=True)]
+        ids = ids[:MOST_STARTED]
         while len(ids):
             most = self._most(Route.DEVICE_TO_HOST, group_id, pool.num_slots)
             if not self._start_to_host(group_id, ids[:most][::-1]):
@@ -124,8 +126,9 @@ class Spiller:
                 if batch.attempt is not None and self._clock() - batch.submitted_at > HUNG_S:
                     self._residency.disk.writing.hung(batch.attempt)
             for group_id in range(len(self._memories)):
-                while self._start_to_disk(group_id):
-                    pass
+                num_started = 0
+                while num_started < MOST_STARTED and (num_more := self._start_to_disk(group_id)):
+                    num_started += num_more
 
     def host_is_roomy(self, demand: Sequence[int]) -> bool:
         """Whether the host could take a window of blocks, and the *demand* by group, without losing a last copy."""
@@ -194,12 +197,15 @@ class Spiller:
         pool, num_lost = device.pools[group_id], device.num_lost
         oldest = pool.oldest(window + beyond)
         dirty = oldest[device.dirty[group_id].among(oldest)]
+        is_all = len(dirty) <= MOST_STARTED
+        dirty = dirty[:MOST_STARTED]
         while len(dirty):
             most = self._most(Route.DEVICE_TO_HOST, group_id)
             if not self._start_to_host(group_id, dirty[:most]):
                 return
             dirty = dirty[most:]
-        self._clean_fronts[group_id] = CleanFront(len(oldest), pool.num_departures, num_lost)
+        if is_all:
+            self._clean_fronts[group_id] = CleanFront(len(oldest), pool.num_departures, num_lost)
 
     def _batch_blocks(self, route: Route, group_id: int) -> int:
         """How many blocks to copy in one go."""
@@ -223,18 +229,19 @@ class Spiller:
         return max(most, 0 if under_way else 1)
 
     def _start_to_host(self, group_id: int, slots: Ids) -> bool:
-        """Start one batch of these device slots' blocks, without those that have a copy below after all; False if there
-        are none, or if it cannot be."""
+        """Start one batch of these device slots' blocks, without those that have a copy below after all; whether that
+        was all: not if there are no slots, the host has too few, or the lane is full."""
         if not len(slots):
             return False
         pool, slots, rows = self._residency.device.pools[group_id], *self._without_copies(group_id, slots)
         if not len(slots):
             return True
         lower_slots = self._host_slots(group_id, len(slots))
-        if len(lower_slots) < len(slots):
+        is_all = len(lower_slots) == len(slots)
+        if not is_all:
             slots = slots[: len(lower_slots)]
             rows = pool.rows(slots)
-        return len(slots) > 0 and self._submit(
+        is_started = len(slots) > 0 and self._submit(
             Route.DEVICE_TO_HOST,
             Batch(
                 group_id,
@@ -248,6 +255,7 @@ class Spiller:
                 None,
             ),
         )
+        return is_started and is_all
 
     def _without_copies(self, group_id: int, slots: Ids) -> tuple[Ids, list[Row]]:
         """The device slots whose blocks have no copy below, and what is in them. The others are clean."""
@@ -261,17 +269,17 @@ class Spiller:
         residency.device.dirty[group_id].remove(slots[have])
         return slots[~have], pool.rows(slots[~have])
 
-    def _start_to_disk(self, group_id: int) -> bool:
-        """Start one batch of what is dirty in host memory; False if there is nothing, or if it cannot be."""
+    def _start_to_disk(self, group_id: int) -> int:
+        """Start one batch of what is dirty in host memory; of how many blocks, 0 if there are none or it cannot be."""
         host, disk = self._residency.host, self._residency.disk
         assert host is not None, "a host route without a host"
         assert disk is not None, "a route to disk without a disk"
         pool = host.pools[group_id]
         slots = self._dirty_in_host(group_id, self._most(Route.HOST_TO_DISK, group_id))
         if not len(slots):
-            return False
+            return 0
         rows = pool.rows(slots)
-        return self._submit(
+        is_started = self._submit(
             Route.HOST_TO_DISK,
             Batch(
                 group_id,
@@ -285,6 +293,7 @@ class Spiller:
                 disk.writing.begin(),
             ),
         )
+        return len(slots) if is_started else 0
 
     def _submit(self, route: Route, batch: Batch) -> bool:
         """Hand the batch to the route's lane; False, and all is as before, if that is full."""
@@ -448,4 +457,4 @@ def _single_rows(rows: Sequence[Row]) -> Iterator[Row]:
     for row in rows:
         parents = [*row.names[1:], row.parent]
         for start, (name, parent) in enumerate(zip(row.names, parents, strict=True), row.start):
-            yield Row(start, start + 1, row.run_id, [name], parent)
+            yield Row(start, start + 1, [name], parent)

@@ -1703,8 +1703,8 @@ def contents(desk: Desk) -> dict[Tier, set[tuple[int, BlockName]]]:
         assert desk.store is not None
         blocks = [residency.disk.block_of(key) for key in desk.store.keys()]  # noqa: SIM118  # no dict
         found[Tier.DISK] = {block for block in blocks if block is not None}
-        known = residency.disk.index._names
-        assert found[Tier.DISK] == {(group_id, name) for group_id, names in known.items() for name in names}
+        assert residency.disk.index.num_blocks == len(found[Tier.DISK])
+        assert all(residency.disk.index.holds(group_id, name) for group_id, name in found[Tier.DISK])
     return found
 
 
