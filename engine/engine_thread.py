@@ -125,17 +125,17 @@ class EngineThread:
             self.served.set_result(None)
             self.closed.set_result(None)
             return
-        self.loaded.set_result(core)
-
-        try:
-            self._serve(core)
-        except BaseException as error:
-            log.error("the engine failed", exc_info=error)
-            self._end_commands(f"the engine failed: {error}")
-            fail(self.served, error)
-        else:
-            self._end_commands("AsyncLLM: closed before this was done; start a new one")
-            self.served.set_result(None)
+        with Garbage() as garbage:  # before anybody asks for anything: it begins by stopping all threads for a moment
+            self.loaded.set_result(core)
+            try:
+                self._serve(core, garbage)
+            except BaseException as error:
+                log.error("the engine failed", exc_info=error)
+                self._end_commands(f"the engine failed: {error}")
+                fail(self.served, error)
+            else:
+                self._end_commands("AsyncLLM: closed before this was done; start a new one")
+                self.served.set_result(None)
 
         try:
             self._close(core, self._tell_progress)
@@ -144,18 +144,17 @@ class EngineThread:
         else:
             self.closed.set_result(None)
 
-    def _serve(self, core: EngineCore) -> None:
-        with Garbage() as garbage:
-            while self._carry_out(core):
-                if core.has_work:
-                    for request in core.step():
-                        self._advanced(request)
-                    garbage.stepped()
-                else:
-                    core.idle()
-                    garbage.idle()
-                for look in self._looks:
-                    look(core)
+    def _serve(self, core: EngineCore, garbage: Garbage) -> None:
+        while self._carry_out(core):
+            if core.has_work:
+                for request in core.step():
+                    self._advanced(request)
+                garbage.stepped()
+            else:
+                core.idle()
+                garbage.idle()
+            for look in self._looks:
+                look(core)
 
     def _carry_out(self, core: EngineCore) -> bool:
         """Carry out commands; wait for one a moment if there is nothing else to do. False: end."""

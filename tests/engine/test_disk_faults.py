@@ -220,7 +220,7 @@ def test_a_store_that_another_has_open_is_joined_once_it_is_free(
         wait_for(lambda: is_open(llm))
         joined = ask(llm, PROMPTS[0])
 
-    why = f"store {tmp_path / 'store'} is open in process {os.getpid()}; stop it, or give this one a folder of its own"
+    why = f"folder {tmp_path / 'store'} is open in process {os.getpid()}; stop it, or give this one a folder of its own"
     assert said == [f"disk: {tmp_path / 'store'} is not open ({why}); serving without it, trying again"]
     assert (joined.token_ids, joined.tokens.disk) == (right[0], FOUND)
 

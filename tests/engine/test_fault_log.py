@@ -135,7 +135,7 @@ def test_processes_of_the_store_that_end_and_are_started_again(engine: Engine) -
 
 
 def test_a_store_that_is_not_open_and_opens_later(engine: Engine) -> None:
-    why = "store /kv is open in process 7; stop it, or give this one a folder of its own"
+    why = "folder /kv is open in process 7; stop it, or give this one a folder of its own"
     engine.standing = StoreStanding(Path("/kv"), NotOpen.IN_USE, why)
     at_first = engine.look()
     engine.clock.now += QUIET_S

@@ -10,8 +10,11 @@ from kvtier.engine.garbage import Garbage
 
 
 @pytest.fixture(autouse=True)
-def collector() -> Iterator[None]:
-    """A collector that looks after young objects often, so that a test need not make millions; as it was afterwards."""
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A collector that looks after young objects often, so that a test need not make millions; as it was afterwards.
+    No engine counts that another test has left hanging."""
+    monkeypatch.setattr(Garbage, "_num_serving", 0)
+    gc.unfreeze()
     thresholds = gc.get_threshold()
     gc.set_threshold(10, 2, 2)
     yield
@@ -94,6 +97,7 @@ def test_a_collector_that_is_switched_off_stays_so() -> None:
 def test_an_engine_that_serves_walks_through_everything_only_when_idle(model: PreTrainedModel) -> None:
     async def story() -> None:
         async with opened(model) as llm:
+            assert gc.get_freeze_count() > 0  # before anybody asked for anything
             assert await llm.ask(lambda _: gc.get_threshold()[2]) > 1000
             assert await llm.ask(lambda _: gc.get_freeze_count()) > 0
 
