@@ -141,11 +141,15 @@ class Runs:
         """The slots, which are those of the *spans*, no longer hold what they held; the names of the blocks."""
         self._all_spots[slots] = NO_SPOT
         names: list[BlockName] = []
+        num_gone: dict[int, int] = {}  # of each run all at once: half gone, it would look for the other half
         for start, end, run_id, place in spans:
             if run_id == NO_SPOT:
                 names.append(self._alone.pop(int(slots[len(names)])))
             else:
-                names += self._take_out(run_id, range(place, place - (end - start), -1))
+                names += self._names(run_id, range(place, place - (end - start), -1))
+                num_gone[run_id] = num_gone.get(run_id, 0) + end - start
+        for run_id, num_slots in num_gone.items():
+            self._shrink(run_id, num_slots)
         return names
 
     def name(self, slot: int) -> BlockName | None:

@@ -1,6 +1,7 @@
 """Runs: names are found, told and let go as whole chains, and no block keeps more names than its part of them."""
 
 import numpy as np
+import pytest
 
 from kvtier.tiers.block_hash import BlockName
 from kvtier.tiers.block_pool import BlockPool
@@ -80,3 +81,18 @@ def test_a_pool_goes_on_with_a_chain_whose_tail_was_evicted() -> None:
 
     assert pool.find_all(names).tolist() == slots[:5] + again
     pool.check()
+
+
+@pytest.mark.parametrize("order", [[7, 6, 4, 3, 2, 1, 0, 5], [7, 5, 6, 3, 4], [0, 7, 1, 6, 2, 5, 3]])
+def test_a_run_of_which_several_pieces_go_at_once_is_left_with_the_rest(order: list[int]) -> None:
+    runs, names = Runs(8), chain(8)
+    runs.add(None, names, 0, ids(*range(8)))
+    slots = np.array(order, np.intp)
+
+    gone = runs.remove_spans(slots, runs.spans(slots))
+
+    runs.check()
+    assert gone == [names[slot] for slot in order]
+    left = [slot for slot in range(8) if slot not in order]
+    assert [runs.name(slot) for slot in left] == [names[slot] for slot in left]
+    assert [runs.parent(slot) for slot in left if slot] == [names[slot - 1] for slot in left if slot]
