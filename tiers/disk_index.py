@@ -8,7 +8,7 @@ from kvtier.tiers.block_hash import BlockName
 from kvtier.tiers.name_set import NameSet, Rows, names_of, rows_of
 
 FEW = 48  # names; up to here one by one is faster than all at once (measured)
-BUCKETS_AT_ONCE = 128  # names of so many are forgotten in a call: some 450
+BUCKETS_AT_ONCE = 64  # names of so many are forgotten in a call: some 220
 
 
 class DiskIndex:

@@ -25,7 +25,7 @@ NAMESPACE_BYTES = 16
 GROUP_BYTES = 4
 KEY_BYTES = NAMESPACE_BYTES + NAME_BYTES + GROUP_BYTES
 WORD_BYTES = 4
-PAGE_KEYS = 1024  # of the index at a time: 1 ms of a reader's, and then of the owner's
+PAGE_KEYS = 512  # of the index at a time: half a millisecond of a reader's, and then of the owner's
 
 
 @dataclass(frozen=True, slots=True)

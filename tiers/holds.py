@@ -15,7 +15,7 @@ from kvtier.tiers.spiller import Spiller
 from kvtier.tiers.tier import Reason
 
 RETRY_S = 0.02  # how often it is looked whether a block has come to host memory
-PART = 64  # blocks looked at in one go
+PART = 48  # blocks looked at in one go
 MOST_UNDER_WAY = 256  # blocks of a hold on their way from disk: many times what a reader is given at once
 
 

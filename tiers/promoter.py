@@ -21,8 +21,8 @@ from kvtier.tiers.tier import Reason, Tier
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-PART = 64  # blocks put under way at once: half a millisecond's work
-MOST_UNDER_WAY = 256  # blocks of one promotion: 8 MiB if they are of 32 KiB, and little to give up
+PART = 48  # blocks put under way at once: half a millisecond's work
+MOST_UNDER_WAY = 160  # blocks of one promotion: 8 MiB if they are of 52 KiB, and little to give up
 
 
 class Promoter:

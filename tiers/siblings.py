@@ -37,7 +37,8 @@ class Siblings:
     def __init__(self, num_slots: int, block_size: int) -> None:
         self._pending: list[_Piece] = []
         self._num_pending = 0  # blocks in there
-        self._first = np.zeros(num_slots, np.uint64)  # of each key the first eight bytes; 0 if the slot has no block
+        # Of each key the first four bytes; 0 if the slot has no block, and one block in 4 billion is not found.
+        self._first = np.zeros(num_slots, np.uint32)
         self._keys = np.zeros((num_slots, KEY_BYTES // 8), np.uint64)
         self._token_ids = np.zeros((num_slots, block_size), np.uint32)
         self._num_tokens = np.zeros(num_slots, np.int32)
@@ -58,7 +59,7 @@ class Siblings:
         """The slot holds a block of which only the first tokens, these, are computed."""
         self._take_in()
         self._keys[slot] = np.frombuffer(key, np.uint64)
-        self._first[slot] = self._keys[slot, 0]
+        self._first[slot] = np.frombuffer(key, np.uint32)[0]
         self._token_ids[slot, : len(token_ids)] = token_ids
         self._num_tokens[slot] = len(token_ids)
 
@@ -94,7 +95,7 @@ class Siblings:
         """
         self._take_in()
         wanted = np.frombuffer(key, np.uint64)
-        slots = np.flatnonzero(self._first == wanted[0])
+        slots = np.flatnonzero(self._first == np.frombuffer(key, np.uint32)[0])
         slots = slots[pool.are_named(slots)]
         if not len(slots):
             return []
@@ -112,7 +113,7 @@ class Siblings:
         slots = np.concatenate([slots for piece in pending for slots in piece.slots])
         keys = b"".join([key for piece in pending for key in piece.chain.sibling_keys(piece.start, piece.end)])
         ids = np.concatenate([piece.chain.named_ids(piece.start, piece.end) for piece in pending])
-        firsts = np.frombuffer(keys, np.uint64)[:: KEY_BYTES // 8]
+        firsts = np.frombuffer(keys, np.uint32)[:: KEY_BYTES // 4]
         # Rows as single items of so many bytes: a quarter of what numpy takes for rows of numbers.
         _rows(self._keys)[slots] = np.frombuffer(keys, f"V{KEY_BYTES}")
         _rows(self._token_ids)[slots] = _rows(ids.reshape(len(slots), -1))

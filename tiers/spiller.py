@@ -21,7 +21,8 @@ from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 BATCH_BYTES = 8 << 20
-MOST_IN_BATCH = 128  # blocks: half a millisecond's work of the owner when they have landed
+MOST_IN_BATCH = 128  # blocks: half a millisecond's work of the owner when they have landed …
+MOST_IN_DISK_BATCH = 64  # … also where each is asked about on its way to disk
 MOST_STARTED = 256  # blocks in one call: the rest in the next
 MOST_BEYOND = 64  # the part of the device's slots that may be copied down before their time comes, for larger batches
 # Batches under way at most: to host a step's worth of large blocks, to disk enough to keep it busy.
@@ -211,7 +212,8 @@ class Spiller:
         """How many blocks to copy in one go."""
         memory = self._memories[group_id]
         batch_bytes = BATCH_BYTES * (memory.num_copiers if route is Route.DEVICE_TO_HOST else 1)
-        return min(max(1, batch_bytes // memory.block_bytes), MOST_IN_BATCH)
+        most = MOST_IN_BATCH if self._residency.disk is None else MOST_IN_DISK_BATCH
+        return min(max(1, batch_bytes // memory.block_bytes), most)
 
     def _most(self, route: Route, group_id: int, num_lendable: int | None = None) -> int:
         """How many blocks the next batch may have; 0 if there is no room or no time for one.
