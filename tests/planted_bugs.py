@@ -444,6 +444,20 @@ BUGS = [
         "tests/tiers/test_cache.py",
     ),
     Bug(
+        "what the host had no slot for counts as copied down",
+        "tiers/spiller.py",
+        "return is_started and is_all",
+        "return is_started",
+        "tests/tiers/test_cache.py",
+    ),
+    Bug(
+        "of a run that is evicted in several pieces each piece is taken out alone",
+        "tiers/runs.py",
+        "num_gone[run_id] = num_gone.get(run_id, 0) + end - start",
+        "self._shrink(run_id, end - start)",
+        "tests/tiers/test_runs.py",
+    ),
+    Bug(
         "what a full store evicted in vain is looked for there",
         "tiers/spiller.py",
         "self._residency.came_to_disk(batch.group_id, (), transfer.error.evicted)",

@@ -375,6 +375,21 @@ def test_a_step_s_worth_of_large_blocks_is_spilled_in_one_go(monkeypatch: pytest
     assert w.cache.statistics().tiers[Tier.DEVICE].dropped_spills == 0
 
 
+def test_what_the_host_had_no_slot_for_is_copied_down_when_it_has() -> None:
+    w = world(num_device_slots=32, num_host_slots=4)
+    tables = w.cache.allocate([6])
+    assert tables is not None
+    w.compute(tables, w.chain("a", 6 * BLOCK_SIZE), 0, 6 * BLOCK_SIZE)
+    w.cache.release(tables)
+
+    for _ in range(12):  # nothing is allocated meanwhile
+        w.cache.spill()
+        w.settle()
+
+    assert w.store.statistics().num_records == 6
+    w.check()
+
+
 def test_nobody_waits_for_room_behind_a_disk_that_hangs() -> None:
     w = world(num_device_slots=16, num_host_slots=24)
     for document in "abc":
