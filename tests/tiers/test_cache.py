@@ -376,17 +376,22 @@ def test_a_step_s_worth_of_large_blocks_is_spilled_in_one_go(monkeypatch: pytest
 
 
 def test_what_the_host_had_no_slot_for_is_copied_down_when_it_has() -> None:
-    w = world(num_device_slots=32, num_host_slots=4)
-    tables = w.cache.allocate([6])
+    w = world(num_device_slots=80, num_host_slots=4)
+    tables = w.cache.allocate([40])  # more than is looked at ahead of need
     assert tables is not None
-    w.compute(tables, w.chain("a", 6 * BLOCK_SIZE), 0, 6 * BLOCK_SIZE)
+    w.compute(tables, w.chain("a", 40 * BLOCK_SIZE), 0, 40 * BLOCK_SIZE)
     w.cache.release(tables)
+    w.flush()
+    lost = w.cache._residency.device.pools[0].cached_slots()[:6]
+    w.store.delete(list(w.store.keys()))
+    w.cache._residency.disk.index.clear()
+    w.cache._residency.device.lost_copies(0, lost)
 
     for _ in range(12):  # nothing is allocated meanwhile
         w.cache.spill()
         w.settle()
 
-    assert w.store.statistics().num_records == 6
+    assert w.store.statistics().num_records >= 6
     w.check()
 
 
