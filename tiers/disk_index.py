@@ -1,8 +1,10 @@
 """DiskIndex: which blocks the disk has, known without asking it."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Container, Iterator, Sequence
-from itertools import compress
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtier.tiers.block_hash import BlockName
 from kvtier.tiers.name_set import NameSet, Rows, names_of, rows_of
@@ -21,8 +23,10 @@ class DiskIndex:
 
     def __init__(self) -> None:
         self.is_loaded = False
-        self._names: dict[int, NameSet] = {}
-        self._gone: dict[int, NameSet] = {}  # while loading: a page read earlier may still name them
+        self._names: defaultdict[int, NameSet] = defaultdict(NameSet)
+        self._gone: defaultdict[int, NameSet] = defaultdict(
+            NameSet
+        )  # while loading: a page read earlier may still name them
         self._past: deque[tuple[int, NameSet, Iterator[list[BlockName]]]] = deque()  # what is not known any more
 
     @property
@@ -44,10 +48,10 @@ class DiskIndex:
         is_held = held.holds(rows_of(names))
         return len(names) if is_held.all() else int(is_held.argmin())
 
-    def not_held(self, group_id: int, names: Sequence[BlockName]) -> list[BlockName]:
-        """Those of *names* that are not on disk."""
+    def are_held(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
+        """For each of *names* whether it is on disk."""
         held = self._names.get(group_id)
-        return list(names) if held is None else list(compress(names, ~held.holds(rows_of(names))))
+        return np.zeros(len(names), np.bool_) if held is None or not names else held.holds(rows_of(names))
 
     def find_any(self, besides: Container[tuple[int, BlockName]]) -> tuple[int, BlockName] | None:
         """Group and name of some block on disk that is none of *besides*; None if none was found, by this call."""
@@ -59,7 +63,7 @@ class DiskIndex:
         gone = self._gone.get(group_id)
         if gone is not None:
             rows = rows[~gone.holds(rows)]
-        return names_of(rows[self._names.setdefault(group_id, NameSet()).add(rows)])
+        return names_of(rows[self._names[group_id].add(rows)])
 
     def loaded(self) -> None:
         """That was the last page."""
@@ -68,7 +72,7 @@ class DiskIndex:
 
     def add(self, group_id: int, names: Sequence[BlockName]) -> None:
         """These have been written."""
-        held = self._names.setdefault(group_id, NameSet())
+        held = self._names[group_id]
         if len(names) <= FEW:
             for name in names:
                 held.add_one(name)
@@ -82,7 +86,7 @@ class DiskIndex:
     def remove(self, group_id: int, name: BlockName) -> bool:
         """The block has left the disk, or was found not to be there; whether it was known to be."""
         if not self.is_loaded:
-            self._gone.setdefault(group_id, NameSet()).add_one(name)
+            self._gone[group_id].add_one(name)
         return group_id in self._names and self._names[group_id].discard(name)
 
     def begin_again(self) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.store.blob_store import Blob, BlobStore, StoreStatistics, StoreUnavailable
 from kvtier.store.record import Fault
@@ -123,6 +124,10 @@ class DiskTier:
     def holds(self, group_id: int, name: BlockName) -> bool:
         """Whether the block is known to be there. No while reading is out of order: it could not be had."""
         return self.index.holds(group_id, name) and self.is_readable
+
+    def are_held(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
+        """The same for each of some blocks."""
+        return self.index.are_held(group_id, names) if self.is_readable else np.zeros(len(names), np.bool_)
 
     def num_held(self, group_id: int, names: Sequence[BlockName]) -> int:
         """How many of *names* come before one that `holds` would say no to."""

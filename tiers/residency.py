@@ -185,10 +185,7 @@ class Residency:
         have = np.zeros(len(names), np.bool_)
         if self.host is not None and not self.host.pools[group_id].has_none(names):
             have = self.host.pools[group_id].find_all(names) != ABSENT
-        if self.disk is not None:
-            for place in np.flatnonzero(~have).tolist():
-                have[place] = self.disk.holds(group_id, names[place])
-        return have
+        return have if self.disk is None else have | self.disk.are_held(group_id, names)
 
     def take(self, tier: SlotTier, group_id: int, num_slots: int, window: int) -> list[int] | None:
         """Lease that many slots of *tier*, evicting clean blocks first. None, and nothing changed, if too few are free.
@@ -372,16 +369,19 @@ class Residency:
         if self.disk is None or self.admission is None:
             return
         pool, dirty = self.host.pools[group_id], self.host.dirty[group_id]
-        asking = [
-            (slot, name)
-            for slot in slots
-            if slot not in dirty and (name := pool.name(slot)) is not None and not self.disk.holds(group_id, name)
-        ]
-        parents = [self.ties_in_host(group_id, slot).parent for slot, _ in asking]
-        names = [name for _, name in asking]
+        ids = np.array(slots, np.intp)
+        ids = ids[pool.are_named(ids) & ~dirty.among(ids)]
+        rows = pool.rows(ids)
+        names = [name for row in rows for name in row.names]
+        parents: list[BlockName | None] = [None] * len(names)
+        if not self._forgets[group_id]:
+            parents = [parent for row in rows for parent in (*row.names[1:], row.parent)]
+        is_asking = ~self.disk.are_held(group_id, names)
+        if not is_asking.all():
+            ids, asking = ids[is_asking], is_asking.tolist()
+            names, parents = list(compress(names, asking)), list(compress(parents, asking))
         admitted = self.admission.admit(group_id, names, parents, self._block_bytes[group_id])
-        may_go = [slot for (slot, _), may_go in zip(asking, admitted, strict=True) if may_go]
-        self.host.mark_dirty(group_id, np.array(may_go, np.intp))
+        self.host.mark_dirty(group_id, ids[np.array(admitted, np.bool_)])
 
     def keep_quota(self, group_id: int, tenant: bytes) -> None:
         """Have a tenant that is over its quota of host memory lose its own oldest blocks there, tails first.
@@ -467,7 +467,7 @@ class Residency:
         group_id, names = self.disk.index.forget_some() or (0, [])
         if self._events is None or group_id >= len(self._block_sizes):
             return
-        if gone := self.disk.index.not_held(group_id, names):
+        if gone := list(compress(names, ~self.disk.index.are_held(group_id, names))):
             self._tell(BlockRemoved(Tier.DISK, group_id, gone))
 
     def mark_uncopied(self, num_at_once: int) -> Iterator[None]:
