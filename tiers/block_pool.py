@@ -245,9 +245,7 @@ class BlockPool:
         """End one lease of each slot; the first of them to become free will be the first evicted."""
         if len(slots) < MANY:
             leases, spots, blank = self._leases, self._spots, self._blank
-            copies = self._copies if self._num_copies else None
-            self._order.grow(self._num_entries + len(slots))
-            entries = self._order.items
+            copies, num_before = self._copies if self._num_copies else None, self._num_entries
             for slot in slots if type(slots) is list else _ints(slots):
                 left = leases[slot] - 1
                 if left:
@@ -258,13 +256,17 @@ class BlockPool:
                 else:
                     leases[slot] = 0
                 if spots[slot] != NO_SPOT:
-                    self._places[slot] = self._end
-                    entries[self._num_entries] = slot
+                    if self._num_entries == num_before:
+                        self._order.grow(num_before + len(slots))
+                    self._places[slot] = self._before + self._num_entries
+                    self._order.items[self._num_entries] = slot
                     self._num_entries += 1
                     self._num_ordered += 1
                     self._num_lent += left > 0
                 elif not left:
                     blank.append(slot)
+            if self._num_entries == num_before:  # nothing has come into the order
+                return
         else:
             ids = _ids(slots)
             counts = self._all_leases[ids] - 1
