@@ -38,7 +38,6 @@ class Batch:
 
     group_id: int
     rows: Sequence[Row]
-    names: Sequence[BlockName]
     upper_slots: Ids
     spots: npt.NDArray[np.int64]  # of the upper slots: see `BlockPool.spots`
     lower_slots: Ids
@@ -48,6 +47,10 @@ class Batch:
     # Names that batches told of before this one have pushed out of the disk. They came before it there or after, so the
     # block may be gone: it counts as gone.
     pushed_out: set[BlockName] = field(default_factory=set)
+    names: Sequence[BlockName] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.names = [name for row in self.rows for name in row.names]
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +251,6 @@ class Spiller:
             Batch(
                 group_id,
                 rows,
-                [name for row in rows for name in row.names],
                 slots,
                 pool.spots(slots),
                 np.array(lower_slots, np.intp),
@@ -280,13 +282,11 @@ class Spiller:
         slots = self._dirty_in_host(group_id, self._most(Route.HOST_TO_DISK, group_id))
         if not len(slots):
             return 0
-        rows = pool.rows(slots)
         is_started = self._submit(
             Route.HOST_TO_DISK,
             Batch(
                 group_id,
-                rows,
-                [name for row in rows for name in row.names],
+                pool.rows(slots),
                 slots,
                 pool.spots(slots),
                 NOTHING,
