@@ -163,9 +163,11 @@ class Spiller:
         return any(self._in_flight.values())
 
     def hangs_since(self, began_at: float) -> bool:
-        """Whether copies down are under way, and none has ended for so long, nor since *began_at*, that none will."""
-        last = max(began_at, *self._ended_at.values())
-        return self.is_busy and self._clock() - last > HUNG_S
+        """Whether copies down are under way, and on each lane that has some none has ended for so long, nor since
+        *began_at*, that none will."""
+        since = self._clock() - HUNG_S
+        busy = [route for route, batches in self._in_flight.items() if batches]
+        return bool(busy) and all(max(began_at, self._ended_at[route]) < since for route in busy)
 
     def num_dirty(self) -> int:
         """Blocks of device and host without a copy below; 0 without a disk, where nothing can be kept anyway."""
