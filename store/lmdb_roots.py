@@ -37,12 +37,14 @@ class _Root(NamedTuple):
     last_page: int
     transaction: int
 
-    def is_plausible(self, number: int, num_pages: int) -> bool:
-        """Whether it can be root *number* of a file of so many pages."""
+    def is_of_lmdb(self, number: int) -> bool:
+        """Whether it can be root *number* of a file of this LMDB."""
+        return (self.magic, self.version, self.transaction % 2) == (_MAGIC, _VERSION, number)
+
+    def is_plausible(self, num_pages: int) -> bool:
+        """Whether its trees can be those of a file of so many pages."""
         return (
-            (self.magic, self.version, self.page_bytes) == (_MAGIC, _VERSION, PAGE_BYTES)
-            and (self.free_flags, self.main_pad, self.main_flags) == (_INTEGER_KEYS, 0, 0)
-            and self.transaction % 2 == number
+            (self.page_bytes, self.free_flags, self.main_pad, self.main_flags) == (PAGE_BYTES, _INTEGER_KEYS, 0, 0)
             and self.map_bytes % PAGE_BYTES == 0
             and 1 <= self.last_page < num_pages
             and all(
@@ -53,11 +55,17 @@ class _Root(NamedTuple):
 
 
 def check(data_file: Path) -> None:
-    """CorruptedError unless both roots can be those of that file, and one follows the other."""
+    """CorruptedError unless both roots can be of that file, one follows the other, and the newer one makes sense.
+
+    The trees of the older one are never read. Where writing a root has failed, LMDB gives it back its transaction's
+    number and last page, but not its trees: they are those of a transaction that never was.
+    """
     with open(data_file, "rb", opener=open_own) as file:
         head, num_pages = file.read(2 * PAGE_BYTES), os.fstat(file.fileno()).st_size // PAGE_BYTES
     starts = (0, PAGE_BYTES) if len(head) == 2 * PAGE_BYTES else ()
     roots = [_Root(*_META.unpack_from(head, start + _META_AT)) for start in starts]
     follows = bool(roots) and abs(roots[0].transaction - roots[1].transaction) == 1
-    if not follows or not all(root.is_plausible(number, num_pages) for number, root in enumerate(roots)):
+    newest = max(roots, key=lambda root: root.transaction, default=None)
+    is_sound = newest is not None and newest.is_plausible(num_pages)
+    if not (follows and is_sound and all(root.is_of_lmdb(number) for number, root in enumerate(roots))):
         raise lmdb.CorruptedError("a root of its index makes no sense")

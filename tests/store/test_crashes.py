@@ -183,6 +183,24 @@ def test_a_root_that_points_beyond_the_file_makes_no_larger_file(
     assert "starts empty: a root of its index makes no sense" in caplog.text
 
 
+def test_the_trees_of_a_transaction_that_never_was_cost_nothing(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What LMDB leaves where the write of a root has failed: the older root with its own number and last page."""
+    last_page = struct.Struct("<QQ")
+    with (folder / "data.mdb").open("r+b") as file:
+        head = file.read(2 * PAGE_BYTES)
+        older = min((0, PAGE_BYTES), key=lambda root: last_page.unpack_from(head, root + 16 + 24 + 2 * 48)[1])
+        file.seek(older + 16 + 24 + 40)  # of the list of free pages
+        file.write(struct.pack("<Q", last_page.unpack_from(head, older + 16 + 24 + 2 * 48)[0] + 4))
+
+    with LmdbStore(folder, CAPACITY_BYTES) as store:
+        store.put_many([blob_of(20)])
+        store.put_many([blob_of(21)])
+        assert len(list(store.keys())) == 22
+    assert "starts empty" not in caplog.text
+
+
 @pytest.mark.parametrize("keys", [[b"a", b"a"], [b"b", b"a"], [b"a", b"b", b"a", b"b"]])
 def test_rows_that_come_again_end_with_an_error(keys: list[bytes]) -> None:
     with pytest.raises(lmdb.CorruptedError, match="out of order"):
