@@ -5,7 +5,7 @@ BIN := .venv/bin
 SEED ?=
 KILLS ?= 200
 
-.PHONY: demo test test-slow torture planted-bugs bench gpu-bench check format clean
+.PHONY: demo test-quick test test-all test-slow torture planted-bugs bench gpu-bench check format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -15,8 +15,17 @@ KILLS ?= 200
 demo: .venv/installed
 	$(BIN)/kvtier demo
 
+# A worker per core; the parts of a room's contracts, then all but what takes long, then that too.
+PYTEST := $(BIN)/pytest -q -n auto --dist worksteal
+
+test-quick: .venv/installed
+	$(PYTEST) -m "not long and not slow" tests/tiers tests/transfer tests/store/test_store_contract.py
+
 test: .venv/installed
-	$(BIN)/pytest -q
+	$(PYTEST) -m "not long and not slow"
+
+test-all: test
+	$(PYTEST) -m "long and not slow"
 
 test-slow: .venv/installed
 	$(BIN)/pytest -q -m slow

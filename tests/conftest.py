@@ -1,5 +1,10 @@
 """What tests of several rooms start from."""
 
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: threads of torch beyond one only wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -401,6 +401,7 @@ def test_a_second_engine_on_one_store_serves_without_it_and_leaves_it_to_the_fir
     play(story())
 
 
+@pytest.mark.long
 def test_a_program_that_forgets_to_close_still_ends(tmp_path: Path) -> None:
     script = """
 import asyncio, sys

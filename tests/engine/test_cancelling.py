@@ -45,6 +45,7 @@ def device_only(model: PreTrainedModel) -> AsyncLLM:
     return AsyncLLM(model, {"device": device, "host": {"capacity": 0}, "scheduler": scheduler}, byte_tokenizer())
 
 
+@pytest.mark.long
 @LATE
 def test_a_start_that_is_cancelled_ends_and_leaves_the_store_to_the_next(
     model: PreTrainedModel, tmp_path: Path, late: bool
@@ -69,6 +70,7 @@ def test_a_start_that_is_cancelled_ends_and_leaves_the_store_to_the_next(
     play(story())
 
 
+@pytest.mark.long
 @LATE
 def test_a_close_that_is_cancelled_goes_on_and_the_next_one_waits_for_it(
     model: PreTrainedModel, tmp_path: Path, late: bool
@@ -130,6 +132,7 @@ async def reset(llm: AsyncLLM) -> None:
     await llm.reset_prefix_cache()
 
 
+@pytest.mark.long
 @LATE
 @pytest.mark.parametrize("wait", [ask, ask_wrongly, tokenize, reset])
 def test_the_engine_goes_on_when_a_question_is_cancelled(
@@ -273,6 +276,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["start", "close"])
 def test_a_program_whose_start_or_close_was_cancelled_ends_and_leaves_a_whole_store(
     model: PreTrainedModel, tmp_path: Path, what: str

@@ -121,6 +121,7 @@ def test_facts_are_woven_into_a_text_of_ones_own_and_found_again(tmp_path: Path)
     assert steps[1].tokens.device > 0
 
 
+@pytest.mark.long
 def test_json_of_a_model_and_a_document_of_ones_own_is_one_object_on_stdout(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")

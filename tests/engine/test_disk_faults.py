@@ -111,6 +111,7 @@ def take_all_but(folder: Path, num_bytes: int) -> Path:
     return hog
 
 
+@pytest.mark.long
 def test_on_a_full_disk_answers_are_right_and_what_fits_is_kept(
     mount: Mount, right: list[Sequence[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -131,6 +132,7 @@ def test_on_a_full_disk_answers_are_right_and_what_fits_is_kept(
     assert not any("\n" in message for message in caplog.messages)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_made_anew", [False, True])
 def test_a_folder_removed_while_serving_is_told_of_once_and_opened_anew(
     tmp_path: Path, right: list[Sequence[int]], caplog: pytest.LogCaptureFixture, is_made_anew: bool

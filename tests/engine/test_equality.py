@@ -57,6 +57,7 @@ def chain_of(llm: LLM, prompt: list[int]) -> BlockChain:
     return request.chain
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_nothing_reads_a_slot_that_is_not_its_own_or_not_yet_filled(name: str, device: str, tmp_path: Path) -> None:
@@ -125,6 +126,7 @@ def test_greedy_tokens_are_the_same_cold_and_from_every_tier(name: str, device: 
         assert done.tokens.num_tokens == NUM_TOKENS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_batch_with_hits_from_all_tiers_gives_the_tokens_of_single_requests(
@@ -299,6 +301,7 @@ def test_a_model_that_cannot_be_paged_is_refused_with_the_reason(factory: str, r
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("retention_tokens", "hits"), [(None, [0, 300, 300]), (0, [0, 0, 300]), (64, [0, 300, 300])])
 def test_sparse_retention_keeps_a_prefix_the_second_time_and_changes_no_token(
     retention_tokens: int | None, hits: list[int]

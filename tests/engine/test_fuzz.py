@@ -120,6 +120,7 @@ def run_all(plain: Plain, all_seeds: Sequence[int], num_steps: int) -> Tally:
     return tally
 
 
+@pytest.mark.long
 def test_no_wrong_token_no_lease_left_and_no_endless_wait_in_a_few_runs(plain: Plain) -> None:
     all_seeds = seeds(10)
 

@@ -61,6 +61,7 @@ def hits(host_s: float, disk_s: float = 0.5) -> list[Ttft]:
     ]
 
 
+@pytest.mark.long
 def test_tiny_shape_gives_every_row_on_any_machine(tmp_path: Path) -> None:
     file = tmp_path / "results" / "gpu_serving.json"
 
@@ -76,6 +77,7 @@ def test_tiny_shape_gives_every_row_on_any_machine(tmp_path: Path) -> None:
     assert rows[f"{CLEAN_AHEAD}: blocks pushed out while decoding"]["ok"]
 
 
+@pytest.mark.long
 def test_parts_that_were_not_asked_for_are_left_out(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
 

@@ -42,6 +42,7 @@ def read_until(process: subprocess.Popen[str], word: str) -> str:
     raise AssertionError(f"the engine ended before it said {word!r}")
 
 
+@pytest.mark.long
 def test_twenty_kills_during_spills_lose_no_record_and_leave_nothing_in_shared_memory(
     engines: subprocess.Popen[str], tmp_path: Path
 ) -> None:

@@ -119,6 +119,7 @@ def refused_at(least_tokens: LeastTokens, text: str, most: int) -> int | None:
     return None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_refused_has_more_tokens_than_it_may(kind: str) -> None:
     tokenizer, seed = KINDS[kind](), random.randrange(1 << 30)

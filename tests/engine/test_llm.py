@@ -361,6 +361,7 @@ def test_closing_reports_what_is_left_to_write(model: PreTrainedModel, tmp_path:
     assert left == sorted(left, reverse=True)
 
 
+@pytest.mark.long
 def test_a_process_that_just_ends_has_written_its_cache_to_disk(model: PreTrainedModel, tmp_path: Path) -> None:
     script = """
 import json, sys

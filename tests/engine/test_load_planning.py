@@ -33,6 +33,7 @@ def engines(disk_bytes_per_s: float, per_s: float) -> tuple[dict[str, SimulatedE
     return made, means
 
 
+@pytest.mark.long
 def test_a_saturated_disk_that_loses_against_none_is_made_to_win() -> None:
     made, means = engines(disk_bytes_per_s=1e9, per_s=2.5)
 
@@ -42,6 +43,7 @@ def test_a_saturated_disk_that_loses_against_none_is_made_to_win() -> None:
     assert made["cost"].tokens.reasons[Reason.COST] > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("disk_bytes_per_s", [6e9, 50e9])
 def test_on_fast_lanes_everything_is_loaded(disk_bytes_per_s: float) -> None:
     made, means = engines(disk_bytes_per_s, per_s=1.0)

@@ -164,6 +164,7 @@ def test_logits_of_mixed_steps_equal_plain_peft_in_chunks(
     assert worst <= 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BOTH)
 def test_tokens_are_the_same_from_device_host_disk_and_after_a_restart(
     name: str, saved: Mapping[str, Mapping[str, Path]], plain: Plain, tmp_path: Path

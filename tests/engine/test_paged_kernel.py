@@ -168,6 +168,7 @@ def plainly(case: Case, query: torch.Tensor, kv: torch.Tensor, start: int, sinks
     return torch.stack(rows).view(len(query), case.num_heads, -1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("device", "dtype"), TYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_attention_in_place_is_right_and_reads_nothing_that_no_query_reads(
@@ -182,6 +183,7 @@ def test_attention_in_place_is_right_and_reads_nothing_that_no_query_reads(
     assert error <= TOLERANCE[dtype]  # False for NaN
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["sliding", "decoding in splits", "a suffix in splits"])
 def test_a_segment_gets_the_same_bytes_alone_and_beside_others(name: str, device: str) -> None:
@@ -194,6 +196,7 @@ def test_a_segment_gets_the_same_bytes_alone_and_beside_others(name: str, device
         assert torch.equal(alone, together[part.rows])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 def test_queries_and_sinks_may_lie_in_memory_in_any_way(device: str) -> None:
     there = bench(CASES["sinks"], device, torch.float32)
@@ -236,6 +239,7 @@ def logits(model: PreTrainedModel, choice: Choice, monkeypatch: pytest.MonkeyPat
     return torch.cat(rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
 def test_a_model_answers_the_same_in_place_as_over_gathered_blocks(

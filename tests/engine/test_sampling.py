@@ -48,6 +48,7 @@ def test_temperature_zero_takes_the_lowest_of_the_likeliest_ids():
     assert draw(1, torch.zeros(100_000, dtype=torch.bfloat16)) == [0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("params", "weights"),
     [

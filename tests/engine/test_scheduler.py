@@ -289,6 +289,7 @@ def test_a_disk_that_hangs_keeps_no_device_slots_from_the_request_that_gave_it_u
         assert request.generated == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_the_youngest_is_preempted_when_slots_run_out_and_all_answers_stay_right(name: str, tmp_path: Path) -> None:
     model = build(name)
@@ -310,6 +311,7 @@ def test_the_youngest_is_preempted_when_slots_run_out_and_all_answers_stay_right
     assert core._scheduler.admitted_tokens.num_tokens == sum(map(len, prompts))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("token_budget", [128, 50])
 @pytest.mark.parametrize("name", [*MODELS, *MORE_MODELS])
 def test_the_smallest_device_that_accepts_a_prompt_can_run_it(name: str, token_budget: int) -> None:
@@ -367,6 +369,7 @@ def test_a_full_queue_refuses_one_more_and_serves_the_others(model: PreTrainedMo
     assert all(request.finish_reason is FinishReason.LENGTH for request in requests)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("state", ["waiting", "promoting", "prefilling", "decoding"])
 def test_aborting_frees_every_lease_and_leaves_the_others_alone(state: str, name: str, tmp_path: Path) -> None:
@@ -446,6 +449,7 @@ def test_an_engine_whose_slots_never_come_back_ends_with_an_error_that_says_so(
     assert request.generated == plain_greedy(model, prompt_of(1, 10 * BLOCK_SIZE), 8)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_random_arrivals_and_aborts_in_a_small_pool_give_the_tokens_of_being_alone(

@@ -112,6 +112,7 @@ def test_tenants_do_not_wait_for_each_other(model: PreTrainedModel) -> None:
         finish(core)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_random_questions_in_a_small_pool_get_the_tokens_of_being_alone(model: PreTrainedModel, seed: int) -> None:
     rng = random.Random(seed)

@@ -200,6 +200,7 @@ def test_two_with_the_same_prompt_share_what_each_computes_and_loads(model: PreT
     assert [answer(request) for request in requests] == [plain_greedy(model, PROMPT, 8)] * 2
 
 
+@pytest.mark.long
 def test_random_arrivals_and_aborts_in_a_small_pool_give_the_tokens_of_being_alone(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:

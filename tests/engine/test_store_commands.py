@@ -242,6 +242,7 @@ def test_check_fix_deletes_all_bad_records_and_only_these(
     assert run(capsys, "check", store)[0] == 0
 
 
+@pytest.mark.long
 def test_check_fix_deletes_more_than_one_change_of_the_store_takes(
     capsys: pytest.CaptureFixture[str], many: Path, tmp_path: Path
 ) -> None:
@@ -284,6 +285,7 @@ def test_check_says_that_the_accounting_is_wrong_where_every_record_is_fine(
     assert "ledger: 21 of 20 records" in out
 
 
+@pytest.mark.long
 def test_check_of_many_records_counts_them_all(capsys: pytest.CaptureFixture[str], many: Path) -> None:
     told = json_of(capsys, "check", many)
 
@@ -296,6 +298,7 @@ def test_check_of_many_records_counts_them_all(capsys: pytest.CaptureFixture[str
     assert told["namespaces"] == [{"namespace": namespace.hex(), **half} for namespace in (A, B)]
 
 
+@pytest.mark.long
 def test_check_of_a_sample_reads_that_many_and_others_each_time(
     capsys: pytest.CaptureFixture[str], many: Path, tmp_path: Path
 ) -> None:
@@ -564,6 +567,7 @@ def test_check_says_that_a_record_could_not_be_read(
     assert rows_of(out)["namespace"][-1] == "io_error"
 
 
+@pytest.mark.long
 def test_check_shows_its_progress_on_a_terminal(many: Path) -> None:
     ours, theirs = pty.openpty()
     with start("check", many, stderr=theirs) as check:
@@ -585,6 +589,7 @@ def test_check_shows_its_progress_on_a_terminal(many: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_a_check_and_leaves_the_store_closed(many: Path, tmp_path: Path) -> None:
     store = Path(shutil.copytree(many, tmp_path / "store"))
     for _ in range(60):
@@ -601,6 +606,7 @@ def test_ctrl_c_ends_a_check_and_leaves_the_store_closed(many: Path, tmp_path: P
     assert len(content_of(store)) == NUM_MANY
 
 
+@pytest.mark.long
 def test_a_killed_check_lets_go_of_the_store(many: Path, tmp_path: Path) -> None:
     store = Path(shutil.copytree(many, tmp_path / "store"))
     with start("check", store) as check:
@@ -710,6 +716,7 @@ def num_left(folder: Path) -> dict[bytes, int]:
     return dict(Counter(key[:16] for key in content_of(folder)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "left"),
     [
@@ -743,6 +750,7 @@ def test_nobody_finds_in_a_slab_what_was_deleted(capsys: pytest.CaptureFixture[s
     assert [n for n in range(12) if found[n]] == list(range(7))  # B has the same payloads
 
 
+@pytest.mark.long
 def test_rm_of_many_records_deletes_them_all(capsys: pytest.CaptureFixture[str], many: Path, tmp_path: Path) -> None:
     store = Path(shutil.copytree(many, tmp_path / "store"))
 
@@ -785,6 +793,7 @@ def test_rm_without_a_terminal_wants_yes(store: Path) -> None:
     assert num_left(store) == {A: 12, B: 7, C: 1}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("answer", "left"), [("y\n", {A: 12, C: 1}), ("n\n", None), ("\n", None), ("\x04", None)])
 def test_rm_on_a_terminal_asks(store: Path, answer: str, left: dict[bytes, int] | None) -> None:
     ours, theirs = pty.openpty()

@@ -12,6 +12,7 @@ from kvtier.engine.terms import Terms
 from kvtier.tiers.tier import Reason
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_blocks", [0, 5, 18, 1000])
 def test_no_more_is_loaded_than_was_asked_for(model: PreTrainedModel, tmp_path: Path, num_blocks: int) -> None:
     prompt, tables = prompt_of(1), configuration(tmp_path, 2.0, 2.0)

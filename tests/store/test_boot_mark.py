@@ -9,6 +9,7 @@ from kvtier.store.boot_mark import BootMark, FileState, current_boot_id
 MARK = BootMark(current_boot_id(), FileState.INTERVAL, num_crashes=1)
 
 
+@pytest.mark.long
 def test_no_flipped_bit_changes_what_is_read(tmp_path: Path) -> None:
     MARK.write(tmp_path)
     written = (tmp_path / "boot_mark").read_bytes()

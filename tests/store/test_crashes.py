@@ -183,9 +183,7 @@ def test_a_root_that_points_beyond_the_file_makes_no_larger_file(
     assert "starts empty: a root of its index makes no sense" in caplog.text
 
 
-def test_the_trees_of_a_transaction_that_never_was_cost_nothing(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_trees_of_a_transaction_that_never_was_cost_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What LMDB leaves where the write of a root has failed: the older root with its own number and last page."""
     last_page = struct.Struct("<QQ")
     with (folder / "data.mdb").open("r+b") as file:

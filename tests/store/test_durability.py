@@ -61,6 +61,7 @@ def churn(store: LmdbStore, rng: random.Random, num_calls: int) -> None:
         store.delete([key_of(rng.randrange(400))])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("round_", range(4))
 def test_interval_goes_back_to_its_last_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, round_: int
@@ -153,6 +154,7 @@ def test_a_level_is_promised_only_once_what_came_before_is_synced(
     assert seen == [FileState(level.value), FileState.CLEAN]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("before", list(Durability))
 @pytest.mark.parametrize("after", list(Durability))
 def test_a_store_changes_its_level_when_it_is_opened(tmp_path: Path, before: Durability, after: Durability) -> None:

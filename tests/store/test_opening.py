@@ -186,6 +186,7 @@ def test_nothing_is_written_before_the_mark_says_so(
         assert seen[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", [Durability.INTERVAL, Durability.COMMIT])
 @pytest.mark.parametrize("step", ["copy", "replace", "reopen"])
 def test_a_machine_that_goes_down_while_an_index_is_compacted_costs_nothing(

@@ -494,6 +494,7 @@ def test_random_churn_agrees_with_a_model(case: StoreCase, monkeypatch: pytest.M
             assert store.statistics().stored_bytes == sum(charges[key] for key in model.keys) <= capacity_bytes
 
 
+@pytest.mark.long
 def test_readers_beside_a_writer_never_see_wrong_bytes(case: StoreCase) -> None:
     blobs = [blob_of(n, 30_000) for n in range(40)]
     wrong: list[int] = []
@@ -573,7 +574,7 @@ def test_more_evictions_than_fit_one_change(case: StoreCase, monkeypatch: pytest
         store.check()
 
 
-@pytest.mark.parametrize("num_bytes", [0, (2 << 30) + 1])
+@pytest.mark.parametrize("num_bytes", [0, pytest.param((2 << 30) + 1, marks=pytest.mark.long)])
 def test_what_is_no_block_is_refused_and_nothing_happens(store: BlobStore, num_bytes: int) -> None:
     store.put_many([blob_of(1)])
 

@@ -283,6 +283,7 @@ def test_others_are_told_the_owner_and_may_open_once_it_has_closed(store: StoreP
         assert opened.contains(key_of(1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("has_forked", [False, True])
 def test_after_kill_9_of_the_owner_the_next_start_takes_over(tmp_path: Path, has_forked: bool) -> None:
     arguments = [sys.executable, "-c", OWNER, str(tmp_path / "store"), str(Path(__file__).parent)]
@@ -443,6 +444,7 @@ def let_go_on(pid: int) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["read_many", "statistics", "keys", "touch"])
 def test_an_interrupted_call_leaves_no_answer_to_another(store: StoreProcess, method: str) -> None:
     fill(store)
@@ -496,6 +498,7 @@ def test_calls_beside_an_interrupted_one_end_as_with_a_process_that_died(store: 
     assert read(store, 1) == digest(kv_bytes(1, BLOCK_BYTES))
 
 
+@pytest.mark.long
 def test_an_interruption_between_any_two_lines_costs_no_channel_and_no_right_answer(store: StoreProcess) -> None:
     fill(store)
     num_lines = 0
@@ -599,6 +602,7 @@ def test_an_error_that_cannot_be_sent_arrives_as_an_os_error_with_its_text(
         assert store.num_starts == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["delete", "put_many"])
 def test_a_large_question_to_a_process_that_hangs_has_a_deadline(store: StoreProcess, method: str) -> None:
     many = {"delete": [key_of(n) for n in range(10_000)], "put_many": [blob_of(1, 1 << 20)]}[method]

@@ -271,6 +271,7 @@ def test_promises_that_nobody_collects_do_not_pile_up(disk: Disk) -> None:
     disk.admission.check()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_on_disk_has_no_holes_and_stays_within_the_budget(seed: int, clock: FakeClock) -> None:
     """Documents with common beginnings, used at random; what is dirty comes in mixed batches, children first."""

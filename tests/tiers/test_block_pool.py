@@ -741,6 +741,7 @@ def test_random_operations_agree_with_the_model(
     assert both.num_evictions > 20, "too few interesting steps"
 
 
+@pytest.mark.long
 def test_the_order_is_put_together_a_part_at_a_time() -> None:
     num_slots = 4000
     pool = BlockPool(num_slots)

@@ -20,6 +20,7 @@ def assert_survived(table: Table, seed: int) -> None:
     assert (table.num_wrong, table.num_hangs, table.num_lost) == (0, 0, 0), f"seed {seed}: {table.remarkable}"
 
 
+@pytest.mark.long
 def test_some_hundred_flips_anywhere_are_survived(stores: list[Template], seed: int) -> None:
     tables = flip_all(stores, 360, seed)
 
@@ -27,6 +28,7 @@ def test_some_hundred_flips_anywhere_are_survived(stores: list[Template], seed: 
         assert_survived(table, seed)
 
 
+@pytest.mark.long
 def test_no_flip_of_a_mark_costs_a_block(stores: list[Template], seed: int) -> None:
     for template in stores:
         template.restore()

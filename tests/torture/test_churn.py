@@ -72,6 +72,7 @@ def churn(
     assert ended.of("closed") == ended.of("unopened")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("durability", list(Durability))
 def test_ten_turnovers_leak_nothing(forks: ForkServer, tmp_path: Path, durability: str, seed: int) -> None:
     churn(forks, tmp_path / "store", durability, seed, capacity_bytes=3 << 20, num_turnovers=12, opening=6)
@@ -86,6 +87,7 @@ def test_a_hundred_turnovers_leak_nothing(
     churn(forks, tmp_path / "store", durability, seed, capacity_bytes, num_turnovers=110, opening=37)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("durability", list(Durability))
 def test_a_reader_killed_inside_its_transaction_does_not_make_the_file_grow_for_ever(
     forks: ForkServer, other_forks: ForkServer, tmp_path: Path, durability: str, seed: int

@@ -41,6 +41,7 @@ def survive_faults(
     assert emptied == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("durability", list(Durability))
 def test_every_call_works_or_raises_while_io_fails(
     shimmed_forks: ForkServer, tmp_path: Path, durability: str, seed: int
@@ -94,6 +95,7 @@ def test_a_medium_that_cannot_be_read_costs_only_those_reads(
     assert ended.of("hits")[0] > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("durability", list(Durability))
 def test_reads_do_not_wait_for_a_medium_that_takes_long_to_sync(
     shimmed_forks: ForkServer, tmp_path: Path, durability: str, seed: int

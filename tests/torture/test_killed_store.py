@@ -53,6 +53,8 @@ def kill_many(forks: ForkServer, folder: Path, durability: str, num_kills: int, 
             first_chain=first_chain,
             known=rng.sample(present, min(len(present), 400)),
         )
+        if rng.random() < 0.8:  # else it may still be opening
+            child.listen(60, "begin")
         child.listen(rng.choice([0.02, 0.3, 0.8]) * rng.random())
         ended = child.kill()
         ended.assert_fine(context, status=-signal.SIGKILL)
@@ -81,6 +83,7 @@ def kill_many(forks: ForkServer, folder: Path, durability: str, num_kills: int, 
     assert num_under_way > num_kills / 4  # else the kills did not hit a store at work
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("durability", list(Durability))
 def test_a_store_killed_under_load_holds_every_block_it_acknowledged(
     forks: ForkServer, tmp_path: Path, durability: str, seed: int

@@ -185,6 +185,7 @@ def _assert_only_the_torn_are_missing(ended: Ended, template: Template, context:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["payload", "index", "root", "any"])
 def test_torn_pages_give_right_bytes_or_none(
     forks: ForkServer, template: Template, tmp_path: Path, what: str, seed: int

@@ -351,6 +351,7 @@ def doc(capsys: pytest.CaptureFixture[str], server: Address, *arguments: object)
     return status, written.out + written.err
 
 
+@pytest.mark.long
 def test_documents_and_pins_survive_a_restart_and_a_question_after_it_loads(
     tmp_path: Path, model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import pytest
 from serving import come_true, serving_process
 from test_serve_process import configured
 
@@ -13,6 +14,7 @@ def texts(done: list[dict]) -> list[str]:
     return [answer["choices"][0]["text"] for answer in done]
 
 
+@pytest.mark.long
 def test_a_folder_removed_under_a_server_costs_a_line_and_no_answer(tmp_path: Path, model_folder: Path) -> None:
     store = tmp_path / "store"
     with serving_process(tmp_path, model_folder, configured(tmp_path)) as server:
@@ -32,6 +34,7 @@ def test_a_folder_removed_under_a_server_costs_a_line_and_no_answer(tmp_path: Pa
     assert (store / "data.mdb").exists()
 
 
+@pytest.mark.long
 def test_a_server_whose_store_cannot_be_opened_serves_without_it(tmp_path: Path, model_folder: Path) -> None:
     (tmp_path / "store").write_text("no folder")
 

@@ -72,6 +72,7 @@ def test_beyond_the_queue_it_is_429_with_the_time_to_try_again(small: ServerInTh
     assert small.complete("Hello")["choices"]
 
 
+@pytest.mark.long
 def test_the_openai_client_comes_again_when_it_is_told_to(small: ServerInThread) -> None:
     client = small.openai().with_options(max_retries=10)
     with small.streaming("Hello", n=3, max_tokens=250) as stream:
@@ -227,6 +228,7 @@ def test_a_prompt_whose_client_leaves_before_its_turn_is_never_tokenized(small: 
             job.result(DEADLINE_S)
 
 
+@pytest.mark.long
 def test_a_client_that_does_not_read_is_left(small_timeout: None) -> None:
     config = tables(3000)
     body = {"model": MODEL, "prompt": "Hello", "max_tokens": 600, "n": 32, "stream": True, "logprobs": 20}

@@ -394,6 +394,7 @@ def test_health_version_and_metrics_are_there(server: ServerInThread) -> None:
     assert "kvtier_http_token_gap_seconds_count" in metrics
 
 
+@pytest.mark.long
 def test_sixty_four_streams_at_once_get_the_tokens_of_being_alone(
     server: ServerInThread, model: PreTrainedModel
 ) -> None:
@@ -432,6 +433,7 @@ def test_what_the_template_refuses_is_a_400_with_its_reason() -> None:
         server.openai().chat.completions.create(messages=[{"role": "user", "content": "Hello"}], **GREEDY)
 
 
+@pytest.mark.long
 def test_variables_of_the_template_are_the_clients_and_nothing_else_is() -> None:
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = "{{ messages[0].content }}{% if thinking %}<think budget={{ budget / 2 }}>{% endif %}"

@@ -40,6 +40,7 @@ def is_draining(server: ServerProcess) -> bool:
     return server.get("/ready").json()["status"] == "draining"
 
 
+@pytest.mark.long
 def test_sigterm_lets_streams_finish_and_keeps_what_is_cached(tmp_path: Path, model_folder: Path) -> None:
     prompt = "The quick brown fox. " * 10
     with serving_process(tmp_path, model_folder, configured(tmp_path)) as server:
@@ -62,6 +63,7 @@ def test_sigterm_lets_streams_finish_and_keeps_what_is_cached(tmp_path: Path, mo
         assert server.wait() == 0
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_at_once(tmp_path: Path, model_folder: Path) -> None:
     with (
         serving_process(tmp_path, model_folder, configured(tmp_path)) as server,
@@ -77,6 +79,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, model_folder: Path) -> Non
             list(stream)
 
 
+@pytest.mark.long
 def test_the_log_has_ids_and_tokens_but_neither_prompts_nor_keys(tmp_path: Path, model_folder: Path) -> None:
     keys, marker = tmp_path / "keys.toml", "confidential-marker"
     keys.write_text(f'[keys]\n"{KEY}" = "ann"\n')
@@ -164,6 +167,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(model_folder: Pa
     assert "load:" not in done.stderr
 
 
+@pytest.mark.long
 def test_a_second_server_on_the_same_documents_is_one_line_that_names_the_first(
     tmp_path: Path, model_folder: Path
 ) -> None:
@@ -205,6 +209,7 @@ def test_it_answers_while_libraries_are_imported_and_a_signal_ends_it(tmp_path: 
             process.kill()
 
 
+@pytest.mark.long
 def test_sighup_reads_the_keys_again_and_a_broken_file_keeps_the_old_ones(tmp_path: Path, model_folder: Path) -> None:
     def write(content: str) -> None:
         new = tmp_path / "keys.new"
@@ -241,6 +246,7 @@ def test_sighup_reads_the_keys_again_and_a_broken_file_keeps_the_old_ones(tmp_pa
         assert server.wait() == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["human", "json"])
 def test_what_libraries_warn_of_stands_in_the_log_as_lines_of_its_own(kind: str) -> None:
     script = f"""

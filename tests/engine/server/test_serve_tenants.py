@@ -100,6 +100,7 @@ def test_nobody_comes_to_anothers_blocks_by_a_salt(request: pytest.FixtureReques
     assert [hit(server, BOB, prompt, cache_salt=guess) for guess in guesses] == [0] * len(guesses)
 
 
+@pytest.mark.long
 def test_timing_tells_nothing_of_another_tenants_prompts(strict: ServerInThread, sharing: ServerInThread) -> None:
     """A probe's time to its first token, with and without a foreign hit: alike when strict, else far apart."""
 
