@@ -17,7 +17,7 @@ def main() -> None:
     options = parser.parse_args()
     runs = []
     for _ in range(options.runs):
-        command = [sys.executable, "-m", "kvtier.engine.cli", "demo", "--json"]
+        command = [sys.executable, "-m", "kvtier.engine.commands.cli", "demo", "--json"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         runs.append({step["name"]: step for step in json.loads(done.stdout)["steps"]})
     rows = []

@@ -7,8 +7,8 @@ import torch
 from report import Row, arguments, publish
 from small_models import MODELS, MORE_MODELS, VOCAB, build, byte_tokenizer, plain_greedy
 
-from kvtier.engine import LLM, SamplingParams
-from kvtier.engine.runner import Chunk, ModelRunner
+from kvtier import LLM, SamplingParams
+from kvtier.engine.model.runner import Chunk, ModelRunner
 
 BLOCK_SIZE = 16
 NUM_PROMPTS = 6

@@ -20,8 +20,8 @@ from report import Row
 from store_blocks import KIB, MIB
 from store_rounds import Side, Work, alternate, at_least, gb_per_s, in_words, ratio_of
 
-from kvtier.transfer.copy_choice import COPIES
-from kvtier.transfer.cuda_memory import CudaMemory
+from kvtier.transfer.cuda.copy_choice import COPIES
+from kvtier.transfer.cuda.memory import CudaMemory
 
 SIZES = (64 * KIB, 256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB)
 LEAST_PROMISED = 512 * KIB  # blocks from this size on were promised something

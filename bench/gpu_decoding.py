@@ -15,10 +15,10 @@ from report import Row
 from store_rounds import at_least, spread
 from transformers import PreTrainedModel
 
-from kvtier.engine import LLM, SamplingParams
-from kvtier.engine.request import Request
-from kvtier.tiers.block_hash import NO_EXTRA_KEYS
-from kvtier.tiers.tier import Tier
+from kvtier import LLM, SamplingParams
+from kvtier.engine.scheduling.request import Request
+from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
+from kvtier.tiers.naming.tier import Tier
 from kvtier.transfer.transfer_engine import Route
 
 NO_SPILL, CLEAN_AHEAD, ON_EVICT = "no spill", "clean-ahead", "spill-on-evict"

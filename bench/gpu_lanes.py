@@ -15,10 +15,10 @@ from report import Row
 from store_blocks import KIB, MIB
 from store_rounds import Side, Work, alternate, at_least, gb_per_s, ratio_of, seconds
 
+from kvtier.store.process.store_process import SWITCH_INTERVAL_S
 from kvtier.store.record import digest
-from kvtier.store.store_process import SWITCH_INTERVAL_S
-from kvtier.transfer.cuda_lane import CudaLane
-from kvtier.transfer.cuda_memory import CudaMemory
+from kvtier.transfer.cuda.lane import CudaLane
+from kvtier.transfer.cuda.memory import CudaMemory
 from kvtier.transfer.lane import Finished, Transfer
 
 BLOCK_BYTES = 512 * KIB

@@ -16,8 +16,8 @@ from report import Row
 from store_rounds import at_least, at_most, spread
 from transformers import PreTrainedModel
 
-from kvtier.engine import LLM, SamplingParams
-from kvtier.tiers.tier import Tier
+from kvtier import LLM, SamplingParams
+from kvtier.tiers.naming.tier import Tier
 from kvtier.transfer.transfer_engine import Route
 
 ON, OFF = "on", "off"

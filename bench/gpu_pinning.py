@@ -9,8 +9,8 @@ from report import Row
 from store_blocks import KIB, MIB
 from store_rounds import at_most
 
-from kvtier.transfer import cuda_memory
-from kvtier.transfer.cuda_memory import CudaMemory
+from kvtier.transfer.cuda import memory as cuda_memory
+from kvtier.transfer.cuda.memory import CudaMemory
 from kvtier.transfer.host_slab import PIECE_BYTES, Pin
 
 BLOCK_BYTES = 512 * KIB

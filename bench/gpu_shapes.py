@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from kvtier.engine import runner
+from kvtier.engine.model import runner
 
 DTYPE = torch.bfloat16
 ROPE_THETA = 500_000.0

@@ -17,10 +17,10 @@ from report import Row
 from store_rounds import at_least, at_most
 from transformers import PreTrainedModel
 
-from kvtier.engine import LLM, SamplingParams
-from kvtier.tiers.block_hash import BlockChain, BlockName, HashAlgorithm
-from kvtier.tiers.block_pool import ABSENT
-from kvtier.tiers.tier import Tier
+from kvtier import LLM, SamplingParams
+from kvtier.tiers.device.block_pool import ABSENT
+from kvtier.tiers.naming.block_hash import BlockChain, BlockName, HashAlgorithm
+from kvtier.tiers.naming.tier import Tier
 
 COLD = "cold"
 TIERS = (COLD, Tier.DEVICE.value, Tier.HOST.value, Tier.DISK.value)

@@ -15,7 +15,7 @@ from pathlib import Path
 from report import Row, arguments, publish
 from simulated_engine import BLOCK_BYTES, BLOCK_SIZE, TOKENS_EACH, Arriving, Machine, SimulatedEngine
 
-from kvtier.tiers import landings
+from kvtier.tiers.up import landings
 
 WAYS = {"no disk": ("always", False), "always": ("always", True), "cost": ("cost", True), "split": ("split", True)}
 SPEEDS = {"1 GB/s": 1e9, "3 GB/s": 3e9, "6 GB/s": 6e9, "50 GB/s": 50e9}

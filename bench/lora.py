@@ -14,9 +14,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from report import Row, arguments, publish
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from kvtier.engine.lora_adapter import LoraAdapter, load_adapter
-from kvtier.engine.runner import Chunk, ModelRunner
-from kvtier.tiers.block_hash import Lora
+from kvtier.engine.model.lora_adapter import LoraAdapter, load_adapter
+from kvtier.engine.model.runner import Chunk, ModelRunner
+from kvtier.tiers.naming.block_hash import Lora
 
 BLOCK_SIZE = 32
 NUM_REQUESTS = 8

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvtier.engine import LLM, SamplingParams
+from kvtier import LLM, SamplingParams
 
 VOCAB = 1000
 PROMPT_TOKENS = 2048

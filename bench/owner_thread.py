@@ -20,26 +20,26 @@ import numpy as np
 from report import Row, arguments, publish
 
 from kvtier.engine.config import SchedulerConfig
-from kvtier.engine.document import Document, Form
-from kvtier.engine.document_holds import RENEW_S, DocumentHolds
+from kvtier.engine.documents.document import Document, Form
+from kvtier.engine.documents.holds import RENEW_S, DocumentHolds
+from kvtier.engine.documents.pin_shares import PinShares
+from kvtier.engine.documents.prompt_pins import PromptPins
 from kvtier.engine.garbage import Garbage
-from kvtier.engine.look_ahead import LookAhead
-from kvtier.engine.pin_shares import PinShares
-from kvtier.engine.prompt_pins import PromptPins
-from kvtier.engine.request import Request
-from kvtier.engine.sampling import SamplingParams
-from kvtier.engine.shared_prefill import SharedPrefill
-from kvtier.engine.slot_demand import SlotDemand, most_blocks
-from kvtier.engine.waiting_queue import WaitingQueue
+from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.scheduling.look_ahead import LookAhead
+from kvtier.engine.scheduling.request import Request
+from kvtier.engine.scheduling.shared_prefill import SharedPrefill
+from kvtier.engine.scheduling.slot_demand import SlotDemand, most_blocks
+from kvtier.engine.scheduling.waiting_queue import WaitingQueue
 from kvtier.store.blob_store import Blob, StoreStatistics
 from kvtier.store.record import digest
-from kvtier.tiers.block_hash import BlockChain, ExtraKeys
 from kvtier.tiers.cache import TieredCache
-from kvtier.tiers.disk_tier import NAMESPACE_BYTES, PAGE_KEYS, DiskTier
-from kvtier.tiers.events import EventLog
-from kvtier.tiers.groups import FullAttention, SlidingWindow
-from kvtier.tiers.promotion import Promotion, Tables
-from kvtier.tiers.tenants import tenant_of
+from kvtier.tiers.lower.disk_tier import NAMESPACE_BYTES, PAGE_KEYS, DiskTier
+from kvtier.tiers.lower.events import EventLog
+from kvtier.tiers.lower.tenants import tenant_of
+from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
+from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
+from kvtier.tiers.up.promotion import Promotion, Tables
 from kvtier.transfer.block_memory import CpuMemory
 from kvtier.transfer.lane import Finished, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine

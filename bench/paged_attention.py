@@ -14,11 +14,11 @@ from itertools import product
 import torch
 from report import Row, arguments, publish
 
-from kvtier.engine.paged_choice import Shape, choose, plan_for
-from kvtier.engine.paged_gather import Scoring, Scratch, attend_gathered
-from kvtier.engine.paged_in_place import attend_in_place
-from kvtier.engine.paged_segment import segment
-from kvtier.tiers.groups import FullAttention
+from kvtier.engine.model.paged_choice import Shape, choose, plan_for
+from kvtier.engine.model.paged_gather import Scoring, Scratch, attend_gathered
+from kvtier.engine.model.paged_in_place import attend_in_place
+from kvtier.engine.model.paged_segment import segment
+from kvtier.tiers.naming.groups import FullAttention
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, DTYPE = 32, 8, 128, torch.bfloat16
 BLOCK_SIZES = (16, 64)

@@ -23,14 +23,14 @@ from report import Row, arguments, publish
 from vllm_core import VllmCore, vllm_naming, vllm_small_calls, vllm_version
 
 from kvtier.engine.config import SchedulerConfig
-from kvtier.engine.request import Request
-from kvtier.engine.sampling import SamplingParams
-from kvtier.engine.scheduler import Scheduler
-from kvtier.tiers.block_hash import BlockChain, HashAlgorithm
-from kvtier.tiers.block_pool import BlockPool
+from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.scheduling.request import Request
+from kvtier.engine.scheduling.scheduler import Scheduler
 from kvtier.tiers.cache import TieredCache
-from kvtier.tiers.events import EventLog
-from kvtier.tiers.groups import AttentionGroup, FullAttention, SlidingWindow
+from kvtier.tiers.device.block_pool import BlockPool
+from kvtier.tiers.lower.events import EventLog
+from kvtier.tiers.naming.block_hash import BlockChain, HashAlgorithm
+from kvtier.tiers.naming.groups import AttentionGroup, FullAttention, SlidingWindow
 from kvtier.transfer.block_memory import CpuMemory
 from kvtier.transfer.lane import Finished, InlineLane, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
@@ -68,7 +68,7 @@ class ApartLane(InlineLane):
 
 
 class KvtierCore:
-    """A `TieredCache` driven as `engine/scheduler.py` drives it, over memory that nobody copies. Like `VllmCore`."""
+    """A `TieredCache` driven as the engine's scheduler drives it, over memory that nobody copies. Like `VllmCore`."""
 
     def __init__(
         self,

@@ -23,9 +23,9 @@ from serving_load import Seen, ask_all, tokens_per_s
 from kvtier.engine.config import as_config
 from kvtier.engine.core import EngineCore
 from kvtier.engine.llm import load_model
-from kvtier.engine.request import Request
-from kvtier.engine.sampling import SamplingParams
-from kvtier.tiers.block_hash import NO_EXTRA_KEYS
+from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.scheduling.request import Request
+from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
 
 NUM_DOCUMENTS = 20
 NUM_QUESTIONS = 10

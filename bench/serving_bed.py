@@ -17,7 +17,7 @@ from typing import IO
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvtier.engine.demo_model import MAX_POSITIONS, build_tokenizer
+from kvtier.engine.commands.demo.model import MAX_POSITIONS, build_tokenizer
 
 START_S = 180.0
 END_S = 120.0
@@ -67,7 +67,16 @@ def kvtier_server(model: Path, folder: Path, tables: Mapping[str, Mapping[str, o
     port = _free_port()
     config = folder / f"server-{port}.toml"
     config.write_text("\n".join(_toml(name, table) for name, table in tables.items()))
-    command = [sys.executable, "-m", "kvtier.engine.cli", "serve", "--model", str(model), "--config", str(config)]
+    command = [
+        sys.executable,
+        "-m",
+        "kvtier.engine.commands.cli",
+        "serve",
+        "--model",
+        str(model),
+        "--config",
+        str(config),
+    ]
     with _process([*command, "--port", str(port), "--model-name", MODEL], port, "/ready", folder, {}) as url:
         yield url
 

@@ -11,19 +11,19 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from kvtier.engine.config import SchedulerConfig
-from kvtier.engine.detokenizer import Detokenizer
-from kvtier.engine.request import FinishReason, Request
-from kvtier.engine.sampling import SamplingParams
-from kvtier.engine.scheduler import Scheduler, Work
+from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.scheduling.request import FinishReason, Request
+from kvtier.engine.scheduling.scheduler import Scheduler, Work
+from kvtier.engine.text.detokenizer import Detokenizer
+from kvtier.store.codec.seal import charged_bytes
 from kvtier.store.memory_store import MemoryStore
-from kvtier.store.seal import charged_bytes
-from kvtier.tiers.block_hash import BlockChain
 from kvtier.tiers.cache import TieredCache
-from kvtier.tiers.disk_tier import NAMESPACE_BYTES, DiskTier
-from kvtier.tiers.groups import FullAttention
-from kvtier.tiers.load_planner import LoadPlanner
-from kvtier.tiers.prefill_speed import PrefillSpeed, tokens_read
-from kvtier.tiers.statistics import TokenBalance
+from kvtier.tiers.lower.disk_tier import NAMESPACE_BYTES, DiskTier
+from kvtier.tiers.lower.statistics import TokenBalance
+from kvtier.tiers.naming.block_hash import BlockChain
+from kvtier.tiers.naming.groups import FullAttention
+from kvtier.tiers.up.load_planner import LoadPlanner
+from kvtier.tiers.up.prefill_speed import PrefillSpeed, tokens_read
 from kvtier.transfer.block_memory import CpuMemory
 from kvtier.transfer.lane import Finished, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from report import Row, arguments, publish
 
-from kvtier.engine import SamplingParams, reopening_store
-from kvtier.engine.demo_model import build_demo_model
+from kvtier import SamplingParams
+from kvtier.engine import reopening_store
+from kvtier.engine.commands.demo.model import build_demo_model
 from kvtier.engine.llm import LLM
+from kvtier.store.process.store_process import StoreProcess
 from kvtier.store.record import Fault
-from kvtier.store.store_process import StoreProcess
 
 NUM_DOCUMENTS = 4
 NUM_TOKENS = 2048

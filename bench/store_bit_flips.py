@@ -30,11 +30,11 @@ import numpy as np
 from report import Row, arguments, publish
 
 from kvtier.store.blob_store import Blob
-from kvtier.store.boot_mark import BootMark, FileState
-from kvtier.store.cipher import Cipher
+from kvtier.store.codec.cipher import Cipher
 from kvtier.store.durability import Durability
+from kvtier.store.lmdb.boot_mark import BootMark, FileState
+from kvtier.store.process.store_process import StoreDied, StoreProcess
 from kvtier.store.record import Fault, digest
-from kvtier.store.store_process import StoreDied, StoreProcess
 from kvtier.store.store_settings import StoreSettings
 
 CAPACITY_BYTES = 4 << 20

@@ -9,9 +9,9 @@ from report import Row
 from store_blocks import KIB
 from store_rounds import gb_per_s, seconds
 
-from kvtier.engine.demo_document import make_document
-from kvtier.engine.demo_model import build_demo_model
-from kvtier.store.codec import CODECS
+from kvtier.engine.commands.demo.document import make_document
+from kvtier.engine.commands.demo.model import build_demo_model
+from kvtier.store.codec.codec import CODECS
 
 CODEC = "zstd-plane-2"
 BLOCK_BYTES = 256 * KIB

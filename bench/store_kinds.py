@@ -8,10 +8,10 @@ from pathlib import Path
 from store_blocks import Slots
 
 from kvtier.store.blob_store import BlobStore
-from kvtier.store.channel import SharedMemory
 from kvtier.store.durability import Durability
-from kvtier.store.lmdb_store import LmdbStore
-from kvtier.store.store_process import SWITCH_INTERVAL_S, StoreProcess
+from kvtier.store.lmdb.lmdb_store import LmdbStore
+from kvtier.store.process.channel import SharedMemory
+from kvtier.store.process.store_process import SWITCH_INTERVAL_S, StoreProcess
 from kvtier.store.store_settings import StoreSettings
 
 WARM_S = 0.7  # the child enters the asker's memory in its page table

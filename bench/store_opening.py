@@ -14,8 +14,8 @@ from store_rounds import Choice, at_most, seconds, spread
 from kvtier.store.blob_store import Blob, BlobStore
 from kvtier.store.durability import Durability
 from kvtier.store.record import digest
-from kvtier.tiers.block_hash import BlockName
-from kvtier.tiers.disk_tier import DiskTier
+from kvtier.tiers.lower.disk_tier import DiskTier
+from kvtier.tiers.naming.block_hash import BlockName
 
 CHAIN_BLOCKS = 8192  # of a prompt
 VALUE_BYTES = 64

@@ -19,14 +19,14 @@ from kvtier.engine.config import Config, as_config
 from kvtier.engine.core import EngineCore, EngineStatistics
 from kvtier.engine.engine_thread import EngineThread, Progress, fail
 from kvtier.engine.llm import GREEDY, Prompt, encode, keyed, load_model
-from kvtier.engine.logprobs import TokenLogprobs
 from kvtier.engine.metrics import MetricsServer, serve_metrics
-from kvtier.engine.request import Completion, Request
-from kvtier.engine.sampling import SamplingParams
-from kvtier.engine.terms import Terms
+from kvtier.engine.model.logprobs import TokenLogprobs
+from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.scheduling.request import Completion, Request
+from kvtier.engine.scheduling.terms import Terms
+from kvtier.engine.text.tokenizer_threads import TokenizerThreads
 from kvtier.engine.thread_work import as_exception
-from kvtier.engine.tokenizer_threads import TokenizerThreads
-from kvtier.tiers.block_hash import NO_EXTRA_KEYS, ExtraKeys
+from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, ExtraKeys
 
 _T = TypeVar("_T")
 

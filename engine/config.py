@@ -10,8 +10,8 @@ from typing import Annotated, Literal, get_args, get_origin
 
 import msgspec
 
-from kvtier.tiers.block_hash import HashAlgorithm
-from kvtier.tiers.request_text import check_text
+from kvtier.tiers.naming.block_hash import HashAlgorithm
+from kvtier.tiers.naming.request_text import check_text
 
 # What could be chosen once, by path, and what to choose instead.
 _GONE = {

@@ -12,33 +12,33 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtier.engine.config import Config
-from kvtier.engine.detokenizer import Detokenizer
 from kvtier.engine.disk_store import disk_tier, open_store
 from kvtier.engine.fault_log import FaultLog, flush_fault
 from kvtier.engine.kv_events import ZmqPublisher
-from kvtier.engine.logprobs import token_logprobs
-from kvtier.engine.longest_request import longest_request
-from kvtier.engine.look_ahead import LookAhead
-from kvtier.engine.lora_adapter import load_adapters
-from kvtier.engine.poisoned_cache import PoisonedCache
+from kvtier.engine.model.logprobs import token_logprobs
+from kvtier.engine.model.lora_adapter import load_adapters
+from kvtier.engine.model.poisoned_cache import PoisonedCache
+from kvtier.engine.model.runner import Chunk, ModelRunner
+from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.reopening_store import ReopeningStore, StoreStanding
-from kvtier.engine.request import Request
-from kvtier.engine.runner import Chunk, ModelRunner
-from kvtier.engine.sampling import SamplingParams
-from kvtier.engine.scheduler import Scheduler, Work
-from kvtier.engine.stall import Stall
-from kvtier.engine.step_times import StepTimes
-from kvtier.engine.terms import NO_TERMS, Terms
-from kvtier.store.cipher import Cipher
-from kvtier.store.store_process import SWITCH_INTERVAL_S
-from kvtier.tiers.block_hash import BlockChain, ExtraKeys, HashAlgorithm, Lora
+from kvtier.engine.scheduling.longest_request import longest_request
+from kvtier.engine.scheduling.look_ahead import LookAhead
+from kvtier.engine.scheduling.request import Request
+from kvtier.engine.scheduling.scheduler import Scheduler, Work
+from kvtier.engine.scheduling.stall import Stall
+from kvtier.engine.scheduling.step_times import StepTimes
+from kvtier.engine.scheduling.terms import NO_TERMS, Terms
+from kvtier.engine.text.detokenizer import Detokenizer
+from kvtier.store.codec.cipher import Cipher
+from kvtier.store.process.store_process import SWITCH_INTERVAL_S
 from kvtier.tiers.cache import TieredCache
-from kvtier.tiers.events import EventLog
-from kvtier.tiers.load_planner import LoadPlanner
-from kvtier.tiers.prefill_speed import PrefillSpeed
-from kvtier.tiers.statistics import CacheStatistics, PlanStatistics, PrefixStatistics, TokenBalance
-from kvtier.tiers.tenants import tenant_of
-from kvtier.tiers.tier import Tier
+from kvtier.tiers.lower.events import EventLog
+from kvtier.tiers.lower.statistics import CacheStatistics, PlanStatistics, PrefixStatistics, TokenBalance
+from kvtier.tiers.lower.tenants import tenant_of
+from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys, HashAlgorithm, Lora
+from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.up.load_planner import LoadPlanner
+from kvtier.tiers.up.prefill_speed import PrefillSpeed
 from kvtier.transfer.lane import Finished, Lane, ThreadLane
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
@@ -442,7 +442,7 @@ def _transfers(runner: ModelRunner, num_copiers: int) -> TransferEngine:
     }
     for route in (Route.DEVICE_TO_HOST, Route.HOST_TO_DEVICE):
         if runner.device.type == "cuda":
-            from kvtier.transfer.cuda_lane import CudaLane
+            from kvtier.transfer.cuda.lane import CudaLane
 
             lanes[route] = CudaLane(finished, route, runner.device, num_threads=num_copiers)
         else:

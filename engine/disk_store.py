@@ -6,17 +6,17 @@ from pathlib import Path
 
 from kvtier.engine.config import DiskConfig, TenantConfig
 from kvtier.engine.reopening_store import ReopeningStore
-from kvtier.store.channel import SharedMemory
-from kvtier.store.cipher import Cipher
-from kvtier.store.codec import CODECS, NO_CODEC, Codec
-from kvtier.store.codec_choice import CodecChoice
-from kvtier.store.data_file import capacity_within, most_bytes
+from kvtier.store.codec.cipher import Cipher
+from kvtier.store.codec.codec import CODECS, NO_CODEC, Codec
+from kvtier.store.codec.codec_choice import CodecChoice
 from kvtier.store.durability import Durability
+from kvtier.store.lmdb.data_file import capacity_within, most_bytes
+from kvtier.store.process.channel import SharedMemory
 from kvtier.store.store_settings import StoreSettings
-from kvtier.tiers.disk_tier import DiskTier
-from kvtier.tiers.namespace import Namespace
-from kvtier.tiers.ssd_life import SsdLife
-from kvtier.tiers.tenants import tenant_of
+from kvtier.tiers.lower.disk_tier import DiskTier
+from kvtier.tiers.lower.ssd_life import SsdLife
+from kvtier.tiers.lower.tenants import tenant_of
+from kvtier.tiers.naming.namespace import Namespace
 from kvtier.transfer.block_memory import BlockMemory
 
 LEAST_BLOCKS = 8  # of all groups together; with less, LMDB's index alone fills the store

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from kvtier.engine.core import FLUSH_TIMEOUT_S, EngineCore
 from kvtier.engine.garbage import Garbage
-from kvtier.engine.request import Request
+from kvtier.engine.scheduling.request import Request
 from kvtier.engine.thread_work import as_exception
 
 log = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvtier.engine.reopening_store import NotOpen, StoreStanding
 from kvtier.store.record import Fault
-from kvtier.tiers.breaker import BreakerState
-from kvtier.tiers.statistics import DiskStatistics
+from kvtier.tiers.lower.breaker import BreakerState
+from kvtier.tiers.lower.statistics import DiskStatistics
 
 if TYPE_CHECKING:
     from kvtier.engine.core import EngineStatistics

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from kvtier.engine.config import EventsConfig
-from kvtier.tiers.block_hash import BlockName, ExtraKey
-from kvtier.tiers.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from kvtier.tiers.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
-from kvtier.tiers.tier import Tier
+from kvtier.tiers.lower.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvtier.tiers.naming.block_hash import BlockName, ExtraKey
+from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
+from kvtier.tiers.naming.tier import Tier
 
 if TYPE_CHECKING:
     import zmq

@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from kvtier.engine.config import Config, ModelConfig, as_config
 from kvtier.engine.core import EngineCore, EngineStatistics
 from kvtier.engine.metrics import serve_metrics
-from kvtier.engine.request import Completion, Request
-from kvtier.engine.sampling import SamplingParams
-from kvtier.engine.terms import Terms
-from kvtier.tiers.block_hash import NO_EXTRA_KEYS, ExtraKeys
-from kvtier.tiers.request_text import check_text
+from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.scheduling.request import Completion, Request
+from kvtier.engine.scheduling.terms import Terms
+from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, ExtraKeys
+from kvtier.tiers.naming.request_text import check_text
 
 Prompt = str | Sequence[int] | npt.NDArray[np.integer]
 GREEDY = SamplingParams()

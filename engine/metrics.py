@@ -9,9 +9,9 @@ from prometheus_client.registry import Collector
 
 from kvtier.engine.config import Config
 from kvtier.engine.reopening_store import NotOpen, StoreStanding
-from kvtier.tiers.breaker import BreakerState
-from kvtier.tiers.statistics import CacheStatistics, TierStatistics
-from kvtier.tiers.tier import Tier
+from kvtier.tiers.lower.breaker import BreakerState
+from kvtier.tiers.lower.statistics import CacheStatistics, TierStatistics
+from kvtier.tiers.naming.tier import Tier
 
 if TYPE_CHECKING:
     from kvtier.engine.core import EngineStatistics  # which imports torch: a server counts before it has that

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Self
 
 from kvtier.store.blob_store import Blob, StoreStatistics, StoreUnavailable
-from kvtier.store.channel import SharedMemory
 from kvtier.store.owner_lock import LOCK_FILE, FolderInUse
+from kvtier.store.process.channel import SharedMemory
+from kvtier.store.process.store_process import StoreDied, StoreProcess
 from kvtier.store.record import Fault
-from kvtier.store.store_process import StoreDied, StoreProcess
 from kvtier.store.store_settings import StoreSettings
 
 FIRST_REST_S = 1.0  # after an attempt to open the store; doubles with each that fails …

@@ -9,10 +9,10 @@ from types import MappingProxyType
 from typing import Self
 
 from kvtier.store.blob_store import Blob, StoreStatistics
-from kvtier.store.cipher import Cipher
-from kvtier.store.codec import NO_CODEC, Codec
+from kvtier.store.codec.cipher import Cipher
+from kvtier.store.codec.codec import NO_CODEC, Codec
+from kvtier.store.codec.seal import fault_of, open_record, refuse_unfit, seal
 from kvtier.store.record import Fault
-from kvtier.store.seal import fault_of, open_record, refuse_unfit, seal
 
 
 @dataclass(frozen=True, slots=True)

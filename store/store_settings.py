@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtier.store.cipher import Cipher
-from kvtier.store.codec import NO_CODEC, Codec
-from kvtier.store.codec_choice import CodecChoice
+from kvtier.store.codec.cipher import Cipher
+from kvtier.store.codec.codec import NO_CODEC, Codec
+from kvtier.store.codec.codec_choice import CodecChoice
 from kvtier.store.durability import Durability
-from kvtier.store.lmdb_store import LmdbStore
+from kvtier.store.lmdb.lmdb_store import LmdbStore
 
 
 @dataclass(frozen=True, slots=True)

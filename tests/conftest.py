@@ -8,6 +8,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: threads of torch b
 from collections.abc import Iterator
 from pathlib import Path
 
+import mounts
 import pytest
 from mounts import Mount, mounting
 
@@ -19,3 +20,10 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
     point.mkdir()
     with mounting(point) as mount:
         yield mount
+
+
+@pytest.fixture
+def for_children(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that the test starts can import its module, and what that imports."""
+    own, support = request.path.parent, Path(mounts.__file__).parent
+    monkeypatch.setenv("PYTHONPATH", f"{own}{os.pathsep}{support}", prepend=os.pathsep)

@@ -9,26 +9,26 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.block_hash import BlockChain, BlockName
-from kvtier.tiers.block_pool import ABSENT, BlockPool, Ids
-from kvtier.tiers.clean_ahead import CleanAhead
-from kvtier.tiers.disk_probe import DiskProbe
-from kvtier.tiers.disk_tier import DiskTier
-from kvtier.tiers.events import EventLog
-from kvtier.tiers.groups import AttentionGroup, alignment, longest_hit, longest_single, name_block_size
+from kvtier.tiers.device.block_pool import ABSENT, BlockPool, Ids
+from kvtier.tiers.device.siblings import Siblings
+from kvtier.tiers.down.clean_ahead import CleanAhead
+from kvtier.tiers.down.spiller import Spiller
 from kvtier.tiers.holds import Hold, Holds
-from kvtier.tiers.index_load import IndexLoad
-from kvtier.tiers.landings import Landings
-from kvtier.tiers.load_planner import LoadPlanner
-from kvtier.tiers.promoter import Promoter
-from kvtier.tiers.promotion import NO_SLOT, Hit, Misses, PartialHit, Promotion, Table, Tables
-from kvtier.tiers.residency import Located, Residency, SlotTier
-from kvtier.tiers.retention import Retention
-from kvtier.tiers.siblings import Siblings
-from kvtier.tiers.spiller import Spiller
-from kvtier.tiers.statistics import CacheStatistics, TierStatistics
-from kvtier.tiers.tenants import Tenants
-from kvtier.tiers.tier import Reason, Tier
+from kvtier.tiers.lower.disk_probe import DiskProbe
+from kvtier.tiers.lower.disk_tier import DiskTier
+from kvtier.tiers.lower.events import EventLog
+from kvtier.tiers.lower.index_load import IndexLoad
+from kvtier.tiers.lower.residency import Located, Residency, SlotTier
+from kvtier.tiers.lower.statistics import CacheStatistics, TierStatistics
+from kvtier.tiers.lower.tenants import Tenants
+from kvtier.tiers.naming.block_hash import BlockChain, BlockName
+from kvtier.tiers.naming.groups import AttentionGroup, alignment, longest_hit, longest_single, name_block_size
+from kvtier.tiers.naming.retention import Retention
+from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.up.landings import Landings
+from kvtier.tiers.up.load_planner import LoadPlanner
+from kvtier.tiers.up.promoter import Promoter
+from kvtier.tiers.up.promotion import NO_SLOT, Hit, Misses, PartialHit, Promotion, Table, Tables
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 

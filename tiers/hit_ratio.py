@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import replace
 
-from kvtier.tiers.statistics import PrefixStatistics
+from kvtier.tiers.lower.statistics import PrefixStatistics
 
 
 class HitRatio:

@@ -6,13 +6,13 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.block_hash import BlockChain
-from kvtier.tiers.block_pool import ABSENT
-from kvtier.tiers.groups import AttentionGroup
-from kvtier.tiers.landings import Landing, Landings
-from kvtier.tiers.residency import Residency
-from kvtier.tiers.spiller import Spiller
-from kvtier.tiers.tier import Reason
+from kvtier.tiers.device.block_pool import ABSENT
+from kvtier.tiers.down.spiller import Spiller
+from kvtier.tiers.lower.residency import Residency
+from kvtier.tiers.naming.block_hash import BlockChain
+from kvtier.tiers.naming.groups import AttentionGroup
+from kvtier.tiers.naming.tier import Reason
+from kvtier.tiers.up.landings import Landing, Landings
 
 RETRY_S = 0.02  # how often it is looked whether a block has come to host memory
 PART = 48  # blocks looked at in one go

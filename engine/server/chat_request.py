@@ -7,11 +7,11 @@ import msgspec
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from kvtier.engine.chat_template import PART_SEPARATOR, NotOfTheTemplate, TemplateValue, chat_token_ids
-from kvtier.engine.least_tokens import TooManyTokens
-from kvtier.engine.prompt_limit import PromptLimit
 from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.generation_request import GenerationRequest, LogprobCount, TokenCount
+from kvtier.engine.text.chat_template import PART_SEPARATOR, NotOfTheTemplate, TemplateValue, chat_token_ids
+from kvtier.engine.text.least_tokens import TooManyTokens
+from kvtier.engine.text.prompt_limit import PromptLimit
 
 MOST_MESSAGES = 10_000  # templates take each in Python
 

@@ -6,8 +6,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from kvtier.engine.async_llm import AsyncLLM, Piece
-from kvtier.engine.sampling import SamplingParams
-from kvtier.engine.terms import Terms
+from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.scheduling.terms import Terms
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from kvtier.engine.async_llm import Piece
-from kvtier.engine.logprobs import TokenLogprobs
+from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.server.reply import Answer, envelope
 from kvtier.engine.server.token_text import TokenText, finite
 from kvtier.engine.server.usage import Usage

@@ -6,8 +6,8 @@ from typing import cast
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.llm import encode
-from kvtier.engine.prompt_limit import PromptLimit
 from kvtier.engine.server.generation_request import GenerationRequest, LogprobCount, TokenCount
+from kvtier.engine.text.prompt_limit import PromptLimit
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 
 from kvtier.engine.config import Config, DiskConfig, SchedulerConfig, ServerConfig
 from kvtier.engine.server.api_keys import ApiKeys
-from kvtier.tiers.groups import AttentionGroup
+from kvtier.tiers.naming.groups import AttentionGroup
 
 
 def dead_settings(config: Config, groups: Collection[AttentionGroup], keys: ApiKeys | None) -> list[str]:

@@ -2,8 +2,8 @@
 
 import time
 
-from kvtier.engine.document import Document
-from kvtier.engine.document_shelf import Residence
+from kvtier.engine.documents.document import Document
+from kvtier.engine.documents.shelf import Residence
 
 
 def document_object(document: Document, residence: Residence, model: str) -> dict[str, object]:

@@ -11,13 +11,12 @@ from starlette.responses import Response
 
 from kvtier.engine.async_llm import AsyncLLM
 from kvtier.engine.core import EngineCore
-from kvtier.engine.document import MOST_PINNED_S, Document, Form
-from kvtier.engine.document_draft import Draft
-from kvtier.engine.document_holds import NoRoomToHold
-from kvtier.engine.documents import Documents, TooManyDocuments
-from kvtier.engine.least_tokens import TooManyTokens
+from kvtier.engine.documents.document import MOST_PINNED_S, Document, Form
+from kvtier.engine.documents.documents import Documents, TooManyDocuments
+from kvtier.engine.documents.draft import Draft
+from kvtier.engine.documents.holds import NoRoomToHold
+from kvtier.engine.documents.pin_shares import PinShares
 from kvtier.engine.llm import keyed
-from kvtier.engine.pin_shares import PinShares
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.connection import while_connected
 from kvtier.engine.server.document_object import damaged_object, document_object
@@ -26,8 +25,9 @@ from kvtier.engine.server.generation_request import Text
 from kvtier.engine.server.request_body import parse, read_body
 from kvtier.engine.server.service import Service
 from kvtier.engine.server.tenancy import effective_salt
-from kvtier.tiers.block_hash import NO_EXTRA_KEYS, ExtraKeys
-from kvtier.tiers.tier import Tier
+from kvtier.engine.text.least_tokens import TooManyTokens
+from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, ExtraKeys
+from kvtier.tiers.naming.tier import Tier
 
 _T = TypeVar("_T")
 

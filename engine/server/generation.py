@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.async_llm import AsyncLLM
 from kvtier.engine.core import EngineCore
-from kvtier.engine.least_tokens import TooManyTokens
+from kvtier.engine.documents.prompt_pins import PIN_S
 from kvtier.engine.llm import keyed
-from kvtier.engine.prompt_pins import PIN_S
+from kvtier.engine.scheduling.terms import Terms
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.chat_reply import ChatReply
 from kvtier.engine.server.chat_request import ChatRequest
@@ -34,8 +34,8 @@ from kvtier.engine.server.tenancy import effective_salt
 from kvtier.engine.server.token_text import TokenText
 from kvtier.engine.server.usage import Usage
 from kvtier.engine.server.waiting_room import RoomFull, Visit
-from kvtier.engine.terms import Terms
-from kvtier.tiers.block_hash import NO_EXTRA_KEYS
+from kvtier.engine.text.least_tokens import TooManyTokens
+from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
 
 Asked: TypeAlias = CompletionRequest | ChatRequest
 

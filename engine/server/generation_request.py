@@ -4,8 +4,8 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from kvtier.engine.sampling import SamplingParams
-from kvtier.engine.terms import Terms
+from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.scheduling.terms import Terms
 
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20

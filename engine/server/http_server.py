@@ -22,14 +22,14 @@ from kvtier.engine.server.log_lines import take_in_libraries
 from kvtier.engine.server.service import Service
 from kvtier.engine.server.tenancy import with_names
 from kvtier.engine.thread_work import guarded
-from kvtier.tiers.tier import Tier
+from kvtier.tiers.naming.tier import Tier
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from kvtier.engine.async_llm import AsyncLLM
-    from kvtier.engine.documents import Documents
-    from kvtier.engine.pin_shares import PinShares
+    from kvtier.engine.documents.documents import Documents
+    from kvtier.engine.documents.pin_shares import PinShares
 
 log = logging.getLogger(__name__)
 
@@ -130,8 +130,8 @@ class HttpServer:
         self.llm = engine(self._model, self._config, self._tokenizer, self._tell_stage)
         await self.llm.start()
         self._tell_stage("reading documents")
-        from kvtier.engine.pin_shares import PinShares
-        from kvtier.engine.prompt_pins import PromptPins
+        from kvtier.engine.documents.pin_shares import PinShares
+        from kvtier.engine.documents.prompt_pins import PromptPins
 
         shares = PinShares(self.service.num_tenants)
         pins = PromptPins(shares)

@@ -4,7 +4,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvtier.engine.document import Document, Form
+from kvtier.engine.documents.document import Document, Form
 from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.chat_request import ChatRequest
 from kvtier.engine.server.completion_request import CompletionRequest

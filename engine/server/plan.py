@@ -11,13 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from kvtier.engine.config import Config
 from kvtier.engine.disk_store import LEAST_BLOCKS
-from kvtier.engine.documents import documents_path
-from kvtier.engine.longest_request import longest_request
-from kvtier.engine.lora_adapter import UnusableLora, load_adapter
-from kvtier.engine.model_layers import layers_of
+from kvtier.engine.documents.documents import documents_path
+from kvtier.engine.model.layers import layers_of
+from kvtier.engine.model.lora_adapter import UnusableLora, load_adapter
+from kvtier.engine.scheduling.longest_request import longest_request
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.dead_settings import dead_settings
-from kvtier.store.data_file import capacity_within, most_bytes
+from kvtier.store.lmdb.data_file import capacity_within, most_bytes
 
 
 @dataclass(frozen=True, slots=True)

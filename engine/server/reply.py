@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtier.engine.async_llm import Piece
-from kvtier.engine.request import Completion
+from kvtier.engine.scheduling.request import Completion
 from kvtier.engine.server.usage import Usage
 
 

@@ -16,9 +16,9 @@ from kvtier.engine.server.waiting_room import WaitingRoom
 
 if TYPE_CHECKING:
     from kvtier.engine.async_llm import AsyncLLM  # which is imported while the server answers already
-    from kvtier.engine.documents import Documents
-    from kvtier.engine.pin_shares import PinShares
-    from kvtier.engine.prompt_pins import PromptPins
+    from kvtier.engine.documents.documents import Documents
+    from kvtier.engine.documents.pin_shares import PinShares
+    from kvtier.engine.documents.prompt_pins import PromptPins
 
 LOADING_RETRY_S = 5
 _TURNS_PER_RUNNING = 2  # as many wait in the engine as run there, so that it can bring ahead what they need

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from kvtier.engine.request import Completion
-from kvtier.tiers.statistics import TokenBalance
+from kvtier.engine.scheduling.request import Completion
+from kvtier.tiers.lower.statistics import TokenBalance
 
 
 @dataclass(slots=True)

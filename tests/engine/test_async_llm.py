@@ -2,62 +2,33 @@
 
 import asyncio
 import os
-import random
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import small_models
-from small_models import VOCAB, byte_tokenizer, plain_greedy
+from async_play import (
+    BLOCK_SIZE,
+    DEADLINE_S,
+    NUM_SLOTS,
+    completion_of,
+    greedy,
+    is_at_rest,
+    opened,
+    play,
+    prompt_of,
+    read,
+)
+from small_models import VOCAB, plain_greedy
 from transformers import PreTrainedModel
 
-from kvtier.engine import AsyncLLM, Completion, FinishReason, Piece, SamplingParams
-from kvtier.engine.core import EngineCore
+from kvtier import AsyncLLM, FinishReason
 
-BLOCK_SIZE = 16
-BLOCK_BYTES = BLOCK_SIZE * 1024  # of every small model
-NUM_SLOTS = 200
-DEADLINE_S = 20.0  # for what takes milliseconds: reached only when a test fails
 PROCESS_TIMEOUT_S = 60.0  # for what takes seconds
-
-
-def opened(model: PreTrainedModel, folder: Path | None = None, **scheduler: int) -> AsyncLLM:
-    tables: dict[str, object] = {
-        "device": {"capacity": NUM_SLOTS * BLOCK_BYTES, "block_size": BLOCK_SIZE},
-        "host": {"capacity": NUM_SLOTS * BLOCK_BYTES},
-        "scheduler": {"prefill_chunk": 64, "token_budget": 128, "load": "always", **scheduler},
-    }
-    if folder is not None:
-        tables["disk"] = {"path": str(folder / "store"), "capacity": "64MiB"}
-    return AsyncLLM(model, tables, byte_tokenizer())
-
-
-def play(story: Coroutine[object, object, None]) -> None:
-    """Run a test's story on an event loop of its own."""
-    asyncio.run(asyncio.wait_for(story, DEADLINE_S))
-
-
-def prompt_of(seed: int, num_tokens: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(VOCAB) for _ in range(num_tokens)]
-
-
-def greedy(max_tokens: int = 8, **others: object) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **others)
-
-
-async def read(stream: AsyncIterator[Piece]) -> list[Piece]:
-    return [piece async for piece in stream]
-
-
-def completion_of(pieces: list[Piece]) -> Completion:
-    assert all(piece.completion is None for piece in pieces[:-1])
-    assert pieces[-1].completion is not None
-    return pieces[-1].completion
 
 
 async def come_true(condition: Callable[[], bool]) -> None:
@@ -65,11 +36,6 @@ async def come_true(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < until, "it never came true"
         await asyncio.sleep(0.005)
-
-
-def is_at_rest(core: EngineCore) -> bool:
-    """No request is left, and nobody leases a slot."""
-    return not core.has_work and core.cache.free_slots() == [NUM_SLOTS] * len(core.cache.groups)
 
 
 def test_many_streams_at_once_give_each_the_tokens_of_being_alone(model: PreTrainedModel) -> None:
@@ -406,7 +372,7 @@ def test_a_program_that_forgets_to_close_still_ends(tmp_path: Path) -> None:
     script = """
 import asyncio, sys
 from small_models import build, byte_tokenizer
-from kvtier.engine import AsyncLLM, SamplingParams
+from kvtier import AsyncLLM, SamplingParams
 
 async def main():
     small = {"capacity": "8MiB"}

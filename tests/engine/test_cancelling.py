@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 import small_models
-from cancelling import cancelled_at
-from small_models import byte_tokenizer
-from test_async_llm import (
+from async_play import (
     BLOCK_BYTES,
     BLOCK_SIZE,
     NUM_SLOTS,
@@ -25,9 +23,11 @@ from test_async_llm import (
     prompt_of,
     read,
 )
+from cancelling import cancelled_at
+from small_models import byte_tokenizer
 from transformers import PreTrainedModel
 
-from kvtier.engine import AsyncLLM
+from kvtier import AsyncLLM
 from kvtier.engine.core import EngineCore
 
 DEADLINE_S = 600.0  # reached only when something waits for ever
@@ -250,7 +250,7 @@ def test_what_a_step_raises_ends_every_stream_and_question_and_closes_the_engine
 PROGRAM = """
 import asyncio, sys
 from small_models import build, byte_tokenizer
-from kvtier.engine import AsyncLLM, SamplingParams
+from kvtier import AsyncLLM, SamplingParams
 
 async def cancelled(work):
     task = asyncio.create_task(work)

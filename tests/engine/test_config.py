@@ -16,7 +16,7 @@ from kvtier.engine.config import (
     load_config,
     parse_bytes,
 )
-from kvtier.tiers.block_hash import HashAlgorithm
+from kvtier.tiers.naming.block_hash import HashAlgorithm
 
 SHIPPED = sorted(path.stem for path in (Path(__file__).parents[2] / "configs").glob("*.toml"))
 

@@ -17,11 +17,12 @@ import pytest
 from mounts import Mount
 from small_models import VOCAB, build, byte_tokenizer
 
-from kvtier.engine import LLM, SamplingParams, core
+from kvtier import LLM, SamplingParams
+from kvtier.engine import core
 from kvtier.engine.config import ConfigError
 from kvtier.engine.llm import Completion
 from kvtier.engine.metrics import EngineCollector
-from kvtier.store.lmdb_store import LmdbStore
+from kvtier.store.lmdb.lmdb_store import LmdbStore
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = BLOCK_SIZE * 1024

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from small_models import VOCAB, build, byte_tokenizer
 
-from kvtier.engine import LLM, SamplingParams
+from kvtier import LLM, SamplingParams
 from kvtier.engine.llm import Completion
 from kvtier.engine.metrics import EngineCollector
 

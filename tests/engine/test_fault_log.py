@@ -11,8 +11,8 @@ from chaos import FakeClock
 from kvtier.engine.core import EngineStatistics
 from kvtier.engine.fault_log import QUIET_S, FaultLog, flush_fault
 from kvtier.engine.reopening_store import NotOpen, StoreStanding
-from kvtier.tiers.breaker import BreakerState
-from kvtier.tiers.statistics import (
+from kvtier.tiers.lower.breaker import BreakerState
+from kvtier.tiers.lower.statistics import (
     CacheStatistics,
     DiskStatistics,
     PlanStatistics,
@@ -20,7 +20,7 @@ from kvtier.tiers.statistics import (
     TierStatistics,
     TokenBalance,
 )
-from kvtier.tiers.tier import Tier
+from kvtier.tiers.naming.tier import Tier
 
 OPEN = StoreStanding(Path("/kv"), None)
 

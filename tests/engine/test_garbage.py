@@ -2,7 +2,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from test_async_llm import opened, play
+from async_play import opened, play
 from transformers import PreTrainedModel
 
 from kvtier.engine import garbage as garbage_module

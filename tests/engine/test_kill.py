@@ -9,9 +9,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import killed_engine
 import pytest
+import small_models
 
-from kvtier.store.lmdb_store import LmdbStore
+from kvtier.store.lmdb.lmdb_store import LmdbStore
 
 NUM_KILLS = 20
 
@@ -19,11 +21,13 @@ NUM_KILLS = 20
 @pytest.fixture
 def engines() -> Iterator[subprocess.Popen[str]]:
     """A process that forks an engine for each folder it is told."""
-    program = Path(__file__).with_name("killed_engine.py")
-    models = Path(__file__).parents[2] / "bench"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(models)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(small_models.__file__).parent)}
     with subprocess.Popen(
-        [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, killed_engine.__file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
     ) as process:
         yield process
         process.kill()

@@ -19,13 +19,13 @@ from small_models import VOCAB, build, byte_tokenizer
 from transformers import PreTrainedModel
 from vllm_core import vllm_version
 
-from kvtier.engine import LLM, SamplingParams
+from kvtier import LLM, SamplingParams
 from kvtier.engine.config import EventsConfig
 from kvtier.engine.kv_events import MOST_EVENTS, EventEncoder, ZmqPublisher
-from kvtier.tiers.block_hash import BlockChain, BlockName, ExtraKeys, Lora, MultimodalItem, hash_blocks
-from kvtier.tiers.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from kvtier.tiers.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
-from kvtier.tiers.tier import Tier
+from kvtier.tiers.lower.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys, Lora, MultimodalItem, hash_blocks
+from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
+from kvtier.tiers.naming.tier import Tier
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = BLOCK_SIZE * 1024  # of every small model

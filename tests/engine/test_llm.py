@@ -16,9 +16,9 @@ import torch
 from small_models import VOCAB, build, byte_tokenizer, plain_greedy
 from transformers import PreTrainedModel
 
-from kvtier.engine import LLM, Completion, FinishReason, SamplingParams
-from kvtier.store.lmdb_store import LmdbStore
-from kvtier.tiers.tier import Reason, Tier
+from kvtier import LLM, Completion, FinishReason, SamplingParams
+from kvtier.store.lmdb.lmdb_store import LmdbStore
+from kvtier.tiers.naming.tier import Reason, Tier
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = BLOCK_SIZE * 1024  # of every small model
@@ -366,7 +366,7 @@ def test_a_process_that_just_ends_has_written_its_cache_to_disk(model: PreTraine
     script = """
 import json, sys
 from small_models import build, byte_tokenizer
-from kvtier.engine import LLM, SamplingParams
+from kvtier import LLM, SamplingParams
 
 llm = LLM(build("llama"), json.loads(sys.argv[1]), byte_tokenizer())
 llm.generate(json.loads(sys.argv[2]), SamplingParams(max_tokens=8, ignore_eos=True))
@@ -386,7 +386,7 @@ def test_a_store_that_another_process_has_open_is_left_alone_and_its_pid_said_in
 ) -> None:
     script = """
 import pathlib, sys
-from kvtier.store.lmdb_store import LmdbStore
+from kvtier.store.lmdb.lmdb_store import LmdbStore
 
 with LmdbStore(pathlib.Path(sys.argv[1]), 64 << 20):
     print("open", flush=True)

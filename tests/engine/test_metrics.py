@@ -12,11 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from small_models import VOCAB, byte_tokenizer
 from transformers import PreTrainedModel
 
-from kvtier.engine import LLM, AsyncLLM, Completion, SamplingParams
-from kvtier.store.lmdb_store import LmdbStore
-from kvtier.tiers.block_hash import NO_EXTRA_KEYS
-from kvtier.tiers.statistics import TokenBalance
-from kvtier.tiers.tier import Tier
+from kvtier import LLM, AsyncLLM, Completion, SamplingParams
+from kvtier.store.lmdb.lmdb_store import LmdbStore
+from kvtier.tiers.lower.statistics import TokenBalance
+from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
+from kvtier.tiers.naming.tier import Tier
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = BLOCK_SIZE * 1024  # of every small model

@@ -14,10 +14,10 @@ import pytest
 
 from kvtier.engine.reopening_store import MAX_REST_S, WATCH_S, NotOpen, ReopeningStore
 from kvtier.store.blob_store import Blob, StoreUnavailable
-from kvtier.store.lmdb_store import LmdbStore
+from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.owner_lock import FolderInUse
+from kvtier.store.process.store_process import StoreDied
 from kvtier.store.record import digest
-from kvtier.store.store_process import StoreDied
 from kvtier.store.store_settings import StoreSettings
 
 CAPACITY_BYTES = 8 << 20

@@ -7,7 +7,7 @@ import pytest
 from store_cases import LmdbCase, MemoryCase, ProcessCase, StoreCase
 
 from kvtier.store.blob_store import BlobStore
-from kvtier.store.codec import CODECS
+from kvtier.store.codec.codec import CODECS
 
 
 @pytest.fixture(params=["memory-none", "memory-zstd-plane-2", "lmdb-none", "lmdb-zstd-plane-2", "process-none"])

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from store_cases import blob_of
 
-from kvtier.engine.document_file import DocumentFolder
+from kvtier.engine.documents.file import DocumentFolder
 from kvtier.store.durability import Durability
 from kvtier.store.folder import Folder
-from kvtier.store.lmdb_store import LmdbStore
+from kvtier.store.lmdb.lmdb_store import LmdbStore
 
 CAPACITY_BYTES = 4 << 20
 FOREIGN = b"nobody's business of a store's"

@@ -10,14 +10,17 @@ from dataclasses import dataclass, field, replace
 import pytest
 from store_cases import StoreCase, blob_of, key_of, kv_bytes, oldest_first
 
-from kvtier.store import data_file, lmdb_change, lmdb_reader, lmdb_store, memory_store
+from kvtier.store import memory_store
 from kvtier.store.blob_store import Blob, BlobStore
-from kvtier.store.cipher import Cipher
-from kvtier.store.codec import CODECS, NO_CODEC, Codec
-from kvtier.store.lmdb_store import LmdbStore
+from kvtier.store.codec.cipher import Cipher
+from kvtier.store.codec.codec import CODECS, NO_CODEC, Codec
+from kvtier.store.codec.seal import charged_bytes, seal
+from kvtier.store.lmdb import change as lmdb_change
+from kvtier.store.lmdb import data_file, lmdb_store
+from kvtier.store.lmdb import reader as lmdb_reader
+from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import HEADER_BYTES, Fault, Record, digest
-from kvtier.store.seal import charged_bytes, seal
 
 
 def read(store: BlobStore, key: bytes, num_bytes: int = 20_000) -> tuple[bytes | Fault, bytes]:

@@ -7,63 +7,17 @@ from pathlib import Path
 
 import pytest
 from chaos import World
+from small_cache import BLOCK_BYTES, BLOCK_SIZE, CHARGE, DOCUMENT, balance, read, world
 
 from kvtier.store.blob_store import Blob, StoreFull
-from kvtier.store.lmdb_store import LmdbStore
+from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers import spiller
-from kvtier.tiers.block_hash import BlockChain
-from kvtier.tiers.groups import FullAttention, SlidingWindow
-from kvtier.tiers.promotion import NO_SLOT, Promotion
-from kvtier.tiers.tier import Reason, Tier
+from kvtier.tiers.down import spiller
+from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
+from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.up.promotion import NO_SLOT
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import Route
-
-BLOCK_SIZE = 4
-BLOCK_BYTES = 64
-DOCUMENT = 40  # tokens: ten blocks
-CHARGE = 4096 + 512  # what the store counts for such a block
-
-
-def world(num_device_slots: int = 16, num_host_slots: int = 40, store: MemoryStore | None = None) -> World:
-    if store is None:
-        store = MemoryStore(100 * CHARGE)
-    return World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], num_device_slots, num_host_slots, store, random.Random(1))
-
-
-def read(world: World, document: str, num_tokens: int = DOCUMENT + 1) -> Promotion:
-    """Answer a prompt of the document: promote what is there, compute the rest, leave. What the promotion brought."""
-    chain = world.chain(document, num_tokens)
-    hit = world.cache.lookup(chain, num_tokens)
-    while not world.cache.make_room(hit):
-        world.settle()
-    promotion = world.cache.promote(hit)
-    world.settle()
-    assert promotion.done
-    compute_and_leave(world, promotion, chain)
-    world.cache.spill()
-    world.settle()
-    world.check()
-    return promotion
-
-
-def compute_and_leave(world: World, promotion: Promotion, chain: BlockChain) -> None:
-    tables = promotion.tables
-    for block_id in range(promotion.num_blocks, len(chain.names)):  # as a model does, copies in between
-        slots = world.cache.allocate([block_id + 1 - len(table) for table in tables])
-        assert slots is not None
-        for table, new in zip(tables, slots, strict=True):
-            table.extend(new)
-        world.compute(tables, chain, block_id * BLOCK_SIZE, (block_id + 1) * BLOCK_SIZE)
-        world.cache.spill()
-        world.settle()
-    world.cache.release(tables)
-
-
-def balance(promotion: Promotion) -> tuple[int, int, int, int]:
-    """Tokens of the prompt from device, host, disk, and computed."""
-    tokens = promotion.balance(DOCUMENT + 1)
-    return tokens.device, tokens.host, tokens.disk, tokens.recomputed
 
 
 def test_release_evicts_the_tail_of_a_prefix_first() -> None:

@@ -10,14 +10,16 @@ import pytest
 from chaos import World
 
 from kvtier.store.blob_store import BlobStore
-from kvtier.store.lmdb_store import LmdbStore
+from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers import arrivals, holds, landings, promoter, refreshes
-from kvtier.tiers.block_hash import BlockChain
-from kvtier.tiers.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
+from kvtier.tiers import holds
 from kvtier.tiers.holds import Hold
-from kvtier.tiers.promotion import Promotion, Tables
-from kvtier.tiers.tenants import tenant_of
+from kvtier.tiers.lower import refreshes
+from kvtier.tiers.lower.tenants import tenant_of
+from kvtier.tiers.naming.block_hash import BlockChain
+from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
+from kvtier.tiers.up import arrivals, landings, promoter
+from kvtier.tiers.up.promotion import Promotion, Tables
 
 BLOCK_SIZE = 4
 DOCUMENTS = "abcdefghijklmn"

@@ -1,44 +1,11 @@
 """Prefixes that are kept in host memory, wherever they are now."""
 
 import pytest
-from chaos import World
-from test_cache import BLOCK_SIZE, DOCUMENT, balance, read, world
+from held_blocks import held, host_blocks, on_disk_only, until_whole
+from small_cache import BLOCK_SIZE, DOCUMENT, balance, read, world
 
-from kvtier.tiers.block_pool import ABSENT
-from kvtier.tiers.holds import Hold
-from kvtier.tiers.tier import Tier
+from kvtier.tiers.device.block_pool import ABSENT
 from kvtier.transfer.transfer_engine import Route
-
-
-def held(w: World, document: str, num_tokens: int = DOCUMENT) -> Hold:
-    hold = w.cache.hold(w.chain(document, num_tokens), num_tokens)
-    assert hold is not None
-    return hold
-
-
-def until_whole(w: World, hold: Hold) -> None:
-    for _ in range(50):
-        w.clock.now += 0.1
-        w.settle()
-        w.check()
-        if hold.is_whole:
-            return
-    raise AssertionError("what is held never came")
-
-
-def host_blocks(w: World, document: str) -> int:
-    host = w.cache._residency.host
-    assert host is not None
-    return sum(host.pools[0].find(name) is not None for name in w.names(document, DOCUMENT))
-
-
-def on_disk_only(w: World, document: str) -> None:
-    read(w, document)
-    w.flush()
-    others = iter("mnopqrstuvwxyz")
-    while any(tier is not Tier.DISK for tier in w.cache.where(w.chain(document, DOCUMENT))):
-        read(w, next(others))
-    assert host_blocks(w, document) == 0
 
 
 def test_what_is_held_comes_from_disk_takes_no_device_slot_and_outlives_what_flushes_host_memory() -> None:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers.block_hash import BlockChain, ExtraKeys
 from kvtier.tiers.cache import TieredCache
-from kvtier.tiers.disk_tier import NAMESPACE_BYTES, DiskTier
-from kvtier.tiers.groups import FullAttention
-from kvtier.tiers.tier import Tier
+from kvtier.tiers.lower.disk_tier import NAMESPACE_BYTES, DiskTier
+from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
+from kvtier.tiers.naming.groups import FullAttention
+from kvtier.tiers.naming.tier import Tier
 from kvtier.transfer.block_memory import CpuMemory
 from kvtier.transfer.lane import Finished, InlineLane
 from kvtier.transfer.transfer_engine import Route, TransferEngine

@@ -5,15 +5,15 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from chaos import World
-from test_cache import BLOCK_BYTES, CHARGE, DOCUMENT, balance, read
+from small_cache import BLOCK_BYTES, CHARGE, DOCUMENT, balance, read
 
 from kvtier.store.blob_store import Blob, StoreStatistics, StoreUnavailable
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import Fault
-from kvtier.tiers.breaker import BreakerState
-from kvtier.tiers.disk_tier import DiskTier
-from kvtier.tiers.groups import FullAttention
-from kvtier.tiers.tier import Tier
+from kvtier.tiers.lower.breaker import BreakerState
+from kvtier.tiers.lower.disk_tier import DiskTier
+from kvtier.tiers.naming.groups import FullAttention
+from kvtier.tiers.naming.tier import Tier
 from kvtier.transfer.transfer_engine import Route
 
 BLOCK_SIZE = 4

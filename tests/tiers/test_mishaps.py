@@ -5,18 +5,18 @@ from itertools import count
 
 import pytest
 from chaos import World
-from test_cache import BLOCK_BYTES, BLOCK_SIZE, CHARGE, DOCUMENT, balance, read, world
-from test_holds import held, host_blocks, on_disk_only, until_whole
+from held_blocks import held, host_blocks, on_disk_only, until_whole
+from small_cache import BLOCK_BYTES, BLOCK_SIZE, CHARGE, DOCUMENT, balance, read, world
 
 from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers import arrivals, landings
-from kvtier.tiers.breaker import MAX_FAILURES, REST_S
-from kvtier.tiers.groups import FullAttention, SlidingWindow
-from kvtier.tiers.promotion import Promotion
-from kvtier.tiers.spiller import BACK_OFF_S
-from kvtier.tiers.tenants import tenant_of
-from kvtier.tiers.tier import Reason, Tier
+from kvtier.tiers.down.spiller import BACK_OFF_S
+from kvtier.tiers.lower.breaker import MAX_FAILURES, REST_S
+from kvtier.tiers.lower.tenants import tenant_of
+from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
+from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.up import arrivals, landings
+from kvtier.tiers.up.promotion import Promotion
 from kvtier.transfer.transfer_engine import Route, RouteStatistics
 
 NUM_BLOCKS = DOCUMENT // BLOCK_SIZE

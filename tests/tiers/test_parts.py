@@ -4,18 +4,20 @@ import random
 
 import pytest
 from chaos import FakeClock, World
-from test_cache import BLOCK_BYTES, BLOCK_SIZE, CHARGE, compute_and_leave, read
+from small_cache import BLOCK_BYTES, BLOCK_SIZE, CHARGE, compute_and_leave, read
 
 from kvtier.store.blob_store import Blob
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
-from kvtier.tiers import arrivals, cache, holds, landings, promoter, refreshes
-from kvtier.tiers.block_pool import BlockPool
-from kvtier.tiers.disk_tier import DiskTier
-from kvtier.tiers.groups import FullAttention
+from kvtier.tiers import cache, holds
+from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.holds import Hold
-from kvtier.tiers.promotion import Promotion
-from kvtier.tiers.tier import Reason, Tier
+from kvtier.tiers.lower import refreshes
+from kvtier.tiers.lower.disk_tier import DiskTier
+from kvtier.tiers.naming.groups import FullAttention
+from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.up import arrivals, landings, promoter
+from kvtier.tiers.up.promotion import Promotion
 from kvtier.transfer.transfer_engine import Route
 
 NUM_BLOCKS = 60

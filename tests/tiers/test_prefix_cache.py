@@ -15,10 +15,11 @@ import pytest
 from chaos import World
 
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers.block_hash import NO_EXTRA_KEYS, BlockChain, BlockName, ExtraKeys, Lora, MultimodalItem
-from kvtier.tiers.block_pool import BlockPool
-from kvtier.tiers.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventLog
-from kvtier.tiers.groups import (
+from kvtier.tiers.device.block_pool import BlockPool
+from kvtier.tiers.lower.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventLog
+from kvtier.tiers.lower.statistics import TokenBalance
+from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain, BlockName, ExtraKeys, Lora, MultimodalItem
+from kvtier.tiers.naming.groups import (
     AttentionGroup,
     ChunkedLocal,
     FullAttention,
@@ -26,9 +27,8 @@ from kvtier.tiers.groups import (
     SlidingWindow,
     longest_hit,
 )
-from kvtier.tiers.promotion import NO_SLOT, Hit, Promotion, Tables
-from kvtier.tiers.statistics import TokenBalance
-from kvtier.tiers.tier import Reason, Tier
+from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.up.promotion import NO_SLOT, Hit, Promotion, Tables
 from kvtier.transfer.transfer_engine import Route
 
 BLOCK_SIZE = 16

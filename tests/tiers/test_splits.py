@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from chaos import World
-from test_cache import DOCUMENT, balance, read, world
+from small_cache import DOCUMENT, balance, read, world
 
-from kvtier.tiers.promotion import NO_SLOT, Hit
-from kvtier.tiers.tier import Reason
+from kvtier.tiers.naming.tier import Reason
+from kvtier.tiers.up.promotion import NO_SLOT, Hit
 
 
 def hit_below(w: World) -> Hit:

@@ -14,11 +14,11 @@ from fork_server import Say
 from lmdb_pages import used_bytes
 from torture_blocks import CHAIN_BLOCKS, KINDS, blob_of, chain, key_of, number_of, numbers_in, open_store, read_numbers
 
-from kvtier.store import lmdb_files
-from kvtier.store.codec import CODECS
-from kvtier.store.lmdb_store import LmdbStore
+from kvtier.store.codec.codec import CODECS
+from kvtier.store.codec.seal import seal
+from kvtier.store.lmdb import files as lmdb_files
+from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.record import Fault
-from kvtier.store.seal import seal
 
 _CODECS = ("none", "zstd-plane-2")
 

@@ -12,7 +12,7 @@ from fork_server import Say
 from torture_blocks import KINDS, blob_of, chain, key_of, number_of, open_store, read_numbers
 
 from kvtier.store.blob_store import StoreFull
-from kvtier.store.lmdb_store import LmdbStore
+from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.record import Fault
 
 NUM_WRITERS = 2

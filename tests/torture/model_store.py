@@ -13,7 +13,7 @@ from typing import TypeVar
 from torture_blocks import KINDS, blob_of, chain, key_of, number_of, numbers_in, open_store, read_numbers
 
 from kvtier.store.blob_store import StoreFull
-from kvtier.store.lmdb_store import LmdbStore
+from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.record import Fault
 
 BATCH_BLOCKS = 8

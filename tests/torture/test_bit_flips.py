@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from store_bit_flips import NAMESPACE, PAGE_BYTES, Flip, Table, Template, flip_all, judge_alone, templates
 
-from kvtier.store.boot_mark import BootMark
+from kvtier.store.lmdb.boot_mark import BootMark
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import pytest
 from forks import ForkServer, fork_server
 from held_reader import readers_of
 
-from kvtier.store.data_file import most_bytes
 from kvtier.store.durability import Durability
-from kvtier.store.lmdb_reader import NUM_READERS
+from kvtier.store.lmdb.data_file import most_bytes
+from kvtier.store.lmdb.reader import NUM_READERS
 
 WARM_UP_TURNOVERS = 5
 HEAP_SLACK_BYTES = 12 << 20  # and a sixteenth of the capacity: 10 MiB were measured in 400 turnovers, then no more

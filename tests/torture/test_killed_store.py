@@ -11,7 +11,7 @@ from forks import ForkServer
 from kill_book import Book
 from torture_blocks import KINDS, blob_of, chain, number_of, numbers_in, open_store, read_numbers
 
-from kvtier.store.codec import CODECS
+from kvtier.store.codec.codec import CODECS
 from kvtier.store.durability import Durability
 
 verify_file = pytest.importorskip("lmdb.verify", reason="lmdb before 2.0 cannot verify a file").verify

@@ -18,7 +18,7 @@ from lmdb_pages import PAGE_BYTES, map_pages
 from torture_blocks import KINDS, blob_of, chain, key_of, numbers_in, open_store
 
 from kvtier.store.durability import Durability
-from kvtier.store.lmdb_store import LmdbStore
+from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.record import Fault
 
 CAPACITY_BYTES = 1 << 20

@@ -12,7 +12,7 @@ from faulty_store import Watch
 from fork_server import Say
 from torture_blocks import blob_of, chain, key_of, number_of, open_store, read_numbers
 
-from kvtier.store.lmdb_store import LmdbStore
+from kvtier.store.lmdb.lmdb_store import LmdbStore
 
 _T = TypeVar("_T")
 

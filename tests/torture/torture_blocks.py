@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.store.blob_store import Blob, BlobStore
-from kvtier.store.codec import CODECS
+from kvtier.store.codec.codec import CODECS
+from kvtier.store.codec.seal import charged_bytes
 from kvtier.store.durability import Durability
-from kvtier.store.lmdb_store import LmdbStore
+from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.record import Fault, digest
-from kvtier.store.seal import charged_bytes
 
 NAMESPACE = b"model-T layout-1"
 KINDS = ("equal", "whole pages", "small", "mixed")  # how large the blocks are; `number % 4`

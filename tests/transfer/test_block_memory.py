@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvtier.transfer.block_memory import BlockMemory, CpuMemory
-from kvtier.transfer.copy_choice import COPIES
-from kvtier.transfer.cuda_memory import CudaMemory
+from kvtier.transfer.cuda.copy_choice import COPIES
+from kvtier.transfer.cuda.memory import CudaMemory
 from kvtier.transfer.device_slab import DeviceSlab
 from kvtier.transfer.host_slab import HostSlab
 from kvtier.transfer.poisoned_memory import POISON, PoisonedMemory
@@ -313,7 +313,7 @@ def test_memory_that_cannot_be_pinned_copies_all_the_same(monkeypatch: pytest.Mo
     def refuse(address: int, num_bytes: int) -> Callable[[], None]:
         raise RuntimeError("cudaHostRegister: out of memory")
 
-    monkeypatch.setattr("kvtier.transfer.cuda_memory.cuda_pin", lambda device: refuse)
+    monkeypatch.setattr("kvtier.transfer.cuda.memory.cuda_pin", lambda device: refuse)
     blocks = torch.full((NUM_DEVICE_SLOTS, 4096), 7, dtype=torch.uint8, device=torch.device("cuda", 0))
     memory = CudaMemory(blocks, NUM_HOST_SLOTS)  # 4096: a size that every way takes, were the memory pinned
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from kvtier.transfer import host_slab, pages
-from kvtier.transfer import pinning as pinning_module
+from kvtier.transfer.cuda import pinning as pinning_module
+from kvtier.transfer.cuda.pinning import cuda_pin, node_of_gpu
 from kvtier.transfer.host_slab import HostSlab
-from kvtier.transfer.pinning import cuda_pin, node_of_gpu
 
 DEADLINE_S = 10.0
 PAGE = 4096

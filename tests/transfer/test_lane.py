@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvtier.transfer import lane as lane_module
-from kvtier.transfer.cuda_lane import CudaLane
+from kvtier.transfer.cuda.lane import CudaLane
 from kvtier.transfer.lane import Finished, InlineLane, Lane, LaneClosed, ThreadLane, Transfer
 
 DEADLINE_S = 10.0  # for what takes milliseconds: reached only when a test fails

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from kvtier.transfer.block_memory import BlockMemory, CpuMemory
-from kvtier.transfer.copy_choice import COPIES
-from kvtier.transfer.cuda_lane import CudaLane
-from kvtier.transfer.cuda_memory import CudaMemory
+from kvtier.transfer.cuda.copy_choice import COPIES
+from kvtier.transfer.cuda.lane import CudaLane
+from kvtier.transfer.cuda.memory import CudaMemory
 from kvtier.transfer.lane import Finished, Lane, ThreadLane, Transfer
 from kvtier.transfer.poisoned_memory import POISON, PoisonedMemory
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from small_models import MODELS, MORE_MODELS, build, byte_tokenizer
 
-from kvtier.engine.cli import main
+from kvtier.engine.commands.cli import main
 from kvtier.engine.config import as_config
 from kvtier.engine.server.plan import make_plan
 

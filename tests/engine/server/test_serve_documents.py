@@ -28,8 +28,8 @@ from serving import (
 )
 from small_models import build, byte_tokenizer, plain_greedy
 
-from kvtier.engine.cli import main
-from kvtier.engine.document_file import file_name
+from kvtier.engine.commands.cli import main
+from kvtier.engine.documents.file import file_name
 
 ANN, BOB = "sk-ann-1111", "sk-bob-2222"
 HOST_BLOCKS = 600  # of the half of which each of two tenants may pin a half

@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from served_config import configured
 from serving import come_true, serving_process
-from test_serve_process import configured
 
 PROMPTS = [f"{word} quick brown fox jumps over the lazy dog. " * 4 for word in ("The", "One", "Any")]
 

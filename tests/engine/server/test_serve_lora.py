@@ -9,7 +9,7 @@ from lora_adapters import ADAPTERS, plain_adapted, save_adapters
 from serving import MODEL, ServerInThread, serving, tables
 from small_models import build, plain_greedy
 
-from kvtier.engine.cli import main
+from kvtier.engine.commands.cli import main
 
 PROMPT = "What is in the report of the year before last, and who wrote it? " * 3
 

@@ -11,7 +11,7 @@ from serving import DEADLINE_S, MODEL, ServerInThread, chat_tokenizer, events, s
 from small_models import VOCAB, build, byte_tokenizer, plain_greedy
 from transformers import PreTrainedModel
 
-from kvtier.engine import LLM, SamplingParams
+from kvtier import LLM, SamplingParams
 
 GREEDY = {"model": MODEL, "temperature": 0}
 

@@ -11,29 +11,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from served_config import configured
 from serving import DEADLINE_S, MODEL, Address, ServerProcess, come_true, serving_process
 
 KEY = "sk-ann-very-secret"
-CONFIG = """
-[device]
-capacity = "8MiB"
-block_size = 16
-
-[host]
-capacity = "8MiB"
-
-[disk]
-path = "{folder}/store"
-capacity = "64MiB"
-
-[scheduler]
-load = "always"
-
-"""
-
-
-def configured(folder: Path) -> str:
-    return CONFIG.format(folder=folder)
 
 
 def is_draining(server: ServerProcess) -> bool:
@@ -142,7 +123,7 @@ def test_the_log_has_ids_and_tokens_but_neither_prompts_nor_keys(tmp_path: Path,
     ],
 )
 def test_what_cannot_be_served_is_one_line_and_2(model_folder: Path, arguments: list[str], what: str) -> None:
-    command = [sys.executable, "-m", "kvtier.engine.cli", "serve", "--model", str(model_folder), "--port", "0"]
+    command = [sys.executable, "-m", "kvtier.engine.commands.cli", "serve", "--model", str(model_folder), "--port", "0"]
 
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=DEADLINE_S * 2, check=False)
 
@@ -156,7 +137,7 @@ def test_what_cannot_be_served_is_one_line_and_2(model_folder: Path, arguments: 
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded(model_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        command = [sys.executable, "-m", "kvtier.engine.cli", "serve", "--model", str(model_folder)]
+        command = [sys.executable, "-m", "kvtier.engine.commands.cli", "serve", "--model", str(model_folder)]
 
         done = subprocess.run(
             [*command, "--port", str(port)], capture_output=True, text=True, timeout=DEADLINE_S, check=False
@@ -172,7 +153,16 @@ def test_a_second_server_on_the_same_documents_is_one_line_that_names_the_first(
     tmp_path: Path, model_folder: Path
 ) -> None:
     with serving_process(tmp_path, model_folder, configured(tmp_path)) as server:
-        command = [sys.executable, "-m", "kvtier.engine.cli", "serve", "--model", str(model_folder), "--port", "0"]
+        command = [
+            sys.executable,
+            "-m",
+            "kvtier.engine.commands.cli",
+            "serve",
+            "--model",
+            str(model_folder),
+            "--port",
+            "0",
+        ]
 
         done = subprocess.run(
             [*command, "--config", str(tmp_path / "kvtier.toml")],
@@ -191,7 +181,7 @@ def test_a_second_server_on_the_same_documents_is_one_line_that_names_the_first(
 
 def test_it_answers_while_libraries_are_imported_and_a_signal_ends_it(tmp_path: Path, model_folder: Path) -> None:
     log = tmp_path / "log"
-    command = [sys.executable, "-m", "kvtier.engine.cli", "serve", "--model", str(model_folder), "--port", "0"]
+    command = [sys.executable, "-m", "kvtier.engine.commands.cli", "serve", "--model", str(model_folder), "--port", "0"]
     with (
         log.open("w") as output,
         subprocess.Popen([*command, "--log-format", "json"], stdout=output, stderr=output) as process,

@@ -14,8 +14,8 @@ from small_models import VOCAB, build
 
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.tenancy import effective_salt
-from kvtier.tiers.tenants import tenant_of
-from kvtier.tiers.tier import Tier
+from kvtier.tiers.lower.tenants import tenant_of
+from kvtier.tiers.naming.tier import Tier
 
 ANN, ANN_TOO, BOB, OPS = "sk-ann-1111", "sk-ann-2222", "sk-bob-3333", "sk-ops-4444"
 KEYS = {ANN: "ann", f"sha256:{hashlib.sha256(ANN_TOO.encode()).hexdigest()}": "ann", BOB: "bob", OPS: "ops"}

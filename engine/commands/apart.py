@@ -1,0 +1,128 @@
+"""Runs a function in a process of its own: one that may crash, as a broken file crashes who maps it."""
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import IO, Any, ParamSpec, TypeVar
+
+from kvtier.store.process.channel import portable
+
+_END_TIMEOUT_S = 5.0  # for closing a store when nobody listens any more
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class Crashed(RuntimeError):
+    """The process ended before the function did. *signal_name* is what ended it, "" if it ended by itself."""
+
+    def __init__(self, signal_name: str, last_words: str) -> None:
+        super().__init__(f"a process of its own ended early: {signal_name or last_words}")
+        self.signal_name = signal_name
+
+
+def call_apart(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """What *function* returns or raises in a process of its own; `Crashed` if that ends."""
+    with _process(function, args, kwargs) as items:
+        (result,) = items
+    return result  # type: ignore[no-any-return]  # what comes out of a pickle
+
+
+@contextmanager
+def iterate_apart(generator: Callable[_P, Iterator[_T]], *args: _P.args, **kwargs: _P.kwargs) -> Iterator[Iterator[_T]]:
+    """What *generator* yields and raises in a process of its own; `Crashed` if that ends.
+
+    Leaving the context closes the generator; one that takes more than 5 s for it is killed. Ctrl-C in a terminal does
+    not reach it. When this process is killed, it is closed at its next item.
+    """
+    with _process(generator, args, kwargs) as items:
+        yield items
+
+
+@contextmanager
+def _process(*job: Any) -> Iterator[Iterator[Any]]:
+    here, there = socket.socketpair()
+    with tempfile.TemporaryFile() as errors:
+        with there:
+            process = subprocess.Popen(
+                # -P: no module of this one's is looked for in the working directory
+                [sys.executable, "-P", "-m", __name__, str(there.fileno())],
+                pass_fds=[there.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=errors,
+                stderr=errors,
+                start_new_session=True,
+            )
+        connection: Connection[Any, Any] = Connection(here.detach())
+        try:
+            with connection:
+                yield _listen(connection, process, errors, job)
+        finally:
+            try:
+                process.wait(_END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                process.kill()
+                process.wait()
+
+
+def _listen(
+    connection: "Connection[Any, Any]", process: "subprocess.Popen[bytes]", errors: IO[bytes], job: tuple[Any, ...]
+) -> Iterator[Any]:
+    for kind, what in _received(connection, process, errors, job):
+        if kind == "end":
+            return
+        if kind == "error":
+            raise what
+        yield what
+
+
+def _received(
+    connection: "Connection[Any, Any]", process: "subprocess.Popen[bytes]", errors: IO[bytes], job: tuple[Any, ...]
+) -> Iterator[tuple[str, Any]]:
+    try:
+        connection.send(job)
+        while True:
+            yield connection.recv()
+    except (EOFError, ConnectionError) as error:
+        status = process.wait()
+        errors.seek(0)
+        last_words = errors.read().decode(errors="replace").strip().splitlines()[-1:] or [f"status {status}"]
+        raise Crashed(signal.Signals(-status).name if status < 0 else "", last_words[0]) from error
+
+
+def main() -> None:
+    """Run the function that comes over the connection in the first argument."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    job = connection.recv()
+    with contextlib.suppress(ConnectionError), contextlib.closing(_messages(*job)) as messages:  # until nobody listens
+        for message in messages:
+            connection.send(message)
+
+
+def _messages(function: Callable[..., Any], args: Any, kwargs: Any) -> Generator[tuple[str, Any], None, None]:
+    try:
+        result = function(*args, **kwargs)
+        if isinstance(result, Generator):
+            with contextlib.closing(result):
+                for item in result:
+                    yield "item", item
+        else:
+            yield "item", result
+        yield "end", None
+    except Exception as error:  # the listener's to handle
+        error.add_note(traceback.format_exc())
+        yield "error", portable(error)
+
+
+if __name__ == "__main__":
+    main()

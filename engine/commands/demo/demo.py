@@ -1,0 +1,265 @@
+"""The main job, shown: many questions of one long document, answered from device, host, disk, and after a restart."""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvtier.engine.commands.demo.document import Document, Fact, is_right, make_document, question, with_facts
+from kvtier.engine.commands.demo.model import build_demo_model
+from kvtier.engine.config import Config, as_config
+from kvtier.engine.llm import LLM, encode, load_model, torch_device
+from kvtier.engine.model.layers import bytes_per_block
+from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.scheduling.request import Completion
+from kvtier.store.lmdb.data_file import most_bytes
+from kvtier.store.lmdb.lmdb_store import LmdbStore
+from kvtier.tiers.lower.disk_tier import GROUP_BYTES, NAMESPACE_BYTES
+from kvtier.tiers.naming.block_hash import BlockChain, HashAlgorithm
+from kvtier.tiers.naming.tier import Tier
+
+BLOCK_SIZE = 64  # tokens
+DEVICE_DOCUMENTS = 1.25  # how many documents the device pool holds: asking about a second one pushes the first out
+HOST_DOCUMENTS = 2.25
+DISK_DOCUMENTS = 12
+MIN_TOKENS = 1000
+MAX_OTHERS = 48  # other documents read at most to push the first one out of a tier
+QUESTIONS = {"cold": 1, "device": 5, "host": 3, "disk": 3, "restart": 3, "corrupt": 3}
+MAX_ANSWER_TOKENS = 12
+
+Note = Callable[[str], None]
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """Where the prompt tokens of a step's first question came from."""
+
+    device: int
+    host: int
+    disk: int
+    recomputed: int
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One row of the demo's table. *ttft_s* is that of the first question (of "device": the median of all)."""
+
+    name: str
+    ttft_s: float
+    tokens: Tokens
+    answers_equal: bool  # to the answers the same questions got before
+    answers_correct: int
+    questions: int
+    answers: dict[str, str]
+    corrupt_blocks: int = 0
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """All that a process needs to ask the same questions of the same store; goes to the next process as JSON."""
+
+    model: str | None  # None: the bundled one
+    document: str | None  # a file's path; None: a made one
+    num_tokens: int
+    store: str
+    device: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Model, tokenizer, documents and the configuration under which the document outgrows every tier but the disk."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    document: Document
+    num_tokens: int
+    num_words: int  # for other documents: of the bundled tokenizer, which has one token for each
+    config: Config
+    asked: tuple[Fact, ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Stage":
+        """Load or build everything a plan names."""
+        model, tokenizer = _model(plan)
+        if plan.document is None:
+            document = make_document(0, plan.num_tokens)
+        else:
+            document = with_facts(_text_of(Path(plan.document)), 0)
+        num_tokens = len(encode(tokenizer, document.text))
+        if num_tokens < MIN_TOKENS:
+            raise ValueError(f"document: {num_tokens} tokens are too few to show anything; use {MIN_TOKENS} or more")
+        blocks = num_tokens // BLOCK_SIZE * bytes_per_block(model, BLOCK_SIZE)
+        config = as_config(
+            {
+                "device": {"capacity": int(DEVICE_DOCUMENTS * blocks), "block_size": BLOCK_SIZE},
+                "host": {"capacity": int(HOST_DOCUMENTS * blocks)},
+                "disk": {"path": plan.store, "capacity": most_bytes(int(DISK_DOCUMENTS * blocks))},
+                # Far fewer blocks a step than the cache keeps clean ahead in so small a pool: none is lost.
+                "scheduler": {"prefill_chunk": min(512, num_tokens // BLOCK_SIZE // 8 * BLOCK_SIZE), "load": "always"},
+            }
+        )
+        # From the middle outwards: the first question's answer is in the block that the last step damages.
+        middle = len(document.facts) // 2
+        asked = sorted(document.facts, key=lambda fact: abs(document.facts.index(fact) - middle))
+        num_words = num_tokens * plan.num_tokens // len(encode(tokenizer, make_document(1, plan.num_tokens).text))
+        return cls(
+            model, tokenizer, document, num_tokens, num_words, config, tuple(asked[: max(QUESTIONS.values()) + 1])
+        )
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"document {path}: is no text in UTF-8 ({error.reason})") from error
+    except OSError as error:
+        raise ValueError(f"document {path}: cannot be read ({error.strerror}); give a text file") from error
+
+
+def _model(plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if plan.model is not None:
+        return load_model(plan.model, as_config({"model": {"device": plan.device}}).model, None)
+    model, tokenizer = build_demo_model()
+    torch.nn.Module.to(model, torch_device("cpu" if plan.device == "auto" else plan.device))
+    return model, tokenizer
+
+
+class Questioner:
+    """Asks a stage's document on one engine; *answers* has what was answered before, by name."""
+
+    def __init__(self, stage: Stage, llm: LLM, answers: dict[str, str]) -> None:
+        self._stage = stage
+        self._llm = llm
+        self._answers = answers
+        self._num_others = 0
+
+    def step(self, name: str) -> Step:
+        """Ask the step's questions one after the other."""
+        facts = self._stage.asked[1:] if name == "device" else self._stage.asked[: QUESTIONS[name]]
+        completions = [self._ask(self._stage.document.text, fact) for fact in facts]
+        answers = {fact.name: done.text.strip() for fact, done in zip(facts, completions, strict=True)}
+        equal = all(self._answers.get(asked, answer) == answer for asked, answer in answers.items())
+        self._answers.update(answers)
+        first = completions[0]
+        times = [done.ttft_s for done in completions]
+        tiers = self._llm.statistics().cache.tiers.values()
+        return Step(
+            name=name,
+            ttft_s=statistics.median(times) if name == "device" else first.ttft_s,
+            tokens=Tokens(first.tokens.device, first.tokens.host, first.tokens.disk, first.tokens.recomputed),
+            answers_equal=equal,
+            answers_correct=sum(is_right(answers[fact.name], fact) for fact in facts),
+            questions=len(facts),
+            answers=answers,
+            corrupt_blocks=sum(sum(tier.corrupt.values()) for tier in tiers),
+        )
+
+    def push_out_of(self, tiers: Sequence[Tier], note: Note) -> None:
+        """Read other, shorter documents until nothing of the first one is left in *tiers*.
+
+        One at a time, and each a quarter as long, so that copying down keeps up also where others use the processor:
+        an allocation does not wait for it, and what it drops would be missing in the demo's next step.
+        """
+        for _ in range(MAX_OTHERS):
+            where = self._llm.where(self._stage.document.text)
+            if not any(where[tier] for tier in tiers):
+                return
+            self._num_others += 1
+            note(f"reading other document {self._num_others} to push the first one out of {' and '.join(tiers)}")
+            other = make_document(self._num_others, self._stage.num_words // 4, num_facts=0)
+            self._llm.generate(other.text, SamplingParams(max_tokens=1))
+            while self._llm.core.cache.num_under_way:
+                self._llm.core.idle()
+                time.sleep(0.001)
+
+    def warm_up(self) -> None:
+        """A process's first passes are slower, cache or not; these are on tokens of no document."""
+        first = encode(self._stage.tokenizer, self._stage.document.text)[0]
+        self._llm.generate(
+            [[0 if first else 1] * (2 * BLOCK_SIZE)], SamplingParams(max_tokens=2), skip_reading_prefix_cache=True
+        )
+
+    def _ask(self, text: str, fact: Fact) -> Completion:
+        sampling = SamplingParams(max_tokens=MAX_ANSWER_TOKENS, stop="\n")
+        return self._llm.generate(question(text, fact.name), sampling)[0]
+
+
+def run_demo(plan: Plan, note: Note) -> list[Step]:
+    """All steps of the demo. *note* gets a line on what is going on."""
+    note("building the model" if plan.model is None else f"loading {plan.model}")
+    stage = Stage.of(plan)
+    answers: dict[str, str] = {}
+    steps = []
+    with LLM(stage.model, stage.config, stage.tokenizer) as llm:
+        asker = Questioner(stage, llm, answers)
+        asker.warm_up()
+        note(f"reading a document of {stage.num_tokens} tokens for the first time")
+        steps.append(asker.step("cold"))
+        note("asking more of it")
+        steps.append(asker.step("device"))
+        asker.push_out_of([Tier.DEVICE], note)
+        steps.append(asker.step("host"))
+        asker.push_out_of([Tier.DEVICE, Tier.HOST], note)
+        steps.append(asker.step("disk"))
+        note("writing what is left to disk, ending the engine")
+    note("a new process asks on the same store")
+    steps.append(_step_elsewhere(plan, "restart", answers))
+    flip_a_byte(stage)
+    note("one byte of a stored block is flipped; a new process asks again")
+    steps.append(_step_elsewhere(plan, "corrupt", answers))
+    return steps
+
+
+def flip_a_byte(stage: Stage) -> None:
+    """Damage the stored block that holds the first question's answer, behind the store's back."""
+    token_ids = encode(stage.tokenizer, stage.document.text)
+    before = stage.document.text[: stage.document.text.index(f"{stage.asked[0].name} is")]
+    block_id = min(len(encode(stage.tokenizer, before)), len(token_ids) - BLOCK_SIZE) // BLOCK_SIZE
+    names = stage.config.names
+    chain = BlockChain(BLOCK_SIZE, algorithm=HashAlgorithm(names.algorithm), seed=names.seed)
+    chain.extend(token_ids)
+    assert stage.config.disk is not None, "the demo has a disk"
+    with LmdbStore(Path(stage.config.disk.path)) as store:
+        keys = [key for key in store.keys() if key[NAMESPACE_BYTES:-GROUP_BYTES] == chain.names[block_id]]  # noqa: SIM118  # no dict
+        places = [place for key in keys if (place := store.place(key)) is not None]
+    for path, offset, length in places:
+        with path.open("r+b") as file:
+            file.seek(offset + length // 2)
+            (byte,) = file.read(1)
+            file.seek(offset + length // 2)
+            file.write(bytes([byte ^ 0x10]))
+
+
+def _step_elsewhere(plan: Plan, name: str, answers: dict[str, str]) -> Step:
+    """Ask in a process of its own, which finds nothing but the store."""
+    order = json.dumps({"plan": msgspec.to_builtins(plan), "name": name, "answers": answers})
+    command = [sys.executable, "-m", "kvtier.engine.commands.demo.demo"]
+    done = subprocess.run(command, input=order, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the {name} process failed: {done.stderr.strip().splitlines()[-1]}")
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Step)
+
+
+def _main() -> None:
+    order: dict[str, Any] = json.loads(sys.stdin.read())
+    stage = Stage.of(msgspec.convert(order["plan"], Plan))
+    with LLM(stage.model, stage.config, stage.tokenizer) as llm:
+        asker = Questioner(stage, llm, order["answers"])
+        asker.warm_up()
+        print(msgspec.json.encode(asker.step(order["name"])).decode())
+
+
+def default_store() -> tempfile.TemporaryDirectory[str]:
+    """A folder for the demo's store that goes with the demo."""
+    return tempfile.TemporaryDirectory(prefix="kvtier-demo-")
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,1 @@
+"""Documents and pins: what is computed ahead of questions, and kept."""

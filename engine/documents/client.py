@@ -1,0 +1,116 @@
+"""DocumentClient: the documents of a running `kvtier serve`, over HTTP."""
+
+import ipaddress
+import json
+from http.client import HTTPException, HTTPMessage
+from typing import IO, Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote, urlencode, urlsplit
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+
+from kvtier.engine.documents.document import check_id
+
+TIMEOUT_S = 60.0
+
+
+class Refused(RuntimeError):
+    """The server does not do that; says why."""
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """The key is for this server only."""
+
+    def redirect_request(
+        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
+    ) -> None:
+        return None
+
+
+class DocumentClient:
+    """Objects are as the server gives them. Every method raises Refused, OSError if there is no server, or ValueError
+    for what can be no id."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        """ValueError for what is no URL."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"--url {url}: is no address of a server; give one such as http://127.0.0.1:8000")
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._key = key
+        self._opener = build_opener(_NoRedirect, *([ProxyHandler({})] if _is_here(parts.hostname) else []))
+
+    def list(self) -> dict[str, Any]:
+        """All of them, and whether they survive a restart."""
+        return self._ask("GET", "")
+
+    def put(self, document_id: str, content: dict[str, object]) -> dict[str, Any]:
+        """Put one."""
+        return self._ask("PUT", _path(document_id), content)
+
+    def get(self, document_id: str) -> dict[str, Any]:
+        """Look at one."""
+        return self._ask("GET", _path(document_id))
+
+    def warm(self, document_id: str, tier: str) -> dict[str, Any]:
+        """Begin to bring it to *tier*."""
+        return self._ask("POST", f"{_path(document_id)}/warm?{urlencode({'tier': tier})}")
+
+    def pin(self, document_id: str, ttl_s: float) -> dict[str, Any]:
+        """Keep it in host memory for so long."""
+        return self._ask("POST", f"{_path(document_id)}/pin", {"ttl_s": ttl_s})
+
+    def unpin(self, document_id: str) -> dict[str, Any]:
+        """Keep it no longer."""
+        return self._ask("DELETE", f"{_path(document_id)}/pin")
+
+    def delete(self, document_id: str) -> dict[str, Any]:
+        """Forget it."""
+        return self._ask("DELETE", _path(document_id))
+
+    def _ask(self, method: str, path: str, content: dict[str, object] | None = None) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        data = None if content is None else json.dumps(content).encode()
+        request = Request(f"{self._url}/v1/documents{path}", data, headers, method=method)
+        try:
+            with self._opener.open(request, timeout=TIMEOUT_S) as answer:
+                return _object(answer.read(), self._url)
+        except HTTPError as error:
+            raise Refused(_why(error)) from error
+        except (URLError, HTTPException, TimeoutError, ConnectionError) as error:
+            why = getattr(error, "reason", error)
+            why = getattr(why, "strerror", None) or why
+            raise OSError(f"{self._url}: {why}; start one with 'kvtier serve --model …', or give --url") from error
+
+
+def _is_here(host: str) -> bool:
+    """Whether it is this machine: then no proxy is asked."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _path(document_id: str) -> str:
+    check_id(document_id)  # with a slash it would be another path
+    return f"/{quote(document_id, safe='')}"
+
+
+def _object(body: bytes, url: str) -> dict[str, Any]:
+    try:
+        content = json.loads(body)
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise Refused(f"{url}: does not answer as kvtier does; give its --url")
+    return content
+
+
+def _why(error: HTTPError) -> str:
+    try:
+        message = json.loads(error.read())["error"]["message"]
+    except (ValueError, KeyError, TypeError, OSError):
+        return f"the server answers {error.code} {error.reason}; is it kvtier's? give its --url"
+    hint = "; --api-key or KVTIER_API_KEY gives one" if error.code == 401 else ""
+    return f"{message}{hint}"

@@ -1,0 +1,63 @@
+"""Draft: a document as somebody puts it, and the tokens that it comes to."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from transformers import PreTrainedTokenizerBase
+
+from kvtier.engine.documents.document import Form
+from kvtier.engine.llm import encode
+from kvtier.engine.text.chat_template import chat_prefix
+from kvtier.engine.text.prompt_limit import PromptLimit
+from kvtier.tiers.naming.request_text import check_text
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What is put: a *text*, or *token_ids*. Without a *form* a text is for chats if there is a chat template.
+
+    ValueError for text that is no valid Unicode.
+    """
+
+    text: str | None
+    token_ids: Sequence[int] | None
+    form: Form | None
+    system: str | None
+    lora: str | None
+    cache_salt: str | None
+
+    def __post_init__(self) -> None:
+        for what in ("text", "system", "lora", "cache_salt"):
+            if (value := getattr(self, what)) is not None:
+                check_text(what, value)
+
+
+def tokens_of(draft: Draft, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit) -> tuple[Form, Sequence[int]]:
+    """How the document stands in prompts, and the token ids to compute ahead. What they raise; ValueError, as for a
+    text beyond the *limit* (`TooManyTokens`) or ids that the tokenizer does not have."""
+    form = draft.form
+    if form is None:
+        form = Form.CHAT if draft.text is not None and tokenizer.chat_template is not None else Form.TEXT
+    if draft.system is not None and form is Form.TEXT:
+        raise ValueError("system: is for a document as chat; leave it out")
+    if draft.text is None:
+        if form is Form.CHAT:
+            raise ValueError('as: token ids stand in no chat; give a text, or "as": "text"')
+        limit.check_ids(draft.token_ids or ())
+        return form, draft.token_ids or ()
+    if form is Form.TEXT:
+        limit.check_text(draft.text)
+        return form, encode(tokenizer, draft.text)
+    if tokenizer.chat_template is None:
+        raise ValueError('as: the model\'s tokenizer has no chat template; use "as": "text"')
+    return form, chat_prefix(tokenizer, draft.system, draft.text, limit)
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> bytes:
+    """What says whether token ids of one process are right in another."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return hashlib.sha256(msgspec.json.encode([content, special, tokenizer.chat_template])).digest()

@@ -1,0 +1,1 @@
+"""The model: paged attention, adapters, sampling, what loads and what is refused."""

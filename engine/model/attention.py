@@ -1,0 +1,118 @@
+"""Paged attention as transformers calls it: writes new keys and values into the slab, reads the prefix from it."""
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from kvtier.engine.model.paged_choice import Shape, choose, plan_for
+from kvtier.engine.model.paged_gather import Scoring, Scratch, attend_gathered
+from kvtier.engine.model.paged_in_place import Plan, attend_in_place
+from kvtier.engine.model.paged_segment import Segment, segment
+from kvtier.engine.model.unsupported_model import UnsupportedModel
+from kvtier.transfer.layer_gate import LayerGate
+
+__all__ = ["IMPLEMENTATION", "GroupStep", "Segment", "Step", "current_step", "paged_attention", "segment"]
+
+IMPLEMENTATION = "kvtier"  # the name under which transformers finds `paged_attention`
+# Tensors that a model may hand to its attention beside queries, keys and values: acted on, or of other parts of it.
+KNOWN_TENSORS = frozenset({"cache_position", "logits_to_keep", "position_ids", "s_aux"})
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """A step's segments by the way they go (`paged_choice`)."""
+
+    gathered: tuple[Segment, ...]
+    in_place: Plan | None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    """What a group's layers need to know in one forward pass."""
+
+    slab: torch.Tensor  # [num_slots, group_layers, 2, block_size, num_kv_heads, head_dim]
+    write_slots: torch.Tensor  # [num_tokens] int64: where each token of the batch is written
+    write_offsets: torch.Tensor  # [num_tokens] int64, within the block
+    segments: tuple[Segment, ...]
+    scratch: Scratch = field(default_factory=Scratch)
+    paths: dict[tuple[int, bool, bool], Paths] = field(default_factory=dict)  # found by the first layer, for all
+
+    def paths_of(self, num_heads: int, has_softcap: bool, has_sinks: bool) -> Paths:
+        """The way of each segment, for layers with so many query heads and those scores."""
+        paths = self.paths.get((num_heads, has_softcap, has_sinks))
+        if paths is None:
+            *_, num_kv_heads, head_dim = self.slab.shape
+            kind, device, dtype = self.segments[0].group, self.slab.device, self.slab.dtype
+            shape = Shape(device, dtype, num_heads, num_kv_heads, head_dim, kind, has_softcap, has_sinks)
+            choice = choose(shape, self.slab)
+            there = [part for part in self.segments if choice.in_place(part)]
+            gathered = tuple(part for part in self.segments if not choice.in_place(part))
+            paths = Paths(gathered, plan_for(shape, there) if there else None)
+            self.paths[num_heads, has_softcap, has_sinks] = paths
+        return paths
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass. `layers[layer_idx]` is (group, the layer's index within the group's slab)."""
+
+    groups: tuple[GroupStep, ...]
+    layers: dict[int, tuple[int, int]]
+    gates: tuple[LayerGate, ...] = ()  # of prefixes that are still arriving, layer by layer
+    give_up_at: float = 0.0  # waiting for them; monotonic
+
+
+# transformers passes nothing of ours down to its attention function; the step travels beside the call.
+current_step: ContextVar[Step] = ContextVar("kvtier_step")
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]; all requests' tokens one after the other
+    key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,  # [num_heads], attention sinks
+    **kwargs: Any,  # what else models hand to attention functions: dropout, sliding_window …, known since the load
+) -> tuple[torch.Tensor, None]:
+    """The attention function registered with transformers. Returns [1, num_tokens, num_heads, head_dim].
+
+    Raises `UnsupportedModel` if it is handed a mask, or a tensor that it does not know: it would leave them out.
+    """
+    if attention_mask is not None:
+        raise UnsupportedModel("it makes an attention mask of its own, which kvtier cannot apply (sparse attention)")
+    refuse_unknown_tensors(kwargs)
+    step = current_step.get()
+    group_id, layer = step.layers[module.layer_idx]  # type: ignore[index]  # an int that Module types as a tensor
+    group = step.groups[group_id]
+    for gate in step.gates:
+        gate.wait(layer, group.slab.shape[1], step.give_up_at)
+    keys, values = group.slab[:, layer, 0], group.slab[:, layer, 1]  # [num_slots, block_size, num_kv_heads, head_dim]
+    keys[group.write_slots, group.write_offsets] = key[0].transpose(0, 1)
+    values[group.write_slots, group.write_offsets] = value[0].transpose(0, 1)
+
+    _, num_heads, num_tokens, head_dim = query.shape
+    scoring = Scoring(head_dim**-0.5 if scaling is None else scaling, softcap, s_aux)
+    paths = group.paths_of(num_heads, softcap is not None, s_aux is not None)
+    output = query.new_empty(num_tokens, num_heads, head_dim)
+    if paths.gathered:
+        attend_gathered(query, group.slab, layer, paths.gathered, scoring, output, group.scratch)
+    if paths.in_place is not None:
+        attend_in_place(query, group.slab, layer, paths.in_place, group.segments[0].group, scoring, output)
+    return output.unsqueeze(0), None
+
+
+def refuse_unknown_tensors(kwargs: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedModel` if a tensor is among the *kwargs* of an attention function that kvtier does not know."""
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor) and name not in KNOWN_TENSORS:
+            raise UnsupportedModel(f"it hands its attention a tensor that kvtier does not pass on ({name})")
+
+
+AttentionInterface.register(IMPLEMENTATION, paged_attention)

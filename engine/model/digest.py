@@ -1,0 +1,199 @@
+"""Digests of a model: of its configuration, and of all that its modules hold."""
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Set
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.modules.module import Module as TorchModule
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from kvtier.engine.model.tensor_digest import tensor_digest
+from kvtier.engine.model.unsupported_model import UnsupportedModel
+
+LOADING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})  # say nothing about the KV
+_BARE = frozenset(vars(TorchModule()))  # what every module has: dicts of parts and hooks, and whether it trains
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# Hooks that change nothing that is not in a block's name: transformers' that look, and those of adapters by request,
+# which another engine on the same model may have there meanwhile.
+_LOOKING = ("transformers.utils.output_capturing.", "kvtier.engine.model.lora_rows.")
+# The configuration has a digest of its own; where a tensor is, what a step is doing and which class it is of (named
+# with the module) change no result.
+_APART = (PreTrainedConfig, GenerationConfig, torch.device, type, ModuleType, torch.Generator)
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def config_digest(config: PreTrainedConfig) -> str:
+    """Digest of a model's configuration, all but its name and what only says how it is loaded."""
+    fields = {key: value for key, value in config.to_dict().items() if key not in LOADING and key[0] != "_"}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """Digest of all that the model's modules hold, those things included that no file has.
+
+    Parameters, buffers, tensors that are neither, packed and quantised weights, numbers such as scales, the names of
+    classes and functions. sha256 of each tensor, and over the list. Raises `UnsupportedModel` for something that
+    changes what is computed and cannot be read: a hook, an offloaded weight, an object of unknown state.
+    """
+    digest = _Digest()
+    for name, module in model.named_modules():
+        digest.module(name, module)
+    return digest.hexdigest()
+
+
+class _Digest:
+    """A digest that is fed things by their names."""
+
+    def __init__(self) -> None:
+        self._total = hashlib.sha256()
+        self._seen: dict[int, tuple[str, object]] = {}  # where an object stood first; kept, so that ids stay its own
+
+    def hexdigest(self) -> str:
+        """What it comes to."""
+        return self._total.hexdigest()
+
+    def module(self, name: str, module: torch.nn.Module) -> None:
+        """Feed a module, without the modules in it."""
+        own = vars(module)
+        for hook in (hook for hooks in _HOOKS for hook in own[hooks].values()):
+            if not _function_name(hook).startswith(_LOOKING):
+                self._refuse(name, f"has a hook ({_function_name(hook)})", "remove it")
+        if hasattr(module, "adapter_layer_names"):  # peft's layers
+            self._refuse(name, "is a layer of an adapter that can be switched", "merge it, or name it in [lora]")
+        if "forward" in own and "_hf_hook" not in own:  # accelerate's are known: they move tensors between devices
+            self._refuse(name, f"has another forward ({_function_name(own['forward'])})", "remove it")
+        self._line(name, _type_name(module))
+        for part, value in sorted({**own["_parameters"], **own["_buffers"]}.items()):
+            self._feed(f"{name}.{part}", value, with_words=True)
+        for part, value in sorted(own.items()):
+            if part not in _BARE and part not in ("forward", "_old_forward", "_hf_hook"):
+                # Private numbers and words say how it was loaded; a model's own, where from.
+                is_public = part[0] != "_"
+                if isinstance(value, str) and isinstance(module, PreTrainedModel):
+                    continue
+                self._feed(f"{name}.{part}", value, with_words=is_public)
+
+    def _feed(self, name: str, value: Any, with_words: bool) -> None:
+        """Feed what is called *name*: its tensors, and *with_words* its numbers, words and functions too."""
+        match value:
+            case None | bool() | int() | float() | complex() | str() | bytes() | torch.dtype() | Enum() | range():
+                if with_words:
+                    self._line(name, repr(value))
+            case torch.nn.Module():
+                pass  # fed by its own name, or not part of the model
+            case FunctionType() | BuiltinFunctionType() | MethodType():
+                if with_words:
+                    self._line(name, _function_name(value))
+            case _ if isinstance(value, _APART):
+                pass
+            case _ if id(value) in self._seen:
+                self._line(name, f"= {self._seen[id(value)][0]}")
+            case _:
+                self._seen[id(value)] = (name, value)
+                self._feed_object(name, value, with_words)
+
+    def _feed_object(self, name: str, value: Any, with_words: bool) -> None:
+        match value:
+            case torch.Tensor():
+                self._tensor(name, value)
+            case np.ndarray() | np.generic():
+                array = np.ascontiguousarray(value)
+                self._line(name, f"{array.shape} {array.dtype}", array.tobytes())
+            case functools.partial():
+                self._parts(name, {"func": value.func, "args": value.args, **value.keywords}, with_words)
+            case Mapping():
+                self._parts(name, value, with_words)
+            case list() | tuple():
+                self._parts(name, dict(enumerate(value)), with_words)
+            case Set():
+                if with_words:
+                    self._line(name, repr(sorted(map(str, value))))
+            case torch.ScriptObject():
+                self._feed(name, self._state(name, value), with_words)
+            case _ if hasattr(value, "__dict__"):
+                self._line(name, _type_name(value))
+                self._parts(name, vars(value), with_words)
+            case _ if _slots(value):
+                self._line(name, _type_name(value))
+                self._parts(name, {slot: getattr(value, slot, None) for slot in _slots(value)}, with_words)
+            case _ if callable(value):
+                self._line(name, _function_name(value))
+            case _:
+                self._refuse(name, f"is a {_type_name(value)}, whose content cannot be read", "load it unpacked")
+
+    def _parts(self, name: str, parts: Mapping[Any, Any], with_words: bool) -> None:
+        for key, value in sorted(parts.items(), key=lambda item: str(item[0])):
+            self._feed(f"{name}.{key}", value, with_words)
+
+    def _tensor(self, name: str, tensor: torch.Tensor) -> None:
+        """Feed a tensor; of one that is made of others, these and what it says of itself."""
+        if hasattr(tensor, "__tensor_flatten__"):
+            inner, context = tensor.__tensor_flatten__()
+            self._line(name, f"{_type_name(tensor)} {tuple(tensor.shape)} {tensor.dtype}")
+            self._feed(f"{name}.context", context, with_words=True)
+            for part in inner:
+                self._feed(f"{name}.{part}", getattr(tensor, part), with_words=True)
+            return
+        if tensor.is_meta:
+            self._refuse(name, "is not in memory (offloaded?)", "load the model onto one device")
+        own = getattr(tensor, "__dict__", {})
+        if type(tensor) not in _PLAIN:
+            self._line(name, _type_name(tensor))
+            self._parts(name, {key: value for key, value in own.items() if key != "_is_hf_initialized"}, True)
+            tensor = tensor.data.as_subclass(torch.Tensor)
+        if tensor.is_quantized:
+            self._line(name, f"{tensor.qscheme()} {tensor.dtype}")
+            self._feed(f"{name}.values", tensor.int_repr(), with_words=True)
+            self._parts(name, _quantisation(tensor), with_words=True)
+            return
+        if tensor.layout is not torch.strided:
+            self._line(name, str(tensor.layout))
+            tensor = tensor.to_dense()
+        self._line(name, f"{tuple(tensor.shape)} {tensor.dtype}", tensor_digest(tensor))
+
+    def _state(self, name: str, value: torch.ScriptObject) -> Any:
+        """What an object of TorchScript, such as packed weights, is made of."""
+        try:
+            return value.__getstate__()
+        except (RuntimeError, AttributeError, NotImplementedError):
+            self._refuse(name, f"is a {_type_name(value)}, whose content cannot be read", "load it unpacked")
+
+    def _line(self, name: str, what: str, digest: bytes = b"") -> None:
+        for part in (name.encode(), what.encode(), digest):  # their lengths, so that they read in one way only
+            self._total.update(len(part).to_bytes(8, "little") + part)
+
+    def _refuse(self, name: str, what: str, advice: str) -> Any:
+        raise UnsupportedModel(
+            f"the model cannot keep its KV cache in kvtier: its {name or 'outermost module'} {what}, "
+            f"which blocks would not be named after; {advice}"
+        )
+
+
+def _quantisation(tensor: torch.Tensor) -> dict[str, Any]:
+    """The scales and zero points of a quantised tensor."""
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return {"scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()}
+    return {
+        "scales": tensor.q_per_channel_scales(),
+        "zero_points": tensor.q_per_channel_zero_points(),
+        "axis": tensor.q_per_channel_axis(),
+    }
+
+
+def _slots(value: object) -> list[str]:
+    return sorted(slot for kind in type(value).__mro__ for slot in getattr(kind, "__slots__", ()))
+
+
+def _type_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _function_name(function: Callable[..., Any]) -> str:
+    named = function.func if isinstance(function, functools.partial) else function
+    return f"{getattr(named, '__module__', '')}.{getattr(named, '__qualname__', type(named).__qualname__)}"

@@ -1,0 +1,269 @@
+"""What each attention layer of a model asks for: seen by running the model once, on two tokens."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask
+
+from kvtier.engine.model.attention import IMPLEMENTATION, refuse_unknown_tensors
+from kvtier.engine.model.paged_segment import reads
+from kvtier.engine.model.unsupported_model import UnsupportedModel
+from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
+
+OBSERVED = f"{IMPLEMENTATION}-observed"  # the attention function while a model is being looked at
+# The same, and no masks: on the meta device none can be made, since transformers looks at positions for it.
+OBSERVED_PLAN = f"{IMPLEMENTATION}-observed-plan"
+# With these the keys of a block depend on how long the prompt is; equal names would not mean equal bytes.
+LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+STEPS_AROUND = (-2, -1, 0, 1, 2)  # of the edges of a window or chunk, where its mask is looked at
+FAR = 1_000_003  # a position behind every limit of the models there are
+_ERRORS = (ValueError, TypeError, KeyError, RuntimeError, AttributeError, IndexError)
+
+MaskFunction = Callable[
+    ..., Any
+]  # (batch, head, query, key) -> whether the query reads the key, as transformers has it
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What one attention layer was seen doing."""
+
+    group: AttentionGroup
+    num_kv_heads: int
+    head_dim: int
+
+
+def observe_layers(model: PreTrainedModel, block_size: int) -> dict[int, Layer]:
+    """The model's attention layers by their index; leaves it with kvtier's attention function.
+
+    The model may be on the meta device. Raises `UnsupportedModel`, and then the model is as it was.
+    """
+    before = model.config._attn_implementation
+    try:
+        _refuse_configuration(model)
+        observation = _Observation(model, block_size)
+        _run(model, observation)
+        observation.check_complete()
+        model.set_attn_implementation(IMPLEMENTATION)
+    except UnsupportedModel as error:
+        model.set_attn_implementation(before)
+        raise UnsupportedModel(f"{type(model).__name__} cannot keep its KV cache in kvtier: {error}") from error
+    except BaseException:
+        model.set_attn_implementation(before)
+        raise
+    return dict(sorted(observation.layers.items()))
+
+
+def bytes_per_block(model: PreTrainedModel, block_size: int) -> int:
+    """Bytes of keys and values of *block_size* tokens, all layers together."""
+    return sum(num_bytes for _, num_bytes in layers_of(model, block_size, model.dtype.itemsize))
+
+
+def layers_of(model: PreTrainedModel, block_size: int, itemsize: int) -> list[tuple[AttentionGroup, int]]:
+    """Each layer's kind of attention, and the bytes of a block of its keys and values, *itemsize* each.
+
+    Raises `UnsupportedModel`; the model may be on the meta device.
+    """
+    layers = observe_layers(model, block_size).values()
+    return [(layer.group, 2 * block_size * layer.num_kv_heads * layer.head_dim * itemsize) for layer in layers]
+
+
+@contextmanager
+def own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """The model uses transformers' own attention meanwhile, afterwards kvtier's."""
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(IMPLEMENTATION)
+
+
+class _Observation:
+    """Stands in for attention and for the making of masks while a model runs; keeps what each layer asked for.
+
+    A mask that transformers makes for a model is given to it as it would be, and its rule is remembered: so a layer
+    that hands it on unchanged tells which keys it reads at any distance, and one that hands on anything else is seen.
+    """
+
+    def __init__(self, model: PreTrainedModel, block_size: int) -> None:
+        self.layers: dict[int, Layer] = {}
+        self._model = model
+        self._config = model.config.get_text_config()
+        self._block_size = block_size
+        self._masks: dict[int, tuple[torch.Tensor, MaskFunction]] = {}  # by id of the tensor, which is kept alive
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The mask function registered with transformers."""
+        mask: torch.Tensor = eager_mask(*args, **kwargs)
+        self._masks[id(mask)] = (mask, kwargs["mask_function"])
+        return mask
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """The attention function registered with transformers: looks, and gives zeros."""
+        layer_id = getattr(module, "layer_idx", None)
+        if not isinstance(layer_id, int) or layer_id in self.layers:
+            raise UnsupportedModel("an attention layer has no index of its own (layer_idx)")
+        if key.dtype != self._model.dtype:
+            raise UnsupportedModel(f"its keys are {key.dtype}, its weights {self._model.dtype}")
+        self._check_shapes(key, value)
+        if kwargs.get("position_bias") is not None:
+            raise UnsupportedModel("it adds a bias for each distance between tokens (position_bias)")
+        if not getattr(module, "is_causal", True) or key.shape[2] != query.shape[2]:
+            raise UnsupportedModel(f"layer {layer_id} reads tokens that come later, or another sequence")
+        refuse_unknown_tensors(kwargs)
+        group = self._group(layer_id, kwargs.get("sliding_window"))
+        if attention_mask is not None:
+            self._check_mask(layer_id, group, attention_mask)
+        self.layers[layer_id] = Layer(group, key.shape[1], key.shape[3])
+        return torch.zeros_like(query).transpose(1, 2), None
+
+    def check_complete(self) -> None:
+        """Refuse a model whose layers were not all seen."""
+        num_layers = self._config.num_hidden_layers
+        if set(self.layers) != set(range(num_layers)):
+            raise UnsupportedModel(
+                f"{len(self.layers)} of its {num_layers} layers call the attention function that transformers lets one "
+                "register (AttentionInterface); the others keep a state that is not a block of keys and values"
+            )
+
+    def _check_shapes(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        if key.shape == value.shape:
+            return
+        latent = " (latent attention)" if getattr(self._config, "kv_lora_rank", None) else ""
+        raise UnsupportedModel(
+            f"its keys have {key.shape[1]} heads of {key.shape[3]} numbers, its values {value.shape[1]} of "
+            f"{value.shape[3]}; a block of kvtier's has as many of both{latent}"
+        )
+
+    def _check_mask(self, layer_id: int, group: AttentionGroup, mask: torch.Tensor) -> None:
+        """Refuse a mask that is not the group's, at any distance."""
+        _, rule = self._masks.get(id(mask), (None, None))
+        if rule is None:
+            raise UnsupportedModel(
+                f"layer {layer_id} makes an attention mask of its own, which kvtier cannot apply (sparse attention)"
+            )
+        edges = _edges(group)
+        positions = sorted({max(0, edge + step) for edge in edges for step in STEPS_AROUND})
+        queries = torch.tensor(positions, device=mask.device)[:, None]
+        keys = torch.tensor(positions, device=mask.device)[None, :]
+        none = torch.zeros((1, 1), dtype=torch.int64, device=mask.device)
+        try:
+            asked = rule(none, none, queries, keys)
+        except IndexError:
+            raise UnsupportedModel(
+                f"layer {layer_id} asks for a mask that depends on more than the tokens' positions"
+            ) from None
+        asked = torch.as_tensor(asked, device=mask.device).expand(len(positions), len(positions))
+        wrong = torch.nonzero(asked != reads(group, queries, keys))
+        if len(wrong):
+            query, key = (positions[i] for i in wrong[0].tolist())
+            does = "reads" if bool(asked[wrong[0][0], wrong[0][1]]) else "does not read"
+            raise UnsupportedModel(
+                f"layer {layer_id} is of kind {_word(group)}, but its token at {query} {does} the one at {key}"
+            )
+
+    def _group(self, layer_id: int, window: int | None) -> AttentionGroup:
+        """The kind of attention of a layer: what its configuration says, held against what it asks for."""
+        config, block_size = self._config, self._block_size
+        layer_types = getattr(config, "layer_types", None)
+        kind = layer_types[layer_id] if layer_types else "sliding_attention" if window else "full_attention"
+        match kind:
+            case "full_attention" if window is None:
+                return FullAttention(block_size)
+            case "sliding_attention" if window is not None or getattr(config, "sliding_window", None):
+                return SlidingWindow(block_size, int(window or config.sliding_window))
+            case "chunked_attention":
+                return ChunkedLocal(block_size, int(config.attention_chunk_size))
+            case _ if "sparse" in kind or "compress" in kind or "index" in kind:
+                raise UnsupportedModel(f"layer {layer_id} chooses the keys that it reads (sparse attention, {kind})")
+            case _:
+                raise UnsupportedModel(f"layer {layer_id} is of kind {kind} with window {window}")
+
+
+# transformers finds both functions by a name that all threads share; which observation they serve is the thread's own.
+_current: ContextVar[_Observation] = ContextVar("kvtier_observation")
+AttentionInterface.register(OBSERVED, lambda *args, **kwargs: _current.get().attend(*args, **kwargs))
+AttentionInterface.register(OBSERVED_PLAN, lambda *args, **kwargs: _current.get().attend(*args, **kwargs))
+AttentionMaskInterface.register(OBSERVED, lambda *args, **kwargs: _current.get().make_mask(*args, **kwargs))
+
+
+def _run(model: PreTrainedModel, observation: _Observation) -> None:
+    """Run the model on two tokens under the eyes of *observation*."""
+    token = _current.set(observation)
+    try:
+        model.set_attn_implementation(OBSERVED_PLAN if model.device.type == "meta" else OBSERVED)
+        with torch.inference_mode():
+            model(input_ids=torch.tensor([[0, 1]], device=model.device), use_cache=False)
+    except UnsupportedModel:
+        raise
+    except _ERRORS as error:  # of the model's own code, in its own words: they mean nothing to a reader
+        raise UnsupportedModel(
+            f"its code fails with an attention function that is not transformers' own ({_place(error)})"
+        ) from error
+    finally:
+        _current.reset(token)
+
+
+def _refuse_configuration(model: PreTrainedModel) -> None:
+    """Refuse what cannot be seen on two tokens."""
+    config = model.config.get_text_config()
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise UnsupportedModel(
+            "an adapter is loaded into it, which its blocks would not be named after; name it in [lora]"
+        )
+    if getattr(config, "attn_temperature_tuning", False):
+        raise UnsupportedModel("it scales attention by a row's number in the batch (attn_temperature_tuning)")
+    for rope_type in _rope_types(getattr(config, "rope_parameters", None) or {}):
+        if rope_type in LENGTH_DEPENDENT_ROPE:
+            raise UnsupportedModel(f"its rotary embedding ({rope_type}) changes with the length of the prompt")
+
+
+def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:
+    """The kinds of rotary embedding in a configuration, which may have one for each kind of layer."""
+    if "rope_type" in parameters:
+        yield str(parameters["rope_type"])
+    for value in parameters.values():
+        if isinstance(value, Mapping):
+            yield from _rope_types(value)
+
+
+def _edges(group: AttentionGroup) -> list[int]:
+    """Positions at whose sides a mask of this kind changes, and one that is far from the first."""
+    match group:
+        case SlidingWindow(window_tokens=limit) | ChunkedLocal(chunk_tokens=limit):
+            return [0, limit, 2 * limit, 3 * limit, FAR - limit, FAR]
+        case _:
+            return [0, 48, 4096, 131072, FAR]
+
+
+def _word(group: AttentionGroup) -> str:
+    match group:
+        case SlidingWindow(window_tokens=window):
+            return f"sliding window of {window}"
+        case ChunkedLocal(chunk_tokens=chunk):
+            return f"chunks of {chunk}"
+        case _:
+            return "full attention"
+
+
+def _place(error: BaseException) -> str:
+    """Where in the model's code an error arose: the function's name and its line."""
+    trace = error.__traceback__
+    assert trace is not None, "an error that was raised"
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    return f"{code.co_qualname}, line {trace.tb_lineno}"

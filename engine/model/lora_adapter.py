@@ -1,0 +1,185 @@
+"""LoraAdapter: what a LoRA adds to the linear layers of a model, read from a folder of `peft`'s."""
+
+import copy
+import hashlib
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+
+from kvtier.engine.config import LoraConfig
+from kvtier.engine.model.tensor_digest import tensor_digest
+from kvtier.tiers.naming.block_hash import Lora
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+CONFIG_FILE = "adapter_config.json"
+# With any other the base weights were changed before training, or an adapter says so by a word not known here.
+PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal"})
+_ADAPTER = "kvtier"  # what peft calls it while it is read
+_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError)
+
+
+class UnusableLora(ValueError):
+    """An adapter that cannot be served with this model; the message says why, in one line."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraDelta:
+    """What one linear layer's output gets in addition: scale · up(down(input))."""
+
+    down: torch.Tensor  # [rank, in_features], peft's lora_A
+    up: torch.Tensor  # [out_features, rank], lora_B
+    scale: float
+
+    def to(self, device: torch.device) -> "LoraDelta":
+        """The same on *device*."""
+        return LoraDelta(self.down.to(device), self.up.to(device), self.scale)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraAdapter:
+    """One adapter, on the model's device and in its dtype. Nothing of it is in the model."""
+
+    key: Lora  # its part of the names of blocks: what it is called here, and a digest of what it does
+    deltas: Mapping[str, LoraDelta]  # by the layer's name in the model
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its weights."""
+        return sum(delta.down.nbytes + delta.up.nbytes for delta in self.deltas.values())
+
+
+def load_adapters(
+    model: PreTrainedModel, tables: Mapping[str, LoraConfig], progress: Callable[[str], None] = lambda stage: None
+) -> list[LoraAdapter]:
+    """The adapters of a configuration. *progress* is told which; errors are those of `load_adapter`."""
+    adapters = []
+    for name, table in tables.items():
+        progress(f"loading the adapter {name}")
+        adapters.append(load_adapter(model, name, table.path))
+    return adapters
+
+
+def load_adapter(model: PreTrainedModel, name: str, folder: str | Path) -> LoraAdapter:
+    """The adapter in *folder*, called *name*. The model is left as it is; it may be on the meta device.
+
+    `peft` puts the adapter into a copy of the model without weights, so what its configuration means (targets, ranks,
+    scales) is what peft means by it. `UnusableLora` for what is no LoRA of this model, ImportError without peft.
+    """
+    folder = Path(folder).expanduser()
+    try:
+        import peft  # noqa: F401  # takes seconds, and only who has adapters has it
+    except ImportError as error:
+        raise ImportError("lora: needs peft; pip install 'kvtier[lora]', or remove the [lora] tables") from error
+    if not folder.is_dir():
+        raise UnusableLora(f"lora {name}: there is no folder {folder}; give the one that peft's save_pretrained wrote")
+    if not (folder / CONFIG_FILE).is_file():
+        raise UnusableLora(f"lora {name}: {folder} is no adapter (it has no {CONFIG_FILE}); give a folder of peft's")
+    try:
+        deltas = _read(model, folder)
+    except UnusableLora as error:
+        raise UnusableLora(f"lora {name}: {error} ({folder})") from None
+    except _ERRORS as error:
+        raise UnusableLora(f"lora {name}: peft cannot put it into {type(model).__name__}: {_line(error)}") from error
+    key = Lora(name, f"sha256:{deltas_digest(deltas)}")
+    return LoraAdapter(key, {layer: delta.to(model.device) for layer, delta in deltas.items()})
+
+
+def deltas_digest(deltas: Mapping[str, LoraDelta]) -> str:
+    """Digest of all that an adapter does: its layers, scales, and the shapes, types and bytes of its weights.
+
+    What else its configuration says (the task, the base model's name, dropout) changes no keys and values.
+    """
+    total = hashlib.sha256()
+    for name, delta in sorted(deltas.items()):
+        total.update(f"{name} ".encode() + struct.pack("<d", delta.scale))
+        for weights in (delta.down, delta.up):
+            total.update(f"{tuple(weights.shape)} {weights.dtype} ".encode() + tensor_digest(weights))
+    return total.hexdigest()
+
+
+def _read(model: PreTrainedModel, folder: Path) -> dict[str, LoraDelta]:
+    from peft import PeftConfig, inject_adapter_in_model, set_peft_model_state_dict
+    from peft.tuners.lora import Linear
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.save_and_load import load_peft_weights
+
+    config = PeftConfig.from_pretrained(str(folder))
+    _check_plain(config)
+    skeleton = _without_weights(model)
+    inject_adapter_in_model(config, skeleton, adapter_name=_ADAPTER, low_cpu_mem_usage=True)
+    layers: dict[str, Linear] = {}
+    for name, module in skeleton.named_modules():
+        if type(module) is Linear and not module.lora_variant and not module.lora_bias[_ADAPTER]:
+            layers[name] = module
+            module.lora_A.to_empty(device="cpu")
+            module.lora_B.to_empty(device="cpu")
+        elif isinstance(module, BaseTunerLayer):
+            raise UnusableLora(f"its part for {name} is no plain LoRA of a linear layer; only these can be served")
+    weights = load_peft_weights(str(folder), device="cpu")
+    for name in [name for name in weights if ".lora_" not in name]:  # the output layer's, if it is a target
+        _check_same(model, name, weights.pop(name))
+    result: Any = set_peft_model_state_dict(skeleton, weights, adapter_name=_ADAPTER)  # torch's _IncompatibleKeys
+    foreign = [*result.unexpected_keys, *(key for key in result.missing_keys if f".{_ADAPTER}." in key)]
+    if foreign:
+        raise UnusableLora(f"it was made for another base model, they differ in {foreign[0]}; serve it with that one")
+    return {
+        name: LoraDelta(
+            layer.lora_A[_ADAPTER].get_parameter("weight").detach().to(model.dtype),
+            layer.lora_B[_ADAPTER].get_parameter("weight").detach().to(model.dtype),
+            float(layer.scaling[_ADAPTER]),
+        )
+        for name, layer in layers.items()
+    }
+
+
+def _check_plain(config: "PeftConfig") -> None:
+    """Refuse what changes more than the outputs of linear layers, as far as the configuration says so."""
+    from peft import LoraConfig
+
+    if type(config) is not LoraConfig:
+        raise UnusableLora(f"it is of peft's kind {config.peft_type}; only LORA can be served")
+    more = {
+        "bias": config.bias != "none",
+        "init_lora_weights": isinstance(config.init_lora_weights, str) and config.init_lora_weights not in PLAIN_INITS,
+        "layer_replication": config.layer_replication,
+        "modules_to_save": config.modules_to_save,
+        "target_parameters": config.target_parameters,
+        "trainable_token_indices": config.trainable_token_indices,
+        "use_dora": config.use_dora,
+    }
+    for field, is_used in more.items():
+        if is_used:
+            value = getattr(config, field)
+            raise UnusableLora(f"{field} = {value!r} changes more than a LoRA does; merge it into the base model")
+
+
+def _check_same(model: PreTrainedModel, name: str, saved: torch.Tensor) -> None:
+    """Refuse weights of the base model that were saved with the adapter, if they are others than the model's."""
+    name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    own = dict(model.named_parameters(remove_duplicate=False)).get(name)
+    # Of a model without weights (`kvtier serve --check-config`) the shape is all that can be compared.
+    is_same = own is not None and own.shape == saved.shape and (own.is_meta or torch.equal(saved.to(own), own))
+    if not is_same:
+        raise UnusableLora(f"it comes with other weights of {name} than the base model's; merge it into that")
+
+
+def _without_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the model whose parameters and buffers are on the meta device: its layers, and no memory."""
+    memo: dict[int, object] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    for weights in model.parameters():
+        memo[id(weights)] = torch.nn.Parameter(weights.detach().to("meta"), requires_grad=False)
+    return copy.deepcopy(model, memo)
+
+
+def _line(error: BaseException) -> str:
+    """What torch and peft say in many lines, in one: the first that names a layer, if shapes differ."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
+    return next((line for line in lines if line.startswith("size mismatch")), lines[0])

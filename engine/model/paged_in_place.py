@@ -1,0 +1,256 @@
+"""Attention that reads the slab in place: plans a step's tiles on the host, launches the kernels of `paged_kernel`.
+
+Triton comes with the CUDA builds of torch and not with the CPU build; without it `supports` is False, and nothing else
+here may be called.
+
+FlexAttention lost. It wants keys as one sequence, [1, num_kv_heads, num_slots * block_size, head_dim], and a BlockMask
+made anew every step, where vLLM's took memory by the size of the whole pool (vllm#55977); it is compiled again for new
+shapes (pytorch#141486), while a request waits, and sinks must be added from its log-sum-exp afterwards.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+
+from kvtier.engine.model.paged_gather import Scoring
+from kvtier.engine.model.paged_segment import Segment
+from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 256  # queries and sums of a tile are registers
+MAX_ROWS = 128  # of a tile: queries times query heads that share a head of keys
+MIN_ROWS = 16  # the least that a tensor core takes
+# A split leaves heads * head_dim * 4 bytes, written and read, for 256 * 2 * kv_heads * head_dim * 2 that it reads:
+# 3 % in bf16 with four query heads for each head of keys.
+MIN_SPLIT_KEYS = 256
+PROGRAMS_PER_PROCESSOR = 2  # that a segment is cut into, so that it fills the GPU when it is alone
+TILE_SPLITS = 16
+SEGMENT_FIELDS = 8  # as in `paged_kernel`
+ALIGNMENT = 4  # int32 words: Triton compiles anew for a pointer that is not a multiple of 16 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The segments of a step that go through the kernel with one size of tile."""
+
+    tile_rows: int
+    tile_queries: int
+    tiles: torch.Tensor  # [num_tiles, 2] int32: segment, first query
+    max_splits: int
+    split_rows: torch.Tensor  # [num_split_rows, 2] int32: segment, query, of those whose keys are split
+    num_partials: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A step's segments as the kernels read them; serves every layer of the group."""
+
+    segments: torch.Tensor  # [num_segments, SEGMENT_FIELDS] int32
+    slots: torch.Tensor  # int32
+    launches: tuple[Launch, ...]
+
+
+def supports(
+    device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, group: AttentionGroup
+) -> bool:
+    """Whether the kernels can do it: any block size, head_dim up to 256, up to 128 query heads on a head of keys."""
+    return (
+        dtype in DTYPES
+        and head_dim <= MAX_HEAD_DIM
+        and num_heads // num_kv_heads <= MAX_ROWS
+        and isinstance(group, FullAttention | SlidingWindow | ChunkedLocal)
+        and (device.type == "cuda" or _is_interpreted())
+        and _has_triton()
+    )
+
+
+def plan(
+    segments: Sequence[Segment],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    device: torch.device,
+    num_programs: int | None = None,  # to cut a segment into; None: by the device's processors
+) -> Plan:
+    """Cut *segments* into tiles and splits. One copy to the device; a segment is cut the same whatever is beside it."""
+    heads_per_kv = num_heads // num_kv_heads
+    num_programs = _num_programs(device) if num_programs is None else num_programs
+    small = max(MIN_ROWS, _power_of_two(heads_per_kv))
+    # What fits into registers: ptxas spills nothing for sm_90; in float32, up to 8 KiB a thread with larger tiles.
+    large = max(small, MIN_ROWS if itemsize == 4 else MAX_ROWS if head_dim <= 128 else MAX_ROWS // 2)
+    fields = np.zeros((len(segments), SEGMENT_FIELDS), np.int32)
+    first_slot = 0
+    members: dict[int, list[int]] = {}
+    for i, part in enumerate(segments):
+        members.setdefault(small if part.num_queries * heads_per_kv <= small else large, []).append(i)
+        fields[i, :5] = part.rows.start, part.num_queries, part.start, part.first_key, first_slot
+        first_slot += len(part.table)
+
+    parts: list[np.ndarray] = [fields, np.concatenate([np.array(part.table, np.int32) for part in segments])]
+    sizes: list[tuple[int, int, int]] = []
+    for tile_rows, ids in members.items():
+        tile_queries = tile_rows // heads_per_kv
+        tiles, split_rows, first_partial = [], [], 0
+        for i in ids:
+            part = segments[i]
+            starts = np.arange(0, part.num_queries, tile_queries, dtype=np.int32)[::-1]  # those with most keys first
+            tiles.append(_pairs(i, starts))
+            num_splits = _num_splits(part, tile_queries, len(starts) * num_kv_heads, num_programs)
+            fields[i, 5:7] = num_splits, first_partial
+            if num_splits > 1:
+                split_rows.append(_pairs(i, np.arange(part.num_queries, dtype=np.int32)))
+                first_partial += part.num_queries * num_splits
+        parts += [np.concatenate(tiles), np.concatenate(split_rows) if split_rows else np.zeros((0, 2), np.int32)]
+        sizes.append((tile_rows, int(fields[ids, 5].max()), first_partial))
+
+    on_device = _copy(parts, device)
+    launches = tuple(
+        Launch(tile_rows, tile_rows // heads_per_kv, tiles, max_splits, split_rows, num_partials)
+        for (tile_rows, max_splits, num_partials), tiles, split_rows in zip(
+            sizes, on_device[2::2], on_device[3::2], strict=True
+        )
+    )
+    return Plan(on_device[0], on_device[1], launches)
+
+
+def attend_in_place(
+    query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]
+    slab: torch.Tensor,  # [num_slots, group_layers, 2, block_size, num_kv_heads, head_dim], contiguous
+    layer: int,
+    plan: Plan,
+    group: AttentionGroup,
+    scoring: Scoring,
+    output: torch.Tensor,  # [num_tokens, num_heads, head_dim], contiguous
+) -> None:
+    """Attend the plan's segments and write their rows of *output*. On CUDA: enqueues it on the current stream."""
+    from kvtier.engine.model import paged_kernel as kernel
+
+    if query.stride(-1) != 1:
+        query = query.contiguous()
+    _, num_heads, _, head_dim = query.shape
+    block_size, num_kv_heads = slab.shape[3:5]
+    padded_dim = max(MIN_ROWS, _power_of_two(head_dim))
+    kind, span = _kind(group)
+    sinks = output if scoring.sinks is None else scoring.sinks  # a pointer that is not read
+    on_tensor_cores = slab.dtype.itemsize == 2
+    with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
+        for launch in plan.launches:
+            num_partials = max(1, launch.num_partials)  # a pointer of one type always: another one compiles anew
+            sums = output.new_empty((num_partials, num_heads, head_dim), dtype=torch.float32)
+            weights = output.new_empty((num_partials, num_heads, 2), dtype=torch.float32)
+            kernel.attend_tiles[(len(launch.tiles), num_kv_heads, launch.max_splits)](
+                query,
+                slab[:, layer],
+                output,
+                sums,
+                weights,
+                sinks,
+                plan.segments,
+                launch.tiles,
+                plan.slots,
+                query.stride(1),
+                query.stride(2),
+                slab.stride(0),
+                scoring.scale,
+                1.0 if scoring.softcap is None else scoring.softcap,
+                span,
+                MASK=kind,
+                HAS_SOFTCAP=scoring.softcap is not None,
+                HAS_SINKS=scoring.sinks is not None,
+                NUM_KV_HEADS=num_kv_heads,
+                HEADS_PER_KV=num_heads // num_kv_heads,
+                HEAD_DIM=head_dim,
+                PADDED_DIM=padded_dim,
+                BLOCK_SIZE=block_size,
+                TILE_ROWS=launch.tile_rows,
+                TILE_QUERIES=launch.tile_queries,
+                TILE_KEYS=(64 if on_tensor_cores else 32) // (1 if padded_dim <= 128 else 2),
+                PRECISION="tf32" if on_tensor_cores else "ieee",  # float32 means float32, as torch's default does
+                num_warps=4 if on_tensor_cores and (launch.tile_rows == MIN_ROWS or padded_dim <= 64) else 8,
+                num_stages=3 if on_tensor_cores else 2,
+            )
+            if launch.num_partials:
+                kernel.merge_splits[(len(launch.split_rows), num_heads)](
+                    sums,
+                    weights,
+                    output,
+                    sinks,
+                    plan.segments,
+                    launch.split_rows,
+                    HAS_SINKS=scoring.sinks is not None,
+                    NUM_HEADS=num_heads,
+                    HEAD_DIM=head_dim,
+                    PADDED_DIM=padded_dim,
+                    TILE_SPLITS=TILE_SPLITS,
+                    num_warps=4,
+                )
+
+
+def _num_splits(part: Segment, tile_queries: int, num_programs_alone: int, num_programs: int) -> int:
+    """Parts into which the keys of a segment's tiles are cut. Depends on the segment only, never on the batch."""
+    match part.group:
+        case SlidingWindow(window_tokens=span) | ChunkedLocal(chunk_tokens=span):
+            num_keys = min(part.num_keys, span + tile_queries)
+        case _:
+            num_keys = part.num_keys
+    return max(1, min(-(-num_programs // num_programs_alone), -(-num_keys // MIN_SPLIT_KEYS)))
+
+
+def _kind(group: AttentionGroup) -> tuple[int, int]:
+    """The kernel's MASK and its span in tokens."""
+    match group:
+        case SlidingWindow(window_tokens=window):
+            return 1, window
+        case ChunkedLocal(chunk_tokens=chunk):
+            return 2, chunk
+        case _:
+            return 0, 0
+
+
+def _pairs(segment_id: int, numbers: np.ndarray) -> np.ndarray:
+    return np.stack([np.full_like(numbers, segment_id), numbers], axis=1)
+
+
+def _copy(parts: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """*parts* on the device, in one copy; each begins at a multiple of 16 bytes."""
+    starts, size = [], 0
+    for part in parts:
+        starts.append(size)
+        size += -(-part.size // ALIGNMENT) * ALIGNMENT
+    words = np.zeros(max(size, 1), np.int32)
+    for start, part in zip(starts, parts, strict=True):
+        words[start : start + part.size] = part.ravel()
+    on_device = torch.from_numpy(words).to(device)
+    return [on_device[start : start + part.size].view(part.shape) for start, part in zip(starts, parts, strict=True)]
+
+
+def _power_of_two(number: int) -> int:
+    """The next one that is not smaller."""
+    return 1 << (number - 1).bit_length()
+
+
+@cache
+def _num_programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return PROGRAMS_PER_PROCESSOR * int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _is_interpreted() -> bool:
+    """Whether Triton's kernels run as numpy, on the CPU: decided when Triton is imported (TRITON_INTERPRET=1)."""
+    if not _has_triton():
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)

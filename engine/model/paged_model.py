@@ -1,0 +1,144 @@
+"""PagedModel: a transformers model whose attention reads and writes kvtier's slabs, not yet compared with its own."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from kvtier.engine.model.attention import GroupStep, Segment, Step, current_step, segment
+from kvtier.engine.model.layers import observe_layers
+from kvtier.engine.model.paged_gather import Scratch
+from kvtier.tiers.naming.block_hash import Lora
+from kvtier.tiers.naming.namespace import GroupGeometry
+from kvtier.transfer.device_slab import DeviceSlab
+from kvtier.transfer.layer_gate import LayerGate
+
+# For the layers of a prefix, while nobody else computes: what is computed without counts for nothing, and is cheap to
+# compute again when the prefix has come as usual.
+ARRIVAL_WAIT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one request to compute in a step. Their blocks are in *tables*, leased by the request."""
+
+    token_ids: Sequence[int]
+    start: int  # position of the first of them
+    tables: Sequence[Sequence[int]]  # [group][block] -> device slot
+    gate: LayerGate | None = None  # if its prefix is still arriving
+    lora: Lora | None = None  # the adapter that computes it, one of the runner's
+
+
+class PagedModel:
+    """Owns the model and the device slabs; computes steps. Called by one thread only.
+
+    The layers with one kind of attention and one geometry make a group; each group has a slab of *num_slots* blocks.
+    Raises `UnsupportedModel` when the model is seen to ask for something that a paged cache would get wrong.
+    """
+
+    def __init__(self, model: PreTrainedModel, block_size: int, capacity_bytes: int) -> None:
+        self.model = model.eval()  # type: ignore[no-untyped-call]  # untyped in transformers
+        self.block_size = block_size
+        self._own_attention = model.config._attn_implementation
+        self.device = torch.device(model.device)
+        layers = observe_layers(model, block_size)
+        self.layers = tuple(layers.values())
+        kinds = list(dict.fromkeys(layers.values()))
+        self.groups = tuple(kind.group for kind in kinds)
+        members = [[layer_id for layer_id, layer in layers.items() if layer == kind] for kind in kinds]
+        self.geometry = tuple(
+            GroupGeometry(repr(kind.group), tuple(ids), kind.num_kv_heads, kind.head_dim)
+            for kind, ids in zip(kinds, members, strict=True)
+        )
+        self._places = {
+            layer_id: (group_id, index) for group_id, ids in enumerate(members) for index, layer_id in enumerate(ids)
+        }
+        itemsize = model.dtype.itemsize
+        self.block_bytes = tuple(
+            2 * len(group.layer_ids) * block_size * group.num_kv_heads * group.head_dim * itemsize
+            for group in self.geometry
+        )
+        self.num_slots = capacity_bytes // sum(self.block_bytes)
+        if self.num_slots < 2:
+            self.close()
+            raise ValueError(
+                f"device capacity: {capacity_bytes} bytes hold {self.num_slots} blocks of {sum(self.block_bytes)}; "
+                "raise device.capacity or lower device.block_size"
+            )
+        try:
+            self._slabs = [
+                DeviceSlab(
+                    self.num_slots,
+                    len(group.layer_ids),
+                    block_size,
+                    group.num_kv_heads,
+                    group.head_dim,
+                    model.dtype,
+                    self.device,
+                )
+                for group in self.geometry
+            ]
+        except RuntimeError as error:  # torch's, of a CPU and of a GPU
+            self.close()
+            raise ValueError(
+                f"device capacity: {capacity_bytes} bytes cannot be had on {self.device}; lower device.capacity"
+            ) from error
+        self._scratch = Scratch()
+        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[index]  # a tensor
+
+    def close(self) -> None:
+        """Give the model its own attention back; the caller may go on using it."""
+        self.model.set_attn_implementation(self._own_attention)
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Compute all chunks in one pass; the logits after each chunk's last token, [len(chunks), vocab], float32.
+
+        Their keys and values are in the slabs when the pass has run (on CUDA: has been enqueued).
+        """
+        token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
+        positions = [chunk.start + i for chunk in chunks for i in range(len(chunk.token_ids))]
+        ends, end = [], 0
+        for chunk in chunks:
+            end += len(chunk.token_ids)
+            ends.append(end)
+        with self._step(chunks, ends):
+            logits: torch.Tensor = self.model(
+                input_ids=torch.tensor([token_ids], device=self.device),
+                position_ids=torch.tensor([positions], device=self.device),
+                use_cache=False,
+                logits_to_keep=torch.tensor(ends, device=self.device) - 1,
+            ).logits
+        return logits[0].float()
+
+    @contextmanager
+    def _step(self, chunks: Sequence[Chunk], ends: Sequence[int]) -> Iterator[None]:
+        groups = tuple(self._group_step(group_id, chunks, ends) for group_id in range(len(self.groups)))
+        gates = tuple(chunk.gate for chunk in chunks if chunk.gate is not None)
+        token = current_step.set(Step(groups, self._places, gates, time.monotonic() + ARRIVAL_WAIT_S))
+        try:
+            yield
+        finally:
+            current_step.reset(token)
+
+    def _group_step(self, group_id: int, chunks: Sequence[Chunk], ends: Sequence[int]) -> GroupStep:
+        slots: list[int] = []
+        offsets: list[int] = []
+        segments: list[Segment] = []
+        for chunk, end in zip(chunks, ends, strict=True):
+            table, num_tokens = chunk.tables[group_id], len(chunk.token_ids)
+            positions = range(chunk.start, chunk.start + num_tokens)
+            slots += [table[position // self.block_size] for position in positions]
+            offsets += [position % self.block_size for position in positions]
+            rows = slice(end - num_tokens, end)
+            segments.append(segment(self.groups[group_id], table, rows, chunk.start, num_tokens, self.device))
+        return GroupStep(
+            self._slabs[group_id].tensor,
+            torch.tensor(slots, device=self.device),
+            torch.tensor(offsets, device=self.device),
+            tuple(segments),
+            self._scratch,
+        )

@@ -1,0 +1,18 @@
+"""PoisonedCache: for debugging, a cache whose slots are not a number until something has been computed into them."""
+
+from collections.abc import Sequence
+
+from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.up.promotion import Tables
+from kvtier.transfer.poisoned_memory import PoisonedMemory
+
+
+class PoisonedCache(TieredCache):
+    """Its memories are `PoisonedMemory`: what reads a slot that is not its own, or too early, computes NaN."""
+
+    def allocate(self, num_slots: Sequence[int]) -> Tables | None:
+        tables = super().allocate(num_slots)
+        for memory, table in zip(self._memories, tables or (), strict=bool(tables)):
+            assert isinstance(memory, PoisonedMemory), "a memory that is not poisoned"
+            memory.poison(table)
+        return tables

@@ -1,0 +1,138 @@
+"""ModelRunner: the engine's model, compared with its own attention at load, with its adapters and its namespace."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import groupby
+from types import MappingProxyType
+
+import torch
+from transformers import PreTrainedModel
+
+from kvtier.engine.model.check import check_miniature, check_model
+from kvtier.engine.model.digest import config_digest, weights_digest
+from kvtier.engine.model.lora_adapter import LoraAdapter
+from kvtier.engine.model.lora_rows import LoraRows, LoraSpan
+from kvtier.engine.model.paged_model import Chunk, PagedModel
+from kvtier.tiers.naming.namespace import Namespace
+from kvtier.transfer.block_memory import BlockMemory, CpuMemory
+from kvtier.transfer.poisoned_memory import PoisonedMemory
+
+__all__ = ["Chunk", "ModelRunner"]
+
+
+class ModelRunner(PagedModel):
+    """The model as the engine runs it; owned and called by the engine's thread.
+
+    Raises `UnsupportedModel` when the model does something that a paged cache would get wrong, `UnusableLora` for an
+    adapter that cannot be kept to its own rows. Adapters leave the model, and so its namespace, as it is.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, block_size: int, capacity_bytes: int, adapters: Sequence[LoraAdapter] = ()
+    ) -> None:
+        self._lora_rows: LoraRows | None = None  # for `close`, if the next line refuses
+        super().__init__(model, block_size, capacity_bytes)
+        self.adapters = MappingProxyType({adapter.key: adapter for adapter in adapters})
+        self._lora_rows = LoraRows(model, adapters) if adapters else None
+        self.max_tokens: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        try:
+            check_model(self)
+            check_miniature(self)
+            if self._lora_rows is not None:
+                self._verify_rows(self._lora_rows)
+        except BaseException:
+            self.close()
+            raise
+
+    def namespace(self, hash_algorithm: str, hash_seed: str) -> Namespace:
+        """The identity of the KV this model makes; reads every weight once."""
+        config = self.model.config
+        return Namespace(
+            model=str(getattr(config, "model_type", type(self.model).__name__)),
+            config_digest=config_digest(config),
+            weights_digest=weights_digest(self.model),
+            dtype=str(self.model.dtype),
+            geometry=self.geometry,
+            block_size=self.block_size,
+            hash_algorithm=hash_algorithm,
+            hash_seed=hash_seed,
+        )
+
+    def memories(self, host_capacity_bytes: int) -> list[BlockMemory]:
+        """The device slabs, each paired with its share of *host_capacity_bytes*: as many blocks for every group."""
+        num_host_slots = host_capacity_bytes // sum(self.block_bytes)
+        if host_capacity_bytes and not num_host_slots:
+            raise ValueError(
+                f"host capacity: {host_capacity_bytes} bytes hold no block of {sum(self.block_bytes)}; "
+                "raise host.capacity, or set it to 0 for no host tier"
+            )
+        memories: list[BlockMemory] = []
+        with ExitStack() as undo:  # if one cannot be made, those before it give back what they have
+            for slab in self._slabs:
+                if self.device.type == "cuda":
+                    from kvtier.transfer.cuda.memory import CudaMemory
+
+                    memories.append(CudaMemory(slab.blocks, num_host_slots, slab.num_layers))
+                else:
+                    memories.append(CpuMemory(slab.blocks.numpy(), num_host_slots, slab.num_layers))
+                undo.callback(memories[-1].close)
+            undo.pop_all()
+        return memories
+
+    def poisoned(self, memories: Sequence[BlockMemory]) -> list[BlockMemory]:
+        """The same memories, whose slots that hold nothing are not a number."""
+        return [PoisonedMemory(memory, slab.blocks) for memory, slab in zip(memories, self._slabs, strict=True)]
+
+    def close(self) -> None:
+        """Give the model its own attention back; the caller may go on using it."""
+        super().close()
+        if self._lora_rows is not None:
+            self._lora_rows.unhook()
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Compute all chunks in one pass; the logits after each chunk's last token, [len(chunks), vocab], float32.
+
+        Their keys and values are in the slabs when the pass has run (on CUDA: has been enqueued).
+        """
+        if self._lora_rows is None:
+            return super().run(chunks)
+        order = sorted(range(len(chunks)), key=lambda i: _lora_name(chunks[i]))  # rows of an adapter are consecutive
+        sorted_chunks = [chunks[i] for i in order]
+        with self._lora_rows.on(self._spans(sorted_chunks)):
+            logits = super().run(sorted_chunks)
+        if order == list(range(len(chunks))):
+            return logits
+        in_place = torch.empty_like(logits)
+        in_place[order] = logits
+        return in_place
+
+    def _spans(self, chunks: Sequence[Chunk]) -> list[LoraSpan]:
+        """The rows of each adapter, whose chunks follow each other."""
+        spans = []
+        first_chunk = first_row = 0
+        for lora, run in groupby(chunks, key=lambda chunk: chunk.lora):
+            lengths = [len(chunk.token_ids) for chunk in run]
+            end_chunk, end_row = first_chunk + len(lengths), first_row + sum(lengths)
+            if lora is not None:
+                rows, chunk_rows = slice(first_row, end_row), slice(first_chunk, end_chunk)
+                spans.append(LoraSpan(rows, chunk_rows, self.adapters[lora].deltas))
+            first_chunk, first_row = end_chunk, end_row
+        return spans
+
+    def _verify_rows(self, lora_rows: LoraRows) -> None:
+        """See that the layers with adapters get the rows that they are thought to."""
+        num_tokens = min(self.block_size, 16)
+        first, second = (
+            Chunk([(factor * i + 5) % self.vocab_size for i in range(num_tokens)], 0, [[slot] for _ in self.groups])
+            for slot, factor in enumerate((7, 11))
+        )
+        with lora_rows.inputs() as of_both:
+            self.run([first, second])
+        with lora_rows.inputs() as of_second:
+            self.run([second])
+        lora_rows.check_order(of_both, of_second, num_tokens)
+
+
+def _lora_name(chunk: Chunk) -> str:
+    return "" if chunk.lora is None else chunk.lora.name

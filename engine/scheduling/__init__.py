@@ -1,0 +1,1 @@
+"""Whose tokens are computed next, and who waits for what."""

@@ -1,0 +1,29 @@
+"""How long a prompt and its continuation may be together."""
+
+from collections.abc import Sequence
+
+from kvtier.engine.scheduling.slot_demand import most_blocks
+from kvtier.tiers.naming.groups import AttentionGroup
+
+
+def longest_request(
+    groups: tuple[AttentionGroup, ...], num_slots: Sequence[int], chunk: int, model_limit: int | None
+) -> int:
+    """Tokens of the longest request that device pools of *num_slots* by group can run alone, computed in chunks.
+
+    Never more than the model takes; without such a limit, and with windows only, as if each token needed its slot.
+    """
+
+    def fits(num_tokens: int) -> bool:
+        pairs = zip(most_blocks(groups, num_tokens, chunk), num_slots, strict=True)
+        return all(blocks <= slots for blocks, slots in pairs)
+
+    pairs = zip(groups, num_slots, strict=True)
+    most = max(group.block_size * slots for group, slots in pairs) if model_limit is None else model_limit
+    if fits(most):
+        return most
+    least = 0  # fits
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    return least

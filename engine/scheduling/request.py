@@ -1,0 +1,113 @@
+"""Request: one prompt on its way through the engine, and what comes out of it."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvtier.engine.model.logprobs import TokenLogprobs
+from kvtier.engine.model.sampling import Sampler, SamplingParams
+from kvtier.engine.scheduling.terms import NO_TERMS, Terms
+from kvtier.engine.text.detokenizer import Detokenizer
+from kvtier.tiers.lower.statistics import TokenBalance
+from kvtier.tiers.naming.block_hash import BlockChain
+from kvtier.tiers.up.promotion import Hit, Promotion, Tables
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # the model's end token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The answer to one prompt. *tokens* says where the prompt's tokens came from and adds up to the prompt."""
+
+    text: str
+    token_ids: list[int]  # generated
+    finish_reason: FinishReason
+    ttft_s: float  # from the request's arrival to its first token
+    tokens: TokenBalance
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each token, if they were asked for
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """State of one prompt. Owned by the engine's thread; its leases are those in `tables` and in `promotion`."""
+
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    chain: BlockChain  # named as far as the tokens go
+    detokenizer: Detokenizer
+    terms: Terms = NO_TERMS
+    arrived_at: float = field(default_factory=time.monotonic)
+    token_ids: list[int] = field(init=False)  # the prompt, then what was generated
+    sampler: Sampler = field(init=False)
+    tables: Tables = field(default_factory=list)
+    num_computed: int = 0  # tokens whose keys and values are in the tables' blocks
+    num_committed: int = 0  # of them, those whose full blocks have their names
+    junction: int | None = None  # tokens after which the prompt's prefix has been seen before, but not kept whole
+    hit: Hit | None = None  # while room is made for it, until *hit_until*
+    hit_until: float = 0.0
+    load_until: float | None = None  # so long its hit may take, from when it first asks for room
+    promotion: Promotion | None = None
+    num_promotions: int = 0  # since it was last admitted
+    tokens: TokenBalance | None = None
+    first_token_at: float | None = None
+    finish_reason: FinishReason | None = None
+    new_text: str = ""  # since the last step
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+        self.sampler = Sampler(self.sampling)
+
+    @property
+    def split(self) -> Promotion | None:
+        """What is loaded for it while it computes the tokens before that."""
+        return self.promotion if self.promotion is not None and self.promotion.start else None
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens known and not computed: the prompt's rest, or the one token sampled last."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only the newest token is left to compute."""
+        return self.num_to_compute == 1 and len(self.token_ids) > len(self.prompt_token_ids)
+
+    @property
+    def generated(self) -> list[int]:
+        """The tokens sampled so far."""
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    def append(self, token_id: int, end_token_ids: frozenset[int]) -> None:
+        """Take the sampled token in, and see whether it is the last."""
+        if self.first_token_at is None:
+            self.first_token_at = time.monotonic()
+        self.token_ids.append(token_id)
+        self.new_text = ""
+        if token_id in self.sampling.stop_token_ids or (not self.sampling.ignore_eos and token_id in end_token_ids):
+            self.finish(FinishReason.STOP)
+            return
+        self.new_text = self.detokenizer.push(token_id)
+        if self.detokenizer.stopped:
+            self.finish(FinishReason.STOP)
+        elif len(self.token_ids) - len(self.prompt_token_ids) >= self.sampling.max_tokens:
+            self.finish(FinishReason.LENGTH)
+
+    def finish(self, reason: FinishReason) -> None:
+        """No more tokens; text held back for a possible stop string is let go."""
+        self.finish_reason = reason
+        self.new_text += self.detokenizer.flush()
+
+    def completion(self) -> Completion:
+        """What the caller gets, once finished."""
+        assert self.finish_reason is not None, "the request is not finished"
+        ttft_s = (self.first_token_at or time.monotonic()) - self.arrived_at
+        tokens = self.tokens or TokenBalance(recomputed=len(self.prompt_token_ids))
+        return Completion(self.detokenizer.text, self.generated, self.finish_reason, ttft_s, tokens, self.logprobs)

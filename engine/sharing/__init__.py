@@ -1,0 +1,1 @@
+"""What tenants get of what they share."""

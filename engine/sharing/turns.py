@@ -1,0 +1,65 @@
+"""Turns: the places of a resource, given to tenants one after the other."""
+
+import asyncio
+from collections import Counter, deque
+
+from kvtier.engine.sharing.fair_share import FairShare
+
+
+class Turns:
+    """So many places, for whoever takes one and gives it back. Owned by the event loop.
+
+    A free place goes to the tenant that has the fewest, and among those with equally many to the one that was served
+    longest ago; never more to one tenant than *most_of_one* of the share.
+    """
+
+    def __init__(self, share: FairShare) -> None:
+        self.share = share
+        self._taken: Counter[str | None] = Counter()
+        self._waiting: dict[str | None, deque[asyncio.Future[None]]] = {}  # the tenant served last is the last
+
+    @property
+    def num_taken(self) -> int:
+        """Places that are not free."""
+        return self._taken.total()
+
+    @property
+    def num_waiting(self) -> int:
+        """Who has asked for a place and has none yet."""
+        return sum(not turn.done() for queue in self._waiting.values() for turn in queue)
+
+    async def take(self, tenant: str | None) -> None:
+        """Wait for a place. Whoever is cancelled meanwhile has none, and nothing to give back."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        self._serve()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # given in the same moment
+                self.give_back(tenant)
+            raise
+
+    def give_back(self, tenant: str | None) -> None:
+        """The tenant has one place less, and whoever is next gets it."""
+        self._taken[tenant] -= 1
+        if not self._taken[tenant]:
+            del self._taken[tenant]
+        self._serve()
+
+    def _serve(self) -> None:
+        while self.num_taken < self.share.total and (tenants := self._tenants_to_serve()):
+            tenant = min(tenants, key=lambda each: self._taken[each])  # the first of several: served longest ago
+            queue = self._waiting.pop(tenant)
+            queue.popleft().set_result(None)
+            self._taken[tenant] += 1
+            if queue:
+                self._waiting[tenant] = queue
+
+    def _tenants_to_serve(self) -> list[str | None]:
+        for tenant, queue in list(self._waiting.items()):
+            while queue and queue[0].done():  # its client has left
+                queue.popleft()
+            if not queue:
+                del self._waiting[tenant]
+        return [tenant for tenant in self._waiting if self._taken[tenant] < self.share.most_of_one]

@@ -1,0 +1,72 @@
+"""Conversations as token ids, as the tokenizer's chat template writes them down."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from inspect import signature
+from types import MappingProxyType
+from typing import TypeAlias
+
+from transformers import PreTrainedTokenizerBase
+
+from kvtier.engine.text.least_tokens import TooManyTokens
+from kvtier.engine.text.prompt_limit import PromptLimit
+
+TemplateValue: TypeAlias = str | int | float | bool
+
+PART_SEPARATOR = "\n"  # between the parts of one message
+NO_VARIABLES: Mapping[str, TemplateValue] = MappingProxyType({})
+_NOT_THE_TEMPLATES = frozenset({"messages"})  # beside the parameters of applying it
+_MOST_BEHIND = 1024  # tokens that a template puts behind a document, its question among them: a handful in fact
+_QUESTIONS = ("What", "7")  # that have nothing in common
+
+
+class NotOfTheTemplate(ValueError):
+    """A variable that says how the template is applied, which is not the caller's to say."""
+
+
+def chat_token_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, str]],
+    limit: PromptLimit,
+    variables: Mapping[str, TemplateValue] = NO_VARIABLES,
+) -> list[int]:
+    """The token ids of a conversation that the assistant is to go on with; *variables* are the template's own.
+
+    jinja2's TemplateError if the template does not take it, `NotOfTheTemplate` for what is none of its variables,
+    `TooManyTokens` beyond the *limit*.
+    """
+    for name in variables:
+        if name in _NOT_THE_TEMPLATES or name in signature(tokenizer.apply_chat_template).parameters:
+            raise NotOfTheTemplate(f"{name}: is no variable of the template's own; leave it out")
+    text = tokenizer.apply_chat_template(
+        [dict(message) for message in messages],
+        tokenize=False,
+        add_generation_prompt=True,
+        **variables,  # type: ignore[arg-type]  # of the parameters there is none among them
+    )
+    assert isinstance(text, str)  # as it is without tokenize
+    limit.check_text(text)
+    token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return token_ids
+
+
+def chat_prefix(tokenizer: PreTrainedTokenizerBase, system: str | None, document: str, limit: PromptLimit) -> list[int]:
+    """The token ids that conversations have in common whose first user message begins with *document*; a message of
+    *system* may come before it. What chat_token_ids raises; the *limit* is for what they have in common."""
+    whole = replace(limit, most=limit.most + _MOST_BEHIND)
+    before = [] if system is None else [{"role": "system", "content": system}]
+    try:
+        first, second = (
+            chat_token_ids(
+                tokenizer, [*before, {"role": "user", "content": f"{document}{PART_SEPARATOR}{question}"}], whole
+            )
+            for question in _QUESTIONS
+        )
+    except TooManyTokens as error:
+        raise TooManyTokens(error.num_least - _MOST_BEHIND, limit.most) from None
+    num_common = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        num_common += 1
+    return first[:num_common]

@@ -1,0 +1,60 @@
+"""kvtier: a tiered KV cache for LLM inference. What most programs need is here, and loaded when it is first used.
+
+The rooms `store`, `transfer`, `tiers`, `engine` and `configs` are folders at the repository's top; links to them are
+here, so that editors, type checkers and a fresh clone find `kvtier.*`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier.engine.async_llm import AsyncLLM, Piece
+    from kvtier.engine.config import Config, ConfigError, load_config
+    from kvtier.engine.llm import LLM
+    from kvtier.engine.model.sampling import SamplingParams
+    from kvtier.engine.model.unsupported_model import UnsupportedModel
+    from kvtier.engine.scheduling.request import Completion, FinishReason
+    from kvtier.engine.scheduling.terms import Terms
+
+    __version__: str
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Completion",
+    "Config",
+    "ConfigError",
+    "FinishReason",
+    "Piece",
+    "SamplingParams",
+    "Terms",
+    "UnsupportedModel",
+    "__version__",
+    "load_config",
+]
+
+_HOMES = {
+    "engine.async_llm": ["AsyncLLM", "Piece"],
+    "engine.config": ["Config", "ConfigError", "load_config"],
+    "engine.llm": ["LLM"],
+    "engine.model.sampling": ["SamplingParams"],
+    "engine.model.unsupported_model": ["UnsupportedModel"],
+    "engine.scheduling.request": ["Completion", "FinishReason"],
+    "engine.scheduling.terms": ["Terms"],
+}
+
+
+def __getattr__(name: str) -> object:
+    # On first use: torch and transformers take seconds, which `import kvtier` and `kvtier --help` need not.
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("kvtier")
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""What a block's bytes look like at rest: encoded, sealed, encrypted."""

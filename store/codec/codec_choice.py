@@ -1,0 +1,98 @@
+"""Which codec makes blocks quickest to read, by what reading and decoding have taken so far."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier.store.codec.codec import NO_CODEC, Codec
+
+_BLOCKS_PER_SAMPLE = 64  # encoding and decoding a block of 1 MiB takes 3 ms, so 0.05 ms a block
+_MIN_READS = 16  # before the medium counts as measured
+_MARGIN = 0.9  # the other codec must take less than this of the time of the one in use
+_FADING = 15 / 16  # what an observation weighs after the next one
+
+
+@dataclass(slots=True)
+class _Rate:
+    """*amount* per *cost*, both summed over observations of which the last 16 or so count."""
+
+    amount: float = 0.0
+    cost: float = 0.0
+    num_seen: int = 0
+
+    def add(self, amount: float, cost: float) -> None:
+        if amount > 0 and cost > 0:  # else the clock was too coarse, or it was an empty block
+            self.amount = _FADING * self.amount + amount
+            self.cost = _FADING * self.cost + cost
+            self.num_seen += 1
+
+    @property
+    def cost_of_one(self) -> float:
+        return self.cost / self.amount
+
+
+class CodecChoice:
+    """Bytes as they are, or *compressed*: what is read sooner from a medium of the speed observed.
+
+    Seconds to read a raw byte: 1 / medium, or 1 / (ratio * medium) + 1 / decoding. Starts with `none`, and
+    stays there until reads were told of; changes only for a gain of a tenth, so that it does not flap.
+    Says nothing of writing, which compression slows down, nor of capacity, which it saves.
+    All methods may be called from any thread.
+    """
+
+    def __init__(self, compressed: Codec, clock: Callable[[], float] = time.perf_counter) -> None:
+        assert compressed.is_lossless, f"{compressed.name} is lossy: it changes what a key stands for"
+        self._compressed = compressed
+        self._clock = clock
+        self._lock = threading.Lock()  # guards everything below
+        self._num_picked = 0
+        self._chosen: Codec = NO_CODEC
+        self._medium = _Rate()  # stored bytes per second
+        self._ratio = _Rate()  # raw bytes per stored byte, by *compressed*
+        self._decoding = _Rate()  # raw bytes per second, by *compressed*
+
+    def __reduce__(self) -> "tuple[type[CodecChoice], tuple[Codec]]":
+        return type(self), (self._compressed,)  # to a process of our own, which measures for itself
+
+    def pick(self, raw: memoryview) -> Codec:
+        """The codec to store *raw* with; the first and every 64th block is encoded and decoded to measure.
+
+        ValueError for a block that *compressed* cannot encode.
+        """
+        with self._lock:
+            is_sample = self._num_picked % _BLOCKS_PER_SAMPLE == 0
+            self._num_picked += 1
+        if is_sample:
+            self._measure(raw)
+        with self._lock:
+            return self._chosen
+
+    def read(self, stored_bytes: int, seconds: float) -> None:
+        """Take note of a read from the medium; *seconds* without decoding and verifying."""
+        with self._lock:
+            self._medium.add(stored_bytes, seconds)
+            self._decide()
+
+    def _measure(self, raw: memoryview) -> None:
+        payload = self._compressed.encode(raw)
+        out = np.empty(raw.nbytes, dtype=np.uint8).data
+        started = self._clock()
+        self._compressed.decode(payload, out)
+        seconds = self._clock() - started
+        with self._lock:
+            self._ratio.add(raw.nbytes, payload.nbytes)
+            self._decoding.add(raw.nbytes, seconds)
+            self._decide()
+
+    def _decide(self) -> None:
+        if self._medium.num_seen < _MIN_READS or self._decoding.num_seen == 0:
+            return
+        as_it_is = self._medium.cost_of_one
+        compressed = self._medium.cost_of_one * self._ratio.cost_of_one + self._decoding.cost_of_one
+        if self._chosen is NO_CODEC and compressed < _MARGIN * as_it_is:
+            self._chosen = self._compressed
+        elif self._chosen is not NO_CODEC and as_it_is < _MARGIN * compressed:
+            self._chosen = NO_CODEC

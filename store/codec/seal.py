@@ -1,0 +1,179 @@
+"""From a blob to the header and value that are stored, and back, verified."""
+
+from collections.abc import Iterable
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtier.store.blob_store import Blob
+from kvtier.store.codec.cipher import OVERHEAD_BYTES, Cipher
+from kvtier.store.codec.codec import NO_CODEC, Codec, codec_by_id
+from kvtier.store.codec.codec_choice import CodecChoice
+from kvtier.store.record import NAMESPACE_BYTES, NO_CIPHER_ID, NO_DIGEST, NO_KEY_ID, Fault, Record, digest
+from kvtier.store.slab import PAGE_BYTES as _PAGE_BYTES
+from kvtier.store.slab import slot_bytes
+
+# Rows in `records`, `order` and `free` for a key of 50 to 70 bytes at 2/3 full pages.
+_INDEX_BYTES = 512
+MOST_BLOCK_BYTES = 2 << 30  # what is larger is no block; a header has four bytes for the length
+_SIZE_CLASSES = 8  # of the values of one raw length
+
+
+class Sealed(NamedTuple):
+    """A block as it is stored. *payload* is the whole value, padded; it may be a view of the caller's memory."""
+
+    key: bytes
+    header: bytes
+    payload: memoryview
+    charged_bytes: int
+
+
+@cache  # a store has blocks of few sizes
+def charged_bytes(value_bytes: int) -> int:
+    """What a value of *value_bytes* counts against a capacity: its slot and its index rows."""
+    return slot_bytes(value_bytes) + _INDEX_BYTES
+
+
+def most_charged_bytes(blob: Blob, cipher: Cipher | None = None) -> int:
+    """What *blob* counts if it cannot be made smaller."""
+    return charged_bytes(blob.raw.nbytes + _overhead_bytes(cipher))
+
+
+def refuse_unfit(blobs: Iterable[Blob], capacity_bytes: int, cipher: Cipher | None = None) -> None:
+    """ValueError if one of *blobs* could not be stored even in an empty store."""
+    for blob in blobs:
+        if not 0 < blob.raw.nbytes <= MOST_BLOCK_BYTES:
+            raise ValueError(f"store: a block of {blob.raw.nbytes} bytes; it must have 1 to {MOST_BLOCK_BYTES}")
+        if most_charged_bytes(blob, cipher) > capacity_bytes:
+            raise ValueError(
+                f"store: a block of {blob.raw.nbytes} bytes does not fit a capacity of {capacity_bytes}; "
+                "raise capacity_bytes or use smaller blocks"
+            )
+
+
+def value_bytes(codec: Codec, stored_length: int, raw_length: int) -> int:
+    """Length of the value that holds *stored_length* bytes of a block: padded to a class where lengths would vary.
+
+    Slots are of equal size, one file for each. So a
+    block has one of 8 lengths, the multiples of an eighth of the raw length, and fills whole pages:
+    what shrinks 1.45 times takes six eighths.
+    """
+    if codec.is_fixed_length:
+        return stored_length
+    num_eighths = -(-_SIZE_CLASSES * stored_length // max(raw_length, 1))
+    num_pages = -(-num_eighths * raw_length // (_SIZE_CLASSES * _PAGE_BYTES))
+    return num_pages * _PAGE_BYTES
+
+
+def seal(blob: Blob, codec: Codec | CodecChoice, cipher: Cipher | None = None) -> Sealed:
+    """*blob* ready to store, encrypted if there is a *cipher*.
+
+    Written raw where *codec* saves less than an eighth or a page, so never longer than raw but for the
+    44 bytes that encryption adds. Neither encoded nor encrypted it is not even copied. ValueError for
+    a block that *codec* cannot encode.
+    """
+    codec, payload = _encode(blob.raw, codec.pick(blob.raw) if isinstance(codec, CodecChoice) else codec, cipher)
+    known = blob.digest if codec.is_lossless else _digest_of_decoded(codec, payload, blob)
+    record = Record(
+        namespace=blob.key[:NAMESPACE_BYTES],
+        codec_id=codec.codec_id,
+        raw_length=blob.raw.nbytes,
+        stored_length=payload.nbytes + _overhead_bytes(cipher),
+        digest=known if cipher is None else NO_DIGEST,
+        cipher_id=NO_CIPHER_ID if cipher is None else cipher.cipher_id,
+        key_id=NO_KEY_ID if cipher is None else cipher.key_id,
+    )
+    header = record.pack(blob.key)
+    length = value_bytes(codec, record.stored_length, record.raw_length)
+    if cipher is None and length == payload.nbytes:
+        return Sealed(blob.key, header, payload, charged_bytes(length))
+
+    value = np.empty(length, dtype=np.uint8)
+    value[record.stored_length :] = 0
+    if cipher is None:
+        value[: record.stored_length] = payload
+    else:
+        cipher.encrypt(known, payload, header + blob.key, value[: record.stored_length].data)
+    return Sealed(blob.key, header, value.data, charged_bytes(length))
+
+
+def open_record(
+    key: bytes, header: bytes, payload: memoryview, out: memoryview, cipher: Cipher | None = None
+) -> bytes | Fault:
+    """Decrypt and decode the value that *payload* begins with into *out*, verify that and return its digest; or what is
+    wrong.
+
+    What follows the value is not looked at. *payload* may be *out* itself, if it is neither encoded nor encrypted. With
+    a *cipher* a record that is not encrypted is not believed, since anybody could have written it. *out* holds anything
+    after a fault.
+    """
+    record = Record.unpack(key, header)
+    if isinstance(record, Fault):
+        return record
+    codec = codec_by_id(record.codec_id)
+    if codec is None or record.cipher_id not in (NO_CIPHER_ID, Cipher.cipher_id):
+        return Fault.VERSION
+    own = (NO_CIPHER_ID, NO_KEY_ID) if cipher is None else (cipher.cipher_id, cipher.key_id)
+    if (record.cipher_id, record.key_id) != own:
+        return Fault.KEY
+    if record.raw_length != out.nbytes or payload.nbytes < record.stored_length:
+        return Fault.TORN
+
+    stored = payload if payload.nbytes == record.stored_length else payload[: record.stored_length]
+    try:
+        if cipher is None:
+            known = record.digest
+            codec.decode(stored, out)
+        else:
+            known = _decrypt(cipher, stored, header + key, codec, out)
+    except ValueError:
+        return Fault.CORRUPT
+    return known if digest(out) == known else Fault.CORRUPT
+
+
+def fault_of(key: bytes, header: bytes, payload: memoryview, cipher: Cipher | None = None) -> Fault | None:
+    """What is wrong with a stored record, None if nothing; decodes into memory of its own."""
+    record = Record.unpack(key, header)
+    if isinstance(record, Fault):
+        return record
+    try:
+        out = memoryview(bytearray(record.raw_length))
+    except (MemoryError, OverflowError):  # no block has that length, whatever the checksum says
+        return Fault.TORN
+    result = open_record(key, header, payload, out, cipher)
+    return result if isinstance(result, Fault) else None
+
+
+def _overhead_bytes(cipher: Cipher | None) -> int:
+    return 0 if cipher is None else OVERHEAD_BYTES
+
+
+def _encode(raw: memoryview, codec: Codec, cipher: Cipher | None) -> tuple[Codec, memoryview]:
+    """The payload for *raw* and what encoded it: `none` where *codec* does not save enough."""
+    payload = codec.encode(raw)
+    if payload is raw:
+        return codec, raw
+    length = value_bytes(codec, payload.nbytes + _overhead_bytes(cipher), raw.nbytes)
+    if length >= raw.nbytes:  # all eight eighths, or not a page less
+        return NO_CODEC, raw
+    return codec, payload
+
+
+def _digest_of_decoded(codec: Codec, payload: memoryview, blob: Blob) -> bytes:
+    """Digest of what decoding will give; that of the blob, which will not match, if its raw bytes are damaged."""
+    if digest(blob.raw) != blob.digest:
+        return blob.digest
+    out = np.empty(blob.raw.nbytes, dtype=np.uint8).data
+    codec.decode(payload, out)
+    return digest(out)
+
+
+def _decrypt(cipher: Cipher, stored: memoryview, context: bytes, codec: Codec, out: memoryview) -> bytes:
+    """Fill *out* from the encrypted *stored*, without a copy if it was not encoded; the digest written with it."""
+    if codec is NO_CODEC:
+        return cipher.decrypt(stored, context, out)
+    payload = np.empty(max(stored.nbytes - OVERHEAD_BYTES, 0), dtype=np.uint8).data
+    known = cipher.decrypt(stored, context, payload)
+    codec.decode(payload, out)
+    return known

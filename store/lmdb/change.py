@@ -1,0 +1,271 @@
+"""The one transaction that changes all sub-databases of an LMDB store together."""
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import islice
+
+import lmdb
+
+from kvtier.store.blob_store import MAX_KEY_BYTES, TENANT_BYTES, Blob
+from kvtier.store.codec.seal import Sealed
+from kvtier.store.lmdb.rows import (
+    COUNTERS_KEY,
+    FREE,
+    HOLE,
+    NOBODY,
+    SEQUENCE,
+    SLOTS,
+    TENANT_BYTES_OF,
+    Row,
+    checksum,
+    verified,
+)
+from kvtier.store.lmdb.tables import SPARE_PAGES, Tables, ascending
+from kvtier.store.slab import PAGE_BYTES, Slot
+
+REMOVAL_BYTES = 8 << 20  # of pages that a change may make new that only removes: see `_MOST_SECOND_CHANCES`
+_SPARE_VALUE = bytes(PAGE_BYTES // 2)  # LMDB gives it a page of its own
+_ROWS_AT_ONCE = 16
+_MOST_SECOND_CHANCES = 512  # of one change: up to 3 index pages each, 6 MiB
+
+
+class Change:
+    """A write transaction under way: rows, payloads, order and accounts move together or not at all.
+
+    The order of leaving is CLOCK. One rule keeps what stays prefix-closed: a parent is newer than its child, or it is
+    marked. Whatever makes a record new marks its parent; so an unmarked oldest record has nothing that continues it,
+    and of one tenant, who has all of a chain, neither has the oldest.
+    """
+
+    def __init__(self, tables: Tables, txn: "lmdb.Transaction[bytes]", synced_change: int | None) -> None:
+        """Slots freed after *synced_change* must stay as they are: an accident would make them records again. None:
+        after the change before this one."""
+        self._tables = tables
+        self._txn = txn
+        self.counters = tables.counters(txn)
+        self._usable_before = self.counters.num_changes if synced_change is None else synced_change
+        self.counters.num_changes += 1
+        self._num_written = 0
+        self._tenants: dict[bytes, int] = {}  # charged bytes, of those that this change has looked at
+
+    def mark(self, key: bytes) -> bool:
+        """Let *key* be passed over once when room is made; False if it is not there."""
+        packed = self._txn.get(key, db=self._tables.records) if 0 < len(key) <= MAX_KEY_BYTES else None
+        if packed is None:
+            return False
+        row = Row.unpack(key, packed)
+        if not row.is_marked:
+            self._txn.put(key, row._replace(is_marked=True).pack(key), db=self._tables.records)
+        return True
+
+    def allocate(self, num_bytes: int, num_slots: int, limit_bytes: int) -> tuple[list[Slot], list[Slot]]:
+        """Slots of that size to write to; and slots whose room must be punched out first, as all may take only
+        *limit_bytes*. `lmdb.MapFullError` if they cannot be had."""
+        numbers = [number for _, _, number in self._take_free(num_bytes, num_slots)]
+        slots = [Slot(num_bytes, number) for number in numbers]
+        missing = num_slots - len(slots)
+        self.counters.slab_bytes += missing * num_bytes
+        to_punch = self.give_back(limit_bytes) if missing else []
+        if missing and self.counters.slab_bytes > limit_bytes:
+            raise lmdb.MapFullError("no slot is free")
+        return slots + self._new_slots(num_bytes, missing), to_punch
+
+    def give_back(self, limit_bytes: int, most: int = 128) -> list[Slot]:
+        """Free slots whose room must be punched out, so that all take *limit_bytes* at most, as far as possible: at
+        most so many of them, up to 3 index pages each."""
+        to_punch: list[Slot] = []
+        excess_bytes = self.counters.slab_bytes - limit_bytes
+        found: list[bytes] = []
+        with self._txn.cursor(db=self._tables.free) as cursor:
+            for key, row in ascending(cursor):
+                if len(to_punch) == most or excess_bytes <= 0:
+                    break
+                num_bytes, change, number = FREE.found(key, row)
+                if change <= self._usable_before:
+                    found.append(key)
+                    to_punch.append(Slot(num_bytes, number))
+                    excess_bytes -= num_bytes
+        for key, slot in zip(found, to_punch, strict=True):
+            self._txn.delete(key, db=self._tables.free)
+            hole = HOLE.pack(*slot)
+            self._txn.put(hole, checksum(hole), db=self._tables.holes)
+            self.counters.slab_bytes -= slot.num_bytes
+        return to_punch
+
+    def add(self, sealed: Sealed, blob: Blob, slot: Slot, coming: Collection[bytes] = ()) -> None:
+        """A *blob* whose key is not there is in *slot*: the newest. A parent that is *coming* needs no mark."""
+        tenant = blob.tenant or NOBODY
+        self._append(sealed.key, Row(0, sealed.charged_bytes, False, tenant, slot, sealed.header, blob.parent), coming)
+        self.counters.num_records += 1
+        self.counters.stored_bytes += sealed.charged_bytes
+        self._num_written += sealed.payload.nbytes
+        self._charge(tenant, sealed.charged_bytes)
+
+    def find_again(self, keys: Iterable[bytes]) -> None:
+        """`lmdb.CorruptedError` if one of *keys*, which were added, is not where a reader looks: a page that sends him
+        elsewhere makes sense to LMDB, and nothing else would tell of it."""
+        if not all(self._txn.get(key, db=self._tables.records) for key in keys):
+            raise lmdb.CorruptedError("a new record is not found again")
+
+    def forget(self, key: bytes) -> bool:
+        """Remove *key*; False if it is not there."""
+        packed = self._txn.pop(key, db=self._tables.records) if 0 < len(key) <= MAX_KEY_BYTES else None
+        if packed is None:
+            return False
+        self._left(Row.unpack(key, packed))
+        return True
+
+    def evict(self, limit_bytes: int, most: int) -> list[bytes]:
+        """Remove the oldest until no more than *limit_bytes* are stored, at most so many of them.
+
+        What is marked gets a second chance instead. Of these, too, there are only so many in one change: look at
+        `counters` for whether more changes are needed.
+        """
+        return self._turn(lambda: self.counters.stored_bytes > limit_bytes, most, NOBODY)
+
+    def evict_tenant(self, tenant: bytes, limit_bytes: int, most: int) -> list[bytes]:
+        """The same among the records of one tenant, until that has no more than *limit_bytes*."""
+        return self._turn(lambda: self.bytes_of(tenant) > limit_bytes, most, tenant)
+
+    def bytes_of(self, tenant: bytes) -> int:
+        """What the tenant has, charged as in `Counters.stored_bytes`."""
+        if tenant not in self._tenants:
+            packed = self._txn.get(tenant, db=self._tables.tenants)
+            self._tenants[tenant] = 0 if packed is None else TENANT_BYTES_OF.unpack(tenant, packed)[0]
+        return self._tenants[tenant]
+
+    def leave_spare_pages(self) -> None:
+        """Use as many pages as must be left and give them back; `lmdb.MapFullError` if they are not there.
+
+        A deletion needs pages of its own: a map filled to the last page could never be emptied again.
+        """
+        spares = [b"spare" + bytes([number]) for number in range(SPARE_PAGES)]
+        for spare in spares:
+            self._txn.put(spare, _SPARE_VALUE, db=self._tables.ledger)
+        for spare in spares:
+            self._txn.delete(spare, db=self._tables.ledger)
+
+    def write_accounts(self) -> None:
+        """The last act of every change."""
+        if self._num_written:
+            self.counters.wrote(self._num_written, time.time())
+        self._txn.put(COUNTERS_KEY, self.counters.pack(), db=self._tables.ledger)
+        for tenant, num_bytes in self._tenants.items():
+            if num_bytes:
+                self._txn.put(tenant, TENANT_BYTES_OF.pack(tenant, num_bytes), db=self._tables.tenants)
+            else:
+                self._txn.delete(tenant, db=self._tables.tenants)
+
+    def _turn(self, is_too_much: Callable[[], bool], most: int, tenant: bytes) -> list[bytes]:
+        """Go through the order, oldest first, of one *tenant* or, for NOBODY, of all."""
+        evicted: list[bytes] = []
+        num_chances = 0
+        order = self._in_order(tenant)
+        while len(evicted) < most and is_too_much():
+            found = next(order, None)
+            if found is None:
+                raise lmdb.CorruptedError("the ledger counts what no record has")
+            position, owner, key = found
+            if not key:
+                raise lmdb.CorruptedError("a place in the order is nobody's")
+            packed = self._txn.get(key, db=self._tables.records)
+            row = None if packed is None else Row.unpack(key, packed)
+            if row is None or (SEQUENCE.pack(row.sequence), row.tenant) != (position, owner):
+                raise lmdb.CorruptedError("a place in the order is another's")
+            if not row.is_marked:
+                self._txn.delete(key, db=self._tables.records)
+                self._left(row)
+                evicted.append(key)
+            elif num_chances == _MOST_SECOND_CHANCES:
+                break
+            else:
+                num_chances += 1
+                self._leave_place(position, owner)
+                self._append(key, row._replace(is_marked=False))
+        self.counters.evicted_total += len(evicted)
+        return evicted
+
+    def _in_order(self, tenant: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
+        """Place, owner and key of each record, or of each of a *tenant*, oldest first; they may change meanwhile."""
+        is_all = tenant == NOBODY
+        db = self._tables.order if is_all else self._tables.owned
+        after = b"" if is_all else tenant
+        while True:
+            with self._txn.cursor(db=db) as cursor:
+                rows = islice(cursor, _ROWS_AT_ONCE) if cursor.set_range(after) else iter(())
+                page = [(place, found) for place, found in ascending(rows, after) if is_all or place.startswith(tenant)]
+            for place, found in page:
+                after = place + b"\0"
+                if is_all:
+                    owned = verified(place, found)
+                    yield place, owned[:TENANT_BYTES], owned[TENANT_BYTES:]
+                else:
+                    yield place[TENANT_BYTES:], tenant, found
+            if not page:
+                return
+
+    def _leave_place(self, position: bytes, owner: bytes) -> None:
+        self._txn.delete(position, db=self._tables.order)
+        if owner != NOBODY:
+            self._txn.delete(owner + position, db=self._tables.owned)
+
+    def _left(self, row: Row) -> None:
+        """A record is gone: so go its place and its charge, and its slot is free."""
+        self._leave_place(SEQUENCE.pack(row.sequence), row.tenant)
+        freed = FREE.pack(row.slot.num_bytes, self.counters.num_changes, row.slot.number)
+        self._txn.put(freed, checksum(freed), db=self._tables.free)
+        self.counters.num_records -= 1
+        self.counters.stored_bytes -= row.charged_bytes
+        self._charge(row.tenant, -row.charged_bytes)
+
+    def _take_free(self, num_bytes: int | None, most: int) -> list[tuple[int, int, int]]:
+        """Up to *most* free slots of that size (None: of any) that may be written to, taken from the table."""
+        found: list[tuple[int, int, int]] = []
+        start = b"" if num_bytes is None else FREE.pack(num_bytes, 0, 0)
+        with self._txn.cursor(db=self._tables.free) as cursor:
+            if cursor.set_range(start):
+                for key, row in ascending(cursor):
+                    size, change, number = FREE.found(key, row)
+                    if len(found) == most or (num_bytes is not None and size != num_bytes):
+                        break
+                    if change <= self._usable_before:
+                        found.append((size, change, number))
+                    elif num_bytes is not None:
+                        break  # what follows was freed later still
+        for slot in found:
+            self._txn.delete(FREE.pack(*slot), db=self._tables.free)
+        return found
+
+    def _new_slots(self, num_bytes: int, num_slots: int) -> list[Slot]:
+        """Slots that take no room so far: holes, and then the end of the slab."""
+        if not num_slots:
+            return []
+        with self._txn.cursor(db=self._tables.holes) as cursor:
+            is_there = cursor.set_range(HOLE.pack(num_bytes, 0))
+            rows = islice(ascending(cursor), num_slots) if is_there else ()
+            slots = [slot for row in rows if (slot := Slot(*HOLE.found(*row))).num_bytes == num_bytes]
+        for slot in slots:
+            self._txn.delete(HOLE.pack(*slot), db=self._tables.holes)
+        size = num_bytes.to_bytes(4, "big")
+        packed = self._txn.get(size, db=self._tables.slabs)
+        end = 0 if packed is None else SLOTS.unpack(size, packed)[0]
+        missing = num_slots - len(slots)
+        self._txn.put(size, SLOTS.pack(size, end + missing), db=self._tables.slabs)
+        return slots + [Slot(num_bytes, number) for number in range(end, end + missing)]
+
+    def _charge(self, tenant: bytes, num_bytes: int) -> None:
+        if tenant != NOBODY:
+            self._tenants[tenant] = self.bytes_of(tenant) + num_bytes
+
+    def _append(self, key: bytes, row: Row, coming: Collection[bytes] = ()) -> None:
+        """Make *key* the newest."""
+        sequence = self.counters.next_sequence
+        self.counters.next_sequence += 1
+        self._txn.put(key, row._replace(sequence=sequence).pack(key), db=self._tables.records)
+        place, owned = SEQUENCE.pack(sequence), row.tenant + key
+        if not self._txn.put(place, owned + checksum(place, owned), append=True, db=self._tables.order):
+            raise lmdb.CorruptedError("the newest in the order is newer than all records")
+        if row.tenant != NOBODY:
+            self._txn.put(row.tenant + place, key, db=self._tables.owned)
+        if row.parent and row.parent not in coming:
+            self.mark(row.parent)

@@ -1,0 +1,95 @@
+"""A data file's root, kept beside it, so that a crash of the machine costs what came after and not everything.
+
+LMDB never overwrites a page that the newest root or a reader's root can reach. So with a reader held on the root
+that was synced last, all pages of that root are on the medium and stay as they are, whatever else has been written
+since. Only the root itself moves on: LMDB keeps it in the first two pages, in turns. Their copy, put back after a
+crash, is the file as it was at the checkpoint. It is kept twice, each with a checksum, so that no flipped bit costs the
+store.
+"""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import lmdb
+import xxhash
+
+from kvtier.store.folder import open_or_make, open_own, sync_folder
+from kvtier.store.lmdb.tables import keep_when_forked
+
+_NAME = "checkpoint"
+_CHECKSUM_BYTES = 16
+
+
+class Checkpoint:
+    """Takes checkpoints of one environment; holds the read transaction that keeps the last one whole.
+
+    `take` is the writer's: nobody may change the store from before the file is synced until it returns. Pages freed
+    since the last checkpoint are not used again before the next, so a store that runs out of pages takes one.
+    """
+
+    def __init__(self, folder: Path, env: lmdb.Environment) -> None:
+        self._folder = folder
+        self._env = env
+        self._reader: lmdb.Transaction[bytes] | None = None
+
+    def take(self) -> None:
+        """Keep the root of the file, which is synced. OSError or lmdb.Error: the checkpoint before stays the one that
+        counts."""
+        reader = self._env.begin()
+        keep_when_forked(reader)
+        try:
+            with open(self._folder / "data.mdb", "rb", opener=open_own) as data:
+                _keep(self._folder, data.read(2 * self._env.stat()["psize"]))
+        except BaseException:
+            reader.abort()
+            raise
+        self.close()
+        self._reader = reader
+
+    def close(self) -> None:
+        """Let go of the last checkpoint's pages."""
+        if self._reader is not None:
+            self._reader.abort()
+            self._reader = None
+
+
+def restore(folder: Path) -> bool:
+    """Make the data file what it was at its last checkpoint; False if there is none that makes sense."""
+    try:
+        with open(folder / _NAME, "rb", opener=open_own) as file:
+            root = _whole(file.read())
+        if root is None:
+            return False
+        data = open_own(folder / "data.mdb", os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        os.pwrite(data, root, 0)
+        os.fsync(data)
+    finally:
+        os.close(data)
+    return True
+
+
+def _whole(kept: bytes) -> bytes | None:
+    """The first copy that is as it was written."""
+    for copy in (kept[: len(kept) // 2], kept[len(kept) // 2 :]):
+        root, checksum = copy[:-_CHECKSUM_BYTES], copy[-_CHECKSUM_BYTES:]
+        if xxhash.xxh3_128_digest(root) == checksum:
+            return root
+    return None
+
+
+def _keep(folder: Path, root: bytes) -> None:
+    fresh = folder / f"{_NAME}.new"
+    with open(fresh, "r+b", opener=open_or_make) as file:
+        num_bytes = file.write(2 * (root + xxhash.xxh3_128_digest(root)))
+        file.truncate()
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(folder / _NAME)
+    sync_folder(folder)
+    # So that a full disk has room for the next: see `Checkpoint`.
+    with suppress(OSError), open(fresh, "r+b", opener=open_or_make) as file:
+        os.posix_fallocate(file.fileno(), 0, num_bytes)

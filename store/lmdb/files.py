@@ -1,0 +1,390 @@
+"""Index and slabs of one folder, kept open: transactions, syncs, and what to do when LMDB gives up."""
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+import lmdb
+
+from kvtier.store.blob_store import StoreFull
+from kvtier.store.durability import Durability
+from kvtier.store.folder import Folder
+from kvtier.store.lmdb import data_file
+from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
+from kvtier.store.lmdb.change import REMOVAL_BYTES, Change
+from kvtier.store.lmdb.checkpoint import Checkpoint
+from kvtier.store.lmdb.data_file import DAMAGE
+from kvtier.store.lmdb.tables import LITTLE_BYTES
+from kvtier.store.owner_lock import OwnerLock
+from kvtier.store.slab import Slabs
+
+_RECORDS_PER_CHANGE = 512  # of a deletion: up to 3 index pages each, 6 MiB
+_RECORDS_WHEN_FULL = 8  # of a deletion for which there is no more room than `LITTLE_BYTES`
+_HOLES_AT_ONCE = 4096
+_CHECK_READERS_S = 10.0  # how often slots of readers in dead processes are freed: they hold back pages
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+
+class LmdbFiles:
+    """One process has a folder open (`FolderInUse` otherwise), and of its threads one changes something at a time.
+
+    Errors of LMDB are OSError. A broken tree also marks the folder, so that the next start is empty; until then there
+    are no more changes, and reads go on. If LMDB gives up because it could not write its root, the index is opened
+    again as it was before. Of a process forked from this one every call is ValueError, and `close` does nothing.
+    *capacity_bytes* None is the one with which the folder was last opened, for people who look after a store: OSError
+    if no store is there, or a broken one, which stays as it is and is not marked.
+    Once the folder is within its capacity the caller must `settle`.
+    """
+
+    def __init__(
+        self, folder: Path, capacity_bytes: int | None, durability: Durability, interval_s: float, owner: int | None
+    ) -> None:
+        self.writer = threading.RLock()  # held for a change; taken before, never inside, `_gate`
+        self._pid = os.getpid()
+        self._durability = durability
+        self._interval_s = interval_s
+        self._is_upkeep = capacity_bytes is None
+        self._gate = threading.Condition()  # guards the four below
+        self._num_users = 0
+        self._damage: lmdb.Error | None = None
+        self._has_panicked = False
+        self._closed = False
+        self._readers_checked_at = time.monotonic()
+        self._checkpoint: Checkpoint | None = None
+        self._synced_change: int | None = None  # up to which a checkpoint was taken
+        self._closing = threading.Event()
+
+        self.name = folder
+        with ExitStack() as undo:
+            self._folder = undo.enter_context(Folder(folder) if capacity_bytes is None else Folder.made(folder))
+            undo.callback(OwnerLock(self._folder, owner).release)
+            try:
+                if capacity_bytes is None:
+                    self.capacity_bytes = data_file.recorded_capacity(self._folder)
+                    self.tables = data_file.reopened(self._folder, self.capacity_bytes, durability)
+                else:
+                    self.capacity_bytes = capacity_bytes
+                    self.tables = data_file.open_trusted(self._folder, capacity_bytes, durability)
+            except lmdb.Error as error:
+                raise OSError(errno.EIO, f"store {folder}: {error}") from error
+            undo.callback(self._unmap)
+            self.slabs = Slabs(self._folder.here)
+            undo.callback(self.slabs.close)
+            mark = BootMark.read(self._folder.here)
+            self._is_tidy = mark is not None and mark.state is FileState.CLEAN
+            self._num_crashes = 0 if mark is None else mark.num_crashes
+            with self._lmdb_errors():
+                self._promise()
+            self._let_go = undo.pop_all()
+
+    def settle(self) -> None:
+        """Bring the files, whose records are within the capacity, to their size."""
+        self._tidy_up()
+        with self.reading() as txn:
+            counters = self.tables.counters(txn)
+        if counters.capacity_bytes != self.capacity_bytes:
+            with self.changing(LITTLE_BYTES) as change:
+                change.counters.capacity_bytes = self.capacity_bytes
+        self.give_back(data_file.slab_bytes(self.capacity_bytes))
+        if self.tables.index_bytes() > data_file.index_bytes(self.capacity_bytes) + data_file.BESIDES_BYTES:
+            self._compact()
+        if self._checkpoint is not None:
+            threading.Thread(target=self._take_checkpoints, name="kvtier-checkpoint", daemon=True).start()
+
+    def give_back(self, limit_bytes: int) -> None:
+        """Have all slots take *limit_bytes* at most, as far as they are free, in as many changes as it takes."""
+        with self.reading() as txn:
+            if self.tables.counters(txn).slab_bytes <= limit_bytes:
+                return
+        self._thaw()
+
+        def give_back_some(change: Change, most: int) -> int:
+            slots = change.give_back(limit_bytes, most)
+            self.slabs.punch(*slots)
+            return len(slots)
+
+        while self.remove(give_back_some):
+            pass
+
+    def close(self) -> None:
+        """Sync and unmap, once all that is under way has ended. Once more does nothing."""
+        if os.getpid() != self._pid:
+            return
+        self._closing.set()
+        with self.writer:
+            with self._gate:
+                if self._closed:
+                    return
+                self._closed = True
+                self._gate.wait_for(lambda: self._num_users == 0)  # a read after unmapping would crash
+            with self._let_go:
+                with self._lmdb_errors():
+                    if self.tables.is_open:  # else it could not be opened again: it is as it was, and not synced
+                        self._sync_all()
+                if self.tables.is_open and self._damage is None and not self.tables.is_removed:
+                    # What is not tidy was synced all the same: that is what COMMIT says.
+                    state = FileState.CLEAN if self._is_tidy else FileState.COMMIT
+                    BootMark(current_boot_id(), state).write(self._folder.here)
+
+    @property
+    def here(self) -> Path:
+        """A path to the folder that is open, whatever its name leads to now."""
+        return self._folder.here
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether who opens the folder next has a better store: an empty one for a damaged one."""
+        return self._damage is not None and not self._is_upkeep
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keeps the map open meanwhile: `close` waits. Never one inside another. ValueError once it is closed."""
+        self._refuse_forked()
+        self._recover()
+        with self._gate:
+            if self._closed:
+                raise ValueError("store is closed")
+            self._num_users += 1
+        try:
+            with self._lmdb_errors():
+                yield
+        finally:
+            with self._gate:
+                self._num_users -= 1
+                self._gate.notify_all()
+
+    @contextmanager
+    def reading(self) -> "Iterator[lmdb.Transaction[bytes]]":
+        """A read transaction; keep it short: pages freed since it began cannot be reused before it ends."""
+        with self.in_use(), self.tables.env.begin() as txn:
+            yield txn
+
+    @contextmanager
+    def changing(self, new_bytes: int = REMOVAL_BYTES) -> Iterator[Change]:
+        """A change that may need *new_bytes* of pages: committed at the end, undone by any exception."""
+        self._refuse_forked()
+        with self.writer:
+            if self._closed:
+                raise ValueError("store is closed")
+            self._recover()
+            if self._damage is not None:
+                raise OSError(errno.EIO, f"store {self.name} is damaged: {self._damage}") from self._damage
+            with self._lmdb_errors():
+                if time.monotonic() - self._readers_checked_at > _CHECK_READERS_S:
+                    self._clear_stale_readers()
+                self.tables.reserve(new_bytes)
+                self.slabs.written.clear()
+                try:
+                    with self.tables.env.begin(write=True) as txn:
+                        change = Change(self.tables, txn, self._synced_change)
+                        yield change
+                        change.write_accounts()
+                except BaseException:
+                    self._undo_writes()
+                    raise
+
+    def change(self, act: Callable[[Change], _T], new_bytes: int) -> _T:
+        """Run *act*, which may need *new_bytes* of pages, as one change that leaves pages to delete with.
+
+        Near the end of the map it is tried out, as LMDB does not say how many pages are free. `StoreFull`.
+        """
+        try:
+            return self._change_at_once(act, new_bytes)
+        except StoreFull:
+            self._thaw()
+            return self._change_at_once(act, new_bytes)
+
+    def remove(self, act: Callable[[Change, int], _T]) -> _T:
+        """Run *act*, which removes so many records at most, as one change; of few, if map or medium are full."""
+        try:
+            with self.changing() as change:
+                return act(change, _RECORDS_PER_CHANGE)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+        self._thaw()
+        with self.changing(LITTLE_BYTES) as change:
+            return act(change, _RECORDS_WHEN_FULL)
+
+    def free_pages(self, limit_bytes: int) -> None:
+        """Let be used again what is free; of slots, whatever their size, as much as one change may need and more, so
+        that it fits *limit_bytes*."""
+        self._thaw()
+        self.give_back(max(0, limit_bytes - 2 * data_file.part_bytes(self.capacity_bytes)))
+
+    def sync(self) -> None:
+        """What has been changed so far is on the medium on return, or OSError."""
+        if self.tables.is_doubtful:
+            with self.writer, self.in_use():
+                self.tables.write_again()
+        with self.in_use():  # not as the writer: others may go on writing meanwhile
+            self.slabs.sync()
+            self.tables.sync()
+        self._take_checkpoint()
+
+    def file_bytes(self) -> int:
+        """What index and slabs take on the medium."""
+        return self.tables.index_bytes() + self.slabs.file_bytes()
+
+    def _change_at_once(self, act: Callable[[Change], _T], new_bytes: int) -> _T:
+        with self.changing(new_bytes + REMOVAL_BYTES) as change:
+            result = act(change)
+            if self.tables.is_nearly_full(new_bytes):
+                change.leave_spare_pages()
+            return result
+
+    def _promise(self) -> None:
+        """Have what is there on the medium, if the level asks for it, and say that it is open. Before the first change:
+        until here the old mark is true, and the last checkpoint whole."""
+        if self._durability is Durability.COMMIT:
+            self._sync_all()
+        elif self._durability is Durability.INTERVAL:
+            self._release_checkpoint()
+            self._checkpoint = Checkpoint(self._folder.here, self.tables.env)
+            self._checkpoint_now()
+        if self._damage is None:
+            mark = BootMark(current_boot_id(), FileState(self._durability.value), num_crashes=self._num_crashes)
+            mark.write(self._folder.here)
+
+    def _tidy_up(self) -> None:
+        """Give back what a process that was killed had written to slots that were not its yet, or what was put there
+        after the checkpoint that the index went back to."""
+        if self._is_tidy:
+            return
+        try:
+            with self.writer, self.reading() as txn:
+                self.slabs.cut(self.tables.num_slots(txn))
+                if self.slabs.file_bytes() > self.tables.counters(txn).slab_bytes:
+                    holes = self.tables.hole_slots(txn)
+                    while some := list(islice(holes, _HOLES_AT_ONCE)):
+                        self.slabs.punch(*some)
+            self._is_tidy = True
+        except OSError as error:
+            _log.warning("store %s: takes more room than it should until it is opened again: %s", self.name, error)
+
+    def _undo_writes(self) -> None:
+        """Give back what a change that failed has written to slots that were not its yet."""
+        if not self.slabs.written:
+            return
+        try:
+            with self.tables.env.begin() as txn:
+                self.slabs.punch(*self.tables.nobodys(txn, self.slabs.written))
+        except (lmdb.Error, OSError):
+            self._is_tidy = False
+
+    def _compact(self) -> None:
+        """Have a file without free pages. Nothing is changed meanwhile, so CLEAN is true of all levels."""
+        with self.writer, self._gate, self._lmdb_errors():
+            self._gate.wait_for(lambda: self._num_users == 0)
+            self._sync_all()
+            BootMark(current_boot_id(), FileState.CLEAN).write(self._folder.here)
+            self._release_checkpoint()
+            self.tables = data_file.compacted(self._folder, self.tables, self.capacity_bytes, self._durability)
+            self._promise()
+
+    def _thaw(self) -> None:
+        """Let be used again what was freed, but is held back by a dead reader, the last checkpoint or the last
+        change."""
+        with self.writer, self.in_use():
+            self._clear_stale_readers()
+        self._take_checkpoint()
+        with self.changing(LITTLE_BYTES):
+            pass
+
+    def _clear_stale_readers(self) -> None:
+        self._readers_checked_at = time.monotonic()
+        self.tables.env.reader_check()
+
+    def _take_checkpoint(self) -> None:
+        if self._checkpoint is not None:
+            with self.writer, self.in_use():
+                self._checkpoint_now()
+
+    def _checkpoint_now(self) -> None:
+        assert self._checkpoint is not None, "this level takes none"
+        self._sync_all()
+        self._checkpoint.take()
+        with self.tables.env.begin() as txn:
+            self._synced_change = self.tables.counters(txn).num_changes
+
+    def _release_checkpoint(self) -> None:
+        """Let its pages be used again: nothing may be changed before the next one."""
+        if self._checkpoint is not None:
+            self._checkpoint.close()
+
+    def _unmap(self) -> None:
+        self._release_checkpoint()
+        self.tables.close()
+
+    def _sync_all(self) -> None:
+        """As the writer."""
+        if self.tables.is_doubtful:
+            self.tables.write_again()
+        self.slabs.sync()
+        self.tables.sync()
+
+    def _take_checkpoints(self) -> None:
+        while not self._closing.wait(self._interval_s):
+            try:
+                self.sync()
+            except ValueError:  # closed
+                return
+            except OSError as error:
+                _log.warning("store %s: no checkpoint, the one before stays: %s", self.name, error)
+
+    @contextmanager
+    def _lmdb_errors(self) -> Iterator[None]:
+        """LMDB's errors as OSError; of a broken tree the next start is told, which is then empty."""
+        try:
+            yield
+        except lmdb.MapFullError as error:
+            raise StoreFull(
+                errno.ENOSPC, f"store {self.name}: map full; raise capacity_bytes or use blocks of one size"
+            ) from error
+        except lmdb.Error as error:
+            if self._is_dead():
+                self._has_panicked = True
+            if isinstance(error, DAMAGE) and self._damage is None:
+                self._damage = error
+                if not self._is_upkeep:
+                    _log.warning("store %s is damaged, the next start is empty: %s", self.name, error)
+                    BootMark(current_boot_id(), FileState.DAMAGED).write(self._folder.here)
+            raise OSError(errno.EIO, f"store {self.name}: {error}") from error
+
+    def _is_dead(self) -> bool:
+        """Whether LMDB does nothing more in this environment: it could not write its root."""
+        try:
+            self.tables.env.begin().abort()
+        except lmdb.PanicError:
+            return True
+        except lmdb.Error:
+            pass
+        return False
+
+    def _recover(self) -> None:
+        """Open the index again if LMDB gave it up, as it was before; OSError if that is not possible yet."""
+        if not self._has_panicked or self._closed:
+            return
+        with self.writer, self._gate:
+            self._gate.wait_for(lambda: self._num_users == 0)
+            if not self._has_panicked:
+                return
+            self._unmap()
+            with self._lmdb_errors():
+                self.tables = data_file.reopened(self._folder, self.capacity_bytes, self._durability)
+                self._promise()
+            self._has_panicked = False
+        self._tidy_up()
+
+    def _refuse_forked(self) -> None:
+        if os.getpid() != self._pid:
+            raise ValueError(f"store {self.name}: belongs to process {self._pid}, from which this one was forked")

@@ -1,0 +1,209 @@
+"""A store looked at from outside, also while another process has it open: nothing is changed and nobody waits."""
+
+import contextlib
+import errno
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import islice
+from pathlib import Path
+
+import lmdb
+
+from kvtier.store.durability import Durability
+from kvtier.store.folder import Folder, open_own
+from kvtier.store.lmdb import roots as lmdb_roots
+from kvtier.store.lmdb.boot_mark import BootMark, FileState
+from kvtier.store.lmdb.data_file import DAMAGE, DATA, damage_of
+from kvtier.store.lmdb.rows import Row
+from kvtier.store.lmdb.tables import Tables, ascending
+from kvtier.store.record import NAMESPACE_BYTES
+
+_ROWS_PER_LOOK = 4096  # of one read transaction, 10 ms: the owner cannot use pages again that it frees meanwhile
+_DURABILITIES = {  # of the process that left such a mark
+    FileState.PROCESS: Durability.PROCESS,
+    FileState.INTERVAL: Durability.INTERVAL,
+    FileState.COMMIT: Durability.COMMIT,
+}
+
+
+class StoreLost(OSError):
+    """The index of the store is broken, or nobody can vouch for its files. The message says which and what follows."""
+
+
+class StoreDamaged(StoreLost):
+    """It is the index, and who opens the store next does not know it."""
+
+
+class State(StrEnum):
+    """How a data file was left."""
+
+    CLEAN = "clean"  # closed and synced
+    OPEN = "open"  # some process has it
+    LEFT_OPEN = "left open"  # by a process that is gone; whole all the same
+    MACHINE_DOWN = "machine went down"  # while it was open
+    DAMAGED = "damaged"  # its tree was found broken, or processes crashed on it
+    OTHER_LAYOUT = "other layout"  # written by another version of this program
+    UNKNOWN = "unknown"  # there is no readable boot mark
+
+
+class NextStart(StrEnum):
+    """What the next engine will find that opens the store."""
+
+    WARM = "warm"
+    CHECKPOINT = "last checkpoint"
+    EMPTY = "empty"
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceUse:
+    """What the records of one namespace take, charged as in `StoreStatistics.stored_bytes`."""
+
+    namespace: bytes
+    num_records: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What is in a store. While it changes, the namespaces need not add up to the totals: each page has its moment."""
+
+    num_records: int
+    stored_bytes: int
+    capacity_bytes: int
+    written_bytes_total: int
+    evicted_total: int
+    namespaces: tuple[NamespaceUse, ...]  # in the order of their names
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """A store as it stood. *content* is None if the data file must not be opened as it is (*next_start* is not warm).
+
+    *durability* is the level of the process that has it open or left it so: None after a clean end. *owner* is the pid
+    of who has it open, None if nobody has, or a process that cannot be seen from here (in another container).
+    """
+
+    folder: Path
+    state: State
+    next_start: NextStart
+    durability: Durability | None
+    owner: int | None
+    file_bytes: int  # what the folder's files take on the medium
+    content: Content | None
+
+
+def inspect(folder: Path) -> Inspection:
+    """The store in *folder*, read in short transactions of a reader that others need not mind.
+
+    FileNotFoundError if there is none; StoreLost if it turns out to be broken, which may also crash the process.
+    Killed at any point it leaves a reader's slot, which the owner frees.
+    """
+    require_store(folder)
+    with Folder(folder) as opened:
+        state, next_start = standing(opened.here)
+        mark = BootMark.read(opened.here)
+        return Inspection(
+            folder=folder,
+            state=state,
+            next_start=next_start,
+            durability=None if mark is None else _DURABILITIES.get(mark.state),
+            owner=None if state is State.CLEAN else _owner(opened.here),
+            file_bytes=_file_bytes(opened.here),
+            content=_content(opened) if next_start is NextStart.WARM else None,
+        )
+
+
+def require_store(folder: Path) -> None:
+    """FileNotFoundError if there is no store in *folder*."""
+    if not (folder / DATA).exists():
+        raise FileNotFoundError(f"store {folder}: there is none; give the folder that [disk] path names")
+
+
+def standing(folder: Path) -> tuple[State, NextStart]:
+    """How the data file in *folder* was left, and what that means, as `data_file` judges it; by the marks alone."""
+    mark = BootMark.read(folder)
+    if mark is None:
+        return State.UNKNOWN, NextStart.EMPTY
+    if mark.is_of_another_layout:
+        return State.OTHER_LAYOUT, NextStart.EMPTY
+    if damage_of(mark) is not None:
+        return State.DAMAGED, NextStart.EMPTY
+    if mark.state is FileState.CLEAN:
+        return State.CLEAN, NextStart.WARM
+    if not mark.saw_crash:
+        return State.LEFT_OPEN if _owner(folder) is None else State.OPEN, NextStart.WARM
+    after = {FileState.COMMIT: NextStart.WARM, FileState.INTERVAL: NextStart.CHECKPOINT}
+    return State.MACHINE_DOWN, after.get(mark.state, NextStart.EMPTY)
+
+
+def _owner(folder: Path) -> int | None:
+    """The pid in the lock file, if there is such a process and the kernel lists a lock on that file: trying the lock
+    would bar a process about to open."""
+    lock = folder / "owner.lock"
+    try:
+        pid = int(lock.read_text())
+        os.kill(pid, 0)
+    except PermissionError:  # somebody else's
+        pass
+    except (OSError, ValueError):
+        return None
+    there = lock.stat()
+    major, minor = os.major(there.st_dev), os.minor(there.st_dev)
+    # Devices without a number of their own may have another here than there (btrfs).
+    device = f"{major:02x}:{minor:02x}" if major else "00:[0-9a-f]+"
+    held = re.search(rf"FLOCK .* {device}:{there.st_ino} ", Path("/proc/locks").read_text())
+    return pid if held else None
+
+
+def _file_bytes(folder: Path) -> int:
+    num_blocks = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # the owner has replaced or removed it
+            num_blocks += file.lstat().st_blocks
+    return num_blocks * 512
+
+
+def _content(folder: Folder) -> Content:
+    try:
+        lmdb_roots.check(folder.here / DATA)
+        os.close(open_own(folder.here / "lock.mdb", os.O_RDWR | os.O_CREAT))  # LMDB would follow a link
+        # The map size is the owner's. As many readers as its: whoever is there first makes the table of readers.
+        with lmdb.open(str(folder.here), readonly=True, map_size=0, max_dbs=4, max_readers=256) as env:
+            counters = Tables.counters_in(env)
+            return Content(
+                num_records=counters.num_records,
+                stored_bytes=counters.stored_bytes,
+                capacity_bytes=counters.capacity_bytes,
+                written_bytes_total=counters.written_bytes_total,
+                evicted_total=counters.evicted_total,
+                namespaces=_namespaces(env),
+            )
+    except DAMAGE as error:
+        raise StoreDamaged(
+            f"store {folder.name} is damaged, kvtier check says whether it can be used: {error}"
+        ) from error
+    except lmdb.Error as error:
+        raise OSError(errno.EIO, f"store {folder.name}: {error}") from error
+
+
+def _namespaces(env: lmdb.Environment) -> tuple[NamespaceUse, ...]:
+    """Counted over all records, some at a time."""
+    records = env.open_db(b"records", create=False)
+    num_records, stored_bytes = Counter[bytes](), Counter[bytes]()
+    last = b""
+    while True:
+        with env.begin() as txn, txn.cursor(db=records) as cursor:
+            is_there = cursor.set_range(last) if last else cursor.first()
+            if is_there and cursor.key() == last:  # not sought past: after the longest key there is none to seek
+                is_there = cursor.next()
+            rows = list(islice(ascending(cursor, last), _ROWS_PER_LOOK)) if is_there else []
+        if not rows:
+            break
+        last = rows[-1][0]
+        for key, row in rows:
+            num_records[key[:NAMESPACE_BYTES]] += 1
+            stored_bytes[key[:NAMESPACE_BYTES]] += Row.unpack(key, row).charged_bytes
+    return tuple(NamespaceUse(namespace, num, stored_bytes[namespace]) for namespace, num in num_records.items())

@@ -1,0 +1,190 @@
+"""Reading blocks from an LMDB store: where the index says, past its transactions, every one verified."""
+
+import logging
+import mmap
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
+
+from kvtier.store.codec.cipher import Cipher
+from kvtier.store.codec.codec_choice import CodecChoice
+from kvtier.store.codec.seal import fault_of, open_record
+from kvtier.store.lmdb.files import LmdbFiles
+from kvtier.store.record import Fault, is_plain
+from kvtier.store.slab import Slot
+
+NUM_READERS = 8  # threads that share a large read: as many requests as a drive likes to have waiting
+_SHARE_BYTES = 1 << 20  # of a read that one thread takes at least
+_CACHED_SHARE_BYTES = 8 << 20  # if it only copies: handing work over takes as long as copying a megabyte
+_READ_BYTES = 1 << 20  # read at a time by one thread, or one block: others read while it is verified
+_CACHED_READ_BYTES = 4 << 20  # where reading is copying: each piece has its transaction
+
+_log = logging.getLogger(__name__)
+
+
+class LmdbReader:
+    """Reads from *files*, by as many threads as call it and `NUM_READERS` of its own, and counts what it met.
+
+    Bytes read by *timed* are timed, for the choice of a codec. A record found bad is deleted.
+    """
+
+    def __init__(self, files: LmdbFiles, cipher: Cipher | None, timed: CodecChoice | None) -> None:
+        self._files = files
+        self._cipher = cipher
+        self._timed = timed
+        self._threads = ThreadPoolExecutor(NUM_READERS, "kvtier-store-read")
+        self._counting = threading.Lock()  # guards the two below
+        self._read_bytes_total = 0
+        self._faults: Counter[Fault] = Counter()
+
+    def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
+        """See `BlobStore.read_many`."""
+        pairs = list(zip(keys, outs, strict=True))
+        num_bytes = sum(out.nbytes for out in outs)
+        is_cached = bool(pairs) and self._seems_cached(keys[len(keys) // 2])
+        num_shares = min(NUM_READERS, len(pairs), num_bytes // (_CACHED_SHARE_BYTES if is_cached else _SHARE_BYTES))
+        read = partial(self._read_share, piece_bytes=_CACHED_READ_BYTES if is_cached else _READ_BYTES)
+        if num_shares <= 1:
+            return read(pairs)
+        size = -(-len(pairs) // num_shares)
+        shares = [pairs[start : start + size] for start in range(0, len(pairs), size)]
+        try:
+            return list(chain.from_iterable(self._threads.map(read, shares)))
+        except RuntimeError as error:  # its threads have ended
+            raise ValueError("store is closed") from error
+
+    def verify_one(self, key: bytes) -> tuple[int, Fault | None] | None:
+        """Bytes read of a record and what is wrong with it; None if there is none. Deletes and counts nothing."""
+        while True:
+            with self._files.in_use():
+                found = self._located([key])[0]
+                if found is None:
+                    return None
+                header, slot = found
+                value = _scratch(slot)
+                if self._fill([(slot, value)]):
+                    return 0, Fault.IO_ERROR
+                fault = fault_of(key, header, value, self._cipher)
+                if fault is None or self._located([key])[0] == found:  # or was it replaced meanwhile?
+                    return slot.num_bytes, fault
+
+    def counted(self) -> tuple[int, dict[Fault, int]]:
+        """Bytes read so far, and faults met."""
+        with self._counting:
+            return self._read_bytes_total, dict(self._faults)
+
+    def close(self) -> None:
+        """End its threads; the files must be closed. Once more does nothing."""
+        self._threads.shutdown()
+
+    def _seems_cached(self, key: bytes) -> bool:
+        """Whether a block is in the page cache, and so perhaps its neighbours."""
+        try:
+            with self._files.in_use():
+                (found,) = self._located([key])
+                return found is not None and self._files.slabs.is_cached(found[1])
+        except OSError:  # who reads it says so
+            return False
+
+    def _read_share(self, pairs: Sequence[tuple[bytes, memoryview]], piece_bytes: int) -> list[bytes | Fault]:
+        results: list[bytes | Fault] = []
+        for piece in _pieces(pairs, piece_bytes):
+            results += self._read_piece(piece)
+        faults = [i for i, result in enumerate(results) if isinstance(result, Fault)]
+        for i in faults:
+            if _is_bad(results[i]):
+                results[i] = self._judge(*pairs[i])
+        num_bytes = sum(out.nbytes for _, out in pairs) - sum(pairs[i][1].nbytes for i in faults)
+        with self._counting:
+            for i in faults:
+                result = results[i]
+                if not isinstance(result, Fault):
+                    num_bytes += pairs[i][1].nbytes
+                elif result is not Fault.MISSING:
+                    self._faults[result] += 1
+            self._read_bytes_total += num_bytes
+        return results
+
+    def _read_piece(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
+        """Read these blocks. Outside of a transaction: who comes between changes what is read, and that shows."""
+        try:
+            with self._files.in_use():
+                found = self._located([key for key, _ in pairs])
+                values = [
+                    memoryview(b"") if place is None else _target(*place, out)
+                    for place, (_, out) in zip(found, pairs, strict=True)
+                ]
+                there = [(place[1], value) for place, value in zip(found, values, strict=True) if place is not None]
+                started = time.perf_counter()
+                failed = self._fill(there)
+                if self._timed is not None and there:
+                    self._timed.read(sum(slot.num_bytes for slot, _ in there), time.perf_counter() - started)
+        except OSError:
+            return [Fault.IO_ERROR] * len(pairs)
+        return [
+            Fault.MISSING
+            if place is None
+            else Fault.IO_ERROR
+            if place[1] in failed
+            else open_record(key, place[0], value, out, self._cipher)
+            for (key, out), place, value in zip(pairs, found, values, strict=True)
+        ]
+
+    def _located(self, keys: Sequence[bytes]) -> list[tuple[bytes, Slot] | None]:
+        """Header and slot of each key. The files are in use."""
+        with self._files.tables.env.begin() as txn:
+            return [self._files.tables.located(txn, key) for key in keys]
+
+    def _fill(self, places: Sequence[tuple[Slot, memoryview]]) -> set[Slot]:
+        """Read all slots, together or, if that fails, one by one; those that cannot be read."""
+        try:
+            self._files.slabs.read([slot for slot, _ in places], [value for _, value in places])
+            return set()
+        except OSError:
+            if len(places) == 1:
+                return {places[0][0]}
+        return set().union(*(self._fill([place]) for place in places))
+
+    def _judge(self, key: bytes, out: memoryview) -> bytes | Fault:
+        """Read *key*, found bad, once more with writers kept out, and delete it if it still is.
+
+        Between the two it may have been replaced by a good record, which must stay.
+        """
+        with self._files.writer:
+            (result,) = self._read_piece([(key, out)])
+            if _is_bad(result):
+                try:
+                    self._files.remove(lambda change, _: change.forget(key))
+                except OSError as error:
+                    _log.warning("store: cannot delete a bad record: %s", error)
+            return result
+
+
+def _is_bad(result: bytes | Fault) -> bool:
+    """Whether a read met a record that must go."""
+    return isinstance(result, Fault) and result.is_bad_record
+
+
+def _target(header: bytes, slot: Slot, out: memoryview) -> memoryview:
+    """Where to read a slot to: *out* itself, if what is in it is the block."""
+    return out if out.nbytes <= slot.num_bytes and is_plain(header, out.nbytes) else _scratch(slot)
+
+
+def _scratch(slot: Slot) -> memoryview:
+    """Memory for a whole slot, aligned."""
+    return memoryview(mmap.mmap(-1, slot.num_bytes))
+
+
+def _pieces(pairs: Sequence[tuple[bytes, memoryview]], most_bytes: int) -> Iterator[Sequence[tuple[bytes, memoryview]]]:
+    """Runs of *pairs* of at most *most_bytes*, or of one block."""
+    start = num_bytes = 0
+    for i, (_, out) in enumerate(pairs):
+        if i > start and num_bytes + out.nbytes > most_bytes:
+            yield pairs[start:i]
+            start, num_bytes = i, 0
+        num_bytes += out.nbytes
+    yield pairs[start:]

@@ -1,0 +1,212 @@
+"""What people do to a store that no engine has open: verify all of it, delete from it.
+
+Generators, so that whoever runs them sees how far they are and can end them anywhere: the store is closed then. They
+are meant for a process of their own, since a broken tree may crash it. The store is opened with `Durability.COMMIT`:
+whatever happens meanwhile, to them or to the machine, the store is no worse off than before. One that is broken stays
+as it is.
+"""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from kvtier.store.codec.cipher import Cipher
+from kvtier.store.codec.seal import charged_bytes
+from kvtier.store.durability import Durability
+from kvtier.store.folder import Folder
+from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
+from kvtier.store.lmdb.data_file import DAMAGE
+from kvtier.store.lmdb.inspection import NextStart, StoreDamaged, StoreLost, require_store, standing
+from kvtier.store.lmdb.lmdb_store import LmdbStore
+from kvtier.store.owner_lock import FolderInUse, OwnerLock
+from kvtier.store.record import NAMESPACE_BYTES, Fault
+
+_SAY_EVERY_S = 0.1
+_RECORDS_PER_DELETION = 512  # what the store deletes in one change
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far it is. *total_bytes* is 0 where nobody knows; bytes are those that are charged for the records."""
+
+    doing: str
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Tally:
+    """What verifying the records of one namespace gave."""
+
+    num_records: int = 0
+    read_bytes: int = 0
+    faults: Counter[Fault] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What verifying a store gave. *miscount* is what `check` still found in the end, "" if nothing."""
+
+    num_stored: int  # records there were, of which perhaps only a sample was read
+    tallies: dict[bytes, Tally]  # by namespace
+    miscount: str
+    went_back: bool  # to its last checkpoint, since the machine went down while it was open
+    num_deleted: int
+    seconds: float  # of reading records
+
+    @property
+    def num_records(self) -> int:
+        """How many were read."""
+        return sum(tally.num_records for tally in self.tallies.values())
+
+    @property
+    def read_bytes(self) -> int:
+        """What was read of them."""
+        return sum(tally.read_bytes for tally in self.tallies.values())
+
+    @property
+    def faults(self) -> Counter[Fault]:
+        """Records by what is wrong with them."""
+        return sum((tally.faults for tally in self.tallies.values()), Counter[Fault]())
+
+    @property
+    def num_bad(self) -> int:
+        """Records that nobody will ever read again."""
+        return sum(count for fault, count in self.faults.items() if fault.is_bad_record)
+
+
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """What was deleted; bytes as charged."""
+
+    num_records: int
+    stored_bytes: int
+
+
+def verify_store(
+    folder: Path, owner: int, fix: bool = False, sample: int | None = None, key_file: Path | None = None
+) -> Iterator[Progress | Verification]:
+    """Compare the accounting with a full count and verify all records or a random *sample*; the `Verification` is last.
+
+    With *fix* bad records are deleted. *owner* is the pid that others are told. FolderInUse; StoreLost;
+    ValueError for a key file that is none.
+    """
+    require_store(folder)
+    cipher = None if key_file is None else Cipher.from_file(key_file)
+    yield Progress("opening")
+    went_back = standing(folder)[1] is NextStart.CHECKPOINT
+    with _opened(folder, owner, cipher) as store:
+        yield Progress("counting")
+        miscount = _miscount(store)
+
+        statistics = store.statistics()
+        keys, total_bytes = store.keys(), statistics.stored_bytes
+        if sample is not None and sample < statistics.num_records:
+            keys, total_bytes = iter(_sample(keys, sample)), total_bytes * sample // statistics.num_records
+        tallies: dict[bytes, Tally] = {}
+        bad: list[bytes] = []
+        num_deleted = done_bytes = 0
+        began_at = said_at = time.perf_counter()
+        yield Progress("verifying", 0, total_bytes)
+        for key in keys:
+            found = store.verify_one(key)
+            if found is None:
+                continue
+            num_bytes, fault = found
+            tally = tallies.setdefault(key[:NAMESPACE_BYTES], Tally())
+            tally.num_records += 1
+            tally.read_bytes += num_bytes
+            done_bytes += charged_bytes(num_bytes)
+            if fault is not None:
+                tally.faults[fault] += 1
+                if fix and fault.is_bad_record:
+                    bad.append(key)
+            if len(bad) == _RECORDS_PER_DELETION:
+                num_deleted += store.delete(bad)
+                bad.clear()
+            if time.perf_counter() - said_at > _SAY_EVERY_S:
+                said_at = time.perf_counter()
+                yield Progress("verifying", done_bytes, max(total_bytes, done_bytes))
+        num_deleted += store.delete(bad)
+        seconds = time.perf_counter() - began_at
+
+        if miscount and num_deleted:  # a record without its payload is both
+            yield Progress("counting again")
+            miscount = _miscount(store)
+    yield Verification(statistics.num_records, tallies, miscount, went_back, num_deleted, seconds)
+
+
+def delete_namespaces(
+    folder: Path, owner: int, namespaces: Collection[bytes], total_bytes: int
+) -> Iterator[Progress | Deletion]:
+    """Delete all records of *namespaces*, about *total_bytes*, and have nobody read their payloads any more; the
+    `Deletion` is last. Errors as `verify_store`."""
+    require_store(folder)
+    yield Progress("opening")
+    with _opened(folder, owner) as store:
+        before_bytes = store.statistics().stored_bytes
+        keys = filter(lambda key: key[:NAMESPACE_BYTES] in namespaces, store.keys())
+        num_records = num_bytes = 0
+        while batch := list(islice(keys, _RECORDS_PER_DELETION)):
+            num_records += store.delete(batch)
+            num_bytes = before_bytes - store.statistics().stored_bytes
+            yield Progress("deleting", num_bytes, max(total_bytes, num_bytes))
+        store.give_back()
+    yield Deletion(num_records, num_bytes)
+
+
+def condemn(folder: Path) -> None:
+    """Have the next engine that opens the store start empty; FolderInUse."""
+    with Folder(folder) as opened:
+        lock = OwnerLock(opened)
+        try:
+            BootMark(current_boot_id(), FileState.DAMAGED).write(opened.here)
+        finally:
+            lock.release()
+
+
+class _KeptStore(LmdbStore):
+    def give_back(self) -> None:
+        """Punch out all slots that no record has: what is left in them is gone, and takes no room."""
+        self._files.give_back(0)
+
+
+@contextmanager
+def _opened(folder: Path, owner: int, cipher: Cipher | None = None) -> Iterator[_KeptStore]:
+    """The store in *folder* with the capacity it had."""
+    try:
+        with _KeptStore(folder, cipher=cipher, durability=Durability.COMMIT, owner=owner) as store:
+            yield store
+    except FolderInUse as error:
+        whose = str(error).partition(";")[0]
+        raise FolderInUse(f"{whose}; stop that first. kvtier stats works meanwhile") from error
+    except OSError as error:
+        if isinstance(error.__cause__, DAMAGE):
+            raise StoreDamaged(f"store {folder} is damaged: {error.__cause__}") from error
+        if error.errno is None:  # not the system's: nobody can vouch for the file, and the message says why
+            raise StoreLost(str(error)) from error
+        raise
+
+
+def _miscount(store: LmdbStore) -> str:
+    try:
+        store.check()
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def _sample(keys: Iterable[bytes], size: int) -> list[bytes]:
+    """*size* of the *keys*, each as likely as the others, in their order (reservoir sampling)."""
+    chosen: list[tuple[int, bytes]] = []
+    for number, key in enumerate(keys):
+        if number < size:
+            chosen.append((number, key))
+        elif (place := random.randrange(number + 1)) < size:
+            chosen[place] = (number, key)
+    return [key for _, key in sorted(chosen)]

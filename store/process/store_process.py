@@ -1,0 +1,398 @@
+"""A store in a process of its own."""
+
+import json
+import logging
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from typing import Any, Self
+
+from kvtier.store.blob_store import Blob, StoreStatistics
+from kvtier.store.lmdb import crashes
+from kvtier.store.lmdb.data_file import MOST_CRASHES
+from kvtier.store.process.channel import Channel, MemoryMap, NoAnswer, Place, SharedMemory
+from kvtier.store.record import Fault
+from kvtier.store.store_settings import StoreSettings
+
+NUM_WRITERS = 2  # calls at a time that change something: one at work, one that gathers behind it
+NUM_READERS = 6
+TIMEOUT_S = 60.0  # for one call; what takes longer hangs, and the process is ended
+# For `sys.setswitchinterval`, in a process that asks and also computes in Python: every answer waits that long for the
+# interpreter's lock. With Python's own 5 ms, reads of 8 MiB beside a busy thread come at a tenth of their speed.
+SWITCH_INTERVAL_S = 0.0005
+_OPEN_TIMEOUT_S = 300.0  # making a file smaller copies it
+_END_TIMEOUT_S = 5.0  # for a killed process: it takes milliseconds, or hangs in the kernel, on its disk
+
+_log = logging.getLogger(__name__)
+
+
+class StoreDied(OSError):
+    """The store's process has ended; the next call starts another."""
+
+
+class StoreProcess:
+    """See `BlobStore`: an `LmdbStore` in a process of its own, which reads into and writes from *memories* directly.
+
+    - Python code that computes here holds up no read or write there, nor they it: beside a busy thread every call of
+      LMDB's would wait up to 5 ms for the interpreter's lock, 64 puts 340 ms instead of 6.
+    - What ends a process that maps a file, a medium that fails under it, ends that one: calls under way raise
+      `StoreDied` (reads give `Fault.IO_ERROR`), and the next call starts it again. So with one that hangs: it is killed
+      after *timeout_s* of silence. So with a call that is interrupted, by Ctrl-C: nobody waits for its answer.
+    - Opening has a deadline of its own. Only the call that begins it waits for it; all others raise `StoreDied` at once
+      until the store is open, and `close` ends the process that opens.
+    - A read returns only once nothing is written to its memory any more. It alone has no deadline behind the kill: a
+      process that the kernel cannot end, as its disk hangs, may still write.
+
+    It is for the process that made it: in a forked child all but `close`, which does nothing there, is a ValueError.
+    *memories* (host slabs) must outlive the store. Other memory works too, with copies. Nothing is opened before
+    `open`, a `with` statement or the first call; that raises what opening raises.
+    """
+
+    def __init__(
+        self, settings: StoreSettings, memories: Sequence[SharedMemory] = (), timeout_s: float = TIMEOUT_S
+    ) -> None:
+        self._pid = os.getpid()
+        self.settings = replace(settings, owner=self._pid)
+        self._memories = memories
+        self._timeout_s = timeout_s
+        self._map = MemoryMap(memories)
+        self._lock = threading.Lock()  # guards the six below; held for moments only
+        self._worker: _Worker | None = None  # the one that was started last
+        self._opened: Future[_Worker] = Future()  # what became of the last opening
+        self._opened.set_exception(StoreDied(f"store {settings.folder}: not opened yet"))
+        self._opens = True
+        self._closed = False
+        self._num_replaced, self._why_replaced = 0, ""
+        self.num_starts = 0
+
+    def open(self) -> None:
+        """Have the store open on return, however long it takes to open. What opening raises; `StoreDied` if that hangs,
+        or is under way already."""
+        self._running()
+
+    def stop_opening(self) -> None:
+        """Open no more, and end at once what is being opened: for an owner that is about to close."""
+        with self._lock:
+            self._opens = False
+            worker = self._worker
+        if worker is not None and not worker.is_open:
+            worker.end("it was still opening")
+
+    def kill(self) -> None:
+        """End the process at once, whatever it is doing, and open no more. What was put so far is whole."""
+        self.stop_opening()
+        worker = self._worker
+        if worker is not None:
+            worker.is_open = False
+            worker.end("it was told to")
+
+    @property
+    def num_ended(self) -> int:
+        """How many processes that had the store open have ended by themselves, or hung and were killed."""
+        with self._lock:
+            worker = self._worker
+            return self._num_replaced + (worker is not None and worker.is_open and worker.has_ended)
+
+    @property
+    def why_ended(self) -> str:
+        """What the last of them has ended of; empty if none has."""
+        with self._lock:
+            worker = self._worker
+            is_last = worker is not None and worker.is_open and worker.has_ended
+            return worker.why_ended if worker is not None and is_last else self._why_replaced
+
+    def contains(self, key: bytes) -> bool:
+        return bool(self._ask_reader("contains", key))
+
+    def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
+        rows = [
+            (blob.key, blob.digest, self._map.place(blob.raw) or bytes(blob.raw), blob.parent, blob.tenant)
+            for blob in blobs
+        ]
+        evicted: list[bytes] = self._ask_writer("put_many", rows)
+        return evicted
+
+    def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
+        if len(keys) != len(outs):
+            raise ValueError(f"{len(keys)} keys for {len(outs)} places")
+        places = [self._map.place(out) for out in outs]
+        pieces = [out.nbytes if place is None else place for place, out in zip(places, outs, strict=True)]
+        try:
+            results, others = self._fill(keys, pieces)
+        except StoreDied:
+            return [Fault.IO_ERROR] * len(keys)
+        unshared = [out for place, out in zip(places, outs, strict=True) if place is None]
+        for out, read in zip(unshared, others, strict=True):
+            out[:] = read
+        return list(results)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self._ask_writer("touch", keys)
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        return int(self._ask_writer("delete", keys))
+
+    def keys(self) -> Iterator[bytes]:
+        self._running()
+        return self._iterate("keys")
+
+    def verify(self) -> Iterator[tuple[bytes, Fault | None]]:
+        return self._iterate("verify")
+
+    def sync(self) -> None:
+        self._ask_writer("sync")
+
+    def statistics(self) -> StoreStatistics:
+        statistics: StoreStatistics = self._ask_reader("statistics")
+        return statistics
+
+    def check(self) -> None:
+        self._ask_writer("check")
+
+    def close(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            worker, opened = self._worker, self._opened
+        if worker is not None and worker.is_open:
+            worker.close()
+        elif worker is not None:
+            worker.end("it was still opening")
+        if worker is not None:
+            worker.note_crash()
+        wait([opened], _END_TIMEOUT_S)  # the thread that opens
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _running(self) -> "_Worker":
+        """The process, started if need be; who starts it waits until the store is open, and all others not at all."""
+        if os.getpid() != self._pid:
+            raise ValueError(
+                f"store {self.settings.folder} is open in process {self._pid}, of which this one, {os.getpid()}, is a "
+                "fork; use it there"
+            )
+        with self._lock:
+            if self._closed:
+                raise ValueError("store is closed")
+            if self._worker is not None and self._worker.is_open and not self._worker.has_ended:
+                return self._worker
+            if not self._opened.done():
+                raise StoreDied(f"store {self.settings.folder}: its process is still opening it")
+            if not self._opens:
+                raise StoreDied(f"store {self.settings.folder}: its process has ended, and is not started again")
+            opened: Future[_Worker] = Future()
+            # A thread, which Ctrl-C does not reach: so an opening always comes to an end that is known.
+            threading.Thread(target=self._start, args=(opened,), name="kvtier-store-open", daemon=True).start()
+            self._opened = opened
+        return opened.result()
+
+    def _start(self, opened: "Future[_Worker]") -> None:
+        """The opening thread: put the process, once it has the store open, or the error into *opened*."""
+        with self._lock:
+            if self._opened is not opened:  # interrupted just after starting this thread
+                return
+            before = self._worker
+        worker = None
+        try:
+            if before is not None and not before.end(before.why_ended):
+                raise StoreDied(f"store {self.settings.folder}: its process was killed, and has not ended yet")
+            if before is not None:
+                before.note_crash()
+            worker = _Worker(self.settings, self._memories, self._timeout_s)
+            with self._lock:
+                if before is not None and before.is_open:
+                    self._num_replaced, self._why_replaced = self._num_replaced + 1, before.why_ended
+                self.num_starts += 1
+                self._worker = worker
+                opens = self._opens and not self._closed
+            if not opens:
+                raise StoreDied(f"store {self.settings.folder}: closed before it was open")
+            worker.open(self.settings)
+            opened.set_result(worker)
+        except BaseException as error:  # the thread's top: who waits for the opening learns of it
+            if worker is not None:
+                worker.end("it did not open the store")
+                worker.note_crash()
+            opened.set_exception(error)
+
+    def _ask_reader(self, method: str, *arguments: Any) -> Any:
+        return self._running().ask_reader(method, *arguments)
+
+    def _ask_writer(self, method: str, *arguments: Any) -> Any:
+        return self._running().ask_writer(method, *arguments)
+
+    def _fill(self, keys: Sequence[bytes], pieces: Sequence[Place | int]) -> Any:
+        worker = self._running()
+        try:
+            return worker.ask_reader("read_many", keys, pieces)
+        except BaseException:
+            if worker.has_ended:
+                worker.end("its call was given up", timeout_s=None)  # until then it may write to the pieces
+            raise
+
+    def _iterate(self, method: str) -> Iterator[Any]:
+        worker = self._running()
+        ended = list(worker.ended_walks)
+        number = worker.ask_reader("begin", method, ended)
+        worker.ended_walks.difference_update(ended)
+        try:
+            while items := worker.ask_reader("go_on", number):
+                yield from items
+                if self._running() is not worker:
+                    raise StoreDied(f"store {self.settings.folder}: its process ended, and {method} with it")
+        finally:
+            worker.ended_walks.add(number)  # no question of its own: this may be the garbage collector's call
+
+
+class _Worker:
+    """One life of the process."""
+
+    def __init__(self, settings: StoreSettings, memories: Sequence[SharedMemory], timeout_s: float) -> None:
+        self._folder = settings.folder
+        self._timeout_s = timeout_s
+        self._writers: queue.SimpleQueue[Channel | None] = queue.SimpleQueue()
+        self._readers: queue.SimpleQueue[Channel | None] = queue.SimpleQueue()
+        self.is_open = False
+        self._has_ended = False
+        self._why_ended: str | None = None
+        self._silence = ""  # if it was ended for it
+        self._is_crash_noted = False
+        self._owner = settings.owner or os.getpid()
+        self.ended_walks: set[int] = set()  # which the process need not keep any longer
+
+        pairs = [socket.socketpair() for _ in range(NUM_WRITERS + NUM_READERS)]
+        for i, (here, _) in enumerate(pairs):
+            (self._writers if i < NUM_WRITERS else self._readers).put(Channel(here))
+        theirs = [there.fileno() for _, there in pairs]
+        shared = [(memory.file, memory.num_bytes) for memory in memories]
+        arguments = json.dumps([theirs, shared, NUM_WRITERS, os.getpid()])
+        try:
+            self._process = subprocess.Popen(
+                # -P: no module of the store's is looked for in the working directory
+                [sys.executable, "-P", "-m", "kvtier.store.process.store_server", arguments],
+                pass_fds=[*theirs, *(memory.file for memory in memories)],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in a terminal is not for it
+            )
+        finally:
+            for _, there in pairs:
+                there.close()
+
+    def open(self, settings: StoreSettings) -> None:
+        """Have the process open its store: the first question. What opening raises."""
+        self._ask(self._writers, _OPEN_TIMEOUT_S, "open", settings)
+        self.is_open = True
+
+    @property
+    def why_ended(self) -> str:
+        """What it was ended for, if it was, and its status; empty while it has not ended."""
+        if self._why_ended is not None:
+            return self._why_ended
+        return _status(self._process.returncode) if self.has_ended else ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it must be asked no more: it was killed, or has ended by itself."""
+        return self._has_ended or self._process.poll() is not None
+
+    def ask_reader(self, method: str, *arguments: Any) -> Any:
+        """What the store's *method*, which changes nothing, gives or raises; `StoreDied` if there is no answer."""
+        return self._ask(self._readers, self._timeout_s, method, *arguments)
+
+    def ask_writer(self, method: str, *arguments: Any) -> Any:
+        """What the store's *method*, which changes something, gives or raises; `StoreDied` if there is no answer."""
+        return self._ask(self._writers, self._timeout_s, method, *arguments)
+
+    def end(self, why: str, timeout_s: float | None = _END_TIMEOUT_S) -> bool:
+        """Kill the process; whether it is gone, so that nothing is written to memory any more. *why* is kept, unless it
+        had ended before; empty: it has ended by itself."""
+        is_first = not self.has_ended
+        self._has_ended = True
+        for free in (self._writers, self._readers):
+            free.put(None)  # for whoever waits for a channel
+        try:
+            self._process.kill()
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        except BaseException:  # Ctrl-C once more
+            self.end(why, timeout_s)
+            raise
+        finally:
+            if is_first:
+                self._why_ended = ", ".join(filter(None, (why, _status(self._process.returncode))))
+        return True
+
+    def note_crash(self) -> None:
+        """Have it counted beside the store if the process, which has ended, crashed. Once more does nothing."""
+        how = self._silence or crashes.signal_of(self._process.returncode)
+        if not how or self._is_crash_noted:
+            return
+        self._is_crash_noted = True
+        try:
+            num_crashes = crashes.note(self._folder, self._owner)
+        except OSError as error:
+            _log.warning("store %s: its process ended with %s, which cannot be noted: %s", self._folder, how, error)
+            return
+        _log.info(  # that it ended is in `why_ended`, that it starts empty is said then
+            "store %s: its process ended with %s, %d in a row; after %d it starts empty",
+            *(self._folder, how, num_crashes, MOST_CRASHES),
+        )
+
+    def close(self) -> None:
+        """Have the store closed, and end the process."""
+        try:
+            if not self.has_ended:
+                self.ask_writer("close")
+        except OSError as error:
+            _log.warning("store: not closed properly: %s", error)
+        finally:
+            self.end("it was closed")
+
+    def _ask(self, free: "queue.SimpleQueue[Channel | None]", timeout_s: float, method: str, *arguments: Any) -> Any:
+        question = pickle.dumps((method, arguments))
+        # A channel comes back only from a call that went well. After any other, an interruption between two of these
+        # lines included, an answer may be on its way that is nobody's, or the channel be lost.
+        try:
+            channel = free.get(timeout=timeout_s)
+            if channel is None:
+                raise NoAnswer("its process ended")
+            answer = channel.ask(question, timeout_s)
+            free.put(channel)
+        except (NoAnswer, queue.Empty) as error:
+            is_silent = isinstance(error, queue.Empty) or isinstance(error.__cause__, TimeoutError)
+            if is_silent and not self.has_ended and crashes.is_computing(self._process.pid):
+                self._silence = f"no answer to {method} in {timeout_s:.0f} s, while it computed"
+            why = str(error) or f"no channel free in {timeout_s:.0f} s"
+            self.end(why if isinstance(error, queue.Empty) or error.is_silence else "")
+            raise StoreDied(f"store {self._folder}: {method}: {why}, {_status(self._process.returncode)}") from error
+        except BaseException:
+            self.end("a call was interrupted")
+            raise
+        is_good, value = pickle.loads(answer)
+        if not is_good:
+            raise value
+        return value
+
+
+def _status(returncode: int | None) -> str:
+    """How a process has ended, for people."""
+    if returncode is None:
+        return "not gone yet"
+    return f"signal {signal.Signals(-returncode).name}" if returncode < 0 else f"exit status {returncode}"

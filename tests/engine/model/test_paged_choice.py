@@ -1,0 +1,113 @@
+"""Which way attention goes is decided once for a class of segments; where the kernel cannot be used, it gathers."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvtier.engine.model import paged_choice
+from kvtier.engine.model.paged_choice import ALL_GATHERED, ALL_IN_PLACE, Choice, Shape, choose, class_of
+from kvtier.engine.model.paged_segment import Segment, segment
+from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+GROUP = FullAttention(16)
+SHAPE = Shape(CPU, torch.float32, 8, 2, 64, GROUP, has_softcap=False, has_sinks=False)
+SLAB = torch.zeros(10, 1, 2, 16, 2, 64)
+
+
+def part(start: int, num_tokens: int, group: FullAttention | SlidingWindow = GROUP) -> Segment:
+    return segment(group, [0] * 10_000, slice(0, num_tokens), start, num_tokens, CPU)
+
+
+@pytest.fixture(autouse=True)
+def _no_choices_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_choice, "_choices", {})
+
+
+def test_on_a_cpu_everything_is_gathered() -> None:
+    choice = choose(SHAPE, SLAB)
+
+    assert not any(choice.in_place(part(start, count)) for start in (0, 4000, 100_000) for count in (1, 64, 4096))
+
+
+def test_a_class_is_of_the_number_of_queries_and_of_the_keys_that_they_read() -> None:
+    assert class_of(part(0, 1)) == (0, 0)
+    assert class_of(part(8000, 1)) == (0, 1)
+    assert class_of(part(100, 2)) == (1, 0)
+    assert class_of(part(30_000, 256)) == (1, 2)
+    assert class_of(part(30_000, 257)) == (2, 2)
+    assert class_of(part(30_000, 257, SlidingWindow(16, 512))) == (2, 0)
+
+
+def test_every_class_goes_one_way_and_what_was_not_measured_is_read_in_place() -> None:
+    choice = Choice(frozenset({(0, 0), (1, 0)}))
+
+    assert not choice.in_place(part(0, 1))
+    assert not choice.in_place(part(1000, 64))
+    assert choice.in_place(part(4000, 1))
+    assert ALL_IN_PLACE.in_place(part(0, 1))
+    assert not ALL_GATHERED.in_place(part(100_000, 4096))
+
+
+def test_a_shape_is_measured_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def measure(shape: Shape, slab: torch.Tensor) -> Choice:
+        measured.append(shape)
+        return Choice(frozenset({(0, len(measured))}))
+
+    monkeypatch.setattr(paged_choice, "_measured", measure)
+
+    first, again, other = choose(SHAPE, SLAB), choose(replace(SHAPE), SLAB), choose(replace(SHAPE, num_heads=4), SLAB)
+
+    assert first is again
+    assert other is not first
+    assert len(measured) == 2
+
+
+@pytest.fixture
+def _pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as choosing goes: what is measured is replaced by each test."""
+    pytest.importorskip("triton", reason="Triton is not installed (it is no part of torch for the CPU)")
+    nothing = SimpleNamespace(
+        get_rng_state=lambda device: None, set_rng_state=lambda state, device: None, empty_cache=lambda: None
+    )
+    monkeypatch.setattr(paged_choice.torch, "cuda", nothing)
+
+
+@pytest.mark.usefixtures("_pretend_cuda")
+@pytest.mark.parametrize("error", [0.5, float("nan")])
+def test_a_kernel_that_answers_otherwise_is_never_used(error: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_choice, "_largest_error", lambda shape: error)
+
+    assert choose(replace(SHAPE, device=CUDA), SLAB) == ALL_GATHERED
+
+
+@pytest.mark.usefixtures("_pretend_cuda")
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Failed to find C compiler"), ImportError("no libcuda.so"), TypeError("another Triton")]
+)
+def test_a_kernel_that_does_not_compile_is_never_used(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(shape: Shape) -> float:
+        raise error
+
+    monkeypatch.setattr(paged_choice, "_largest_error", fail)
+
+    assert choose(replace(SHAPE, device=CUDA), SLAB) == ALL_GATHERED
+
+
+@pytest.mark.usefixtures("_pretend_cuda")
+def test_each_class_goes_the_way_that_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    def calls(shape: Shape, slab: torch.Tensor, segments: list[Segment]) -> tuple[float, float]:
+        return (2.0, 1.0) if class_of(segments[0])[1] == 0 else (1.0, 2.0)
+
+    monkeypatch.setattr(paged_choice, "_largest_error", lambda shape: 0.0)
+    monkeypatch.setattr(paged_choice, "_calls", calls)
+    monkeypatch.setattr(paged_choice, "_seconds", lambda call: call)
+
+    choice = choose(replace(SHAPE, device=CUDA), SLAB)
+
+    assert choice == Choice(frozenset({(0, 0), (1, 0)}))
+    assert choice.in_place(part(30_000, 1))

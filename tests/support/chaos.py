@@ -1,0 +1,200 @@
+"""A world for `TieredCache` in which copies are late, come in another order, fail half way, and bytes rot."""
+
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvtier.store.blob_store import BlobStore
+from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.lower.disk_tier import DiskTier
+from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
+from kvtier.tiers.naming.groups import AttentionGroup
+from kvtier.tiers.up.promotion import NO_SLOT, Tables
+from kvtier.transfer.block_memory import CpuMemory
+from kvtier.transfer.lane import Finished, Transfer
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+NAMESPACE = b"n" * 16
+
+
+class FakeClock:
+    """Time that moves when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class ChaosLane:
+    """Keeps what it is given until `stir`, then runs some of it in any order; some of it fails, before or after."""
+
+    def __init__(self, finished: Finished, rng: random.Random, failing: float, capacity: int = 6) -> None:
+        self._finished = finished
+        self._rng = rng
+        self.failing = failing
+        self.capacity = capacity
+        self._held: list[Transfer] = []
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._held)
+
+    def submit(self, transfer: Transfer) -> bool:
+        if len(self._held) >= self.capacity:
+            return False
+        self._held.append(transfer)
+        return True
+
+    def stir(self, share: float) -> None:
+        """Finish about that share of what is held."""
+        self._rng.shuffle(self._held)
+        kept = []
+        for transfer in self._held:
+            if self._rng.random() >= share:
+                kept.append(transfer)
+                continue
+            dice = self._rng.random()
+            if dice >= self.failing / 2:
+                transfer.run()
+            if dice < self.failing:
+                transfer.result, transfer.error = None, OSError("the copy failed")
+            self._finished.put(transfer)
+        self._held = kept
+
+    def close(self) -> bool:
+        self.stir(1.0)
+        return True
+
+
+class World:
+    """A cache over real memory and a real store, where the bytes every block must have are known."""
+
+    def __init__(
+        self,
+        groups: Sequence[AttentionGroup],
+        block_bytes: Sequence[int],
+        num_device_slots: int,
+        num_host_slots: int,
+        store: BlobStore | None,
+        rng: random.Random,
+        failing: float = 0.0,
+        written_bytes_per_day: int | None = None,
+        opening: Callable[[], int] = lambda: 1,
+        **options: Any,
+    ) -> None:
+        """*opening*: the store's, see `DiskTier`. *options* are the cache's own."""
+        self.rng = rng
+        self.clock = FakeClock()
+        self.store = store
+        self.device = [np.zeros((num_device_slots, size), dtype=np.uint8) for size in block_bytes]
+        self.memories = [CpuMemory(blocks, num_host_slots, num_layers=4) for blocks in self.device]
+        self.open_lanes(failing)
+        disk = None if store is None else DiskTier(store, NAMESPACE, self.clock, written_bytes_per_day, opening)
+        transfers = TransferEngine(self.lanes, self.finished)
+        options = {"least_clean_ahead": max(1, num_device_slots // 4), **options}
+        self.cache = TieredCache(groups, self.memories, transfers, disk, self.clock, **options)
+        self.tails: set[BlockName] = set()  # names of blocks that are not full
+        self.rotten: set[tuple[int, int]] = set()  # host slots (group, slot) that this world has damaged
+        if opening():
+            self.wait_for_index()
+
+    def wait_for_index(self) -> None:
+        """Until what is on disk already is known."""
+        while not self.cache.knows_disk:
+            self.clock.now += 1
+            self.settle()
+
+    def open_lanes(self, failing: float) -> None:
+        """Make the lanes and the queue of what they have finished."""
+        self.finished: Finished = Finished()
+        self.lanes: dict[Route, Any] = {route: ChaosLane(self.finished, self.rng, failing) for route in Route}
+
+    def chain(self, salt: str, num_tokens: int) -> BlockChain:
+        """A document's first tokens, named; the tokens are the same, the salt makes documents differ."""
+        chain = BlockChain(self.cache.block_size, ExtraKeys(cache_salt=salt))
+        chain.extend(list(range(num_tokens)))
+        return chain
+
+    def names(self, salt: str, num_tokens: int) -> list[BlockName]:
+        """The names of a document's blocks."""
+        return self.chain(salt, num_tokens).names
+
+    def bytes_of(self, group_id: int, name: BlockName) -> np.ndarray:
+        """What the block's bytes must be, wherever it is."""
+        seed = zlib.crc32(name + bytes([group_id]))
+        return np.random.default_rng(seed).integers(0, 256, self.device[group_id].shape[1], dtype=np.uint8)
+
+    def compute(self, tables: Tables, chain: BlockChain, start: int, end: int) -> None:
+        """Do what a model does: fill the slots of the blocks of tokens *start* to *end*, then name them."""
+        for group_id, (group, table) in enumerate(zip(self.cache.groups, tables, strict=True)):
+            blocks = range(start // group.block_size, end // group.block_size)
+            for block_id, name in zip(blocks, chain.names_of(group.block_size, blocks), strict=True):
+                if table[block_id] != NO_SLOT:
+                    self.device[group_id][table[block_id]] = self.bytes_of(group_id, name)
+        self.cache.commit(tables, chain, start, end)
+
+    def leave(self, tables: Tables, chain: BlockChain, num_computed: int) -> None:
+        """Do what a request does that ends: offer the tail, whose bytes are those of the document's block, and go."""
+        longer = self.chain(chain.extra.cache_salt or "", num_computed + self.cache.alignment)
+        for group_id, (group, table) in enumerate(zip(self.cache.groups, tables, strict=True)):
+            last = num_computed // group.block_size
+            if last < len(table) and table[last] != NO_SLOT:
+                (name,) = longer.names_of(group.block_size, range(last, last + 1))
+                self.device[group_id][table[last]] = self.bytes_of(group_id, name)
+        self.tails.add(chain.tail_name(num_computed))
+        self.cache.commit_tail(tables, chain, num_computed)
+        self.cache.release(tables)
+
+    def settle(self) -> None:
+        """Finish every copy, until nothing is under way."""
+        for _ in range(1000):
+            for lane in self.lanes.values():
+                lane.stir(1.0)
+            self.cache.poll()
+            if not any(lane.num_pending for lane in self.lanes.values()):
+                return
+        raise AssertionError("copies never end")
+
+    def flush(self) -> None:
+        """Have everything written to disk."""
+
+        def stir(num_left: int) -> None:
+            self.settle()
+
+        assert self.cache.flush(10, stir) == 0
+
+    def rot_a_host_block(self) -> None:
+        """Flip a bit in some cached host block."""
+        group_id = self.rng.randrange(len(self.device))
+        host = self.cache._residency.host
+        slots = host.pools[group_id].cached_slots() if host is not None else []
+        if slots:
+            slot = self.rng.choice(slots)
+            block = self.memories[group_id].host_block(slot)
+            block[self.rng.randrange(len(block))] ^= 1 << self.rng.randrange(8)
+            self.rotten.add((group_id, slot))
+
+    def check(self) -> None:
+        """The books agree, and every block that can be found on device or host has its bytes."""
+        self.cache.check()
+        residency = self.cache._residency
+        for group_id, pool in enumerate(residency.device.pools):
+            for slot in range(pool.num_slots):
+                if (name := pool.name(slot)) is not None and name not in self.tails:
+                    expected = self.bytes_of(group_id, name)
+                    assert (self.device[group_id][slot] == expected).all(), f"wrong bytes in device slot {slot}"
+        if residency.host is None:
+            return
+        for group_id, pool in enumerate(residency.host.pools):
+            for slot in range(pool.num_slots):
+                name = pool.name(slot)
+                if name is None:
+                    self.rotten.discard((group_id, slot))
+                elif (group_id, slot) not in self.rotten:
+                    block = np.frombuffer(self.memories[group_id].host_block(slot), dtype=np.uint8)
+                    assert (block == self.bytes_of(group_id, name)).all(), f"wrong bytes in host slot {slot}"

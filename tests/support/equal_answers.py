@@ -1,0 +1,53 @@
+"""Prompts, configurations and greedy answers that must be the same from every tier."""
+
+import random
+from pathlib import Path
+
+from small_models import VOCAB
+
+from kvtier import LLM, SamplingParams
+from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain
+from kvtier.tiers.naming.tier import Tier
+
+BLOCK_SIZE = 16
+
+
+NUM_TOKENS = 300
+
+
+NUM_NEW = 12
+
+
+GREEDY = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
+
+
+def prompt_of(seed: int, num_tokens: int = NUM_TOKENS) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(num_tokens)]
+
+
+def configuration(folder: Path, prompts_on_device: float, prompts_in_host: float, bytes_per_token: int = 1024) -> dict:
+    prompt = NUM_TOKENS * bytes_per_token
+    return {
+        "device": {"capacity": int(prompts_on_device * prompt), "block_size": BLOCK_SIZE},
+        "host": {"capacity": int(prompts_in_host * prompt)},
+        "disk": {"path": str(folder / "store"), "capacity": "64MiB"},
+        "scheduler": {"prefill_chunk": 64, "token_budget": 128, "load": "always"},
+    }
+
+
+def push_down(llm: LLM, prompt: list[int], tier: Tier) -> None:
+    """Answer other prompts until nothing of *prompt* is left in *tier*."""
+    for seed in range(100, 160):
+        warm = [there for there in llm.core.cache.where(chain_of(llm, prompt)) if there is not None]
+        if all(there.depth > tier.depth for there in warm):
+            return
+        llm.generate(prompt_of(seed + random.randrange(10**6)), GREEDY)
+    raise AssertionError(f"the prompt never left the {tier} tier")
+
+
+def chain_of(llm: LLM, prompt: list[int]) -> BlockChain:
+    """The names of the prompt's full blocks."""
+    request = llm.core.add(prompt, SamplingParams(max_tokens=1), extra=NO_EXTRA_KEYS, arrived_at=0.0)
+    llm.core.abort(request)
+    return request.chain

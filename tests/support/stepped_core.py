@@ -1,0 +1,138 @@
+"""An engine that a test steps by hand, with a model whose tokens are known."""
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from small_models import VOCAB, byte_tokenizer
+from transformers import PreTrainedModel
+
+from kvtier import SamplingParams
+from kvtier.engine import disk_store
+from kvtier.engine.config import as_config
+from kvtier.engine.core import IDLE_WAIT_S, EngineCore
+from kvtier.engine.reopening_store import ReopeningStore
+from kvtier.engine.scheduling.request import Request
+from kvtier.store.record import Fault
+from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
+
+BLOCK_SIZE = 16
+
+
+BLOCK_BYTES = BLOCK_SIZE * 1024  # of every small model, all groups together
+
+
+MOST_STEPS = 2000  # of a test that ends; a step that has nothing to compute waits a moment
+
+
+DEADLINE_S = 10.0  # for what takes milliseconds: reached only when a test fails
+
+
+PLENTY = 200  # slots
+
+
+class GatedStore(ReopeningStore):
+    """A real store on a disk that hangs while the gate is closed."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.num_hanging = 0
+        super().__init__(*arguments)
+
+    def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
+        self.num_hanging += 1
+        assert self.gate.wait(DEADLINE_S), "the test never opened the gate"
+        self.num_hanging -= 1
+        return super().read_many(keys, outs)
+
+
+@pytest.fixture(autouse=True)
+def _disk_with_a_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_store, "ReopeningStore", GatedStore)
+
+
+@contextmanager
+def reads_hang(core: EngineCore) -> Iterator[None]:
+    core._store.gate.clear()
+    try:
+        yield
+    finally:
+        core._store.gate.set()
+
+
+@dataclass(frozen=True)
+class Share:
+    """One request's part of a step."""
+
+    request: Request
+    num_tokens: int
+    was_decoding: bool
+
+
+def engine(
+    model: PreTrainedModel,
+    num_slots: int = PLENTY,
+    folder: Path | None = None,
+    num_host_slots: int = PLENTY,
+    read_timeout_s: float = DEADLINE_S,
+    **scheduler: int,
+) -> EngineCore:
+    tables: dict[str, object] = {
+        "device": {"capacity": num_slots * BLOCK_BYTES, "block_size": BLOCK_SIZE},
+        "host": {"capacity": num_host_slots * BLOCK_BYTES},
+        "scheduler": {"prefill_chunk": 64, "token_budget": 128, "load": "always", **scheduler},
+    }
+    if folder is not None:
+        tables["disk"] = {"path": str(folder / "store"), "capacity": "64MiB", "read_timeout_s": read_timeout_s}
+    return EngineCore(model, byte_tokenizer(), as_config(tables))
+
+
+def prompt_of(seed: int, num_tokens: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(num_tokens)]
+
+
+def add(core: EngineCore, prompt: Sequence[int], max_tokens: int = 8) -> Request:
+    return core.add(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), NO_EXTRA_KEYS, arrived_at=0.0)
+
+
+def step(core: EngineCore) -> list[Share]:
+    """What `EngineCore.step` does, with a look at the work list in between."""
+    work = core._scheduler.schedule()
+    shares = [Share(item.request, item.num_tokens, item.request.is_decoding) for item in work]
+    core.cache.spill()
+    if work:
+        core._compute(work)
+    else:
+        core.cache.wait(IDLE_WAIT_S)
+    return shares
+
+
+def step_until(core: EngineCore, condition: Callable[[], bool]) -> list[list[Share]]:
+    steps: list[list[Share]] = []
+    while not condition():
+        assert len(steps) < MOST_STEPS, "the engine makes no progress"
+        steps.append(step(core))
+    return steps
+
+
+def finish(core: EngineCore) -> list[list[Share]]:
+    return step_until(core, lambda: not core.has_work)
+
+
+def assert_nothing_leased(core: EngineCore) -> None:
+    step_until(core, lambda: core.cache.num_under_way == 0)
+    core.cache.check()
+    assert core.cache.free_slots() == [core._runner.num_slots] * len(core.cache.groups)
+
+
+def store_prompt(model: PreTrainedModel, folder: Path, prompt: list[int]) -> None:
+    """Have the prompt on disk, as an earlier process would have left it."""
+    with engine(model, folder=folder) as core:
+        add(core, prompt, max_tokens=1)
+        finish(core)

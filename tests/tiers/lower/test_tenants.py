@@ -1,0 +1,167 @@
+"""Tenants: whose blocks are where, what a quota costs its owner and nobody else."""
+
+import random
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from chaos import World
+from small_cache import BLOCK_BYTES, CHARGE, DOCUMENT, read
+
+from kvtier.store.memory_store import MemoryStore
+from kvtier.tiers.device.block_pool import BlockPool
+from kvtier.tiers.lower import residency
+from kvtier.tiers.lower.tenants import NOBODY, tenant_of, tenant_with
+from kvtier.tiers.naming.groups import FullAttention
+from kvtier.tiers.naming.tier import Tier
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = DOCUMENT // BLOCK_SIZE
+ANN, BOB = tenant_of("ann"), tenant_of("bob")
+
+
+def world(host: Mapping[bytes, int], disk: Mapping[bytes, int], num_device_slots: int = 16) -> World:
+    """A world in which the documents' salts, and so their names, are the tenants."""
+    store = MemoryStore(1000 * CHARGE, quotas=disk)
+    groups = [FullAttention(BLOCK_SIZE)]
+    return World(groups, [BLOCK_BYTES], num_device_slots, 60, store, random.Random(1), host_quotas=host)
+
+
+def push_out(w: World) -> None:
+    """Have the device filled by others."""
+    for number in range(3):
+        read(w, f"other {number}")
+
+
+def test_a_tenant_is_known_by_its_salt_and_shows_nothing_of_it() -> None:
+    assert tenant_of(None) == tenant_of("") == NOBODY
+    assert len({tenant_of(salt) for salt in ("a", "b", "ab")}) == 3
+    assert all(len(tenant_of(salt)) == 8 and salt.encode() not in tenant_of(salt) for salt in ("secret", "x"))
+
+
+def test_blocks_count_for_their_tenant_in_every_tier() -> None:
+    w = world({ANN: 1 << 30, BOB: 1 << 30}, {ANN: 1000 * CHARGE, BOB: 1000 * CHARGE})
+    read(w, "ann")
+    read(w, "bob", 21)
+    push_out(w)
+    w.flush()
+
+    assert w.cache._residency.tenants.host_bytes[ANN] == NUM_BLOCKS * BLOCK_BYTES
+    assert w.cache._residency.tenants.host_bytes[BOB] == 5 * BLOCK_BYTES
+    tenants = w.store.statistics().tenants
+    assert tenants[ANN] == NUM_BLOCKS * CHARGE
+    assert tenants[BOB] == 5 * CHARGE
+    w.check()
+
+
+def test_over_its_quota_of_host_memory_a_tenant_loses_its_own_tails() -> None:
+    w = world({ANN: 4 * BLOCK_BYTES, BOB: 1 << 30}, {})
+    read(w, "bob")
+    read(w, "ann")
+    push_out(w)
+
+    held = w.cache._residency.tenants.host_bytes
+    assert held[ANN] == 4 * BLOCK_BYTES
+    assert held[BOB] == NUM_BLOCKS * BLOCK_BYTES
+    host = w.cache._residency.host
+    names = w.names("ann", DOCUMENT)
+    assert [host.pools[0].find(name) is not None for name in names] == [True] * 4 + [False] * 6
+    w.check()
+
+
+def test_a_salt_that_came_and_went_leaves_nothing_behind() -> None:
+    w = world({ANN: 1 << 30}, {})
+    for number in range(20):
+        read(w, f"salt {number}")
+
+    assert w.cache.statistics().host_tenants.keys() == {ANN}
+    w.check()
+
+
+def test_a_tenants_own_blocks_are_looked_for_in_parts_of_the_hosts_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "QUOTA_PART", 5)
+    monkeypatch.setattr(residency, "MOST_SHED", 2)
+    looked_at: list[int] = []
+    ordered = BlockPool.ordered
+    monkeypatch.setattr(BlockPool, "ordered", lambda *a: [looked_at.append(a[2]), ordered(*a)][1])
+    w = world({ANN: 4 * BLOCK_BYTES, BOB: 1 << 30}, {})
+    for number in range(3):
+        read(w, f"other {number}")  # stand before hers
+    read(w, "ann")
+    push_out(w)
+    for _ in range(30):
+        w.cache.poll()
+
+    assert set(looked_at) == {5}
+    assert w.cache.statistics().host_tenants[ANN] == 4 * BLOCK_BYTES
+    host = w.cache._residency.host
+    assert [host.pools[0].find(name) is not None for name in w.names("ann", DOCUMENT)] == [True] * 4 + [False] * 6
+    w.check()
+
+
+def test_over_its_quota_on_disk_too() -> None:
+    w = world({}, {ANN: 4 * CHARGE, BOB: 1000 * CHARGE})
+    read(w, "bob")
+    read(w, "ann")
+    push_out(w)
+    w.flush()
+
+    assert w.store.statistics().tenants[ANN] == 4 * CHARGE
+    assert w.store.statistics().tenants[BOB] == NUM_BLOCKS * CHARGE
+    keys = [w.cache._residency.disk.key(0, name) for name in w.names("ann", DOCUMENT)]
+    assert [w.store.contains(key) for key in keys] == [True] * 4 + [False] * 6
+    w.check()
+
+
+def test_a_quota_of_nothing_keeps_a_tenant_on_the_device() -> None:
+    w = world({ANN: 0}, {ANN: 0}, num_device_slots=30)
+    read(w, "ann")
+    again = read(w, "ann")
+    assert again.depths[: again.num_blocks].count(Tier.DEVICE.depth) == again.num_blocks == NUM_BLOCKS
+    push_out(w)
+    assert w.cache._residency.tenants.host_bytes.get(ANN, 0) == 0
+    assert ANN not in w.store.statistics().tenants
+    assert read(w, "ann").num_blocks < NUM_BLOCKS
+
+
+def test_what_came_back_from_disk_counts_again() -> None:
+    w = world({ANN: 1 << 30}, {})
+    read(w, "ann")
+    for number in range(12):
+        read(w, f"other {number}")
+    assert w.cache._residency.tenants.host_bytes.get(ANN, 0) == 0
+
+    promotion = read(w, "ann")
+
+    assert promotion.depths[: promotion.num_blocks].count(Tier.DISK.depth) == NUM_BLOCKS
+    assert w.cache._residency.tenants.host_bytes[ANN] == NUM_BLOCKS * BLOCK_BYTES
+    device = w.cache._residency.device.pools[0]
+    slots = [device.find(name) for name in w.names("ann", DOCUMENT)]
+    on_device = w.cache._residency.tenants.on_device(0, np.array([slot for slot in slots if slot is not None], np.intp))
+    assert set(map(tenant_with, on_device.tolist())) == {ANN}
+    w.check()
+
+
+def test_a_chains_first_blocks_are_its_parents_on_disk() -> None:
+    w = world({}, {})
+    read(w, "ann")
+    push_out(w)
+    w.flush()
+
+    disk, names = w.cache._residency.disk, w.names("ann", DOCUMENT)
+    parents = {key: row.parent for key, row in w.store._rows.items()}
+    assert [parents[disk.key(0, name)] for name in names] == [b"", *(disk.key(0, name) for name in names[:-1])]
+
+
+def test_what_a_tenant_has_too_much_goes_though_all_of_it_stands_in_the_last_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(residency, "MOST_SHED", 2)
+    w = world({ANN: 0}, {})
+    read(w, "ann")
+    push_out(w)
+    for _ in range(5):
+        w.cache.poll()
+
+    assert w.cache.statistics().host_tenants[ANN] == 0
+    w.check()

@@ -1,0 +1,1 @@
+"""The device's slots: which holds which block, and which goes next."""

@@ -1,0 +1,126 @@
+"""Siblings: cached blocks that continue one prefix in different ways, so that a prompt can share part of a block."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.tiers.device.block_pool import BlockPool
+from kvtier.tiers.naming.block_hash import BlockChain, BlockName, TokenIds
+
+KEY_BYTES = 32  # as long as a name
+MOST_PENDING = 4096  # blocks: a millisecond's work at once
+MOST_TRIED = 8  # of the siblings that share most
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Blocks *start* to *end* of a chain, in slots that the arrays do not tell of yet."""
+
+    chain: BlockChain
+    start: int
+    end: int
+    slots: list[npt.NDArray[np.intp]]
+
+
+class Siblings:
+    """For each slot that holds a named block: what the block continues, and its tokens, or as many as are computed.
+    Slots without a named block are not told of: whoever names one says `record`, `record_tail` or `forget`.
+
+    Plain arrays that are searched as a whole, half a nanosecond a slot: an index would cost every commit and every
+    eviction more than the one search per request does. They are filled many blocks at a time, at the latest before they
+    are searched: a chunk of prefill costs an entry in a list.
+    """
+
+    def __init__(self, num_slots: int, block_size: int) -> None:
+        self._pending: list[_Piece] = []
+        self._num_pending = 0  # blocks in there
+        # Of each key the first four bytes; 0 if the slot has no block, and one block in 4 billion is not found.
+        self._first = np.zeros(num_slots, np.uint32)
+        self._keys = np.zeros((num_slots, KEY_BYTES // 8), np.uint64)
+        self._token_ids = np.zeros((num_slots, block_size), np.uint32)
+        self._num_tokens = np.zeros(num_slots, np.int32)
+
+    def record(self, slots: npt.NDArray[np.intp], chain: BlockChain, start: int) -> None:
+        """The slots hold the chain's named blocks from *start* on. The array is kept."""
+        last = self._pending[-1] if self._pending else None
+        if last is not None and last.chain is chain and last.end == start:
+            last.slots.append(slots)
+            last.end += len(slots)
+        else:
+            self._pending.append(_Piece(chain, start, start + len(slots), [slots]))
+        self._num_pending += len(slots)
+        if self._num_pending >= MOST_PENDING:
+            self._take_in()
+
+    def record_tail(self, slot: int, key: bytes, token_ids: TokenIds) -> None:
+        """The slot holds a block of which only the first tokens, these, are computed."""
+        self._take_in()
+        self._keys[slot] = np.frombuffer(key, np.uint64)
+        self._first[slot] = np.frombuffer(key, np.uint32)[0]
+        self._token_ids[slot, : len(token_ids)] = token_ids
+        self._num_tokens[slot] = len(token_ids)
+
+    def forget(self, slots: npt.NDArray[np.intp]) -> None:
+        """Nothing is known of the blocks that the slots hold."""
+        self._take_in()
+        self._first[slots] = 0
+
+    def is_part(self, slot: int) -> bool:
+        """Whether the slot holds a block of which only the first tokens are computed."""
+        self._take_in()
+        return bool(self._first[slot]) and int(self._num_tokens[slot]) < int(self._token_ids.shape[1])
+
+    def is_used_up(self, slot: int, num_tokens: int) -> bool:
+        """Whether a block that goes on from *num_tokens* of this one makes it useless: it has no more."""
+        self._take_in()
+        return num_tokens == int(self._num_tokens[slot]) < int(self._token_ids.shape[1])
+
+    def parents(self, pool: BlockPool) -> Iterator[tuple[int, int]]:
+        """Each slot whose parent is in the pool too, with the parent's; not those with extra keys. For checks."""
+        self._take_in()
+        for slot in range(pool.num_slots):
+            if pool.name(slot) is not None:
+                key = self._keys[slot].tobytes() if self._first[slot] else b""
+                if (parent := pool.find(BlockName(key))) is not None:
+                    yield slot, parent
+
+    def sharing(self, key: bytes, token_ids: TokenIds, pool: BlockPool) -> list[tuple[int, int]]:
+        """Slots of *pool*'s named blocks that continue the prefix with *key* by the first of *token_ids*, and by how
+        many of them.
+
+        Those that share most first; at most `MOST_TRIED`, and only such as share any.
+        """
+        self._take_in()
+        wanted = np.frombuffer(key, np.uint64)
+        slots = np.flatnonzero(self._first == np.frombuffer(key, np.uint32)[0])
+        slots = slots[pool.are_named(slots)]
+        if not len(slots):
+            return []
+        slots = slots[(self._keys[slots] == wanted).all(axis=1)]
+        equal = self._token_ids[slots, : len(token_ids)] == np.asarray(token_ids, np.uint32)
+        num_shared = np.minimum(np.logical_and.accumulate(equal, axis=1).sum(axis=1), self._num_tokens[slots])
+        order = np.argsort(-num_shared, kind="stable")[:MOST_TRIED]
+        return [(int(slots[i]), int(num_shared[i])) for i in order if num_shared[i]]
+
+    def _take_in(self) -> None:
+        """Write what is pending into the arrays. Of a slot that comes more than once the last entry stands."""
+        if not self._pending:
+            return
+        pending, self._pending, self._num_pending = self._pending, [], 0
+        slots = np.concatenate([slots for piece in pending for slots in piece.slots])
+        keys = b"".join([key for piece in pending for key in piece.chain.sibling_keys(piece.start, piece.end)])
+        ids = np.concatenate([piece.chain.named_ids(piece.start, piece.end) for piece in pending])
+        firsts = np.frombuffer(keys, np.uint32)[:: KEY_BYTES // 4]
+        # Rows as single items of so many bytes: a quarter of what numpy takes for rows of numbers.
+        _rows(self._keys)[slots] = np.frombuffer(keys, f"V{KEY_BYTES}")
+        _rows(self._token_ids)[slots] = _rows(ids.reshape(len(slots), -1))
+        self._num_tokens[slots] = self._token_ids.shape[1]
+        self._first[slots] = firsts
+
+
+def _rows(array: npt.NDArray[Any]) -> npt.NDArray[np.void]:
+    """The rows of a contiguous array as its items, the same memory."""
+    return array.view(f"V{array.itemsize * array.shape[1]}")[:, 0]

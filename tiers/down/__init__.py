@@ -1,0 +1,1 @@
+"""The way down: copies made ahead of eviction."""

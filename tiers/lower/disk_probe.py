@@ -1,0 +1,70 @@
+"""DiskProbe: tries a disk that has been left alone, with a block that no request waits for."""
+
+from collections.abc import Callable, Sequence
+
+from kvtier.store.record import Fault
+from kvtier.tiers.lower.breaker import HUNG_S, Attempt
+from kvtier.tiers.lower.residency import Residency
+from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.transfer.lane import LaneClosed, Transfer
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+Block = tuple[int, BlockName]  # group and name
+
+
+class DiskProbe:
+    """One small read once the disk has rested; look-ups count on the disk again when that has gone well.
+
+    It reads into memory of its own: a probe that hangs keeps a reader's thread, and no slot. Each tries another block
+    than those that hang. Owned by the cache's thread.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        block_bytes: Sequence[int],
+        transfers: TransferEngine,
+        clock: Callable[[], float],
+    ) -> None:
+        self._residency = residency
+        self._block_bytes = block_bytes
+        self._transfers = transfers
+        self._clock = clock
+        self._under_way: dict[Block, tuple[Attempt, float]] = {}  # since when
+
+    def go_on(self) -> None:
+        """Begin a probe if one is due; one that hangs has the disk rest again."""
+        disk = self._residency.disk
+        if disk is None or disk.is_readable:
+            return
+        for earlier, since in self._under_way.values():
+            if self._clock() - since > HUNG_S:
+                disk.reading.hung(earlier)
+        block = disk.index.find_any(besides=self._under_way) if disk.reading.allows() else None
+        attempt = None if block is None else disk.reading.begin()
+        if block is None or attempt is None:
+            return
+        key, memory = disk.key(*block), memoryview(bytearray(self._block_bytes[block[0]]))
+        self._under_way[block] = attempt, self._clock()
+        if not self._transfers.submit(
+            Route.DISK_TO_HOST,
+            lambda: disk.read([key], [memory]),
+            0,  # says nothing of how fast the disk is
+            lambda transfer: self._landed(block, transfer),
+        ):
+            del self._under_way[block]
+            disk.reading.withdrawn(attempt)
+
+    def _landed(self, block: Block, transfer: Transfer) -> None:
+        disk = self._residency.disk
+        assert disk is not None, "a probe of no disk"
+        attempt, _ = self._under_way.pop(block)
+        (outcome,) = transfer.result if transfer.error is None else [Fault.IO_ERROR]
+        if isinstance(transfer.error, LaneClosed):
+            disk.reading.withdrawn(attempt)
+        elif outcome is Fault.IO_ERROR:
+            disk.reading.failed(attempt)
+        else:
+            disk.reading.succeeded(attempt)
+        if isinstance(outcome, Fault) and not isinstance(transfer.error, LaneClosed):
+            self._residency.could_not_be_read(*block, outcome)

@@ -1,0 +1,237 @@
+"""DiskTier: a blob store seen as a tier: keys under one namespace, faults counted, never an exception upwards."""
+
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.store.blob_store import Blob, BlobStore, StoreStatistics, StoreUnavailable
+from kvtier.store.record import Fault
+from kvtier.tiers.lower.breaker import BreakerState, CircuitBreaker
+from kvtier.tiers.lower.disk_index import DiskIndex
+from kvtier.tiers.lower.name_set import NAME_BYTES
+from kvtier.tiers.lower.ssd_life import SsdLife
+from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
+from kvtier.tiers.lower.write_budget import WriteBudget
+from kvtier.tiers.naming.block_hash import BlockName
+
+NAMESPACE_BYTES = 16
+GROUP_BYTES = 4
+KEY_BYTES = NAMESPACE_BYTES + NAME_BYTES + GROUP_BYTES
+WORD_BYTES = 4
+PAGE_KEYS = 512  # of the index at a time: half a millisecond of a reader's, and then of the owner's
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What became of a batch: the keys that had to go for it, and the store after it."""
+
+    evicted: list[bytes]
+    statistics: StoreStatistics
+    number: int  # of the statistics: later ones have a higher one
+
+
+class DiskTier:
+    """Key = namespace (16 B) ‖ block name ‖ group id (4 B, big endian).
+
+    The store is asked on lanes' threads only, by `read`, `write`, `touch` and `read_index`; everything else is the
+    owner's and waits for nothing, but for `clear`. While a breaker is open its side of the disk is left alone.
+    A store may open later than the tier begins, and be opened anew with other content: see `IndexLoad`. While it is not
+    open the tier has no blocks and takes none.
+    """
+
+    def __init__(
+        self,
+        store: BlobStore,
+        namespace: bytes,
+        clock: Callable[[], float] = time.monotonic,
+        written_bytes_per_day: int | None = None,
+        opening: Callable[[], int] = lambda: 1,
+    ) -> None:
+        """*written_bytes_per_day*: see `WriteBudget`. *opening* tells the number of the opening of the store that lasts
+        now, 0 while it is not open; asked by all threads, it waits for nothing."""
+        assert len(namespace) == NAMESPACE_BYTES, f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}"
+        self.clock = clock
+        self.life: SsdLife | None = None  # if somebody knows what the drive is made for
+        self.index = DiskIndex()
+        self.faults: Counter[str] = Counter()
+        self.reading = CircuitBreaker(clock)
+        self.writing = CircuitBreaker(clock)
+        self.latest = store.statistics()
+        self.budget = WriteBudget(written_bytes_per_day, clock, self.latest.written_lately_bytes)
+        self.opening = opening
+        self.taken_in = 0  # the opening that this tier goes by; 0: none
+        self._counted = 0  # the opening whose statistics were taken in last
+        self.why_failed = {"read": "", "write": ""}  # the last error of each side, set by lanes' threads
+        self._store = store
+        self._namespace = namespace
+        self._counting = threading.Lock()  # guards the next
+        self._numbers = itertools.count(1)
+        self._latest_number = 0
+        self._walk: Iterator[bytes] | None = None
+
+    def take_in_opening(self) -> None:
+        """Go by the opening that lasts now: its index is not known yet, and what is known of another one is forgotten.
+
+        Bytes that were written before it count against the budget, as far as they did not already."""
+        self.taken_in = self.opening()
+        self.index.begin_again()
+        self.begin_index_again()
+        if self.taken_in not in (0, self._counted):
+            self._counted = self.taken_in
+            before, self.latest = self.latest, self._store.statistics()
+            self.budget.spend(max(0, self.latest.written_lately_bytes - before.written_lately_bytes))
+            if self.life is not None:
+                self.life.begin(self.latest.written_bytes_total)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the store is open, and is what this tier goes by."""
+        return self.taken_in != 0 and self.taken_in == self.opening()
+
+    def may_write(self) -> bool:
+        """Whether a batch would be worth a try now."""
+        return self.is_open and self.writing.allows()
+
+    def landed(self, written: Written) -> None:
+        """Take in what a batch did; others may have landed that came after it."""
+        if written.number < self._latest_number:
+            return
+        total_bytes = written.statistics.written_bytes_total
+        was_emptied = total_bytes < self.latest.written_bytes_total  # the store met damage, and began again
+        if was_emptied:
+            self.taken_in = 0
+        self.budget.spend(total_bytes if was_emptied else total_bytes - self.latest.written_bytes_total)
+        self.latest, self._latest_number = written.statistics, written.number
+
+    def key(self, group_id: int, name: BlockName) -> bytes:
+        """The store's key of a block."""
+        return self._namespace + name + group_id.to_bytes(GROUP_BYTES, "big")
+
+    def block_of(self, key: bytes) -> tuple[int, BlockName] | None:
+        """Group and name of a key; None if the key is another namespace's."""
+        if not key.startswith(self._namespace):
+            return None
+        return int.from_bytes(key[-GROUP_BYTES:], "big"), BlockName(key[NAMESPACE_BYTES:-GROUP_BYTES])
+
+    def holds(self, group_id: int, name: BlockName) -> bool:
+        """Whether the block is known to be there. No while reading is out of order: it could not be had."""
+        return self.index.holds(group_id, name) and self.is_readable
+
+    def are_held(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
+        """The same for each of some blocks."""
+        return self.index.are_held(group_id, names) if self.is_readable else np.zeros(len(names), np.bool_)
+
+    def num_held(self, group_id: int, names: Sequence[BlockName]) -> int:
+        """How many of *names* come before one that `holds` would say no to."""
+        return self.index.num_held(group_id, names) if self.is_readable else 0
+
+    def read(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> list[bytes | Fault]:
+        """Read each key's block into its memory, verified; the digest, or why there is none."""
+        with self._errors_of("read"):
+            return self._store.read_many(keys, blocks)
+
+    def write(self, blobs: Sequence[Blob]) -> Written:
+        """Store the blobs, first of them first evicted. What the store raises."""
+        opening = self.opening()
+        with self._errors_of("write"):
+            evicted = self._store.put_many(blobs)
+            with self._counting:
+                written = Written(evicted, self._store.statistics(), next(self._numbers))
+            if opening != self.opening():
+                raise StoreUnavailable("the store was opened anew while it was written to")
+        return written
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Let these outlive what nobody asks for. What the store raises."""
+        self._store.touch(keys)
+
+    def read_index(self) -> list[bytes]:
+        """The next page of what was there before us, newest first; none at the end. What the store raises."""
+        if self._walk is None:
+            self._walk = self._store.keys()
+        return list(islice(self._walk, PAGE_KEYS))
+
+    def load(self, keys: Sequence[bytes]) -> dict[int, list[BlockName]]:
+        """Take a page of the index in; the blocks that are new, by group."""
+        if not keys:
+            self.index.loaded()
+        if set(map(len, keys)) != {KEY_BYTES}:  # what is of another length is of another namespace
+            keys = [key for key in keys if len(key) == KEY_BYTES]
+        # All at once: one by one they take as long as the index does.
+        words = np.frombuffer(b"".join(keys), np.uint32).reshape(-1, KEY_BYTES // WORD_BYTES)
+        start, end = NAMESPACE_BYTES // WORD_BYTES, -GROUP_BYTES // WORD_BYTES
+        words = words[(words[:, :start] == np.frombuffer(self._namespace, np.uint32)).all(axis=1)]
+        groups = words[:, -1].view(">u4")
+        pages = {
+            group_id: np.ascontiguousarray(words[groups == group_id, start:end]).view(np.uint64)
+            for group_id in set(groups.tolist())
+        }
+        return {group_id: new for group_id, page in pages.items() if (new := self.index.load(group_id, page))}
+
+    def begin_index_again(self) -> None:
+        """The page could not be read: go back to the first."""
+        self._walk = None
+
+    def clear(self) -> bool:
+        """Delete every record of this namespace; False if the store could not, and may have some left."""
+        try:
+            self._store.delete([key for key in self._store.keys() if self.block_of(key) is not None])  # noqa: SIM118  # no dict
+            self.latest = self._store.statistics()
+        except OSError:
+            self.faults[Fault.IO_ERROR.value] += 1
+            return False
+        self.index.clear()
+        return True
+
+    def statistics(self) -> TierStatistics:
+        """The store as it was after the last write, all namespaces together; faults as this process has met them."""
+        return TierStatistics(
+            num_blocks=self.latest.num_records,
+            num_bytes=self.latest.stored_bytes,
+            capacity_bytes=self.latest.capacity_bytes,
+            num_evicted=self.latest.evicted_total,
+            corrupt=dict(self.faults),
+        )
+
+    def details(self) -> DiskStatistics:
+        """What only a disk has."""
+        return DiskStatistics(
+            file_bytes=self.latest.file_bytes,
+            written_bytes_total=self.latest.written_bytes_total,
+            known_blocks=self.index.num_blocks,
+            is_open=self.is_open,
+            is_known=self.index.is_loaded,
+            breakers={"read": self.reading.state, "write": self.writing.state},
+            num_opened={"read": self.reading.num_opened, "write": self.writing.num_opened},
+            why_failed=dict(self.why_failed),
+            budget_left_bytes=self.budget.left_bytes,
+            life=None if self.life is None else self.life.statistics(self.latest.written_bytes_total),
+            tenants=dict(self.latest.tenants),
+        )
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether reading is in order, as far as is known. Half open is not: no request waits for a probe."""
+        return self.reading.state is BreakerState.CLOSED
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether writing has been given up for now."""
+        return not self.is_open or self.writing.state is not BreakerState.CLOSED
+
+    @contextmanager
+    def _errors_of(self, side: str) -> Iterator[None]:
+        """Remember for people what a side fails of. An assignment: it is no state that anything goes by."""
+        try:
+            yield
+        except OSError as error:
+            self.why_failed[side] = " ".join(str(error).split())
+            raise

@@ -1,0 +1,71 @@
+"""Refreshes: what requests have used becomes the most recent in host memory and on disk, in parts."""
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+
+from kvtier.tiers.device.block_pool import ABSENT
+from kvtier.tiers.lower.residency import Residency
+from kvtier.tiers.naming.block_hash import BlockChain
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+PART = 64  # blocks at once
+MOST_WAITING = 1 << 10  # parts of prefixes: beyond that the oldest are left out, which costs their recency only
+
+
+@dataclass(frozen=True, slots=True)
+class _Refresh:
+    """Blocks of one chain and group, and which of their names came from disk, by name; b"" if that is not known."""
+
+    chain: BlockChain
+    group_id: int
+    block_size: int
+    blocks: range
+    from_disk: bytes
+
+
+class Refreshes:
+    """A queue of prefixes, each gone through from its tail on, so that it is forgotten from there. Owned by the cache's
+    thread."""
+
+    def __init__(self, residency: Residency, transfers: TransferEngine) -> None:
+        self._residency = residency
+        self._transfers = transfers
+        self._waiting: deque[_Refresh] = deque(maxlen=MOST_WAITING)
+
+    def add(self, chain: BlockChain, group_id: int, block_size: int, blocks: range, from_disk: bytes = b"") -> None:
+        """These blocks of a group were used. *from_disk*: for each name of the chain whether it came from there; then
+        the disk is told."""
+        if len(blocks):
+            self._waiting.append(_Refresh(chain, group_id, block_size, blocks, from_disk))
+
+    def go_on(self) -> None:
+        """Go through one part, or several short ones."""
+        num_left = PART
+        while self._waiting and num_left > 0:
+            refresh = self._waiting.popleft()
+            first = max(refresh.blocks.start, refresh.blocks.stop - num_left)
+            self._refresh(refresh, range(first, refresh.blocks.stop))
+            num_left -= refresh.blocks.stop - first
+            if first > refresh.blocks.start:
+                rest = range(refresh.blocks.start, first)
+                self._waiting.appendleft(
+                    _Refresh(refresh.chain, refresh.group_id, refresh.block_size, rest, refresh.from_disk)
+                )
+
+    def _refresh(self, refresh: _Refresh, blocks: range) -> None:
+        host, disk, group_id = self._residency.host, self._residency.disk, refresh.group_id
+        names = refresh.chain.names_of(refresh.block_size, blocks)[::-1]
+        if host is not None:
+            slots = host.pools[group_id].find_all(names)
+            in_host = slots[slots != ABSENT]
+            host.pools[group_id].refresh(in_host)
+            self._residency.used_in_host(group_id, in_host.tolist())
+        if disk is not None and refresh.from_disk:
+            step = refresh.block_size // refresh.chain.block_size
+            read = islice(refresh.from_disk, (blocks.start + 1) * step - 1, blocks.stop * step, step)
+            keys = [
+                disk.key(group_id, name) for name, was_read in zip(names, reversed(list(read)), strict=True) if was_read
+            ]
+            if keys:  # not done while the lane to disk is full
+                self._transfers.submit(Route.HOST_TO_DISK, lambda: disk.touch(keys), 0, lambda transfer: None)

@@ -1,0 +1,104 @@
+"""Statistics: what the tiers did, as frozen values that any thread may keep."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvtier.tiers.lower.admission import AdmissionStatistics
+from kvtier.tiers.lower.breaker import BreakerState
+from kvtier.tiers.lower.ssd_life import SsdLifeStatistics
+from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.transfer.transfer_engine import Route, RouteStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBalance:
+    """Where a prompt's tokens came from. `device + host + disk + recomputed` is the prompt, always."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    recomputed: int = 0
+    reasons: Mapping[Reason, int] = field(default_factory=dict)  # adds up to `recomputed`
+    copied: int = 0  # of the device's: out of a block that shares only its first tokens with the prompt
+
+    @property
+    def num_tokens(self) -> int:
+        """The prompt's length."""
+        return self.device + self.host + self.disk + self.recomputed
+
+    def plus(self, other: "TokenBalance") -> "TokenBalance":
+        """Both together."""
+        reasons = dict(self.reasons)
+        for reason, num_tokens in other.reasons.items():
+            reasons[reason] = reasons.get(reason, 0) + num_tokens
+        return TokenBalance(
+            self.device + other.device,
+            self.host + other.host,
+            self.disk + other.disk,
+            self.recomputed + other.recomputed,
+            reasons,
+            self.copied + other.copied,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixStatistics:
+    """Tokens looked up and found, of requests that read the cache; when a preempted one comes again, apart."""
+
+    num_requests: int = 0
+    queries: int = 0
+    hits: int = 0
+    num_preempted: int = 0
+    preempted_queries: int = 0
+    preempted_hits: int = 0
+    recent_hit_ratio: float = 0.0  # of the last requests, see `HitRatio`
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatistics:
+    """One tier now (blocks, bytes) and since the start (evictions, dropped spills, corrupt blocks by cause)."""
+
+    num_blocks: int = 0
+    num_bytes: int = 0
+    capacity_bytes: int = 0
+    num_evicted: int = 0
+    dropped_spills: int = 0  # evicted although no lower tier had a copy yet
+    corrupt: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStatistics:
+    """What only a disk has, now."""
+
+    file_bytes: int  # that the store takes on the medium
+    written_bytes_total: int  # since the store was made
+    known_blocks: int
+    is_open: bool  # whether there is a store to read from and write to
+    is_known: bool  # whether what was there when it was opened has been looked through
+    breakers: Mapping[str, BreakerState]  # of "read" and "write"
+    num_opened: Mapping[str, int]
+    why_failed: Mapping[str, str]  # of each side its last error, for people; empty if it had none
+    budget_left_bytes: int | None  # of writes; None: no limit
+    life: SsdLifeStatistics | None
+    tenants: Mapping[bytes, int]  # bytes of each
+
+
+@dataclass(frozen=True, slots=True)
+class PlanStatistics:
+    """Hits in colder tiers by what was loaded of them (all, part, nothing), and what the choice goes by."""
+
+    num_plans: Mapping[str, int]
+    prefill_tokens_per_s: float | None  # of the first 1,000 tokens of a prompt; None before it is known
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """A `TieredCache` at one moment."""
+
+    tiers: Mapping[Tier, TierStatistics]
+    routes: Mapping[Route, RouteStatistics]
+    promotions_waiting: int
+    clean_ahead_blocks: int
+    disk: DiskStatistics | None = None
+    admission: AdmissionStatistics | None = None  # to the disk
+    host_tenants: Mapping[bytes, int] = field(default_factory=dict)  # bytes of each with a quota

@@ -1,0 +1,1 @@
+"""What blocks are called, and which of them must be there to go on after a token."""

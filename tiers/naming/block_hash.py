@@ -1,0 +1,276 @@
+"""Names of blocks: a hash that runs over the prompt, so that equal names mean equal prefixes, so equal KV bytes."""
+
+import hashlib
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from operator import index
+from typing import NewType, Protocol, Self, cast
+
+import cbor2
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.tiers.naming.request_text import check_text
+
+BlockName = NewType("BlockName", bytes)
+TokenIds = Sequence[int] | npt.NDArray[np.integer]
+ExtraKey = tuple[str | int | bytes, ...]  # a tag, then what it is
+
+
+class HashAlgorithm(StrEnum):
+    """`sha256` for everybody. `sha256_cbor` gives vLLM's names, for routers that compute names themselves, and takes
+    over ten times as long. All are cryptographic: nothing but its name says whose bytes a block has, and whoever sends
+    two prompts with one name has the blocks of one used for the other."""
+
+    SHA256 = "sha256"
+    SHA256_CBOR = "sha256_cbor"
+
+    @property
+    def default_seed(self) -> str:
+        """What the root is made of if nobody says otherwise. Data of the namespace, never of the environment."""
+        return "vllm-none-hash" if self is HashAlgorithm.SHA256_CBOR else "kvtier"
+
+
+class _Hasher(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+    def digest(self) -> BlockName: ...
+    def copy(self) -> Self: ...
+
+
+# Every digest is a name; to call BlockName for each would be a fifth of the work.
+_sha256 = cast("Callable[[bytes], _Hasher]", hashlib.sha256)
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """The adapter a prompt runs with; both fields are part of every block's name. ValueError if one is no text."""
+
+    name: str
+    path: str
+
+    def __post_init__(self) -> None:
+        check_text("the name of a lora", self.name)
+        check_text("the path of a lora", self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class MultimodalItem:
+    """An image, a sound…: *num_tokens* placeholder tokens from *offset* on whose content is *identifier*.
+
+    ValueError for an identifier that is no text, and for a place that no prompt has.
+    """
+
+    identifier: str
+    offset: int
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        check_text("the identifier of a multimodal item", self.identifier)
+        for what in ("offset", "num_tokens"):
+            number = getattr(self, what)
+            if not isinstance(number, int) or not 0 <= number < 1 << 32:
+                raise ValueError(f"the {what} of a multimodal item is {number!r}; give a number of tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraKeys:
+    """What decides a block's KV beside its token ids. Order and tags are part of the name's format.
+
+    ValueError for a salt that is no text: here, where its sender learns of it, and not in the step that names a block.
+    """
+
+    lora: Lora | None = None
+    multimodal: tuple[MultimodalItem, ...] = ()
+    cache_salt: str | None = None
+    prompt_embeddings: npt.NDArray[np.generic] | None = field(default=None, compare=False)  # [num_tokens, hidden]
+
+    def __post_init__(self) -> None:
+        if self.cache_salt is not None:
+            check_text("cache_salt", self.cache_salt)
+        if self.prompt_embeddings is not None and np.asarray(self.prompt_embeddings).dtype.hasobject:
+            raise ValueError(
+                "prompt_embeddings: are Python objects, named by their addresses; give an array of numbers"
+            )
+
+    @property
+    def end(self) -> int:
+        """No block that starts at this token or later has a key."""
+        ends = [item.offset + item.num_tokens for item in self.multimodal]
+        ends.append(0 if self.prompt_embeddings is None else len(self.prompt_embeddings))
+        ends.append(0 if self.cache_salt is None else 1)
+        return max(ends) if self.lora is None else sys.maxsize
+
+    def keys_of_block(self, start: int, end: int) -> tuple[ExtraKey, ...] | None:
+        """The keys of the block with tokens *start* to *end*, each after its tag, as vLLM has them; mostly None."""
+        keys: list[ExtraKey] = []
+        if self.lora is not None:
+            keys.append(("lora", self.lora.name, self.lora.path))
+        for item in self.multimodal:
+            if item.offset < end and start < item.offset + item.num_tokens:
+                keys.append(("mm", item.identifier, item.offset - start))
+        if self.cache_salt is not None and start == 0:
+            keys.append(("cache_salt", self.cache_salt))
+        if self.prompt_embeddings is not None and start < len(self.prompt_embeddings):
+            rows = np.ascontiguousarray(self.prompt_embeddings[start:end])
+            keys.append(("prompt_embeds", hashlib.sha256(rows.tobytes()).digest()))
+        return tuple(keys) or None
+
+    def of_block(self, start: int, end: int) -> bytes:
+        """The same as bytes, each part after its length: different keys never give the same. Empty for None."""
+        encoded = b""
+        for key in self.keys_of_block(start, end) or ():
+            for part in key:
+                if isinstance(part, str):
+                    data = part.encode()
+                else:
+                    data = part if isinstance(part, bytes) else struct.pack("<q", part)
+                encoded += struct.pack("<I", len(data)) + data
+        return encoded
+
+
+NO_EXTRA_KEYS = ExtraKeys()
+
+
+class BlockChain:
+    """The names of one growing sequence of tokens: a prompt, then what is generated after it.
+
+    `sha256`: one hash runs over all of it, fed the root's name and then each full block's token ids as
+    little-endian uint32; a block's name is the digest after it. A block with extra keys starts another, fed a tag, the
+    parent's name, the keys' length, the keys, and then goes on with its tokens. What was fed can be read in one way
+    only: it begins with the tag or with the root (which does not), every part has a fixed or a stated length, and the
+    parent stands for everything before.
+
+    `sha256_cbor`: `sha256(cbor((parent, token ids, extra keys or None)))`, byte for byte the names of vLLM 0.33.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        extra: ExtraKeys = NO_EXTRA_KEYS,
+        *,
+        algorithm: HashAlgorithm = HashAlgorithm.SHA256,
+        seed: str | None = None,
+    ) -> None:
+        self.names: list[BlockName] = []
+        self.token_ids: TokenIds = []  # the sequence last given to `extend`, not a copy
+        self._named_ids = array("I")
+        self.block_size = block_size
+        self.extra = extra
+        self._algorithm = algorithm
+        self._num_keyed = -(-extra.end // block_size)  # blocks that may have extra keys
+        seed = algorithm.default_seed if seed is None else seed
+        if algorithm is HashAlgorithm.SHA256_CBOR:
+            root = cbor2.dumps(seed, canonical=True)
+        else:
+            root = f"kvtier:2:{algorithm}:{seed}".encode()  # 2: of this scheme; no name of the first one's stores
+        self.root = _sha256(root).digest()
+        self._hasher = _sha256(self.root)
+
+    def extend(self, token_ids: TokenIds) -> None:
+        """Name the blocks that *token_ids*, the whole sequence so far, has filled since the last call.
+
+        A trailing partial block has no name. Raises OverflowError, and names none, for ids that do not fit 32 bits.
+        """
+        size, start, end = self.block_size, len(self.names), len(token_ids) // self.block_size
+        self.token_ids = token_ids
+        if start < end:
+            ids = _little_endian(token_ids[start * size : end * size])
+            self.names += self._cbor(ids) if self._algorithm is HashAlgorithm.SHA256_CBOR else self._running(ids)
+            self._named_ids.frombytes(ids.tobytes())
+
+    def parent(self, block_id: int) -> BlockName:
+        """The name of the block before, or the root."""
+        return self.names[block_id - 1] if block_id else self.root
+
+    def names_of(self, block_size: int, blocks: range) -> list[BlockName]:
+        """The names of *blocks* of that size, a multiple of the chain's: those of their last tokens."""
+        step = block_size // self.block_size
+        if step == 1:
+            return self.names[blocks.start : blocks.stop] if len(blocks) < len(self.names) else self.names
+        return self.names[(blocks.start + 1) * step - 1 : blocks.stop * step : step]
+
+    def named_ids(self, start: int, end: int) -> npt.NDArray[np.uint32]:
+        """The token ids of the named blocks *start* to *end*, [(end - start) * block_size]."""
+        return np.frombuffer(self._named_ids[start * self.block_size : end * self.block_size], np.uint32)
+
+    def sibling_keys(self, start: int, end: int) -> list[bytes]:
+        """`sibling_key` of each of the blocks *start* to *end*."""
+        num_keyed = min(max(start, self._num_keyed), end)
+        keys = [self.sibling_key(block_id) for block_id in range(start, max(num_keyed, start + (start == 0)))]
+        return keys + self.names[start + len(keys) - 1 : end - 1]
+
+    def sibling_key(self, block_id: int) -> bytes:
+        """What another block must have in common with this one to continue the same prefix with the same extra keys,
+        whatever its tokens. As long as a name; also for the block after the last full one."""
+        parent = self.parent(block_id)
+        if block_id < self._num_keyed and (keys := self._keys(block_id)):
+            return self._keyed(parent, keys).digest()
+        return parent
+
+    def tail_name(self, num_tokens: int) -> BlockName:
+        """A name for the last block of the first *num_tokens* tokens, which is not full; no full block's name."""
+        block_id = num_tokens // self.block_size
+        token_ids = np.asarray(self.token_ids[block_id * self.block_size : num_tokens], "<u4")
+        return _sha256(b"kvtier:tail:" + self.sibling_key(block_id) + token_ids.tobytes()).digest()
+
+    def _keys(self, block_id: int) -> bytes:
+        return self.extra.of_block(block_id * self.block_size, (block_id + 1) * self.block_size)
+
+    def _keyed(self, parent: bytes, keys: bytes) -> _Hasher:
+        return _sha256(b"kvtier:extra:" + parent + struct.pack("<Q", len(keys)) + keys)
+
+    def _running(self, ids: npt.NDArray[np.uint32]) -> list[BlockName]:
+        names: list[BlockName] = []
+        start = len(self.names)
+        parent = self.parent(start)
+        blocks = ids.view(f"V{4 * self.block_size}").tolist()  # as bytes: 12 ns a token in all, with slices 14
+        num_keyed = max(0, self._num_keyed - start)
+        hasher = self._hasher.copy()  # whatever is raised in here leaves the chain as it was
+
+        for block_id, block in enumerate(blocks[:num_keyed], start):
+            if keys := self._keys(block_id):
+                hasher = self._keyed(parent, keys)
+            hasher.update(block)
+            parent = hasher.digest()
+            names.append(parent)
+        digest = hasher.digest
+        names += [digest() for _ in map(hasher.update, blocks[num_keyed:])]
+
+        self._hasher = hasher
+        return names
+
+    def _cbor(self, ids: npt.NDArray[np.uint32]) -> list[BlockName]:
+        names: list[BlockName] = []
+        parent = self.parent(len(self.names))
+        for block_id, block in enumerate(ids.reshape(-1, self.block_size).tolist(), len(self.names)):
+            keys = self.extra.keys_of_block(block_id * self.block_size, (block_id + 1) * self.block_size)
+            parent = BlockName(hashlib.sha256(cbor2.dumps((parent, block, keys), canonical=True)).digest())
+            names.append(parent)
+        return names
+
+
+def hash_blocks(
+    token_ids: TokenIds,
+    block_size: int,
+    extra: ExtraKeys = NO_EXTRA_KEYS,
+    *,
+    algorithm: HashAlgorithm = HashAlgorithm.SHA256,
+    seed: str | None = None,
+) -> list[BlockName]:
+    """The name of each full block of a prompt, as `BlockChain` gives them."""
+    chain = BlockChain(block_size, extra, algorithm=algorithm, seed=seed)
+    chain.extend(token_ids)
+    return chain.names
+
+
+def _little_endian(token_ids: TokenIds) -> npt.NDArray[np.uint32]:
+    if not isinstance(token_ids, np.ndarray):
+        # array: 4 ns a token from a list, np.array 11. Its "I" is 32 bits, native order, on every platform we run on.
+        return np.frombuffer(array("I", token_ids), dtype="<u4")
+    if not 0 <= index(token_ids.min()) <= index(token_ids.max()) < 1 << 32:
+        raise OverflowError("token ids: need 0 <= id < 2**32")
+    return np.ascontiguousarray(token_ids, dtype="<u4")

@@ -1,0 +1,274 @@
+"""Landings: blocks on their way from disk into host memory, verified as they land."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+
+from kvtier.store.record import Fault
+from kvtier.tiers.lower.breaker import HUNG_S, Attempt
+from kvtier.tiers.lower.disk_tier import DiskTier
+from kvtier.tiers.lower.residency import Residency
+from kvtier.tiers.lower.tenants import Ties, tenant_of
+from kvtier.tiers.naming.block_hash import BlockChain, BlockName
+from kvtier.tiers.naming.groups import AttentionGroup
+from kvtier.tiers.naming.tier import Reason
+from kvtier.transfer.block_memory import BlockMemory
+from kvtier.transfer.lane import LaneClosed, Transfer
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+REASONS = {  # any other fault: corrupt
+    Fault.MISSING: Reason.EVICTED_FROM_DISK,
+    Fault.IO_ERROR: Reason.FAILED,
+    Fault.KEY: Reason.FAILED,
+}
+BATCH_BYTES = 4 << 20  # for each copier: small enough that reading, verifying and uploading overlap
+BATCH_BLOCKS = 32  # at most, so that taking in what became of them is short
+
+
+def blocks_in_batch(memory: BlockMemory) -> int:
+    """How many blocks to read, or to verify and copy up, in one go."""
+    return min(BATCH_BLOCKS, max(1, memory.num_copiers * BATCH_BYTES // memory.block_bytes))
+
+
+def read_blocks(
+    disk: DiskTier, memory: BlockMemory, keys: Sequence[bytes], host_slots: Sequence[int]
+) -> list[bytes | Fault]:
+    """A reader's work: fill the host slots from disk, verified; each block's digest or fault."""
+    return disk.read(keys, [memory.host_block(slot) for slot in host_slots])
+
+
+@dataclass(eq=False, slots=True)
+class Landing:
+    """One block on its way from disk into host memory. While *waiters* are told of its end it leases *host_slot*."""
+
+    group_id: int
+    block_id: int  # in every chain that has it
+    name: BlockName
+    ties: Ties
+    waiters: dict[object, "Waiter"] = field(default_factory=dict)  # by who waits
+    host_slot: int | None = None  # leased, once it is being read
+    digest: bytes = b""  # of the bytes that landed
+
+
+Waiter = Callable[[Landing, Reason | None], None]
+"""Told that the block has landed (None), or why it never will."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Read:
+    """A batch at a reader."""
+
+    batch: tuple[Landing, ...]
+    attempt: Attempt
+    submitted_at: float
+    is_for_later: bool
+
+
+class Landings:
+    """A block is read once, however many wait for it. A batch that finds its lane full waits here, in order. What is
+    wanted now goes before what may come later.
+
+    Nobody waits for a read that hangs, and its blocks count as not on disk; if it comes back after all they are in host
+    memory. Until then it leases its slots. Owned by the cache's thread.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[AttentionGroup],
+        residency: Residency,
+        memories: Sequence[BlockMemory],
+        transfers: TransferEngine,
+        clock: Callable[[], float],
+        is_host_cleaned: Callable[[], bool],
+    ) -> None:
+        """*is_host_cleaned*: whether copies to disk are under way that will leave host slots to land in."""
+        self._groups = groups
+        self._residency = residency
+        self._memories = memories
+        self._transfers = transfers
+        self._clock = clock
+        self._is_host_cleaned = is_host_cleaned
+        self._under_way: list[dict[BlockName, Landing]] = [{} for _ in groups]
+        # In order, and left anywhere at once: a queue of thousands is left by thousands.
+        self._wanted_now: OrderedDict[Landing, None] = OrderedDict()
+        self._wanted_later: OrderedDict[Landing, None] = OrderedDict()
+        self._num_wanted_now = [0 for _ in groups]
+        self._reading: list[Read] = []
+        self._hanging: list[Read] = []  # nobody waits for these any more
+
+    def join(
+        self, chain: BlockChain, group_id: int, block_ids: Sequence[int], who: object, waiter: Waiter, now: bool = True
+    ) -> list[Landing]:
+        """Have blocks read that are on disk, in their turn; *now*: before all that may come later."""
+        under_way, landings = self._under_way[group_id], []
+        forgets, tenant = self._groups[group_id].forgets, tenant_of(chain.extra.cache_salt)
+        step = self._groups[group_id].block_size // chain.block_size
+        for block_id in block_ids:
+            name = chain.names[(block_id + 1) * step - 1]
+            landing = under_way.get(name)
+            if landing is None:
+                # No parent where a group forgets: it needs no more than its window.
+                parent = None if forgets or block_id == 0 else chain.names[block_id * step - 1]
+                under_way[name] = landing = Landing(group_id, block_id, name, Ties(parent, tenant))
+                self._put(landing, now)
+            elif now and landing in self._wanted_later:
+                del self._wanted_later[landing]
+                self._put(landing, now)
+            landing.waiters[who] = waiter
+            landings.append(landing)
+        return landings
+
+    def leave(self, landings: Iterable[Landing], who: object) -> None:
+        """Wait no longer. What nobody waits for is not begun; what is being read lands in host memory nevertheless."""
+        for landing in landings:
+            landing.waiters.pop(who, None)
+            for queue in (self._wanted_now, self._wanted_later):
+                if not landing.waiters and landing in queue:
+                    del queue[landing], self._under_way[landing.group_id][landing.name]
+                    self._num_wanted_now[landing.group_id] -= queue is self._wanted_now
+
+    def pump(self, window: int) -> None:
+        """Hand queued blocks to readers that are free: what may come later only where nothing else is to be read, and
+        in one batch at a time."""
+        if not self._reading and not self._wanted_now and not self._wanted_later:
+            return
+        if any(read.is_for_later and self._clock() - read.submitted_at > HUNG_S for read in self._reading):
+            self.hung()  # no promotion's deadline tells of it
+        while self._wanted_now and self._submit(self._wanted_now, window):
+            pass
+        if self._wanted_later and not self._wanted_now and not any(read.is_for_later for read in self._reading):
+            self._submit(self._wanted_later, window)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Of blocks wanted now that wait for a reader."""
+        return sum(m.block_bytes * num for m, num in zip(self._memories, self._num_wanted_now, strict=True))
+
+    def hung(self) -> None:
+        """A deadline has passed: all reads under way count as hung, and all that waits for the disk ends, or every
+        request to come would wait as long."""
+        hung, self._reading = self._reading, []
+        self._hanging += hung
+        for read in hung:
+            assert self._residency.disk is not None, "a read without a disk"
+            self._residency.disk.reading.hung(read.attempt)
+            for landing in read.batch:
+                self._residency.not_on_disk(landing.group_id, landing.name)
+                self._residency.lost(landing.group_id, landing.name)
+                self._tell(landing, Reason.DEADLINE)
+        if hung:
+            self._give_up()
+
+    def num_leases(self, group_id: int) -> int:
+        """Host slots of the group that are being read into."""
+        return sum(landing.group_id == group_id for read in (*self._reading, *self._hanging) for landing in read.batch)
+
+    def check(self) -> None:
+        """Raise AssertionError if a block under way is neither queued nor being read, or waited for by nobody."""
+        reading = [landing for read in self._reading for landing in read.batch]
+        queued = [*self._wanted_now, *self._wanted_later]
+        under_way = [landing for landings in self._under_way for landing in landings.values()]
+        assert set(under_way) == {*reading, *queued}, "the books of what is being read disagree"
+        assert len(under_way) == len(reading) + len(queued), "a block is under way twice"
+        assert all(landing.waiters and landing.host_slot is None for landing in queued), "a block is read for nobody"
+        num_now = [sum(landing.group_id == i for landing in self._wanted_now) for i in range(len(self._groups))]
+        assert num_now == self._num_wanted_now, "the blocks to be read now were miscounted"
+
+    def _put(self, landing: Landing, now: bool) -> None:
+        """At the end of its queue."""
+        (self._wanted_now if now else self._wanted_later)[landing] = None
+        self._num_wanted_now[landing.group_id] += now
+
+    def _submit(self, queue: OrderedDict[Landing, None], window: int) -> bool:
+        """Have the first blocks of the queue read that are of one group, up to a batch; False if that cannot be."""
+        residency = self._residency
+        assert residency.host is not None, "blocks come from disk through the host tier"
+        assert residency.disk is not None, "a block to read without a disk"
+        attempt = residency.disk.reading.begin() if residency.disk.is_readable else None
+        if attempt is None:
+            self._give_up()
+            return False
+        group_id = next(iter(queue)).group_id
+        memory, disk, pool = self._memories[group_id], residency.disk, residency.host.pools[group_id]
+        most = blocks_in_batch(memory)
+        batch = list(takewhile(lambda landing: landing.group_id == group_id, islice(queue, most)))
+        slots = residency.take_clean(residency.host, group_id, len(batch), window)
+        # No spill will make room.
+        if not slots and queue is self._wanted_now and not self._is_host_cleaned():
+            slots = residency.take(residency.host, group_id, min(len(batch), pool.num_free), window) or []
+        read = Read(tuple(batch[: len(slots)]), attempt, self._clock(), queue is self._wanted_later)
+        keys = [disk.key(group_id, landing.name) for landing in read.batch]
+        if not keys or not self._transfers.submit(
+            Route.DISK_TO_HOST,
+            lambda: read_blocks(disk, memory, keys, slots),
+            len(keys) * memory.block_bytes,
+            lambda transfer: self._landed(read, transfer),
+        ):
+            residency.disk.reading.withdrawn(attempt)
+            pool.release(slots)
+            return False
+        for landing, slot in zip(read.batch, slots, strict=True):
+            del queue[landing]
+            landing.host_slot = slot
+        self._num_wanted_now[group_id] -= 0 if read.is_for_later else len(read.batch)
+        self._reading.append(read)
+        return True
+
+    def _give_up(self) -> None:
+        """The disk is to be left alone: what is queued fails."""
+        queued = [*self._wanted_now, *self._wanted_later]
+        self._wanted_now.clear()
+        self._wanted_later.clear()
+        self._num_wanted_now = [0 for _ in self._groups]
+        for landing in queued:
+            self._tell(landing, Reason.FAILED)
+
+    def _landed(self, read: Read, transfer: Transfer) -> None:
+        disk = self._residency.disk
+        assert disk is not None, "a block was read without a disk"
+        outcomes = transfer.result if transfer.error is None else [Fault.IO_ERROR] * len(read.batch)
+        is_late = read in self._hanging
+        (self._hanging if is_late else self._reading).remove(read)
+        if isinstance(transfer.error, LaneClosed):
+            disk.reading.withdrawn(read.attempt)
+        elif Fault.IO_ERROR in outcomes:
+            disk.reading.failed(read.attempt)
+        else:
+            disk.reading.succeeded(read.attempt)
+        good = [
+            (landing, outcome)
+            for landing, outcome in zip(read.batch, outcomes, strict=True)
+            if not isinstance(outcome, Fault)
+        ]
+        self._came_to_host(good, is_late)
+        for landing, outcome in zip(read.batch, outcomes, strict=True):
+            if isinstance(outcome, Fault) and not is_late:
+                self._residency.could_not_be_read(landing.group_id, landing.name, outcome)
+            if not is_late:
+                self._tell(landing, REASONS.get(outcome, Reason.CORRUPT) if isinstance(outcome, Fault) else None)
+        if self._residency.host is not None:
+            slots = [landing.host_slot for landing in read.batch if landing.host_slot is not None]
+            self._residency.host.pools[read.batch[0].group_id].release(slots)
+        for tenant in {landing.ties.tenant for landing in read.batch}:  # host memory has become fuller
+            self._residency.keep_quota(read.batch[0].group_id, tenant)
+
+    def _came_to_host(self, landed: Sequence[tuple[Landing, bytes]], is_late: bool) -> None:
+        """These blocks of a batch are in host memory, with these digests."""
+        if not landed:
+            return
+        landings, digests = [landing for landing, _ in landed], [digest for _, digest in landed]
+        for landing, digest in landed:
+            landing.digest = digest
+        group_id = landings[0].group_id
+        slots = [landing.host_slot for landing in landings if landing.host_slot is not None]
+        names, ties = [landing.name for landing in landings], [landing.ties for landing in landings]
+        new = self._residency.all_came_to_host(group_id, slots, names, digests, ties)
+        if is_late:  # they do not count as being on disk
+            self._residency.used_in_host(group_id, new)
+
+    def _tell(self, landing: Landing, failure: Reason | None) -> None:
+        """The block is not under way any more, and who waits for it learns of that."""
+        del self._under_way[landing.group_id][landing.name]
+        for waiter in list(landing.waiters.values()):
+            waiter(landing, failure)

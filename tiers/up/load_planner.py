@@ -1,0 +1,119 @@
+"""LoadPlanner: how much of a hit to load, and what to compute although it is cached, because that is faster."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.tiers.lower.statistics import PlanStatistics
+from kvtier.tiers.up.prefill_speed import PrefillSpeed
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+# A lane that was slow is tried again some time. So long after the last measurement it is believed, and then thought
+# twice as fast every so often: a disk that is slow for good costs one request in so much time.
+_PATIENCE_S = 120.0
+_OPTIMISM_S = 30.0
+_MOST_DOUBLINGS = 64.0
+_FIRST_TOKENS = 1000
+_LEAST_GAIN = 0.1  # of the time to the first token, for which a part is computed although loading it would be possible
+
+
+class Plan(NamedTuple):
+    """What to do with a hit: load it up to *end*, beginning at *start* while what comes before is computed."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What each prefix of a hit has to move, beside what is queued already. The first one moves nothing."""
+
+    ends: npt.NDArray[np.float64]  # [num_prefixes] tokens, ascending
+    disk_bytes: npt.NDArray[np.float64]  # [num_prefixes] to read from disk
+    device_bytes: npt.NDArray[np.float64]  # [num_prefixes] to copy to the device
+    queued_disk_bytes: int
+    queued_device_bytes: int
+
+
+class LoadPlanner:
+    """Chooses the prefix with which a request's first token comes soonest, if prefill speed and lanes are known.
+
+    Until they are, everything is loaded. Loading runs beside the computing of others: what the device is busy with
+    anyway hides it. What is queued on a lane counts, so a disk that is too slow for all is used by some. Owned by the
+    engine's thread.
+    """
+
+    def __init__(
+        self, prefill: PrefillSpeed, chunk: int, clock: Callable[[], float], with_splits: bool = False
+    ) -> None:
+        """*chunk*: tokens of a prompt computed in a step at most. *with_splits*: whether the front of a hit may be
+        computed while the rest of it is loaded; not where a group forgets, whose demand no prefix makes smaller."""
+        self.prefill = prefill
+        self.num_plans: Counter[str] = Counter()  # by what came of it: all, split, part, nothing
+        self._chunk = chunk
+        self._clock = clock
+        self._with_splits = with_splits
+
+    def best(self, demand: Demand, num_tokens: int, busy_s: float, transfers: TransferEngine) -> Plan:
+        """What to do with the hit of a prompt of *num_tokens*; *busy_s*: computing that goes first anyway."""
+        if not self.prefill.is_known:
+            return Plan(0, int(demand.ends[-1]))
+        loads = self._load_seconds(demand, demand.disk_bytes, demand.device_bytes, transfers)
+        computes = self.prefill.seconds_of_rest(demand.ends, num_tokens, self._chunk)
+        totals = np.maximum(loads, busy_s) + computes
+        last = len(totals) - 1
+        place = last - int(np.argmin(totals[::-1]))  # of equals the longest: it leaves more time to others
+        if self._with_splits:
+            from_disk, to_device = demand.disk_bytes, demand.device_bytes
+            loads = self._load_seconds(demand, from_disk[-1] - from_disk, to_device[-1] - to_device, transfers)
+            fronts = self.prefill.seconds_of_rest(demand.ends[:1], demand.ends, self._chunk)
+            splits = np.maximum(loads, busy_s + fronts) + computes[-1]
+            start = int(np.argmin(splits))
+            if splits[start] < totals[place] * (1 - _LEAST_GAIN):
+                self.num_plans["split"] += 1
+                return Plan(int(demand.ends[start]), int(demand.ends[-1]))
+        self.num_plans["all" if place == last else "part" if place else "nothing"] += 1
+        return Plan(0, int(demand.ends[place]))
+
+    def statistics(self) -> PlanStatistics:
+        """By value."""
+        seconds = self.compute_seconds(0, _FIRST_TOKENS)
+        return PlanStatistics(dict(self.num_plans), _FIRST_TOKENS / seconds if seconds else None)
+
+    def compute_seconds(self, depth: int, num_tokens: int) -> float:
+        """To compute that many tokens after *depth* others; 0 if that is not known yet."""
+        return self.prefill.seconds(depth, num_tokens, self._chunk) if self.prefill.is_known else 0.0
+
+    def load_seconds(self, demand: Demand, transfers: TransferEngine) -> float | None:
+        """To move all of it; None if it has to take a lane of which no speed was measured."""
+        routes = ((Route.DISK_TO_HOST, demand.disk_bytes), (Route.HOST_TO_DEVICE, demand.device_bytes))
+        if any(num_bytes[-1] and transfers.speed(route).bytes_per_s is None for route, num_bytes in routes):
+            return None
+        return float(self._load_seconds(demand, demand.disk_bytes, demand.device_bytes, transfers)[-1])
+
+    def _load_seconds(
+        self,
+        demand: Demand,
+        disk_bytes: npt.NDArray[np.float64],
+        device_bytes: npt.NDArray[np.float64],
+        transfers: TransferEngine,
+    ) -> npt.NDArray[np.float64]:
+        """To move that much after what is queued: both lanes work at the same time."""
+        return np.maximum(
+            self._seconds(Route.DISK_TO_HOST, disk_bytes, demand.queued_disk_bytes, transfers),
+            self._seconds(Route.HOST_TO_DEVICE, device_bytes, demand.queued_device_bytes, transfers),
+        )
+
+    def _seconds(
+        self, route: Route, num_bytes: npt.NDArray[np.float64], queued_bytes: int, transfers: TransferEngine
+    ) -> npt.NDArray[np.float64]:
+        """Until a lane that starts with what is queued has moved that much too; 0 where there is nothing to move."""
+        speed = transfers.speed(route)
+        if speed.bytes_per_s is None:
+            return np.zeros(len(num_bytes))
+        hope = 2.0 ** min(max(0.0, self._clock() - speed.measured_at - _PATIENCE_S) / _OPTIMISM_S, _MOST_DOUBLINGS)
+        return np.where(num_bytes > 0, (num_bytes + queued_bytes) / (speed.bytes_per_s * hope), 0.0)

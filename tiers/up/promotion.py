@@ -1,0 +1,158 @@
+"""Hit and Promotion: what a look-up found, and its way up to the device."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.tiers.lower.statistics import TokenBalance
+from kvtier.tiers.lower.tenants import NOBODY
+from kvtier.tiers.naming.block_hash import BlockChain, BlockName
+from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.up.landings import Landing
+from kvtier.transfer.layer_gate import LayerGate
+
+NO_SLOT = -1  # in a table: this block is not needed by this group, and never read
+COMPUTED = 255  # in depths: cached somewhere, but computed while the rest of a split hit is loaded
+if TYPE_CHECKING:  # block -> device slot or NO_SLOT; an array of "i", which numpy and torch read as it is
+    Table = array[int]
+else:
+    Table = array
+Tables = list[Table]  # one for each group
+WARMEST_FIRST = tuple(Tier)
+
+
+@dataclass(frozen=True, slots=True)
+class PartialHit:
+    """A cached block whose first *num_tokens* tokens are the prompt's next ones, after the whole blocks of the hit."""
+
+    name: BlockName
+    num_tokens: int
+    is_used_up: bool = False  # it has no more tokens than these: who goes on from it will offer all of it
+
+
+@dataclass(frozen=True, slots=True)
+class Misses:
+    """Why the tokens after a prefix have to be computed: each reason with the token up to which it is the one."""
+
+    reasons: tuple[tuple[int, Reason], ...]  # ascending
+
+    def after(self, num_tokens: int) -> dict[Reason, int]:
+        """Tokens after the first *num_tokens*, by reason."""
+        counts: dict[Reason, int] = {}
+        for end, reason in self.reasons:
+            if end > num_tokens:
+                counts[reason] = counts.get(reason, 0) + end - num_tokens
+                num_tokens = end
+        return counts
+
+    def first(self, num_tokens: int) -> Reason:
+        """Why the token after *num_tokens* is missed; LAST_BLOCK if none is."""
+        return next(iter(self.after(num_tokens)), Reason.LAST_BLOCK)
+
+    def cut(self, num_tokens: int, reason: Reason) -> "Misses":
+        """The same for a prefix of *num_tokens* that *reason* has made shorter."""
+        return Misses(((num_tokens, reason), *self.reasons))
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The longest prefix that can be resumed. A value: nothing is leased, and it may be out of date a step later."""
+
+    chain: BlockChain
+    limit: int  # tokens that may hit: whole blocks of all groups, and never the last token
+    num_tokens: int  # of them found
+    misses: Misses
+    partial: PartialHit | None = None
+    # For each group the slots of the blocks it needs on the device, and in host memory of those that are not there,
+    # ABSENT for those elsewhere, and as of which `Residency.num_changes`.
+    device_slots: Sequence[npt.NDArray[np.int32]] = ()
+    host_slots: Sequence[npt.NDArray[np.int32]] = ()
+    as_of: int = -1
+    start: int = 0  # of a split hit: tokens before it that are not on the device are computed, not loaded
+
+    @property
+    def num_blocks(self) -> int:
+        """The hit in names of the chain."""
+        return self.num_tokens // self.chain.block_size
+
+    @property
+    def why_no_more(self) -> Reason:
+        """For the first block not found; LAST_BLOCK if all were."""
+        return self.misses.first(self.num_tokens)
+
+
+@dataclass(eq=False, slots=True)
+class Promotion:
+    """A prefix on its way into device slots. Once `done`, the caller owns one lease on each slot in `tables`.
+
+    `num_tokens` may then be smaller than the hit's: blocks that failed, were corrupt or late are left out, with all
+    that needs them. *num_copied* tokens follow that were copied out of a cached block; they are in a block of the
+    caller's own, which nobody else can find. Of a split hit it brings only what comes after the first *start* tokens.
+    """
+
+    chain: BlockChain
+    limit: int
+    num_tokens: int
+    tables: Tables
+    depths: bytearray  # [name of the chain] depth of the coldest tier that any group had it in
+    misses: Misses
+    deadline: float | None = None
+    start: int = 0
+    num_copied: int = 0
+    done: bool = False
+    failure: Reason | None = None  # of the last block that did not arrive
+    gate: LayerGate | None = None  # if its blocks come layer by layer: computing may begin before it is done
+    waiting: set["Arrival"] = field(default_factory=set)
+
+    @property
+    def num_blocks(self) -> int:
+        """The prefix in names of the chain."""
+        return self.num_tokens // self.chain.block_size
+
+    @property
+    def why_no_more(self) -> Reason:
+        """Of the first token that has to be computed; LAST_BLOCK if it is the last one's block."""
+        return self.misses.first(self.num_tokens + self.num_copied)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens before *start* that the caller computes although they are cached."""
+        return self.depths.count(COMPUTED) * self.chain.block_size
+
+    def continues(self, earlier: "Promotion") -> None:
+        """This one goes on where *earlier* was cut short: what that one brought up counts for where it came from."""
+        both = zip(self.depths, earlier.depths, strict=False)
+        self.depths[: len(earlier.depths)] = bytes(map(max, both))
+        self.misses = earlier.misses
+
+    def balance(self, num_prompt_tokens: int) -> TokenBalance:
+        """Where the tokens of the request's prompt came from; a block that no group needs counts with the next one."""
+        depths, block_size = self.depths[: self.num_blocks], self.chain.block_size
+        device, host, disk = (depths.count(tier.depth) * block_size for tier in WARMEST_FIRST)
+        after = num_prompt_tokens - self.num_tokens - self.num_copied
+        missed = self.misses.after(self.num_tokens + self.num_copied)
+        reasons = {Reason.LAST_BLOCK: after - sum(missed.values())}
+        if self.num_computed:
+            missed[Reason.COST] = missed.get(Reason.COST, 0) + self.num_computed
+        for reason, num_tokens in missed.items():
+            reasons[reason] = reasons.get(reason, 0) + num_tokens
+        return TokenBalance(device + self.num_copied, host, disk, after + self.num_computed, reasons, self.num_copied)
+
+
+@dataclass(eq=False, slots=True)
+class Arrival:
+    """One block on its way up, shared by every promotion that waits for it; its transfer leases *device_slot*."""
+
+    group_id: int
+    name: BlockName
+    device_slot: int
+    source: Tier
+    host_slot: int | None = None  # leased, once there is one
+    digest: bytes = b""  # of the bytes in the host slot
+    landing: Landing | None = None  # while it has to come from disk
+    tenant: bytes = NOBODY  # whose host memory a landing has made fuller
+    waiters: list[tuple[Promotion, int]] = field(default_factory=list)  # with the block's place in the table

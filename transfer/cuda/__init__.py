@@ -1,0 +1,1 @@
+"""Copies on a CUDA device."""

@@ -1,0 +1,65 @@
+"""KernelCopies: one kernel that reads and writes pinned host memory directly, for blocks too small for a copy each."""
+
+from importlib import import_module
+
+import numpy as np
+import torch
+
+from kvtier.transfer.block_runs import Slots
+from kvtier.transfer.cuda.copies import Ends
+
+_WORD_BYTES = 16  # one load of a thread
+_THREADS = 256
+_WORDS_A_THREAD = 4  # so that a block of 16 KiB is one thread block's work
+_SOURCE = r"""
+extern "C" __global__ void copy_blocks(
+    const uint4* const* sources, uint4* const* targets, const unsigned long long num_words
+) {
+    const uint4* source = sources[blockIdx.x];
+    uint4* target = targets[blockIdx.x];
+    const unsigned long long step = (unsigned long long)gridDim.y * blockDim.x;
+    for (unsigned long long i = (unsigned long long)blockIdx.y * blockDim.x + threadIdx.x; i < num_words; i += step)
+        target[i] = source[i];
+}
+"""
+
+
+class KernelCopies:
+    """All blocks in one launch. It takes some of the device's multiprocessors and no copy engine.
+
+    The host slots must be pinned: on a device that is what lets a kernel reach them.
+    """
+
+    def __init__(self, ends: Ends) -> None:
+        """ImportError without CuPy, RuntimeError if the kernel cannot be built or a block is not whole words."""
+        block_bytes = ends.device.shape[1]
+        if ends.device.device.type != "cuda":
+            raise RuntimeError("a copy kernel needs a CUDA device")
+        if block_bytes % _WORD_BYTES or ends.device.data_ptr() % _WORD_BYTES or ends.host.data_ptr() % _WORD_BYTES:
+            raise RuntimeError(f"blocks of {block_bytes} bytes are not whole words of {_WORD_BYTES}")
+        self._cupy = import_module("cupy")
+        self._kernel = self._cupy.RawKernel(_SOURCE, "copy_blocks")
+        self._ends = ends
+        self._num_words = block_bytes // _WORD_BYTES
+
+    def to_host(self, device: Slots, host: Slots) -> None:
+        self._copy(self._addresses(self._ends.device, device), self._addresses(self._ends.host, host))
+
+    def to_device(self, host: Slots, device: Slots) -> None:
+        self._copy(self._addresses(self._ends.host, host), self._addresses(self._ends.device, device))
+
+    def _addresses(self, blocks: torch.Tensor, slots: Slots) -> Slots:
+        # Registered memory has the same address on the device (unified addressing).
+        return blocks.data_ptr() + slots * blocks.shape[1]
+
+    def _copy(self, sources: Slots, targets: Slots) -> None:
+        if not len(sources):
+            return
+        device = self._ends.device.device
+        stream = torch.cuda.current_stream(device)
+        pairs = torch.from_numpy(np.stack([sources, targets])).to(device)
+        rows = -(-self._num_words // (_THREADS * _WORDS_A_THREAD))
+        with self._cupy.cuda.Device(device.index), self._cupy.cuda.ExternalStream(stream.cuda_stream):
+            arguments = (pairs[0].data_ptr(), pairs[1].data_ptr(), self._num_words)
+            self._kernel((len(sources), rows), (_THREADS,), tuple(map(np.uint64, arguments)))
+        stream.synchronize()

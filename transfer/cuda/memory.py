@@ -1,0 +1,120 @@
+"""CudaMemory: device slots on a GPU, host slots in memory that is being pinned in the background."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtier.transfer.block_memory import layer_bytes
+from kvtier.transfer.block_runs import Slots, slot_pairs
+from kvtier.transfer.cuda.copies import BatchCopies, Ends, LoopCopies
+from kvtier.transfer.cuda.copy_choice import COPIES, CopyChoice, Way, choose_copies, num_trial_blocks
+from kvtier.transfer.cuda.pinning import cuda_pin, node_of_gpu
+from kvtier.transfer.host_slab import HostSlab, Pin
+
+log = logging.getLogger(__name__)
+
+TRIAL_WAIT_S = 2.0  # for pinning the trial's memory; if it takes longer, the trial is of unpinned memory
+
+
+class CudaMemory:
+    """`device_blocks` is a [num_slots, block_bytes] uint8 view of the slab on the GPU.
+
+    The copies run on the calling thread's current stream (a `CudaLane`'s) and wait for it before they return; `copy`,
+    called by the thread that computes, does not wait. `choice` says which ways to copy were taken and how fast they
+    were; None if there are no host slots, or *way* named one of `COPIES` to take without measuring.
+    """
+
+    num_copiers = 4  # a digest runs at about half of the bus's speed; bench/gpu_copies.py measures 1 to 8
+
+    def __init__(
+        self, device_blocks: torch.Tensor, num_host_slots: int, num_layers: int = 1, way: str | None = None
+    ) -> None:
+        self.num_device_slots, self.block_bytes = device_blocks.shape
+        self.num_layers = num_layers
+        self.num_host_slots = num_host_slots
+        self._device = device_blocks
+        gpu = device_blocks.device
+        pin, node = cuda_pin(gpu), node_of_gpu(gpu)
+        self.choice: CopyChoice | None = None
+        down, up = (way or "loop",) * 2
+        if num_host_slots and way is None:  # before the live slots are pinned, which would slow it down
+            self.choice = _choose(self.block_bytes, gpu, pin, node)
+            down, up = self.choice.down, self.choice.up
+            log.info("copies of blocks of %d bytes: %s", self.block_bytes, self.choice)
+        self._slab = HostSlab(num_host_slots, self.block_bytes, pin, node)
+        ends = Ends(device_blocks, torch.from_numpy(self._slab.blocks), self._slab.slots_per_piece)
+        try:
+            self._down, self._up, self._unpinned = COPIES[down](ends), COPIES[up](ends), LoopCopies(ends)
+            self._up_layers = BatchCopies(ends) if up == "batch" else self._unpinned
+        except BaseException:
+            self._slab.close()  # or what is pinned of it stays so, and the next mapping there cannot be pinned
+            raise
+
+    @property
+    def prepared_bytes(self) -> int:
+        return self._slab.prepared_bytes
+
+    def to_host(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
+        device, host = slot_pairs(device_slots, host_slots, self.num_device_slots, self.num_host_slots)
+        pinned = self._are_pinned(host)
+        self._down.to_host(device[pinned], host[pinned])
+        if not pinned.all():
+            self._unpinned.to_host(device[~pinned], host[~pinned])
+
+    def to_device(self, host_slots: Sequence[int], device_slots: Sequence[int]) -> None:
+        device, host = slot_pairs(device_slots, host_slots, self.num_device_slots, self.num_host_slots)
+        pinned = self._are_pinned(host)
+        self._up.to_device(host[pinned], device[pinned])
+        if not pinned.all():
+            self._unpinned.to_device(host[~pinned], device[~pinned])
+
+    def to_device_layers(self, host_slots: Sequence[int], device_slots: Sequence[int], layers: range) -> None:
+        device, host = slot_pairs(device_slots, host_slots, self.num_device_slots, self.num_host_slots)
+        part = layer_bytes(layers, self.num_layers, self.block_bytes)
+        pinned = self._are_pinned(host)
+        self._up_layers.to_device_part(host[pinned], device[pinned], part)
+        if not pinned.all():
+            self._unpinned.to_device_part(host[~pinned], device[~pinned], part)
+
+    def copy(self, source: int, target: int) -> None:
+        self._device[target].copy_(self._device[source], non_blocking=True)
+
+    def host_block(self, slot: int) -> memoryview:
+        return memoryview(self._slab.blocks[slot])
+
+    def host_span(self) -> tuple[int, int, int]:
+        return self._slab.span
+
+    def wait_prepared(self, timeout_s: float) -> bool:
+        return self._slab.wait_prepared(timeout_s)
+
+    def close(self) -> None:
+        self._slab.close()
+
+    def _are_pinned(self, host: Slots) -> npt.NDArray[np.bool_]:
+        """Which of the slots are pinned. More may be a moment later, which does no harm."""
+        self._slab.copied = True
+        return host < self._slab.num_pinned_slots
+
+
+def ways_to(is_pinned: bool) -> Mapping[str, Way]:
+    """The ways to try on host memory that is pinned as a whole, or is not: a kernel that reads memory which is not
+    pinned ends the process's CUDA context, and nothing works after that.
+    """
+    return COPIES if is_pinned else {name: way for name, way in COPIES.items() if name != "kernel"}
+
+
+def _choose(block_bytes: int, gpu: torch.device, pin: Pin, node: int | None) -> CopyChoice:
+    """The choice for blocks of that size, on memory of the same kind as the live slots."""
+    num_blocks = num_trial_blocks(block_bytes)
+    slab = HostSlab(num_blocks, block_bytes, pin, node)
+    try:
+        slab.wait_prepared(TRIAL_WAIT_S)
+        device_blocks = torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=gpu)
+        ends = Ends(device_blocks, torch.from_numpy(slab.blocks), slab.slots_per_piece)
+        return choose_copies(ways_to(slab.num_pinned_slots == num_blocks), ends)
+    finally:
+        slab.close()
