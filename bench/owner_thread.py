@@ -21,8 +21,8 @@ from report import Row, arguments, publish
 
 from kvtier.engine.config import SchedulerConfig
 from kvtier.engine.documents.document import Document, Form
-from kvtier.engine.documents.holds import RENEW_S, DocumentHolds
 from kvtier.engine.documents.pin_shares import PinShares
+from kvtier.engine.documents.pins import RENEW_S, DocumentPins
 from kvtier.engine.documents.prompt_pins import PromptPins
 from kvtier.engine.garbage import Garbage
 from kvtier.engine.model.sampling import SamplingParams
@@ -275,14 +275,14 @@ def holds(bed: Bed, rounds: int) -> None:
         calls.time("PromptPins.pin", partial(pins.pin, engine, None, [1], ExtraKeys(), 1e9))
     for _ in range(rounds):
         for make in (bed.chain, partial(on_disk, bed)):
-            hold = calls.time("hold", partial(cache.hold, make(), NUM_TOKENS))
-            assert hold is not None, "no room for a hold"
+            pin = calls.time("pin", partial(cache.pin, make(), NUM_TOKENS))
+            assert pin is not None, "no room for a hold"
             for _ in range(100):
                 time.sleep(0.001)
                 calls.time("poll: holds", cache.poll)
                 for lane in bed.lanes.values():
                     lane.run()
-            calls.time("end_hold", partial(cache.end_hold, hold))
+            calls.time("unpin", partial(cache.unpin, pin))
         calls.time("PromptPins.look", partial(pins.look, engine))
     bed.poll("poll: after holds")
 
@@ -293,7 +293,7 @@ def documents(bed: Bed, rounds: int, num_documents: int) -> None:
     engine: Any = SimpleNamespace(cache=bed.cache, config=SimpleNamespace(host=True), bytes_per_token=4.0)
     chains: dict[Document, BlockChain] = {}
     now = [0.0]
-    kept = DocumentHolds(lambda _, document: chains[document], lambda _: None, PinShares(1), lambda: now[0])
+    kept = DocumentPins(lambda _, document: chains[document], lambda _: None, PinShares(1), lambda: now[0])
     for number in range(num_documents):
         document = Document(str(number), None, Form.TEXT, None, None, np.zeros(64, np.int32), None, None, 0.0)
         chains[document] = bed.chain(num_blocks=4)

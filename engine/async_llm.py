@@ -23,7 +23,7 @@ from kvtier.engine.metrics import MetricsServer, serve_metrics
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.request import Completion, Request
-from kvtier.engine.scheduling.terms import Terms
+from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.text.tokenizer_threads import TokenizerThreads
 from kvtier.engine.thread_work import as_exception
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, ExtraKeys
@@ -125,12 +125,12 @@ class AsyncLLM:
         ValueError for a prompt that cannot run, an adapter that is not there, or when the queue is full.
         """
         arrived_at = time.monotonic()
-        terms = Terms(priority, not skip_reading_prefix_cache, max_load_tokens)
+        options = RequestOptions(priority, not skip_reading_prefix_cache, max_load_tokens)
         token_ids = await self._token_ids(prompt)
         keys = keyed(self._running_core(), extra, lora, cache_salt)  # again: it may have been closed meanwhile
         stream = _Stream(asyncio.get_running_loop())
         self._thread.put(
-            lambda core: self._add(core, stream, partial(core.add, token_ids, sampling, keys, arrived_at, terms)),
+            lambda core: self._add(core, stream, partial(core.add, token_ids, sampling, keys, arrived_at, options)),
             stream.refuse,
         )
         try:

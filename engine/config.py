@@ -290,7 +290,7 @@ class Config(_Table, frozen=True, kw_only=True):
         if len(set(names)) < len(names):
             raise ValueError(f"tenants: the same name twice among {', '.join(names)}; their bytes would be mixed up")
         if self.disk is not None and self.host is None:
-            raise ValueError("disk needs host as its landing place; raise host.capacity or remove [disk]")
+            raise ValueError("disk needs host, where its blocks are read into; raise host.capacity or remove [disk]")
 
 
 def as_config(value: Config | Mapping[str, object] | str | Path) -> Config:

@@ -24,10 +24,10 @@ from kvtier.engine.reopening_store import ReopeningStore, StoreStanding
 from kvtier.engine.scheduling.longest_request import longest_request
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.request import Request
+from kvtier.engine.scheduling.request_options import DEFAULT_OPTIONS, RequestOptions
 from kvtier.engine.scheduling.scheduler import Scheduler, Work
 from kvtier.engine.scheduling.stall import Stall
 from kvtier.engine.scheduling.step_times import StepTimes
-from kvtier.engine.scheduling.terms import NO_TERMS, Terms
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.store.codec.cipher import Cipher
 from kvtier.store.process.store_process import SWITCH_INTERVAL_S
@@ -203,7 +203,7 @@ class EngineCore:
         sampling: SamplingParams,
         extra: ExtraKeys,
         arrived_at: float,
-        terms: Terms = NO_TERMS,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> Request:
         """Queue a prompt. ValueError, with what to do, if it has no tokens or others than the model's, is longer than
         the model or the device can hold, or the queue is full."""
@@ -212,7 +212,7 @@ class EngineCore:
             raise ValueError(f"lora {extra.lora.name}: no adapter that is loaded; take its key from lora_key")
         chain = self.chain(token_ids, extra)
         detokenizer = Detokenizer(self.tokenizer, sampling.stop)
-        request = Request(token_ids, sampling, chain, detokenizer, terms, arrived_at)
+        request = Request(token_ids, sampling, chain, detokenizer, options, arrived_at)
         self._scheduler.add(request)
         return request
 

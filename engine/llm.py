@@ -22,7 +22,7 @@ from kvtier.engine.core import EngineCore, EngineStatistics
 from kvtier.engine.metrics import serve_metrics
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.request import Completion, Request
-from kvtier.engine.scheduling.terms import Terms
+from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, ExtraKeys
 from kvtier.tiers.naming.request_text import check_text
 
@@ -76,7 +76,7 @@ class LLM:
         """
         arrived_at = time.monotonic()
         keys = keyed(self.core, extra, lora, cache_salt)
-        terms = Terms(reads_cache=not skip_reading_prefix_cache, max_load_tokens=max_load_tokens)
+        options = RequestOptions(reads_cache=not skip_reading_prefix_cache, max_load_tokens=max_load_tokens)
         todo = as_prompts(prompts)
         requests: list[Request] = []
         wanted = len(todo) >= MANY_PROMPTS and sys.stderr.isatty() if progress is None else progress
@@ -87,7 +87,7 @@ class LLM:
                 while len(requests) < len(todo) or self.core.has_work:
                     while len(requests) < len(todo) and self.core.num_waiting < self.config.scheduler.max_waiting:
                         token_ids = encode(self.core.tokenizer, todo[len(requests)])
-                        requests.append(self.core.add(token_ids, sampling, keys, arrived_at, terms))
+                        requests.append(self.core.add(token_ids, sampling, keys, arrived_at, options))
                     bar.advance(task, sum(request.finish_reason is not None for request in self.core.step()))
         finally:
             for request in requests:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvtier.engine.model.sampling import SamplingParams
     from kvtier.engine.model.unsupported_model import UnsupportedModel
     from kvtier.engine.scheduling.request import Completion, FinishReason
-    from kvtier.engine.scheduling.terms import Terms
+    from kvtier.engine.scheduling.request_options import RequestOptions
 
     __version__: str
 
@@ -26,8 +26,8 @@ __all__ = [
     "ConfigError",
     "FinishReason",
     "Piece",
+    "RequestOptions",
     "SamplingParams",
-    "Terms",
     "UnsupportedModel",
     "__version__",
     "load_config",
@@ -40,7 +40,7 @@ _HOMES = {
     "engine.model.sampling": ["SamplingParams"],
     "engine.model.unsupported_model": ["UnsupportedModel"],
     "engine.scheduling.request": ["Completion", "FinishReason"],
-    "engine.scheduling.terms": ["Terms"],
+    "engine.scheduling.request_options": ["RequestOptions"],
 }
 
 

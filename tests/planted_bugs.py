@@ -30,14 +30,14 @@ class Bug:
 BUGS = [
     Bug(
         "a promoted block is published although its copy failed",
-        "tiers/up/arrivals.py",
-        "self._landed_on_device(batch, transfer.result if transfer.error is None else [None] * len(batch))",
-        "self._landed_on_device(batch, transfer.result if transfer.error is None else [True] * len(batch))",
+        "tiers/up/uploads.py",
+        "self._came_to_device(batch, transfer.result if transfer.error is None else [None] * len(batch))",
+        "self._came_to_device(batch, transfer.result if transfer.error is None else [True] * len(batch))",
         "tests/tiers",
     ),
     Bug(
         "host blocks are uploaded without looking at their digest",
-        "tiers/up/arrivals.py",
+        "tiers/up/uploads.py",
         "return [digest(memory.host_block(slot)) == known for",
         "return [bool(known) for",
         "tests/tiers/test_cache_random.py",
@@ -45,15 +45,15 @@ BUGS = [
     Bug(
         "an abandoned promotion keeps its lease on blocks under way",
         "tiers/up/promoter.py",
-        "promotion.failure = failure\n        self._residency.device.pools[arrival.group_id].release(",
+        "promotion.failure = failure\n        self._residency.device.pools[upload.group_id].release(",
         "promotion.failure = failure\n        print(",
         "tests/tiers/test_cache_random.py",
     ),
     Bug(
         "a block can be found before its bytes have arrived",
-        "tiers/up/arrivals.py",
-        "            under_way[name] = arrival\n",
-        "            under_way[name] = arrival\n"
+        "tiers/up/uploads.py",
+        "            under_way[name] = upload\n",
+        "            under_way[name] = upload\n"
         "            self._residency.device.pools[group_id].commit([device_slot], [name])\n",
         "tests/tiers/test_cache_random.py",
     ),
@@ -115,7 +115,7 @@ BUGS = [
     ),
     Bug(
         "tokens of a block that were never computed are shared",
-        "tiers/device/siblings.py",
+        "tiers/device/partial_matches.py",
         "self._num_tokens[slot] = len(token_ids)",
         "self._num_tokens[slot] = self._token_ids.shape[1]",
         "tests/tiers",
@@ -199,23 +199,23 @@ BUGS = [
     ),
     Bug(
         "a block whose read hangs is waited for again",
-        "tiers/up/landings.py",
-        "                self._residency.not_on_disk(landing.group_id, landing.name)\n"
-        "                self._residency.lost(landing.group_id, landing.name)\n"
-        "                self._tell(landing, Reason.DEADLINE)\n",
+        "tiers/up/disk_reads.py",
+        "                self._residency.not_on_disk(disk_read.group_id, disk_read.name)\n"
+        "                self._residency.lost(disk_read.group_id, disk_read.name)\n"
+        "                self._tell(disk_read, Reason.DEADLINE)\n",
         "",
         "tests/engine/scheduling/test_liveness.py",
     ),
     Bug(
         "loads wait for host slots behind a write that hangs",
-        "tiers/up/landings.py",
+        "tiers/up/disk_reads.py",
         "and not self._is_host_cleaned():",
         "and not self._transfers.num_pending(Route.HOST_TO_DISK):",
         "tests/engine/scheduling/test_liveness.py",
     ),
     Bug(
         "blocks are looked for below the device although nothing comes up",
-        "tiers/up/arrivals.py",
+        "tiers/up/uploads.py",
         "        self._residency.is_cut_off = True\n",
         "",
         "tests/engine/scheduling/test_liveness.py",
@@ -348,9 +348,9 @@ BUGS = [
     ),
     Bug(
         "a block that could not be verified beside its copy counts as right",
-        "tiers/up/arrivals.py",
-        "upload.verified(batch, transfer.result if transfer.error is None else [None] * len(batch))",
-        "upload.verified(batch, transfer.result if transfer.error is None else [True] * len(batch))",
+        "tiers/up/uploads.py",
+        "layered.verified(batch, transfer.result if transfer.error is None else [None] * len(batch))",
+        "layered.verified(batch, transfer.result if transfer.error is None else [True] * len(batch))",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
@@ -369,16 +369,16 @@ BUGS = [
     ),
     Bug(
         "a device block whose record was found bad is thought to have one still",
-        "tiers/up/landings.py",
-        "self._residency.lost(landing.group_id, landing.name)",
+        "tiers/up/disk_reads.py",
+        "self._residency.lost(disk_read.group_id, disk_read.name)",
         "pass",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
         "a held block whose read failed is forgotten",
-        "tiers/holds.py",
-        "        del hold.landings[landing.group_id][place]\n",
-        "        if failure is not None:\n            return\n        del hold.landings[landing.group_id][place]\n",
+        "tiers/pins.py",
+        "        del pin.disk_reads[disk_read.group_id][place]\n",
+        "        if failure is not None:\n            return\n        del pin.disk_reads[disk_read.group_id][place]\n",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
@@ -473,15 +473,15 @@ BUGS = [
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
-        "a copy by layers that failed counts as one that landed",
-        "tiers/up/arrivals.py",
-        "upload.copied(transfer.error is None)",
-        "upload.copied(True)",
+        "a copy by layers that failed counts as one that went well",
+        "tiers/up/uploads.py",
+        "layered.copied(transfer.error is None)",
+        "layered.copied(True)",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
         "an upload that its lane refused is forgotten",
-        "tiers/up/arrivals.py",
+        "tiers/up/uploads.py",
         "        if submitted:\n            self._on_lane.update(dict.fromkeys(batch, self._clock()))\n",
         "        if True:\n",
         "tests/tiers/test_mishaps.py",

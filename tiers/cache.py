@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.device.block_pool import ABSENT, BlockPool, Ids
-from kvtier.tiers.device.siblings import Siblings
+from kvtier.tiers.device.partial_matches import PartialMatches
 from kvtier.tiers.down.clean_ahead import CleanAhead
 from kvtier.tiers.down.spiller import Spiller
-from kvtier.tiers.holds import Hold, Holds
 from kvtier.tiers.lower.disk_probe import DiskProbe
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.events import EventLog
@@ -25,7 +24,8 @@ from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.groups import AttentionGroup, alignment, longest_hit, longest_single, name_block_size
 from kvtier.tiers.naming.retention import Retention
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.tiers.up.landings import Landings
+from kvtier.tiers.pins import Pin, Pins
+from kvtier.tiers.up.disk_reads import DiskReads
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.tiers.up.promoter import Promoter
 from kvtier.tiers.up.promotion import NO_SLOT, Hit, Misses, PartialHit, Promotion, Table, Tables
@@ -82,7 +82,7 @@ class TieredCache:
         with_host = all(memory.num_host_slots for memory in memories)
         if disk is not None and not with_host:
             raise ValueError(
-                "disk tier: needs a host tier to land in; give the host some capacity or leave out the disk"
+                "disk tier: needs a host tier to read into; give the host some capacity or leave out the disk"
             )
         device_pools = [BlockPool(memory.num_device_slots) for memory in memories]
         device = SlotTier(Tier.DEVICE, device_pools, is_spilled=with_host)
@@ -90,10 +90,10 @@ class TieredCache:
         if with_host:
             host_pools = [BlockPool(memory.num_host_slots) for memory in memories]
             host = SlotTier(Tier.HOST, host_pools, is_spilled=disk is not None)
-        siblings, self._siblings_group = None, 0
+        partial_matches, self._partial_group = None, 0
         if partial_blocks and self.block_size == self.alignment and all(group.resumes_inside for group in groups):
-            self._siblings_group = next((i for i, group in enumerate(groups) if not group.forgets), 0)
-            siblings = Siblings(memories[self._siblings_group].num_device_slots, self.block_size)
+            self._partial_group = next((i for i, group in enumerate(groups) if not group.forgets), 0)
+            partial_matches = PartialMatches(memories[self._partial_group].num_device_slots, self.block_size)
         self._residency = Residency(
             device,
             host,
@@ -101,15 +101,15 @@ class TieredCache:
             self.groups,
             [memory.block_bytes for memory in memories],
             Tenants([memory.num_device_slots for memory in memories], host_quotas),
-            siblings,
-            self._siblings_group,
+            partial_matches,
+            self._partial_group,
             events,
         )
         # At most a quarter of the pool: within the window dirty blocks are skipped, beyond it the order is strict.
         most = max(1, min(memory.num_device_slots for memory in memories) // 4)
         self._window = CleanAhead(least_clean_ahead, most, clock)
         self._spiller = Spiller(self.groups, self._residency, memories, transfers, self._window, clock)
-        self._landings = Landings(
+        self._disk_reads = DiskReads(
             self.groups,
             self._residency,
             memories,
@@ -118,10 +118,10 @@ class TieredCache:
             lambda: self._spiller.is_moving(Route.HOST_TO_DISK),
         )
         self._promoter = Promoter(
-            self.groups, self._residency, memories, transfers, clock, self._landings, self._hand_over, by_layers
+            self.groups, self._residency, memories, transfers, clock, self._disk_reads, self._hand_over, by_layers
         )
         block_bytes = [memory.block_bytes for memory in memories]
-        self._holds = Holds(self.groups, self._residency, block_bytes, self._landings, self._spiller, clock)
+        self._pins = Pins(self.groups, self._residency, block_bytes, self._disk_reads, self._spiller, clock)
         # For the promotion that wants room, by group: how many device blocks it reaches, and how many are dirty.
         self._nothing = tuple(0 for _ in groups)
         self._wanted: Sequence[int] = self._nothing
@@ -300,36 +300,36 @@ class TieredCache:
         self._disk_probe.go_on()
         self._residency.keep_quotas()
         self._promoter.pump(self._window.num_blocks)
-        self._holds.pump()
+        self._pins.pump()
 
-    def hold(self, chain: BlockChain, num_tokens: int, most_bytes: int | None = None) -> Hold | None:
+    def pin(self, chain: BlockChain, num_tokens: int, most_bytes: int | None = None) -> Pin | None:
         """Keep in host memory what a prompt needs that goes on after these tokens, whole blocks of them: what is there
         already now, what is on disk or on the device as soon as nothing more urgent is copied.
 
         None if that is more than *most_bytes*, by default what is left of `holdable_bytes`. Whoever gives a number of
-        its own answers for their sum. The caller ends the hold.
+        its own answers for their sum. The caller ends the pin.
         """
         blocks = self._promoter.needed(
             min(num_tokens, len(chain.names) * self.block_size) // self.alignment * self.alignment
         )
         num_bytes = sum(len(needed) * m.block_bytes for needed, m in zip(blocks, self._memories, strict=True))
-        if num_bytes > (self.free_to_hold if most_bytes is None else most_bytes):
+        if num_bytes > (self.free_to_pin if most_bytes is None else most_bytes):
             return None
-        return self._holds.begin(chain, blocks)
+        return self._pins.begin(chain, blocks)
 
     @property
-    def holdable_bytes(self) -> int:
-        """Half of host memory: so much may be held, the rest is for what comes and goes."""
+    def pinnable_bytes(self) -> int:
+        """Half of host memory: so much may be pinned, the rest is for what comes and goes."""
         return sum(memory.num_host_slots * memory.block_bytes for memory in self._memories) // 2
 
     @property
-    def free_to_hold(self) -> int:
-        """What is left of that; less than nothing while a pin was made beside what is held for the queue."""
-        return self.holdable_bytes - self._holds.num_bytes
+    def free_to_pin(self) -> int:
+        """What is left of that; less than nothing while a pin was made beside those of the queue."""
+        return self.pinnable_bytes - self._pins.num_bytes
 
-    def end_hold(self, hold: Hold) -> None:
-        """Let go of what is held; a second time does nothing."""
-        self._holds.end(hold)
+    def unpin(self, pin: Pin) -> None:
+        """End the pin; a second time does nothing."""
+        self._pins.end(pin)
 
     def allocate(self, num_slots: Sequence[int]) -> Tables | None:
         """Lease that many device slots of each group, for blocks about to be computed; None if one has too few.
@@ -380,9 +380,13 @@ class TieredCache:
         """
         block_id = num_computed // self.block_size
         token_ids = chain.token_ids[block_id * self.block_size : num_computed]
-        if self._residency.siblings is None or not len(token_ids) or any(len(table) <= block_id for table in tables):
+        if (
+            self._residency.partial_matches is None
+            or not len(token_ids)
+            or any(len(table) <= block_id for table in tables)
+        ):
             return
-        key, name = chain.sibling_key(block_id), chain.tail_name(num_computed)
+        key, name = chain.continued_key(block_id), chain.tail_name(num_computed)
         for group_id, (pool, table) in enumerate(zip(self._residency.device.pools, tables, strict=True)):
             slot = table[block_id]
             if not pool.commit([slot], [name]):
@@ -462,7 +466,7 @@ class TieredCache:
         return self._residency.disk is None or self._residency.disk.index.is_loaded
 
     def reset(self) -> bool:
-        """Forget every block in every tier, and end all holds; False, and nothing changed, while blocks are leased or
+        """Forget every block in every tier, and end all pins; False, and nothing changed, while blocks are leased or
         under way, or if the store refuses.
 
         Waits for the store to delete this namespace's records.
@@ -471,7 +475,7 @@ class TieredCache:
             return False
         if self._residency.disk is not None and not self._residency.disk.clear():
             return False
-        self._holds.end_all()
+        self._pins.end_all()
         self._residency.clear()
         return True
 
@@ -483,15 +487,15 @@ class TieredCache:
     def check(self) -> None:
         """Raise AssertionError if any two books disagree: pools, marks, leases, blocks under way."""
         self._residency.check()
-        if not self.groups[self._siblings_group].forgets and not self._has_holes:
+        if not self.groups[self._partial_group].forgets and not self._has_holes:
             self._residency.check_tails_first()
-        self._landings.check()
+        self._disk_reads.check()
         self._promoter.check()
         for tier in self._slot_tiers():
             for group_id, pool in enumerate(tier.pools):
                 expected = self._spiller.num_leases(tier, group_id) + self._promoter.num_leases(tier, group_id)
                 if tier.tier is Tier.HOST:
-                    expected += self._landings.num_leases(group_id) + self._holds.num_leases(group_id)
+                    expected += self._disk_reads.num_leases(group_id) + self._pins.num_leases(group_id)
                 if tier.tier is Tier.DEVICE:
                     expected += self._num_held[group_id] + self._promoter.num_waiting_leases(group_id)
                 assert pool.num_leases == expected, f"{tier.tier}: {pool.num_leases} leases, {expected} accounted for"
@@ -529,15 +533,17 @@ class TieredCache:
 
     def _partial_hit(self, chain: BlockChain, num_found: int, num_tokens: int) -> PartialHit | None:
         """The device block that goes on with most of the prompt's tokens after the hit, if all groups have it."""
-        siblings, pools = self._residency.siblings, self._residency.device.pools
+        partial_matches, pools = self._residency.partial_matches, self._residency.device.pools
         wanted = chain.token_ids[num_found : min(num_found + self.block_size, num_tokens - 1)]
-        if siblings is None or not len(wanted):
+        if partial_matches is None or not len(wanted):
             return None
-        pool = pools[self._siblings_group]
-        for slot, num_shared in siblings.sharing(chain.sibling_key(num_found // self.block_size), wanted, pool):
+        pool = pools[self._partial_group]
+        for slot, num_shared in partial_matches.sharing(
+            chain.continued_key(num_found // self.block_size), wanted, pool
+        ):
             name = pool.name(slot)
             if name is not None and all(pool.find(name) is not None for pool in pools):
-                return PartialHit(name, num_shared, siblings.is_used_up(slot, num_shared))
+                return PartialHit(name, num_shared, partial_matches.is_used_up(slot, num_shared))
         return None
 
     def _commit_run(self, group_id: int, table: Table, chain: BlockChain, start: int, slots: Ids) -> None:

@@ -22,7 +22,7 @@ from kvtier.engine.documents.document import MOST_PINNED_S, Document, check_id
 from kvtier.engine.documents.draft import Draft, tokenizer_digest, tokens_of
 from kvtier.engine.documents.file import Damaged, DocumentFolder, file_name, read_all, tenant_prefix
 from kvtier.engine.documents.pin_shares import PinShares
-from kvtier.engine.documents.shelf import DocumentShelf, Residence, Status
+from kvtier.engine.documents.worker import DocumentWorker, Residence, Status
 from kvtier.engine.text.least_tokens import TooManyTokens
 from kvtier.engine.thread_work import guarded
 from kvtier.store.codec.cipher import Cipher
@@ -74,7 +74,7 @@ class Documents:
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._became_ready, document)
 
-        self._shelf = DocumentShelf(extra_of, became_ready, shares)
+        self._worker = DocumentWorker(extra_of, became_ready, shares)
 
     @classmethod
     async def open(
@@ -89,7 +89,7 @@ class Documents:
             await documents._open(config)
         except BaseException:  # or what was held for documents that nobody has would stay held
             documents._is_closed = True
-            llm.neglect(documents._shelf.look, documents._shelf.end)
+            llm.neglect(documents._worker.tick, documents._worker.end)
             documents._end_disk_thread()
             raise
         return documents
@@ -155,15 +155,15 @@ class Documents:
         found: list[Residence] = []
         for start in range(0, len(documents), _NUM_AT_ONCE):
             some = documents[start : start + _NUM_AT_ONCE]
-            found += await self._llm.ask(partial(_residences, self._shelf, some))
+            found += await self._llm.ask(partial(_residences, self._worker, some))
         return found
 
     async def warm(self, document: Document, tier: Tier) -> None:
-        """Begin to bring it to the device or to host memory. NoRoomToHold."""
-        await self._llm.ask(lambda core: self._shelf.warm(core, document, tier))
+        """Begin to bring it to the device or to host memory. NoRoomToPin."""
+        await self._llm.ask(lambda core: self._worker.warm(core, document, tier))
 
     async def pin(self, document: Document, ttl_s: float) -> None:
-        """Keep it in host memory for so long from now on, over restarts. NoRoomToHold; OSError if that cannot be
+        """Keep it in host memory for so long from now on, over restarts. NoRoomToPin; OSError if that cannot be
         written down, and then it is not pinned."""
         await self._whole(document.tenant, lambda: self._pin(document, min(ttl_s, MOST_PINNED_S)))
 
@@ -186,7 +186,7 @@ class Documents:
 
     async def _open(self, config: Config) -> None:
         llm = self._llm
-        await llm.attend(self._shelf.look)
+        await llm.attend(self._worker.tick)
         if (path := documents_path(config)) is None:
             log.info("documents last as long as this process; to keep them give [documents] a path, or have a [disk]")
             return
@@ -239,24 +239,24 @@ class Documents:
             raise TooManyDocuments(f"there are {self._most_per_tenant} documents already; delete one")
         await self._write(document)
         if before is not None:
-            await self._llm.ask(lambda core: self._shelf.drop(core, before))
+            await self._llm.ask(lambda core: self._worker.drop(core, before))
         self._documents[tenant, document.id] = document
         self._damaged.pop(file_name(tenant, document.id), None)
-        await self._llm.ask(lambda core: self._shelf.add(core, document))
+        await self._llm.ask(lambda core: self._worker.add(core, document))
         return document, before is None
 
     async def _pin(self, document: Document, ttl_s: float) -> None:
-        await self._llm.ask(lambda core: self._shelf.pin(core, document, ttl_s))
+        await self._llm.ask(lambda core: self._worker.pin(core, document, ttl_s))
         try:
             await self._set_pin(document, time.time() + ttl_s)
         except OSError:
-            await self._llm.ask(lambda core: self._shelf.unpin(core, document))
+            await self._llm.ask(lambda core: self._worker.unpin(core, document))
             raise
 
     async def _unpin(self, document: Document) -> None:
         if document.pinned_until is not None:
             await self._set_pin(document, None)
-            await self._llm.ask(lambda core: self._shelf.unpin(core, document))
+            await self._llm.ask(lambda core: self._worker.unpin(core, document))
 
     async def _delete(self, tenant: str | None, document_id: str) -> bool:
         document, name = self.find(tenant, document_id), file_name(tenant, document_id)
@@ -267,7 +267,7 @@ class Documents:
         self._damaged.pop(name, None)
         if document is not None:
             del self._documents[tenant, document_id]
-            await self._llm.ask(lambda core: self._shelf.drop(core, document))
+            await self._llm.ask(lambda core: self._worker.drop(core, document))
         return True
 
     async def _read(self, folder: DocumentFolder) -> None:
@@ -288,9 +288,9 @@ class Documents:
 
         def take(core: EngineCore) -> None:
             self._extra_of(core, document)
-            self._shelf.add(core, document)
+            self._worker.add(core, document)
             if left_s > 0:
-                self._shelf.pin(core, document, left_s, must_have_room=False)
+                self._worker.pin(core, document, left_s, must_have_room=False)
 
         try:
             if not is_of_tokenizer:
@@ -363,5 +363,5 @@ def documents_path(config: Config) -> Path | None:
     return store.with_name(f"{store.name}-documents")
 
 
-def _residences(shelf: DocumentShelf, documents: Sequence[Document], core: EngineCore) -> list[Residence]:
-    return [shelf.residence(core, document) for document in documents]
+def _residences(worker: DocumentWorker, documents: Sequence[Document], core: EngineCore) -> list[Residence]:
+    return [worker.residence(core, document) for document in documents]

@@ -9,13 +9,13 @@ from kvtier.engine.core import EngineCore
 from kvtier.engine.documents.document import Document
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.request import FinishReason, Request
-from kvtier.engine.scheduling.terms import Terms
+from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.tiers.naming.block_hash import ExtraKeys
 
 PRIORITY = 101  # behind all that a request may ask for; lower is more urgent
 ORDINARY = 0  # what a request has that asks for nothing
 PATIENCE_S = 60.0  # without a token computed, after which a document is a request like others
-_BEHIND_ALL = Terms(priority=PRIORITY)
+_BEHIND_ALL = RequestOptions(priority=PRIORITY)
 _ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
@@ -85,7 +85,7 @@ class DocumentPrefills:
         if self._running is not None:
             self.remove(core, self._running.document)
 
-    def look(self, core: EngineCore) -> None:
+    def tick(self, core: EngineCore) -> None:
         """Take in that a document is done, and begin with the next."""
         if self._running is not None and (reason := self._running.request.finish_reason) is not None:
             document, self._running = self._running.document, None
@@ -113,5 +113,5 @@ class DocumentPrefills:
         num_computed = running.request.num_computed
         if num_computed > running.num_computed:
             running.num_computed, running.patient_until = num_computed, self._clock() + PATIENCE_S
-        elif running.request.terms.priority > ORDINARY and self._clock() >= running.patient_until:
+        elif running.request.options.priority > ORDINARY and self._clock() >= running.patient_until:
             core.hurry(running.request, ORDINARY)

@@ -7,20 +7,20 @@ from itertools import count
 
 from kvtier.engine.core import EngineCore
 from kvtier.engine.documents.pin_shares import PinShares
-from kvtier.tiers.holds import Hold
 from kvtier.tiers.naming.block_hash import ExtraKeys
+from kvtier.tiers.pins import Pin
 
 PIN_S = 3600.0  # if the caller does not say for how long
 MOST_ENDED = 4  # in one step: a pin may hold thousands of blocks
 
 
 class PromptPins:
-    """Holds with an end, within each tenant's share. Owned by the engine's thread."""
+    """Pins with an end, within each tenant's share. Owned by the engine's thread."""
 
     def __init__(self, shares: PinShares, clock: Callable[[], float] = time.monotonic) -> None:
         self._shares = shares
         self._clock = clock
-        self._by_end: list[tuple[float, int, Hold]] = []  # a heap; the number tells those with one end apart
+        self._by_end: list[tuple[float, int, Pin]] = []  # a heap; the number tells those with one end apart
         self._numbers = count()
 
     def pin(
@@ -28,16 +28,16 @@ class PromptPins:
     ) -> bool:
         """Keep what is cached of the prompt for so long; False if the tenant's share has no room for that, or the
         prompt has no block that could be kept."""
-        hold = self._shares.hold(core, tenant, core.chain(token_ids, extra), len(token_ids))
-        if hold is None:
+        pin = self._shares.pin(core, tenant, core.chain(token_ids, extra), len(token_ids))
+        if pin is None:
             return False
-        if not hold.num_bytes:
-            self._shares.end(core, hold)
+        if not pin.num_bytes:
+            self._shares.end(core, pin)
             return False
-        heappush(self._by_end, (self._clock() + ttl_s, next(self._numbers), hold))
+        heappush(self._by_end, (self._clock() + ttl_s, next(self._numbers), pin))
         return True
 
-    def look(self, core: EngineCore) -> None:
+    def tick(self, core: EngineCore) -> None:
         """End pins whose time is over, in each step a few."""
         now = self._clock()
         for _ in range(MOST_ENDED):

@@ -6,13 +6,13 @@ from itertools import islice
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.waiting_queue import WaitingQueue
 from kvtier.tiers.cache import TieredCache
-from kvtier.tiers.holds import Hold
+from kvtier.tiers.pins import Pin
 
 NUM_REQUESTS = 64  # at the head of the queue
 
 
 class LookAhead:
-    """Holds what is cached of the first waiting prompts in host memory, in the order of the queue, up to a budget: a
+    """Pins what is cached of the first waiting prompts in host memory, in the order of the queue, up to a budget: a
     long queue must not flush host memory. Each prompt is looked up once. Owned by the engine's thread.
     """
 
@@ -22,40 +22,40 @@ class LookAhead:
         self._most_bytes = most_bytes
         self._clock = clock
         self._lasts_s = lasts_s
-        self._holds: dict[Request, tuple[Hold | None, float]] = {}  # and until when; None: nothing to hold, or too late
+        self._pins: dict[Request, tuple[Pin | None, float]] = {}  # and until when; None: nothing to pin, or too late
 
     @property
     def num_bytes(self) -> int:
-        """Of host memory held for the queue."""
-        return sum(hold.num_bytes for hold, _ in self._holds.values() if hold is not None)
+        """Of host memory pinned for the queue."""
+        return sum(pin.num_bytes for pin, _ in self._pins.values() if pin is not None)
 
     def look(self, waiting: WaitingQueue) -> None:
-        """Begin to hold what one more prompt needs, if the budget allows; end what has lasted too long."""
-        for request, (hold, until) in self._holds.items():
-            if hold is not None and self._clock() >= until:
-                self._cache.end_hold(hold)
-                self._holds[request] = None, until
+        """Begin to pin what one more prompt needs, if the budget allows; end what has lasted too long."""
+        for request, (pin, until) in self._pins.items():
+            if pin is not None and self._clock() >= until:
+                self._cache.unpin(pin)
+                self._pins[request] = None, until
         for request in islice(waiting, NUM_REQUESTS):
-            if request not in self._holds:
+            if request not in self._pins:
                 self._begin(request)
                 return
 
     def forget(self, request: Request) -> None:
         """The request waits no longer: what was held for it is its promotion's now, or nobody's."""
-        hold, _ = self._holds.pop(request, (None, 0.0))
-        if hold is not None:
-            self._cache.end_hold(hold)
+        pin, _ = self._pins.pop(request, (None, 0.0))
+        if pin is not None:
+            self._cache.unpin(pin)
 
     def _begin(self, request: Request) -> None:
-        left = min(self._most_bytes - self.num_bytes, self._cache.free_to_hold)
+        left = min(self._most_bytes - self.num_bytes, self._cache.free_to_pin)
         if left <= 0:
             return
-        hold = None
-        if request.terms.reads_cache:
+        pin = None
+        if request.options.reads_cache:
             request.chain.extend(request.token_ids)
             hit = self._cache.lookup(request.chain, len(request.token_ids))
             if self._cache.on_device(hit).num_tokens < hit.num_tokens:
-                hold = self._cache.hold(request.chain, hit.num_tokens, left)
-                if hold is None:
+                pin = self._cache.pin(request.chain, hit.num_tokens, left)
+                if pin is None:
                     return  # its turn comes when others have gone, and nobody's before
-        self._holds[request] = hold, self._clock() + self._lasts_s
+        self._pins[request] = pin, self._clock() + self._lasts_s

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.model.sampling import Sampler, SamplingParams
-from kvtier.engine.scheduling.terms import NO_TERMS, Terms
+from kvtier.engine.scheduling.request_options import DEFAULT_OPTIONS, RequestOptions
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import BlockChain
@@ -42,7 +42,7 @@ class Request:
     sampling: SamplingParams
     chain: BlockChain  # named as far as the tokens go
     detokenizer: Detokenizer
-    terms: Terms = NO_TERMS
+    options: RequestOptions = DEFAULT_OPTIONS
     arrived_at: float = field(default_factory=time.monotonic)
     token_ids: list[int] = field(init=False)  # the prompt, then what was generated
     sampler: Sampler = field(init=False)

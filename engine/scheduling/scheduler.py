@@ -118,7 +118,7 @@ class Scheduler:
         for request in [r for r in by_priority if r.is_decoding]:
             budget -= self._add_work(request, budget, step)
         for request in [r for r in by_priority if not r.is_decoding]:
-            budget = self._let_in(step, budget, before=request.terms.priority)
+            budget = self._let_in(step, budget, before=request.options.priority)
             budget -= self._add_work(request, budget, step)
         self._let_in(step, budget)
         if self._look_ahead is not None and self.waiting:
@@ -179,7 +179,7 @@ class Scheduler:
         is_waiting = request in self.waiting
         if is_waiting:
             self.waiting.remove(request)
-        request.terms = replace(request.terms, priority=priority)
+        request.options = replace(request.options, priority=priority)
         if is_waiting:
             self.waiting.add(request)
 
@@ -190,9 +190,9 @@ class Scheduler:
 
     def _let_in(self, step: list[Work], budget: int, before: float = math.inf) -> int:
         """Admit whose turn it is, those more urgent than *before*; what is left of the budget."""
-        while budget > 0 and self.waiting and self.waiting.first.terms.priority < before:
+        while budget > 0 and self.waiting and self.waiting.first.options.priority < before:
             request = self._next()
-            if request is None or request.terms.priority >= before or not self._admit(request, step):
+            if request is None or request.options.priority >= before or not self._admit(request, step):
                 break
             budget -= self._add_work(request, budget, step)
         return budget
@@ -243,7 +243,7 @@ class Scheduler:
     def _give_way(self, request: Request, step: list[Work]) -> bool:
         """Send a less urgent request back to the queue; False if none runs."""
         victim = self._victim()
-        if victim is None or victim.terms.priority <= request.terms.priority:
+        if victim is None or victim.options.priority <= request.options.priority:
             return False
         step[:] = [work for work in step if work.request is not victim]
         self._preempt(victim)
@@ -251,11 +251,11 @@ class Scheduler:
 
     def _lookup(self, request: Request) -> Hit:
         request.chain.extend(request.token_ids)
-        if not request.terms.reads_cache:
+        if not request.options.reads_cache:
             return self._cache.no_hit(request.chain, len(request.token_ids))
         hit = self._cache.lookup(request.chain, len(request.token_ids))
-        if request.terms.max_load_tokens is not None:
-            hit = self._cache.loading_at_most(hit, request.terms.max_load_tokens)
+        if request.options.max_load_tokens is not None:
+            hit = self._cache.loading_at_most(hit, request.options.max_load_tokens)
         return self._cache.worth_loading(hit, len(request.token_ids), self._busy_s())
 
     def _busy_s(self) -> float:
@@ -323,7 +323,7 @@ class Scheduler:
         request.num_promotions = 0
         request.num_committed = promotion.num_tokens
         request.num_computed = promotion.num_tokens + promotion.num_copied
-        if request.terms.reads_cache:
+        if request.options.reads_cache:
             count = self.hit_ratio.admitted if request.tokens is None else self.hit_ratio.readmitted
             count(len(request.token_ids), request.num_computed - promotion.num_computed)
         if request.tokens is None:
@@ -412,7 +412,7 @@ class Scheduler:
 
 
 def _priority(request: Request) -> int:
-    return request.terms.priority
+    return request.options.priority
 
 
 def _left(request: Request) -> int:

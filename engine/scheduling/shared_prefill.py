@@ -18,10 +18,10 @@ class SharedPrefill:
         Not one that is less urgent, and may have to give way; nor one that does not take all that is cached: the
         request may find at once what that one computes.
         """
-        return request.terms.reads_cache and any(
+        return request.options.reads_cache and any(
             self._num_tokens_ahead(request, other) >= self._least_tokens
             for other in prefilling
-            if other.terms.takes_all_hits and other.terms.priority <= request.terms.priority
+            if other.options.takes_all_hits and other.options.priority <= request.options.priority
         )
 
     @staticmethod

@@ -7,7 +7,7 @@ from kvtier.engine.scheduling.request import Request
 
 
 class WaitingQueue:
-    """Lower numbers of `Terms.priority` are more urgent. Owned by the engine's thread."""
+    """Lower numbers of `RequestOptions.priority` are more urgent. Owned by the engine's thread."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
@@ -25,11 +25,11 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         """Behind all of the same priority."""
-        self._requests.insert(bisect_right(self._requests, request.terms.priority, key=_priority), request)
+        self._requests.insert(bisect_right(self._requests, request.options.priority, key=_priority), request)
 
     def add_again(self, request: Request) -> None:
         """Before all of the same priority: it has been running already."""
-        self._requests.insert(bisect_left(self._requests, request.terms.priority, key=_priority), request)
+        self._requests.insert(bisect_left(self._requests, request.options.priority, key=_priority), request)
 
     def remove(self, request: Request) -> None:
         """Whose turn has come, or who waits no longer. ValueError if it does not wait."""
@@ -37,4 +37,4 @@ class WaitingQueue:
 
 
 def _priority(request: Request) -> int:
-    return request.terms.priority
+    return request.options.priority

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvtier.engine.async_llm import AsyncLLM, Piece
 from kvtier.engine.model.sampling import SamplingParams
-from kvtier.engine.scheduling.terms import Terms
+from kvtier.engine.scheduling.request_options import RequestOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,11 @@ class ChoicePiece:
 
 
 async def generate(
-    llm: AsyncLLM, choices: Sequence[Sequence[Choice]], lora: str | None, cache_salt: str | None, terms: Terms
+    llm: AsyncLLM,
+    choices: Sequence[Sequence[Choice]],
+    lora: str | None,
+    cache_salt: str | None,
+    options: RequestOptions,
 ) -> AsyncGenerator[ChoicePiece, None]:
     """Pieces of all *choices*, which are grouped by prompt, until the last has ended.
 
@@ -45,9 +49,9 @@ async def generate(
                 choice.sampling,
                 lora=lora,
                 cache_salt=cache_salt,
-                skip_reading_prefix_cache=not terms.reads_cache,
-                max_load_tokens=terms.max_load_tokens,
-                priority=terms.priority,
+                skip_reading_prefix_cache=not options.reads_cache,
+                max_load_tokens=options.max_load_tokens,
+                priority=options.priority,
             )
             async with aclosing(stream):
                 async for piece in stream:

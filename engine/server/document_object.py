@@ -3,7 +3,7 @@
 import time
 
 from kvtier.engine.documents.document import Document
-from kvtier.engine.documents.shelf import Residence
+from kvtier.engine.documents.worker import Residence
 
 
 def document_object(document: Document, residence: Residence, model: str) -> dict[str, object]:

@@ -14,8 +14,8 @@ from kvtier.engine.core import EngineCore
 from kvtier.engine.documents.document import MOST_PINNED_S, Document, Form
 from kvtier.engine.documents.documents import Documents, TooManyDocuments
 from kvtier.engine.documents.draft import Draft
-from kvtier.engine.documents.holds import NoRoomToHold
 from kvtier.engine.documents.pin_shares import PinShares
+from kvtier.engine.documents.pins import NoRoomToPin
 from kvtier.engine.llm import keyed
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.connection import while_connected
@@ -174,7 +174,7 @@ async def _engine(work: Awaitable[_T], request: Request) -> _T:
 def _api_errors(service: Service) -> Iterator[None]:
     try:
         yield
-    except NoRoomToHold as error:
+    except NoRoomToPin as error:
         raise ApiError(507, str(error), code="host_memory_full") from None
     except TooManyDocuments as error:
         raise ApiError(409, str(error), code="too_many_documents") from None

@@ -16,7 +16,7 @@ from kvtier.engine.async_llm import AsyncLLM
 from kvtier.engine.core import EngineCore
 from kvtier.engine.documents.prompt_pins import PIN_S
 from kvtier.engine.llm import keyed
-from kvtier.engine.scheduling.terms import Terms
+from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.chat_reply import ChatReply
 from kvtier.engine.server.chat_request import ChatRequest
@@ -80,7 +80,7 @@ class Generation:
                 kind = ChatReply if isinstance(asked, ChatRequest) else CompletionReply
                 reply = kind(asked.model, text, asked.num_top_logprobs is not None, asked.includes_usage)
                 salt = effective_salt(tenant, asked.cache_salt, service.is_strict)
-                async with aclosing(generate(llm, choices, lora, salt, self._terms())) as pieces:
+                async with aclosing(generate(llm, choices, lora, salt, self._options())) as pieces:
                     observed = self._observed(pieces, visit)
                     if asked.kvtier.pin:
                         observed = self._pinned(observed, [group[0] for group in choices], llm, lora, salt, tenant)
@@ -95,10 +95,10 @@ class Generation:
         finally:
             self._tell(scope)
 
-    def _terms(self) -> Terms:
+    def _options(self) -> RequestOptions:
         """What it asks of the engine. Between tenants nobody is more urgent: among its own a request already was."""
-        terms = self._asked.terms
-        return terms if self._service.num_tenants <= 1 else replace(terms, priority=0)
+        options = self._asked.options
+        return options if self._service.num_tenants <= 1 else replace(options, priority=0)
 
     def _prompts(self, tokenizer: PreTrainedTokenizerBase, llm: AsyncLLM) -> list[Sequence[int]]:
         """The prompts' token ids. ApiError 400 for one that is sure to be too long, or is of no such ids."""

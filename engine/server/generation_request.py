@@ -5,7 +5,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from kvtier.engine.model.sampling import SamplingParams
-from kvtier.engine.scheduling.terms import Terms
+from kvtier.engine.scheduling.request_options import RequestOptions
 
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
@@ -110,9 +110,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         raise NotImplementedError
 
     @property
-    def terms(self) -> Terms:
+    def options(self) -> RequestOptions:
         """What it asks of queue and cache."""
-        return Terms(self.priority, not self.kvtier.skip_reading_prefix_cache, self.kvtier.max_load_tokens)
+        return RequestOptions(self.priority, not self.kvtier.skip_reading_prefix_cache, self.kvtier.max_load_tokens)
 
     def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
         """How to generate one of the *n* choices: with one seed for all they would be the same."""

@@ -137,7 +137,7 @@ class HttpServer:
         pins = PromptPins(shares)
         try:
             self.documents = await _open_documents(self.service, self.llm, shares)
-            await self.llm.attend(pins.look)
+            await self.llm.attend(pins.tick)
         except BaseException:
             await self.llm.close()
             raise

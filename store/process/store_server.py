@@ -82,7 +82,7 @@ class StoreServer:
 
     def _put_many(self, rows: Sequence[tuple[bytes, bytes, Bytes, bytes, bytes]]) -> list[bytes]:
         view = self._mappings.view
-        return self._store.put_many([Blob(key, digest, view(raw), *ties) for key, digest, raw, *ties in rows])
+        return self._store.put_many([Blob(key, digest, view(raw), *origin) for key, digest, raw, *origin in rows])
 
     def _read_many(
         self, keys: Sequence[bytes], pieces: Sequence[Bytes | int]

@@ -156,7 +156,7 @@ def test_a_file_that_is_not_toml_is_named(tmp_path):
         ({"events": {"hwm": 0}}, "$.events.hwm: Expected `int` >= 1"),
         ({"events": {"buffer_steps": 0}}, "$.events.buffer_steps: Expected `int` >= 1"),
         ({"metrics_port": 70_000}, "$.metrics_port: Expected `int` <= 65535"),
-        ({"host": {"capacity": "0"}, "disk": {"path": "x"}}, "$: disk needs host as its landing place"),
+        ({"host": {"capacity": "0"}, "disk": {"path": "x"}}, "$: disk needs host, where its blocks are read into"),
         ({"tenants": {"": {"host": 1}}}, '$: tenants."": requests without a cache_salt are no tenant'),
         ({"tenants": {"a": {"name": "x"}, "b": {"name": "x"}}}, "$: tenants: the same name twice among x, x"),
     ],

@@ -23,18 +23,18 @@ from kvtier.engine.model.poisoned_cache import PoisonedCache
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.request import Request
+from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.scheduler import MAX_PROMOTIONS, Scheduler
-from kvtier.engine.scheduling.terms import Terms
 from kvtier.store.blob_store import Blob, BlobStore, StoreStatistics
 from kvtier.store.codec.seal import charged_bytes
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import Fault
 from kvtier.tiers.cache import TieredCache
-from kvtier.tiers.holds import Hold
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.naming.block_hash import ExtraKeys
-from kvtier.tiers.up import arrivals
+from kvtier.tiers.pins import Pin
+from kvtier.tiers.up import uploads
 from kvtier.tiers.up.promotion import Hit, Promotion
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.layer_gate import LayerGate
@@ -302,7 +302,7 @@ class FuzzedEngine:
         self.tally = Tally()
         self._asked: list[Asked] = []
         self._promotions: list[Promotion] = []
-        self._holds: list[Hold] = []
+        self._pins: list[Pin] = []
         self._loras = [None, *adapters]
         self.odds = Odds(rng.choice([0.0, 0.02, 0.2]), rng.choice([0.0, 0.0, 0.03]), rng.choice([0.0, 0.02, 0.2]))
         self.timeout_s = rng.choice([0.3, 2.0])
@@ -363,7 +363,7 @@ class FuzzedEngine:
     def ask(self) -> None:
         """A request comes. The queue may refuse it."""
         rng = self.rng
-        terms = Terms(
+        options = RequestOptions(
             priority=rng.choice([0, 0, 0, -1, 5]),
             reads_cache=rng.random() > 0.05,
             max_load_tokens=rng.choice([0, 16]) if rng.random() < 0.1 else None,
@@ -373,7 +373,7 @@ class FuzzedEngine:
             cache_salt=rng.choice([None] * 7 + ["b"]), lora=None if lora is None else self.core.lora_key(lora)
         )
         sampling = SamplingParams(max_tokens=rng.choice([1, NUM_NEW]), ignore_eos=True)
-        self._asked.append(Asked(self.core.add(prompt_of(rng), sampling, extra, self.clock.now, terms), lora))
+        self._asked.append(Asked(self.core.add(prompt_of(rng), sampling, extra, self.clock.now, options), lora))
 
     def step(self) -> None:
         """One step, and all that must be true after it."""
@@ -430,9 +430,9 @@ class FuzzedEngine:
         for lane in self._queue.lanes.values():
             self.tally.num_hung += lane.num_hung
             lane.let_go()
-        for hold in self._holds:
-            self.core.cache.end_hold(hold)
-        self._holds.clear()
+        for pin in self._pins:
+            self.core.cache.unpin(pin)
+        self._pins.clear()
         self._settle()
         self.assert_nothing_leased()
         self._count()
@@ -475,13 +475,13 @@ class FuzzedEngine:
         self.clock.now += self.rng.choice([0.1, 1.0, 30.0])
 
     def _hold_or_let_go(self) -> None:
-        if self._holds and self.rng.random() < 0.5:
-            self.core.cache.end_hold(self._holds.pop(self.rng.randrange(len(self._holds))))
+        if self._pins and self.rng.random() < 0.5:
+            self.core.cache.unpin(self._pins.pop(self.rng.randrange(len(self._pins))))
             return
         token_ids = prompt_of(self.rng)
-        hold = self.core.cache.hold(self.core.chain(token_ids, ExtraKeys()), len(token_ids))
-        if hold is not None:
-            self._holds.append(hold)
+        pin = self.core.cache.pin(self.core.chain(token_ids, ExtraKeys()), len(token_ids))
+        if pin is not None:
+            self._pins.append(pin)
 
     def _change_the_disk(self) -> None:
         assert self.store is not None
@@ -523,7 +523,7 @@ class FuzzedEngine:
         self._patch.setattr(engine_core, "TieredCache", partial(self._cache, TieredCache))
         self._patch.setattr(engine_core, "PoisonedCache", partial(self._cache, PoisonedCache))
         self._patch.setattr(engine_core, "Scheduler", self._scheduler)
-        self._patch.setattr(arrivals, "BY_LAYERS_BYTES", 0)
+        self._patch.setattr(uploads, "BY_LAYERS_BYTES", 0)
         self._patch.setattr(LayerGate, "wait", self._waiting())
         tables = {
             "device": self._device,

@@ -486,14 +486,14 @@ def test_a_reset_that_the_store_refuses_says_so_and_changes_nothing() -> None:
     w = world(store=UnforgettingStore(100 * CHARGE))
     read(w, "a")
     w.flush()
-    hold = w.cache.hold(w.chain("a", DOCUMENT), DOCUMENT)
-    assert hold is not None
-    assert hold.is_whole
+    pin = w.cache.pin(w.chain("a", DOCUMENT), DOCUMENT)
+    assert pin is not None
+    assert pin.is_whole
 
     assert not w.cache.reset()
 
     assert w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1).num_tokens == DOCUMENT
-    assert hold.is_whole
+    assert pin.is_whole
     w.check()
 
 

@@ -12,13 +12,13 @@ from chaos import World
 from kvtier.store.blob_store import BlobStore
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers import holds
-from kvtier.tiers.holds import Hold
+from kvtier.tiers import pins
 from kvtier.tiers.lower import refreshes
 from kvtier.tiers.lower.tenants import tenant_of
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
-from kvtier.tiers.up import arrivals, landings, promoter
+from kvtier.tiers.pins import Pin
+from kvtier.tiers.up import disk_reads, promoter, uploads
 from kvtier.tiers.up.promotion import Promotion, Tables
 
 BLOCK_SIZE = 4
@@ -52,7 +52,7 @@ class Simulation:
         self.cache = world.cache
         self.groups = groups
         self.readers: list[Reader] = []
-        self.holds: list[Hold] = []
+        self.holds: list[Pin] = []
         self.hits = 0
         self.copies = 0
         self.splits = 0
@@ -174,14 +174,14 @@ class Simulation:
 
     def hold_or_let_go(self) -> None:
         if self.holds and self.rng.random() < 0.6:
-            hold = self.rng.choice(self.holds)
-            self.holds.remove(hold)
-            self.whole += hold.is_whole and hold.num_bytes > 0
-            self.cache.end_hold(hold)
+            pin = self.rng.choice(self.holds)
+            self.holds.remove(pin)
+            self.whole += pin.is_whole and pin.num_bytes > 0
+            self.cache.unpin(pin)
         num_tokens = self.rng.randrange(1, 60)
-        hold = self.cache.hold(self.world.chain(self.rng.choice(DOCUMENTS), num_tokens), num_tokens)
-        if hold is not None:
-            self.holds.append(hold)
+        pin = self.cache.pin(self.world.chain(self.rng.choice(DOCUMENTS), num_tokens), num_tokens)
+        if pin is not None:
+            self.holds.append(pin)
 
     def stir(self) -> None:
         for lane in self.world.lanes.values():
@@ -199,8 +199,8 @@ class Simulation:
     def finish(self) -> None:
         """Everybody leaves; nothing may be left leased or under way, and everything still has its bytes."""
         self.world.settle()
-        for hold in self.holds:
-            self.cache.end_hold(hold)
+        for pin in self.holds:
+            self.cache.unpin(pin)
         for reader in self.readers:
             if reader.tables is None or reader.is_split:
                 self.cache.cancel(reader.promotion)
@@ -214,7 +214,7 @@ class Simulation:
 
 @pytest.fixture(autouse=True)
 def _small_blocks_come_by_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "BY_LAYERS_BYTES", 0)
+    monkeypatch.setattr(uploads, "BY_LAYERS_BYTES", 0)
 
 
 def rot(store: MemoryStore, key: bytes, rng: random.Random) -> None:
@@ -238,9 +238,9 @@ DISK_QUOTAS = {tenant_of(document): 5 * 4608 for document in DOCUMENTS[:4]}
 PARTS = [  # what is done at once, and how much is under way at most
     (promoter, "PART", [1, 3, 128]),
     (promoter, "MOST_UNDER_WAY", [1, 4, 512]),
-    (holds, "PART", [1, 3, 128]),
-    (holds, "MOST_UNDER_WAY", [1, 4, 512]),
-    (landings, "BATCH_BLOCKS", [1, 2, 64]),
+    (pins, "PART", [1, 3, 128]),
+    (pins, "MOST_UNDER_WAY", [1, 4, 512]),
+    (disk_reads, "BATCH_BLOCKS", [1, 2, 64]),
     (refreshes, "PART", [1, 3, 128]),
 ]
 

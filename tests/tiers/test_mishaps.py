@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 from chaos import World
-from held_blocks import held, host_blocks, on_disk_only, until_whole
+from pinned_blocks import held, host_blocks, on_disk_only, until_whole
 from small_cache import BLOCK_BYTES, BLOCK_SIZE, CHARGE, DOCUMENT, balance, read, world
 
 from kvtier.store.blob_store import Blob, StoreFull
@@ -15,7 +15,7 @@ from kvtier.tiers.lower.breaker import MAX_FAILURES, REST_S
 from kvtier.tiers.lower.tenants import tenant_of
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.tiers.up import arrivals, landings
+from kvtier.tiers.up import disk_reads, uploads
 from kvtier.tiers.up.promotion import Promotion
 from kvtier.transfer.transfer_engine import Route, RouteStatistics
 
@@ -100,7 +100,7 @@ def test_a_write_that_found_its_lane_full_leaves_the_probe_to_the_next() -> None
 @pytest.fixture
 def by_layers(monkeypatch: pytest.MonkeyPatch) -> World:
     """A world in which document "a" is in host memory only, and comes up layer by layer."""
-    monkeypatch.setattr(arrivals, "BY_LAYERS_BYTES", 0)
+    monkeypatch.setattr(uploads, "BY_LAYERS_BYTES", 0)
     w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 40, None, world().rng, by_layers=True)
     read(w, "a")
     leave_the_device(w, "a")
@@ -157,9 +157,9 @@ def test_a_device_block_whose_host_copy_was_evicted_is_copied_down_again_before_
     w.lanes[Route.HOST_TO_DISK].failing = 1.0
     for document in "abc":  # a host of two documents, into each of which one is brought
         read(w, document)
-        hold = held(w, document)
-        until_whole(w, hold)
-        w.cache.end_hold(hold)
+        pin = held(w, document)
+        until_whole(w, pin)
+        w.cache.unpin(pin)
     assert host_blocks(w, "a") == 0
     assert places(w, "a") == [Tier.DEVICE] * NUM_BLOCKS
 
@@ -178,9 +178,9 @@ def test_a_device_block_whose_record_was_found_bad_is_copied_down_again_before_i
     w.flush()
     for document in "bc":  # host memory forgets the document, the device does not
         read(w, document)
-        hold = held(w, document)
-        until_whole(w, hold)
-        w.cache.end_hold(hold)
+        pin = held(w, document)
+        until_whole(w, pin)
+        w.cache.unpin(pin)
     w.flush()
     assert host_blocks(w, "a") == 0
     assert places(w, "a") == [Tier.DEVICE] * NUM_BLOCKS
@@ -189,9 +189,9 @@ def test_a_device_block_whose_record_was_found_bad_is_copied_down_again_before_i
     else:
         rot(store)
 
-    hold = held(w, "a")
+    pin = held(w, "a")
     w.settle()  # the records are read, and found bad
-    w.cache.end_hold(hold)
+    w.cache.unpin(pin)
     w.check()
     found = w.cache.statistics().tiers[Tier.DISK].corrupt
     assert sum(found.values()) == (0 if fault == "missing" else NUM_BLOCKS)
@@ -214,17 +214,17 @@ def test_a_held_block_whose_read_failed_is_not_whole_and_is_read_again() -> None
     w = world(num_device_slots=16, num_host_slots=40)
     on_disk_only(w, "a")
     w.lanes[Route.DISK_TO_HOST].failing = 1.0
-    hold = held(w, "a")
+    pin = held(w, "a")
     w.cache.poll()
     w.settle()
-    assert not hold.is_whole
+    assert not pin.is_whole
     assert host_blocks(w, "a") == 0
 
     w.lanes[Route.DISK_TO_HOST].failing = 0.0
-    until_whole(w, hold)
+    until_whole(w, pin)
 
     assert host_blocks(w, "a") == NUM_BLOCKS
-    w.cache.end_hold(hold)
+    w.cache.unpin(pin)
     w.check()
 
 
@@ -235,8 +235,8 @@ def test_a_block_that_was_forgotten_on_its_way_to_host_memory_is_not_found_there
     assert tables is not None
     w.compute(tables, chain, 0, DOCUMENT)
     w.cache.release(tables)
-    hold = held(w, "a")  # starts its copies to host memory
-    w.cache.end_hold(hold)
+    pin = held(w, "a")  # starts its copies to host memory
+    w.cache.unpin(pin)
     assert w.lanes[Route.DEVICE_TO_HOST].num_pending > 0
 
     w.cache.evict_blocks(chain.names)
@@ -249,7 +249,7 @@ def test_a_block_that_was_forgotten_on_its_way_to_host_memory_is_not_found_there
 def test_a_block_that_was_forgotten_on_its_way_to_disk_leaves_no_mark_on_who_comes_after_it() -> None:
     w = world(num_device_slots=16, num_host_slots=40)
     read(w, "a")
-    hold = held(w, "a")
+    pin = held(w, "a")
     for _ in range(10):
         w.clock.now += 0.1
         w.cache.poll()
@@ -257,7 +257,7 @@ def test_a_block_that_was_forgotten_on_its_way_to_disk_leaves_no_mark_on_who_com
     w.cache.poll()
     w.cache.spill()
     assert w.lanes[Route.HOST_TO_DISK].num_pending > 0
-    w.cache.end_hold(hold)
+    w.cache.unpin(pin)
 
     w.cache.evict_blocks(w.chain("a", DOCUMENT).names)
     w.settle()
@@ -271,7 +271,7 @@ def test_a_copy_down_that_failed_is_not_found_and_the_bus_is_left_alone_for_a_wh
     w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 40, None, world().rng)
     computed(w, "a")
     w.lanes[Route.DEVICE_TO_HOST].failing = 1.0
-    hold = held(w, "a")
+    pin = held(w, "a")
     w.settle()
     num_failed = moved(w, Route.DEVICE_TO_HOST).num_failed
 
@@ -283,8 +283,8 @@ def test_a_copy_down_that_failed_is_not_found_and_the_bus_is_left_alone_for_a_wh
     assert host_blocks(w, "a") == 0
     w.lanes[Route.DEVICE_TO_HOST].failing = 0.0
     w.clock.now += BACK_OFF_S
-    until_whole(w, hold)
-    w.cache.end_hold(hold)
+    until_whole(w, pin)
+    w.cache.unpin(pin)
 
 
 def computed(w: World, document: str) -> None:
@@ -302,15 +302,15 @@ def moved(w: World, route: Route) -> RouteStatistics:
 def test_a_block_on_its_way_down_is_not_copied_a_second_time() -> None:
     w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 40, None, world().rng)
     computed(w, "a")
-    hold = held(w, "a")
+    pin = held(w, "a")
     for _ in range(5):  # while its copies are under way
         w.clock.now += 0.1
         w.cache.poll()
 
-    until_whole(w, hold)
+    until_whole(w, pin)
 
     assert moved(w, Route.DEVICE_TO_HOST).num_bytes == NUM_BLOCKS * BLOCK_BYTES
-    w.cache.end_hold(hold)
+    w.cache.unpin(pin)
 
 
 def test_an_upload_and_a_verification_that_found_the_lane_full_have_their_turn(by_layers: World) -> None:
@@ -366,11 +366,11 @@ def test_a_copy_by_layers_that_breaks_off_publishes_nothing(by_layers: World, mo
 
 
 def test_what_is_partly_on_disk_does_not_come_by_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "BY_LAYERS_BYTES", 0)
+    monkeypatch.setattr(uploads, "BY_LAYERS_BYTES", 0)
     groups = [FullAttention(BLOCK_SIZE)]
     w = World(groups, [BLOCK_BYTES], 16, 40, MemoryStore(100 * CHARGE), world().rng, by_layers=True)
     on_disk_only(w, "a")
-    half = w.cache.hold(w.chain("a", DOCUMENT // 2), DOCUMENT // 2)
+    half = w.cache.pin(w.chain("a", DOCUMENT // 2), DOCUMENT // 2)
     assert half is not None
     until_whole(w, half)
 
@@ -380,12 +380,12 @@ def test_what_is_partly_on_disk_does_not_come_by_layers(monkeypatch: pytest.Monk
     assert promotion.gate is None
     assert balance(promotion) == (0, DOCUMENT // 2, DOCUMENT // 2, 1)
     w.cache.release(promotion.tables)
-    w.cache.end_hold(half)
+    w.cache.unpin(half)
     w.check()
 
 
 def test_queued_reads_fail_as_soon_as_the_disk_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landings, "BATCH_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(disk_reads, "BATCH_BYTES", BLOCK_BYTES)
     w = world(num_device_slots=16, num_host_slots=40)
     on_disk_only(w, "a")
     w.lanes[Route.DISK_TO_HOST].capacity = 1
@@ -400,17 +400,17 @@ def test_queued_reads_fail_as_soon_as_the_disk_is_left_alone(monkeypatch: pytest
 
 
 def test_what_may_come_later_keeps_one_reader_busy_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landings, "BATCH_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(disk_reads, "BATCH_BYTES", BLOCK_BYTES)
     w = world(num_device_slots=16, num_host_slots=40)
     on_disk_only(w, "a")
 
-    hold = held(w, "a")
+    pin = held(w, "a")
     for _ in range(3):
         w.cache.poll()
 
     assert w.lanes[Route.DISK_TO_HOST].num_pending == 1
-    until_whole(w, hold)
-    w.cache.end_hold(hold)
+    until_whole(w, pin)
+    w.cache.unpin(pin)
 
 
 def test_a_held_block_that_a_promotion_wants_now_is_read_before_what_is_only_held() -> None:
@@ -418,7 +418,7 @@ def test_a_held_block_that_a_promotion_wants_now_is_read_before_what_is_only_hel
     on_disk_only(w, "a")
     on_disk_only(w, "b")
     w.lanes[Route.DISK_TO_HOST].capacity = 0
-    holds = [held(w, "a"), held(w, "b")]
+    pins = [held(w, "a"), held(w, "b")]
     promotion = promote(w, "b")
     w.lanes[Route.DISK_TO_HOST].capacity = 1
 
@@ -429,8 +429,8 @@ def test_a_held_block_that_a_promotion_wants_now_is_read_before_what_is_only_hel
     assert (host_blocks(w, "a"), host_blocks(w, "b")) == (0, NUM_BLOCKS)
     w.settle()
     w.cache.release(promotion.tables)
-    for hold in holds:
-        w.cache.end_hold(hold)
+    for pin in pins:
+        w.cache.unpin(pin)
 
 
 def full_of_what_cannot_be_written(num_host_slots: int) -> World:
@@ -448,7 +448,7 @@ def full_of_what_cannot_be_written(num_host_slots: int) -> World:
 def test_a_read_takes_the_room_of_what_cannot_be_written_and_what_is_only_held_does_not() -> None:
     w = full_of_what_cannot_be_written(num_host_slots=20)
     dropped = w.cache.statistics().tiers[Tier.HOST].dropped_spills
-    hold = held(w, "a")
+    pin = held(w, "a")
     w.settle()
     dropped_for_hold = w.cache.statistics().tiers[Tier.HOST].dropped_spills
     promotion = promote(w, "a")
@@ -458,7 +458,7 @@ def test_a_read_takes_the_room_of_what_cannot_be_written_and_what_is_only_held_d
     assert promotion.done
     assert balance(promotion)[2] == DOCUMENT
     w.cache.release(promotion.tables)
-    w.cache.end_hold(hold)
+    w.cache.unpin(pin)
     w.check()
 
 
@@ -477,7 +477,7 @@ def test_a_disk_that_is_only_busy_loses_no_block_of_host_memory() -> None:
 def test_a_write_that_hangs_is_a_disk_to_be_left_alone() -> None:
     w = world(num_device_slots=16, num_host_slots=40)
     computed(w, "a")
-    hold = held(w, "a")
+    pin = held(w, "a")
     for _ in range(10):
         w.clock.now += 0.1
         w.lanes[Route.DEVICE_TO_HOST].stir(1.0)
@@ -490,7 +490,7 @@ def test_a_write_that_hangs_is_a_disk_to_be_left_alone() -> None:
 
     assert breakers(w)["write"] == "open"
     w.settle()
-    w.cache.end_hold(hold)
+    w.cache.unpin(pin)
     w.check()
 
 
@@ -578,10 +578,10 @@ def test_what_comes_from_disk_keeps_its_tenant_within_the_quota(how: str, quota:
             assert balance(promotion)[2] == DOCUMENT
             w.cache.release(promotion.tables)
         else:
-            hold = held(w, document)
-            until_whole(w, hold)
+            pin = held(w, document)
+            until_whole(w, pin)
             held_bytes = w.cache.statistics().host_tenants[tenant]
-            w.cache.end_hold(hold)
+            w.cache.unpin(pin)
             assert held_bytes == NUM_BLOCKS * BLOCK_BYTES  # the older one had to go, what is held may not
 
     if how == "promoted":
@@ -592,9 +592,9 @@ def test_what_comes_from_disk_keeps_its_tenant_within_the_quota(how: str, quota:
 def test_what_was_held_is_forgotten_from_its_tail() -> None:
     w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 20, None, world().rng)
     computed(w, "a")
-    hold = held(w, "a")
-    until_whole(w, hold)
-    w.cache.end_hold(hold)
+    pin = held(w, "a")
+    until_whole(w, pin)
+    w.cache.unpin(pin)
     leave_the_device(w, "a")
 
     for number in range(20):
@@ -609,9 +609,9 @@ def test_a_device_block_whose_record_was_evicted_is_copied_down_again_before_it_
     w = world(num_device_slots=40, num_host_slots=20, store=MemoryStore(20 * CHARGE))
     for document in "abc":  # a host and a disk of two documents each
         read(w, document)
-        hold = held(w, document)
-        until_whole(w, hold)
-        w.cache.end_hold(hold)
+        pin = held(w, document)
+        until_whole(w, pin)
+        w.cache.unpin(pin)
         for _ in range(3):
             w.cache.spill()
             w.settle()
@@ -630,9 +630,9 @@ def test_a_slot_is_taken_from_a_block_with_a_copy_below_before_an_older_one_with
     w.compute(tables, w.chain("older", 2 * BLOCK_SIZE), 0, 2 * BLOCK_SIZE)
     w.cache.release(tables)
     computed(w, "a")
-    hold = held(w, "a")
-    until_whole(w, hold)
-    w.cache.end_hold(hold)
+    pin = held(w, "a")
+    until_whole(w, pin)
+    w.cache.unpin(pin)
     w.lanes[Route.DEVICE_TO_HOST].capacity = 0
 
     assert w.cache.allocate([24 - 2 - NUM_BLOCKS + 3]) is not None

@@ -9,14 +9,14 @@ from small_cache import BLOCK_BYTES, BLOCK_SIZE, CHARGE, compute_and_leave, read
 from kvtier.store.blob_store import Blob
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
-from kvtier.tiers import cache, holds
+from kvtier.tiers import cache, pins
 from kvtier.tiers.device.block_pool import BlockPool
-from kvtier.tiers.holds import Hold
 from kvtier.tiers.lower import refreshes
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.tiers.up import arrivals, landings, promoter
+from kvtier.tiers.pins import Pin
+from kvtier.tiers.up import disk_reads, promoter, uploads
 from kvtier.tiers.up.promotion import Promotion
 from kvtier.transfer.transfer_engine import Route
 
@@ -28,8 +28,8 @@ DOCUMENT = NUM_BLOCKS * BLOCK_SIZE
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promoter, "PART", 4)
     monkeypatch.setattr(promoter, "MOST_UNDER_WAY", 10)
-    monkeypatch.setattr(holds, "PART", 4)
-    monkeypatch.setattr(holds, "MOST_UNDER_WAY", 10)
+    monkeypatch.setattr(pins, "PART", 4)
+    monkeypatch.setattr(pins, "MOST_UNDER_WAY", 10)
     monkeypatch.setattr(refreshes, "PART", 4)
 
 
@@ -201,7 +201,7 @@ def test_nothing_behind_a_block_that_cannot_be_had_is_begun() -> None:
 
 
 def test_a_long_prefix_comes_by_layers_once_all_of_it_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "BY_LAYERS_BYTES", 0)
+    monkeypatch.setattr(uploads, "BY_LAYERS_BYTES", 0)
     w = world(by_layers=True)
     in_host(w, "a")
 
@@ -219,7 +219,7 @@ def test_a_long_prefix_comes_by_layers_once_all_of_it_is_under_way(monkeypatch: 
 
 
 def test_who_leaves_a_long_prefix_before_it_comes_by_layers_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "BY_LAYERS_BYTES", 0)
+    monkeypatch.setattr(uploads, "BY_LAYERS_BYTES", 0)
     w = world(by_layers=True)
     in_host(w, "a")
     promotion, other = promote(w, "a"), promote(w, "a")
@@ -247,8 +247,8 @@ def test_of_a_long_prefix_that_came_up_host_memory_forgets_the_tail_first() -> N
     assert [name for name in order if name in promotion.chain.names] == promotion.chain.names[::-1]
 
 
-def hold(w: World, document: str) -> Hold:
-    there = w.cache.hold(w.chain(document, DOCUMENT), DOCUMENT)
+def pin(w: World, document: str) -> Pin:
+    there = w.cache.pin(w.chain(document, DOCUMENT), DOCUMENT)
     assert there is not None
     return there
 
@@ -260,7 +260,7 @@ def test_a_long_prefix_that_is_held_is_looked_through_in_parts(monkeypatch: pyte
     is_on_disk = DiskTier.holds
     monkeypatch.setattr(DiskTier, "holds", lambda self, *block: asked.append(block) or is_on_disk(self, *block))
 
-    there = hold(w, "a")
+    there = pin(w, "a")
     counts = [len(asked)]
     for _ in range(200):
         asked.clear()
@@ -273,15 +273,15 @@ def test_a_long_prefix_that_is_held_is_looked_through_in_parts(monkeypatch: pyte
 
     assert there.is_whole
     assert max(counts) <= 4 + 4  # the second: refreshes of what has come
-    w.cache.end_hold(there)
+    w.cache.unpin(there)
     w.check()
 
 
 def test_every_hold_has_its_turn_beside_a_long_one_that_never_becomes_whole() -> None:
     w = world(num_host_slots=400)
-    never = [hold(w, "nowhere"), hold(w, "never")]
+    never = [pin(w, "nowhere"), pin(w, "never")]
     on_disk(w, "a")
-    there = hold(w, "a")
+    there = pin(w, "a")
 
     for _ in range(300):
         w.clock.now += 0.01
@@ -289,7 +289,7 @@ def test_every_hold_has_its_turn_beside_a_long_one_that_never_becomes_whole() ->
 
     assert there.is_whole
     for each in (*never, there):
-        w.cache.end_hold(each)
+        w.cache.unpin(each)
     w.check()
 
 
@@ -323,7 +323,7 @@ def test_a_poll_takes_in_what_has_finished_for_a_moment_only_and_the_next_one_go
 ) -> None:
     monkeypatch.setattr(promoter, "PART", NUM_BLOCKS)
     monkeypatch.setattr(promoter, "MOST_UNDER_WAY", NUM_BLOCKS)
-    monkeypatch.setattr(landings, "BATCH_BLOCKS", 10)
+    monkeypatch.setattr(disk_reads, "BATCH_BLOCKS", 10)
     w = world()
     on_disk(w, "a")
     promotion = promote(w, "a")

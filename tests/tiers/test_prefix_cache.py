@@ -174,7 +174,7 @@ class Desk(World):
             tail, start = reader.chain.tail_name(reader.num_computed), reader.num_computed // self.cache.block_size
             self.tails.add(tail)
             token_ids = reader.token_ids[start * self.cache.block_size : reader.num_computed]
-            self.origin[tail] = reader.chain.sibling_key(start), token_ids
+            self.origin[tail] = reader.chain.continued_key(start), token_ids
             self.cache.commit_tail(reader.tables, reader.chain, reader.num_computed)
             self.cache.release(reader.tables)
             self.check()
@@ -187,7 +187,7 @@ class Desk(World):
                 kv = kv_bytes(group_id, token_ids, chain.extra)
                 for i, name in enumerate(names):
                     block = token_ids[i * group.block_size : (i + 1) * group.block_size]
-                    self.origin[name] = chain.sibling_key(i), block
+                    self.origin[name] = chain.continued_key(i), block
                     self.written[group_id, name] = kv[i * group.block_size : (i + 1) * group.block_size].ravel()
 
     def check_bytes(self, reader: Reader) -> None:
@@ -1790,9 +1790,9 @@ class Crowd:
             return next((start + i for i, name in enumerate(names) if (group_id, name) not in everywhere), end)
 
         num_tokens = longest_hit(len(token_ids) - 1, cache.groups, first_hole)
-        if cache._residency.siblings is None:
+        if cache._residency.partial_matches is None:
             return num_tokens, 0
-        best, key = 0, chain.sibling_key(num_tokens // cache.block_size)
+        best, key = 0, chain.continued_key(num_tokens // cache.block_size)
         for candidate in self.everything_on_device():
             its_key, its_tokens = candidate
             wanted = token_ids[num_tokens : min(num_tokens + cache.block_size, len(token_ids) - 1)]

@@ -21,7 +21,7 @@ from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 BATCH_BYTES = 8 << 20
-MOST_IN_BATCH = 128  # blocks: half a millisecond's work of the owner when they have landed …
+MOST_IN_BATCH = 128  # blocks: half a millisecond's work of the owner when they have been copied …
 MOST_IN_DISK_BATCH = 64  # … also where each is asked about on its way to disk
 MOST_STARTED = 256  # blocks in one call: the rest in the next
 MOST_BEYOND = 64  # the part of the device's slots that may be copied down before their time comes, for larger batches
@@ -66,7 +66,7 @@ class Spiller:
     """Copies blocks down while lanes are idle. Owned by the cache's thread.
 
     From the device go only blocks among the oldest `CleanAhead.num_blocks`: what is asked for again before that costs
-    nothing, and host memory holds what the device does not. From the host goes everything, oldest arrival first:
+    nothing, and host memory holds what the device does not. From the host goes everything, what came first goes first:
     nearly all of it would have to in the end, and a host that is clean never keeps a load waiting.
     """
 
@@ -85,7 +85,7 @@ class Spiller:
         self._transfers = transfers
         self._window = window
         self._clock = clock
-        self.num_stored = 0  # blocks that have landed on disk
+        self.num_stored = 0  # blocks that have been written to disk
         self._in_flight: dict[Route, list[Batch]] = {Route.DEVICE_TO_HOST: [], Route.HOST_TO_DISK: []}
         self._ended_at = dict.fromkeys(self._in_flight, float("-inf"))  # when a batch last did
         self._not_before = 0.0
@@ -355,7 +355,7 @@ class Spiller:
                 digest = digest_among(memory.num_copiers)
                 return [digest(memory.host_block(slot)) for slot in lower_slots]
 
-            return copy_down, lambda transfer: self._landed_in_host(batch, transfer)
+            return copy_down, lambda transfer: self._copied_to_host(batch, transfer)
 
         disk = self._residency.disk
         assert disk is not None, "a route to disk without a disk"
@@ -366,32 +366,32 @@ class Spiller:
                 disk.key(batch.group_id, name),
                 digest_of(slot),
                 memory.host_block(slot),
-                b"" if ties.parent is None else disk.key(batch.group_id, ties.parent),
-                ties.tenant,
+                b"" if origin.parent is None else disk.key(batch.group_id, origin.parent),
+                origin.tenant,
             )
             for name, slot in zip(batch.names, slots, strict=True)
-            for ties in [self._residency.ties_in_host(batch.group_id, slot)]
+            for origin in [self._residency.origin_in_host(batch.group_id, slot)]
         ]
-        return lambda: disk.write(blobs), lambda transfer: self._landed_on_disk(batch, transfer)
+        return lambda: disk.write(blobs), lambda transfer: self._written_to_disk(batch, transfer)
 
-    def _landed_in_host(self, batch: Batch, transfer: Transfer) -> None:
+    def _copied_to_host(self, batch: Batch, transfer: Transfer) -> None:
         host, device = self._residency.host, self._residency.device
-        assert host is not None, "a batch landed in a host tier that is not there"
+        assert host is not None, "a batch was copied to a host tier that is not there"
         if transfer.error is None:
             self._window.spilled(self._clock() - batch.submitted_at)
             pool = device.pools[batch.group_id]
             is_there = pool.spots(batch.upper_slots) == batch.spots  # else it was evicted on purpose meanwhile
             rows = batch.rows if is_there.all() else [row for row in _single_rows(batch.rows) if is_there[row.start]]
-            landed = [self._row_landed(batch, row, transfer.result) for row in rows]
+            copied = [self._row_copied(batch, row, transfer.result) for row in rows]
             if self._residency.disk is not None:
-                self._residency.used_in_host(batch.group_id, np.concatenate([NOTHING, *landed]).tolist())
+                self._residency.used_in_host(batch.group_id, np.concatenate([NOTHING, *copied]).tolist())
             device.dirty[batch.group_id].remove(batch.upper_slots[is_there])
         self._end(Route.DEVICE_TO_HOST, batch, transfer.error)
         if self._residency.tenants.any_quotas:
             for number in np.unique(batch.tenants).tolist():
                 self._residency.keep_quota(batch.group_id, tenant_with(number))
 
-    def _row_landed(self, batch: Batch, row: Row, digests: Sequence[bytes]) -> Ids:
+    def _row_copied(self, batch: Batch, row: Row, digests: Sequence[bytes]) -> Ids:
         """A row of the batch is in host memory; its slots there, without those of blocks that another slot has."""
         slots = batch.lower_slots[row.start : row.end]
         names = row.names[::-1] if row.parent is None else [row.parent, *reversed(row.names)]
@@ -405,12 +405,12 @@ class Spiller:
         )
         return np.delete(slots, [len(slots) - 1 - place for place in taken]) if taken else slots
 
-    def _landed_on_disk(self, batch: Batch, transfer: Transfer) -> None:
+    def _written_to_disk(self, batch: Batch, transfer: Transfer) -> None:
         host, disk = self._residency.host, self._residency.disk
         assert host is not None, "a batch left a host tier that is not there"
-        assert disk is not None, "a batch landed on a disk that is not there"
+        assert disk is not None, "a batch was written to a disk that is not there"
         if transfer.error is None:
-            disk.landed(transfer.result)
+            disk.on_written(transfer.result)
             self.num_stored += len(batch.names)
             is_there = host.pools[batch.group_id].spots(batch.upper_slots) == batch.spots
             host.dirty[batch.group_id].remove(batch.upper_slots[is_there])

@@ -50,12 +50,12 @@ class DiskProbe:
             Route.DISK_TO_HOST,
             lambda: disk.read([key], [memory]),
             0,  # says nothing of how fast the disk is
-            lambda transfer: self._landed(block, transfer),
+            lambda transfer: self._probed(block, transfer),
         ):
             del self._under_way[block]
             disk.reading.withdrawn(attempt)
 
-    def _landed(self, block: Block, transfer: Transfer) -> None:
+    def _probed(self, block: Block, transfer: Transfer) -> None:
         disk = self._residency.disk
         assert disk is not None, "a probe of no disk"
         attempt, _ = self._under_way.pop(block)

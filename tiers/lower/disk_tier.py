@@ -100,8 +100,8 @@ class DiskTier:
         """Whether a batch would be worth a try now."""
         return self.is_open and self.writing.allows()
 
-    def landed(self, written: Written) -> None:
-        """Take in what a batch did; others may have landed that came after it."""
+    def on_written(self, written: Written) -> None:
+        """Take in what a batch did; others that came after it may have been written."""
         if written.number < self._latest_number:
             return
         total_bytes = written.statistics.written_bytes_total

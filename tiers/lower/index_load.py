@@ -61,7 +61,7 @@ class IndexLoad:
         # First: a lane without threads reads while it is given the page.
         self._reading = page
         if not self._transfers.submit(
-            Route.DISK_TO_HOST, self._disk.read_index, 0, lambda transfer: self._landed(transfer, page)
+            Route.DISK_TO_HOST, self._disk.read_index, 0, lambda transfer: self._page_read(transfer, page)
         ):
             self._reading = None
             self._disk.reading.withdrawn(attempt)
@@ -73,7 +73,7 @@ class IndexLoad:
             self._disk.begin_index_again()
             self._reading = None
 
-    def _landed(self, transfer: Transfer, page: _Page) -> None:
+    def _page_read(self, transfer: Transfer, page: _Page) -> None:
         if page is not self._reading:
             return  # another walk has begun
         if page.opening != self._disk.opening() or isinstance(transfer.error, LaneClosed | StoreUnavailable):

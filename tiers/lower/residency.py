@@ -12,13 +12,13 @@ import numpy.typing as npt
 from kvtier.store.record import DIGEST_BYTES, Fault
 from kvtier.tiers.device.block_pool import ABSENT, NOTHING, BlockPool, Ids, Slots
 from kvtier.tiers.device.dirty_marks import DirtyMarks
-from kvtier.tiers.device.siblings import Siblings
+from kvtier.tiers.device.partial_matches import PartialMatches
 from kvtier.tiers.lower.admission import Admission
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventLog
 from kvtier.tiers.lower.ghosts import Ghosts
 from kvtier.tiers.lower.host_blocks import HostBlocks
-from kvtier.tiers.lower.tenants import OwnerNumbers, Tenants, Ties, number_of, tenant_of, tenant_with
+from kvtier.tiers.lower.tenants import Origin, OwnerNumbers, Tenants, number_of, tenant_of, tenant_with
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, TokenIds
 from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.naming.tier import Reason, Tier
@@ -104,11 +104,11 @@ class Residency:
         groups: Sequence[AttentionGroup],
         block_bytes: Sequence[int],
         tenants: Tenants,
-        siblings: Siblings | None = None,
-        siblings_group: int = 0,
+        partial_matches: PartialMatches | None = None,
+        partial_group: int = 0,
         events: EventLog | None = None,
     ) -> None:
-        """*siblings* describes the device blocks of one group; *block_bytes* are the groups'."""
+        """*partial_matches* describes the device blocks of one group; *block_bytes* are the groups'."""
         self.device = device
         self.host = host
         self.disk = disk
@@ -121,8 +121,8 @@ class Residency:
         if disk is not None:
             num_blocks = disk.latest.capacity_bytes * len(block_bytes) // sum(block_bytes)
             self.admission = Admission(disk.budget, num_blocks, self._will_be_on_disk)
-        self.siblings = siblings
-        self._siblings_group = siblings_group
+        self.partial_matches = partial_matches
+        self._partial_group = partial_group
         self._events = events
         self.is_cut_off = False  # the lane to the device hangs: what is below it cannot be had
         self._ghosts = Ghosts(NUM_GHOSTS)
@@ -239,8 +239,8 @@ class Residency:
         if self.device.is_spilled:
             self.device.mark_dirty(group_id, slots)
         self.tenants.computed(group_id, slots, tenant_of(chain.extra.cache_salt))
-        if self.siblings is not None and group_id == self._siblings_group:
-            self.siblings.record(slots, chain, start)
+        if self.partial_matches is not None and group_id == self._partial_group:
+            self.partial_matches.record(slots, chain, start)
         if self._events is not None:
             step = self._block_sizes[group_id] // chain.block_size
             names = chain.names[(start + 1) * step - 1 : (start + len(slots)) * step : step]
@@ -248,9 +248,9 @@ class Residency:
 
     def committed_tail(self, group_id: int, slot: int, name: BlockName, key: bytes, token_ids: TokenIds) -> None:
         """The slot's block, of which only the first tokens are computed, has been named. It stays on the device."""
-        assert self.siblings is not None, "only siblings find such a block"
-        if group_id == self._siblings_group:
-            self.siblings.record_tail(slot, key, token_ids)
+        assert self.partial_matches is not None, "only a partial match finds such a block"
+        if group_id == self._partial_group:
+            self.partial_matches.record_tail(slot, key, token_ids)
         if self._events is not None:
             self._tails[group_id].add(name)
 
@@ -300,11 +300,11 @@ class Residency:
         start: int,
     ) -> None:
         self.tenants.computed(group_id, slots, tenant)
-        if self.siblings is not None and group_id == self._siblings_group:
+        if self.partial_matches is not None and group_id == self._partial_group:
             if chain is not None:
-                self.siblings.record(slots, chain, start)
+                self.partial_matches.record(slots, chain, start)
             else:
-                self.siblings.forget(slots)
+                self.partial_matches.forget(slots)
         self._tell_stored(Tier.DEVICE, group_id, names, chain, start)
 
     def came_to_host(
@@ -335,33 +335,33 @@ class Residency:
         slots: Sequence[int],
         names: Sequence[BlockName],
         digests: Sequence[bytes],
-        ties: Sequence[Ties],
+        origin: Sequence[Origin],
     ) -> list[int]:
         """The same for blocks of any chains; those of the slots whose block no other slot has already."""
         new: list[int] = []
         start = 0
         for end in range(1, len(slots) + 1):
-            if end < len(slots) and ties[end] == Ties(names[end - 1], ties[start].tenant):
+            if end < len(slots) and origin[end] == Origin(names[end - 1], origin[start].tenant):
                 continue
-            row, parent = names[start:end], ties[start].parent
+            row, parent = names[start:end], origin[start].parent
             taken = self.came_to_host(
                 group_id,
                 np.array(slots[start:end], np.intp),
                 row if parent is None else [parent, *row],
                 int(parent is not None),
                 b"".join(digests[start:end]),
-                np.full(end - start, number_of(ties[start].tenant), np.uint64),
+                np.full(end - start, number_of(origin[start].tenant), np.uint64),
             )
             new += [slot for place, slot in enumerate(slots[start:end]) if place not in taken]
             start = end
         return new
 
-    def ties_in_host(self, group_id: int, slot: int) -> Ties:
+    def origin_in_host(self, group_id: int, slot: int) -> Origin:
         """What the block in the host slot is tied to. To no parent where a group forgets: it needs no more than its
         window."""
         assert self.host is not None, "a block in a host tier that is not there"
         parent = None if self._forgets[group_id] else self.host.pools[group_id].parent(slot)
-        return Ties(parent, self.host_blocks[group_id].tenant(slot))
+        return Origin(parent, self.host_blocks[group_id].tenant(slot))
 
     def used_in_host(self, group_id: int, slots: Sequence[int]) -> None:
         """Host blocks have come from the device, or were used, tails first: those that may go to disk become dirty."""
@@ -530,10 +530,10 @@ class Residency:
 
         So what is cached stays prefix-closed. Not so where a group forgets: it lets go of the beginning first.
         """
-        if self.siblings is None:
+        if self.partial_matches is None:
             return
-        pool = self.device.pools[self._siblings_group]
-        for slot, parent in self.siblings.parents(pool):
+        pool = self.device.pools[self._partial_group]
+        for slot, parent in self.partial_matches.parents(pool):
             place, parents_place = pool.place(slot), pool.place(parent)
             if place is not None and parents_place is not None:
                 assert place < parents_place, "a parent is evicted before its child"
@@ -582,8 +582,8 @@ class Residency:
 
     def _is_tail(self, name: BlockName) -> bool:
         """Whether it is a device block that is not full: such blocks stay there."""
-        slot = None if self.siblings is None else self.device.pools[self._siblings_group].find(name)
-        return self.siblings is not None and slot is not None and self.siblings.is_part(slot)
+        slot = None if self.partial_matches is None else self.device.pools[self._partial_group].find(name)
+        return self.partial_matches is not None and slot is not None and self.partial_matches.is_part(slot)
 
     def _leave_host(self, group_id: int, slots: Ids) -> None:
         blocks = self.host_blocks[group_id]

@@ -34,15 +34,15 @@ def tenant_with(number: int) -> bytes:
     return number.to_bytes(TENANT_BYTES, "little") if number else NOBODY
 
 
-class Ties(NamedTuple):
-    """What a block is tied to: *parent*, the block that it continues, if that has to stay on disk for as long as this
+class Origin(NamedTuple):
+    """Where a block comes from: *parent*, the block that it continues, if that has to stay on disk for as long as this
     one; and the *tenant* whose it is."""
 
     parent: BlockName | None = None
     tenant: bytes = NOBODY
 
 
-NO_TIES = Ties()
+NO_ORIGIN = Origin()
 
 
 class Tenants:

@@ -197,13 +197,13 @@ class BlockChain:
         """The token ids of the named blocks *start* to *end*, [(end - start) * block_size]."""
         return np.frombuffer(self._named_ids[start * self.block_size : end * self.block_size], np.uint32)
 
-    def sibling_keys(self, start: int, end: int) -> list[bytes]:
-        """`sibling_key` of each of the blocks *start* to *end*."""
+    def continued_keys(self, start: int, end: int) -> list[bytes]:
+        """`continued_key` of each of the blocks *start* to *end*."""
         num_keyed = min(max(start, self._num_keyed), end)
-        keys = [self.sibling_key(block_id) for block_id in range(start, max(num_keyed, start + (start == 0)))]
+        keys = [self.continued_key(block_id) for block_id in range(start, max(num_keyed, start + (start == 0)))]
         return keys + self.names[start + len(keys) - 1 : end - 1]
 
-    def sibling_key(self, block_id: int) -> bytes:
+    def continued_key(self, block_id: int) -> bytes:
         """What another block must have in common with this one to continue the same prefix with the same extra keys,
         whatever its tokens. As long as a name; also for the block after the last full one."""
         parent = self.parent(block_id)
@@ -215,7 +215,7 @@ class BlockChain:
         """A name for the last block of the first *num_tokens* tokens, which is not full; no full block's name."""
         block_id = num_tokens // self.block_size
         token_ids = np.asarray(self.token_ids[block_id * self.block_size : num_tokens], "<u4")
-        return _sha256(b"kvtier:tail:" + self.sibling_key(block_id) + token_ids.tobytes()).digest()
+        return _sha256(b"kvtier:tail:" + self.continued_key(block_id) + token_ids.tobytes()).digest()
 
     def _keys(self, block_id: int) -> bytes:
         return self.extra.of_block(block_id * self.block_size, (block_id + 1) * self.block_size)

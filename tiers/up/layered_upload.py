@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from kvtier.tiers.up.promotion import Arrival
+from kvtier.tiers.up.promotion import Upload
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.layer_gate import LayerGate
 
@@ -10,14 +10,14 @@ from kvtier.transfer.layer_gate import LayerGate
 class LayeredUpload:
     """`copy` is a lane's work; everything else is the owner's. Done when it has been copied and all was verified."""
 
-    def __init__(self, arrivals: Sequence[Arrival], memories: Sequence[BlockMemory], num_parts: int) -> None:
+    def __init__(self, uploads: Sequence[Upload], memories: Sequence[BlockMemory], num_parts: int) -> None:
         self.gate = LayerGate(num_parts)
-        self._outcomes: dict[Arrival, bool | None] = {}
-        self._num_arrivals = len(arrivals)
+        self._outcomes: dict[Upload, bool | None] = {}
+        self._num_uploads = len(uploads)
         self._is_copied: bool | None = None
         self._copies = []
         for group_id, memory in enumerate(memories):
-            slots = [(a.host_slot, a.device_slot) for a in arrivals if a.group_id == group_id]
+            slots = [(a.host_slot, a.device_slot) for a in uploads if a.group_id == group_id]
             above = [device for _, device in slots]
             self._copies.append((memory, [host for host, _ in slots if host is not None], above))
 
@@ -38,14 +38,14 @@ class LayeredUpload:
         self.gate.open_all()  # a lane that closes does not even begin
         self._is_copied = is_copied
 
-    def verified(self, arrivals: Sequence[Arrival], outcomes: Sequence[bool | None]) -> None:
+    def verified(self, uploads: Sequence[Upload], outcomes: Sequence[bool | None]) -> None:
         """Whether the host's bytes of these are right; None if nobody knows."""
-        self._outcomes.update(zip(arrivals, outcomes, strict=True))
+        self._outcomes.update(zip(uploads, outcomes, strict=True))
 
-    def outcomes(self) -> Mapping[Arrival, bool | None] | None:
+    def outcomes(self) -> Mapping[Upload, bool | None] | None:
         """For each block whether it arrived and is right, None if its copy failed; None until all that is known."""
-        if self._is_copied is None or len(self._outcomes) < self._num_arrivals:
+        if self._is_copied is None or len(self._outcomes) < self._num_uploads:
             return None
         if self._is_copied and not self.gate.missed:  # who went on without a layer has computed with what was there
             return self._outcomes
-        return {arrival: None if is_good else is_good for arrival, is_good in self._outcomes.items()}
+        return {upload: None if is_good else is_good for upload, is_good in self._outcomes.items()}

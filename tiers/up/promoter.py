@@ -13,11 +13,11 @@ from kvtier.tiers.lower.residency import Residency, SlotTier
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.groups import AttentionGroup, alignment, longest_hit
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.tiers.up.arrivals import Arrivals
 from kvtier.tiers.up.backlog import Backlogs, BlockIds
-from kvtier.tiers.up.landings import Landings
+from kvtier.tiers.up.disk_reads import DiskReads
 from kvtier.tiers.up.load_planner import Demand
-from kvtier.tiers.up.promotion import COMPUTED, NO_SLOT, Arrival, Hit, Promotion
+from kvtier.tiers.up.promotion import COMPUTED, NO_SLOT, Hit, Promotion, Upload
+from kvtier.tiers.up.uploads import Uploads
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
@@ -26,7 +26,7 @@ MOST_UNDER_WAY = 160  # blocks of one promotion: 8 MiB if they are of 52 KiB, an
 
 
 class Promoter:
-    """Leases every source, then takes destinations, then has them filled (`Arrivals`), a part at a time: the rest is a
+    """Leases every source, then takes destinations, then has them filled (`Uploads`), a part at a time: the rest is a
     promotion's backlog. Owned by the cache's thread."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Promoter:
         memories: Sequence[BlockMemory],
         transfers: TransferEngine,
         clock: Callable[[], float],
-        landings: Landings,
+        disk_reads: DiskReads,
         hand_over: Callable[[Promotion], None],
         by_layers: bool,
     ) -> None:
@@ -48,13 +48,13 @@ class Promoter:
         self._hand_over = hand_over
         self._by_layers = by_layers
         self._alignment = alignment(groups)
-        self._landings = landings
-        self._arrivals = Arrivals(groups, residency, memories, transfers, landings, self._resolved, clock)
+        self._disk_reads = disk_reads
+        self._uploads = Uploads(groups, residency, memories, transfers, disk_reads, self._resolved, clock)
         self._backlogs = Backlogs(groups, residency)
         self._refreshes = Refreshes(residency, transfers)
         self._waiting: set[Promotion] = set()
         # Blocks under way of promotions that are to come layer by layer, until none is in the backlog: then they start.
-        self._kept_back: dict[Promotion, list[Arrival]] = {}
+        self._kept_back: dict[Promotion, list[Upload]] = {}
         self.could_start_more = False  # but for `PART`
 
     @property
@@ -166,8 +166,8 @@ class Promoter:
                 for row, num_bytes in enumerate(self._to_move(hit, group_id, ids, host_slots)):
                     moved[row] += np.bincount(places, num_bytes, len(ends))
         disk_bytes, device_bytes = moved.cumsum(axis=1)
-        queued_disk_bytes = self._landings.queued_bytes + self._transfers.pending_bytes(Route.DISK_TO_HOST)
-        queued_device_bytes = self._arrivals.queued_to_upload + self._transfers.pending_bytes(Route.HOST_TO_DEVICE)
+        queued_disk_bytes = self._disk_reads.queued_bytes + self._transfers.pending_bytes(Route.DISK_TO_HOST)
+        queued_device_bytes = self._uploads.queued_to_upload + self._transfers.pending_bytes(Route.HOST_TO_DEVICE)
         for group_id, memory in enumerate(self._memories):
             num_read, num_copied = self._backlogs.num_queued(group_id)
             queued_disk_bytes += num_read * memory.block_bytes
@@ -189,17 +189,17 @@ class Promoter:
         """Go on with what is queued, and end promotions whose time is over."""
         if self._waiting:
             self._start_more(window)
-        self._landings.pump(window)
-        self._arrivals.pump()
+        self._disk_reads.pump(window)
+        self._uploads.pump()
         self._refreshes.go_on()
         if not self._waiting:
             self.could_start_more = False
             return
         now = self._clock()
         for promotion in [late for late in self._waiting if late.deadline is not None and late.deadline <= now]:
-            if any(arrival.landing is not None for arrival in promotion.waiting):
-                self._landings.hung()
-            if self._arrivals.hang(promotion.waiting):
+            if any(upload.disk_read is not None for upload in promotion.waiting):
+                self._disk_reads.hung()
+            if self._uploads.hang(promotion.waiting):
                 self._uploads_hang()
             self.give_up(promotion, Reason.DEADLINE)
 
@@ -207,10 +207,10 @@ class Promoter:
         """Stop waiting: what has not arrived is left out."""
         if self._backlogs.drop(promotion):
             promotion.failure = reason
-        left: list[list[tuple[int, Arrival]]] = [[] for _ in self._groups]
-        for arrival in promotion.waiting:
-            place = next(i for i, (waiter, _) in enumerate(arrival.waiters) if waiter is promotion)
-            left[arrival.group_id].append((arrival.waiters.pop(place)[1], arrival))
+        left: list[list[tuple[int, Upload]]] = [[] for _ in self._groups]
+        for upload in promotion.waiting:
+            place = next(i for i, (waiter, _) in enumerate(upload.waiters) if waiter is promotion)
+            left[upload.group_id].append((upload.waiters.pop(place)[1], upload))
         promotion.waiting.clear()
         for group_id, blocks in enumerate(left):
             if blocks:
@@ -219,7 +219,7 @@ class Promoter:
                 table, ids = np.frombuffer(promotion.tables[group_id], np.int32), [block_id for block_id, _ in blocks]
                 self._residency.device.pools[group_id].release(table[ids])
                 table[ids] = NO_SLOT
-                self._arrivals.drop([arrival for _, arrival in blocks if not arrival.waiters])
+                self._uploads.drop([upload for _, upload in blocks if not upload.waiters])
         self._come_as_usual(promotion)
         self._finish_if_arrived(promotion)
 
@@ -227,7 +227,7 @@ class Promoter:
         """All that is brought up goes by one lane: nobody waits behind what holds it up."""
         for promotion in list(self._waiting):
             self.give_up(promotion, Reason.DEADLINE)
-        self._arrivals.hung()
+        self._uploads.hung()
 
     def released(self, promotion: Promotion) -> None:
         """A promotion's leases have ended before its caller had the beginning of a split prefix: what is on the device
@@ -237,7 +237,7 @@ class Promoter:
 
     def num_leases(self, tier: SlotTier, group_id: int) -> int:
         """Leases that blocks to come hold on a pool, beside those of the promotions that wait for them."""
-        num_leases = self._arrivals.num_leases(tier, group_id)
+        num_leases = self._uploads.num_leases(tier, group_id)
         return num_leases if tier is self._residency.device else num_leases + self._backlogs.num_host_leases(group_id)
 
     def num_waiting_leases(self, group_id: int) -> int:
@@ -250,9 +250,9 @@ class Promoter:
 
     def check(self) -> None:
         """Raise AssertionError if a block under way can be found already, or a promotion waits for what is not."""
-        self._arrivals.check()
+        self._uploads.check()
         self._backlogs.check()
-        under_way = set(self._arrivals)
+        under_way = set(self._uploads)
         for promotion in self._waiting:
             assert promotion.waiting or promotion in self._backlogs, "a promotion waits for nothing"
             assert promotion.waiting <= under_way, "a promotion waits for a block that is not under way"
@@ -290,8 +290,8 @@ class Promoter:
     def _are_coming(self, hit: Hit, group_id: int, ids: BlockIds) -> npt.NDArray[np.bool_]:
         """For each of these blocks of the hit whether it will have a slot on the device without this hit's doing."""
         coming = self._backlogs.coming(hit.chain, group_id, ids)
-        if self._arrivals.any(group_id):
-            coming |= self._arrivals.are_coming(group_id, _names(hit.chain, self._groups[group_id].block_size, ids))
+        if self._uploads.any(group_id):
+            coming |= self._uploads.are_coming(group_id, _names(hit.chain, self._groups[group_id].block_size, ids))
         return coming
 
     def _to_move(
@@ -343,18 +343,18 @@ class Promoter:
         return replace(hit, num_tokens=longest, partial=None, as_of=-1)
 
     def _lease_what_is_there(self, promotion: Promotion, slots: Sequence[npt.NDArray[np.int32]]) -> list[BlockIds]:
-        """Lease device blocks and join arrivals, in all groups, before a slot is taken; the blocks that are neither."""
+        """Lease device blocks and join uploads, in all groups, before a slot is taken; the blocks that are neither."""
         missing: list[BlockIds] = []
         parts = self.needed(promotion.num_tokens, promotion.start)
         for group_id, (found, needed) in enumerate(zip(slots, parts, strict=True)):
             promotion.tables[group_id].frombytes(found.tobytes())
             absent = _absent(found, needed)
             self._residency.device.pools[group_id].lease(found[found != ABSENT] if len(absent) else found)
-            if len(absent) and self._arrivals.any(group_id):
+            if len(absent) and self._uploads.any(group_id):
                 names = _names(promotion.chain, self._groups[group_id].block_size, absent)
-                coming = self._arrivals.are_coming(group_id, names)
-                joined = [self._arrivals.find(group_id, names[place]) for place in np.flatnonzero(coming).tolist()]
-                self._join(promotion, group_id, absent[coming], [arrival for arrival in joined if arrival is not None])
+                coming = self._uploads.are_coming(group_id, names)
+                joined = [self._uploads.find(group_id, names[place]) for place in np.flatnonzero(coming).tolist()]
+                self._join(promotion, group_id, absent[coming], [upload for upload in joined if upload is not None])
                 absent = absent[~coming]
             missing.append(absent)
         return missing
@@ -401,7 +401,7 @@ class Promoter:
         self.could_start_more = num_left <= 0
         for promotion in [there for there in self._kept_back if there not in self._backlogs]:
             if promotion.waiting:
-                promotion.gate = self._arrivals.by_layers(self._kept_back[promotion])
+                promotion.gate = self._uploads.by_layers(self._kept_back[promotion])
             if promotion.gate is None:
                 self._come_as_usual(promotion)
             else:
@@ -420,18 +420,18 @@ class Promoter:
         sources, wanted = self._backlogs.take(promotion, group_id, ids)
         taken = self._residency.take(self._residency.device, group_id, len(ids), window)
         assert taken is not None, "fewer slots are free than were reserved"
-        arrivals = self._arrivals.start(promotion.chain, group_id, ids.tolist(), taken, sources.tolist())
+        uploads = self._uploads.start(promotion.chain, group_id, ids.tolist(), taken, sources.tolist())
         for waiter, is_wanted in wanted:
-            joined = arrivals
+            joined = uploads
             if not is_wanted.all():
-                joined = [arrivals[place] for place in np.flatnonzero(is_wanted).tolist()]
+                joined = [uploads[place] for place in np.flatnonzero(is_wanted).tolist()]
             self._join(waiter, group_id, ids[is_wanted], joined)
             if waiter is not promotion:
                 self._come_as_usual(waiter)
         if promotion in self._kept_back:
-            self._kept_back[promotion] += arrivals
+            self._kept_back[promotion] += uploads
         else:
-            self._arrivals.upload(arrivals)
+            self._uploads.copy_up(uploads)
         return len(ids)
 
     def _use(self, promotion: Promotion, group_id: int, ids: BlockIds, slots: npt.NDArray[np.int32]) -> None:
@@ -447,16 +447,16 @@ class Promoter:
 
     def _come_as_usual(self, promotion: Promotion) -> None:
         """A promotion's blocks do not come layer by layer."""
-        self._arrivals.upload(arrival for arrival in self._kept_back.pop(promotion, ()) if arrival.waiters)
+        self._uploads.copy_up(upload for upload in self._kept_back.pop(promotion, ()) if upload.waiters)
 
-    def _join(self, promotion: Promotion, group_id: int, ids: BlockIds, arrivals: Sequence[Arrival]) -> None:
+    def _join(self, promotion: Promotion, group_id: int, ids: BlockIds, uploads: Sequence[Upload]) -> None:
         """Have a promotion wait for these, which bring its blocks *ids*."""
-        slots = np.array([arrival.device_slot for arrival in arrivals], np.int32)
+        slots = np.array([upload.device_slot for upload in uploads], np.int32)
         self._residency.device.pools[group_id].lease(slots)
         np.frombuffer(promotion.tables[group_id], np.int32)[ids] = slots
-        promotion.waiting.update(arrivals)
-        for block_id, arrival in zip(ids.tolist(), arrivals, strict=True):
-            arrival.waiters.append((promotion, block_id))
+        promotion.waiting.update(uploads)
+        for block_id, upload in zip(ids.tolist(), uploads, strict=True):
+            upload.waiters.append((promotion, block_id))
 
     def _note_depths(
         self, promotion: Promotion, blocks: Sequence[BlockIds], host_slots: Sequence[npt.NDArray[np.int32]]
@@ -489,22 +489,22 @@ class Promoter:
         if first < promotion.num_blocks:
             promotion.depths[:first] = bytes([promotion.depths[first]]) * first
 
-    def _resolved(self, arrival: Arrival, failure: Reason | None) -> None:
+    def _resolved(self, upload: Upload, failure: Reason | None) -> None:
         """A block has arrived, or never will."""
-        for promotion, block_id in arrival.waiters:
-            promotion.waiting.discard(arrival)
+        for promotion, block_id in upload.waiters:
+            promotion.waiting.discard(upload)
             if failure is not None:
-                self._leave_out(promotion, arrival, block_id, failure)
+                self._leave_out(promotion, upload, block_id, failure)
                 # Whatever the groups are: no prefix that goes beyond this block can be resumed any more.
-                self._backlogs.drop(promotion, block_id * self._groups[arrival.group_id].block_size)
+                self._backlogs.drop(promotion, block_id * self._groups[upload.group_id].block_size)
                 if promotion not in self._backlogs:
                     self._come_as_usual(promotion)
             self._finish_if_arrived(promotion)
 
-    def _leave_out(self, promotion: Promotion, arrival: Arrival, block_id: int, failure: Reason) -> None:
-        promotion.tables[arrival.group_id][block_id] = NO_SLOT
+    def _leave_out(self, promotion: Promotion, upload: Upload, block_id: int, failure: Reason) -> None:
+        promotion.tables[upload.group_id][block_id] = NO_SLOT
         promotion.failure = failure
-        self._residency.device.pools[arrival.group_id].release([arrival.device_slot])
+        self._residency.device.pools[upload.group_id].release([upload.device_slot])
 
     def _finish_if_arrived(self, promotion: Promotion) -> None:
         """Once nothing is under way: cut the prefix at what cannot be resumed, and hand its leases to the caller."""

@@ -12,7 +12,7 @@ from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.lower.tenants import NOBODY
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.tiers.up.landings import Landing
+from kvtier.tiers.up.disk_reads import DiskRead
 from kvtier.transfer.layer_gate import LayerGate
 
 NO_SLOT = -1  # in a table: this block is not needed by this group, and never read
@@ -106,7 +106,7 @@ class Promotion:
     done: bool = False
     failure: Reason | None = None  # of the last block that did not arrive
     gate: LayerGate | None = None  # if its blocks come layer by layer: computing may begin before it is done
-    waiting: set["Arrival"] = field(default_factory=set)
+    waiting: set["Upload"] = field(default_factory=set)
 
     @property
     def num_blocks(self) -> int:
@@ -144,7 +144,7 @@ class Promotion:
 
 
 @dataclass(eq=False, slots=True)
-class Arrival:
+class Upload:
     """One block on its way up, shared by every promotion that waits for it; its transfer leases *device_slot*."""
 
     group_id: int
@@ -153,6 +153,6 @@ class Arrival:
     source: Tier
     host_slot: int | None = None  # leased, once there is one
     digest: bytes = b""  # of the bytes in the host slot
-    landing: Landing | None = None  # while it has to come from disk
-    tenant: bytes = NOBODY  # whose host memory a landing has made fuller
+    disk_read: DiskRead | None = None  # while it has to come from disk
+    tenant: bytes = NOBODY  # whose host memory a read from disk has made fuller
     waiters: list[tuple[Promotion, int]] = field(default_factory=list)  # with the block's place in the table

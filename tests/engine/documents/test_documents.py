@@ -32,10 +32,10 @@ from kvtier.engine.documents.documents import Documents, TooManyDocuments
 from kvtier.engine.documents.draft import Draft
 from kvtier.engine.documents.file import SUFFIX, Damaged, DocumentFolder, read_all
 from kvtier.engine.documents.file import file_name as file_of
-from kvtier.engine.documents.holds import NoRoomToHold
 from kvtier.engine.documents.pin_shares import PinShares
+from kvtier.engine.documents.pins import NoRoomToPin
 from kvtier.engine.documents.prefills import PATIENCE_S, DocumentPrefills
-from kvtier.engine.documents.shelf import Residence, Status
+from kvtier.engine.documents.worker import Residence, Status
 from kvtier.engine.scheduling.request import Completion, Request
 from kvtier.engine.text.chat_template import chat_prefix, chat_token_ids
 from kvtier.engine.text.least_tokens import LeastTokens
@@ -236,7 +236,7 @@ def test_a_question_waits_for_one_step_of_a_document_at_most(model: PreTrainedMo
         seen: list[tuple[Request, Request, int]] = []  # the document's request, the question's, and when that came
         after: list[int] = []
 
-        def look(core: EngineCore) -> None:
+        def tick(core: EngineCore) -> None:
             running = core._scheduler.running
             if not seen and running and running[0].num_computed > 200:
                 sampling = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -245,7 +245,7 @@ def test_a_question_waits_for_one_step_of_a_document_at_most(model: PreTrainedMo
             elif seen and not after and seen[0][1].finish_reason is not None:
                 after.append(seen[0][0].num_computed)
 
-        await llm.attend(look)
+        await llm.attend(tick)
         document, _ = await documents.put(None, "report", tokens_draft(1, 2500))
         await until(documents, document, lambda it: it.status is Status.READY)
 
@@ -274,7 +274,7 @@ def test_a_document_is_computed_although_questions_never_end(model: PreTrainedMo
                 sampling = SamplingParams(max_tokens=2, ignore_eos=True)
                 core.add([num_questions % VOCAB] * 20, sampling, ExtraKeys(), time.monotonic())
             core.step()
-            prefills.look(core)
+            prefills.tick(core)
             now += 0.5
 
     assert ended == [(document, None)]
@@ -340,7 +340,7 @@ def test_a_pinned_document_stays_in_host_memory_whatever_is_asked_until_its_time
     now = 0.0
 
     async def story(llm: AsyncLLM, documents: Documents) -> None:
-        documents._shelf._holds._clock = lambda: now
+        documents._worker._pins._clock = lambda: now
         document = await put(documents, "report", tokens_draft(1, 1000))
         await documents.pin(document, 60.0)
         await until(documents, document, lambda it: it.is_held)
@@ -363,7 +363,7 @@ def test_a_pinned_document_stays_in_host_memory_whatever_is_asked_until_its_time
         await until(documents, document, lambda it: not it.is_held)
 
         async def is_given_back() -> bool:
-            return await llm.ask(lambda core: core.cache._holds.num_bytes) == 0
+            return await llm.ask(lambda core: core.cache._pins.num_bytes) == 0
 
         await come_true(is_given_back)
 
@@ -399,7 +399,7 @@ def test_what_cannot_be_held_is_refused_and_unpinning_makes_room(model: PreTrain
         second = await put(documents, "second", tokens_draft(2, 1000))
         await documents.pin(first, 60.0)
         for change in (documents.pin(second, 60.0), documents.warm(second, Tier.HOST)):
-            with pytest.raises(NoRoomToHold, match="unpin another"):
+            with pytest.raises(NoRoomToPin, match="unpin another"):
                 await change
         assert second.pinned_until is None
         await documents.pin(first, 120.0)  # is held already
@@ -426,7 +426,7 @@ def test_warming_brings_a_document_from_disk_to_host_memory_or_to_the_device(
         await documents.warm(document, Tier.HOST)
         where = await until(documents, document, lambda it: not it.is_warming)
         assert where.tokens["host"] == 992
-        assert await llm.ask(lambda core: core.cache._holds.num_bytes) == 0
+        assert await llm.ask(lambda core: core.cache._pins.num_bytes) == 0
 
         await documents.warm(document, Tier.DEVICE)
         where = await until(documents, document, lambda it: it.tokens["device"] == 992)
@@ -505,7 +505,7 @@ def test_a_deleted_document_and_an_ended_pin_do_not_come_back(model: PreTrainedM
 
     async def after(llm: AsyncLLM, documents: Documents) -> None:
         assert [document.id for document in documents.of(None)] == ["first", "second"]
-        assert await llm.ask(lambda core: core.cache._holds.num_bytes) == 0
+        assert await llm.ask(lambda core: core.cache._pins.num_bytes) == 0
 
     play(model, tables(tmp_path), before)
     play(model, tables(tmp_path), after)
@@ -623,7 +623,7 @@ def test_documents_of_several_tenants_are_computed_in_turns(model: PreTrainedMod
             prefills.add(Document(document_id, tenant, Form.TEXT, None, None, tokens, None, None, time.time()))
 
         while len(done) < 6:
-            prefills.look(core)
+            prefills.tick(core)
             core.step()
 
     assert done == ["ann 1", "bob 1", "eve 1", "ann 2", "bob 2", "ann 3"]
@@ -758,7 +758,7 @@ def test_a_change_whose_caller_is_cancelled_anywhere_is_made_as_a_whole(
 
                 here = {it.id: (it.token_ids.tolist(), it.pinned_until is not None) for it in documents.of(None)}
                 assert in_folder(tmp_path / "store-documents") == here
-                num_held = await llm.ask(lambda core: core.cache._holds.num_bytes)
+                num_held = await llm.ask(lambda core: core.cache._pins.num_bytes)
                 assert (num_held > 0) is any(is_pinned for _, is_pinned in here.values())
             if not was_cancelled:
                 break
@@ -785,7 +785,7 @@ def test_nothing_is_held_for_documents_whose_opening_was_cancelled(
 
             for number in count():
                 await cancelled_at(open_documents(), number, late=late)
-                num_held, has_work = await llm.ask(lambda core: (core.cache._holds.num_bytes, core.has_work))
+                num_held, has_work = await llm.ask(lambda core: (core.cache._pins.num_bytes, core.has_work))
                 if opened:
                     break
                 assert (num_held, has_work) == (0, False)

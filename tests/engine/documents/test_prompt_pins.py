@@ -11,9 +11,9 @@ from kvtier.engine.documents import prompt_pins
 from kvtier.engine.documents.pin_shares import PinShares
 from kvtier.engine.documents.prompt_pins import PromptPins
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers.holds import Hold
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain, ExtraKeys
 from kvtier.tiers.naming.groups import FullAttention
+from kvtier.tiers.pins import Pin
 
 BLOCK_SIZE, BLOCK_BYTES = 4, 64
 
@@ -24,25 +24,25 @@ class Engine:
     def __init__(self) -> None:
         world = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 64, MemoryStore(1 << 20), random.Random(1))
         self._cache = world.cache
-        self.open: set[Hold] = set()
+        self.open: set[Pin] = set()
 
     @property
     def cache(self) -> "Engine":
         return self
 
     @property
-    def holdable_bytes(self) -> int:
-        return self._cache.holdable_bytes
+    def pinnable_bytes(self) -> int:
+        return self._cache.pinnable_bytes
 
-    def hold(self, chain: BlockChain, num_tokens: int, most_bytes: int) -> Hold | None:
-        hold = self._cache.hold(chain, num_tokens, most_bytes)
-        if hold is not None:
-            self.open.add(hold)
-        return hold
+    def pin(self, chain: BlockChain, num_tokens: int, most_bytes: int) -> Pin | None:
+        pin = self._cache.pin(chain, num_tokens, most_bytes)
+        if pin is not None:
+            self.open.add(pin)
+        return pin
 
-    def end_hold(self, hold: Hold) -> None:
-        self._cache.end_hold(hold)
-        self.open.remove(hold)
+    def unpin(self, pin: Pin) -> None:
+        self._cache.unpin(pin)
+        self.open.remove(pin)
 
     def chain(self, token_ids: list[int], extra: ExtraKeys) -> BlockChain:
         chain = BlockChain(BLOCK_SIZE, extra)
@@ -72,7 +72,7 @@ def test_pins_end_in_time_a_few_with_each_step(monkeypatch: pytest.MonkeyPatch) 
     left = []
     for now in (9.0, 10.0, 10.0, 10.0, 20.0, 30.0):
         clock.now = now
-        pins.look(engine)
+        pins.tick(engine)
         left.append(len(engine.open))
 
     assert left == [5, 3, 2, 2, 1, 0]

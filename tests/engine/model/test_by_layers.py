@@ -13,7 +13,7 @@ from kvtier.engine.model import paged_model
 from kvtier.engine.model.attention import IMPLEMENTATION
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.tiers.up import arrivals
+from kvtier.tiers.up import uploads
 from kvtier.transfer import layer_gate
 from kvtier.transfer.block_memory import CpuMemory
 from kvtier.transfer.layer_gate import LayerGate
@@ -23,7 +23,7 @@ NUM_NEW = GREEDY.max_tokens
 
 @pytest.fixture(autouse=True)
 def _small_blocks_come_by_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "BY_LAYERS_BYTES", 0)
+    monkeypatch.setattr(uploads, "BY_LAYERS_BYTES", 0)
 
 
 def without_disk(folder: Path) -> dict[str, object]:

@@ -20,7 +20,7 @@ from kvtier.engine.model.lora_adapter import UnusableLora, load_adapter
 from kvtier.engine.model.runner import Chunk, ModelRunner
 from kvtier.engine.model.unsupported_model import UnsupportedModel
 from kvtier.engine.scheduling.request import Request
-from kvtier.engine.scheduling.terms import Terms
+from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, ExtraKeys, Lora
 from kvtier.tiers.naming.tier import Tier
 
@@ -202,7 +202,7 @@ def test_a_prompt_preempted_or_aborted_among_others_changes_no_token(
             went_back |= {requests.index(r) for r in llm.core._scheduler.waiting if r in requests and r.tokens}
             if step == 3:
                 keys = keyed(llm.core, NO_EXTRA_KEYS, "mlp", None)
-                urgent = llm.core.add(prompt_of(9, 140), GREEDY, keys, 0.0, Terms(priority=-1))
+                urgent = llm.core.add(prompt_of(9, 140), GREEDY, keys, 0.0, RequestOptions(priority=-1))
             if step == 4:
                 llm.core.abort(requests[4])
         assert not llm.core.has_work

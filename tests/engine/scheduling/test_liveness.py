@@ -20,18 +20,18 @@ from kvtier.engine.model.paged_model import ARRIVAL_WAIT_S
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.request import FinishReason, Request
+from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.scheduler import ROOM_SHARE, SETTLE_S, Scheduler, Work
-from kvtier.engine.scheduling.terms import Terms
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.down.spiller import PATIENCE_S
-from kvtier.tiers.holds import Hold
 from kvtier.tiers.lower.breaker import HUNG_S, BreakerState
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tier import Tier
-from kvtier.tiers.up import arrivals
+from kvtier.tiers.pins import Pin
+from kvtier.tiers.up import uploads
 from kvtier.transfer.lane import CLOSE_TIMEOUT_S
 from kvtier.transfer.transfer_engine import Route
 
@@ -65,7 +65,7 @@ class Engine(HangingWorld):
     def __init__(self, fault: Fault | None = None, by_layers: bool = False, store: MemoryStore | None = None) -> None:
         self.fault = fault
         self.asked: list[Asked] = []
-        self.holds: list[Hold] = []
+        self.holds: list[Pin] = []
         super().__init__(
             [FullAttention(BLOCK_SIZE)],
             [64],
@@ -90,7 +90,7 @@ class Engine(HangingWorld):
         prompt = list(range(DOCUMENT)) + [1000 + len(self.asked)] * 3
         chain.extend(prompt)
         sampling = SamplingParams(max_tokens=2, ignore_eos=True)
-        request = Request(prompt, sampling, chain, Detokenizer(TOKENIZER), Terms())
+        request = Request(prompt, sampling, chain, Detokenizer(TOKENIZER), RequestOptions())
         self.scheduler.add(request)
         self.asked.append(Asked(request, self.clock.now))
         return self.asked[-1]
@@ -147,10 +147,10 @@ class Engine(HangingWorld):
             self.ask(document)
             if hour % 5 == 4:
                 self.ask("abcdefgh"[hour % 8])
-            if hour % 6 == 0 and (hold := self.cache.hold(self.chain("cgh"[hour % 3], DOCUMENT), DOCUMENT)) is not None:
-                self.holds.append(hold)
+            if hour % 6 == 0 and (pin := self.cache.pin(self.chain("cgh"[hour % 3], DOCUMENT), DOCUMENT)) is not None:
+                self.holds.append(pin)
             if hour % 6 == 3 and self.holds:
-                self.cache.end_hold(self.holds.pop(0))
+                self.cache.unpin(self.holds.pop(0))
             for _ in range(10):
                 self.step()
                 yield
@@ -165,8 +165,8 @@ class Engine(HangingWorld):
         """Every client and every hold leaves."""
         for asked in self.asked:
             self.scheduler.abort(asked.request)
-        for hold in self.holds:
-            self.cache.end_hold(hold)
+        for pin in self.holds:
+            self.cache.unpin(pin)
 
     def free(self) -> list[int]:
         residency = self.cache._residency
@@ -189,7 +189,7 @@ def num_transfers(by_layers: bool) -> dict[Route, int]:
 
 @pytest.fixture(autouse=True)
 def _small_blocks_come_by_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "BY_LAYERS_BYTES", 0)
+    monkeypatch.setattr(uploads, "BY_LAYERS_BYTES", 0)
 
 
 def test_a_day_without_a_fault_uses_every_lane_and_nobody_waits() -> None:

@@ -10,13 +10,13 @@ from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.scheduler import Work
 from kvtier.engine.scheduling.step_times import StepTimes
 from kvtier.tiers.naming.tier import Reason
-from kvtier.tiers.up import landings
+from kvtier.tiers.up import disk_reads
 from kvtier.tiers.up.prefill_speed import PrefillSpeed, tokens_read
 
 
 @pytest.fixture(autouse=True)
 def one_block_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landings, "BATCH_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(disk_reads, "BATCH_BYTES", BLOCK_BYTES)
 
 
 def engines(disk_bytes_per_s: float, per_s: float) -> tuple[dict[str, SimulatedEngine], dict[str, float]]:

@@ -118,7 +118,7 @@ def test_what_a_waiting_request_needs_comes_from_disk_while_it_waits(model: PreT
         assert running.finish_reason is None
         finish(core)
         assert_nothing_leased(core)
-        assert core.cache._holds.num_bytes == 0
+        assert core.cache._pins.num_bytes == 0
 
     assert waiting.tokens is not None
     assert waiting.tokens.host == 10 * BLOCK_SIZE
@@ -142,11 +142,11 @@ def test_the_budget_goes_to_the_head_of_the_queue_and_time_takes_it_back(
         for _ in range(5):
             ahead.look(core._scheduler.waiting)
 
-        assert set(ahead._holds) == {first, second}
+        assert set(ahead._pins) == {first, second}
         assert ahead.num_bytes == budget
         core.abort(first)
         ahead.look(core._scheduler.waiting)
-        assert set(ahead._holds) == {second, third}
+        assert set(ahead._pins) == {second, third}
         now = 31.0
         ahead.look(core._scheduler.waiting)
         assert ahead.num_bytes == 0

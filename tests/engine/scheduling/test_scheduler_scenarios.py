@@ -17,8 +17,8 @@ from kvtier import LLM, SamplingParams
 from kvtier.engine.config import SchedulerConfig
 from kvtier.engine.core import LOAD_TIMEOUT_S
 from kvtier.engine.scheduling.request import FinishReason, Request
+from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.scheduler import Scheduler, Work
-from kvtier.engine.scheduling.terms import Terms
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.lower.events import BlockStored, EventLog
@@ -69,7 +69,7 @@ class Machine(World):
         chain = BlockChain(self.cache.block_size)
         chain.extend(prompt)
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        request = Request(prompt, sampling, chain, Detokenizer(self.tokenizer), Terms(reads_cache=reads_cache))
+        request = Request(prompt, sampling, chain, Detokenizer(self.tokenizer), RequestOptions(reads_cache=reads_cache))
         self.scheduler.add(request)
         return request
 

@@ -20,8 +20,8 @@ from urgent_requests import add_with
 
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.request import Request
+from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.shared_prefill import num_common_tokens
-from kvtier.engine.scheduling.terms import Terms
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain, ExtraKeys
 
@@ -79,14 +79,18 @@ def test_whoever_waits_goes_on_if_the_first_is_ended(model: PreTrainedModel) -> 
 
 
 @pytest.mark.parametrize(
-    "terms",
-    [(Terms(priority=5), Terms()), (Terms(), Terms(reads_cache=False)), (Terms(max_load_tokens=0), Terms())],
+    "options",
+    [
+        (RequestOptions(priority=5), RequestOptions()),
+        (RequestOptions(), RequestOptions(reads_cache=False)),
+        (RequestOptions(max_load_tokens=0), RequestOptions()),
+    ],
     ids=["for the less urgent", "if it wants no hit", "for one that takes no hits"],
 )
-def test_nobody_waits(model: PreTrainedModel, terms: tuple[Terms, Terms]) -> None:
+def test_nobody_waits(model: PreTrainedModel, options: tuple[RequestOptions, RequestOptions]) -> None:
     greedy = SamplingParams(max_tokens=8, ignore_eos=True)
     with engine(model, token_budget=256) as core:
-        for number, its in enumerate(terms):
+        for number, its in enumerate(options):
             core.add(question(number), greedy, NO_EXTRA_KEYS, 0.0, its)
             shares = step(core)
 

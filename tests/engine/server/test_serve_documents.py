@@ -51,7 +51,7 @@ load = "always"
 
 
 @pytest.fixture(scope="module")
-def shelf() -> Iterator[ServerInThread]:
+def worker() -> Iterator[ServerInThread]:
     """A server with two tenants."""
     config = {**tables(max_prompt_tokens=3000), "host": {"capacity": HOST_BLOCKS * BLOCK_BYTES}}
     with serving(build("llama"), config, {ANN: "ann", BOB: "bob"}) as address:
@@ -86,15 +86,15 @@ def chat(server: Address, content: object, key: str = ANN, **others: object) -> 
     return server.post("/v1/chat/completions", json={**body, **others}, headers=headers)
 
 
-def test_a_document_is_put_computed_looked_at_and_deleted(shelf: ServerInThread) -> None:
+def test_a_document_is_put_computed_looked_at_and_deleted(worker: ServerInThread) -> None:
     text = text_of(1)
 
-    answer = call(shelf, "PUT", "/report.txt", json={"text": text})
-    come_true(lambda: call(shelf, "GET", "/report.txt").json()["status"] == "ready")
-    document = call(shelf, "GET", "/report.txt").json()
-    again = call(shelf, "PUT", "/report.txt", json={"text": text})
-    there = call(shelf, "GET", "").json()
-    gone = call(shelf, "DELETE", "/report.txt")
+    answer = call(worker, "PUT", "/report.txt", json={"text": text})
+    come_true(lambda: call(worker, "GET", "/report.txt").json()["status"] == "ready")
+    document = call(worker, "GET", "/report.txt").json()
+    again = call(worker, "PUT", "/report.txt", json={"text": text})
+    there = call(worker, "GET", "").json()
+    gone = call(worker, "DELETE", "/report.txt")
 
     num_tokens = len(f"<user>{text}\n")
     assert (answer.status_code, again.status_code, gone.status_code) == (201, 200, 200)
@@ -109,48 +109,48 @@ def test_a_document_is_put_computed_looked_at_and_deleted(shelf: ServerInThread)
     assert [it["id"] for it in there["data"]] == ["report.txt"]
     assert not there["survive_restarts"]
     assert gone.json() == {"id": "report.txt", "object": "document.deleted", "deleted": True}
-    assert call(shelf, "GET", "/report.txt").status_code == 404
-    assert call(shelf, "GET", "").json()["data"] == []
+    assert call(worker, "GET", "/report.txt").status_code == 404
+    assert call(worker, "GET", "").json()["data"] == []
 
 
 @pytest.mark.parametrize("cache_salt", [None, "pepper"])
 def test_a_chat_that_names_a_document_finds_its_tokens_and_answers_as_if_it_had_sent_the_text(
-    shelf: ServerInThread, cache_salt: str | None
+    worker: ServerInThread, cache_salt: str | None
 ) -> None:
     text = text_of(2)
-    document = put(shelf, "report", text=text, **({"cache_salt": cache_salt} if cache_salt else {}))
+    document = put(worker, "report", text=text, **({"cache_salt": cache_salt} if cache_salt else {}))
     question = {"type": "text", "text": "Who wrote it?"}
 
-    answer = chat(shelf, [{"type": "document", "document_id": "report"}, question]).json()
-    sent = chat(shelf, [{"type": "text", "text": text}, question], kvtier={"skip_reading_prefix_cache": True}).json()
+    answer = chat(worker, [{"type": "document", "document_id": "report"}, question]).json()
+    sent = chat(worker, [{"type": "text", "text": text}, question], kvtier={"skip_reading_prefix_cache": True}).json()
 
     assert cached(answer["usage"]) >= document["num_tokens"] - 1
     assert answer["usage"]["prompt_tokens"] == sent["usage"]["prompt_tokens"]
     assert answer["choices"][0]["message"]["content"] == sent["choices"][0]["message"]["content"]
     prompt = byte_tokenizer()(f"<user>{text}\nWho wrote it?\n<assistant>")["input_ids"]
-    expected = byte_tokenizer().decode(plain_greedy(shelf.server._model, prompt, 6))
+    expected = byte_tokenizer().decode(plain_greedy(worker.server._model, prompt, 6))
     assert answer["choices"][0]["message"]["content"] == expected
 
 
-def test_the_openai_client_can_name_a_document(shelf: ServerInThread) -> None:
-    document = put(shelf, "report", text=text_of(3), system="Be brief.")
+def test_the_openai_client_can_name_a_document(worker: ServerInThread) -> None:
+    document = put(worker, "report", text=text_of(3), system="Be brief.")
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "document", "document_id": "report"}, {"type": "text", "text": "Who?"}]},
     ]
 
-    answer = shelf.openai(ANN).chat.completions.create(model=MODEL, max_tokens=2, messages=messages)
+    answer = worker.openai(ANN).chat.completions.create(model=MODEL, max_tokens=2, messages=messages)
 
     assert answer.usage.prompt_tokens_details.cached_tokens >= document["num_tokens"] - 1
 
 
-def test_a_completion_goes_on_after_the_document_that_it_names(shelf: ServerInThread) -> None:
+def test_a_completion_goes_on_after_the_document_that_it_names(worker: ServerInThread) -> None:
     tokens = [random.Random(4).randrange(256) for _ in range(500)]
-    put(shelf, "ids", token_ids=tokens)
-    text = put(shelf, "text", text="".join(map(chr, range(97, 123))) * 10, **{"as": "text"})
+    put(worker, "ids", token_ids=tokens)
+    text = put(worker, "text", text="".join(map(chr, range(97, 123))) * 10, **{"as": "text"})
 
-    after_ids = shelf.complete("Who?", ANN, max_tokens=6, kvtier={"document": "ids"})
-    after_text = shelf.complete(["Who?", "Why?"], ANN, max_tokens=6, kvtier={"document": "text"})
+    after_ids = worker.complete("Who?", ANN, max_tokens=6, kvtier={"document": "ids"})
+    after_text = worker.complete(["Who?", "Why?"], ANN, max_tokens=6, kvtier={"document": "text"})
 
     prompt = [*tokens, *b"Who?"]
     assert cached(after_ids["usage"]) >= 499
@@ -159,46 +159,46 @@ def test_a_completion_goes_on_after_the_document_that_it_names(shelf: ServerInTh
     assert after_text["usage"]["prompt_tokens"] == 2 * (text["num_tokens"] + 4)
 
 
-def test_tenants_neither_see_nor_guess_each_other_s_documents(shelf: ServerInThread) -> None:
+def test_tenants_neither_see_nor_guess_each_other_s_documents(worker: ServerInThread) -> None:
     text = text_of(5)
-    put(shelf, "secret", ANN, text=text)
+    put(worker, "secret", ANN, text=text)
     part = [{"type": "document", "document_id": "secret"}, {"type": "text", "text": "?"}]
 
-    there = [call(shelf, "GET", "/secret", BOB), call(shelf, "DELETE", "/secret", BOB)]
-    there += [call(shelf, "POST", path, BOB, json={"ttl_s": 5}) for path in ("/secret/warm", "/secret/pin")]
-    there += [chat(shelf, part, BOB)]
-    nowhere = [call(shelf, "GET", "/nothing", BOB), call(shelf, "DELETE", "/nothing", BOB)]
-    nowhere += [call(shelf, "POST", path, BOB, json={"ttl_s": 5}) for path in ("/nothing/warm", "/nothing/pin")]
-    nowhere += [chat(shelf, [{"type": "document", "document_id": "nothing"}], BOB)]
+    there = [call(worker, "GET", "/secret", BOB), call(worker, "DELETE", "/secret", BOB)]
+    there += [call(worker, "POST", path, BOB, json={"ttl_s": 5}) for path in ("/secret/warm", "/secret/pin")]
+    there += [chat(worker, part, BOB)]
+    nowhere = [call(worker, "GET", "/nothing", BOB), call(worker, "DELETE", "/nothing", BOB)]
+    nowhere += [call(worker, "POST", path, BOB, json={"ttl_s": 5}) for path in ("/nothing/warm", "/nothing/pin")]
+    nowhere += [chat(worker, [{"type": "document", "document_id": "nothing"}], BOB)]
 
     assert [answer.status_code for answer in there] == [404] * 5
     assert [answer.json() for answer in there] == [answer.json() for answer in nowhere]
-    assert call(shelf, "GET", "", BOB).json()["data"] == []
-    own = put(shelf, "secret", BOB, text=text)  # the same id, and the same text
+    assert call(worker, "GET", "", BOB).json()["data"] == []
+    own = put(worker, "secret", BOB, text=text)  # the same id, and the same text
     assert own["status"] == "ready"
-    assert cached(chat(shelf, part, BOB).json()["usage"]) >= own["num_tokens"] - 1
-    call(shelf, "DELETE", "/secret", BOB)
-    assert call(shelf, "GET", "/secret", ANN).status_code == 200
+    assert cached(chat(worker, part, BOB).json()["usage"]) >= own["num_tokens"] - 1
+    call(worker, "DELETE", "/secret", BOB)
+    assert call(worker, "GET", "/secret", ANN).status_code == 200
 
 
-def test_a_pin_holds_until_it_is_ended_and_what_does_not_fit_is_refused(shelf: ServerInThread) -> None:
-    put(shelf, "first", text=text_of(6, 2000))
-    put(shelf, "second", text=text_of(7, 2000))
+def test_a_pin_holds_until_it_is_ended_and_what_does_not_fit_is_refused(worker: ServerInThread) -> None:
+    put(worker, "first", text=text_of(6, 2000))
+    put(worker, "second", text=text_of(7, 2000))
 
-    pinned = call(shelf, "POST", "/first/pin", json={"ttl_s": 3600})
-    refused = call(shelf, "POST", "/second/pin", json={"ttl_s": 3600})
-    come_true(lambda: call(shelf, "GET", "/first").json()["pin"]["is_held"])
-    unpinned = call(shelf, "DELETE", "/first/pin")
-    second = call(shelf, "POST", "/second/warm?tier=host")
+    pinned = call(worker, "POST", "/first/pin", json={"ttl_s": 3600})
+    refused = call(worker, "POST", "/second/pin", json={"ttl_s": 3600})
+    come_true(lambda: call(worker, "GET", "/first").json()["pin"]["is_held"])
+    unpinned = call(worker, "DELETE", "/first/pin")
+    second = call(worker, "POST", "/second/warm?tier=host")
 
     assert 3590 < pinned.json()["pin"]["ttl_s"] <= 3600
     assert (refused.status_code, refused.json()["error"]["code"]) == (507, "host_memory_full")
     assert "unpin another" in refused.json()["error"]["message"]
     assert unpinned.json()["pin"] is None
     assert second.status_code == 202
-    come_true(lambda: not call(shelf, "GET", "/second").json()["is_warming"])
-    assert call(shelf, "POST", "/second/warm?tier=device").status_code == 202
-    shelf.server.llm._core.cache.check()
+    come_true(lambda: not call(worker, "GET", "/second").json()["is_warming"])
+    assert call(worker, "POST", "/second/warm?tier=device").status_code == 202
+    worker.server.llm._core.cache.check()
 
 
 @pytest.mark.parametrize(
@@ -230,11 +230,11 @@ def test_a_pin_holds_until_it_is_ended_and_what_does_not_fit_is_refused(shelf: S
     ],
 )
 def test_what_is_wrong_is_told_in_openais_shape(
-    shelf: ServerInThread, method: str, path: str, body: object, status: int, what: str
+    worker: ServerInThread, method: str, path: str, body: object, status: int, what: str
 ) -> None:
-    call(shelf, "PUT", "/there", json={"text": "some"})
+    call(worker, "PUT", "/there", json={"text": "some"})
 
-    answer = call(shelf, method, path, json=body)
+    answer = call(worker, method, path, json=body)
 
     assert answer.status_code == status, answer.text
     assert what in answer.json()["error"]["message"]
@@ -255,12 +255,12 @@ def test_what_is_wrong_is_told_in_openais_shape(
     ],
 )
 def test_a_request_that_cannot_have_the_document_is_told_why(
-    shelf: ServerInThread, path: str, change: dict, status: int, param: str
+    worker: ServerInThread, path: str, change: dict, status: int, param: str
 ) -> None:
-    call(shelf, "PUT", "/as-chat", json={"text": "some"})
-    call(shelf, "PUT", "/as-ids", json={"token_ids": [1, 2]})
+    call(worker, "PUT", "/as-chat", json={"text": "some"})
+    call(worker, "PUT", "/as-ids", json={"token_ids": [1, 2]})
 
-    answer = shelf.post(path, json={"model": MODEL, **change}, headers={"Authorization": f"Bearer {ANN}"})
+    answer = worker.post(path, json={"model": MODEL, **change}, headers={"Authorization": f"Bearer {ANN}"})
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
 
@@ -278,8 +278,8 @@ def test_a_document_of_an_adapter_is_that_adapter_s_alone(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("document_id", [".", ".."])
-def test_an_id_that_means_another_place_in_a_path_is_refused(shelf: ServerInThread, document_id: str) -> None:
-    with closing(HTTPConnection("127.0.0.1", shelf.port, timeout=DEADLINE_S)) as connection:  # sends a path as it is
+def test_an_id_that_means_another_place_in_a_path_is_refused(worker: ServerInThread, document_id: str) -> None:
+    with closing(HTTPConnection("127.0.0.1", worker.port, timeout=DEADLINE_S)) as connection:  # sends a path as it is
         path = f"/v1/documents/{document_id}"
         connection.request("PUT", path, json.dumps({"text": "a"}), {"Authorization": f"Bearer {ANN}"})
         answer = connection.getresponse()
@@ -287,15 +287,15 @@ def test_an_id_that_means_another_place_in_a_path_is_refused(shelf: ServerInThre
         assert (answer.status, b"alone" in answer.read()) == (400, True)
 
 
-def test_a_document_whose_client_leaves_before_its_turn_is_never_tokenized(shelf: ServerInThread) -> None:
-    tokenizers, gate = shelf.server.llm.tokenizers, threading.Event()
+def test_a_document_whose_client_leaves_before_its_turn_is_never_tokenized(worker: ServerInThread) -> None:
+    tokenizers, gate = worker.server.llm.tokenizers, threading.Event()
     blocking = [
-        asyncio.run_coroutine_threadsafe(tokenizers.run(lambda _: gate.wait(DEADLINE_S), tenant), shelf.loop)
+        asyncio.run_coroutine_threadsafe(tokenizers.run(lambda _: gate.wait(DEADLINE_S), tenant), worker.loop)
         for tenant in ("ann", "bob")
     ]
     try:
         come_true(lambda: tokenizers.num_running == 2)
-        with closing(HTTPConnection("127.0.0.1", shelf.port, timeout=DEADLINE_S)) as connection:
+        with closing(HTTPConnection("127.0.0.1", worker.port, timeout=DEADLINE_S)) as connection:
             headers = {"Authorization": f"Bearer {ANN}"}
             connection.request("PUT", "/v1/documents/never", json.dumps({"text": "a"}), headers)
             come_true(lambda: tokenizers.num_waiting == 1)
@@ -305,7 +305,7 @@ def test_a_document_whose_client_leaves_before_its_turn_is_never_tokenized(shelf
         gate.set()
         for job in blocking:
             job.result(DEADLINE_S)
-    assert call(shelf, "GET", "/never").status_code == 404
+    assert call(worker, "GET", "/never").status_code == 404
 
 
 def test_damaged_files_are_told_to_their_tenant_and_can_be_put_again_or_deleted(tmp_path: Path) -> None:
@@ -414,14 +414,14 @@ def test_a_killed_server_has_left_its_documents_and_pins(tmp_path: Path, model_f
 
 
 def test_the_command_says_in_one_line_what_is_wrong(
-    shelf: ServerInThread, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    worker: ServerInThread, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     binary, good = tmp_path / "b.bin", tmp_path / "good.txt"
     binary.write_bytes(b"\xff\xfe")
     good.write_text("good")
 
     def wrong(*arguments: object) -> str:
-        status, written = doc(capsys, shelf, *arguments)
+        status, written = doc(capsys, worker, *arguments)
         assert (status, written.count("\n")) == (2, 1)
         return written
 
@@ -437,12 +437,12 @@ def test_the_command_says_in_one_line_what_is_wrong(
 
 
 def test_the_command_waits_or_not_and_tells_what_failed(
-    shelf: ServerInThread, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    worker: ServerInThread, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "long.txt"
     file.write_text(text_of(11, 2500))
 
-    status, written = doc(capsys, shelf, "add", file, "--no-wait", "--api-key", ANN)
+    status, written = doc(capsys, worker, "add", file, "--no-wait", "--api-key", ANN)
     assert (status, "2,507" in written) == (0, True)
-    status, written = doc(capsys, shelf, "add", file, "--api-key", ANN)
+    status, written = doc(capsys, worker, "add", file, "--api-key", ANN)
     assert (status, "ready" in written) == (0, True)

@@ -16,7 +16,7 @@ def server() -> Iterator[ServerInThread]:
 
 
 def held_bytes(server: ServerInThread) -> int:
-    return server.server.llm._core.cache._holds.num_bytes
+    return server.server.llm._core.cache._pins.num_bytes
 
 
 def asked(server: ServerInThread, prompt: list[int], **options: object) -> dict:

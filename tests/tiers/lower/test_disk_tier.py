@@ -284,7 +284,7 @@ def test_batches_that_land_in_another_order_never_count_backwards() -> None:
 
     totals = []
     for written in (second, first, third):
-        disk.landed(written)
+        disk.on_written(written)
         totals.append(disk.details().written_bytes_total)
 
     assert totals == [4, 4, 6]
@@ -297,10 +297,10 @@ def test_a_store_that_begins_again_gives_no_budget_back() -> None:
     disk = DiskTier(MemoryStore(1000 * CHARGE), bytes(16), clock, 1000)
     disk.life = SsdLife(1, clock, 0)
     clock.now += 1.0
-    disk.landed(disk.write([Blob(disk.key(0, BlockName(bytes(32))), digest(b"k" * 600), memoryview(b"k" * 600))]))
+    disk.on_written(disk.write([Blob(disk.key(0, BlockName(bytes(32))), digest(b"k" * 600), memoryview(b"k" * 600))]))
     disk._store = MemoryStore(1000 * CHARGE)  # as after damage
 
-    disk.landed(disk.write([Blob(disk.key(0, BlockName(bytes(32))), digest(b"k" * 300), memoryview(b"k" * 300))]))
+    disk.on_written(disk.write([Blob(disk.key(0, BlockName(bytes(32))), digest(b"k" * 300), memoryview(b"k" * 300))]))
 
     assert disk.budget.left_bytes == 100
     life = disk.details().life

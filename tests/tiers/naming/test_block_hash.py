@@ -325,7 +325,7 @@ def test_names_are_equal_exactly_if_tokens_and_extra_keys_up_to_there_are(seed: 
         for block_id in range(len(chain.names) + 1):
             start = 2 * block_id
             keys = extra.keys_of_block(start, start + 2)
-            meanings.append(((meaning, keys) if keys else meaning, chain.sibling_key(block_id)))
+            meanings.append(((meaning, keys) if keys else meaning, chain.continued_key(block_id)))
             if block_id < len(chain.names):
                 meaning = (meaning, keys, tuple(chain.token_ids[start : start + 2]))
                 meanings.append((meaning, chain.names[block_id]))
@@ -455,8 +455,8 @@ def test_the_sibling_key_of_a_block_without_extra_keys_is_its_parent(algorithm: 
     chain = BlockChain(16, ExtraKeys(cache_salt="s1"), algorithm=algorithm)
     chain.extend(list(range(40)))
 
-    assert [chain.sibling_key(block_id) for block_id in (1, 2)] == chain.names
-    assert BlockChain(16, algorithm=algorithm).sibling_key(0) == BlockChain(16, algorithm=algorithm).root
+    assert [chain.continued_key(block_id) for block_id in (1, 2)] == chain.names
+    assert BlockChain(16, algorithm=algorithm).continued_key(0) == BlockChain(16, algorithm=algorithm).root
 
 
 @every_algorithm
@@ -465,7 +465,7 @@ def test_siblings_have_the_same_parent_and_extra_keys_whatever_their_tokens(algo
         image = MultimodalItem("img", 20, 4)
         chain = BlockChain(16, ExtraKeys(None, (image,), cache_salt), algorithm=algorithm)
         chain.extend(([1] * 16 + [second] * 32)[:num_tokens])
-        return chain.sibling_key(1)
+        return chain.continued_key(1)
 
     assert key("s1", 2) == key("s1", 3) == key("s1", 3, num_tokens=16)
     assert len({key("s1", 2), key("s2", 2), key(None, 2)}) == 3

@@ -1,4 +1,4 @@
-"""Siblings: cached blocks that continue one prefix in different ways, so that a prompt can share part of a block."""
+"""PartialMatches: cached blocks that continue one prefix, so that a prompt can share the first tokens of one."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from kvtier.tiers.naming.block_hash import BlockChain, BlockName, TokenIds
 
 KEY_BYTES = 32  # as long as a name
 MOST_PENDING = 4096  # blocks: a millisecond's work at once
-MOST_TRIED = 8  # of the siblings that share most
+MOST_TRIED = 8  # of the blocks that share most
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class _Piece:
     slots: list[npt.NDArray[np.intp]]
 
 
-class Siblings:
+class PartialMatches:
     """For each slot that holds a named block: what the block continues, and its tokens, or as many as are computed.
     Slots without a named block are not told of: whoever names one says `record`, `record_tail` or `forget`.
 
@@ -111,7 +111,7 @@ class Siblings:
             return
         pending, self._pending, self._num_pending = self._pending, [], 0
         slots = np.concatenate([slots for piece in pending for slots in piece.slots])
-        keys = b"".join([key for piece in pending for key in piece.chain.sibling_keys(piece.start, piece.end)])
+        keys = b"".join([key for piece in pending for key in piece.chain.continued_keys(piece.start, piece.end)])
         ids = np.concatenate([piece.chain.named_ids(piece.start, piece.end) for piece in pending])
         firsts = np.frombuffer(keys, np.uint32)[:: KEY_BYTES // 4]
         # Rows as single items of so many bytes: a quarter of what numpy takes for rows of numbers.

@@ -3,22 +3,22 @@
 from chaos import World
 from small_cache import DOCUMENT, read
 
-from kvtier.tiers.holds import Hold
 from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.pins import Pin
 
 
-def held(w: World, document: str, num_tokens: int = DOCUMENT) -> Hold:
-    hold = w.cache.hold(w.chain(document, num_tokens), num_tokens)
-    assert hold is not None
-    return hold
+def held(w: World, document: str, num_tokens: int = DOCUMENT) -> Pin:
+    pin = w.cache.pin(w.chain(document, num_tokens), num_tokens)
+    assert pin is not None
+    return pin
 
 
-def until_whole(w: World, hold: Hold) -> None:
+def until_whole(w: World, pin: Pin) -> None:
     for _ in range(50):
         w.clock.now += 0.1
         w.settle()
         w.check()
-        if hold.is_whole:
+        if pin.is_whole:
             return
     raise AssertionError("what is held never came")
 

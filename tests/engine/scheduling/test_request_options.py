@@ -8,7 +8,7 @@ from small_models import byte_tokenizer, plain_greedy
 from transformers import PreTrainedModel
 
 from kvtier import LLM
-from kvtier.engine.scheduling.terms import Terms
+from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.tiers.naming.tier import Reason
 
 
@@ -32,10 +32,10 @@ def test_no_more_is_loaded_than_was_asked_for(model: PreTrainedModel, tmp_path: 
 
 def test_a_negative_number_is_refused() -> None:
     with pytest.raises(ValueError, match="max_load_tokens is -1"):
-        Terms(max_load_tokens=-1)
+        RequestOptions(max_load_tokens=-1)
 
 
 @pytest.mark.parametrize("priority", ["high", None, 0.5])
 def test_a_priority_that_the_queue_cannot_compare_is_refused(priority: object) -> None:
     with pytest.raises(ValueError, match=r"priority is .*; give a whole number"):
-        Terms(priority=priority)
+        RequestOptions(priority=priority)

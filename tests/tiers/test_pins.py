@@ -1,7 +1,7 @@
 """Prefixes that are kept in host memory, wherever they are now."""
 
 import pytest
-from held_blocks import held, host_blocks, on_disk_only, until_whole
+from pinned_blocks import held, host_blocks, on_disk_only, until_whole
 from small_cache import BLOCK_SIZE, DOCUMENT, balance, read, world
 
 from kvtier.tiers.device.block_pool import ABSENT
@@ -13,15 +13,15 @@ def test_what_is_held_comes_from_disk_takes_no_device_slot_and_outlives_what_flu
     on_disk_only(w, "a")
     free = w.cache.free_slots()
 
-    hold = held(w, "a")
-    until_whole(w, hold)
+    pin = held(w, "a")
+    until_whole(w, pin)
     assert w.cache.free_slots() == free
     for document in "bcdefgh":
         read(w, document)
 
     assert host_blocks(w, "a") == DOCUMENT // BLOCK_SIZE
     assert balance(read(w, "a"))[1] == DOCUMENT  # from host memory
-    w.cache.end_hold(hold)
+    w.cache.unpin(pin)
     w.check()
     for document in "ijklmno":
         read(w, document)
@@ -41,11 +41,11 @@ def test_what_only_the_device_has_is_copied_down_also_while_a_request_leases_it(
         w.cache.release(promotion.tables)
     assert host_blocks(w, "a") == 0
 
-    hold = held(w, "a")
-    until_whole(w, hold)
+    pin = held(w, "a")
+    until_whole(w, pin)
 
     assert host_blocks(w, "a") == DOCUMENT // BLOCK_SIZE
-    w.cache.end_hold(hold)
+    w.cache.unpin(pin)
     if is_leased:
         w.cache.release(promotion.tables)
     w.check()
@@ -54,13 +54,13 @@ def test_what_only_the_device_has_is_copied_down_also_while_a_request_leases_it(
 def test_half_of_host_memory_may_be_held() -> None:
     w = world(num_device_slots=16, num_host_slots=20)
     read(w, "a")
-    hold = held(w, "a")
+    pin = held(w, "a")
 
-    assert w.cache.hold(w.chain("b", BLOCK_SIZE), BLOCK_SIZE) is None
+    assert w.cache.pin(w.chain("b", BLOCK_SIZE), BLOCK_SIZE) is None
 
-    w.cache.end_hold(hold)
-    w.cache.end_hold(hold)
-    assert w.cache.hold(w.chain("b", BLOCK_SIZE), BLOCK_SIZE) is not None
+    w.cache.unpin(pin)
+    w.cache.unpin(pin)
+    assert w.cache.pin(w.chain("b", BLOCK_SIZE), BLOCK_SIZE) is not None
 
 
 def test_what_is_let_go_before_it_is_read_is_not_read() -> None:
@@ -68,9 +68,9 @@ def test_what_is_let_go_before_it_is_read_is_not_read() -> None:
     on_disk_only(w, "a")
     w.lanes[Route.DISK_TO_HOST].capacity = 0
 
-    hold = held(w, "a")
+    pin = held(w, "a")
     w.cache.poll()
-    w.cache.end_hold(hold)
+    w.cache.unpin(pin)
     w.lanes[Route.DISK_TO_HOST].capacity = 6
     w.settle()
 
@@ -83,7 +83,7 @@ def test_a_promotion_s_blocks_are_read_before_those_that_are_only_held() -> None
     on_disk_only(w, "a")
     on_disk_only(w, "b")
     w.lanes[Route.DISK_TO_HOST].capacity = 0
-    hold = held(w, "a")
+    pin = held(w, "a")
     chain = w.chain("b", DOCUMENT)
     promotion = w.cache.promote(w.cache.lookup(chain, DOCUMENT + 1))
     w.lanes[Route.DISK_TO_HOST].capacity = 1
@@ -95,7 +95,7 @@ def test_a_promotion_s_blocks_are_read_before_those_that_are_only_held() -> None
     assert host_blocks(w, "b") > 0
     assert host_blocks(w, "a") == 0
     w.settle()
-    w.cache.end_hold(hold)
+    w.cache.unpin(pin)
     w.cache.release(promotion.tables)
     w.check()
 
@@ -103,25 +103,25 @@ def test_a_promotion_s_blocks_are_read_before_those_that_are_only_held() -> None
 def test_a_promotion_of_what_is_being_held_reads_nothing_twice() -> None:
     w = world(num_device_slots=16, num_host_slots=40)
     on_disk_only(w, "a")
-    hold = held(w, "a")
+    pin = held(w, "a")
 
     promotion = w.cache.promote(w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1))
     w.settle()
 
     assert balance(promotion)[2] == DOCUMENT
-    until_whole(w, hold)
+    until_whole(w, pin)
     w.cache.release(promotion.tables)
-    w.cache.end_hold(hold)
+    w.cache.unpin(pin)
     w.check()
 
 
 def test_a_reset_ends_holds() -> None:
     w = world()
     read(w, "a")
-    until_whole(w, hold := held(w, "a"))
+    until_whole(w, pin := held(w, "a"))
 
     assert w.cache.reset()
 
-    assert (hold.slots[0] == ABSENT).all()
-    assert not hold.is_whole
+    assert (pin.slots[0] == ABSENT).all()
+    assert not pin.is_whole
     w.check()

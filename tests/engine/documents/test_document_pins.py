@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from kvtier.engine.config import as_config
 from kvtier.engine.core import EngineCore
 from kvtier.engine.documents.document import Document, Form
-from kvtier.engine.documents.holds import MOST_LOOKED_AT, RENEW_S, DocumentHolds
 from kvtier.engine.documents.pin_shares import PinShares
+from kvtier.engine.documents.pins import MOST_LOOKED_AT, RENEW_S, DocumentPins
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain
 
 NUM_DOCUMENTS = 3 * MOST_LOOKED_AT
@@ -38,24 +38,24 @@ def test_of_many_documents_one_is_renewed_after_a_step_and_all_in_the_end(model:
         return core.chain(document.token_ids, NO_EXTRA_KEYS)
 
     with EngineCore(model, byte_tokenizer(), as_config(tables(num_host_slots=3 * NUM_DOCUMENTS))) as core:
-        holds = DocumentHolds(chain_of, lambda _: None, PinShares(1), clock)
+        pins = DocumentPins(chain_of, lambda _: None, PinShares(1), clock)
         documents = [document(number) for number in range(NUM_DOCUMENTS)]
         for each in documents:
-            holds.pin(core, each, 2 * RENEW_S)
+            pins.pin(core, each, 2 * RENEW_S)
         renewed.clear()
         clock.now += RENEW_S + 1
         for step in range(NUM_DOCUMENTS):
-            holds.look(core)
+            pins.tick(core)
             assert len(renewed) <= step + 1
         assert sorted(renewed) == sorted(each.id for each in documents)
 
         clock.now += RENEW_S
         for _ in range(NUM_DOCUMENTS):
-            holds.look(core)
+            pins.tick(core)
         renewed.clear()
         clock.now += RENEW_S
         for _ in range(NUM_DOCUMENTS):
-            holds.look(core)
+            pins.tick(core)
 
         assert not renewed  # their time is over
         core.cache.check()

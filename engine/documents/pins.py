@@ -1,4 +1,4 @@
-"""DocumentHolds: documents kept in host memory: pinned ones for as long as they are, others until they have come."""
+"""DocumentPins: documents kept in host memory: pinned ones for as long as they are, others until they have come."""
 
 import time
 from collections import deque
@@ -8,30 +8,30 @@ from dataclasses import dataclass
 from kvtier.engine.core import EngineCore
 from kvtier.engine.documents.document import Document
 from kvtier.engine.documents.pin_shares import PinShares
-from kvtier.tiers.holds import Hold
 from kvtier.tiers.naming.block_hash import BlockChain
+from kvtier.tiers.pins import Pin
 
 RENEW_S = 30.0  # so often it is looked whether a block has been lost
 WARM_S = 600.0  # so long what comes to host memory may take
 MOST_LOOKED_AT = 64  # documents, after a step: 50 us
 
 
-class NoRoomToHold(Exception):
-    """Host memory cannot hold the document; says what to do."""
+class NoRoomToPin(Exception):
+    """Host memory has no room to pin the document; says what to do."""
 
 
 @dataclass(eq=False, slots=True)
 class _Kept:
-    """Why, until when, and with which hold; none while there is no room for one."""
+    """Why, until when, and with which pin; none while there is no room for one."""
 
-    hold: Hold | None = None
+    pin: Pin | None = None
     renew_at: float = 0.0
     pinned_until: float | None = None
     warming_until: float | None = None
 
 
-class DocumentHolds:
-    """Holds within each tenant's share. Owned by the engine's thread."""
+class DocumentPins:
+    """Pins within each tenant's share. Owned by the engine's thread."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class DocumentHolds:
         self._turns: deque[tuple[Document, _Kept]] = deque()  # who is looked at next; not those that were dropped since
 
     def warm(self, core: EngineCore, document: Document) -> None:
-        """Bring it to host memory, and let go of it there. NoRoomToHold."""
+        """Bring it to host memory, and let go of it there. NoRoomToPin."""
         self._keep(core, document).warming_until = self._clock() + WARM_S
 
     def pin(self, core: EngineCore, document: Document, ttl_s: float, must_have_room: bool = True) -> None:
-        """Keep it in host memory for so long from now on. NoRoomToHold, unless it may wait for room."""
+        """Keep it in host memory for so long from now on. NoRoomToPin, unless it may wait for room."""
         self._keep(core, document, must_have_room).pinned_until = self._clock() + ttl_s
 
     def unpin(self, core: EngineCore, document: Document) -> None:
@@ -65,8 +65,8 @@ class DocumentHolds:
     def drop(self, core: EngineCore, document: Document) -> None:
         """Let go, whatever for it was held."""
         kept = self._kept.pop(document, None)
-        if kept is not None and kept.hold is not None:
-            self._shares.end(core, kept.hold)
+        if kept is not None and kept.pin is not None:
+            self._shares.end(core, kept.pin)
 
     def end(self, core: EngineCore) -> None:
         """Let go of all."""
@@ -76,14 +76,14 @@ class DocumentHolds:
     def is_held(self, document: Document) -> bool:
         """Whether all of it is held in host memory now."""
         kept = self._kept.get(document)
-        return kept is not None and kept.hold is not None and kept.hold.is_whole
+        return kept is not None and kept.pin is not None and kept.pin.is_whole
 
     def is_warming(self, document: Document) -> bool:
         """Whether it is on its way to host memory."""
         kept = self._kept.get(document)
         return kept is not None and kept.warming_until is not None
 
-    def look(self, core: EngineCore) -> None:
+    def tick(self, core: EngineCore) -> None:
         """End what is over, and bring back what was lost: of some documents, with the next calls of the others."""
         for _ in range(min(MOST_LOOKED_AT, len(self._turns))):
             document, kept = self._turns.popleft()
@@ -98,7 +98,7 @@ class DocumentHolds:
         now = self._clock()
         if kept.pinned_until is not None and now >= kept.pinned_until:
             kept.pinned_until = None
-        has_come = kept.hold is not None and kept.hold.is_whole
+        has_come = kept.pin is not None and kept.pin.is_whole
         if kept.warming_until is not None and (has_come or now >= kept.warming_until):
             kept.warming_until = None
         if kept.pinned_until is None and kept.warming_until is None:
@@ -111,13 +111,13 @@ class DocumentHolds:
 
     def _keep(self, core: EngineCore, document: Document, must_have_room: bool = True) -> _Kept:
         if core.config.host is None and must_have_room:
-            raise NoRoomToHold("host tier: there is none; give host.capacity a size")
+            raise NoRoomToPin("host tier: there is none; give host.capacity a size")
         kept = self._kept.get(document) or _Kept()
         self._begin(core, document, kept)
-        if kept.hold is None and must_have_room:
+        if kept.pin is None and must_have_room:
             needed = document.num_tokens * core.bytes_per_token / 2**20
             share = self._shares.share_bytes(core) / 2**20
-            raise NoRoomToHold(
+            raise NoRoomToPin(
                 f"host tier: the document takes {needed:.1f} MiB, more than is left of the {share:.1f} MiB that may "
                 "be kept for you; "
                 "unpin another, or raise host.capacity"
@@ -128,11 +128,11 @@ class DocumentHolds:
         return kept
 
     def _begin(self, core: EngineCore, document: Document, kept: _Kept) -> None:
-        """Hold it, as if for the first time."""
-        if kept.hold is not None:  # ended first, so that it does not count twice; nobody takes a slot meanwhile
-            self._shares.end(core, kept.hold)
+        """Pin it, as if for the first time."""
+        if kept.pin is not None:  # ended first, so that it does not count twice; nobody takes a slot meanwhile
+            self._shares.end(core, kept.pin)
         chain = self._chain_of(core, document)
-        kept.hold = self._shares.hold(core, document.tenant, chain, document.num_tokens)
+        kept.pin = self._shares.pin(core, document.tenant, chain, document.num_tokens)
         kept.renew_at = self._clock() + RENEW_S
         hit = core.cache.lookup(chain, document.num_tokens + 1)
         if hit.num_tokens < hit.limit:

@@ -1,10 +1,10 @@
-"""Terms: what a caller asks of the queue and of the cache for one request."""
+"""RequestOptions: what a caller asks of the queue and of the cache for one request."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RequestOptions:
     """The defaults ask for nothing. A lower *priority* is more urgent. Without *reads_cache* everything is computed; of
     what is not on the device *max_load_tokens* are loaded at most."""
 
@@ -24,4 +24,4 @@ class Terms:
         return self.reads_cache and self.max_load_tokens is None
 
 
-NO_TERMS = Terms()
+DEFAULT_OPTIONS = RequestOptions()

@@ -1,4 +1,4 @@
-"""Landings: blocks on their way from disk into host memory, verified as they land."""
+"""DiskReads: blocks on their way from disk into host memory, verified as they come."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +9,7 @@ from kvtier.store.record import Fault
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.residency import Residency
-from kvtier.tiers.lower.tenants import Ties, tenant_of
+from kvtier.tiers.lower.tenants import Origin, tenant_of
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.naming.tier import Reason
@@ -39,19 +39,19 @@ def read_blocks(
 
 
 @dataclass(eq=False, slots=True)
-class Landing:
+class DiskRead:
     """One block on its way from disk into host memory. While *waiters* are told of its end it leases *host_slot*."""
 
     group_id: int
     block_id: int  # in every chain that has it
     name: BlockName
-    ties: Ties
+    origin: Origin
     waiters: dict[object, "Waiter"] = field(default_factory=dict)  # by who waits
     host_slot: int | None = None  # leased, once it is being read
     digest: bytes = b""  # of the bytes that landed
 
 
-Waiter = Callable[[Landing, Reason | None], None]
+Waiter = Callable[[DiskRead, Reason | None], None]
 """Told that the block has landed (None), or why it never will."""
 
 
@@ -59,13 +59,13 @@ Waiter = Callable[[Landing, Reason | None], None]
 class Read:
     """A batch at a reader."""
 
-    batch: tuple[Landing, ...]
+    batch: tuple[DiskRead, ...]
     attempt: Attempt
     submitted_at: float
     is_for_later: bool
 
 
-class Landings:
+class DiskReads:
     """A block is read once, however many wait for it. A batch that finds its lane full waits here, in order. What is
     wanted now goes before what may come later.
 
@@ -82,51 +82,51 @@ class Landings:
         clock: Callable[[], float],
         is_host_cleaned: Callable[[], bool],
     ) -> None:
-        """*is_host_cleaned*: whether copies to disk are under way that will leave host slots to land in."""
+        """*is_host_cleaned*: whether copies to disk are under way that will leave host slots to read into."""
         self._groups = groups
         self._residency = residency
         self._memories = memories
         self._transfers = transfers
         self._clock = clock
         self._is_host_cleaned = is_host_cleaned
-        self._under_way: list[dict[BlockName, Landing]] = [{} for _ in groups]
+        self._under_way: list[dict[BlockName, DiskRead]] = [{} for _ in groups]
         # In order, and left anywhere at once: a queue of thousands is left by thousands.
-        self._wanted_now: OrderedDict[Landing, None] = OrderedDict()
-        self._wanted_later: OrderedDict[Landing, None] = OrderedDict()
+        self._wanted_now: OrderedDict[DiskRead, None] = OrderedDict()
+        self._wanted_later: OrderedDict[DiskRead, None] = OrderedDict()
         self._num_wanted_now = [0 for _ in groups]
         self._reading: list[Read] = []
         self._hanging: list[Read] = []  # nobody waits for these any more
 
     def join(
         self, chain: BlockChain, group_id: int, block_ids: Sequence[int], who: object, waiter: Waiter, now: bool = True
-    ) -> list[Landing]:
+    ) -> list[DiskRead]:
         """Have blocks read that are on disk, in their turn; *now*: before all that may come later."""
-        under_way, landings = self._under_way[group_id], []
+        under_way, disk_reads = self._under_way[group_id], []
         forgets, tenant = self._groups[group_id].forgets, tenant_of(chain.extra.cache_salt)
         step = self._groups[group_id].block_size // chain.block_size
         for block_id in block_ids:
             name = chain.names[(block_id + 1) * step - 1]
-            landing = under_way.get(name)
-            if landing is None:
+            disk_read = under_way.get(name)
+            if disk_read is None:
                 # No parent where a group forgets: it needs no more than its window.
                 parent = None if forgets or block_id == 0 else chain.names[block_id * step - 1]
-                under_way[name] = landing = Landing(group_id, block_id, name, Ties(parent, tenant))
-                self._put(landing, now)
-            elif now and landing in self._wanted_later:
-                del self._wanted_later[landing]
-                self._put(landing, now)
-            landing.waiters[who] = waiter
-            landings.append(landing)
-        return landings
+                under_way[name] = disk_read = DiskRead(group_id, block_id, name, Origin(parent, tenant))
+                self._put(disk_read, now)
+            elif now and disk_read in self._wanted_later:
+                del self._wanted_later[disk_read]
+                self._put(disk_read, now)
+            disk_read.waiters[who] = waiter
+            disk_reads.append(disk_read)
+        return disk_reads
 
-    def leave(self, landings: Iterable[Landing], who: object) -> None:
+    def leave(self, disk_reads: Iterable[DiskRead], who: object) -> None:
         """Wait no longer. What nobody waits for is not begun; what is being read lands in host memory nevertheless."""
-        for landing in landings:
-            landing.waiters.pop(who, None)
+        for disk_read in disk_reads:
+            disk_read.waiters.pop(who, None)
             for queue in (self._wanted_now, self._wanted_later):
-                if not landing.waiters and landing in queue:
-                    del queue[landing], self._under_way[landing.group_id][landing.name]
-                    self._num_wanted_now[landing.group_id] -= queue is self._wanted_now
+                if not disk_read.waiters and disk_read in queue:
+                    del queue[disk_read], self._under_way[disk_read.group_id][disk_read.name]
+                    self._num_wanted_now[disk_read.group_id] -= queue is self._wanted_now
 
     def pump(self, window: int) -> None:
         """Hand queued blocks to readers that are free: what may come later only where nothing else is to be read, and
@@ -153,34 +153,38 @@ class Landings:
         for read in hung:
             assert self._residency.disk is not None, "a read without a disk"
             self._residency.disk.reading.hung(read.attempt)
-            for landing in read.batch:
-                self._residency.not_on_disk(landing.group_id, landing.name)
-                self._residency.lost(landing.group_id, landing.name)
-                self._tell(landing, Reason.DEADLINE)
+            for disk_read in read.batch:
+                self._residency.not_on_disk(disk_read.group_id, disk_read.name)
+                self._residency.lost(disk_read.group_id, disk_read.name)
+                self._tell(disk_read, Reason.DEADLINE)
         if hung:
             self._give_up()
 
     def num_leases(self, group_id: int) -> int:
         """Host slots of the group that are being read into."""
-        return sum(landing.group_id == group_id for read in (*self._reading, *self._hanging) for landing in read.batch)
+        return sum(
+            disk_read.group_id == group_id for read in (*self._reading, *self._hanging) for disk_read in read.batch
+        )
 
     def check(self) -> None:
         """Raise AssertionError if a block under way is neither queued nor being read, or waited for by nobody."""
-        reading = [landing for read in self._reading for landing in read.batch]
+        reading = [disk_read for read in self._reading for disk_read in read.batch]
         queued = [*self._wanted_now, *self._wanted_later]
-        under_way = [landing for landings in self._under_way for landing in landings.values()]
+        under_way = [disk_read for disk_reads in self._under_way for disk_read in disk_reads.values()]
         assert set(under_way) == {*reading, *queued}, "the books of what is being read disagree"
         assert len(under_way) == len(reading) + len(queued), "a block is under way twice"
-        assert all(landing.waiters and landing.host_slot is None for landing in queued), "a block is read for nobody"
-        num_now = [sum(landing.group_id == i for landing in self._wanted_now) for i in range(len(self._groups))]
+        assert all(disk_read.waiters and disk_read.host_slot is None for disk_read in queued), (
+            "a block is read for nobody"
+        )
+        num_now = [sum(disk_read.group_id == i for disk_read in self._wanted_now) for i in range(len(self._groups))]
         assert num_now == self._num_wanted_now, "the blocks to be read now were miscounted"
 
-    def _put(self, landing: Landing, now: bool) -> None:
+    def _put(self, disk_read: DiskRead, now: bool) -> None:
         """At the end of its queue."""
-        (self._wanted_now if now else self._wanted_later)[landing] = None
-        self._num_wanted_now[landing.group_id] += now
+        (self._wanted_now if now else self._wanted_later)[disk_read] = None
+        self._num_wanted_now[disk_read.group_id] += now
 
-    def _submit(self, queue: OrderedDict[Landing, None], window: int) -> bool:
+    def _submit(self, queue: OrderedDict[DiskRead, None], window: int) -> bool:
         """Have the first blocks of the queue read that are of one group, up to a batch; False if that cannot be."""
         residency = self._residency
         assert residency.host is not None, "blocks come from disk through the host tier"
@@ -192,13 +196,13 @@ class Landings:
         group_id = next(iter(queue)).group_id
         memory, disk, pool = self._memories[group_id], residency.disk, residency.host.pools[group_id]
         most = blocks_in_batch(memory)
-        batch = list(takewhile(lambda landing: landing.group_id == group_id, islice(queue, most)))
+        batch = list(takewhile(lambda disk_read: disk_read.group_id == group_id, islice(queue, most)))
         slots = residency.take_clean(residency.host, group_id, len(batch), window)
         # No spill will make room.
         if not slots and queue is self._wanted_now and not self._is_host_cleaned():
             slots = residency.take(residency.host, group_id, min(len(batch), pool.num_free), window) or []
         read = Read(tuple(batch[: len(slots)]), attempt, self._clock(), queue is self._wanted_later)
-        keys = [disk.key(group_id, landing.name) for landing in read.batch]
+        keys = [disk.key(group_id, disk_read.name) for disk_read in read.batch]
         if not keys or not self._transfers.submit(
             Route.DISK_TO_HOST,
             lambda: read_blocks(disk, memory, keys, slots),
@@ -208,9 +212,9 @@ class Landings:
             residency.disk.reading.withdrawn(attempt)
             pool.release(slots)
             return False
-        for landing, slot in zip(read.batch, slots, strict=True):
-            del queue[landing]
-            landing.host_slot = slot
+        for disk_read, slot in zip(read.batch, slots, strict=True):
+            del queue[disk_read]
+            disk_read.host_slot = slot
         self._num_wanted_now[group_id] -= 0 if read.is_for_later else len(read.batch)
         self._reading.append(read)
         return True
@@ -221,8 +225,8 @@ class Landings:
         self._wanted_now.clear()
         self._wanted_later.clear()
         self._num_wanted_now = [0 for _ in self._groups]
-        for landing in queued:
-            self._tell(landing, Reason.FAILED)
+        for disk_read in queued:
+            self._tell(disk_read, Reason.FAILED)
 
     def _landed(self, read: Read, transfer: Transfer) -> None:
         disk = self._residency.disk
@@ -237,38 +241,38 @@ class Landings:
         else:
             disk.reading.succeeded(read.attempt)
         good = [
-            (landing, outcome)
-            for landing, outcome in zip(read.batch, outcomes, strict=True)
+            (disk_read, outcome)
+            for disk_read, outcome in zip(read.batch, outcomes, strict=True)
             if not isinstance(outcome, Fault)
         ]
         self._came_to_host(good, is_late)
-        for landing, outcome in zip(read.batch, outcomes, strict=True):
+        for disk_read, outcome in zip(read.batch, outcomes, strict=True):
             if isinstance(outcome, Fault) and not is_late:
-                self._residency.could_not_be_read(landing.group_id, landing.name, outcome)
+                self._residency.could_not_be_read(disk_read.group_id, disk_read.name, outcome)
             if not is_late:
-                self._tell(landing, REASONS.get(outcome, Reason.CORRUPT) if isinstance(outcome, Fault) else None)
+                self._tell(disk_read, REASONS.get(outcome, Reason.CORRUPT) if isinstance(outcome, Fault) else None)
         if self._residency.host is not None:
-            slots = [landing.host_slot for landing in read.batch if landing.host_slot is not None]
+            slots = [disk_read.host_slot for disk_read in read.batch if disk_read.host_slot is not None]
             self._residency.host.pools[read.batch[0].group_id].release(slots)
-        for tenant in {landing.ties.tenant for landing in read.batch}:  # host memory has become fuller
+        for tenant in {disk_read.origin.tenant for disk_read in read.batch}:  # host memory has become fuller
             self._residency.keep_quota(read.batch[0].group_id, tenant)
 
-    def _came_to_host(self, landed: Sequence[tuple[Landing, bytes]], is_late: bool) -> None:
+    def _came_to_host(self, landed: Sequence[tuple[DiskRead, bytes]], is_late: bool) -> None:
         """These blocks of a batch are in host memory, with these digests."""
         if not landed:
             return
-        landings, digests = [landing for landing, _ in landed], [digest for _, digest in landed]
-        for landing, digest in landed:
-            landing.digest = digest
-        group_id = landings[0].group_id
-        slots = [landing.host_slot for landing in landings if landing.host_slot is not None]
-        names, ties = [landing.name for landing in landings], [landing.ties for landing in landings]
-        new = self._residency.all_came_to_host(group_id, slots, names, digests, ties)
+        disk_reads, digests = [disk_read for disk_read, _ in landed], [digest for _, digest in landed]
+        for disk_read, digest in landed:
+            disk_read.digest = digest
+        group_id = disk_reads[0].group_id
+        slots = [disk_read.host_slot for disk_read in disk_reads if disk_read.host_slot is not None]
+        names, origin = [disk_read.name for disk_read in disk_reads], [disk_read.origin for disk_read in disk_reads]
+        new = self._residency.all_came_to_host(group_id, slots, names, digests, origin)
         if is_late:  # they do not count as being on disk
             self._residency.used_in_host(group_id, new)
 
-    def _tell(self, landing: Landing, failure: Reason | None) -> None:
+    def _tell(self, disk_read: DiskRead, failure: Reason | None) -> None:
         """The block is not under way any more, and who waits for it learns of that."""
-        del self._under_way[landing.group_id][landing.name]
-        for waiter in list(landing.waiters.values()):
-            waiter(landing, failure)
+        del self._under_way[disk_read.group_id][disk_read.name]
+        for waiter in list(disk_read.waiters.values()):
+            waiter(disk_read, failure)

@@ -7,8 +7,8 @@ from enum import StrEnum
 
 from kvtier.engine.core import EngineCore
 from kvtier.engine.documents.document import Document
-from kvtier.engine.documents.holds import DocumentHolds
 from kvtier.engine.documents.pin_shares import PinShares
+from kvtier.engine.documents.pins import DocumentPins
 from kvtier.engine.documents.prefills import DocumentPrefills
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
 from kvtier.tiers.naming.tier import Tier
@@ -39,7 +39,7 @@ class Residence:
     is_held: bool  # all of it is in host memory, and will be as long as it is pinned
 
 
-class DocumentShelf:
+class DocumentWorker:
     """Owned by the engine's thread, which calls `look` after every step."""
 
     def __init__(
@@ -57,7 +57,7 @@ class DocumentShelf:
         self._errors: dict[Document, str] = {}
         self._was_ready: set[Document] = set()
         self._prefills = DocumentPrefills(extra_of, self._ended, clock)
-        self._holds = DocumentHolds(self._chain, self._compute, shares, clock)
+        self._pins = DocumentPins(self._chain, self._compute, shares, clock)
 
     def add(self, core: EngineCore, document: Document) -> None:
         """A document that is new here: compute it unless it has been and nothing of it is wanted now."""
@@ -67,24 +67,24 @@ class DocumentShelf:
             self._compute(document)
 
     def warm(self, core: EngineCore, document: Document, tier: Tier) -> None:
-        """Bring it to the device or to host memory, and compute what is nowhere. NoRoomToHold."""
+        """Bring it to the device or to host memory, and compute what is nowhere. NoRoomToPin."""
         if tier is Tier.DEVICE:
             self._compute(document)
         else:
-            self._holds.warm(core, document)
+            self._pins.warm(core, document)
 
     def pin(self, core: EngineCore, document: Document, ttl_s: float, must_have_room: bool = True) -> None:
-        """Keep it in host memory for so long from now on. NoRoomToHold, unless it may wait for room."""
-        self._holds.pin(core, document, ttl_s, must_have_room)
+        """Keep it in host memory for so long from now on. NoRoomToPin, unless it may wait for room."""
+        self._pins.pin(core, document, ttl_s, must_have_room)
 
     def unpin(self, core: EngineCore, document: Document) -> None:
         """Keep it no longer."""
-        self._holds.unpin(core, document)
+        self._pins.unpin(core, document)
 
     def drop(self, core: EngineCore, document: Document) -> None:
         """Forget it. Its blocks stay cached until others need their room."""
         self._prefills.remove(core, document)
-        self._holds.drop(core, document)
+        self._pins.drop(core, document)
         self._chains.pop(document, None)
         self._errors.pop(document, None)
         self._was_ready.discard(document)
@@ -92,12 +92,12 @@ class DocumentShelf:
     def end(self, core: EngineCore) -> None:
         """Forget all of them."""
         self._prefills.end(core)
-        self._holds.end(core)
+        self._pins.end(core)
 
-    def look(self, core: EngineCore) -> None:
+    def tick(self, core: EngineCore) -> None:
         """Go on with all that is to be done."""
-        self._prefills.look(core)
-        self._holds.look(core)
+        self._prefills.tick(core)
+        self._pins.tick(core)
 
     def residence(self, core: EngineCore, document: Document) -> Residence:
         """Where it is now."""
@@ -119,8 +119,8 @@ class DocumentShelf:
             {str(tier): round(tokens[str(tier)] * core.bytes_per_token) for tier in Tier},
             core.cache.load_seconds(hit, planner),
             compute_s,
-            self._holds.is_warming(document),
-            self._holds.is_held(document),
+            self._pins.is_warming(document),
+            self._pins.is_held(document),
         )
 
     def _status(self, document: Document, *, is_whole: bool) -> Status:

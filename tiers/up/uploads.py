@@ -1,4 +1,4 @@
-"""Arrivals: blocks on their way up to the device, through host memory, verified before they are copied."""
+"""Uploads: blocks on their way up to the device, through host memory, verified before they are copied."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,9 +13,9 @@ from kvtier.tiers.lower.residency import Residency, SlotTier
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.tiers.up.landings import Landing, Landings, blocks_in_batch
+from kvtier.tiers.up.disk_reads import DiskRead, DiskReads, blocks_in_batch
 from kvtier.tiers.up.layered_upload import LayeredUpload
-from kvtier.tiers.up.promotion import Arrival
+from kvtier.tiers.up.promotion import Upload
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.layer_gate import LayerGate
@@ -44,7 +44,7 @@ def upload_blocks(
     return good
 
 
-class Arrivals:
+class Uploads:
     """A block is under way once, however many promotions want it. A batch that finds its lane full waits here, in
     order. *resolved* is told of each block that has arrived (None) or never will (the reason).
 
@@ -58,38 +58,38 @@ class Arrivals:
         residency: Residency,
         memories: Sequence[BlockMemory],
         transfers: TransferEngine,
-        landings: Landings,
-        resolved: Callable[[Arrival, Reason | None], None],
+        disk_reads: DiskReads,
+        resolved: Callable[[Upload, Reason | None], None],
         clock: Callable[[], float],
     ) -> None:
         self._groups = groups
         self._residency = residency
         self._memories = memories
         self._transfers = transfers
-        self._landings = landings
+        self._disk_reads = disk_reads
         self._resolved = resolved
         self._clock = clock
-        self._arrivals: list[dict[BlockName, Arrival]] = [{} for _ in groups]
-        self._to_upload: OrderedDict[Arrival, None] = OrderedDict()
+        self._uploads: list[dict[BlockName, Upload]] = [{} for _ in groups]
+        self._to_upload: OrderedDict[Upload, None] = OrderedDict()
         self._num_to_upload = [0 for _ in groups]
-        self._to_verify: deque[tuple[LayeredUpload, list[Arrival]]] = deque()
-        self._on_lane: dict[Arrival, float] = {}  # and since when
-        self._hanging: set[Arrival] = set()
+        self._to_verify: deque[tuple[LayeredUpload, list[Upload]]] = deque()
+        self._on_lane: dict[Upload, float] = {}  # and since when
+        self._hanging: set[Upload] = set()
 
-    def __iter__(self) -> Iterator[Arrival]:
-        return (arrival for arrivals in self._arrivals for arrival in arrivals.values())
+    def __iter__(self) -> Iterator[Upload]:
+        return (upload for uploads in self._uploads for upload in uploads.values())
 
-    def find(self, group_id: int, name: BlockName) -> Arrival | None:
+    def find(self, group_id: int, name: BlockName) -> Upload | None:
         """The block, if it is under way."""
-        return self._arrivals[group_id].get(name)
+        return self._uploads[group_id].get(name)
 
     def any(self, group_id: int) -> bool:
         """Whether any block of the group is under way."""
-        return bool(self._arrivals[group_id])
+        return bool(self._uploads[group_id])
 
     def are_coming(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
         """For each of the blocks whether it is under way."""
-        return np.fromiter(map(self._arrivals[group_id].__contains__, names), np.bool_, len(names))
+        return np.fromiter(map(self._uploads[group_id].__contains__, names), np.bool_, len(names))
 
     def start(
         self,
@@ -98,51 +98,51 @@ class Arrivals:
         block_ids: Sequence[int],
         device_slots: Sequence[int],
         host_slots: Sequence[int],
-    ) -> list[Arrival]:
+    ) -> list[Upload]:
         """Put blocks under way from *host_slots* (ABSENT: from disk) into *device_slots*; the leases on both become the
-        transfers'. What is in host memory waits for `upload`."""
+        transfers'. What is in host memory waits for `copy_up`."""
         step = self._groups[group_id].block_size // chain.block_size
-        arrivals, under_way, from_disk = [], self._arrivals[group_id], []
+        uploads, under_way, from_disk = [], self._uploads[group_id], []
         for block_id, device_slot, host_slot in zip(block_ids, device_slots, host_slots, strict=True):
             name = chain.names[(block_id + 1) * step - 1]
             if host_slot == ABSENT:
-                arrival = Arrival(group_id, name, device_slot, Tier.DISK)
+                upload = Upload(group_id, name, device_slot, Tier.DISK)
                 from_disk.append(block_id)
             else:
                 known = self._residency.host_blocks[group_id].digest(host_slot)
-                arrival = Arrival(group_id, name, device_slot, Tier.HOST, host_slot, digest=known)
-            under_way[name] = arrival
-            arrivals.append(arrival)
+                upload = Upload(group_id, name, device_slot, Tier.HOST, host_slot, digest=known)
+            under_way[name] = upload
+            uploads.append(upload)
         if from_disk:
-            for landing in self._landings.join(chain, group_id, from_disk, self, self._landed_in_host):
-                under_way[landing.name].landing = landing
-        return arrivals
+            for disk_read in self._disk_reads.join(chain, group_id, from_disk, self, self._landed_in_host):
+                under_way[disk_read.name].disk_read = disk_read
+        return uploads
 
-    def upload(self, arrivals: Iterable[Arrival]) -> None:
+    def copy_up(self, uploads: Iterable[Upload]) -> None:
         """Have those of these blocks that are in host memory copied to the device, in their turn."""
-        for arrival in arrivals:
-            if arrival.host_slot is not None:
-                self._to_upload[arrival] = None
-                self._num_to_upload[arrival.group_id] += 1
+        for upload in uploads:
+            if upload.host_slot is not None:
+                self._to_upload[upload] = None
+                self._num_to_upload[upload.group_id] += 1
 
-    def by_layers(self, arrivals: Sequence[Arrival]) -> LayerGate | None:
+    def by_layers(self, uploads: Sequence[Upload]) -> LayerGate | None:
         """Have these, just started and all in host memory, come layer by layer, so that computing can begin before
         they are all there; None if they come as usual.
 
         They are verified beside the copies: see `LayerGate` for what that means.
         """
-        num_parts = min(MOST_PARTS, max(self._memories[arrival.group_id].num_layers for arrival in arrivals))
-        num_bytes = sum(self._memories[arrival.group_id].block_bytes for arrival in arrivals)
-        if num_bytes < BY_LAYERS_BYTES or any(a.source is not Tier.HOST for a in arrivals):
+        num_parts = min(MOST_PARTS, max(self._memories[upload.group_id].num_layers for upload in uploads))
+        num_bytes = sum(self._memories[upload.group_id].block_bytes for upload in uploads)
+        if num_bytes < BY_LAYERS_BYTES or any(a.source is not Tier.HOST for a in uploads):
             return None
-        upload = LayeredUpload(arrivals, self._memories, num_parts)
+        layered = LayeredUpload(uploads, self._memories, num_parts)
         if self._to_upload or not self._transfers.submit(
-            Route.HOST_TO_DEVICE, upload.copy, num_bytes, lambda transfer: self._copied_layers(upload, transfer)
+            Route.HOST_TO_DEVICE, layered.copy, num_bytes, lambda transfer: self._copied_layers(layered, transfer)
         ):
             return None
-        self._on_lane.update(dict.fromkeys(arrivals, self._clock()))
-        self._to_verify.extend((upload, batch) for batch in self._batches(arrivals))
-        return upload.gate
+        self._on_lane.update(dict.fromkeys(uploads, self._clock()))
+        self._to_verify.extend((layered, batch) for batch in self._batches(uploads))
+        return layered.gate
 
     def pump(self) -> None:
         """Hand queued blocks to lanes that have room."""
@@ -156,50 +156,50 @@ class Arrivals:
         """Bytes of blocks that wait for the lane to the device."""
         return sum(m.block_bytes * num for m, num in zip(self._memories, self._num_to_upload, strict=True))
 
-    def drop(self, unwanted: Sequence[Arrival]) -> None:
+    def drop(self, unwanted: Sequence[Upload]) -> None:
         """Nobody waits for these blocks any more. What is not being copied up gives its device slot back now: a read,
         however slow, needs only the host slot."""
-        dropped = [arrival for arrival in unwanted if arrival not in self._on_lane]
-        self._landings.leave([a.landing for a in dropped if a.landing is not None], self)
-        for arrival in dropped:
-            if arrival in self._to_upload:
-                del self._to_upload[arrival]
-                self._num_to_upload[arrival.group_id] -= 1
+        dropped = [upload for upload in unwanted if upload not in self._on_lane]
+        self._disk_reads.leave([a.disk_read for a in dropped if a.disk_read is not None], self)
+        for upload in dropped:
+            if upload in self._to_upload:
+                del self._to_upload[upload]
+                self._num_to_upload[upload.group_id] -= 1
         self._end(dropped)
 
-    def hang(self, arrivals: Iterable[Arrival]) -> bool:
+    def hang(self, uploads: Iterable[Upload]) -> bool:
         """Whether the lane to the device holds one of these up."""
         since = self._clock() - LATE_S
-        return any(self._on_lane.get(arrival, since + 1) <= since for arrival in arrivals)
+        return any(self._on_lane.get(upload, since + 1) <= since for upload in uploads)
 
     def hung(self) -> None:
         """The lane to the device hangs, and nobody waits for what is on it. Until it has moved, nothing is looked for
         below the device: every request to come would wait as long."""
-        for arrival in self._on_lane.keys() - self._hanging:
-            assert not arrival.waiters, "a block that hangs is waited for"
-            del self._arrivals[arrival.group_id][arrival.name]
-            self._hanging.add(arrival)
+        for upload in self._on_lane.keys() - self._hanging:
+            assert not upload.waiters, "a block that hangs is waited for"
+            del self._uploads[upload.group_id][upload.name]
+            self._hanging.add(upload)
         self._residency.is_cut_off = True
         # Other threads of the lane may be well; if it is full, something on it comes back or nothing ever will.
         self._transfers.submit(Route.HOST_TO_DEVICE, lambda: None, 0, lambda transfer: self._moved())
 
     def num_leases(self, tier: SlotTier, group_id: int) -> int:
         """Leases that blocks under way hold on a pool, beside those of the promotions that wait for them."""
-        hanging = (arrival for arrival in self._hanging if arrival.group_id == group_id)
-        arrivals = [*self._arrivals[group_id].values(), *hanging]
+        hanging = (upload for upload in self._hanging if upload.group_id == group_id)
+        uploads = [*self._uploads[group_id].values(), *hanging]
         if tier is self._residency.device:
-            return len(arrivals)
-        return sum(arrival.host_slot is not None for arrival in arrivals)
+            return len(uploads)
+        return sum(upload.host_slot is not None for upload in uploads)
 
     def check(self) -> None:
         """Raise AssertionError if a block under way can be found already."""
-        for arrival in self:
-            pool = self._residency.device.pools[arrival.group_id]
-            assert pool.name(arrival.device_slot) is None, "a block can be found before its bytes are there"
-            assert not pool.is_free(arrival.device_slot), "a block arrives in a slot that is free"
+        for upload in self:
+            pool = self._residency.device.pools[upload.group_id]
+            assert pool.name(upload.device_slot) is None, "a block can be found before its bytes are there"
+            assert not pool.is_free(upload.device_slot), "a block arrives in a slot that is free"
 
-    def _batches(self, arrivals: Sequence[Arrival]) -> Iterator[list[Arrival]]:
-        by_group = sorted(arrivals, key=_group_of)
+    def _batches(self, uploads: Sequence[Upload]) -> Iterator[list[Upload]]:
+        by_group = sorted(uploads, key=_group_of)
         for group_id, members in groupby(by_group, key=_group_of):
             most = blocks_in_batch(self._memories[group_id])
             while batch := list(islice(members, most)):
@@ -209,10 +209,10 @@ class Arrivals:
         group_id = next(iter(self._to_upload)).group_id
         memory = self._memories[group_id]
         first = islice(self._to_upload, blocks_in_batch(memory))
-        batch = list(takewhile(lambda arrival: arrival.group_id == group_id, first))
-        host_slots = [arrival.host_slot for arrival in batch if arrival.host_slot is not None]
-        digests = [arrival.digest for arrival in batch]
-        device_slots = [arrival.device_slot for arrival in batch]
+        batch = list(takewhile(lambda upload: upload.group_id == group_id, first))
+        host_slots = [upload.host_slot for upload in batch if upload.host_slot is not None]
+        digests = [upload.digest for upload in batch]
+        device_slots = [upload.device_slot for upload in batch]
         submitted = self._transfers.submit(
             Route.HOST_TO_DEVICE,
             lambda: upload_blocks(memory, host_slots, digests, device_slots),
@@ -221,21 +221,21 @@ class Arrivals:
         )
         if submitted:
             self._on_lane.update(dict.fromkeys(batch, self._clock()))
-            for arrival in batch:
-                del self._to_upload[arrival]
+            for upload in batch:
+                del self._to_upload[upload]
             self._num_to_upload[group_id] -= len(batch)
         return submitted
 
     def _submit_verification(self) -> bool:
-        upload, batch = self._to_verify[0]
+        layered, batch = self._to_verify[0]
         memory = self._memories[batch[0].group_id]
-        host_slots = [arrival.host_slot for arrival in batch if arrival.host_slot is not None]
-        digests = [arrival.digest for arrival in batch]
+        host_slots = [upload.host_slot for upload in batch if upload.host_slot is not None]
+        digests = [upload.digest for upload in batch]
         submitted = self._transfers.submit(
             Route.HOST_TO_DEVICE,
             lambda: verify_blocks(memory, host_slots, digests),
             0,
-            lambda transfer: self._verified(upload, batch, transfer),
+            lambda transfer: self._verified(layered, batch, transfer),
         )
         if submitted:
             self._to_verify.popleft()
@@ -245,114 +245,114 @@ class Arrivals:
         """Something came back from the lane to the device: it does not hang, or not all of it."""
         self._residency.is_cut_off = False
 
-    def _copied_layers(self, upload: LayeredUpload, transfer: Transfer) -> None:
+    def _copied_layers(self, layered: LayeredUpload, transfer: Transfer) -> None:
         self._moved()
-        upload.copied(transfer.error is None)
-        self._take_in(upload)
+        layered.copied(transfer.error is None)
+        self._take_in(layered)
 
-    def _verified(self, upload: LayeredUpload, batch: Sequence[Arrival], transfer: Transfer) -> None:
+    def _verified(self, layered: LayeredUpload, batch: Sequence[Upload], transfer: Transfer) -> None:
         self._moved()
-        upload.verified(batch, transfer.result if transfer.error is None else [None] * len(batch))
-        self._take_in(upload)
+        layered.verified(batch, transfer.result if transfer.error is None else [None] * len(batch))
+        self._take_in(layered)
 
-    def _take_in(self, upload: LayeredUpload) -> None:
-        if (outcomes := upload.outcomes()) is not None:
+    def _take_in(self, layered: LayeredUpload) -> None:
+        if (outcomes := layered.outcomes()) is not None:
             for batch in self._batches(list(outcomes)):
-                self._landed_on_device(batch, [outcomes[arrival] for arrival in batch])
+                self._came_to_device(batch, [outcomes[upload] for upload in batch])
 
-    def _landed_in_host(self, landing: Landing, failure: Reason | None) -> None:
-        arrival = self._arrivals[landing.group_id][landing.name]
-        arrival.landing = None
-        if failure is not None or landing.host_slot is None or self._residency.host is None:
-            self._resolve([arrival], failure or Reason.FAILED)
+    def _landed_in_host(self, disk_read: DiskRead, failure: Reason | None) -> None:
+        upload = self._uploads[disk_read.group_id][disk_read.name]
+        upload.disk_read = None
+        if failure is not None or disk_read.host_slot is None or self._residency.host is None:
+            self._resolve([upload], failure or Reason.FAILED)
             return
-        self._residency.host.pools[arrival.group_id].lease([landing.host_slot])
-        arrival.host_slot, arrival.digest = landing.host_slot, landing.digest
-        arrival.tenant = landing.ties.tenant
-        self.upload([arrival])
+        self._residency.host.pools[upload.group_id].lease([disk_read.host_slot])
+        upload.host_slot, upload.digest = disk_read.host_slot, disk_read.digest
+        upload.tenant = disk_read.origin.tenant
+        self.copy_up([upload])
 
-    def _uploaded(self, batch: Sequence[Arrival], transfer: Transfer) -> None:
+    def _uploaded(self, batch: Sequence[Upload], transfer: Transfer) -> None:
         self._moved()
-        self._landed_on_device(batch, transfer.result if transfer.error is None else [None] * len(batch))
+        self._came_to_device(batch, transfer.result if transfer.error is None else [None] * len(batch))
 
-    def _landed_on_device(self, batch: Sequence[Arrival], outcomes: Sequence[bool | None]) -> None:
+    def _came_to_device(self, batch: Sequence[Upload], outcomes: Sequence[bool | None]) -> None:
         """*outcomes*: whether a block's bytes are right; None if its copy failed."""
         host, group_id = self._residency.host, batch[0].group_id
         assert host is not None, "a block was uploaded without a host tier"
-        good = [arrival for arrival, is_good in zip(batch, outcomes, strict=True) if is_good]
-        in_host = host.pools[group_id].find_all([arrival.name for arrival in good]).tolist()
-        found = [(arrival, slot) for arrival, slot in zip(good, in_host, strict=True) if slot != ABSENT]
+        good = [upload for upload, is_good in zip(batch, outcomes, strict=True) if is_good]
+        in_host = host.pools[group_id].find_all([upload.name for upload in good]).tolist()
+        found = [(upload, slot) for upload, slot in zip(good, in_host, strict=True) if slot != ABSENT]
         tenant_in = self._residency.host_blocks[group_id].tenant
-        for row in _rows([arrival for arrival, _ in found]):  # the others were evicted on purpose
+        for row in _rows([upload for upload, _ in found]):  # the others were evicted on purpose
             tenants = [tenant_in(slot) for _, slot in found[: len(row)]]
             del found[: len(row)]
             self._publish(row, tenants)
         self._resolve(good, None)
-        for arrival, is_good in zip(batch, outcomes, strict=True):
+        for upload, is_good in zip(batch, outcomes, strict=True):
             if is_good is None:
-                self._resolve([arrival], Reason.FAILED)
+                self._resolve([upload], Reason.FAILED)
             elif not is_good:
                 host.corrupt[Fault.CORRUPT.value] += 1
-                assert arrival.host_slot is not None, "a block was uploaded from no slot"
-                self._residency.evict(host, group_id, [arrival.host_slot])
-                self._resolve([arrival], Reason.CORRUPT)
-        for tenant in {arrival.tenant for arrival in batch}:  # what came from disk has made host memory fuller
+                assert upload.host_slot is not None, "a block was uploaded from no slot"
+                self._residency.evict(host, group_id, [upload.host_slot])
+                self._resolve([upload], Reason.CORRUPT)
+        for tenant in {upload.tenant for upload in batch}:  # what came from disk has made host memory fuller
             self._residency.keep_quota(group_id, tenant)
 
-    def _publish(self, row: Sequence[Arrival], tenants: Sequence[bytes]) -> None:
+    def _publish(self, row: Sequence[Upload], tenants: Sequence[bytes]) -> None:
         """A row of one chain's blocks is on the device: name them, or let those who waited use the ones that were
         computed meanwhile."""
         promotion, block_id = row[0].waiters[0] if row[0].waiters else (None, 0)
         chain = None if promotion is None else promotion.chain
-        slots = [arrival.device_slot for arrival in row]
-        names = [arrival.name for arrival in row]
+        slots = [upload.device_slot for upload in row]
+        names = [upload.name for upload in row]
         used = self._residency.came_up(row[0].group_id, slots, names, tenants, chain, block_id)
         pool = self._residency.device.pools[row[0].group_id]
-        for arrival, slot in zip(row, used, strict=True):
-            if slot != arrival.device_slot:
-                for waiter, place in arrival.waiters:
+        for upload, slot in zip(row, used, strict=True):
+            if slot != upload.device_slot:
+                for waiter, place in upload.waiters:
                     pool.lease([slot])
-                    pool.release([arrival.device_slot])
-                    waiter.tables[arrival.group_id][place] = slot
+                    pool.release([upload.device_slot])
+                    waiter.tables[upload.group_id][place] = slot
 
-    def _resolve(self, arrivals: Sequence[Arrival], failure: Reason | None) -> None:
+    def _resolve(self, uploads: Sequence[Upload], failure: Reason | None) -> None:
         """The blocks have arrived, or never will: the transfers' leases end, and who waited learns of it."""
-        self._end(arrivals)
-        for arrival in arrivals:
-            self._resolved(arrival, failure)
+        self._end(uploads)
+        for upload in uploads:
+            self._resolved(upload, failure)
 
-    def _end(self, arrivals: Sequence[Arrival]) -> None:
+    def _end(self, uploads: Sequence[Upload]) -> None:
         """These are under way no more: the transfers' leases end, on host memory's tails first."""
         host, device = self._residency.host, self._residency.device
-        for group_id in {arrival.group_id for arrival in arrivals}:
-            ended = [arrival for arrival in arrivals if arrival.group_id == group_id]
-            for arrival in ended:
-                if arrival in self._hanging:
-                    self._hanging.remove(arrival)
+        for group_id in {upload.group_id for upload in uploads}:
+            ended = [upload for upload in uploads if upload.group_id == group_id]
+            for upload in ended:
+                if upload in self._hanging:
+                    self._hanging.remove(upload)
                 else:
-                    del self._arrivals[group_id][arrival.name]
-                self._on_lane.pop(arrival, None)
-            host_slots = [arrival.host_slot for arrival in reversed(ended) if arrival.host_slot is not None]
+                    del self._uploads[group_id][upload.name]
+                self._on_lane.pop(upload, None)
+            host_slots = [upload.host_slot for upload in reversed(ended) if upload.host_slot is not None]
             if host is not None:
                 host.pools[group_id].release(host_slots)
-            device.pools[group_id].release([arrival.device_slot for arrival in ended])
+            device.pools[group_id].release([upload.device_slot for upload in ended])
 
 
-def _group_of(arrival: Arrival) -> int:
-    return arrival.group_id
+def _group_of(upload: Upload) -> int:
+    return upload.group_id
 
 
-def _rows(arrivals: Sequence[Arrival]) -> Iterator[list[Arrival]]:
+def _rows(uploads: Sequence[Upload]) -> Iterator[list[Upload]]:
     """Those of one chain in a row together, each that nobody waits for alone."""
-    row: list[Arrival] = []
-    for arrival in arrivals:
-        if row and row[-1].waiters and arrival.waiters:
-            (before, place), (after, next_place) = row[-1].waiters[0], arrival.waiters[0]
+    row: list[Upload] = []
+    for upload in uploads:
+        if row and row[-1].waiters and upload.waiters:
+            (before, place), (after, next_place) = row[-1].waiters[0], upload.waiters[0]
             if before.chain is after.chain and next_place == place + 1:
-                row.append(arrival)
+                row.append(upload)
                 continue
         if row:
             yield row
-        row = [arrival]
+        row = [upload]
     if row:
         yield row
