@@ -1,7 +1,6 @@
 """Lanes: where copies run. A lane is bounded, touches no state of its owner, and reports through one queue."""
 
 import contextlib
-import os
 import queue
 import threading
 import time
@@ -86,18 +85,12 @@ class InlineLane:
 
 
 class ThreadLane:
-    """Runs transfers on its own threads, in order of submission (with one thread: strictly in order).
+    """Runs transfers on its own threads, in order of submission (with one thread: strictly in order)."""
 
-    *niceness* (0 to 19, Linux) lets other threads of the machine go first: for copies nobody waits for.
-    """
-
-    def __init__(
-        self, finished: Finished, name: str, num_threads: int = 1, capacity: int = 64, niceness: int = 0
-    ) -> None:
+    def __init__(self, finished: Finished, name: str, num_threads: int = 1, capacity: int = 64) -> None:
         self._finished = finished
         self._queue: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         self._capacity = capacity
-        self._niceness = niceness
         self._num_pending = 0
         self._lock = threading.Lock()
         self._closed = False
@@ -141,8 +134,6 @@ class ThreadLane:
         self.close()
 
     def _serve(self) -> None:
-        with contextlib.suppress(OSError):  # a sandbox may forbid it
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
         while (transfer := self._queue.get()) is not None:
             if self._closed:
                 transfer.error = LaneClosed()

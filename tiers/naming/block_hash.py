@@ -253,20 +253,6 @@ class BlockChain:
         return names
 
 
-def hash_blocks(
-    token_ids: TokenIds,
-    block_size: int,
-    extra: ExtraKeys = NO_EXTRA_KEYS,
-    *,
-    algorithm: HashAlgorithm = HashAlgorithm.SHA256,
-    seed: str | None = None,
-) -> list[BlockName]:
-    """The name of each full block of a prompt, as `BlockChain` gives them."""
-    chain = BlockChain(block_size, extra, algorithm=algorithm, seed=seed)
-    chain.extend(token_ids)
-    return chain.names
-
-
 def _little_endian(token_ids: TokenIds) -> npt.NDArray[np.uint32]:
     if not isinstance(token_ids, np.ndarray):
         # array: 4 ns a token from a list, np.array 11. Its "I" is 32 bits, native order, on every platform we run on.

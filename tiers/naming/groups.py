@@ -51,20 +51,6 @@ class FullAttention:
         return first_hole(0, num_blocks)
 
 
-@dataclass(frozen=True, slots=True)
-class SinkFullAttention(FullAttention):
-    """Full attention that always reads *sink_tokens* of its own first: whole blocks, which no prompt names."""
-
-    sink_tokens: int
-
-    def __post_init__(self) -> None:
-        if self.sink_tokens % self.block_size:
-            raise ValueError(
-                f"attention sinks: {self.sink_tokens} tokens do not fill blocks of {self.block_size}; "
-                f"make sink_tokens a multiple of the block size"
-            )
-
-
 class _Windowed:
     """Groups that forget: the newest blocks alone decide, so the longest prefix is tried first."""
 

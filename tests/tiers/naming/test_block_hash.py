@@ -29,7 +29,6 @@ from kvtier.tiers.naming.block_hash import (
     Lora,
     MultimodalItem,
     TokenIds,
-    hash_blocks,
 )
 
 IMAGES = (MultimodalItem("aaa", 11, 10), MultimodalItem("bbb", 30, 18))
@@ -54,6 +53,19 @@ def names_of(
     algorithm: HashAlgorithm = HashAlgorithm.SHA256,
 ) -> list[BlockName]:
     return hash_blocks(token_ids, block_size, extra, algorithm=algorithm)
+
+
+def hash_blocks(
+    token_ids: TokenIds,
+    block_size: int,
+    extra: ExtraKeys = NO_EXTRA_KEYS,
+    *,
+    algorithm: HashAlgorithm = HashAlgorithm.SHA256,
+    seed: str | None = None,
+) -> list[BlockName]:
+    chain = BlockChain(block_size, extra, algorithm=algorithm, seed=seed)
+    chain.extend(token_ids)
+    return chain.names
 
 
 def num_equal_from_the_left(one: Sequence[object], other: Sequence[object]) -> int:
@@ -501,9 +513,12 @@ def test_no_two_algorithms_share_a_name() -> None:
 
 def test_names_do_not_depend_on_python_s_own_hash_seed() -> None:
     program = """
-from kvtier.tiers.naming.block_hash import ExtraKeys, HashAlgorithm, Lora, MultimodalItem, hash_blocks
+from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys, HashAlgorithm, Lora, MultimodalItem
 extra = ExtraKeys(Lora("ad", "/p"), (MultimodalItem("img", 2, 4),), "salt")
-print(b"".join(name for a in HashAlgorithm for name in hash_blocks(range(16), 4, extra, algorithm=a)).hex())
+chains = [BlockChain(4, extra, algorithm=algorithm) for algorithm in HashAlgorithm]
+for chain in chains:
+    chain.extend(range(16))
+print(b"".join(name for chain in chains for name in chain.names).hex())
 """
     outputs = [
         subprocess.run(

@@ -12,7 +12,6 @@ from kvtier.tiers.naming.groups import (
     ChunkedLocal,
     FullAttention,
     RecurrentState,
-    SinkFullAttention,
     SlidingWindow,
     alignment,
     longest_hit,
@@ -53,15 +52,12 @@ def longest_by_trying(num_tokens: int, unit: int, groups: Sequence[AttentionGrou
 # --- one group at a time; strings of blocks as in the reference's tests, block size 2
 
 
-@pytest.mark.parametrize("group", [FullAttention(2), SinkFullAttention(2, sink_tokens=4)], ids=["full", "sink"])
 @pytest.mark.parametrize(
     ("blocks", "num_blocks", "expected"),
     [("1101", 4, 2), ("1111", 3, 3), ("1111", 4, 4), ("011", 3, 0), ("000", 3, 0), ("", 0, 0)],
 )
-def test_full_attention_resumes_before_the_first_hole(
-    group: AttentionGroup, blocks: str, num_blocks: int, expected: int
-) -> None:  # S35
-    assert longest(group, blocks, num_blocks) == expected
+def test_full_attention_resumes_before_the_first_hole(blocks: str, num_blocks: int, expected: int) -> None:  # S35
+    assert longest(FullAttention(2), blocks, num_blocks) == expected
 
 
 @pytest.mark.parametrize(
@@ -118,14 +114,9 @@ def test_a_recurrent_state_resumes_after_its_newest_block(blocks: str, expected:
 
 
 def test_a_request_goes_on_inside_a_block_unless_the_block_is_a_state() -> None:
-    kinds = [FullAttention(4), SinkFullAttention(4, 4), SlidingWindow(4, 8), ChunkedLocal(4, 8), RecurrentState(4)]
+    kinds = [FullAttention(4), SlidingWindow(4, 8), ChunkedLocal(4, 8), RecurrentState(4)]
 
-    assert [group.resumes_inside for group in kinds] == [True, True, True, True, False]
-
-
-def test_attention_sinks_fill_whole_blocks() -> None:
-    with pytest.raises(ValueError, match="24 tokens do not fill blocks of 16"):
-        SinkFullAttention(16, sink_tokens=24)
+    assert [group.resumes_inside for group in kinds] == [True, True, True, False]
 
 
 # --- what is passed and never read again
@@ -149,7 +140,6 @@ def test_of_ten_blocks_found_below_a_window_of_two_blocks_takes_two() -> None:  
     ("group_of", "reads"),
     [
         (FullAttention, lambda token, before: True),
-        (lambda size: SinkFullAttention(size, 2 * size), lambda token, before: True),
         *(
             (lambda size, w=w: SlidingWindow(size, w), lambda token, before, w=w: token - before < w)
             for w in (1, 5, 32)
@@ -160,7 +150,7 @@ def test_of_ten_blocks_found_below_a_window_of_two_blocks_takes_two() -> None:  
         ),
         (RecurrentState, lambda token, before: token - before <= 1),
     ],
-    ids=["full", "sink", "window1", "window5", "window32", "chunk3", "chunk16", "chunk64", "recurrent"],
+    ids=["full", "window1", "window5", "window32", "chunk3", "chunk16", "chunk64", "recurrent"],
 )
 @pytest.mark.parametrize("block_size", [1, 2, 16])
 def test_the_first_needed_block_has_the_oldest_token_that_is_read(
@@ -177,7 +167,6 @@ def random_group(pick: random.Random, block_size: int, most_tokens: int) -> Atte
     return pick.choice(
         [
             lambda: FullAttention(block_size),
-            lambda: SinkFullAttention(block_size, pick.randint(0, 2) * block_size),
             lambda: SlidingWindow(block_size, pick.randint(1, most_tokens)),
             lambda: ChunkedLocal(block_size, pick.randint(1, most_tokens)),
             lambda: RecurrentState(block_size),

@@ -11,7 +11,6 @@ from kvtier.tiers.naming.groups import (
     ChunkedLocal,
     FullAttention,
     RecurrentState,
-    SinkFullAttention,
     SlidingWindow,
     alignment,
     longest_hit,
@@ -218,7 +217,6 @@ def random_groups(pick: random.Random) -> list[AttentionGroup]:
         return pick.choice(
             [
                 lambda: FullAttention(size),
-                lambda: SinkFullAttention(size, 2 * size),
                 lambda: SlidingWindow(size, pick.randint(1, 60)),
                 lambda: ChunkedLocal(size, pick.randint(1, 60)),
                 lambda: RecurrentState(size),
@@ -333,7 +331,7 @@ def test_an_interval_is_a_multiple_of_where_blocks_of_all_groups_end(interval_to
 
 def test_an_interval_is_for_models_that_forget() -> None:
     with pytest.raises(ValueError, match="no group forgets"):
-        Retention([FullAttention(16), SinkFullAttention(16, 16)], 64)
+        Retention([FullAttention(16), FullAttention(32)], 64)
 
 
 @pytest.mark.parametrize("interval_tokens", [None, 0])
