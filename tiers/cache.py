@@ -30,7 +30,7 @@ from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.tiers.up.promoter import Promoter
 from kvtier.tiers.up.promotion import NO_SLOT, Hit, Misses, PartialHit, Promotion, Table, Tables
 from kvtier.transfer.block_memory import BlockMemory
-from kvtier.transfer.transfer_engine import Route, TransferEngine
+from kvtier.transfer.transfer_engine import TransferEngine
 
 LEAST_CLEAN_AHEAD = 32  # blocks; one prefill chunk's worth before anything has been measured
 TAKING_IN_S = 0.0003  # of a poll, after the first batch: so that it is short whatever has finished
@@ -108,14 +108,14 @@ class TieredCache:
         # At most a quarter of the pool: within the window dirty blocks are skipped, beyond it the order is strict.
         most = max(1, min(memory.num_device_slots for memory in memories) // 4)
         self._window = CleanAhead(least_clean_ahead, most, clock)
-        self._spiller = Spiller(self.groups, self._residency, memories, transfers, self._window, clock)
+        self._spiller = Spiller(self._residency, memories, transfers, self._window, clock)
         self._disk_reads = DiskReads(
             self.groups,
             self._residency,
             memories,
             transfers,
             clock,
-            lambda: self._spiller.is_moving(Route.HOST_TO_DISK),
+            self._spiller.is_writing,
         )
         self._promoter = Promoter(
             self.groups, self._residency, memories, transfers, clock, self._disk_reads, self._hand_over, by_layers

@@ -12,7 +12,7 @@ from small_cache import BLOCK_BYTES, BLOCK_SIZE, CHARGE, DOCUMENT, balance, read
 from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers.down import spiller
+from kvtier.tiers.down import copies
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.up.promotion import NO_SLOT
@@ -76,7 +76,7 @@ def test_an_allocation_meets_only_clean_blocks_when_copies_have_time() -> None:
 def test_an_allocation_does_not_wait_for_a_copy_and_counts_what_it_drops() -> None:
     w = world(num_device_slots=10)
     read(w, "a")
-    w.cache._spiller._not_before = float("inf")  # as after a failed copy
+    w.lanes[Route.DEVICE_TO_HOST].capacity = 0  # as after a failed copy: nothing goes down
     for table in (w.cache.allocate([5]), w.cache.allocate([5])):
         assert table is not None
         w.compute(table, w.chain("b", 20), 0, 20)
@@ -313,7 +313,7 @@ def test_a_disk_without_a_host_tier_to_land_in_is_refused() -> None:
 
 
 def test_a_step_s_worth_of_large_blocks_is_spilled_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spiller, "BATCH_BYTES", BLOCK_BYTES)  # a batch is one block, as with blocks of 8 MiB
+    monkeypatch.setattr(copies, "BATCH_BYTES", BLOCK_BYTES)  # a batch is one block, as with blocks of 8 MiB
     w = world(num_device_slots=64, num_host_slots=200)
     w.lanes[Route.DEVICE_TO_HOST].capacity = 64
     chain = w.chain("a", 4000)
@@ -353,7 +353,7 @@ def test_nobody_waits_for_room_behind_a_disk_that_hangs() -> None:
     w = world(num_device_slots=16, num_host_slots=24)
     for document in "abc":
         read(w, document)
-    w.cache._spiller._not_before = float("inf")
+    w.lanes[Route.DEVICE_TO_HOST].capacity = 0
     table = w.cache.allocate([6])
     assert table is not None
     w.compute(table, w.chain("new", 24), 0, 24)

@@ -10,7 +10,7 @@ from small_cache import BLOCK_BYTES, BLOCK_SIZE, CHARGE, DOCUMENT, balance, read
 
 from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers.down.spiller import BACK_OFF_S
+from kvtier.tiers.down.host_spill import BACK_OFF_S
 from kvtier.tiers.lower.breaker import MAX_FAILURES, REST_S
 from kvtier.tiers.lower.tenants import tenant_of
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow

@@ -1,0 +1,139 @@
+"""DiskSpill: writes what is in host memory to disk, so that the host is clean and never keeps a load waiting."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvtier.store.blob_store import Blob, StoreFull
+from kvtier.tiers.device.block_pool import NOTHING, Ids
+from kvtier.tiers.down.copies import Batch, Copies, blocks_in_batch
+from kvtier.tiers.lower.breaker import HUNG_S, Attempt
+from kvtier.tiers.lower.disk_tier import DiskTier
+from kvtier.tiers.lower.residency import Residency, SlotTier
+from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.transfer.block_memory import BlockMemory
+from kvtier.transfer.lane import LaneClosed, Transfer
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+MOST_IN_BATCH = 64  # blocks: each is asked about, before and after
+MOST_STARTED = 256  # blocks in one call: the rest in the next
+MOST_IN_FLIGHT = 4  # batches: enough to keep the disk busy
+
+
+@dataclass(eq=False, slots=True)
+class DiskBatch(Batch):
+    """Blocks on their way to disk."""
+
+    attempt: Attempt
+    # Names that batches told of before this one have pushed out of the disk. They came before it there or after, so the
+    # block may be gone: it counts as gone.
+    pushed_out: set[BlockName] = field(default_factory=set)
+
+
+class DiskSpill:
+    """Writes everything, what came to host memory first goes first: nearly all of it would have to in the end. Owned by
+    the cache's thread."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        host: SlotTier,
+        disk: DiskTier,
+        memories: Sequence[BlockMemory],
+        transfers: TransferEngine,
+        clock: Callable[[], float],
+    ) -> None:
+        self._residency = residency
+        self._host = host
+        self._disk = disk
+        self._memories = memories
+        self._clock = clock
+        self.copies = Copies[DiskBatch](Route.HOST_TO_DISK, host, memories, transfers, MOST_IN_FLIGHT, clock)
+        self.num_stored = 0  # blocks that have been written
+
+    def spill(self) -> None:
+        """Start writes that are due."""
+        for batch in self.copies.batches:
+            if self._clock() - batch.submitted_at > HUNG_S:
+                self._disk.writing.hung(batch.attempt)
+        for group_id in range(len(self._memories)):
+            num_started = 0
+            while num_started < MOST_STARTED and (num_more := self._start(group_id)):
+                num_started += num_more
+
+    def _start(self, group_id: int) -> int:
+        """Start one batch of what is dirty in host memory; of how many blocks, 0 if there are none or it cannot be."""
+        pool, slots = self._host.pools[group_id], self._dirty(group_id, self._most(group_id))
+        if not len(slots) or (attempt := self._disk.writing.begin()) is None:
+            return 0
+        batch = DiskBatch(group_id, pool.rows(slots), slots, pool.spots(slots), self._clock(), attempt)
+        if not self.copies.start(batch, self._work(batch), lambda transfer: self._written(batch, transfer)):
+            self._end(batch, LaneClosed())
+            return 0
+        return len(slots)
+
+    def _most(self, group_id: int) -> int:
+        """See `Copies.most`; 0 also while the disk is left alone."""
+        if not self._disk.may_write():
+            return 0
+        return self.copies.most(group_id, blocks_in_batch(self._memories[group_id].block_bytes, 1, MOST_IN_BATCH))
+
+    def _dirty(self, group_id: int, most: int) -> Ids:
+        """Up to *most* host slots that have no copy on disk and are not on their way there."""
+        pool, dirty = self._host.pools[group_id], self._host.dirty[group_id]
+        on_the_way = self.copies.slots(group_id)
+        slots = dirty.oldest(most + len(on_the_way)) if most else NOTHING
+        slots = slots[np.isin(slots, on_the_way, invert=True)][:most]
+        on_disk = [(name := pool.name(slot)) is not None and self._disk.holds(group_id, name) for slot in slots]
+        dirty.remove(slots[np.array(on_disk, np.bool_)])
+        return slots[~np.array(on_disk, np.bool_)]
+
+    def _work(self, batch: DiskBatch) -> Callable[[], object]:
+        """What the lane does, with nothing but memory and values."""
+        disk, memory = self._disk, self._memories[batch.group_id]
+        digest_of = self._residency.host_blocks[batch.group_id].digest
+        blobs = [
+            Blob(
+                disk.key(batch.group_id, name),
+                digest_of(slot),
+                memory.host_block(slot),
+                b"" if origin.parent is None else disk.key(batch.group_id, origin.parent),
+                origin.tenant,
+            )
+            for name, slot in zip(batch.names, batch.upper_slots.tolist(), strict=True)
+            for origin in [self._residency.origin_in_host(batch.group_id, slot)]
+        ]
+        return lambda: disk.write(blobs)
+
+    def _written(self, batch: DiskBatch, transfer: Transfer) -> None:
+        group_id = batch.group_id
+        if transfer.error is None:
+            self._disk.on_written(transfer.result)
+            self.num_stored += len(batch.names)
+            is_there = self._host.pools[group_id].spots(batch.upper_slots) == batch.spots
+            self._host.dirty[group_id].remove(batch.upper_slots[is_there])
+            there = [name for name in batch.names if name not in batch.pushed_out]
+            self._pushed_out(batch, transfer.result.evicted)
+            self._residency.came_to_disk(group_id, there, transfer.result.evicted)
+        elif isinstance(transfer.error, StoreFull):
+            self._pushed_out(batch, transfer.error.evicted)
+            self._residency.came_to_disk(group_id, (), transfer.error.evicted)
+        self._end(batch, transfer.error)
+
+    def _pushed_out(self, batch: DiskBatch, keys: Sequence[bytes]) -> None:
+        """Tell the other batches at writing: two writers' outcomes come in any order."""
+        others = [other for other in self.copies.batches if other is not batch]
+        if others and keys:
+            blocks = {block for key in keys if (block := self._disk.block_of(key)) is not None}
+            for other in others:
+                other.pushed_out.update(name for name in other.names if (other.group_id, name) in blocks)
+
+    def _end(self, batch: DiskBatch, error: BaseException | None) -> None:
+        self.copies.end(batch)
+        if error is None:
+            self._disk.writing.succeeded(batch.attempt)
+        elif isinstance(error, LaneClosed):
+            self._disk.writing.withdrawn(batch.attempt)
+        else:
+            self._disk.writing.failed(batch.attempt)
