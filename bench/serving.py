@@ -20,6 +20,7 @@ from report import Row, arguments, publish
 from serving_bed import BLOCK_SIZE, kvtier_server, save_model, vllm_server
 from serving_load import Seen, ask_all, tokens_per_s
 
+from kvtier.engine.build import build_core
 from kvtier.engine.config import as_config
 from kvtier.engine.core import EngineCore
 from kvtier.engine.llm import load_model
@@ -196,7 +197,7 @@ def preempted(bed: Bed, num_rounds: int) -> list[Row]:
     config = as_config(tables)
     model, tokenizer = load_model(bed.model, config.model, None)
     computed, resumed = [], []
-    with EngineCore(model, tokenizer, config) as core:
+    with build_core(model, tokenizer, config) as core:
         for _ in range(num_rounds):
             alone = core.add(bed.texts.new(PREEMPTED_TOKENS), _greedy(1), NO_EXTRA_KEYS, time.monotonic())
             while core.has_work:

@@ -15,6 +15,7 @@ from typing import Self, TypeVar
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvtier.engine.build import build_core
 from kvtier.engine.config import Config, as_config
 from kvtier.engine.core import EngineCore, EngineStatistics
 from kvtier.engine.engine_thread import EngineThread, Progress, fail
@@ -252,7 +253,7 @@ class AsyncLLM:
         self._progress("loading the weights")
         model, tokenizer = load_model(self._model, self.config.model, self._tokenizer)
         self._tokenizers = TokenizerThreads(tokenizer, self.config.server.tokenizer_threads)
-        core = EngineCore(model, tokenizer, self.config, self._progress)
+        core = build_core(model, tokenizer, self.config, self._progress)
         try:
             self._metrics = serve_metrics(lambda: core.statistics, self.config)
         except BaseException:

@@ -1,7 +1,6 @@
 """EngineCore: model, cache and scheduler as one machine that is stepped. One thread owns it."""
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -9,20 +8,16 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.config import Config
-from kvtier.engine.disk_store import disk_tier, open_store
 from kvtier.engine.fault_log import FaultLog, flush_fault
 from kvtier.engine.kv_events import ZmqPublisher
 from kvtier.engine.model.logprobs import token_logprobs
-from kvtier.engine.model.lora_adapter import load_adapters
-from kvtier.engine.model.poisoned_cache import PoisonedCache
 from kvtier.engine.model.runner import Chunk, ModelRunner
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.reopening_store import ReopeningStore, StoreStanding
 from kvtier.engine.scheduling.longest_request import longest_request
-from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.request_options import DEFAULT_OPTIONS, RequestOptions
 from kvtier.engine.scheduling.scheduler import Scheduler, Work
@@ -30,7 +25,6 @@ from kvtier.engine.scheduling.stall import Stall
 from kvtier.engine.scheduling.step_times import StepTimes
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.store.codec.cipher import Cipher
-from kvtier.store.process.store_process import SWITCH_INTERVAL_S
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.lower.events import EventLog
 from kvtier.tiers.lower.statistics import CacheStatistics, PlanStatistics, PrefixStatistics, TokenBalance
@@ -38,24 +32,14 @@ from kvtier.tiers.lower.tenants import tenant_of
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys, HashAlgorithm, Lora
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.up.load_planner import LoadPlanner
-from kvtier.tiers.up.prefill_speed import PrefillSpeed
-from kvtier.transfer.lane import Finished, Lane, ThreadLane
-from kvtier.transfer.transfer_engine import Route, TransferEngine
+from kvtier.transfer.block_memory import BlockMemory
 
 log = logging.getLogger(__name__)
 
-# A host tier of a gigabyte or two is ready by then. Beside a first load, preparing made it up to three times slower.
-STARTUP_WAIT_S = 1.0
-# A process that starts on a busy machine takes seconds. A disk that hangs for longer is joined once it is there.
-OPENING_WAIT_S = 30.0
-INDEX_WAIT_S = 5.0  # a million blocks on disk are looked through in about three
 IDLE_WAIT_S = 0.05
 STALLED_WAIT_S = 0.002
-LOAD_TIMEOUT_S = 10.0  # of a hit without a disk
 RESET_WAIT_S = 2.0
 SNAPSHOT_EVERY_S = 0.25
-NUM_READERS = 4  # reads from disk at a time
-NUM_WRITERS = 2  # writes: one at work and one that gathers behind it
 FLUSH_TIMEOUT_S = 120.0
 
 
@@ -76,101 +60,47 @@ class EngineStatistics:
     store: StoreStanding | None  # the disk tier's; None without one
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an `EngineCore` is made of, ready to work together."""
+
+    runner: ModelRunner
+    memories: Sequence[BlockMemory]  # one for each attention group
+    cache: TieredCache
+    planner: LoadPlanner
+    scheduler: Scheduler
+    step_times: StepTimes
+    load_timeout_s: float
+    events: EventLog | None  # None if nobody listens
+    publisher: ZmqPublisher | None
+    store: ReopeningStore | None  # None without a disk tier
+
+
 class EngineCore:
     """Add requests, call `step` until `has_work` is False, read the requests. Close it: that is when the disk tier
-    gets everything, so that the next start is warm.
+    gets everything, so that the next start is warm. `build_core` makes one."""
 
-    Raises `UnsupportedModel` for a model whose attention cannot be paged, ValueError for sizes that cannot work,
-    `UnusableLora` for an adapter of another model, and what `ZmqPublisher` raises if its endpoints cannot be had.
-    What keeps the disk's store from opening is no error: it is logged, and the disk tier joins once the store is open.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        config: Config,
-        progress: Callable[[str], None] = lambda stage: None,
-    ) -> None:
-        """*progress* is told what is being done, in the order in which it is."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: Config, parts: Parts) -> None:
+        """Takes over the *parts*, see `build_core`; `close` closes them."""
         self.tokenizer = tokenizer
         self.config = config
-        with ExitStack() as undo:  # if a later part refuses, the earlier ones are closed again
-            progress("looking at the model's attention")
-            self._runner = ModelRunner(
-                model, config.device.block_size, config.device.capacity, load_adapters(model, config.lora, progress)
-            )
-            undo.callback(self._runner.close)
-            self._events = None if config.events is None else EventLog()
-            self.publisher = None if config.events is None else ZmqPublisher(config.events, self._runner.groups)
-            if self.publisher is not None:
-                undo.callback(self.publisher.close)
-            progress("preparing host memory")
-            memories = self._runner.memories(0 if config.host is None else config.host.capacity)
-            for memory in memories:
-                undo.callback(memory.close)
-            # While memory is prepared.
-            progress("taking the digest of the weights")
-            namespace = self._runner.namespace(config.names.algorithm, config.names.resolved_seed)
-            self._store: ReopeningStore | None = None
-            disk = None
-            if config.disk is not None:
-                progress(f"opening the store {config.disk.path}")
-                sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
-                self._store = open_store(config.disk, namespace.dtype, memories, config.tenants)
-                undo.callback(self._store.close)
-                self._store.wait_opened(OPENING_WAIT_S)
-                disk = disk_tier(self._store, config.disk, namespace)
-            transfers = _transfers(self._runner, memories[0].num_copiers)
-            undo.callback(transfers.close)
-            prefill = PrefillSpeed()
-            self._step_times = StepTimes(prefill, config.device.block_size)
-            self.planner = LoadPlanner(
-                prefill,
-                config.scheduler.prefill_chunk,
-                time.monotonic,
-                with_splits=config.scheduler.load == "split"
-                and not any(group.forgets for group in self._runner.groups),
-            )
-            if config.device.poison:
-                memories = self._runner.poisoned(memories)
-            self.cache = (PoisonedCache if config.device.poison else TieredCache)(
-                self._runner.groups,
-                memories,
-                transfers,
-                disk,
-                retention_tokens=config.device.retention_tokens,
-                partial_blocks=config.device.partial_blocks,
-                host_quotas={tenant_of(salt): t.host for salt, t in config.tenants.items() if t.host is not None},
-                events=self._events,
-                planner=None if config.scheduler.load == "always" else self.planner,
-                by_layers=config.scheduler.by_layers,
-                # A copy started after one step is taken in after the next: both take from what is clean.
-                least_clean_ahead=2 * -(-config.scheduler.token_budget // config.device.block_size),
-            )
-            self._memories = memories
-            progress("waiting for host memory and the disk's index")
-            self._wait_prepared()
-            timeout_s = LOAD_TIMEOUT_S if config.disk is None else config.disk.read_timeout_s
-            self._stall = Stall(timeout_s)
-            look_ahead = None
-            if config.host is not None and config.disk is not None and config.scheduler.look_ahead:
-                look_ahead = LookAhead(
-                    self.cache,
-                    int(config.scheduler.look_ahead * config.host.capacity),
-                    time.monotonic,
-                    config.scheduler.look_ahead_s,
-                )
-            self._scheduler = Scheduler(self.cache, config.scheduler, timeout_s, self.planner, look_ahead=look_ahead)
-            self._end_token_ids = _end_token_ids(model)
-            self.longest_request = longest_request(  # tokens of a prompt and its continuation
-                self._runner.groups, self.cache.free_slots(), config.scheduler.prefill_chunk, self._runner.max_tokens
-            )
-            self._closed = False
-            self._publish_events()  # what is on disk already
-            self._fault_log = FaultLog(time.monotonic)
-            self._take_snapshot()
-            undo.pop_all()
+        self.cache = parts.cache
+        self.planner = parts.planner
+        self.publisher = parts.publisher
+        self._runner = parts.runner
+        self._memories = parts.memories
+        self._store = parts.store
+        self._events = parts.events
+        self._scheduler = parts.scheduler
+        self._step_times = parts.step_times
+        self._stall = Stall(parts.load_timeout_s)
+        self.longest_request = longest_request(  # tokens of a prompt and its continuation
+            parts.runner.groups, self.cache.free_slots(), config.scheduler.prefill_chunk, parts.runner.max_tokens
+        )
+        self._closed = False
+        self._publish_events()  # what is on disk already
+        self._fault_log = FaultLog(time.monotonic)
+        self._take_snapshot()
 
     @property
     def num_waiting(self) -> int:
@@ -378,7 +308,7 @@ class EngineCore:
                 token_id = request.sampler.sample(logits[row])
                 if request.sampling.logprobs is not None:
                     request.logprobs.append(token_logprobs(logits[row], token_id, request.sampling.logprobs))
-                request.append(token_id, self._end_token_ids)
+                request.append(token_id, self._runner.end_token_ids)
                 advanced.append(request)
                 if request.finish_reason is not None:
                     self._scheduler.retire(request)
@@ -389,16 +319,6 @@ class EngineCore:
     def _publish_events(self) -> None:
         if self._events is not None and self.publisher is not None and (events := self._events.take()):
             self.publisher.publish(events)
-
-    def _wait_prepared(self) -> None:
-        """Wait a little for what makes the first requests faster."""
-        for memory in self._memories:
-            memory.wait_prepared(STARTUP_WAIT_S / len(self._memories))
-        give_up_at = time.monotonic() + INDEX_WAIT_S
-        while self._store is not None and self._store.opening() and time.monotonic() < give_up_at:
-            if self.cache.knows_disk:
-                return
-            self.cache.wait(IDLE_WAIT_S)
 
     def _take_snapshot(self) -> None:
         self.statistics = self._snapshot()
@@ -431,30 +351,3 @@ class EngineCore:
                 Tier.DISK: on_disk.get(key, 0),
             }
         return usage
-
-
-def _transfers(runner: ModelRunner, num_copiers: int) -> TransferEngine:
-    """Lanes for the runner's device: streams on CUDA, threads elsewhere; disk always has threads of its own."""
-    finished: Finished = Finished()
-    lanes: dict[Route, Lane] = {
-        Route.HOST_TO_DISK: ThreadLane(finished, "store", num_threads=NUM_WRITERS),
-        Route.DISK_TO_HOST: ThreadLane(finished, "load", num_threads=NUM_READERS),
-    }
-    for route in (Route.DEVICE_TO_HOST, Route.HOST_TO_DEVICE):
-        if runner.device.type == "cuda":
-            from kvtier.transfer.cuda.lane import CudaLane
-
-            lanes[route] = CudaLane(finished, route, runner.device, num_threads=num_copiers)
-        else:
-            lanes[route] = ThreadLane(finished, route)
-    return TransferEngine(lanes, finished)
-
-
-def _end_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The token ids that end a text, from the model's generation settings, else from its configuration."""
-    generation = getattr(model, "generation_config", None)
-    for source in (generation, model.config):
-        end = getattr(source, "eos_token_id", None)
-        if end is not None:
-            return frozenset([end] if isinstance(end, int) else end)
-    return frozenset()

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvtier.engine.build import build_core
 from kvtier.engine.config import Config, ModelConfig, as_config
 from kvtier.engine.core import EngineCore, EngineStatistics
 from kvtier.engine.metrics import serve_metrics
@@ -48,7 +49,7 @@ class LLM:
     ) -> None:
         self.config = as_config({} if config is None else config)
         loaded, tokenizer = load_model(model, self.config.model, tokenizer)
-        self.core = EngineCore(loaded, tokenizer, self.config)
+        self.core = build_core(loaded, tokenizer, self.config)
         self._closer = weakref.finalize(self, self.core.close)
         try:
             self._metrics = serve_metrics(lambda: self.core.statistics, self.config)

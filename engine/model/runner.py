@@ -34,6 +34,7 @@ class ModelRunner(PagedModel):
         super().__init__(model, block_size, capacity_bytes)
         self.adapters = MappingProxyType({adapter.key: adapter for adapter in adapters})
         self._lora_rows = LoraRows(model, adapters) if adapters else None
+        self.end_token_ids = _end_token_ids(model)
         self.max_tokens: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         try:
             check_model(self)
@@ -136,3 +137,13 @@ class ModelRunner(PagedModel):
 
 def _lora_name(chunk: Chunk) -> str:
     return "" if chunk.lora is None else chunk.lora.name
+
+
+def _end_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """The token ids that end a text, from the model's generation settings, else from its configuration."""
+    generation = getattr(model, "generation_config", None)
+    for source in (generation, model.config):
+        end = getattr(source, "eos_token_id", None)
+        if end is not None:
+            return frozenset([end] if isinstance(end, int) else end)
+    return frozenset()

@@ -18,7 +18,7 @@ from mounts import Mount
 from small_models import VOCAB, build, byte_tokenizer
 
 from kvtier import LLM, SamplingParams
-from kvtier.engine import core
+from kvtier.engine import build as engine_build
 from kvtier.engine.config import ConfigError
 from kvtier.engine.llm import Completion
 from kvtier.engine.metrics import EngineCollector
@@ -249,7 +249,7 @@ def test_a_store_that_hangs_while_opening_holds_up_neither_start_nor_end(
     tmp_path: Path, right: list[Sequence[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW_START)
-    monkeypatch.setattr(core, "OPENING_WAIT_S", 0.01)
+    monkeypatch.setattr(engine_build, "OPENING_WAIT_S", 0.01)
     folder, lock = tmp_path / "store", tmp_path / "store" / "owner.lock"
     with monkeypatch.context() as slow:
         slow.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)

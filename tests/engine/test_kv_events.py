@@ -23,7 +23,7 @@ from kvtier import LLM, SamplingParams
 from kvtier.engine.config import EventsConfig
 from kvtier.engine.kv_events import MOST_EVENTS, EventEncoder, ZmqPublisher
 from kvtier.tiers.lower.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys, Lora, MultimodalItem, hash_blocks
+from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys, Lora, MultimodalItem
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
 from kvtier.tiers.naming.tier import Tier
 
@@ -43,7 +43,9 @@ def low64(name: BlockName) -> int:
 
 def chain_of(token_ids: Sequence[int]) -> list[BlockName]:
     """The names that the default configuration gives."""
-    return hash_blocks(token_ids, BLOCK_SIZE)
+    chain = BlockChain(BLOCK_SIZE)
+    chain.extend(token_ids)
+    return chain.names
 
 
 def raw(*events: Event, groups: Sequence[AttentionGroup] = GROUPS, ints: bool = True) -> list[dict[str, object]]:

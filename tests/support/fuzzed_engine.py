@@ -16,7 +16,9 @@ from chaos import NAMESPACE, FakeClock
 from small_models import byte_tokenizer
 from transformers import PreTrainedModel
 
+from kvtier.engine import build as engine_build
 from kvtier.engine import core as engine_core
+from kvtier.engine.build import build_core
 from kvtier.engine.config import SchedulerConfig, as_config
 from kvtier.engine.core import EngineCore
 from kvtier.engine.model.poisoned_cache import PoisonedCache
@@ -518,11 +520,12 @@ class FuzzedEngine:
         if self.store is not None:
             self.store.odds, self.store.is_full, self.store.is_gone = self.odds, False, False
         transfers = TransferEngine(self._queue.lanes, self._queue)  # type: ignore[arg-type]  # what it uses of a queue
-        self._patch.setattr(engine_core, "_transfers", lambda *_: transfers)
+        self._patch.setattr(engine_build, "_transfers", lambda *_: transfers)
         self._patch.setattr(engine_core, "time", EngineTime(self.clock))
-        self._patch.setattr(engine_core, "TieredCache", partial(self._cache, TieredCache))
-        self._patch.setattr(engine_core, "PoisonedCache", partial(self._cache, PoisonedCache))
-        self._patch.setattr(engine_core, "Scheduler", self._scheduler)
+        self._patch.setattr(engine_build, "time", EngineTime(self.clock))
+        self._patch.setattr(engine_build, "TieredCache", partial(self._cache, TieredCache))
+        self._patch.setattr(engine_build, "PoisonedCache", partial(self._cache, PoisonedCache))
+        self._patch.setattr(engine_build, "Scheduler", self._scheduler)
         self._patch.setattr(uploads, "BY_LAYERS_BYTES", 0)
         self._patch.setattr(LayerGate, "wait", self._waiting())
         tables = {
@@ -531,7 +534,7 @@ class FuzzedEngine:
             "scheduler": self._options,
             "lora": {name: {"path": str(folder)} for name, folder in self._adapters.items()},
         }
-        return EngineCore(self._model, byte_tokenizer(), as_config(tables))
+        return build_core(self._model, byte_tokenizer(), as_config(tables))
 
     def _cache(self, kind: type[TieredCache], *parts: object, **options: object) -> TieredCache:
         """What the engine makes, with this run's disk and clock; its promotions are noted."""

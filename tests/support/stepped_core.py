@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from kvtier import SamplingParams
 from kvtier.engine import disk_store
+from kvtier.engine.build import build_core
 from kvtier.engine.config import as_config
 from kvtier.engine.core import IDLE_WAIT_S, EngineCore
 from kvtier.engine.reopening_store import ReopeningStore
@@ -89,7 +90,7 @@ def engine(
     }
     if folder is not None:
         tables["disk"] = {"path": str(folder / "store"), "capacity": "64MiB", "read_timeout_s": read_timeout_s}
-    return EngineCore(model, byte_tokenizer(), as_config(tables))
+    return build_core(model, byte_tokenizer(), as_config(tables))
 
 
 def prompt_of(seed: int, num_tokens: int) -> list[int]:

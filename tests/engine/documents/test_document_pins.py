@@ -7,6 +7,7 @@ from document_tables import tables
 from small_models import byte_tokenizer
 from transformers import PreTrainedModel
 
+from kvtier.engine.build import build_core
 from kvtier.engine.config import as_config
 from kvtier.engine.core import EngineCore
 from kvtier.engine.documents.document import Document, Form
@@ -37,7 +38,7 @@ def test_of_many_documents_one_is_renewed_after_a_step_and_all_in_the_end(model:
         renewed.append(document.id)
         return core.chain(document.token_ids, NO_EXTRA_KEYS)
 
-    with EngineCore(model, byte_tokenizer(), as_config(tables(num_host_slots=3 * NUM_DOCUMENTS))) as core:
+    with build_core(model, byte_tokenizer(), as_config(tables(num_host_slots=3 * NUM_DOCUMENTS))) as core:
         pins = DocumentPins(chain_of, lambda _: None, PinShares(1), clock)
         documents = [document(number) for number in range(NUM_DOCUMENTS)]
         for each in documents:

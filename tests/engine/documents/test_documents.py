@@ -25,6 +25,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from kvtier import AsyncLLM, SamplingParams
+from kvtier.engine.build import build_core
 from kvtier.engine.config import as_config
 from kvtier.engine.core import EngineCore
 from kvtier.engine.documents.document import Document, Form
@@ -263,7 +264,7 @@ def test_a_document_is_computed_although_questions_never_end(model: PreTrainedMo
     config["scheduler"]["max_running"] = 1
     token_ids = np.array([3] * 200, np.int32)
     document = Document("report", None, Form.TEXT, None, None, token_ids, None, None, created_at=0.0)
-    with EngineCore(model, chat_tokenizer(), as_config(config)) as core:
+    with build_core(model, chat_tokenizer(), as_config(config)) as core:
         prefills = DocumentPrefills(extra_of, lambda document, error: ended.append((document, error)), lambda: now)
         prefills.add(document)
 
@@ -615,7 +616,7 @@ def test_a_file_that_cannot_be_written_is_the_caller_s_error_and_nothing_has_cha
 
 def test_documents_of_several_tenants_are_computed_in_turns(model: PreTrainedModel) -> None:
     done: list[str] = []
-    with EngineCore(model, chat_tokenizer(), as_config(tables())) as core:
+    with build_core(model, chat_tokenizer(), as_config(tables())) as core:
         prefills = DocumentPrefills(extra_of, lambda document, _: done.append(document.id))
         for document_id in ("ann 1", "ann 2", "ann 3", "bob 1", "eve 1", "bob 2"):
             tokens = np.array(list(document_id.encode()), np.int32)

@@ -14,8 +14,8 @@ import pytest
 from hanging import Fault, HangingWorld
 from small_models import byte_tokenizer
 
+from kvtier.engine.build import LOAD_TIMEOUT_S
 from kvtier.engine.config import SchedulerConfig
-from kvtier.engine.core import LOAD_TIMEOUT_S
 from kvtier.engine.model.paged_model import ARRIVAL_WAIT_S
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.look_ahead import LookAhead

@@ -22,7 +22,8 @@ from stepped_core import (
 )
 from transformers import PreTrainedModel
 
-from kvtier.engine.core import LOAD_TIMEOUT_S, EngineCore
+from kvtier.engine.build import LOAD_TIMEOUT_S
+from kvtier.engine.core import EngineCore
 from kvtier.engine.scheduling.request import FinishReason, Request
 from kvtier.engine.scheduling.stall import LEAST_S, CopyHangs, Stall
 from kvtier.tiers.naming.tier import Reason

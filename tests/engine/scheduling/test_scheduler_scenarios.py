@@ -14,8 +14,8 @@ from small_models import VOCAB, build, byte_tokenizer, plain_greedy
 from transformers import PreTrainedTokenizerFast
 
 from kvtier import LLM, SamplingParams
+from kvtier.engine.build import LOAD_TIMEOUT_S
 from kvtier.engine.config import SchedulerConfig
-from kvtier.engine.core import LOAD_TIMEOUT_S
 from kvtier.engine.scheduling.request import FinishReason, Request
 from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.scheduler import Scheduler, Work

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from small_models import MODELS, MORE_MODELS, build, byte_tokenizer
 
+from kvtier.engine.build import build_core
 from kvtier.engine.commands.cli import main
 from kvtier.engine.config import as_config
 from kvtier.engine.server.plan import make_plan
@@ -178,7 +179,6 @@ def test_dead_keys_and_values_are_one_line_and_2(
 
 @pytest.mark.parametrize("name", [*MODELS, *MORE_MODELS])
 def test_the_plan_agrees_with_what_the_engine_finds(tmp_path: Path, name: str) -> None:
-    from kvtier.engine.core import EngineCore
 
     model, folder = build(name), tmp_path / "model"
     model.save_pretrained(folder)
@@ -187,7 +187,7 @@ def test_the_plan_agrees_with_what_the_engine_finds(tmp_path: Path, name: str) -
 
     plan = make_plan(str(folder), config, None)
 
-    with EngineCore(model, byte_tokenizer(), config) as core:
+    with build_core(model, byte_tokenizer(), config) as core:
         assert plan.longest_request == core.longest_request
         assert plan.rooms[0].num_blocks == core.cache.free_slots()[0]
         assert plan.block_bytes == BLOCK_BYTES

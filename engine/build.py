@@ -1,0 +1,175 @@
+"""Building an engine: the one place where its parts are made and put together."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvtier.engine.config import Config
+from kvtier.engine.core import EngineCore, Parts
+from kvtier.engine.disk_store import disk_tier, open_store
+from kvtier.engine.kv_events import ZmqPublisher
+from kvtier.engine.model.lora_adapter import load_adapters
+from kvtier.engine.model.poisoned_cache import PoisonedCache
+from kvtier.engine.model.runner import ModelRunner
+from kvtier.engine.reopening_store import ReopeningStore
+from kvtier.engine.scheduling.look_ahead import LookAhead
+from kvtier.engine.scheduling.scheduler import Scheduler
+from kvtier.engine.scheduling.step_times import StepTimes
+from kvtier.store.process.store_process import SWITCH_INTERVAL_S
+from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.lower.disk_tier import DiskTier
+from kvtier.tiers.lower.events import EventLog
+from kvtier.tiers.lower.tenants import tenant_of
+from kvtier.tiers.up.load_planner import LoadPlanner
+from kvtier.tiers.up.prefill_speed import PrefillSpeed
+from kvtier.transfer.block_memory import BlockMemory
+from kvtier.transfer.lane import Finished, Lane, ThreadLane
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+# A host tier of a gigabyte or two is ready by then. Beside a first load, preparing made it up to three times slower.
+STARTUP_WAIT_S = 1.0
+# A process that starts on a busy machine takes seconds. A disk that hangs for longer is joined once it is there.
+OPENING_WAIT_S = 30.0
+INDEX_WAIT_S = 5.0  # a million blocks on disk are looked through in about three
+INDEX_LOOK_S = 0.05
+LOAD_TIMEOUT_S = 10.0  # of a hit without a disk
+NUM_READERS = 4  # reads from disk at a time
+NUM_WRITERS = 2  # writes: one at work and one that gathers behind it
+
+
+def build_core(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: Config,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> EngineCore:
+    """An engine for the model, as the configuration has it. *progress* is told what is being done, in order.
+
+    Raises `UnsupportedModel` for a model whose attention cannot be paged, ValueError for sizes that cannot work,
+    `UnusableLora` for an adapter of another model, and what `ZmqPublisher` raises if its endpoints cannot be had; what
+    was made until then is closed. What keeps the disk's store from opening is no error: it is logged, and the disk tier
+    joins once the store is open.
+    """
+    with ExitStack() as undo:
+        progress("looking at the model's attention")
+        adapters = load_adapters(model, config.lora, progress)
+        runner = ModelRunner(model, config.device.block_size, config.device.capacity, adapters)
+        undo.callback(runner.close)
+        events = None if config.events is None else EventLog()
+        publisher = None if config.events is None else ZmqPublisher(config.events, runner.groups)
+        if publisher is not None:
+            undo.callback(publisher.close)
+        progress("preparing host memory")
+        memories = runner.memories(0 if config.host is None else config.host.capacity)
+        for memory in memories:
+            undo.callback(memory.close)
+        store, disk = _open_disk(config, runner, memories, undo, progress)  # while memory is prepared
+        transfers = _transfers(runner, memories[0].num_copiers)
+        undo.callback(transfers.close)
+        if config.device.poison:
+            memories = runner.poisoned(memories)
+        prefill = PrefillSpeed()
+        planner = _planner(config, runner, prefill)
+        cache = _cache(config, runner, memories, transfers, disk, events, planner)
+        progress("waiting for host memory and the disk's index")
+        _wait_prepared(memories, store, cache)
+        load_timeout_s = LOAD_TIMEOUT_S if config.disk is None else config.disk.read_timeout_s
+        look_ahead = _look_ahead(config, cache)
+        scheduler = Scheduler(cache, config.scheduler, load_timeout_s, planner, look_ahead=look_ahead)
+        step_times = StepTimes(prefill, config.device.block_size)
+        core = EngineCore(
+            tokenizer,
+            config,
+            Parts(runner, memories, cache, planner, scheduler, step_times, load_timeout_s, events, publisher, store),
+        )
+        undo.pop_all()
+    return core
+
+
+def _open_disk(
+    config: Config,
+    runner: ModelRunner,
+    memories: Sequence[BlockMemory],
+    undo: ExitStack,
+    progress: Callable[[str], None],
+) -> tuple[ReopeningStore | None, DiskTier | None]:
+    progress("taking the digest of the weights")
+    namespace = runner.namespace(config.names.algorithm, config.names.resolved_seed)
+    if config.disk is None:
+        return None, None
+    progress(f"opening the store {config.disk.path}")
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
+    store = open_store(config.disk, namespace.dtype, memories, config.tenants)
+    undo.callback(store.close)
+    store.wait_opened(OPENING_WAIT_S)
+    return store, disk_tier(store, config.disk, namespace)
+
+
+def _transfers(runner: ModelRunner, num_copiers: int) -> TransferEngine:
+    """Lanes for the runner's device: streams on CUDA, threads elsewhere; disk always has threads of its own."""
+    finished: Finished = Finished()
+    lanes: dict[Route, Lane] = {
+        Route.HOST_TO_DISK: ThreadLane(finished, "store", num_threads=NUM_WRITERS),
+        Route.DISK_TO_HOST: ThreadLane(finished, "load", num_threads=NUM_READERS),
+    }
+    for route in (Route.DEVICE_TO_HOST, Route.HOST_TO_DEVICE):
+        if runner.device.type == "cuda":
+            from kvtier.transfer.cuda.lane import CudaLane
+
+            lanes[route] = CudaLane(finished, route, runner.device, num_threads=num_copiers)
+        else:
+            lanes[route] = ThreadLane(finished, route)
+    return TransferEngine(lanes, finished)
+
+
+def _planner(config: Config, runner: ModelRunner, prefill: PrefillSpeed) -> LoadPlanner:
+    any_forgets = any(group.forgets for group in runner.groups)
+    with_splits = config.scheduler.load == "split" and not any_forgets
+    return LoadPlanner(prefill, config.scheduler.prefill_chunk, time.monotonic, with_splits=with_splits)
+
+
+def _cache(
+    config: Config,
+    runner: ModelRunner,
+    memories: Sequence[BlockMemory],
+    transfers: TransferEngine,
+    disk: DiskTier | None,
+    events: EventLog | None,
+    planner: LoadPlanner,
+) -> TieredCache:
+    return (PoisonedCache if config.device.poison else TieredCache)(
+        runner.groups,
+        memories,
+        transfers,
+        disk,
+        retention_tokens=config.device.retention_tokens,
+        partial_blocks=config.device.partial_blocks,
+        host_quotas={tenant_of(salt): t.host for salt, t in config.tenants.items() if t.host is not None},
+        events=events,
+        planner=None if config.scheduler.load == "always" else planner,
+        by_layers=config.scheduler.by_layers,
+        # A copy started after one step is taken in after the next: both take from what is clean.
+        least_clean_ahead=2 * -(-config.scheduler.token_budget // config.device.block_size),
+    )
+
+
+def _wait_prepared(memories: Sequence[BlockMemory], store: ReopeningStore | None, cache: TieredCache) -> None:
+    """Wait a little for what makes the first requests faster."""
+    for memory in memories:
+        memory.wait_prepared(STARTUP_WAIT_S / len(memories))
+    give_up_at = time.monotonic() + INDEX_WAIT_S
+    while store is not None and store.opening() and time.monotonic() < give_up_at:
+        if cache.knows_disk:
+            return
+        cache.wait(INDEX_LOOK_S)
+
+
+def _look_ahead(config: Config, cache: TieredCache) -> LookAhead | None:
+    settings = config.scheduler
+    if config.host is None or config.disk is None or not settings.look_ahead:
+        return None
+    most_bytes = int(settings.look_ahead * config.host.capacity)
+    return LookAhead(cache, most_bytes, time.monotonic, settings.look_ahead_s)
