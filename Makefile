@@ -7,7 +7,13 @@ KILLS ?= 200
 
 .PHONY: demo test-quick test test-all test-slow smoke docs torture planted-bugs bench gpu-bench check format clean
 
-.venv/installed: pyproject.toml constraints.txt
+ROOMS := configs engine store tiers transfer
+
+# A source distribution has no links; a fresh clone has these.
+$(ROOMS:%=kvtier/%):
+	ln -s ../$(@F) $@
+
+.venv/installed: pyproject.toml constraints.txt | $(ROOMS:%=kvtier/%)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $@

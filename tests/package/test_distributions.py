@@ -1,5 +1,8 @@
 """The wheel and the source distribution: each file once, none missing, and one leads to the other."""
 
+import os
+import subprocess
+import sys
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -68,6 +71,18 @@ def test_the_source_distribution_has_what_the_tests_need(sdist: Path) -> None:
     wanted = {path.relative_to(ROOT).as_posix() for room in ("tests", "bench") for path in (ROOT / room).rglob("*.py")}
 
     assert sorted((wanted | {"Makefile", "constraints.txt", "pyproject.toml", ".ci/run"}) - packed) == []
+
+
+def test_an_unpacked_source_distribution_gets_the_links_that_a_clone_has(sdist: Path, tmp_path: Path) -> None:
+    unpack = unpacked(sdist, tmp_path / "unpacked")
+    links = [f"kvtier/{room}" for room in ROOMS]
+
+    subprocess.run(["make", *links], cwd=unpack, check=True, capture_output=True)
+
+    script = "import kvtier.tiers.cache, kvtier.engine.config; print(kvtier.tiers.cache.__file__)"
+    shown = subprocess.run([sys.executable, "-c", script], cwd=unpack, check=True, capture_output=True, text=True)
+    assert shown.stdout.strip() == str(unpack / "kvtier" / "tiers" / "cache.py")
+    assert [os.readlink(unpack / link) for link in links] == [os.readlink(ROOT / link) for link in links]
 
 
 def test_a_wheel_made_from_the_source_distribution_is_the_wheel_made_from_the_tree(
