@@ -5,9 +5,15 @@ BIN := .venv/bin
 SEED ?=
 KILLS ?= 200
 
-.PHONY: demo test-quick test test-all test-slow torture planted-bugs bench gpu-bench check format clean
+.PHONY: demo test-quick test test-all test-slow smoke docs torture planted-bugs bench gpu-bench check format clean
 
-.venv/installed: pyproject.toml constraints.txt
+ROOMS := configs engine store tiers transfer
+
+# A source distribution has no links; a fresh clone has these.
+$(ROOMS:%=kvtier/%):
+	ln -s ../$(@F) $@
+
+.venv/installed: pyproject.toml constraints.txt | $(ROOMS:%=kvtier/%)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
@@ -29,6 +35,20 @@ test-all: test
 
 test-slow: .venv/installed
 	$(BIN)/pytest -q -m slow
+
+# The wheel in a clean environment far from here, with this one's other packages. `make test-all` runs it too.
+smoke: .venv/installed
+	$(BIN)/pytest -q -m long tests/package/test_smoke.py
+
+# The site that README.md, DESIGN.md and docs/ make, in build/site; a link or an anchor that leads nowhere is an error.
+.venv/docs-installed: .venv/installed
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
+	touch $@
+
+docs: .venv/docs-installed
+	rm -rf build/pages && mkdir -p build/pages
+	cp -r *.md LICENSE docs configs build/pages/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The store under fire, in its long form: make torture SEED=1 KILLS=200. What fails says its seed.
 torture: .venv/installed

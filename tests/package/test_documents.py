@@ -1,0 +1,132 @@
+"""README, DESIGN and docs/: links lead somewhere, and files, commands, settings and metrics that they name exist."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+from markdown_links import ROOT, anchors_of, code_of, examples_of, links_of, pages
+from reading_list import count_lines, said_lines, said_sum
+
+from kvtier.engine.config import Config, as_config
+
+PAGES = [page.relative_to(ROOT).as_posix() for page in pages()]
+# DESIGN.md and CHANGELOG.md also name what is planned, or gone.
+GUIDES = [page for page in PAGES if page not in ("CHANGELOG.md", "DESIGN.md", "STYLE.md")]
+LONGEST_README = 120
+LINES_MAY_DIFFER = 0.1  # a change of more: `python tests/support/reading_list.py`
+TABLES = {name: field.type for name, field in ((field.name, field) for field in msgspec.structs.fields(Config))}
+
+
+def words_of(page: Path) -> list[str]:
+    """The words of all code in *page*: between backticks, and in examples."""
+    return " ".join([*code_of(page), *examples_of(page, "")]).split()
+
+
+def keys_of(table: str) -> set[str]:
+    """The keys of a configuration's table."""
+    kind = TABLES[table]
+    for struct in (kind, *getattr(kind, "__args__", ())):
+        if isinstance(struct, type) and issubclass(struct, msgspec.Struct):
+            return {field.name for field in msgspec.structs.fields(struct)}
+    return set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_link_leads_to_a_file_and_each_anchor_to_a_heading(page: str) -> None:
+    links = links_of(ROOT / page)
+
+    assert [link.file for link in links if not link.file.is_file()] == []
+    assert [link for link in links if link.anchor and link.anchor not in anchors_of(link.file)] == []
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_each_path_that_is_named_exists(page: str) -> None:
+    ignored = {line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
+    tops = {path.name for path in ROOT.iterdir()} - ignored
+    words = [word.strip(",;:()") for word in words_of(ROOT / page)]
+    paths = [word for word in words if re.fullmatch(r"[\w.-]+(/[\w.-]+)*/?", word)]
+    named = [path for path in paths if path.endswith(".py") or ("/" in path and path.partition("/")[0] in tops)]
+
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_each_make_target_that_is_named_exists(page: str) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    code = "\n".join([*code_of(ROOT / page), *examples_of(ROOT / page, "")])
+
+    assert [target for target in re.findall(r"^make ([\w-]+)", code, re.MULTILINE) if target not in targets] == []
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_each_setting_that_is_named_exists(page: str) -> None:
+    dotted = re.compile(rf"({'|'.join(TABLES)})\.(\w+)")
+    named = [match.groups() for word in words_of(ROOT / page) if (match := dotted.fullmatch(word.strip(",;:()")))]
+
+    assert [f"{table}.{key}" for table, key in named if key not in keys_of(table)] == []
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_examples_of_configuration_are_accepted(page: str) -> None:
+    for example in examples_of(ROOT / page, "toml"):
+        tables = tomllib.loads(example)
+
+        if set(tables) != {"keys"}:  # the file of API keys
+            as_config(tables)
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_examples_in_python_compile(page: str) -> None:
+    for example in examples_of(ROOT / page, "python"):
+        compile(example, page, "exec")
+
+
+def test_the_library_page_has_each_key_of_the_configuration_with_its_default() -> None:
+    whole = examples_of(ROOT / "docs" / "library.md", "toml")[0]
+    lines = [line.removeprefix("# ") for line in whole.splitlines()]
+    sections: dict[str, set[str]] = {"": set()}
+    for line in lines:
+        if heading := re.match(r"\[(\w+)", line):
+            section = heading[1]
+            sections[section] = set()
+        elif key := re.match(r"(\w+) = ", line):
+            sections[section if len(sections) > 1 else ""].add(key[1])
+
+    assert as_config(tomllib.loads(whole)) == Config()
+    assert sections.pop("") == {name for name in TABLES if not keys_of(name)} - {"tenants", "lora"}
+    assert sections == {name: keys_of(name) for name in TABLES if name in sections}
+    assert set(sections) == {name for name in TABLES if keys_of(name)} | {"tenants", "lora"}
+
+
+def test_the_metrics_page_has_each_metric_and_no_other() -> None:
+    exported = set(re.findall(r'"(kvtier_\w+)"', (ROOT / "engine" / "metrics.py").read_text()))
+    named = set(re.findall(r"\bkvtier_\w+", (ROOT / "docs" / "metrics.md").read_text())) - {"kvtier_"}
+
+    assert exported
+    assert named == exported
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_each_metric_that_is_named_exists(page: str) -> None:
+    exported = set(re.findall(r'"(kvtier_\w+)"', (ROOT / "engine" / "metrics.py").read_text()))
+    named = set(re.findall(r"\bkvtier_\w+", (ROOT / page).read_text())) - {"kvtier_"}
+
+    assert named <= exported
+
+
+def test_the_reading_list_has_the_files_with_about_their_lines() -> None:
+    said = said_lines()
+    counted = {path: count_lines(path) for path in said}
+
+    assert len(said) > 10
+    assert {path: num for path, num in counted.items() if abs(said[path] - num) > LINES_MAY_DIFFER * num} == {}
+    assert said_sum() == (len(said), sum(said.values()))
+
+
+def test_readme_is_short_and_leads_to_every_page() -> None:
+    readme = ROOT / "README.md"
+
+    assert len(readme.read_text().splitlines()) <= LONGEST_README
+    assert {page for page in pages() if page != readme} - {link.file for link in links_of(readme)} == set()

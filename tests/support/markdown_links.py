@@ -1,0 +1,49 @@
+"""The documents that people read, and what they link to and name."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+_FENCE = re.compile(r"^(```+|~~~+)(\w*)[^\n]*\n(.*?)^\1\s*$", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"`([^`\n]+)`")
+_LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A link to a file of the repository, and to a heading in it if *anchor* is not empty."""
+
+    file: Path
+    anchor: str
+
+
+def pages() -> list[Path]:
+    """The documents: README, DESIGN and the like at the top, and `docs/`."""
+    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def links_of(page: Path) -> list[Link]:
+    """The relative links of *page*, those in examples of code left out."""
+    text = _CODE.sub("", _FENCE.sub("", page.read_text()))
+    targets = [target for target in _LINK.findall(text) if not re.match(r"[a-z]+:", target)]
+    split = [target.partition("#") for target in targets]
+    return [Link((page.parent / path).resolve() if path else page, anchor) for path, _, anchor in split]
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of the headings of *page*, by GitHub's rule: lower case, no punctuation, a hyphen for each blank."""
+    headings = _HEADING.findall(_FENCE.sub("", page.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def code_of(page: Path) -> list[str]:
+    """What stands between backticks in the sentences of *page*."""
+    return _CODE.findall(_FENCE.sub("", page.read_text()))
+
+
+def examples_of(page: Path, language: str) -> list[str]:
+    """The blocks of code of *page* in *language* ("" for those that name none)."""
+    return [body for _, named, body in _FENCE.findall(page.read_text()) if named == language]
