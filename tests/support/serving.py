@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 import openai
@@ -20,12 +21,14 @@ from small_models import byte_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from kvtier.engine.config import as_config
+from kvtier.engine.core import EngineCore
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.http_server import HttpServer
 
 MODEL = "small"
 BLOCK_SIZE = 16
 BLOCK_BYTES = BLOCK_SIZE * 1024  # of every small model
+T = TypeVar("T")
 DEADLINE_S = 180.0  # for what takes milliseconds, or a process seconds: reached only when a test fails
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
@@ -97,12 +100,18 @@ class ServerInThread(Address):
         """As a signal does it."""
         self.loop.call_soon_threadsafe(self.server.stop)
 
+    def ask(self, question: Callable[[EngineCore], T]) -> T:
+        """What *question* returns in the engine's thread, between two steps."""
+        return asyncio.run_coroutine_threadsafe(self.server.llm.ask(question), self.loop).result(DEADLINE_S)
+
     def is_at_rest(self) -> bool:
         """Nobody runs or waits, and nobody leases a slot."""
-        core = self.server.llm._core
-        num_slots = core.config.device.capacity // BLOCK_BYTES
-        is_free = core.cache.free_slots() == [num_slots] * len(core.cache.groups)
-        return not core.has_work and is_free and self.server.service.room.num_inside == 0
+
+        def is_idle(core: EngineCore) -> bool:
+            num_slots = core.config.device.capacity // BLOCK_BYTES
+            return not core.has_work and core.cache.free_slots() == [num_slots] * len(core.cache.groups)
+
+        return self.ask(is_idle) and self.server.service.room.num_inside == 0
 
 
 @dataclass(frozen=True)

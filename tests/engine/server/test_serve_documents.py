@@ -198,7 +198,7 @@ def test_a_pin_holds_until_it_is_ended_and_what_does_not_fit_is_refused(worker: 
     assert second.status_code == 202
     come_true(lambda: not call(worker, "GET", "/second").json()["is_warming"])
     assert call(worker, "POST", "/second/warm?tier=device").status_code == 202
-    worker.server.llm._core.cache.check()
+    worker.ask(lambda core: core.cache.check())
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_a_client_that_leaves_a_stream_takes_its_leases_along(small: ServerInThr
         assert not small.is_at_rest()
 
     come_true(small.is_at_rest)
-    small.server.llm._core.cache.check()
+    small.ask(lambda core: core.cache.check())
     come_true(lambda: small.server.llm.statistics().num_running == 0)
 
 
@@ -102,7 +102,7 @@ def test_a_client_that_does_not_wait_for_its_answer_takes_its_leases_along(small
         httpx.post(f"{small.url}/v1/completions", json=body, timeout=0.3)
 
     come_true(small.is_at_rest)
-    small.server.llm._core.cache.check()
+    small.ask(lambda core: core.cache.check())
 
 
 def test_clients_that_come_and_leave_at_any_moment_leave_nothing_behind(small: ServerInThread) -> None:
@@ -122,7 +122,7 @@ def test_clients_that_come_and_leave_at_any_moment_leave_nothing_behind(small: S
     asyncio.run(all_leave())
 
     come_true(small.is_at_rest)
-    small.server.llm._core.cache.check()
+    small.ask(lambda core: core.cache.check())
     assert small.complete("Hello")["choices"]
 
 

@@ -16,7 +16,7 @@ def server() -> Iterator[ServerInThread]:
 
 
 def held_bytes(server: ServerInThread) -> int:
-    return server.server.llm._core.cache._pins.num_bytes
+    return server.ask(lambda core: core.cache.pinnable_bytes - core.cache.free_to_pin)
 
 
 def asked(server: ServerInThread, prompt: list[int], **options: object) -> dict:
@@ -36,7 +36,7 @@ def test_a_pinned_prompt_outlives_what_flushes_host_memory_and_is_let_go_when_it
     assert again["tokens"]["recomputed"] == 1
     assert "pinned" not in asked(server, PROMPT)
     come_true(lambda: held_bytes(server) == 10 * BLOCK_SIZE * 1024)  # of the first pin
-    server.server.llm._core.cache.check()
+    server.ask(lambda core: core.cache.check())
 
 
 def test_without_room_the_answer_says_that_nothing_is_pinned(server: ServerInThread) -> None:
@@ -73,6 +73,6 @@ def test_what_one_tenant_pins_neither_takes_anothers_share_nor_tells_of_it() -> 
 
     with serving(build("llama"), tables(num_slots=40), keys) as server:
         of_ann, of_bob = (num_pinned(server, key, first) for key, first in zip(keys, (1, 100), strict=True))
-        server.server.llm._core.cache.check()
+        server.ask(lambda core: core.cache.check())
 
     assert of_ann == of_bob == 40 // 2 // len(keys) // 3
