@@ -1,6 +1,7 @@
 """The trip of one block, device to host to disk to host to device, as calls between files.
 
-Run it with `python tests/support/block_trip.py`. The count is a hint at how much a reader has to open, for before and after a change; no test holds it.
+Run it with `python tests/support/block_trip.py`. The count is a hint at how much a reader has to open, for before and
+after a change; no test holds it.
 """
 
 import argparse
