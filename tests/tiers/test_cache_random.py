@@ -268,7 +268,7 @@ def test_no_wrong_byte_and_no_leaked_slot_over_a_rotting_store_in_memory(kind: s
     (seed,) = seeds(1)
     print(f"KVTIER_SEED={seed}")
 
-    run(GROUPS[kind], MemoryStore(16 * 4096 * 2, quotas=DISK_QUOTAS), seed, 400)
+    run(GROUPS[kind], MemoryStore(16 * 4096 * 2, quotas=DISK_QUOTAS), seed, 300)
 
 
 @pytest.mark.long

@@ -1809,7 +1809,7 @@ class Crowd:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_any_prompts_get_the_longest_hit_the_best_copy_the_right_bytes_and_true_events(kind: str, seed: int) -> None:
     print(f"seed {seed}")
     crowd = Crowd(kind, seed)
