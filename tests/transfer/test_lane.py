@@ -5,27 +5,20 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from cuda_devices import CUDA_KINDS, GPU_0, CudaDevice, CudaKind
 
 from kvtier.transfer import lane as lane_module
 from kvtier.transfer.cuda.lane import CudaLane
 from kvtier.transfer.lane import Finished, InlineLane, Lane, LaneClosed, ThreadLane, Transfer
 
 DEADLINE_S = 10.0  # for what takes milliseconds: reached only when a test fails
-LONG_KERNEL_CYCLES = 500_000_000  # about a quarter of a second on the GPUs of today
-GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-
-def gpu() -> torch.device:
-    return torch.device("cuda", 0)
 
 
 @dataclass(frozen=True)
@@ -35,6 +28,7 @@ class LaneCase:
     open: Callable[[Finished, int], Lane]
     num_threads: int
     is_closing: Callable[[Any], bool]
+    cuda: CudaKind | None = None
 
 
 INLINE = pytest.param(LaneCase(lambda finished, capacity: InlineLane(finished), 0, lambda lane: True), id="inline")
@@ -47,28 +41,24 @@ QUEUED = [
         LaneCase(lambda finished, capacity: ThreadLane(finished, "test", 3, capacity), 3, lambda lane: lane._closed),
         id="3threads",
     ),
-    pytest.param(
-        LaneCase(
-            lambda finished, capacity: CudaLane(finished, "test", gpu(), capacity),
-            1,
-            lambda lane: lane._threads._closed,
-        ),
-        id="cuda",
-        marks=GPU,
-    ),
-    pytest.param(
-        LaneCase(
-            lambda finished, capacity: CudaLane(finished, "test", gpu(), capacity, num_threads=3),
-            3,
-            lambda lane: lane._threads._closed,
-        ),
-        id="3cuda",
-        marks=GPU,
-    ),
 ]
-every_lane = pytest.mark.parametrize("case", [INLINE, *QUEUED])
-every_queued_lane = pytest.mark.parametrize("case", QUEUED)
-every_one_thread_lane = pytest.mark.parametrize("case", [INLINE, QUEUED[0], QUEUED[2]])
+ON_CUDA = [
+    pytest.param(
+        LaneCase(
+            lambda finished, capacity, n=num_threads: CudaLane(finished, "test", GPU_0, capacity, num_threads=n),
+            num_threads,
+            lambda lane: lane._threads._closed,
+            kind,
+        ),
+        id=f"{kind.name}-{num_threads}",
+        marks=kind.marks(),
+    )
+    for kind in CUDA_KINDS
+    for num_threads in (1, 3)
+]
+every_lane = pytest.mark.parametrize("case", [INLINE, *QUEUED, *ON_CUDA], indirect=True)
+every_queued_lane = pytest.mark.parametrize("case", [*QUEUED, *ON_CUDA], indirect=True)
+every_one_thread_lane = pytest.mark.parametrize("case", [INLINE, QUEUED[0], *ON_CUDA[::2]], indirect=True)
 
 
 class Gate:
@@ -86,6 +76,13 @@ class Gate:
     def wait_until_begun(self, num_transfers: int) -> None:
         for _ in range(num_transfers):
             assert self.begun.acquire(timeout=DEADLINE_S), "a transfer never began"
+
+
+@pytest.fixture
+def case(request: pytest.FixtureRequest) -> Iterator[LaneCase]:
+    case: LaneCase = request.param
+    with nullcontext() if case.cuda is None else case.cuda.opened():
+        yield case
 
 
 @pytest.fixture
@@ -408,41 +405,41 @@ def test_a_transfer_knows_how_long_its_work_ran(monkeypatch: pytest.MonkeyPatch,
 class CudaBench:
     """A block on the GPU, pinned host memory, and kernels that have run once, so that no launch waits for loading."""
 
-    def __init__(self) -> None:
-        self.block = torch.zeros(1 << 20, dtype=torch.uint8, device=gpu())
+    def __init__(self, cuda: CudaDevice) -> None:
+        self.cuda = cuda
+        self.block = torch.zeros(1 << 20, dtype=torch.uint8, device=GPU_0)
         self.seen = torch.zeros_like(self.block)
         self.host = torch.zeros(1 << 20, dtype=torch.uint8, pin_memory=True)
-        self.delay(1000)
+        torch.cuda._sleep(1000)
         self.seen.copy_(self.block)
         self.block.copy_(self.host, non_blocking=True)
         self.host.copy_(self.block, non_blocking=True)
         self.block.fill_(0)
-        torch.cuda.synchronize(gpu())
+        torch.cuda.synchronize(GPU_0)
 
-    def delay(self, cycles: int = LONG_KERNEL_CYCLES) -> None:
+    def delay(self) -> None:
         """Keep the caller's current stream busy."""
-        torch.cuda._sleep(cycles)
+        self.cuda.delay()
+
+    def take(self, finished: Finished) -> list[Transfer]:
+        """The next transfer that comes back; the device works meanwhile."""
+        with self.cuda.time_passes():
+            return take(finished, 1)
 
 
 @pytest.fixture
-def bench() -> CudaBench:
-    return CudaBench()
+def bench(cuda: CudaDevice) -> CudaBench:
+    return CudaBench(cuda)
 
 
 @pytest.fixture
-def cuda_lane(finished: Finished) -> Iterator[CudaLane]:
-    lane = CudaLane(finished, "test", gpu())
+def cuda_lane(cuda: CudaDevice, finished: Finished) -> Iterator[CudaLane]:
+    lane = CudaLane(finished, "test", GPU_0)
     yield lane
-    close(lane)
+    with cuda.time_passes():
+        close(lane)
 
 
-def gpu_test(test: Callable[..., None]) -> Callable[..., None]:
-    for mark in GPU:
-        test = mark(test)
-    return test
-
-
-@gpu_test
 def test_a_copy_down_reads_what_compute_wrote_before_it(
     cuda_lane: CudaLane, finished: Finished, bench: CudaBench
 ) -> None:
@@ -450,46 +447,43 @@ def test_a_copy_down_reads_what_compute_wrote_before_it(
     bench.block.fill_(7)
     cuda_lane.submit(transfer(lambda: bench.host.copy_(bench.block, non_blocking=True)))
 
-    [back] = take(finished, 1)
+    [back] = bench.take(finished)
 
     assert back.error is None
     assert bool((bench.host == 7).all())
 
 
-@gpu_test
 def test_a_copy_up_waits_for_compute_that_still_reads_the_slot(
     cuda_lane: CudaLane, finished: Finished, bench: CudaBench
 ) -> None:
     bench.block.fill_(1)
     bench.host.fill_(9)
-    torch.cuda.synchronize(gpu())
+    torch.cuda.synchronize(GPU_0)
     bench.delay()
     bench.seen.copy_(bench.block)
     cuda_lane.submit(transfer(lambda: bench.block.copy_(bench.host, non_blocking=True)))
 
-    [back] = take(finished, 1)
+    [back] = bench.take(finished)
 
-    torch.cuda.synchronize(gpu())
+    torch.cuda.synchronize(GPU_0)
     assert back.error is None
     assert bool((bench.seen == 1).all())
     assert bool((bench.block == 9).all())
 
 
-@gpu_test
 def test_compute_on_a_stream_of_its_own_is_waited_for_too(
     cuda_lane: CudaLane, finished: Finished, bench: CudaBench
 ) -> None:
-    with torch.cuda.stream(torch.cuda.Stream(gpu())):
+    with torch.cuda.stream(torch.cuda.Stream(GPU_0)):
         bench.delay()
         bench.block.fill_(7)
         cuda_lane.submit(transfer(lambda: bench.host.copy_(bench.block, non_blocking=True)))
 
-    take(finished, 1)
+    bench.take(finished)
 
     assert bool((bench.host == 7).all())
 
 
-@gpu_test
 def test_a_copy_has_landed_when_its_transfer_comes_back(
     cuda_lane: CudaLane, finished: Finished, bench: CudaBench
 ) -> None:
@@ -501,12 +495,11 @@ def test_a_copy_has_landed_when_its_transfer_comes_back(
 
     cuda_lane.submit(transfer(slow_copy))
 
-    take(finished, 1)
+    bench.take(finished)
 
     assert bool((bench.host == 7).all())
 
 
-@gpu_test
 def test_a_copy_that_failed_half_way_has_left_its_slots_alone_when_it_comes_back(
     cuda_lane: CudaLane, finished: Finished, bench: CudaBench
 ) -> None:
@@ -520,13 +513,12 @@ def test_a_copy_that_failed_half_way_has_left_its_slots_alone_when_it_comes_back
 
     cuda_lane.submit(transfer(fail_half_way))
 
-    [back] = take(finished, 1)
+    [back] = bench.take(finished)
 
     assert isinstance(back.error, OSError)
     assert copied.query(), "the slots are released while the copy still writes them"
 
 
-@gpu_test
 def test_submit_does_not_wait_for_compute(cuda_lane: CudaLane, finished: Finished, bench: CudaBench) -> None:
     bench.delay()
     computed = torch.cuda.Event()
@@ -535,10 +527,9 @@ def test_submit_does_not_wait_for_compute(cuda_lane: CudaLane, finished: Finishe
     cuda_lane.submit(transfer(lambda: bench.host.copy_(bench.block, non_blocking=True)))
 
     assert not computed.query()
-    take(finished, 1)
+    bench.take(finished)
 
 
-@gpu_test
 def test_what_a_copy_waited_for_compute_is_no_time_of_the_lane_s(
     cuda_lane: CudaLane, finished: Finished, bench: CudaBench
 ) -> None:
@@ -546,7 +537,7 @@ def test_what_a_copy_waited_for_compute_is_no_time_of_the_lane_s(
     bench.delay()
     cuda_lane.submit(transfer(lambda: bench.host.copy_(bench.block, non_blocking=True)))
 
-    [back] = take(finished, 1)
+    [back] = bench.take(finished)
 
     assert back.waited_s > 0.02
     assert back.seconds < back.waited_s / 2
