@@ -191,20 +191,18 @@ class StagedCopies:
                 slots = host[part]
                 np.take(self._host.numpy(), slots, axis=0, out=staging.host.numpy()[: len(slots)], mode="clip")
                 staging.scatter(self._device, device[part])
-            _wait_landed(self._device.device)
 
     @contextmanager
     def _stagings(self) -> "Iterator[tuple[_Staging, _Staging]]":
-        """Two staging buffers for the calling thread; nothing uses them any more when it gives them back."""
+        """Two staging buffers for the calling thread; what was begun with them has landed when it gives them back."""
         try:
             stagings = self._unused.get_nowait()
         except Empty:
             stagings = (self._new_staging(), self._new_staging())
         try:
             yield stagings
-        finally:
-            for staging in stagings:
-                staging.wait()
+        finally:  # also after a failure half way, which leaves copies behind that nothing has marked
+            _wait_landed(self._device.device)
             self._unused.put(stagings)
 
     def _new_staging(self) -> "_Staging":
