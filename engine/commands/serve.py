@@ -13,6 +13,7 @@ from types import FrameType
 import msgspec
 
 from kvtier.engine.config import Config, as_config
+from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.log_lines import write_log
 
@@ -84,7 +85,7 @@ async def _run(model: str, config: Config, keys: ApiKeys | None, bound: socket.s
         raise ImportError(f"serve: {error}; pip install 'kvtier[serve]'") from error
 
     settings = config.server
-    name = settings.model_name or (Path(model).resolve().name if Path(model).is_dir() else model)
+    name = settings.model_name or Checkpoint.of(model).served_name
     shows_bars = sys.stderr.isatty() and settings.log_format == "human"
     server = HttpServer(model, config, bound, name, keys, shows_bars=shows_bars)
     loop, signals = asyncio.get_running_loop(), []
