@@ -128,7 +128,7 @@ def _add_demo(commands: _Commands) -> None:
     demo.add_argument("--model", metavar="MODEL", help=f"{_MODELS}; default: a bundled one")
     demo.add_argument("--document", metavar="FILE", help="a text to ask about; facts to ask for are woven into it")
     demo.add_argument(
-        "--tokens", type=int, metavar="N", help="length of the made document (10000; of a --model on the CPU 2000)"
+        "--tokens", type=int, metavar="N", help="length of the made document (10000; of a --model on the CPU 1000)"
     )
     demo.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda for --model only")
     demo.add_argument("--json", action="store_true", help="print one JSON object instead of the table")

@@ -82,8 +82,11 @@ class Checkpoint:
         settings: dict[str, object] = {"dtype": dtype}
         with self._in_one_line():
             if self.gguf_file is not None:
-                from transformers import GgufConfig
+                from transformers import GgufConfig, modeling_gguf_pytorch_utils
+                from transformers.utils import logging
 
+                # Its progress bar does not know transformers' switch for them, and would be in the server's log.
+                modeling_gguf_pytorch_utils.tqdm = logging.tqdm  # type: ignore[attr-defined]  # it imports it
                 settings = {
                     "config": self.config(),  # or it is read twice: seconds, for a vocabulary's sake
                     "gguf_file": self.gguf_file,

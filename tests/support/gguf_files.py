@@ -59,7 +59,7 @@ def _gguf_name(name: str) -> str:
 
 
 def _as_llama_cpp_has_it(name: str, weights: np.ndarray) -> np.ndarray:
-    """Queries and keys with the pairs that are turned together side by side; transformers has them half a head apart."""
+    """Of queries and keys, what RoPE turns together stands side by side; transformers has it half a head apart."""
     heads = {"q_proj": COMMON["num_attention_heads"], "k_proj": COMMON["num_key_value_heads"]}
     for projection, num_heads in heads.items():
         if projection in name:

@@ -258,7 +258,7 @@ def _main() -> None:
 
 def usual_length(model: str | None, device: str) -> int:
     """Tokens of a document that is read in seconds: a real model on a CPU takes some hundred a second."""
-    return 2_000 if model is not None and torch_device(device).type == "cpu" else 10_000
+    return 1_000 if model is not None and torch_device(device).type == "cpu" else 10_000
 
 
 def default_store() -> tempfile.TemporaryDirectory[str]:

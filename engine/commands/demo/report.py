@@ -24,6 +24,7 @@ MEANING = {
 def report(model: str | None, document: str | None, num_tokens: int | None, device: str, as_json: bool) -> int:
     """Run the demo and print it; 0 if every answer was the same as before (and right, with the bundled model)."""
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped there
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # ours says what is going on
     logging.basicConfig(level=logging.ERROR)
     progress = Console(stderr=True)
     with default_store() as store, progress.status("starting") as status:
