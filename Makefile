@@ -58,7 +58,7 @@ smoke: .venv/installed
 
 docs: .venv/docs-installed
 	rm -rf build/pages && mkdir -p build/pages
-	cp -r *.md LICENSE docs configs build/pages/
+	cp -r *.md LICENSE docs configs examples build/pages/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The store under fire, in its long form: make torture SEED=1 KILLS=200. What fails says its seed.

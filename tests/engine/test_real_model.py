@@ -17,8 +17,8 @@ from kvtier.tiers.naming.tier import Tier
 pytestmark = pytest.mark.long
 
 BLOCK_SIZE = 16
-NUM_TOKENS = 150
-NUM_NEW = 8
+NUM_TOKENS = 100
+NUM_NEW = 6
 GREEDY = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
 
 
@@ -46,7 +46,7 @@ def tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
 def prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """The beginnings of four documents, of four lengths."""
     texts = [make_document(seed, 2 * NUM_TOKENS, num_facts=4).text for seed in range(4)]
-    return [tokenizer(text)["input_ids"][: NUM_TOKENS - 23 * i] for i, text in enumerate(texts)]
+    return [tokenizer(text)["input_ids"][: NUM_TOKENS - 15 * i] for i, text in enumerate(texts)]
 
 
 @pytest.fixture(scope="module")
