@@ -97,17 +97,15 @@ def test_a_gguf_file_loads_in_the_dtype_that_is_asked_for(gguf_file: Path) -> No
     assert dtypes == {"auto": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@pytest.mark.parametrize("command", [["demo"], ["serve", "--check-config"]])
+@pytest.mark.parametrize("command", [["demo"], ["serve", "--port", "0"], ["serve", "--check-config"]])
 @pytest.mark.parametrize(
     ("content", "what"),
     [
         (None, "there is no such file"),
         (b"{}", "is a file, and no GGUF file"),
-        (b"GGUF", "cannot be loaded"),
-        (b"GGUF" + bytes(4096), "cannot be loaded"),
     ],
 )
-def test_a_file_that_cannot_be_loaded_is_one_line_with_its_name(
+def test_a_file_that_is_no_model_is_one_line_with_its_name_before_anything_is_loaded(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str], content: bytes | None, what: str
 ) -> None:
     file = tmp_path / "broken.gguf"
@@ -123,11 +121,11 @@ def test_a_file_that_cannot_be_loaded_is_one_line_with_its_name(
     assert what in error
 
 
-@pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("part", [0.0, 0.00001, 0.1, 0.5, 0.9])
 def test_a_gguf_file_that_is_cut_short_is_one_line(gguf_file: Path, tmp_path: Path, part: float) -> None:
     whole = gguf_file.read_bytes()
     file = tmp_path / "short.gguf"
-    file.write_bytes(whole[: int(part * len(whole))])
+    file.write_bytes(whole[: 4 + int(part * len(whole))])
 
     with pytest.raises(ValueError, match=f"model {file}: cannot be loaded") as refused:
         LLM(file, TINY)
