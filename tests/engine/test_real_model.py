@@ -19,6 +19,7 @@ pytestmark = pytest.mark.long
 BLOCK_SIZE = 16
 NUM_TOKENS = 100
 NUM_NEW = 6
+ONE = SamplingParams(max_tokens=1)
 GREEDY = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
 
 
@@ -89,9 +90,9 @@ def test_greedy_tokens_are_the_same_cold_from_every_tier_and_after_a_restart(
     with LLM(model, config, tokenizer) as llm:
         cold = llm.generate(prompt, GREEDY)[0]
         from_device = llm.generate(prompt, GREEDY)[0]
-        push_down(llm, prompt, Tier.DEVICE, NUM_TOKENS)
+        push_down(llm, prompt, Tier.DEVICE, NUM_TOKENS, ONE)
         from_host = llm.generate(prompt, GREEDY)[0]
-        push_down(llm, prompt, Tier.HOST, NUM_TOKENS)
+        push_down(llm, prompt, Tier.HOST, NUM_TOKENS, ONE)
         from_disk = llm.generate(prompt, GREEDY)[0]
         llm.check()
     with LLM(model, config, tokenizer) as llm:
@@ -117,7 +118,7 @@ def test_a_batch_of_hits_and_misses_gives_the_tokens_of_single_requests(
 
     with LLM(model, config, tokenizer) as llm:
         cold = llm.generate(prompts[:2], GREEDY)
-        push_down(llm, prompts[0], Tier.DEVICE, NUM_TOKENS)
+        push_down(llm, prompts[0], Tier.DEVICE, NUM_TOKENS, ONE)
         mixed = llm.generate(prompts, GREEDY)
         llm.check()
 
