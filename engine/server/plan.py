@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvtier.engine.config import Config
 from kvtier.engine.disk_store import LEAST_BLOCKS
 from kvtier.engine.documents.documents import documents_path
+from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.model.layers import layers_of
 from kvtier.engine.model.lora_adapter import UnusableLora, load_adapter
 from kvtier.engine.scheduling.longest_request import longest_request
@@ -72,11 +73,8 @@ class Plan:
 
 def make_plan(model: str, config: Config, keys: ApiKeys | None) -> Plan:
     """The plan. ValueError if the model's configuration cannot be had, `UnsupportedModel` if it cannot be paged."""
-    try:
-        described = AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        why = str(error).strip().splitlines()[0]
-        raise ValueError(f"model {model}: cannot be loaded ({why}); give a folder or a name on the hub") from error
+    checkpoint = Checkpoint.of(model)
+    described = checkpoint.config()
     dtype = _dtype(described, config.model.dtype)
     block_size = config.device.block_size
     skeleton = _without_weights(described)
@@ -97,7 +95,7 @@ def make_plan(model: str, config: Config, keys: ApiKeys | None) -> Plan:
         rooms,
         longest,
         documents_path(config),
-        list(_remarks(model, config, model_tokens, longest, block_bytes)),
+        list(_remarks(checkpoint, config, model_tokens, longest, block_bytes)),
         dead_settings(config, groups, keys),
         [*_refusals(config, rooms, block_bytes), *_refused_folders(config), *_refused_adapters(config, skeleton)],
     )
@@ -163,7 +161,9 @@ def _refused_adapters(config: Config, skeleton: PreTrainedModel) -> Iterator[str
             yield str(error)
 
 
-def _remarks(model: str, config: Config, model_tokens: int | None, longest: int, block_bytes: int) -> Iterator[str]:
+def _remarks(
+    checkpoint: Checkpoint, config: Config, model_tokens: int | None, longest: int, block_bytes: int
+) -> Iterator[str]:
     server = config.server
     if model_tokens is not None and longest < model_tokens:
         needed = -(-model_tokens // config.device.block_size) * block_bytes
@@ -179,9 +179,9 @@ def _remarks(model: str, config: Config, model_tokens: int | None, longest: int,
         if config.disk.capacity > free_bytes:
             yield f"disk.capacity: only {_size(free_bytes)} are free, besides what a store there has already"
     try:
-        if AutoTokenizer.from_pretrained(model).chat_template is None:
+        if checkpoint.tokenizer().chat_template is None:
             yield "/v1/chat/completions: the tokenizer has no chat template"
-    except (OSError, ValueError):
+    except ValueError:
         yield "the tokenizer: it is not there, and the server will not start without one"
 
 

@@ -36,13 +36,15 @@ def configuration(folder: Path, prompts_on_device: float, prompts_in_host: float
     }
 
 
-def push_down(llm: LLM, prompt: list[int], tier: Tier) -> None:
-    """Answer other prompts until nothing of *prompt* is left in *tier*."""
+def push_down(
+    llm: LLM, prompt: list[int], tier: Tier, num_tokens: int = NUM_TOKENS, sampling: SamplingParams = GREEDY
+) -> None:
+    """Answer other prompts, of *num_tokens* each, until nothing of *prompt* is left in *tier*."""
     for seed in range(100, 160):
         warm = [there for there in llm.core.cache.where(chain_of(llm, prompt)) if there is not None]
         if all(there.depth > tier.depth for there in warm):
             return
-        llm.generate(prompt_of(seed + random.randrange(10**6)), GREEDY)
+        llm.generate(prompt_of(seed + random.randrange(10**6), num_tokens), sampling)
     raise AssertionError(f"the prompt never left the {tier} tier")
 
 

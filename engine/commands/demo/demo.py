@@ -256,6 +256,11 @@ def _main() -> None:
         print(msgspec.json.encode(asker.step(order["name"])).decode())
 
 
+def usual_length(model: str | None, device: str) -> int:
+    """Tokens of a document that is read in seconds: a real model on a CPU takes some hundred a second."""
+    return 1_000 if model is not None and torch_device(device).type == "cpu" else 10_000
+
+
 def default_store() -> tempfile.TemporaryDirectory[str]:
     """A folder for the demo's store that goes with the demo."""
     return tempfile.TemporaryDirectory(prefix="kvtier-demo-")

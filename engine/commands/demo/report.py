@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
-from kvtier.engine.commands.demo.demo import Plan, Step, default_store, run_demo
+from kvtier.engine.commands.demo.demo import Plan, Step, default_store, run_demo, usual_length
 
 MEANING = {
     "cold": "first question, nothing cached",
@@ -21,13 +21,15 @@ MEANING = {
 }
 
 
-def report(model: str | None, document: str | None, num_tokens: int, device: str, as_json: bool) -> int:
+def report(model: str | None, document: str | None, num_tokens: int | None, device: str, as_json: bool) -> int:
     """Run the demo and print it; 0 if every answer was the same as before (and right, with the bundled model)."""
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped there
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # ours says what is going on
     logging.basicConfig(level=logging.ERROR)
     progress = Console(stderr=True)
     with default_store() as store, progress.status("starting") as status:
-        steps = run_demo(Plan(model, document, num_tokens, store, device), status.update)
+        plan = Plan(model, document, num_tokens or usual_length(model, device), store, device)
+        steps = run_demo(plan, status.update)
     if as_json:
         print(msgspec.json.encode({"steps": steps}).decode())
     else:

