@@ -577,7 +577,7 @@ def test_more_evictions_than_fit_one_change(case: StoreCase, monkeypatch: pytest
         store.check()
 
 
-@pytest.mark.parametrize("num_bytes", [0, pytest.param((2 << 30) + 1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_bytes", [0, pytest.param((2 << 30) + 1, marks=pytest.mark.slow)])
 def test_what_is_no_block_is_refused_and_nothing_happens(store: BlobStore, num_bytes: int) -> None:
     store.put_many([blob_of(1)])
 

@@ -56,12 +56,13 @@ class CudaKind:
         """Those of a test on this device that copies in that way."""
         if self.schedule is None:
             return [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+        marks = [] if isinstance(self.schedule, Late) else [pytest.mark.long]
         if way == "kernel":
-            return [pytest.mark.skipif(host_compiler() is None, reason="needs a C++ compiler for the copy kernel")]
-        return []
+            marks.append(pytest.mark.skipif(host_compiler() is None, reason="needs a C++ compiler for the copy kernel"))
+        return marks
 
 
 FAKES = [CudaKind(f"fake-{schedule}", schedule) for schedule in (Late(), Seeded(1))]
 CUDA_KINDS = [CudaKind("cuda"), *FAKES]
 EVERY_CUDA = [pytest.param(kind, id=kind.name, marks=kind.marks()) for kind in CUDA_KINDS]
-EVERY_FAKE = [pytest.param(kind, id=kind.name) for kind in FAKES]
+EVERY_FAKE = [pytest.param(kind, id=kind.name, marks=kind.marks()) for kind in FAKES]
