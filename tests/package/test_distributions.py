@@ -68,7 +68,8 @@ def test_the_source_distribution_has_what_the_documents_link_to(sdist: Path) -> 
 def test_the_source_distribution_has_what_the_tests_need(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         packed = {member.name.partition("/")[2] for member in archive.getmembers()}
-    wanted = {path.relative_to(ROOT).as_posix() for room in ("tests", "bench") for path in (ROOT / room).rglob("*.py")}
+    sources = [path for room in ("tests", "bench") for path in (ROOT / room).rglob("*") if path.suffix in (".py", ".c")]
+    wanted = {path.relative_to(ROOT).as_posix() for path in sources}
 
     assert sorted((wanted | {"Makefile", "constraints.txt", "pyproject.toml", ".ci/run"}) - packed) == []
 
