@@ -74,8 +74,12 @@ def engine(gate: threading.Event) -> Iterator[TransferEngine]:
     engine.close()
 
 
-def blocked_by(gate: threading.Event) -> Callable[[], str]:
+def blocked_by(gate: threading.Event, begun: threading.Event | None = None) -> Callable[[], str]:
+    """Work that waits for the *gate*; *begun* is set when it does."""
+
     def work() -> str:
+        if begun is not None:
+            begun.set()
         assert gate.wait(DEADLINE_S), "nobody opened the gate"
         return "through"
 
@@ -346,7 +350,9 @@ def test_close_tells_that_one_of_the_lanes_hangs(
     engine: TransferEngine, owner: Owner, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lane_module, "CLOSE_TIMEOUT_S", 0.1)
-    engine.submit(UP, blocked_by(gate), 1, owner.deliver)
+    begun = threading.Event()
+    engine.submit(UP, blocked_by(gate, begun), 1, owner.deliver)
+    assert begun.wait(DEADLINE_S)  # a copy that never began does not hang
 
     assert not engine.close()
 
