@@ -38,7 +38,7 @@ _TELL_EVERY_S = 2.0
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals alone: they are a matter of the process, `serve_command.py`."""
+    """Leaves signals alone: they are a matter of the process, `commands/serve.py`."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -52,6 +52,16 @@ def test_each_path_that_is_named_exists(page: str) -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+def test_each_module_that_the_design_names_and_does_not_plan_exists() -> None:
+    there = [
+        path.as_posix() for path in ROOT.rglob("*.py") if not {".venv", "build"} & set(path.relative_to(ROOT).parts)
+    ]
+    lines = [line for line in (ROOT / "DESIGN.md").read_text().splitlines() if "*(planned)*" not in line]
+    named = set(re.findall(r"`([a-z_/]+\.py)`", "\n".join(lines)))
+
+    assert sorted(name for name in named if not any(path.endswith(f"/{name}") for path in there)) == []
+
+
 @pytest.mark.parametrize("page", GUIDES)
 def test_each_make_target_that_is_named_exists(page: str) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -108,5 +108,5 @@ class Copies(Generic[AnyBatch]):
         return bool(submitted) and (min(submitted) > since or (max(submitted) > since and self._ended_at > since))
 
     def hangs_since(self, began_at: float) -> bool:
-        """Whether there are batches, and none has ended for so long, nor since *began_at*, that none will."""
-        return bool(self.batches) and max(began_at, self._ended_at) < self._clock() - HUNG_S
+        """Whether no batch has ended for so long, nor since *began_at*, that of those under way none will."""
+        return max(began_at, self._ended_at) < self._clock() - HUNG_S
