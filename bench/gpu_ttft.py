@@ -93,7 +93,7 @@ class Tiers:
 
     def __init__(self, llm: LLM, read_bytes: int = READ_BYTES) -> None:
         self._cache = llm.core.cache
-        self._residency = llm.core.cache._residency
+        self._residency = llm.core.cache.residency
         (slab,) = llm.core._runner._slabs
         self._blocks = slab.blocks  # [num_slots, block_bytes]
         block_bytes = self._blocks.shape[1]
@@ -123,7 +123,7 @@ class Tiers:
         """Forget the blocks on the device only."""
         device = self._residency.device
         slots = device.pools[0].find_all(names)
-        self._residency.evict(device, 0, slots[slots != ABSENT])
+        self._residency.device.evict(0, slots[slots != ABSENT])
 
     def leave_device_and_host(self, names: Sequence[BlockName]) -> None:
         """Forget the blocks on the device and in host memory."""

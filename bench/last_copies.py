@@ -17,6 +17,7 @@ from kvtier.store.codec.seal import charged_bytes
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.lower.disk_tier import NAMESPACE_BYTES, DiskTier
+from kvtier.tiers.lower.local_tiers import lower_tiers
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tier import Tier
@@ -64,7 +65,8 @@ class Replay:
         memory = CpuMemory(np.zeros((num_device, BLOCK_BYTES), np.uint8), num_host)
         disk = DiskTier(MemoryStore(num_disk * charged_bytes(BLOCK_BYTES)), bytes(NAMESPACE_BYTES))
         lanes = {route: InlineLane(finished) for route in Route}
-        self.cache = TieredCache([FullAttention(BLOCK_SIZE)], [memory], TransferEngine(lanes, finished), disk)
+        groups, transfers = [FullAttention(BLOCK_SIZE)], TransferEngine(lanes, finished)
+        self.cache = TieredCache(groups, [memory], transfers, lower_tiers(groups, [memory], transfers, disk))
         self.num_tokens = self.num_hit = self.num_left_out = 0
 
     def answer(self, prompt: Blocks) -> None:

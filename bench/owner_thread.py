@@ -35,10 +35,11 @@ from kvtier.store.blob_store import Blob, StoreStatistics
 from kvtier.store.record import digest
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.lower.disk_tier import NAMESPACE_BYTES, PAGE_KEYS, DiskTier
-from kvtier.tiers.lower.events import EventLog
-from kvtier.tiers.lower.tenants import tenant_of
+from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
+from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
+from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.up.promotion import Promotion, Tables
 from kvtier.transfer.block_memory import CpuMemory
 from kvtier.transfer.lane import Finished, Transfer
@@ -158,12 +159,13 @@ class Bed:
         memory = CpuMemory(np.zeros((num_slots, BLOCK_BYTES), np.uint8), num_slots)
         transfers = TransferEngine(self.lanes, finished)
         self.tenant = tenant_of("with a quota")
+        groups, quotas = [FullAttention(BLOCK_SIZE)], {self.tenant: 1 << 40}
+        self.lower = LocalTiers(groups, [memory], transfers, self.disk, quotas=quotas, events=self.events)
         self.cache = TieredCache(
-            [FullAttention(BLOCK_SIZE)],
+            groups,
             [memory],
             transfers,
-            self.disk,
-            host_quotas={self.tenant: 1 << 40},
+            self.lower,
             events=self.events,
             least_clean_ahead=2 * CHUNK_BLOCKS,
         )
@@ -243,8 +245,8 @@ def requests(bed: Bed, rounds: int) -> None:
             tables = [promotion.tables[0] + tail[0]]
             calls.time("commit_tail", partial(cache.commit_tail, tables, chain, NUM_TOKENS + 5))
             calls.time("release 8,192 blocks", partial(cache.release, tables))
-        cache._residency.evict(
-            cache._residency.device, 0, cache._residency.device.pools[0].find_all(chain.names)
+        cache.residency.evict(
+            cache.residency.device, 0, cache.residency.device.pools[0].find_all(chain.names)
         )  # what is left of it is in host memory
         promotion = promote(bed, chain, "host")
         calls.time("cancel, host", partial(cache.cancel, promotion))
@@ -309,7 +311,7 @@ def documents(bed: Bed, rounds: int, num_documents: int) -> None:
 def events(bed: Bed, num_on_disk: int) -> None:
     """The store goes, and is opened anew: routers are told of all that was there."""
     bed.events.take()
-    bed.calls.time("the disk changes", bed.cache._residency.disk_changed)
+    bed.calls.time("the disk changes", bed.cache.residency.disk_changed)
     while not bed.cache.knows_disk:
         bed.calls.time("poll: the disk has changed", bed.cache.poll)
         bed.poll("poll: the disk has changed")
@@ -350,14 +352,14 @@ def request(chain: BlockChain) -> Request:
 
 def tenants(bed: Bed, rounds: int, num_salts: int) -> None:
     """Salts that came and went, then a tenant over its quota."""
-    books = bed.cache._residency.tenants
+    books = bed.cache.residency.tenants
     for number in range(num_salts):
         salt = number.to_bytes(8, "big")
         books.came_to_host(salt, BLOCK_BYTES)
         books.came_to_host(salt, -BLOCK_BYTES)
     for _ in range(rounds):
         bed.calls.time("statistics after a million salts", bed.cache.statistics)
-    residency = bed.cache._residency
+    residency = bed.cache.residency
     for _ in range(rounds):
         books._quotas = {bed.tenant: 1 << 40}
         tables = bed.compute(bed.chain(salt="with a quota"), ("allocate a chunk", "commit a chunk"), "spill")

@@ -28,8 +28,9 @@ from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.scheduler import Scheduler
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.device.block_pool import BlockPool
-from kvtier.tiers.lower.events import EventLog
+from kvtier.tiers.lower.local_tiers import lower_tiers
 from kvtier.tiers.naming.block_hash import BlockChain, HashAlgorithm
+from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.groups import AttentionGroup, FullAttention, SlidingWindow
 from kvtier.transfer.block_memory import CpuMemory
 from kvtier.transfer.lane import Finished, InlineLane, Transfer
@@ -85,7 +86,9 @@ class KvtierCore:
         self._lanes = {route: ApartLane(finished) for route in Route}
         lanes = dict(self._lanes)
         self._events = EventLog() if events else None
-        self.cache = TieredCache(groups, memories, TransferEngine(lanes, finished), events=self._events)
+        transfers = TransferEngine(lanes, finished)
+        lower = lower_tiers(groups, memories, transfers, events=self._events)
+        self.cache = TieredCache(groups, memories, transfers, lower, events=self._events)
 
     @staticmethod
     def prompt(token_ids: Sequence[int] | npt.NDArray[np.int32]) -> BlockChain:

@@ -19,6 +19,7 @@ from kvtier.store.codec.seal import charged_bytes
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.lower.disk_tier import NAMESPACE_BYTES, DiskTier
+from kvtier.tiers.lower.local_tiers import lower_tiers
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.groups import FullAttention
@@ -118,11 +119,12 @@ class SimulatedEngine:
         self.planner = LoadPlanner(
             PrefillSpeed(), machine.chunk // TOKENS_EACH, self._clock, with_splits=load == "split"
         )
+        groups, transfers = [FullAttention(BLOCK_SIZE)], TransferEngine(self._lanes, finished)
         self.cache = TieredCache(
-            [FullAttention(BLOCK_SIZE)],
+            groups,
             [memory],
-            TransferEngine(self._lanes, finished),
-            disk,
+            transfers,
+            lower_tiers(groups, [memory], transfers, disk, self._clock),
             self._clock,
             partial_blocks=False,
             planner=None if load == "always" else self.planner,

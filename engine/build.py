@@ -21,8 +21,10 @@ from kvtier.engine.scheduling.step_times import StepTimes
 from kvtier.store.process.store_process import SWITCH_INTERVAL_S
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.lower.disk_tier import DiskTier
-from kvtier.tiers.lower.events import EventLog
-from kvtier.tiers.lower.tenants import tenant_of
+from kvtier.tiers.lower.local_tiers import lower_tiers
+from kvtier.tiers.lower.lower_tiers import LowerTiers
+from kvtier.tiers.naming.events import EventLog
+from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.tiers.up.prefill_speed import PrefillSpeed
 from kvtier.transfer.block_memory import BlockMemory
@@ -144,16 +146,27 @@ def _cache(
         runner.groups,
         memories,
         transfers,
-        disk,
+        _lower(config, runner, memories, transfers, disk, events),
         retention_tokens=config.device.retention_tokens,
         partial_blocks=config.device.partial_blocks,
-        host_quotas={tenant_of(salt): t.host for salt, t in config.tenants.items() if t.host is not None},
         events=events,
         planner=None if config.scheduler.load == "always" else planner,
         by_layers=config.scheduler.by_layers,
         # A copy started after one step is taken in after the next: both take from what is clean.
         least_clean_ahead=2 * -(-config.scheduler.token_budget // config.device.block_size),
     )
+
+
+def _lower(
+    config: Config,
+    runner: ModelRunner,
+    memories: Sequence[BlockMemory],
+    transfers: TransferEngine,
+    disk: DiskTier | None,
+    events: EventLog | None,
+) -> LowerTiers:
+    quotas = {tenant_of(salt): tenant.host for salt, tenant in config.tenants.items() if tenant.host is not None}
+    return lower_tiers(runner.groups, memories, transfers, disk, quotas=quotas, events=events)
 
 
 def _wait_prepared(memories: Sequence[BlockMemory], store: ReopeningStore | None, cache: TieredCache) -> None:

@@ -26,10 +26,10 @@ from kvtier.engine.scheduling.step_times import StepTimes
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.store.codec.cipher import Cipher
 from kvtier.tiers.cache import TieredCache
-from kvtier.tiers.lower.events import EventLog
 from kvtier.tiers.lower.statistics import CacheStatistics, PlanStatistics, PrefixStatistics, TokenBalance
-from kvtier.tiers.lower.tenants import tenant_of
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys, HashAlgorithm, Lora
+from kvtier.tiers.naming.events import EventLog
+from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.transfer.block_memory import BlockMemory

@@ -15,8 +15,8 @@ from kvtier.store.process.channel import SharedMemory
 from kvtier.store.store_settings import StoreSettings
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.ssd_life import SsdLife
-from kvtier.tiers.lower.tenants import tenant_of
 from kvtier.tiers.naming.namespace import Namespace
+from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.transfer.block_memory import BlockMemory
 
 LEAST_BLOCKS = 8  # of all groups together; with less, LMDB's index alone fills the store

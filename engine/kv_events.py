@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Self
 import msgspec
 
 from kvtier.engine.config import EventsConfig
-from kvtier.tiers.lower.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvtier.tiers.naming.block_hash import BlockName, ExtraKey
+from kvtier.tiers.naming.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
 from kvtier.tiers.naming.tier import Tier
 

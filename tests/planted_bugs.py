@@ -157,7 +157,7 @@ BUGS = [
     ),
     Bug(
         "what the disk drops is not told, and is looked for there",
-        "tiers/lower/residency.py",
+        "tiers/lower/lower_index.py",
         "            self.disk.index.remove(group_id, name)\n",
         "",
         "tests/tiers",
@@ -199,16 +199,15 @@ BUGS = [
     ),
     Bug(
         "a block whose read hangs is waited for again",
-        "tiers/up/disk_reads.py",
-        "                self._residency.not_on_disk(disk_read.group_id, disk_read.name)\n"
-        "                self._residency.lost(disk_read.group_id, disk_read.name)\n"
+        "tiers/lower/disk_reads.py",
+        "                self._index.not_on_disk(disk_read.group_id, disk_read.name)\n"
         "                self._tell(disk_read, Reason.DEADLINE)\n",
         "",
         "tests/engine/scheduling/test_liveness.py",
     ),
     Bug(
         "loads wait for host slots behind a write that hangs",
-        "tiers/up/disk_reads.py",
+        "tiers/lower/disk_reads.py",
         "and not self._is_host_cleaned():",
         "and not self._transfers.num_pending(Route.HOST_TO_DISK):",
         "tests/engine/scheduling/test_liveness.py",
@@ -229,7 +228,7 @@ BUGS = [
     ),
     Bug(
         "what another write has pushed out of the disk is said to be there",
-        "tiers/down/disk_spill.py",
+        "tiers/lower/disk_spill.py",
         "[name for name in batch.names if name not in batch.pushed_out]",
         "list(batch.names)",
         "tests/tiers/test_cache.py",
@@ -341,7 +340,7 @@ BUGS = [
     ),
     Bug(
         "a write that its lane refused keeps the breaker's probe",
-        "tiers/down/disk_spill.py",
+        "tiers/lower/disk_spill.py",
         "self._disk.writing.withdrawn(batch.attempt)",
         "pass",
         "tests/tiers/test_mishaps.py",
@@ -362,23 +361,23 @@ BUGS = [
     ),
     Bug(
         "a device block whose host copy was evicted is thought to have one still",
-        "tiers/lower/residency.py",
-        "self._lost_below_device(group_id, names)\n",
+        "tiers/lower/lower_index.py",
+        "self._lost.append(Lost(group_id, gone, Tier.HOST))\n",
         "pass\n",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
         "a device block whose record was found bad is thought to have one still",
-        "tiers/up/disk_reads.py",
-        "self._residency.lost(disk_read.group_id, disk_read.name)",
+        "tiers/lower/disk_reads.py",
+        "self._index.could_not_be_read(disk_read.group_id, disk_read.name, outcome)",
         "pass",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
         "a held block whose read failed is forgotten",
         "tiers/pins.py",
-        "        del pin.disk_reads[disk_read.group_id][place]\n",
-        "        if failure is not None:\n            return\n        del pin.disk_reads[disk_read.group_id][place]\n",
+        "        leases.is_coming[place] = False\n",
+        "        if failure is not None:\n            return\n        leases.is_coming[place] = False\n",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
@@ -391,8 +390,8 @@ BUGS = [
     Bug(
         "host memory may forget what a promotion has still to bring up",
         "tiers/up/backlog.py",
-        "self._residency.host.pools[group_id].lease(slots[slots != ABSENT])",
-        "slots = np.full(len(slots), ABSENT, np.int32)",
+        "fetch = self._residency.lower.fetch(group_id, wanted, self._tell, promotion.deadline, found)",
+        "fetched = fetched[:0]",
         "tests/tiers",
     ),
     Bug(
@@ -401,13 +400,6 @@ BUGS = [
         "is_unwanted = ~self.coming(promotion.chain, group_id, ids)",
         "is_unwanted = np.ones(len(ids), np.bool_)",
         "tests/tiers/test_parts.py",
-    ),
-    Bug(
-        "a block that was forgotten while it was copied down comes back",
-        "tiers/down/host_spill.py",
-        "is_there = pool.spots(batch.upper_slots) == batch.spots  #",
-        "is_there = batch.spots == batch.spots  #",
-        "tests/tiers/test_mishaps.py",
     ),
     Bug(
         "the eviction end of the device is not looked at again after a copy below was lost",
@@ -419,7 +411,7 @@ BUGS = [
     Bug(
         "the eviction end of the device is not looked at again after a copy failed",
         "tiers/down/host_spill.py",
-        "            self._clean_fronts[batch.group_id] = CleanFront()\n",
+        "        self._clean_fronts[batch.group_id] = CleanFront()\n",
         "",
         "tests/tiers",
     ),
@@ -432,14 +424,14 @@ BUGS = [
     ),
     Bug(
         "what a row of blocks in host memory continues is forgotten",
-        "tiers/down/host_spill.py",
+        "tiers/lower/local_tiers.py",
         "names = row.names[::-1] if row.parent is None else [row.parent, *reversed(row.names)]",
         "names = row.names[::-1]",
         "tests/tiers",
     ),
     Bug(
         "a host block gets the digest of another one of its row",
-        "tiers/down/host_spill.py",
+        "tiers/lower/local_tiers.py",
         'b"".join(reversed(digests[row.start : row.end]))',
         'b"".join(digests[row.start : row.end])',
         "tests/tiers/test_cache.py",
@@ -460,14 +452,14 @@ BUGS = [
     ),
     Bug(
         "what a full store evicted in vain is looked for there",
-        "tiers/down/disk_spill.py",
-        "self._residency.came_to_disk(group_id, (), transfer.error.evicted)",
+        "tiers/lower/disk_spill.py",
+        "self._index.came_to_disk(group_id, (), transfer.error.evicted)",
         "pass",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
         "a disk whose writes hang is not left alone",
-        "tiers/down/disk_spill.py",
+        "tiers/lower/disk_spill.py",
         "self._disk.writing.hung(batch.attempt)",
         "pass",
         "tests/tiers/test_mishaps.py",
@@ -488,10 +480,31 @@ BUGS = [
     ),
     Bug(
         "a device block whose record the disk dropped is thought to have one still",
-        "tiers/lower/residency.py",
-        "elif tier is Tier.DEVICE and not self.has_copy_below_device(group_id, name):",
-        "elif False:",
+        "tiers/lower/lower_index.py",
+        "self._lost.append(Lost(group_id, [name], Tier.DISK))\n\n    def not_on_disk(",
+        "pass\n\n    def not_on_disk(",
         "tests/tiers/test_mishaps.py",
+    ),
+    Bug(
+        "what has left the tiers below while it came up is thought to have a copy there still",
+        "tiers/residency.py",
+        "if not is_below.all():",
+        "if False:",
+        "tests/tiers/test_mishaps.py",
+    ),
+    Bug(
+        "when all below is void the device's blocks are thought to have copies still",
+        "tiers/residency.py",
+        "if self._epoch != self.lower.epoch:",
+        "if False:",
+        "tests/tiers",
+    ),
+    Bug(
+        "a fetch that is let go of before it is answered keeps its reads",
+        "tiers/lower/local_fetch.py",
+        "self._disk_reads.leave(disk_read, self)",
+        "pass",
+        "tests/tiers",
     ),
     Bug(
         "what was in a store whose folder is gone is still looked for",
@@ -503,7 +516,7 @@ BUGS = [
     Bug(
         "what is above is not written to a store that was opened anew",
         "tiers/lower/index_load.py",
-        "self._forsaken = self._residency.mark_uncopied(SLOTS_AT_ONCE)",
+        "self._forsaken = self._index.mark_uncopied(SLOTS_AT_ONCE)",
         "pass",
         "tests/tiers/test_late_disk.py",
     ),

@@ -2,30 +2,26 @@
 
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.device.block_pool import ABSENT, BlockPool, Ids
 from kvtier.tiers.device.partial_matches import PartialMatches
-from kvtier.tiers.down.clean_ahead import CleanAhead
-from kvtier.tiers.down.spiller import Spiller
-from kvtier.tiers.lower.disk_probe import DiskProbe
-from kvtier.tiers.lower.disk_tier import DiskTier
-from kvtier.tiers.lower.events import EventLog
-from kvtier.tiers.lower.index_load import IndexLoad
-from kvtier.tiers.lower.residency import Located, Residency, SlotTier
-from kvtier.tiers.lower.statistics import CacheStatistics, TierStatistics
-from kvtier.tiers.lower.tenants import Tenants
-from kvtier.tiers.naming.block_hash import BlockChain, BlockName
+from kvtier.tiers.down.host_spill import HostSpill
+from kvtier.tiers.lower.breaker import HUNG_S
+from kvtier.tiers.lower.clean_ahead import CleanAhead
+from kvtier.tiers.lower.lower_tiers import LowerTiers, Saving
+from kvtier.tiers.lower.statistics import CacheStatistics, slot_statistics
+from kvtier.tiers.naming.block_hash import BlockChain
+from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.groups import AttentionGroup, alignment, longest_hit, longest_single, name_block_size
 from kvtier.tiers.naming.retention import Retention
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.pins import Pin, Pins
-from kvtier.tiers.up.disk_reads import DiskReads
+from kvtier.tiers.residency import Located, Residency
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.tiers.up.promoter import Promoter
 from kvtier.tiers.up.promotion import NO_SLOT, Hit, Misses, PartialHit, Promotion, Table, Tables
@@ -35,7 +31,7 @@ from kvtier.transfer.transfer_engine import TransferEngine
 LEAST_CLEAN_AHEAD = 32  # blocks; one prefill chunk's worth before anything has been measured
 TAKING_IN_S = 0.0003  # of a poll, after the first batch: so that it is short whatever has finished
 NOTHING = np.empty(0, np.int32)
-NOWHERE = Located(NOTHING, NOTHING, 0)
+NOT_LOOKED_FOR = Located(NOTHING, NOTHING, 0)
 
 
 class TieredCache:
@@ -54,84 +50,44 @@ class TieredCache:
         groups: Sequence[AttentionGroup],
         memories: Sequence[BlockMemory],
         transfers: TransferEngine,
-        disk: DiskTier | None = None,
+        lower: LowerTiers,
         clock: Callable[[], float] = time.monotonic,
         *,
         retention_tokens: int | None = None,
         partial_blocks: bool = True,
-        host_quotas: Mapping[bytes, int] = MappingProxyType({}),
         events: EventLog | None = None,
         planner: LoadPlanner | None = None,
         by_layers: bool = False,
         least_clean_ahead: int = LEAST_CLEAN_AHEAD,
     ) -> None:
-        """*retention_tokens*: see `Retention`. *partial_blocks*: reuse the first tokens of a block that shares them.
-        *host_quotas*: bytes of host memory by tenant. *events*: where to tell which block came and went.
-        *planner*: see `worth_loading`; without one all of every hit is. *by_layers*: whether host blocks may come layer
-        by layer (`Promotion.gate`). *least_clean_ahead*: blocks at the eviction end that have a copy below at any rate;
-        what is allocated before a copy that was started now has been taken in."""
+        """*memories*, by group, have the device's slots, and are where *lower* has its host slots. *retention_tokens*:
+        see `Retention`. *partial_blocks*: reuse the first tokens of a block that shares them. *events*: where to tell
+        which block came and went. *planner*: see `worth_loading`; without one all of every hit is. *by_layers*: whether
+        host blocks may come layer by layer (`Promotion.gate`). *least_clean_ahead*: blocks at the eviction end that
+        have a copy below at any rate; what is allocated before a copy that was started now has been taken in."""
         self.groups = tuple(groups)
         self.block_size = name_block_size(groups)
         self.alignment = alignment(groups)
+        self.lower = lower
         self._memories = memories
         self._transfers = transfers
         self._clock = clock
         self._planner = planner
         self._retention = Retention(self.groups, retention_tokens)
-        self._any_forgets = any(group.forgets for group in groups)
-        with_host = all(memory.num_host_slots for memory in memories)
-        if disk is not None and not with_host:
-            raise ValueError(
-                "disk tier: needs a host tier to read into; give the host some capacity or leave out the disk"
-            )
-        device_pools = [BlockPool(memory.num_device_slots) for memory in memories]
-        device = SlotTier(Tier.DEVICE, device_pools, is_spilled=with_host)
-        host = None
-        if with_host:
-            host_pools = [BlockPool(memory.num_host_slots) for memory in memories]
-            host = SlotTier(Tier.HOST, host_pools, is_spilled=disk is not None)
-        partial_matches, self._partial_group = None, 0
-        if partial_blocks and self.block_size == self.alignment and all(group.resumes_inside for group in groups):
-            self._partial_group = next((i for i, group in enumerate(groups) if not group.forgets), 0)
-            partial_matches = PartialMatches(memories[self._partial_group].num_device_slots, self.block_size)
-        self._residency = Residency(
-            device,
-            host,
-            disk,
-            self.groups,
-            [memory.block_bytes for memory in memories],
-            Tenants([memory.num_device_slots for memory in memories], host_quotas),
-            partial_matches,
-            self._partial_group,
-            events,
-        )
+        self._pools = [BlockPool(memory.num_device_slots) for memory in memories]
+        self._partial_group = next((i for i, group in enumerate(groups) if not group.forgets), 0)
+        partial_matches = self._partial_matches() if partial_blocks else None
+        self.residency = Residency(self._pools, lower, self.groups, partial_matches, self._partial_group, events)
         # At most a quarter of the pool: within the window dirty blocks are skipped, beyond it the order is strict.
         most = max(1, min(memory.num_device_slots for memory in memories) // 4)
         self._window = CleanAhead(least_clean_ahead, most, clock)
-        self._spiller = Spiller(self._residency, memories, transfers, self._window, clock)
-        self._disk_reads = DiskReads(
-            self.groups,
-            self._residency,
-            memories,
-            transfers,
-            clock,
-            self._spiller.is_writing,
-        )
-        self._promoter = Promoter(
-            self.groups, self._residency, memories, transfers, clock, self._disk_reads, self._hand_over, by_layers
-        )
+        self._host_spill = HostSpill(self.residency, memories, transfers, self._window, clock)
+        self._promoter = Promoter(self.groups, self.residency, memories, transfers, clock, self._hand_over, by_layers)
         block_bytes = [memory.block_bytes for memory in memories]
-        self._pins = Pins(self.groups, self._residency, block_bytes, self._disk_reads, self._spiller, clock)
-        # For the promotion that wants room, by group: how many device blocks it reaches, and how many are dirty.
-        self._nothing = tuple(0 for _ in groups)
-        self._wanted: Sequence[int] = self._nothing
-        self._short: Sequence[int] = self._nothing
+        self._pins = Pins(self.groups, self.residency, block_bytes, self._host_spill, clock)
+        # For the promotion that wants room, by group: how many device blocks it reaches.
+        self._wanted: Sequence[int] = [0 for _ in groups]
         self._num_held = [0 for _ in groups]  # leases that callers hold, by group
-        self._has_holes = False  # somebody evicted blocks by name
-        self._disk_probe = DiskProbe(self._residency, block_bytes, transfers, clock)
-        self._index_load = None if disk is None else IndexLoad(disk, self._residency, transfers, clock)
-        if self._index_load is not None:
-            self._index_load.go_on()
 
     def lookup(self, chain: BlockChain, num_tokens: int) -> Hit:
         """The longest prefix of the prompt that can be resumed, over all tiers at once. Pure; nothing is leased.
@@ -144,26 +100,26 @@ class TieredCache:
 
         def first_hole(group_id: int, start: int, end: int) -> int:
             names = chain.names_of(self.groups[group_id].block_size, range(start, end))
-            found = self._residency.locate(group_id, names)
+            found = self.residency.locate(group_id, names)
             located[group_id] = start, found
             return start + found.num_found
 
         num_found = longest_hit(limit, self.groups, first_hole)
-        device_slots, host_slots = [], []
+        device_slots, below = [], []
         for group_id, needed in enumerate(self._promoter.needed(num_found)):
-            start, found = located.get(group_id, (0, NOWHERE))
+            start, found = located.get(group_id, (0, NOT_LOOKED_FOR))
             if needed.start < start or start + len(found.device_slots) < needed.stop:
                 names = chain.names_of(self.groups[group_id].block_size, needed)
-                start, found = needed.start, self._residency.locate(group_id, names)
+                start, found = needed.start, self.residency.locate(group_id, names)
             device_slots.append(found.device_slots[needed.start - start : needed.stop - start])
-            host_slots.append(found.host_slots[needed.start - start : needed.stop - start])
+            below.append(found.below[needed.start - start : needed.stop - start])
         misses = Misses(())
         if num_found < limit:
             ends = {num_found // group.block_size * group.block_size + group.block_size for group in self.groups}
-            why = self._residency.why_missing(chain.names[end // self.block_size - 1] for end in sorted(ends))
+            why = self.residency.why_missing(chain.names[end // self.block_size - 1] for end in sorted(ends))
             misses = Misses(((limit, why),))
         partial = self._partial_hit(chain, num_found, num_tokens)
-        return Hit(chain, limit, num_found, misses, partial, device_slots, host_slots, self._residency.num_changes)
+        return Hit(chain, limit, num_found, misses, partial, device_slots, below, self.residency.num_changes)
 
     def junction(self, hit: Hit) -> int | None:
         """Tokens of the prompt after which only groups that forget lack something: the prefix has come a second time,
@@ -171,7 +127,7 @@ class TieredCache:
 
         def first_hole(group_id: int, start: int, end: int) -> int:
             names = hit.chain.names_of(self.groups[group_id].block_size, range(start, end))
-            return start + self._residency.locate(group_id, names).num_found
+            return start + self.residency.locate(group_id, names).num_found
 
         if self._retention.interval_tokens is None or len(self.groups) == 1:
             return None  # every block is kept anyway
@@ -186,7 +142,7 @@ class TieredCache:
             for group_id, group in enumerate(self.groups):
                 block_id = place * self.block_size // group.block_size
                 names = chain.names_of(group.block_size, range(block_id, block_id + 1))
-                found.append(self._residency.tier_of(group_id, names[0]) if names else None)
+                found.append(self.residency.tier_of(group_id, names[0]) if names else None)
             tiers = [tier for tier in found if tier is not None]
             result.append(max(tiers, key=lambda tier: tier.depth) if len(tiers) == len(found) else None)
         return result
@@ -194,8 +150,7 @@ class TieredCache:
     def num_leased(self, hit: Hit) -> list[int]:
         """For each group, how many of the hit's blocks are in device slots that somebody leases already."""
         slots = self._promoter.device_slots(hit)
-        pools = self._residency.device.pools
-        return [pool.num_leased(found[found != ABSENT]) for pool, found in zip(pools, slots, strict=True)]
+        return [pool.num_leased(found[found != ABSENT]) for pool, found in zip(self._pools, slots, strict=True)]
 
     def no_hit(self, chain: BlockChain, num_tokens: int) -> Hit:
         """The hit of a request that does not want to read the cache."""
@@ -251,9 +206,9 @@ class TieredCache:
         if not any(short):
             return True
         self._promoter.keep_warm(hit)
-        self._wanted, self._short = demand, short
-        self._spill()
-        return not self._spiller.is_moving()
+        self._wanted = demand
+        self.spill()
+        return not self._host_spill.is_moving and not self.lower.is_making_room
 
     def promote(self, hit: Hit, timeout_s: float | None = None) -> Promotion:
         """Bring the hit's blocks up to the device: lease what is there, copy the rest. Returns at once.
@@ -272,7 +227,7 @@ class TieredCache:
 
     def free_slots(self) -> list[int]:
         """For each group, how many device slots `allocate` could give now."""
-        return [max(0, pool.num_free) for pool in self._residency.device.pools]
+        return [max(0, pool.num_free) for pool in self._pools]
 
     def num_to_come(self, promotion: Promotion) -> list[int]:
         """For each group, how many blocks of the promotion have no device slot yet; those are kept for them."""
@@ -295,11 +250,8 @@ class TieredCache:
             return now < until
 
         self._transfers.poll(0.0 if self._promoter.could_start_more else timeout_s, goes_on)
-        if self._index_load is not None:
-            self._index_load.go_on()
-        self._disk_probe.go_on()
-        self._residency.keep_quotas()
         self._promoter.pump(self._window.num_blocks)
+        self.residency.take_in_lost()
         self._pins.pump()
 
     def pin(self, chain: BlockChain, num_tokens: int, most_bytes: int | None = None) -> Pin | None:
@@ -320,7 +272,8 @@ class TieredCache:
     @property
     def pinnable_bytes(self) -> int:
         """Half of host memory: so much may be pinned, the rest is for what comes and goes."""
-        return sum(memory.num_host_slots * memory.block_bytes for memory in self._memories) // 2
+        slots = zip(self.lower.num_slots, self._memories, strict=True)
+        return sum(num_slots * memory.block_bytes for num_slots, memory in slots) // 2
 
     @property
     def free_to_pin(self) -> int:
@@ -337,14 +290,15 @@ class TieredCache:
         Evicts the oldest blocks that have a copy below; a dirty one that has to go is dropped and counted. Never
         waits for a copy.
         """
-        device = self._residency.device
+        device = self.residency.device
+        self.residency.take_in_lost()
         for wanted, pool in zip(num_slots, device.pools, strict=True):
             if wanted > pool.num_free:
                 return None
         window = self._window.num_blocks if any(device.dirty) else 0
         tables: Tables = []
         for group_id, wanted in enumerate(num_slots):
-            slots = self._residency.take(device, group_id, wanted, window)
+            slots = device.take(group_id, wanted, window)
             assert slots is not None, "fewer free slots than a moment ago"
             tables.append(array("i", slots))
             self._num_held[group_id] += wanted
@@ -381,40 +335,27 @@ class TieredCache:
         block_id = num_computed // self.block_size
         token_ids = chain.token_ids[block_id * self.block_size : num_computed]
         if (
-            self._residency.partial_matches is None
+            self.residency.partial_matches is None
             or not len(token_ids)
             or any(len(table) <= block_id for table in tables)
         ):
             return
         key, name = chain.continued_key(block_id), chain.tail_name(num_computed)
-        for group_id, (pool, table) in enumerate(zip(self._residency.device.pools, tables, strict=True)):
+        for group_id, (pool, table) in enumerate(zip(self.residency.device.pools, tables, strict=True)):
             slot = table[block_id]
             if not pool.commit([slot], [name]):
-                self._residency.committed_tail(group_id, slot, name, key, token_ids)
+                self.residency.committed_tail(group_id, slot, name, key, token_ids)
 
     def release(self, tables: Tables) -> None:
         """End a request's leases, the prefix's tail first, so that the tail is evicted first."""
-        for group_id, (pool, table) in enumerate(zip(self._residency.device.pools, tables, strict=True)):
+        for group_id, (pool, table) in enumerate(zip(self.residency.device.pools, tables, strict=True)):
             slots = _ids(table)[::-1]
             leased = slots[slots != NO_SLOT]
             self._num_held[group_id] -= len(leased)
             pool.release(leased)
 
-    def evict_blocks(self, names: Sequence[BlockName]) -> None:
-        """Forget these blocks on the device and in host memory, whoever leases them; leases and bytes stay.
-
-        What continues them stays too, and may from then on be evicted after a block before it.
-        """
-        for tier in self._slot_tiers():
-            for group_id, pool in enumerate(tier.pools):
-                slots = pool.find_all(names)
-                self._residency.evict(tier, group_id, slots[slots != ABSENT].tolist())
-        self._has_holes = True
-
     def forget_read(self, tables: Tables, num_tokens: int) -> None:
         """End the leases on blocks that no token after *num_tokens* reads (sliding windows, chunks), in place."""
-        if not self._any_forgets:
-            return
         for group_id, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
             if not group.forgets:
                 continue
@@ -425,14 +366,14 @@ class TieredCache:
                 passed.append(table[block_id])
                 table[block_id] = NO_SLOT
             self._num_held[group_id] -= len(passed)
-            self._residency.device.pools[group_id].release(passed)
+            self.residency.device.pools[group_id].release(passed)
 
     def spill(self) -> None:
         """Keep the device's oldest blocks copied to host memory, as far ahead as the measured speeds ask for, and what
         is in host memory copied to disk."""
-        if self._residency.host is not None:
-            self._spill()
-            self._wanted = self._short = self._nothing
+        self._host_spill.spill(self._wanted)
+        self.lower.spill()
+        self._wanted = [0 for _ in self.groups]
 
     def flush(self, timeout_s: float, progress: Callable[[int], None] = lambda num_left: None) -> int:
         """Copy every block that is nobody's lease down to disk, so that a restart is warm; the number left over.
@@ -440,30 +381,37 @@ class TieredCache:
         Waits, up to *timeout_s*, and not for copies that hang. *progress* gets the number of blocks still to go.
         Without a disk there is nothing to do.
         """
+        if not self.lower.saving().is_there:
+            return 0
         began_at = self._clock()
         deadline = began_at + timeout_s
         everything = [memory.num_device_slots for memory in self._memories]
         # Each block goes once: a disk smaller than what is above would otherwise push out what was just written.
-        stop_at = self._spiller.num_stored + self._spiller.num_dirty()
-        while (num_left := self._spiller.num_dirty()) and self._spiller.num_stored < stop_at:
-            is_failing = self._residency.disk is not None and self._residency.disk.is_failing
-            if self._clock() >= deadline or is_failing or self._spiller.hangs_since(began_at):
+        saving = self.lower.saving()
+        stop_at = saving.num_done + saving.num_left + self._host_spill.num_dirty
+        while (num_left := saving.num_left + self._host_spill.num_dirty) and saving.num_done < stop_at:
+            if self._clock() >= deadline or not saving.is_possible or self._hangs_since(began_at, saving):
                 break
             progress(num_left)
-            self._spiller.spill_host()
-            self._spiller.spill_device(everything)
+            self.lower.spill()
+            self._host_spill.spill(everything)
             if self._transfers.in_flight:
                 self.wait(0.05)
             else:
                 time.sleep(0.01)  # a lane that failed is being left alone for a while
-        while self._spiller.is_busy and self._clock() < deadline and not self._spiller.hangs_since(began_at):
+                self.poll()
+            saving = self.lower.saving()
+        while self._host_spill.copies.batches or saving.is_busy:
+            if self._clock() >= deadline or self._hangs_since(began_at, saving):
+                break
             self.wait(0.05)
+            saving = self.lower.saving()
         return num_left
 
     @property
     def knows_disk(self) -> bool:
         """Whether what was on disk before has been looked through; until then some of it is a miss."""
-        return self._residency.disk is None or self._residency.disk.index.is_loaded
+        return self.lower.is_known
 
     def reset(self) -> bool:
         """Forget every block in every tier, and end all pins; False, and nothing changed, while blocks are leased or
@@ -471,12 +419,12 @@ class TieredCache:
 
         Waits for the store to delete this namespace's records.
         """
-        if any(self._num_held) or self._transfers.in_flight:
+        if any(self._num_held) or self._promoter.num_waiting or self._transfers.in_flight:
             return False
-        if self._residency.disk is not None and not self._residency.disk.clear():
+        if not self.lower.clear():
             return False
         self._pins.end_all()
-        self._residency.clear()
+        self.residency.clear()
         return True
 
     @property
@@ -486,34 +434,28 @@ class TieredCache:
 
     def check(self) -> None:
         """Raise AssertionError if any two books disagree: pools, marks, leases, blocks under way."""
-        self._residency.check()
-        if not self.groups[self._partial_group].forgets and not self._has_holes:
-            self._residency.check_tails_first()
-        self._disk_reads.check()
+        self.residency.check()
+        if not self.groups[self._partial_group].forgets:
+            self.residency.check_tails_first()
+        self.lower.check()
         self._promoter.check()
-        for tier in self._slot_tiers():
-            for group_id, pool in enumerate(tier.pools):
-                expected = self._spiller.num_leases(tier, group_id) + self._promoter.num_leases(tier, group_id)
-                if tier.tier is Tier.HOST:
-                    expected += self._disk_reads.num_leases(group_id) + self._pins.num_leases(group_id)
-                if tier.tier is Tier.DEVICE:
-                    expected += self._num_held[group_id] + self._promoter.num_waiting_leases(group_id)
-                assert pool.num_leases == expected, f"{tier.tier}: {pool.num_leases} leases, {expected} accounted for"
+        for group_id, pool in enumerate(self._pools):
+            under_way = self._host_spill.copies.num_leases(group_id) + self._promoter.num_leases(group_id)
+            expected = under_way + self._num_held[group_id] + self._promoter.num_waiting_leases(group_id)
+            assert pool.num_leases == expected, f"device: {pool.num_leases} leases, {expected} accounted for"
 
     def statistics(self) -> CacheStatistics:
         """Everything counted, by value."""
-        residency = self._residency
-        tiers = {tier.tier: self._slot_statistics(tier) for tier in self._slot_tiers()}
-        if residency.disk is not None:
-            tiers[Tier.DISK] = residency.disk.statistics()
+        lower = self.lower.statistics()
+        device = slot_statistics(self.residency.device, [memory.block_bytes for memory in self._memories])
         return CacheStatistics(
-            tiers,
+            {Tier.DEVICE: device, **lower.tiers},
             self._transfers.statistics(),
             self._promoter.num_waiting,
             self._window.num_blocks,
-            None if residency.disk is None else residency.disk.details(),
-            None if residency.admission is None else residency.admission.statistics(),
-            residency.tenants.host_bytes,
+            lower.disk,
+            lower.admission,
+            lower.host_tenants,
         )
 
     def close(self) -> bool:
@@ -533,7 +475,7 @@ class TieredCache:
 
     def _partial_hit(self, chain: BlockChain, num_found: int, num_tokens: int) -> PartialHit | None:
         """The device block that goes on with most of the prompt's tokens after the hit, if all groups have it."""
-        partial_matches, pools = self._residency.partial_matches, self._residency.device.pools
+        partial_matches, pools = self.residency.partial_matches, self._pools
         wanted = chain.token_ids[num_found : min(num_found + self.block_size, num_tokens - 1)]
         if partial_matches is None or not len(wanted):
             return None
@@ -548,7 +490,7 @@ class TieredCache:
 
     def _commit_run(self, group_id: int, table: Table, chain: BlockChain, start: int, slots: Ids) -> None:
         """Name the blocks of *table* from *start* on, in these slots; adopt those that are somewhere else already."""
-        pool, size = self._residency.device.pools[group_id], self.groups[group_id].block_size
+        pool, size = self.residency.device.pools[group_id], self.groups[group_id].block_size
         # The chain's own list makes one run of a request. Not where a group forgets: two blocks of a window would keep
         # all the names of a long prompt.
         is_own = size == chain.block_size and not self.groups[group_id].forgets
@@ -564,36 +506,28 @@ class TieredCache:
         first = 0
         for end in [*taken, len(slots)]:
             if first < end:
-                self._residency.committed(group_id, slots[first:end], chain, start + first)
+                self.residency.committed(group_id, slots[first:end], chain, start + first)
             first = end + 1
 
     def _lacking(self, group_id: int, num_slots: int, besides: npt.NDArray[np.int32]) -> int:
         """How many of that many device slots could not be taken now without dropping a block's last copy."""
-        device = self._residency.device
+        device = self.residency.device
         num_slots += device.pools[group_id].num_reserved  # which promotions take before
         horizon = max(0, num_slots - device.pools[group_id].num_blank) + self._window.num_blocks
-        return max(0, num_slots - self._residency.num_clean(device, group_id, horizon, besides))
+        return max(0, num_slots - device.num_clean(group_id, horizon, besides))
 
-    def _spill(self) -> None:
-        self._spiller.spill_device(self._wanted)
-        # Writing to disk yields to loads, unless it is what they wait for.
-        is_quiet = not self._promoter.num_waiting and not any(self._short)
-        if is_quiet or not self._spiller.host_is_roomy(self._short):
-            self._spiller.spill_host()
+    def _hangs_since(self, began_at: float, saving: Saving) -> bool:
+        """Whether copies down are under way, and on each way that has some none has ended for so long, nor since
+        *began_at*, that none will."""
+        copies = self._host_spill.copies
+        ended_at = [copies.ended_at] * bool(copies.batches) + [saving.ended_at] * saving.is_busy
+        return bool(ended_at) and max(began_at, *ended_at) < self._clock() - HUNG_S
 
-    def _slot_tiers(self) -> list[SlotTier]:
-        return [tier for tier in (self._residency.device, self._residency.host) if tier is not None]
-
-    def _slot_statistics(self, tier: SlotTier) -> TierStatistics:
-        block_bytes = [memory.block_bytes for memory in self._memories]
-        return TierStatistics(
-            num_blocks=sum(pool.num_named for pool in tier.pools),
-            num_bytes=sum(pool.num_named * size for pool, size in zip(tier.pools, block_bytes, strict=True)),
-            capacity_bytes=sum(pool.num_slots * size for pool, size in zip(tier.pools, block_bytes, strict=True)),
-            num_evicted=tier.num_evicted,
-            dropped_spills=tier.dropped_spills,
-            corrupt=dict(tier.corrupt),
-        )
+    def _partial_matches(self) -> PartialMatches | None:
+        """None where a request cannot go on inside a block."""
+        if self.block_size != self.alignment or not all(group.resumes_inside for group in self.groups):
+            return None
+        return PartialMatches(self._pools[self._partial_group].num_slots, self.block_size)
 
     def _hand_over(self, promotion: Promotion) -> None:
         """A promotion is done: its leases are the caller's from here on."""

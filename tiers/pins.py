@@ -2,21 +2,50 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.device.block_pool import ABSENT
-from kvtier.tiers.down.spiller import Spiller
-from kvtier.tiers.lower.residency import Residency
+from kvtier.tiers.down.host_spill import HostSpill
+from kvtier.tiers.lower.lower_tiers import NOWHERE, Fetch
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.groups import AttentionGroup
+from kvtier.tiers.naming.named_blocks import BlockIds, blocks_of, names_of
 from kvtier.tiers.naming.tier import Reason
-from kvtier.tiers.up.disk_reads import DiskRead, DiskReads
+from kvtier.tiers.residency import Residency
 
 RETRY_S = 0.02  # how often it is looked whether a block has come to host memory
 PART = 48  # blocks looked at in one go
 MOST_UNDER_WAY = 256  # blocks of a pin on their way from disk: many times what a reader is given at once
+
+
+class Leases:
+    """A pin's blocks of one group: in which fetch each is, leased or on its way."""
+
+    def __init__(self, blocks: range) -> None:
+        self.blocks = blocks
+        self.is_here = np.zeros(len(blocks), np.bool_)  # [block] leased
+        self.is_coming = np.zeros(len(blocks), np.bool_)
+        self.fetched: dict[int, tuple[Fetch, int]] = {}  # by block; and its place in that
+
+    @property
+    def num_coming(self) -> int:
+        """Blocks on their way."""
+        return int(np.count_nonzero(self.is_coming))
+
+    def missing(self, start: int, most: int) -> npt.NDArray[np.int64]:
+        """Up to *most* blocks from *start* on that are not here."""
+        return start + np.flatnonzero(~self.is_here[start:])[:most]
+
+    def release(self) -> None:
+        """Let all of them go, the tail first, so that it is evicted first."""
+        from_tail = [self.fetched[place] for place in sorted(self.fetched, reverse=True)]
+        for fetch, places in groupby(from_tail, lambda each: each[0]):
+            fetch.release([place for _, place in places])
+        self.fetched.clear()
+        self.is_here[:] = self.is_coming[:] = False
 
 
 class Pin:
@@ -26,10 +55,8 @@ class Pin:
         """*num_bytes*: of all its blocks."""
         self.chain = chain
         self.num_bytes = num_bytes
-        self.blocks = list(blocks)
-        self.slots = [np.full(len(needed), ABSENT, np.int32) for needed in blocks]  # [group][block], each leased
+        self.leases = [Leases(needed) for needed in blocks]  # [group]
         self.num_absent = sum(map(len, blocks))  # not there yet
-        self.disk_reads: list[dict[int, DiskRead]] = [{} for _ in blocks]  # [group] on their way from disk, by place
         self.look_from = (0, 0)  # the group and the place where looking for what is absent goes on
         self.look_at = 0.0  # not before
 
@@ -40,9 +67,9 @@ class Pin:
 
 
 class Pins:
-    """Leases on host slots, and how they come to be: from disk when nothing more urgent is read, from the device when
-    the bus is free. A pin is looked through in parts, those before others that were not looked at for longest. Owned
-    by the cache's thread.
+    """Fetches that are not released, and how they come to be: from disk when nothing more urgent is read, from the
+    device when the bus is free. A pin is looked through in parts, those before others that were not looked at for
+    longest. Owned by the cache's thread.
     """
 
     def __init__(
@@ -50,15 +77,13 @@ class Pins:
         groups: Sequence[AttentionGroup],
         residency: Residency,
         block_bytes: Sequence[int],
-        disk_reads: DiskReads,
-        spiller: Spiller,
+        host_spill: HostSpill,
         clock: Callable[[], float],
     ) -> None:
         self._groups = groups
         self._residency = residency
         self._block_bytes = block_bytes
-        self._disk_reads = disk_reads
-        self._spiller = spiller
+        self._host_spill = host_spill
         self._clock = clock
         self._pins: dict[Pin, None] = {}
         self._absent: dict[Pin, None] = {}  # of which something is absent, in the order in which they have their turn
@@ -75,7 +100,7 @@ class Pins:
         pin = Pin(chain, blocks, num_bytes)
         self._pins[pin] = None
         self._num_bytes += num_bytes
-        if pin.num_absent and self._residency.host is not None:
+        if pin.num_absent and all(self._residency.lower.num_slots):
             self._absent[pin] = None
             self._look(pin, PART)
         return pin
@@ -87,13 +112,9 @@ class Pins:
         del self._pins[pin]
         self._absent.pop(pin, None)
         self._num_bytes -= pin.num_bytes
-        for group_id, (slots, disk_reads) in enumerate(zip(pin.slots, pin.disk_reads, strict=True)):
-            self._disk_reads.leave(disk_reads.values(), pin)
-            disk_reads.clear()
-            if self._residency.host is not None:  # the tail first, so that it is evicted first
-                self._residency.host.pools[group_id].release(slots[slots != ABSENT][::-1])
-            slots.fill(ABSENT)
-        pin.num_absent = sum(map(len, pin.blocks))  # it is not whole any more
+        for leases in pin.leases:
+            leases.release()
+        pin.num_absent = sum(len(leases.blocks) for leases in pin.leases)  # it is not whole any more
 
     def end_all(self) -> None:
         """Let everything go."""
@@ -111,14 +132,10 @@ class Pins:
                 del self._absent[pin]
                 self._absent[pin] = None
 
-    def num_leases(self, group_id: int) -> int:
-        """Leases that pins have on the host's pool of the group."""
-        return sum(int(np.count_nonzero(pin.slots[group_id] != ABSENT)) for pin in self._pins)
-
     def _look(self, pin: Pin, most: int) -> int:
         """Go on looking through a pin, for up to *most* blocks; how many that were. At its end it rests."""
         group_id, start = pin.look_from
-        absent = start + np.flatnonzero(pin.slots[group_id][start:] == ABSENT)[:most]
+        absent = pin.leases[group_id].missing(start, most)
         if len(absent):
             self._try(pin, group_id, absent)
         if len(absent) == most:
@@ -130,41 +147,43 @@ class Pins:
             pin.look_at = self._clock() + RETRY_S
         return max(1, len(absent))
 
-    def _try(self, pin: Pin, group_id: int, places: npt.NDArray[np.int64]) -> None:
-        """Lease what is in host memory, have read what is on disk, have copied down what is on the device only."""
-        host, device, disk = self._residency.host, self._residency.device, self._residency.disk
-        assert host is not None, "there is nowhere to pin blocks"
-        disk_reads = pin.disk_reads[group_id]
-        wanted = [place for place in places.tolist() if place not in disk_reads]
-        first, step = pin.blocks[group_id].start, self._groups[group_id].block_size // pin.chain.block_size
-        names = [pin.chain.names[(first + place + 1) * step - 1] for place in wanted]
-        slots = host.pools[group_id].find_all(names)
-        self._came(pin, group_id, np.array(wanted, np.int64)[slots != ABSENT], slots[slots != ABSENT])
-        elsewhere = [
-            (place, name) for place, name, slot in zip(wanted, names, slots.tolist(), strict=True) if slot == ABSENT
-        ]
-        to_read = [place for place, name in elsewhere if disk is not None and disk.holds(group_id, name)]
-        to_read = to_read[: max(0, MOST_UNDER_WAY - len(disk_reads))]
-        ids = [first + place for place in to_read]
-        come = self._disk_reads.join(pin.chain, group_id, ids, pin, partial(self._landed, pin), now=False)
-        disk_reads.update(zip(to_read, come, strict=True))
-        is_read = set(to_read)
-        on_device = device.pools[group_id].find_all([name for place, name in elsewhere if place not in is_read])
+    def _try(self, pin: Pin, group_id: int, places: BlockIds) -> None:
+        """Fetch what is below, have copied down what is on the device only."""
+        leases, group = pin.leases[group_id], self._groups[group_id]
+        places = places[~leases.is_coming[places]]
+        names = names_of(pin.chain, group, leases.blocks.start + places)
+        found = self._residency.lower.find(group_id, names)
+        is_read = found != NOWHERE
+        is_read &= (found >= 0) | (np.cumsum(found < 0) <= MOST_UNDER_WAY - leases.num_coming)
+        if is_read.any():
+            self._fetch(pin, group_id, places[is_read])
+        nowhere = np.flatnonzero(found == NOWHERE).tolist()
+        on_device = self._residency.device.pools[group_id].find_all([names[place] for place in nowhere])
         if (on_device != ABSENT).any():
-            self._spiller.copy_down(group_id, on_device[on_device != ABSENT].tolist())
+            self._host_spill.copy_down(group_id, on_device[on_device != ABSENT].tolist())
 
-    def _came(self, pin: Pin, group_id: int, places: npt.NDArray[np.int64], slots: npt.NDArray[np.int32]) -> None:
-        """These blocks are in host memory."""
-        assert self._residency.host is not None, "a block came to a host tier that is not there"
-        self._residency.host.pools[group_id].lease(slots)
-        pin.slots[group_id][places] = slots
-        pin.num_absent -= len(slots)
+    def _fetch(self, pin: Pin, group_id: int, places: BlockIds) -> None:
+        leases = pin.leases[group_id]
+        wanted = blocks_of(pin.chain, self._groups[group_id], leases.blocks.start + places)
+        fetch = self._residency.lower.fetch_later(group_id, wanted, partial(self._come, pin, places))
+        is_here = fetch.slots != ABSENT
+        leases.is_coming[places[~is_here]] = True
+        leases.fetched.update((block, (fetch, number)) for number, block in enumerate(places.tolist()))
+        self._are_here(pin, group_id, places[is_here])
+
+    def _are_here(self, pin: Pin, group_id: int, places: BlockIds) -> None:
+        pin.leases[group_id].is_here[places] = True
+        pin.num_absent -= len(places)
         if not pin.num_absent:
             self._absent.pop(pin, None)
 
-    def _landed(self, pin: Pin, disk_read: DiskRead, failure: Reason | None) -> None:
-        place = disk_read.block_id - pin.blocks[disk_read.group_id].start
-        del pin.disk_reads[disk_read.group_id][place]
-        if failure is None and disk_read.host_slot is not None:
-            slots = np.array([disk_read.host_slot], np.int32)
-            self._came(pin, disk_read.group_id, np.array([place]), slots)
+    def _come(self, pin: Pin, places: BlockIds, fetch: Fetch, number: int, failure: Reason | None) -> None:
+        """A block that was on its way has come, or never will by this fetch."""
+        leases, place = pin.leases[fetch.group_id], int(places[number])
+        if pin not in self._pins:
+            return
+        leases.is_coming[place] = False
+        if failure is None:
+            self._are_here(pin, fetch.group_id, places[number : number + 1])
+        else:
+            del leases.fetched[place]

@@ -22,8 +22,8 @@ from vllm_core import vllm_version
 from kvtier import LLM, SamplingParams
 from kvtier.engine.config import EventsConfig
 from kvtier.engine.kv_events import MOST_EVENTS, EventEncoder, ZmqPublisher
-from kvtier.tiers.lower.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys, Lora, MultimodalItem
+from kvtier.tiers.naming.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
 from kvtier.tiers.naming.tier import Tier
 

@@ -79,7 +79,7 @@ def trip(folder: Path) -> dict[str, Trace]:
             cache.release(promotion.tables)
 
         def forget_above_disk() -> None:
-            cache.evict_blocks(chain.names)
+            world.evict_blocks(chain.names)
             assert cache.where(chain) == [Tier.DISK]
 
         legs = {"compute, commit, release": Trace().of(compute)}

@@ -6,10 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from unreliable_tiers import UnreliableTiers
 
 from kvtier.store.blob_store import BlobStore
 from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.device.block_pool import ABSENT
+from kvtier.tiers.device.slot_tier import SlotTier
 from kvtier.tiers.lower.disk_tier import DiskTier
+from kvtier.tiers.lower.local_tiers import LocalTiers, lower_tiers
+from kvtier.tiers.lower.lower_index import LowerIndex
+from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
 from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.up.promotion import NO_SLOT, Tables
@@ -85,9 +91,11 @@ class World:
         failing: float = 0.0,
         written_bytes_per_day: int | None = None,
         opening: Callable[[], int] = lambda: 1,
+        is_unreliable: bool = False,
         **options: Any,
     ) -> None:
-        """*opening*: the store's, see `DiskTier`. *options* are the cache's own."""
+        """*opening*: the store's, see `DiskTier`. *is_unreliable*: the tiers below are `UnreliableTiers`. *options* are
+        the cache's own, and *quotas* and *events* of the tiers below."""
         self.rng = rng
         self.clock = FakeClock()
         self.store = store
@@ -96,12 +104,36 @@ class World:
         self.open_lanes(failing)
         disk = None if store is None else DiskTier(store, NAMESPACE, self.clock, written_bytes_per_day, opening)
         transfers = TransferEngine(self.lanes, self.finished)
-        options = {"least_clean_ahead": max(1, num_device_slots // 4), **options}
-        self.cache = TieredCache(groups, self.memories, transfers, disk, self.clock, **options)
+        below = {name: options.pop(name) for name in ("quotas", "events") if name in options}
+        self.local = lower_tiers(groups, self.memories, transfers, disk, self.clock, **below)
+        self.lower: LowerTiers = self.local
+        if is_unreliable:
+            assert isinstance(self.local, LocalTiers), "nothing below that could be unreliable"
+            self.lower = UnreliableTiers(self.local, rng)
+        options = {"least_clean_ahead": max(1, num_device_slots // 4), "events": below.get("events"), **options}
+        self.cache = TieredCache(groups, self.memories, transfers, self.lower, self.clock, **options)
         self.tails: set[BlockName] = set()  # names of blocks that are not full
         self.rotten: set[tuple[int, int]] = set()  # host slots (group, slot) that this world has damaged
         if opening():
             self.wait_for_index()
+
+    @property
+    def host(self) -> SlotTier | None:
+        """The host's slots, if there are any."""
+        return self.local.index.host if isinstance(self.local, LocalTiers) else None
+
+    @property
+    def index(self) -> LowerIndex:
+        """What is below."""
+        assert isinstance(self.local, LocalTiers), "nothing is below"
+        return self.local.index
+
+    def evict_blocks(self, names: Sequence[BlockName]) -> None:
+        """Forget these blocks on the device and in host memory, whoever leases them; leases and bytes stay."""
+        for tier in (self.cache.residency.device, self.host):
+            for group_id, pool in enumerate(() if tier is None else tier.pools):
+                slots = pool.find_all(names)
+                tier.evict(group_id, slots[slots != ABSENT])
 
     def wait_for_index(self) -> None:
         """Until what is on disk already is known."""
@@ -156,7 +188,8 @@ class World:
             for lane in self.lanes.values():
                 lane.stir(1.0)
             self.cache.poll()
-            if not any(lane.num_pending for lane in self.lanes.values()):
+            is_quiet = not isinstance(self.lower, UnreliableTiers) or self.lower.is_quiet
+            if is_quiet and not any(lane.num_pending for lane in self.lanes.values()):
                 return
         raise AssertionError("copies never end")
 
@@ -171,7 +204,7 @@ class World:
     def rot_a_host_block(self) -> None:
         """Flip a bit in some cached host block."""
         group_id = self.rng.randrange(len(self.device))
-        host = self.cache._residency.host
+        host = self.host
         slots = host.pools[group_id].cached_slots() if host is not None else []
         if slots:
             slot = self.rng.choice(slots)
@@ -182,15 +215,13 @@ class World:
     def check(self) -> None:
         """The books agree, and every block that can be found on device or host has its bytes."""
         self.cache.check()
-        residency = self.cache._residency
+        residency = self.cache.residency
         for group_id, pool in enumerate(residency.device.pools):
             for slot in range(pool.num_slots):
                 if (name := pool.name(slot)) is not None and name not in self.tails:
                     expected = self.bytes_of(group_id, name)
                     assert (self.device[group_id][slot] == expected).all(), f"wrong bytes in device slot {slot}"
-        if residency.host is None:
-            return
-        for group_id, pool in enumerate(residency.host.pools):
+        for group_id, pool in enumerate(() if self.host is None else self.host.pools):
             for slot in range(pool.num_slots):
                 name = pool.name(slot)
                 if name is None:

@@ -399,7 +399,7 @@ class FuzzedEngine:
         assert not self.core.has_work
         assert cache.num_under_way == 0, "copies are under way that nobody runs"
         assert cache.free_slots() == [self._num_device] * len(cache.groups), "a device slot leaked"
-        host = cache._residency.host
+        host = cache.lower.index.host
         for pool in () if host is None else host.pools:
             assert pool.num_free == pool.num_slots, "a host slot leaked"
 
@@ -466,7 +466,7 @@ class FuzzedEngine:
             self.core.abort(self.rng.choice(requests))
 
     def _rot_a_host_block(self) -> None:
-        host = self.core.cache._residency.host
+        host = self.core.cache.lower.index.host
         group_id = self.rng.randrange(len(self.core.cache.groups))
         slots = [] if host is None else host.pools[group_id].cached_slots()
         if slots:

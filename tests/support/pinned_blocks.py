@@ -24,7 +24,7 @@ def until_whole(w: World, pin: Pin) -> None:
 
 
 def host_blocks(w: World, document: str) -> int:
-    host = w.cache._residency.host
+    host = w.index.host
     assert host is not None
     return sum(host.pools[0].find(name) is not None for name in w.names(document, DOCUMENT))
 

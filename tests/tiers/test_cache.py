@@ -12,7 +12,7 @@ from small_cache import BLOCK_BYTES, BLOCK_SIZE, CHARGE, DOCUMENT, balance, read
 from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers.down import copies
+from kvtier.tiers.lower import copies
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.up.promotion import NO_SLOT
@@ -27,7 +27,7 @@ def test_release_evicts_the_tail_of_a_prefix_first() -> None:
     assert w.cache.allocate([3]) is not None
 
     hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
-    assert [w.cache._residency.device.pools[0].find(name) is not None for name in hit.chain.names] == [True] * 7 + [
+    assert [w.cache.residency.device.pools[0].find(name) is not None for name in hit.chain.names] == [True] * 7 + [
         False
     ] * 3
 
@@ -36,12 +36,12 @@ def test_lookup_changes_nothing_and_leaves_the_last_token_to_compute() -> None:
     w = world()
     read(w, "a")
     chain = w.chain("a", DOCUMENT)
-    order = w.cache._residency.device.pools[0].cached_slots()
+    order = w.cache.residency.device.pools[0].cached_slots()
 
     exact, longer = w.cache.lookup(chain, DOCUMENT), w.cache.lookup(chain, DOCUMENT + 1)
 
     assert (exact.num_blocks, longer.num_blocks) == (9, 10)
-    assert w.cache._residency.device.pools[0].cached_slots() == order
+    assert w.cache.residency.device.pools[0].cached_slots() == order
 
 
 def test_a_document_comes_back_from_each_tier_that_it_was_pushed_to() -> None:
@@ -91,7 +91,7 @@ def test_copies_ahead_of_need_leave_the_bus_to_promotions() -> None:
     w = world(num_device_slots=32, num_host_slots=60)
     read(w, "a")
     w.flush()
-    w.cache._residency.evict(w.cache._residency.device, 0, w.cache._residency.device.pools[0].cached_slots())
+    w.cache.residency.device.evict(0, w.cache.residency.device.pools[0].cached_slots())
     for document in "bc":
         table = w.cache.allocate([10])
         assert table is not None
@@ -103,12 +103,12 @@ def test_copies_ahead_of_need_leave_the_bus_to_promotions() -> None:
     promotion = w.cache.promote(w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1))
     assert w.lanes[Route.HOST_TO_DEVICE].num_pending
     w.cache.spill()
-    meanwhile = w.cache._spiller.num_leases(w.cache._residency.device, 0)
+    meanwhile = w.cache._host_spill.copies.num_leases(0)
     w.settle()
     w.cache.spill()
 
     assert meanwhile == window // 2
-    assert w.cache._spiller.num_leases(w.cache._residency.device, 0) >= window // 2  # the other half
+    assert w.cache._host_spill.copies.num_leases(0) >= window // 2  # the other half
     w.settle()
     w.cache.release(promotion.tables)
     w.check()
@@ -177,7 +177,7 @@ def test_a_damaged_host_block_is_a_shorter_prefix_with_its_reason() -> None:
     read(w, "a")
     read(w, "b")
     read(w, "c")
-    slot = w.cache._residency.host.pools[0].find(w.names("a", DOCUMENT)[6])
+    slot = w.index.host.pools[0].find(w.names("a", DOCUMENT)[6])
     assert slot is not None
     w.memories[0].host_block(slot)[5] ^= 1
 
@@ -336,10 +336,10 @@ def test_what_the_host_had_no_slot_for_is_copied_down_when_it_has() -> None:
     w.compute(tables, w.chain("a", 40 * BLOCK_SIZE), 0, 40 * BLOCK_SIZE)
     w.cache.release(tables)
     w.flush()
-    lost = w.cache._residency.device.pools[0].cached_slots()[:6]
+    lost = w.cache.residency.device.pools[0].cached_slots()[:6]
     w.store.delete(list(w.store.keys()))
-    w.cache._residency.disk.index.clear()
-    w.cache._residency.device.lost_copies(0, lost)
+    w.index.disk.index.clear()
+    w.cache.residency.device.lost_copies(0, lost)
 
     for _ in range(12):  # nothing is allocated meanwhile
         w.cache.spill()
@@ -358,9 +358,9 @@ def test_nobody_waits_for_room_behind_a_disk_that_hangs() -> None:
     assert table is not None
     w.compute(table, w.chain("new", 24), 0, 24)
     w.cache.release(table)
-    w.cache._residency.host.lost_copies(0, w.cache._residency.host.pools[0].cached_slots()[:2])
+    w.index.host.lost_copies(0, w.index.host.pools[0].cached_slots()[:2])
     w.store.delete(list(w.store.keys()))
-    w.cache._residency.disk.index.clear()
+    w.index.disk.index.clear()
     w.cache.spill()  # a write to disk that will not end: nobody stirs its lane
     hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
 
@@ -409,7 +409,7 @@ def test_after_a_promotion_the_host_evicts_the_tail_first_too() -> None:
 
     read(w, "a")
 
-    host = w.cache._residency.host.pools[0]
+    host = w.index.host.pools[0]
     order = [host.name(slot) for slot in host.cached_slots()]
     places = [order.index(name) for name in w.names("a", DOCUMENT) if name in order]
     assert len(places) == 10
@@ -505,7 +505,7 @@ def two_writes_under_way(w: World) -> list[Transfer]:
         assert table is not None
         w.compute(table, chain, 0, 2 * BLOCK_SIZE)
         w.cache.release(table)
-        w.cache._spiller.copy_down(0, w.cache._residency.device.pools[0].find_all(chain.names).tolist())
+        w.cache._host_spill.copy_down(0, w.cache.residency.device.pools[0].find_all(chain.names).tolist())
         w.lanes[Route.DEVICE_TO_HOST].stir(1.0)
         w.cache.poll()
         w.cache.spill()
@@ -525,7 +525,7 @@ def test_what_one_write_evicted_of_another_is_not_said_to_be_on_disk_whichever_i
         w.finished.put(transfer)
     w.cache.poll()
 
-    disk = w.cache._residency.disk
+    disk = w.index.disk
     on_disk = {disk.block_of(key) for key in w.store.keys()}  # noqa: SIM118  # no dict
     names = [name for document in "abcd" for name in w.names(document, 2 * BLOCK_SIZE)]
     assert on_disk
@@ -569,9 +569,9 @@ def test_what_a_full_store_evicted_in_vain_is_dirty_again() -> None:
         read(w, f"other {i}")
 
     w.check()
-    on_device = [name for name in w.names("a", DOCUMENT) if w.cache._residency.device.pools[0].find(name) is not None]
-    below = [name for name in on_device if w.cache._residency.has_copy_below_device(0, name)]
-    dirty = [w.cache._residency.device.pools[0].name(slot) for slot in w.cache._residency.device.dirty[0].oldest(16)]
+    on_device = [name for name in w.names("a", DOCUMENT) if w.cache.residency.device.pools[0].find(name) is not None]
+    below = [name for name in on_device if w.cache.residency.has_copy_below_device(0, name)]
+    dirty = [w.cache.residency.device.pools[0].name(slot) for slot in w.cache.residency.device.dirty[0].oldest(16)]
     assert set(on_device) - set(below) <= set(dirty)
 
 
@@ -582,17 +582,17 @@ def test_a_block_that_left_host_memory_on_its_way_up_and_came_again_is_not_taken
     chain = w.chain("a", DOCUMENT + 1)
     upload = w.cache.promote(w.cache.lookup(chain, DOCUMENT + 1))
     assert not upload.done
-    w.cache.evict_blocks(chain.names)
+    w.evict_blocks(chain.names)
     again = w.cache.promote(w.cache.no_hit(chain, DOCUMENT + 1))
     slots = w.cache.allocate([1])
     assert slots is not None
     w.compute(slots, chain, 0, BLOCK_SIZE)
     w.cache.release(slots)
     for _ in range(8):
-        w.cache._spiller.spill_device([16])
+        w.cache._host_spill.spill([16])
         w.lanes[Route.DEVICE_TO_HOST].stir(1.0)
         w.cache.poll()
-    host = w.cache._residency.host
+    host = w.index.host
     assert host is not None
     assert host.pools[0].find(chain.names[0]) is not None
 

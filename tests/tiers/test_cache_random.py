@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 from chaos import World
+from unreliable_tiers import UnreliableTiers
 
 from kvtier.store.blob_store import BlobStore
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers import pins
-from kvtier.tiers.lower import refreshes
-from kvtier.tiers.lower.tenants import tenant_of
+from kvtier.tiers.lower import disk_reads
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
+from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.pins import Pin
-from kvtier.tiers.up import disk_reads, promoter, uploads
+from kvtier.tiers.up import promoter, refreshes, uploads
 from kvtier.tiers.up.promotion import Promotion, Tables
 
 BLOCK_SIZE = 4
@@ -71,6 +72,7 @@ class Simulation:
             (10, self.rot_the_store),
             (10, self.let_time_pass),
             (1, self.cache.reset),
+            (4, self.have_below_die),
         ]
         weights, choices = zip(*operations, strict=True)
         self.rng.choices(choices, weights)[0]()
@@ -188,6 +190,10 @@ class Simulation:
             if self.rng.random() < 0.7:
                 lane.stir(self.rng.choice([0.3, 1.0]))
 
+    def have_below_die(self) -> None:
+        if isinstance(self.world.lower, UnreliableTiers):
+            self.world.lower.die()
+
     def let_time_pass(self) -> None:
         self.world.clock.now += self.rng.choice([0.1, 1.0, 3.0])
 
@@ -208,7 +214,7 @@ class Simulation:
                 self.cache.release(reader.tables)
         self.world.settle()
         self.world.check()
-        pools = self.cache._residency.device.pools + self.cache._residency.host.pools
+        pools = self.cache.residency.device.pools + self.world.index.host.pools
         assert [pool.num_free for pool in pools] == [pool.num_slots for pool in pools], "a slot leaked"
 
 
@@ -241,18 +247,32 @@ PARTS = [  # what is done at once, and how much is under way at most
     (pins, "PART", [1, 3, 128]),
     (pins, "MOST_UNDER_WAY", [1, 4, 512]),
     (disk_reads, "BATCH_BLOCKS", [1, 2, 64]),
+    (uploads, "BATCH_BLOCKS", [1, 2, 64]),
     (refreshes, "PART", [1, 3, 128]),
 ]
 
 
-def run(groups: Sequence[AttentionGroup], store: BlobStore, seed: int, num_steps: int) -> Simulation:
+def run(
+    groups: Sequence[AttentionGroup], store: BlobStore, seed: int, num_steps: int, is_unreliable: bool = False
+) -> Simulation:
     rng = random.Random(seed)
     sizes = [rng.choice([48, 64, 96]) for _ in groups]
     slots, failing = [rng.choice([16, 24, 40]), rng.choice([6, 40, 80])], rng.choice([0.0, 0.3])
     quotas = {tenant_of(document): rng.randrange(20 * sum(sizes)) for document in DOCUMENTS if rng.random() < 0.3}
     budget = rng.choice([None, None, 2000])
     by_layers = rng.random() < 0.5
-    world = World(groups, sizes, *slots, store, rng, failing, budget, host_quotas=quotas, by_layers=by_layers)
+    world = World(
+        groups,
+        sizes,
+        *slots,
+        store,
+        rng,
+        failing,
+        budget,
+        is_unreliable=is_unreliable,
+        quotas=quotas,
+        by_layers=by_layers,
+    )
     simulation = Simulation(world, groups)
     with pytest.MonkeyPatch.context() as patch:
         for module, name, sizes in PARTS:
@@ -295,6 +315,26 @@ def test_no_wrong_byte_and_no_leaked_slot_over_lmdb(kind: str, tmp_path: Path) -
     with LmdbStore(tmp_path / "store", 64 * 4096 * 2, quotas=DISK_QUOTAS) as store:
         assert run(GROUPS[kind], store, seed, 400).hits > 0
         store.check()
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_no_wrong_byte_and_no_leaked_slot_over_tiers_that_are_late_and_die(kind: str) -> None:
+    (seed,) = seeds(1)
+    print(f"KVTIER_SEED={seed}")
+
+    run(GROUPS[kind], MemoryStore(16 * 4096 * 2, quotas=DISK_QUOTAS), seed, 300, is_unreliable=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", GROUPS)
+def test_no_wrong_byte_and_no_leaked_slot_in_many_long_runs_over_tiers_that_are_late_and_die(kind: str) -> None:
+    runs = []
+    for seed in seeds(34):  # 204 runs over all kinds
+        print(f"KVTIER_SEED={seed}")
+        num_records = random.Random(seed).choice([8, 16, 60])
+        runs.append(run(GROUPS[kind], MemoryStore(num_records * 4096 * 2), seed, 1000, is_unreliable=True))
+
+    assert sum(run.hits for run in runs) > 0, "the simulation never hit: it shows nothing"
 
 
 @pytest.mark.slow

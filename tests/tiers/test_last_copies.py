@@ -8,6 +8,7 @@ import pytest
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.lower.disk_tier import NAMESPACE_BYTES, DiskTier
+from kvtier.tiers.lower.local_tiers import lower_tiers
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tier import Tier
@@ -27,7 +28,8 @@ def cache() -> TieredCache:
     memory = CpuMemory(np.zeros((NUM_DEVICE, 64), np.uint8), NUM_HOST)
     lanes = {route: InlineLane(finished) for route in Route}
     disk = DiskTier(MemoryStore(1 << 26), bytes(NAMESPACE_BYTES))
-    return TieredCache([FullAttention(SIZE)], [memory], TransferEngine(lanes, finished), disk)
+    groups, transfers = [FullAttention(SIZE)], TransferEngine(lanes, finished)
+    return TieredCache(groups, [memory], transfers, lower_tiers(groups, [memory], transfers, disk))
 
 
 def answer(cache: TieredCache, salt: str, num_tokens: int) -> int:

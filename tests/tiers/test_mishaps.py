@@ -11,11 +11,12 @@ from small_cache import BLOCK_BYTES, BLOCK_SIZE, CHARGE, DOCUMENT, balance, read
 from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.down.host_spill import BACK_OFF_S
+from kvtier.tiers.lower import disk_reads
 from kvtier.tiers.lower.breaker import MAX_FAILURES, REST_S
-from kvtier.tiers.lower.tenants import tenant_of
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
+from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.tiers.up import disk_reads, uploads
+from kvtier.tiers.up import uploads
 from kvtier.tiers.up.promotion import Promotion
 from kvtier.transfer.transfer_engine import Route, RouteStatistics
 
@@ -113,7 +114,7 @@ def test_blocks_that_could_not_be_verified_beside_their_copies_are_not_published
 ) -> None:
     w = by_layers
     chain = w.chain("a", DOCUMENT)
-    slot = w.cache._residency.host.pools[0].find(chain.names[3])
+    slot = w.index.host.pools[0].find(chain.names[3])
     assert slot is not None
     w.memories[0].host_block(slot)[0] ^= 1
     w.rotten.add((0, slot))
@@ -228,24 +229,6 @@ def test_a_held_block_whose_read_failed_is_not_whole_and_is_read_again() -> None
     w.check()
 
 
-def test_a_block_that_was_forgotten_on_its_way_to_host_memory_is_not_found_there() -> None:
-    w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 40, None, world().rng)
-    chain = w.chain("a", DOCUMENT)
-    tables = w.cache.allocate([NUM_BLOCKS])
-    assert tables is not None
-    w.compute(tables, chain, 0, DOCUMENT)
-    w.cache.release(tables)
-    pin = held(w, "a")  # starts its copies to host memory
-    w.cache.unpin(pin)
-    assert w.lanes[Route.DEVICE_TO_HOST].num_pending > 0
-
-    w.cache.evict_blocks(chain.names)
-    w.settle()
-
-    assert places(w, "a") == [None] * NUM_BLOCKS
-    w.check()
-
-
 def test_a_block_that_was_forgotten_on_its_way_to_disk_leaves_no_mark_on_who_comes_after_it() -> None:
     w = world(num_device_slots=16, num_host_slots=40)
     read(w, "a")
@@ -259,11 +242,30 @@ def test_a_block_that_was_forgotten_on_its_way_to_disk_leaves_no_mark_on_who_com
     assert w.lanes[Route.HOST_TO_DISK].num_pending > 0
     w.cache.unpin(pin)
 
-    w.cache.evict_blocks(w.chain("a", DOCUMENT).names)
+    w.evict_blocks(w.chain("a", DOCUMENT).names)
     w.settle()
 
     assert host_blocks(w, "a") == 0
     assert w.cache.free_slots() == [16]
+    w.check()
+
+
+def test_a_block_that_leaves_host_memory_while_it_comes_up_is_copied_down_again() -> None:
+    w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 40, None, world().rng)
+    read(w, "a")
+    until_whole(w, held(w, "a"))
+    chain = w.chain("a", DOCUMENT)
+    device, host = w.cache.residency.device, w.index.host
+    device.evict(0, device.pools[0].find_all(chain.names))
+    promotion = w.cache.promote(w.cache.lookup(chain, DOCUMENT + 1))
+    assert w.lanes[Route.HOST_TO_DEVICE].num_pending > 0
+
+    host.evict(0, host.pools[0].find_all(chain.names))
+    w.settle()
+
+    assert promotion.num_blocks == NUM_BLOCKS
+    assert len(device.dirty[0]) == NUM_BLOCKS
+    w.cache.release(promotion.tables)
     w.check()
 
 
@@ -568,7 +570,7 @@ def test_what_comes_from_disk_keeps_its_tenant_within_the_quota(how: str, quota:
         40,
         store,
         world().rng,
-        host_quotas={tenant: quota * BLOCK_BYTES},
+        quotas={tenant: quota * BLOCK_BYTES},
     )
 
     for document in ("team\0a", "team\0b"):

@@ -11,12 +11,12 @@ from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
 from kvtier.tiers import cache, pins
 from kvtier.tiers.device.block_pool import BlockPool
-from kvtier.tiers.lower import refreshes
+from kvtier.tiers.lower import disk_reads
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.pins import Pin
-from kvtier.tiers.up import disk_reads, promoter, uploads
+from kvtier.tiers.up import promoter, refreshes, uploads
 from kvtier.tiers.up.promotion import Promotion
 from kvtier.transfer.transfer_engine import Route
 
@@ -41,7 +41,7 @@ def world(num_device_slots: int = 80, num_host_slots: int = 200, **options: obje
 
 def on_disk(w: World, document: str) -> None:
     """A document that only the disk has."""
-    chain, disk = w.chain(document, DOCUMENT), w.cache._residency.disk
+    chain, disk = w.chain(document, DOCUMENT), w.index.disk
     for name in chain.names:
         raw = memoryview(w.bytes_of(0, name))
         w.store.put_many([Blob(disk.key(0, name), digest(raw), raw)])
@@ -73,8 +73,8 @@ def in_host(w: World, document: str) -> None:
     until_done(w, promotion)
     w.cache.release(promotion.tables)
     w.settle()
-    device = w.cache._residency.device
-    w.cache._residency.evict(device, 0, device.pools[0].find_all(promotion.chain.names))
+    device = w.cache.residency.device
+    w.cache.residency.device.evict(0, device.pools[0].find_all(promotion.chain.names))
 
 
 @pytest.mark.parametrize("where", [Tier.HOST, Tier.DISK])
@@ -241,7 +241,7 @@ def test_of_a_long_prefix_that_came_up_host_memory_forgets_the_tail_first() -> N
     for _ in range(NUM_BLOCKS):
         w.cache.poll()
 
-    pool = w.cache._residency.host.pools[0]
+    pool = w.index.host.pools[0]
     order = [pool.name(slot) for slot in pool.cached_slots()]
 
     assert [name for name in order if name in promotion.chain.names] == promotion.chain.names[::-1]
@@ -324,6 +324,7 @@ def test_a_poll_takes_in_what_has_finished_for_a_moment_only_and_the_next_one_go
     monkeypatch.setattr(promoter, "PART", NUM_BLOCKS)
     monkeypatch.setattr(promoter, "MOST_UNDER_WAY", NUM_BLOCKS)
     monkeypatch.setattr(disk_reads, "BATCH_BLOCKS", 10)
+    monkeypatch.setattr(uploads, "BATCH_BLOCKS", 10)
     w = world()
     on_disk(w, "a")
     promotion = promote(w, "a")

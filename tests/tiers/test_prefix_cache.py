@@ -16,9 +16,9 @@ from chaos import World
 
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.device.block_pool import BlockPool
-from kvtier.tiers.lower.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventLog
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain, BlockName, ExtraKeys, Lora, MultimodalItem
+from kvtier.tiers.naming.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventLog
 from kvtier.tiers.naming.groups import (
     AttentionGroup,
     ChunkedLocal,
@@ -85,7 +85,7 @@ class Desk(World):
         sizes = [group.block_size * TOKEN_BYTES for group in groups]
         rng = random.Random(1)
         super().__init__(groups, sizes, num_slots, num_host_slots, store, rng, events=self.log, **options)
-        self.pools: list[BlockPool] = self.cache._residency.device.pools
+        self.pools: list[BlockPool] = self.cache.residency.device.pools
 
     def chain_of(self, token_ids: list[int], extra: ExtraKeys = NO_EXTRA_KEYS) -> BlockChain:
         chain = BlockChain(self.cache.block_size, extra)
@@ -223,14 +223,13 @@ class Desk(World):
 
     def forget(self, tier: Tier, reader: Reader, *blocks: tuple[int, int]) -> None:
         """Evict single blocks, as (group, number), in one tier."""
-        residency = self.cache._residency
-        slot_tier = residency.device if tier is Tier.DEVICE else residency.host
+        slot_tier = self.cache.residency.device if tier is Tier.DEVICE else self.host
         assert slot_tier is not None
         for group_id, block_id in blocks:
             size = self.cache.groups[group_id].block_size
             slot = slot_tier.pools[group_id].find(reader.chain.names_of(size, range(block_id, block_id + 1))[0])
             assert slot is not None, "the block was not there"
-            residency.evict(slot_tier, group_id, [slot])
+            slot_tier.evict(group_id, [slot])
 
     def spill_all(self) -> None:
         """Copy down until nothing more wants to go."""
@@ -476,7 +475,7 @@ def test_a_block_in_use_that_is_evicted_stays_its_reader_s_and_is_found_by_nobod
     reader = desk.enter(C)
     desk.log.take()
 
-    desk.cache.evict_blocks([reader.chain.names[1]])
+    desk.evict_blocks([reader.chain.names[1]])
 
     assert desk.log.take() == [BlockRemoved(Tier.DEVICE, 0, [reader.chain.names[1]])]
     assert desk.lookup([*C, 9]).num_tokens == 16
@@ -490,36 +489,9 @@ def test_an_evicted_block_is_not_even_shared_in_part() -> None:  # S13
     desk = Desk()
     reader = desk.enter(C)
 
-    desk.cache.evict_blocks([reader.chain.names[1]])
+    desk.evict_blocks([reader.chain.names[1]])
 
     assert desk.lookup(C[:30]).partial is None
-
-
-def test_a_block_evicted_while_it_is_read_is_computed_again_by_the_next_reader() -> None:  # S13
-    desk = Desk()
-    reader = desk.enter(C)
-    desk.cache.evict_blocks([reader.chain.names[1]])
-
-    other = desk.enter([*C, 9])
-
-    assert other.promotion.num_tokens == 16
-    assert other.slots() == [0, 3, 2, 5]  # the block after it was computed into 4, and adopted from 2
-    desk.leave(other)
-    desk.leave(reader)
-    assert desk.lookup([*C, 9]).num_tokens == 48
-
-
-def test_an_evicted_block_does_not_come_back_through_a_copy_that_was_under_way() -> None:  # S13
-    desk = Desk(num_slots=8, num_host_slots=20)
-    reader = desk.enter(C)
-    desk.leave(reader)
-    desk.cache.spill()
-    assert desk.cache.num_under_way > 0
-
-    desk.cache.evict_blocks(reader.chain.names)
-    desk.settle()
-
-    assert desk.cache.where(reader.chain) == [None] * 3
 
 
 def test_blocks_are_evicted_from_host_memory_too() -> None:  # S13
@@ -530,7 +502,7 @@ def test_blocks_are_evicted_from_host_memory_too() -> None:  # S13
     desk.forget(Tier.DEVICE, reader, (0, 2))
     assert desk.lookup([*C, 9]).num_tokens == 48
 
-    desk.cache.evict_blocks(reader.chain.names[1:])
+    desk.evict_blocks(reader.chain.names[1:])
 
     assert desk.cache.where(reader.chain) == [Tier.DEVICE, None, None]
 
@@ -539,7 +511,7 @@ def test_a_block_that_two_have_computed_is_gone_with_its_only_slot() -> None:  #
     desk = reference()
     first, second = desk.enter(C), desk.enter(C, reads_cache=False)
 
-    desk.cache.evict_blocks(first.chain.names[:1])
+    desk.evict_blocks(first.chain.names[:1])
 
     assert desk.holders(first) == desk.holders(second) == [None, 1, 2]
     assert desk.pools[0].num_named == 2
@@ -926,7 +898,7 @@ def test_a_block_evicted_between_lookup_and_promote_is_not_copied() -> None:
     desk.leave(source)
     prompt = text(1, 37) + text(2, 20)
     hit = desk.lookup(prompt)
-    desk.cache.evict_blocks(source.chain.names[2:])
+    desk.evict_blocks(source.chain.names[2:])
 
     promotion = desk.cache.promote(hit)
 
@@ -1044,7 +1016,7 @@ def test_of_a_block_that_is_not_full_no_more_is_shared_than_was_computed() -> No
     desk = Desk(num_slots=2)
     before, other = desk.enter(text(1, 16)), desk.enter(text(2, 16))
     desk.leave(before)
-    desk.cache.evict_blocks(before.chain.names)
+    desk.evict_blocks(before.chain.names)
     shorter = desk.enter(text(1, 4))
     assert shorter.slots() == [0]  # where more of these tokens have been before
     desk.leave(shorter, other)
@@ -1080,7 +1052,7 @@ def test_a_block_that_is_not_full_is_not_spilled() -> None:
 
     desk.flush()
 
-    host = desk.cache._residency.host
+    host = desk.index.host
     assert host is not None
     assert host.pools[0].num_named == desk.store.statistics().num_records == 2
 
@@ -1510,7 +1482,7 @@ def test_blocks_that_were_found_are_not_told_again_and_copies_of_parts_not_at_al
 def test_of_a_run_of_which_some_blocks_are_there_already_the_new_ones_are_told() -> None:  # S47
     desk = Desk(num_slots=20)
     first = desk.enter(text(1, 64))
-    desk.cache.evict_blocks(first.chain.names[1:2])
+    desk.evict_blocks(first.chain.names[1:2])
     desk.log.take()
 
     desk.enter(text(1, 64), reads_cache=False)
@@ -1693,18 +1665,17 @@ class Book:
 
 def contents(desk: Desk) -> dict[Tier, set[tuple[int, BlockName]]]:
     """What can be found in each tier."""
-    residency = desk.cache._residency
     found: dict[Tier, set[tuple[int, BlockName]]] = {tier: set() for tier in Tier}
-    for tier in (residency.device, residency.host):
+    for tier in (desk.cache.residency.device, desk.host):
         for group_id, pool in enumerate(tier.pools if tier is not None else ()):
             names = (pool.name(slot) for slot in range(pool.num_slots))
             found[tier.tier] |= {(group_id, name) for name in names if name is not None and name not in desk.tails}
-    if residency.disk is not None:
-        assert desk.store is not None
-        blocks = [residency.disk.block_of(key) for key in desk.store.keys()]  # noqa: SIM118  # no dict
+    if desk.store is not None:
+        disk = desk.index.disk
+        blocks = [disk.block_of(key) for key in desk.store.keys()]  # noqa: SIM118  # no dict
         found[Tier.DISK] = {block for block in blocks if block is not None}
-        assert residency.disk.index.num_blocks == len(found[Tier.DISK])
-        assert all(residency.disk.index.holds(group_id, name) for group_id, name in found[Tier.DISK])
+        assert disk.index.num_blocks == len(found[Tier.DISK])
+        assert all(disk.index.holds(group_id, name) for group_id, name in found[Tier.DISK])
     return found
 
 
@@ -1790,7 +1761,7 @@ class Crowd:
             return next((start + i for i, name in enumerate(names) if (group_id, name) not in everywhere), end)
 
         num_tokens = longest_hit(len(token_ids) - 1, cache.groups, first_hole)
-        if cache._residency.partial_matches is None:
+        if cache.residency.partial_matches is None:
             return num_tokens, 0
         best, key = 0, chain.continued_key(num_tokens // cache.block_size)
         for candidate in self.everything_on_device():

@@ -1,23 +1,23 @@
 """HostSpill: keeps the device's eviction end copied to host memory, ahead of need and never in anyone's way."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvtier.store.record import digest_among
-from kvtier.tiers.device.block_pool import NOTHING, Ids
+from kvtier.tiers.device.block_pool import Ids
 from kvtier.tiers.device.runs import Row
-from kvtier.tiers.down.clean_ahead import CleanAhead
-from kvtier.tiers.down.copies import Batch, Copies, blocks_in_batch
-from kvtier.tiers.lower.residency import Residency, SlotTier
-from kvtier.tiers.lower.tenants import OwnerNumbers, tenant_with
+from kvtier.tiers.lower.clean_ahead import CleanAhead
+from kvtier.tiers.lower.copies import PATIENCE_S, Batch, Copies, blocks_in_batch
+from kvtier.tiers.lower.lower_tiers import NOWHERE
+from kvtier.tiers.naming.tenant import OwnerNumbers
+from kvtier.tiers.residency import Residency
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-MOST_IN_BATCH = 128  # blocks: half a millisecond's work of the owner when they have been copied …
-MOST_WITH_DISK = 64  # … also where each is asked about on its way to disk
+MOST_IN_BATCH = 64  # blocks: half a millisecond's work of the owner when they have been copied
 MOST_STARTED = 256  # blocks in one call: the rest in the next
 MOST_BEYOND = 64  # the part of the device's slots that may be copied down before their time comes, for larger batches
 MOST_IN_FLIGHT = 16  # batches: a step's worth of large blocks
@@ -29,7 +29,7 @@ class HostBatch(Batch):
     """Blocks on their way to host memory. The slots there are leased too."""
 
     lower_slots: Ids
-    tenants: OwnerNumbers
+    owners: OwnerNumbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,6 @@ class HostSpill:
     def __init__(
         self,
         residency: Residency,
-        host: SlotTier,
         memories: Sequence[BlockMemory],
         transfers: TransferEngine,
         window: CleanAhead,
@@ -56,7 +55,7 @@ class HostSpill:
     ) -> None:
         self._residency = residency
         self._device = residency.device
-        self._host = host
+        self._lower = residency.lower
         self._memories = memories
         self._transfers = transfers
         self._window = window
@@ -97,17 +96,18 @@ class HostSpill:
                 break
             ids = ids[most:]
 
-    def has_room(self, demand: Sequence[int]) -> bool:
-        """Whether the host could take a window of blocks, and the *demand* by group, without losing a last copy."""
-        window = self._window.num_blocks
-        return all(
-            self._residency.num_clean(self._host, group_id, window + wanted) >= window + wanted
-            for group_id, wanted in enumerate(demand)
-        )
+    @property
+    def is_moving(self) -> bool:
+        """Whether copies are under way that are not suspiciously late: it makes sense to wait for their slots.
 
-    def num_lower_leases(self, group_id: int) -> int:
-        """Leases that batches under way hold on the host's pool of the group."""
-        return sum(len(batch.lower_slots) for batch in self.copies.batches if batch.group_id == group_id)
+        Behind one that is late none is waited for, unless some have got past it lately.
+        """
+        return self.copies.is_moving(self._clock() - PATIENCE_S)
+
+    @property
+    def num_dirty(self) -> int:
+        """Blocks of the device that are nowhere below."""
+        return sum(map(len, self._device.dirty))
 
     def _is_clean(self, group_id: int, window: int) -> bool:
         """Whether the *window* slots to be evicted next are known to be clean or on their way, without a look."""
@@ -137,8 +137,7 @@ class HostSpill:
 
     def _batch_blocks(self, group_id: int) -> int:
         memory = self._memories[group_id]
-        most = MOST_IN_BATCH if self._residency.disk is None else MOST_WITH_DISK
-        return blocks_in_batch(memory.block_bytes, memory.num_copiers, most)
+        return blocks_in_batch(memory.block_bytes, memory.num_copiers, MOST_IN_BATCH)
 
     def _most(self, group_id: int, num_lendable: int | None = None) -> int:
         """See `Copies.most`; 0 also for a while after a copy that failed."""
@@ -154,7 +153,7 @@ class HostSpill:
         pool, slots, rows = self._device.pools[group_id], *self._without_copies(group_id, slots)
         if not len(slots):
             return True
-        lower_slots = self._host_slots(group_id, len(slots))
+        lower_slots = self._lower.reserve(group_id, len(slots))
         is_all = len(lower_slots) == len(slots)
         if not is_all:
             slots = slots[: len(lower_slots)]
@@ -165,10 +164,9 @@ class HostSpill:
             group_id,
             rows,
             slots,
-            pool.spots(slots),
             self._clock(),
             np.array(lower_slots, np.intp),
-            self._residency.tenants.on_device(group_id, slots),
+            self._residency.owners(group_id, slots),
         )
         if not self.copies.start(batch, self._work(batch), lambda transfer: self._copied(batch, transfer)):
             self._end(batch, LaneClosed())
@@ -180,19 +178,11 @@ class HostSpill:
         pool = self._device.pools[group_id]
         rows = pool.rows(slots)
         names = [name for row in rows for name in row.names]
-        have = self._residency.have_copies_below_device(group_id, names)
+        have = self._lower.find(group_id, names) != NOWHERE
         if not have.any():
             return slots, rows
         self._device.dirty[group_id].remove(slots[have])
         return slots[~have], pool.rows(slots[~have])
-
-    def _host_slots(self, group_id: int, num_slots: int) -> list[int]:
-        """Host slots for blocks from the device; while the disk works, only such as lose nothing."""
-        window = self._window.num_blocks
-        if self._residency.disk is not None and not self._residency.disk.is_failing:
-            return self._residency.take_clean(self._host, group_id, num_slots, window)
-        free = self._host.pools[group_id].num_free
-        return self._residency.take(self._host, group_id, min(num_slots, free), window) or []
 
     def _work(self, batch: HostBatch) -> Callable[[], list[bytes]]:
         """What the lane does, with nothing but memory and values: copy, and take the digest of each block."""
@@ -207,46 +197,17 @@ class HostSpill:
         return copy_down
 
     def _copied(self, batch: HostBatch, transfer: Transfer) -> None:
-        if transfer.error is None:
-            self._window.spilled(self._clock() - batch.submitted_at)
-            pool = self._device.pools[batch.group_id]
-            is_there = pool.spots(batch.upper_slots) == batch.spots  # else it was evicted on purpose meanwhile
-            rows = batch.rows if is_there.all() else [row for row in _single_rows(batch.rows) if is_there[row.start]]
-            copied = [self._row_copied(batch, row, transfer.result) for row in rows]
-            if self._residency.disk is not None:
-                self._residency.used_in_host(batch.group_id, np.concatenate([NOTHING, *copied]).tolist())
-            self._device.dirty[batch.group_id].remove(batch.upper_slots[is_there])
-        self._end(batch, transfer.error)
-        if self._residency.tenants.any_quotas:
-            for number in np.unique(batch.tenants).tolist():
-                self._residency.keep_quota(batch.group_id, tenant_with(number))
-
-    def _row_copied(self, batch: HostBatch, row: Row, digests: Sequence[bytes]) -> Ids:
-        """A row of the batch is in host memory; its slots there, without those of blocks that another slot has."""
-        slots = batch.lower_slots[row.start : row.end]
-        names = row.names[::-1] if row.parent is None else [row.parent, *reversed(row.names)]
-        taken = self._residency.came_to_host(
-            batch.group_id,
-            slots[::-1],
-            names,
-            len(names) - len(slots),
-            b"".join(reversed(digests[row.start : row.end])),
-            batch.tenants[row.start : row.end][::-1],
-        )
-        return np.delete(slots, [len(slots) - 1 - place for place in taken]) if taken else slots
-
-    def _end(self, batch: HostBatch, error: BaseException | None) -> None:
+        if transfer.error is not None:
+            self._end(batch, transfer.error)
+            return
+        self._window.spilled(self._clock() - batch.submitted_at)
         self.copies.end(batch)
-        if error is not None:
-            self._clean_fronts[batch.group_id] = CleanFront()
-            if not isinstance(error, LaneClosed):
-                self._not_before = self._clock() + BACK_OFF_S
-        self._host.pools[batch.group_id].release(batch.lower_slots)
+        self._lower.publish(batch.group_id, batch.lower_slots, batch.rows, transfer.result, batch.owners)
+        self._device.dirty[batch.group_id].remove(batch.upper_slots)
 
-
-def _single_rows(rows: Sequence[Row]) -> Iterator[Row]:
-    """The same blocks, each a row by itself."""
-    for row in rows:
-        parents = [*row.names[1:], row.parent]
-        for start, (name, parent) in enumerate(zip(row.names, parents, strict=True), row.start):
-            yield Row(start, start + 1, [name], parent)
+    def _end(self, batch: HostBatch, error: BaseException) -> None:
+        self.copies.end(batch)
+        self._clean_fronts[batch.group_id] = CleanFront()
+        if not isinstance(error, LaneClosed):
+            self._not_before = self._clock() + BACK_OFF_S
+        self._lower.abandon(batch.group_id, batch.lower_slots)

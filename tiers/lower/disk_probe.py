@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt
-from kvtier.tiers.lower.residency import Residency
+from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
@@ -21,12 +21,12 @@ class DiskProbe:
 
     def __init__(
         self,
-        residency: Residency,
+        index: LowerIndex,
         block_bytes: Sequence[int],
         transfers: TransferEngine,
         clock: Callable[[], float],
     ) -> None:
-        self._residency = residency
+        self._index = index
         self._block_bytes = block_bytes
         self._transfers = transfers
         self._clock = clock
@@ -34,8 +34,8 @@ class DiskProbe:
 
     def go_on(self) -> None:
         """Begin a probe if one is due; one that hangs has the disk rest again."""
-        disk = self._residency.disk
-        if disk is None or disk.is_readable:
+        disk = self._index.disk
+        if disk.is_readable:
             return
         for earlier, since in self._under_way.values():
             if self._clock() - since > HUNG_S:
@@ -56,8 +56,7 @@ class DiskProbe:
             disk.reading.withdrawn(attempt)
 
     def _probed(self, block: Block, transfer: Transfer) -> None:
-        disk = self._residency.disk
-        assert disk is not None, "a probe of no disk"
+        disk = self._index.disk
         attempt, _ = self._under_way.pop(block)
         (outcome,) = transfer.result if transfer.error is None else [Fault.IO_ERROR]
         if isinstance(transfer.error, LaneClosed):
@@ -67,4 +66,4 @@ class DiskProbe:
         else:
             disk.reading.succeeded(attempt)
         if isinstance(outcome, Fault) and not isinstance(transfer.error, LaneClosed):
-            self._residency.could_not_be_read(*block, outcome)
+            self._index.could_not_be_read(*block, outcome)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.store.blob_store import Blob, BlobStore, StoreStatistics, StoreUnavailable
+from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.breaker import BreakerState, CircuitBreaker
 from kvtier.tiers.lower.disk_index import DiskIndex
@@ -46,6 +47,8 @@ class DiskTier:
     A store may open later than the tier begins, and be opened anew with other content: see `IndexLoad`. While it is not
     open the tier has no blocks and takes none.
     """
+
+    is_there = True
 
     def __init__(
         self,
@@ -235,3 +238,13 @@ class DiskTier:
         except OSError as error:
             self.why_failed[side] = " ".join(str(error).split())
             raise
+
+
+class NoDisk(DiskTier):
+    """The disk tier of who has no disk: of a store that is never open."""
+
+    is_there = False
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__(MemoryStore(0), bytes(NAMESPACE_BYTES), clock, opening=lambda: 0)
+        self.index.loaded()

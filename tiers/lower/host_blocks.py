@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from kvtier.store.record import DIGEST_BYTES
 from kvtier.tiers.device.block_pool import Ids
-from kvtier.tiers.lower.tenants import OwnerNumbers, number_of, tenant_with
+from kvtier.tiers.naming.tenant import OwnerNumbers, number_of, tenant_with
 
 
 class HostBlocks:

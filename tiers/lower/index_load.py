@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from kvtier.store.blob_store import StoreUnavailable
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt
-from kvtier.tiers.lower.disk_tier import DiskTier
-from kvtier.tiers.lower.residency import Residency
+from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-SLOTS_AT_ONCE = 256  # of device and host that are looked at in one call: 0.1 ms of the owner's thread
+SLOTS_AT_ONCE = 256  # of host memory that are looked at in one call: 0.1 ms of the owner's thread
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -30,24 +29,22 @@ class IndexLoad:
     hangs, and blocks above that relied on a copy there are to be copied again. Owned by the cache's thread.
     """
 
-    def __init__(
-        self, disk: DiskTier, residency: Residency, transfers: TransferEngine, clock: Callable[[], float]
-    ) -> None:
-        self._disk = disk
-        self._residency = residency
+    def __init__(self, index: LowerIndex, transfers: TransferEngine, clock: Callable[[], float]) -> None:
+        self._disk = index.disk
+        self._index = index
         self._transfers = transfers
         self._clock = clock
         self._reading: _Page | None = None
-        self._forsaken: Iterator[None] = iter(())  # blocks above whose copies are gone, some at each step
+        self._forsaken: Iterator[None] = iter(())  # host blocks whose copies are gone, some at each step
 
     def go_on(self) -> None:
         """Take in that the store was opened or is gone; have the next page read, unless that is under way or done."""
         if self._disk.taken_in != self._disk.opening():
-            self._residency.disk_changed()
+            self._disk.take_in_opening()
             self._forsaken = iter(())
             self._withdraw()
         next(self._forsaken, None)
-        self._residency.forget_disk()
+        self._index.forget_disk()
         if not self._disk.is_open or self._disk.index.is_loaded:
             return
         if self._reading is not None and self._clock() - self._reading.submitted_at > HUNG_S:
@@ -82,9 +79,9 @@ class IndexLoad:
         self._reading = None
         if transfer.error is None:
             self._disk.reading.succeeded(page.attempt)
-            self._residency.was_on_disk(transfer.result)
+            self._index.was_on_disk(transfer.result)
             if self._disk.index.is_loaded:
-                self._forsaken = self._residency.mark_uncopied(SLOTS_AT_ONCE)
+                self._forsaken = self._index.mark_uncopied(SLOTS_AT_ONCE)
             self.go_on()
         else:
             self._disk.reading.failed(page.attempt)

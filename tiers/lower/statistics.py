@@ -1,8 +1,9 @@
 """Statistics: what the tiers did, as frozen values that any thread may keep."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvtier.tiers.device.slot_tier import SlotTier
 from kvtier.tiers.lower.admission import AdmissionStatistics
 from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.ssd_life import SsdLifeStatistics
@@ -64,6 +65,18 @@ class TierStatistics:
     num_evicted: int = 0
     dropped_spills: int = 0  # evicted although no lower tier had a copy yet
     corrupt: Mapping[str, int] = field(default_factory=dict)
+
+
+def slot_statistics(tier: SlotTier, block_bytes: Sequence[int]) -> TierStatistics:
+    """Of the device or of host memory; *block_bytes* by group."""
+    return TierStatistics(
+        num_blocks=sum(pool.num_named for pool in tier.pools),
+        num_bytes=sum(pool.num_named * size for pool, size in zip(tier.pools, block_bytes, strict=True)),
+        capacity_bytes=sum(pool.num_slots * size for pool, size in zip(tier.pools, block_bytes, strict=True)),
+        num_evicted=tier.num_evicted,
+        dropped_spills=tier.dropped_spills,
+        corrupt=dict(tier.corrupt),
+    )
 
 
 @dataclass(frozen=True, slots=True)

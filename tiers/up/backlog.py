@@ -6,28 +6,32 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.block_pool import ABSENT
-from kvtier.tiers.lower.residency import Residency
+from kvtier.tiers.lower.lower_tiers import Fetch, Places, Tell
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.groups import AttentionGroup
+from kvtier.tiers.naming.named_blocks import BlockIds, blocks_of
+from kvtier.tiers.residency import Residency
 from kvtier.tiers.up.promotion import Promotion
 
-BlockIds = npt.NDArray[np.int64]
+NO_PLACE = -1
+Source = tuple[Fetch, int]  # what leases a block in host memory, and its place in that
+Part = tuple[Fetch | None, BlockIds]  # a group's blocks that were found in host memory
 
 
 class Backlog:
-    """The blocks of one promotion, by group, with the host slots of those that are in host memory, which are leased."""
+    """The blocks of one promotion, by group, and what leases those of them in host memory that were found there."""
 
-    def __init__(self, blocks: Sequence[BlockIds], host_slots: Sequence[npt.NDArray[np.int32]]) -> None:
+    def __init__(self, blocks: Sequence[BlockIds], fetches: Sequence["Part"]) -> None:
         self._is_left: list[npt.NDArray[np.bool_]] = []  # [group][block id]
-        self._host_slots: list[npt.NDArray[np.int32]] = []  # [group][block id]
+        self._places: list[npt.NDArray[np.int64]] = []  # [group][block id] in the group's fetch, or NO_PLACE
+        self._fetches = [fetch for fetch, _ in fetches]
         self.num_left = list(map(len, blocks))
-        for ids, slots in zip(blocks, host_slots, strict=True):
+        for ids, (_, fetched) in zip(blocks, fetches, strict=True):
             num_blocks = int(ids[-1]) + 1 if len(ids) else 0
             self._is_left.append(np.zeros(num_blocks, np.bool_))
             self._is_left[-1][ids] = True
-            self._host_slots.append(np.full(num_blocks, ABSENT, np.int32))
-            self._host_slots[-1][ids] = slots
+            self._places.append(np.full(num_blocks, NO_PLACE, np.int64))
+            self._places[-1][fetched] = np.arange(len(fetched))
 
     def blocks(self, group_id: int) -> BlockIds:
         """The group's blocks, in order."""
@@ -41,12 +45,27 @@ class Backlog:
         found[known] = is_left[ids[known]]
         return found
 
-    def host_slots(self, group_id: int, ids: BlockIds) -> npt.NDArray[np.int32]:
-        """The blocks' host slots, ABSENT for those that come from disk."""
-        return self._host_slots[group_id][ids]
+    def num_fetched(self, group_id: int) -> int:
+        """How many of the group's blocks were in host memory."""
+        return int(np.count_nonzero(self._places[group_id][self._is_left[group_id]] != NO_PLACE))
+
+    def sources(self, group_id: int, ids: BlockIds) -> list["Source | None"]:
+        """Where the blocks come from; None for those that are to be fetched."""
+        fetch = self._fetches[group_id]
+        if fetch is None:
+            return [None] * len(ids)
+        places = self._places[group_id][ids].tolist()
+        return [None if place == NO_PLACE or place in fetch.failures else (fetch, place) for place in places]
+
+    def release(self, group_id: int, ids: BlockIds) -> None:
+        """End the leases on these, the prefix's tail first."""
+        places = self._places[group_id][ids]
+        fetch, fetched = self._fetches[group_id], places[places != NO_PLACE]
+        if fetch is not None and len(fetched):
+            fetch.release(fetched[::-1])
 
     def remove(self, group_id: int, ids: BlockIds) -> None:
-        """These are not here any more; the leases on their host slots are the caller's."""
+        """These are not here any more; the leases on them are the caller's."""
         self._is_left[group_id][ids] = False
         self.num_left[group_id] -= len(ids)
 
@@ -58,9 +77,11 @@ class Backlogs:
     or here, never both.
     """
 
-    def __init__(self, groups: Sequence[AttentionGroup], residency: Residency) -> None:
+    def __init__(self, groups: Sequence[AttentionGroup], residency: Residency, tell: Tell) -> None:
+        """*tell* learns what comes of blocks that are fetched, see `LowerTiers.fetch`."""
         self._groups = groups
         self._residency = residency
+        self._tell = tell
         self._backlogs: dict[Promotion, Backlog] = {}
 
     def __contains__(self, promotion: Promotion) -> bool:
@@ -69,17 +90,21 @@ class Backlogs:
     def __iter__(self) -> Iterator[Promotion]:
         return iter(list(self._backlogs))
 
-    def add(
-        self, promotion: Promotion, blocks: Sequence[BlockIds], host_slots: Sequence[npt.NDArray[np.int32]]
-    ) -> None:
-        """Lease the blocks' host slots (ABSENT: none), and reserve device slots for them."""
-        for group_id, (ids, slots) in enumerate(zip(blocks, host_slots, strict=True)):
+    def add(self, promotion: Promotion, blocks: Sequence[BlockIds], below: Sequence[Places]) -> None:
+        """Lease what is *below* in host memory already, and reserve device slots for all the blocks."""
+        fetches: list[Part] = []
+        for group_id, (ids, places) in enumerate(zip(blocks, below, strict=True)):
             is_new = ~self.coming(promotion.chain, group_id, ids)
             self._residency.device.pools[group_id].reserve(int(np.count_nonzero(is_new)))
-            if self._residency.host is not None:
-                self._residency.host.pools[group_id].lease(slots[slots != ABSENT])
+            is_in_host = places >= 0
+            fetched, fetch = ids[is_in_host], None
+            if len(fetched):
+                wanted = blocks_of(promotion.chain, self._groups[group_id], fetched)
+                found = places[is_in_host]
+                fetch = self._residency.lower.fetch(group_id, wanted, self._tell, promotion.deadline, found)
+            fetches.append((fetch, fetched))
         if any(map(len, blocks)):
-            self._backlogs[promotion] = Backlog(blocks, host_slots)
+            self._backlogs[promotion] = Backlog(blocks, fetches)
 
     def coming(self, chain: BlockChain, group_id: int, ids: BlockIds) -> npt.NDArray[np.bool_]:
         """For each of the chain's blocks whether some promotion has it still to bring up."""
@@ -97,31 +122,27 @@ class Backlogs:
 
     def take(
         self, promotion: Promotion, group_id: int, ids: BlockIds
-    ) -> tuple[npt.NDArray[np.int32], list[tuple[Promotion, npt.NDArray[np.bool_]]]]:
+    ) -> tuple[list[Source], list[tuple[Promotion, npt.NDArray[np.bool_]]]]:
         """Take these blocks of a promotion's out of all backlogs; the reservation ends.
 
-        Their host slots, whose leases are the caller's (ABSENT: it is not in host memory), and who wanted which.
+        Where they come from, leased for the caller, and who wanted which. What was not in host memory is fetched.
         """
-        host = self._residency.host
-        sources = self._backlogs[promotion].host_slots(group_id, ids)
-        wanted = []
-        for other, backlog in list(self._backlogs.items()):
-            shared = self._num_shared(promotion.chain, other.chain, group_id)
-            is_wanted = backlog.has(group_id, ids) & (ids < shared)
-            if not is_wanted.any():
-                continue
-            wanted.append((other, is_wanted))
-            if other is not promotion and host is not None:
-                self._release(group_id, backlog.host_slots(group_id, ids[is_wanted]))
-            self._remove(other, group_id, ids[is_wanted])
-        self._residency.device.pools[group_id].unreserve(len(ids))
-        if host is not None and (sources == ABSENT).any():  # it may have come there meanwhile
-            places = np.flatnonzero(sources == ABSENT)
-            step = self._groups[group_id].block_size // promotion.chain.block_size
-            names = [promotion.chain.names[(i + 1) * step - 1] for i in ids[places].tolist()]
-            sources[places] = found = host.pools[group_id].find_all(names)
-            host.pools[group_id].lease(found[found != ABSENT])
-        return sources, wanted
+        found = self._backlogs[promotion].sources(group_id, ids)
+        lacking = [place for place, source in enumerate(found) if source is None]
+        if lacking:
+            wanted_blocks = blocks_of(promotion.chain, self._groups[group_id], ids[lacking])
+            fetch = self._residency.lower.fetch(group_id, wanted_blocks, self._tell, promotion.deadline)
+            for number, place in enumerate(lacking):
+                found[place] = fetch, number
+        wanted = self._leave(promotion, group_id, ids)
+        return [source for source in found if source is not None], wanted
+
+    def discard(
+        self, promotion: Promotion, group_id: int, ids: BlockIds
+    ) -> list[tuple[Promotion, npt.NDArray[np.bool_]]]:
+        """Take these blocks of a promotion's out of all backlogs, for they are on the device; who wanted which."""
+        self._backlogs[promotion].release(group_id, ids)
+        return self._leave(promotion, group_id, ids)
 
     def drop(self, promotion: Promotion, num_tokens: int = 0) -> bool:
         """A promotion does not bring up what comes after its first *num_tokens* tokens; whether that was anything."""
@@ -134,7 +155,7 @@ class Backlogs:
             ids = ids[(ids + 1) * group.block_size > num_tokens]
             if len(ids):
                 any_dropped = True
-                self._release(group_id, backlog.host_slots(group_id, ids))
+                backlog.release(group_id, ids)
                 self._remove(promotion, group_id, ids)
                 is_unwanted = ~self.coming(promotion.chain, group_id, ids)
                 self._residency.device.pools[group_id].unreserve(int(np.count_nonzero(is_unwanted)))
@@ -147,17 +168,8 @@ class Backlogs:
 
     def num_queued(self, group_id: int) -> tuple[int, int]:
         """How many blocks of the group are to be read from disk, and how many to be copied to the device."""
-        num_read = num_copied = 0
-        for backlog in self._backlogs.values():
-            slots = backlog.host_slots(group_id, backlog.blocks(group_id))
-            num_read += int(np.count_nonzero(slots == ABSENT))
-            num_copied += len(slots)
-        return num_read, num_copied
-
-    def num_host_leases(self, group_id: int) -> int:
-        """Leases on the host's slots of the group."""
-        num_read, num_copied = self.num_queued(group_id)
-        return num_copied - num_read
+        num_copied = sum(backlog.num_left[group_id] for backlog in self._backlogs.values())
+        return num_copied - sum(backlog.num_fetched(group_id) for backlog in self._backlogs.values()), num_copied
 
     def check(self) -> None:
         """Raise AssertionError if the device does not keep a slot for each block, or a backlog is empty."""
@@ -176,10 +188,21 @@ class Backlogs:
         if not any(backlog.num_left):
             del self._backlogs[promotion]
 
-    def _release(self, group_id: int, host_slots: npt.NDArray[np.int32]) -> None:
-        """End the leases, the prefix's tail first."""
-        if self._residency.host is not None:
-            self._residency.host.pools[group_id].release(host_slots[host_slots != ABSENT][::-1])
+    def _leave(
+        self, promotion: Promotion, group_id: int, ids: BlockIds
+    ) -> list[tuple[Promotion, npt.NDArray[np.bool_]]]:
+        wanted = []
+        for other, backlog in list(self._backlogs.items()):
+            shared = self._num_shared(promotion.chain, other.chain, group_id)
+            is_wanted = backlog.has(group_id, ids) & (ids < shared)
+            if not is_wanted.any():
+                continue
+            wanted.append((other, is_wanted))
+            if other is not promotion:
+                backlog.release(group_id, ids[is_wanted])
+            self._remove(other, group_id, ids[is_wanted])
+        self._residency.device.pools[group_id].unreserve(len(ids))
+        return wanted
 
     def _num_shared(self, one: BlockChain, other: BlockChain, group_id: int) -> int:
         """How many of the group's first blocks two chains have in common. Blocks of one name have one place in every

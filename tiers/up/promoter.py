@@ -8,15 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.device.block_pool import ABSENT
-from kvtier.tiers.lower.refreshes import Refreshes
-from kvtier.tiers.lower.residency import Residency, SlotTier
-from kvtier.tiers.naming.block_hash import BlockChain, BlockName
+from kvtier.tiers.lower.lower_tiers import Places
 from kvtier.tiers.naming.groups import AttentionGroup, alignment, longest_hit
+from kvtier.tiers.naming.named_blocks import BlockIds, names_of
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.tiers.up.backlog import Backlogs, BlockIds
-from kvtier.tiers.up.disk_reads import DiskReads
+from kvtier.tiers.residency import Residency
+from kvtier.tiers.up.backlog import Backlogs
 from kvtier.tiers.up.load_planner import Demand
 from kvtier.tiers.up.promotion import COMPUTED, NO_SLOT, Hit, Promotion, Upload
+from kvtier.tiers.up.refreshes import Refreshes
 from kvtier.tiers.up.uploads import Uploads
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.transfer_engine import Route, TransferEngine
@@ -36,7 +36,6 @@ class Promoter:
         memories: Sequence[BlockMemory],
         transfers: TransferEngine,
         clock: Callable[[], float],
-        disk_reads: DiskReads,
         hand_over: Callable[[Promotion], None],
         by_layers: bool,
     ) -> None:
@@ -48,10 +47,9 @@ class Promoter:
         self._hand_over = hand_over
         self._by_layers = by_layers
         self._alignment = alignment(groups)
-        self._disk_reads = disk_reads
-        self._uploads = Uploads(groups, residency, memories, transfers, disk_reads, self._resolved, clock)
-        self._backlogs = Backlogs(groups, residency)
-        self._refreshes = Refreshes(residency, transfers)
+        self._uploads = Uploads(residency, memories, transfers, self._resolved, clock)
+        self._backlogs = Backlogs(groups, residency, self._uploads.landed)
+        self._refreshes = Refreshes(residency.lower)
         self._waiting: set[Promotion] = set()
         # Blocks under way of promotions that are to come layer by layer, until none is in the backlog: then they start.
         self._kept_back: dict[Promotion, list[Upload]] = {}
@@ -64,9 +62,8 @@ class Promoter:
 
     def promote(self, hit: Hit, window: int, deadline: float | None = None) -> Promotion:
         """Start bringing the hit up; done at once if all of it is on the device."""
-        is_out_of_date = hit.as_of != self._residency.num_changes and self._residency.disk is None
-        if is_out_of_date or self._residency.is_cut_off:
-            shorter = self.shorter(hit, hit.num_tokens)  # with a disk, what has left the tiers above is asked of it
+        if hit.as_of != self._residency.num_changes or self._residency.is_cut_off:
+            shorter = self.shorter(hit, hit.num_tokens)
             if shorter.num_tokens < hit.num_tokens:
                 why = self._residency.why_missing([hit.chain.names[shorter.num_blocks]])
                 shorter = replace(shorter, misses=hit.misses.cut(hit.num_tokens, why))
@@ -90,18 +87,13 @@ class Promoter:
             computed = range(self.on_device(hit).num_blocks, hit.start // hit.chain.block_size)
             promotion.depths[computed.start : computed.stop] = bytes([COMPUTED]) * len(computed)
         blocks = self._lease_what_is_there(promotion, slots)
-        host_slots = self._host_slots(hit, blocks)
-        self._backlogs.add(promotion, blocks, host_slots)
-        self._note_depths(promotion, blocks, host_slots)
+        below = self._below(hit, blocks)
+        self._backlogs.add(promotion, blocks, below)
+        self._note_depths(promotion, blocks, below)
         self._copy_partial(promotion, hit, window)
         if promotion in self._backlogs or promotion.waiting:
             is_all_to_come = promotion in self._backlogs and not promotion.waiting
-            if (
-                self._by_layers
-                and is_all_to_come
-                and not hit.start
-                and all((slots != ABSENT).all() for slots in host_slots)
-            ):
+            if self._by_layers and is_all_to_come and not hit.start and all((places >= 0).all() for places in below):
                 self._kept_back[promotion] = []
             self._count_unneeded_with_next(promotion)
             self._waiting.add(promotion)
@@ -158,15 +150,15 @@ class Promoter:
         start = min(firsts)
         ends = np.arange(start, hit.num_tokens // step + 1, dtype=np.float64) * step
         moved = np.zeros((2, len(ends)))  # from disk, to the device
-        for group_id, (ids, host_slots) in enumerate(zip(absent, self._host_slots(hit, absent), strict=True)):
+        for group_id, (ids, below) in enumerate(zip(absent, self._below(hit, absent), strict=True)):
             if len(ids):
                 # The first prefix that needs each block.
                 places = ids * self._groups[group_id].block_size // step + 1 - start
                 places = np.ones_like(places) if self._groups[group_id].forgets else places
-                for row, num_bytes in enumerate(self._to_move(hit, group_id, ids, host_slots)):
+                for row, num_bytes in enumerate(self._to_move(hit, group_id, ids, below)):
                     moved[row] += np.bincount(places, num_bytes, len(ends))
         disk_bytes, device_bytes = moved.cumsum(axis=1)
-        queued_disk_bytes = self._disk_reads.queued_bytes + self._transfers.pending_bytes(Route.DISK_TO_HOST)
+        queued_disk_bytes = self._residency.lower.queued_read_bytes()
         queued_device_bytes = self._uploads.queued_to_upload + self._transfers.pending_bytes(Route.HOST_TO_DEVICE)
         for group_id, memory in enumerate(self._memories):
             num_read, num_copied = self._backlogs.num_queued(group_id)
@@ -177,19 +169,18 @@ class Promoter:
     def keep_warm(self, hit: Hit) -> None:
         """Make the hit's host blocks the last to be evicted there: they are wanted, only not yet. Not those of a hit
         that is out of date, which have been."""
-        host = self._residency.host
-        if host is None or hit.as_of != self._residency.num_changes:
+        if hit.as_of != self._residency.num_changes:
             return
-        for group_id, (slots, needed) in enumerate(zip(hit.host_slots, self.needed(hit.num_tokens), strict=True)):
-            host.pools[group_id].refresh(slots[slots != ABSENT][::-1])
+        for group_id, (places, needed) in enumerate(zip(hit.below, self.needed(hit.num_tokens), strict=True)):
+            self._residency.lower.keep(group_id, places)
             self._refreshes.add(hit.chain, group_id, self._groups[group_id].block_size, needed)
         self._refreshes.go_on()
 
     def pump(self, window: int) -> None:
         """Go on with what is queued, and end promotions whose time is over."""
+        self._residency.lower.poll()
         if self._waiting:
             self._start_more(window)
-        self._disk_reads.pump(window)
         self._uploads.pump()
         self._refreshes.go_on()
         if not self._waiting:
@@ -197,8 +188,6 @@ class Promoter:
             return
         now = self._clock()
         for promotion in [late for late in self._waiting if late.deadline is not None and late.deadline <= now]:
-            if any(upload.disk_read is not None for upload in promotion.waiting):
-                self._disk_reads.hung()
             if self._uploads.hang(promotion.waiting):
                 self._uploads_hang()
             self.give_up(promotion, Reason.DEADLINE)
@@ -235,10 +224,9 @@ class Promoter:
         for group_id in range(len(self._groups) if promotion.start else 0):
             self._refresh_device(promotion, group_id, range(promotion.num_tokens // self._groups[group_id].block_size))
 
-    def num_leases(self, tier: SlotTier, group_id: int) -> int:
-        """Leases that blocks to come hold on a pool, beside those of the promotions that wait for them."""
-        num_leases = self._uploads.num_leases(tier, group_id)
-        return num_leases if tier is self._residency.device else num_leases + self._backlogs.num_host_leases(group_id)
+    def num_leases(self, group_id: int) -> int:
+        """Leases that blocks to come hold on device slots, beside those of the promotions that wait for them."""
+        return self._uploads.num_leases(group_id)
 
     def num_waiting_leases(self, group_id: int) -> int:
         """Leases on device slots that belong to promotions not done yet."""
@@ -274,32 +262,30 @@ class Promoter:
         parts = self.needed(hit.num_tokens, hit.start)
         return [found[part.start - needed.start :] for (found, needed), part in zip(whole, parts, strict=True)]
 
-    def _host_slots(self, hit: Hit, blocks: Sequence[BlockIds]) -> list[npt.NDArray[np.int32]]:
-        """For each group the host slots of these blocks of the hit, none of them on the device; ABSENT for others."""
-        host, result = self._residency.host, []
-        is_fresh = hit.as_of == self._residency.num_changes
-        for group_id, (ids, needed) in enumerate(zip(blocks, self.needed(hit.num_tokens), strict=True)):
-            if host is None:
-                result.append(np.full(len(ids), ABSENT, np.int32))
-            elif is_fresh:
-                result.append(hit.host_slots[group_id][ids - needed.start])
-            else:
-                result.append(host.pools[group_id].find_all(_names(hit.chain, self._groups[group_id].block_size, ids)))
-        return result
+    def _below(self, hit: Hit, blocks: Sequence[BlockIds]) -> list[Places]:
+        """For each group where below these blocks of the hit are, none of them on the device. What was found, and is
+        nowhere any more, is looked for on disk."""
+        if hit.as_of == self._residency.num_changes:
+            whole = zip(hit.below, blocks, self.needed(hit.num_tokens), strict=True)
+            return [places[ids - needed.start] for places, ids, needed in whole]
+        return [
+            self._residency.lower.find(group_id, names_of(hit.chain, group, ids))
+            for group_id, (group, ids) in enumerate(zip(self._groups, blocks, strict=True))
+        ]
 
     def _are_coming(self, hit: Hit, group_id: int, ids: BlockIds) -> npt.NDArray[np.bool_]:
         """For each of these blocks of the hit whether it will have a slot on the device without this hit's doing."""
         coming = self._backlogs.coming(hit.chain, group_id, ids)
         if self._uploads.any(group_id):
-            coming |= self._uploads.are_coming(group_id, _names(hit.chain, self._groups[group_id].block_size, ids))
+            coming |= self._uploads.are_coming(group_id, names_of(hit.chain, self._groups[group_id], ids))
         return coming
 
     def _to_move(
-        self, hit: Hit, group_id: int, ids: BlockIds, host_slots: npt.NDArray[np.int32]
+        self, hit: Hit, group_id: int, ids: BlockIds, below: Places
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """For each of the blocks, none on the device, the bytes to read from disk and those to copy to the device."""
         block_bytes = self._memories[group_id].block_bytes
-        disk_bytes = np.where(host_slots == ABSENT, block_bytes, 0)
+        disk_bytes = np.where(below < 0, block_bytes, 0)
         device_bytes = np.full(len(ids), block_bytes)
         coming = self._are_coming(hit, group_id, ids)  # counted with what is queued, which it waits for
         disk_bytes[coming] = np.minimum(disk_bytes[coming], 1)
@@ -334,7 +320,7 @@ class Promoter:
             hit = replace(
                 hit,
                 device_slots=[slots[:end] for slots, end in zip(hit.device_slots, ends, strict=True)],
-                host_slots=[slots[:end] for slots, end in zip(hit.host_slots, ends, strict=True)],
+                below=[places[:end] for places, end in zip(hit.below, ends, strict=True)],
             )
             return hit if longest == hit.num_tokens else replace(hit, num_tokens=longest, partial=None)
         longest = max(hit.start, longest_hit(max(0, num_tokens), self._groups, first_hole))
@@ -351,7 +337,7 @@ class Promoter:
             absent = _absent(found, needed)
             self._residency.device.pools[group_id].lease(found[found != ABSENT] if len(absent) else found)
             if len(absent) and self._uploads.any(group_id):
-                names = _names(promotion.chain, self._groups[group_id].block_size, absent)
+                names = names_of(promotion.chain, self._groups[group_id], absent)
                 coming = self._uploads.are_coming(group_id, names)
                 joined = [self._uploads.find(group_id, names[place]) for place in np.flatnonzero(coming).tolist()]
                 self._join(promotion, group_id, absent[coming], [upload for upload in joined if upload is not None])
@@ -374,7 +360,7 @@ class Promoter:
             pool.lend([source])
         if all(pool.num_free > 0 for pool in pools):
             for group_id, source in enumerate(sources):
-                target = self._residency.take(self._residency.device, group_id, 1, window)
+                target = self._residency.device.take(group_id, 1, window)
                 assert target is not None, "fewer free slots than a moment ago"
                 self._memories[group_id].copy(source, target[0])
                 promotion.tables[group_id].append(target[0])
@@ -384,7 +370,7 @@ class Promoter:
         if promotion.num_copied and hit.partial.is_used_up:
             for group_id, (pool, source) in enumerate(zip(pools, sources, strict=True)):
                 if pool.is_free(source):
-                    self._residency.evict(self._residency.device, group_id, [source])
+                    self._residency.device.evict(group_id, [source])
 
     def _start_more(self, window: int) -> None:
         """Put more of the backlogs under way, those first that began first."""
@@ -411,16 +397,17 @@ class Promoter:
         """Put the first blocks of a backlog under way; how many left it."""
         group_id, ids = self._backlogs.first(promotion, most)
         pool = self._residency.device.pools[group_id]
-        here = pool.find_all(_names(promotion.chain, self._groups[group_id].block_size, ids))
+        names = names_of(promotion.chain, self._groups[group_id], ids)
+        here = pool.find_all(names)
         if (here != ABSENT).any():  # they were computed meanwhile
             self._use(promotion, group_id, ids[here != ABSENT], here[here != ABSENT])
             return int(np.count_nonzero(here != ABSENT))
         if pool.num_free < 0:  # copies down lease some of what is reserved, for a moment
             return 0
         sources, wanted = self._backlogs.take(promotion, group_id, ids)
-        taken = self._residency.take(self._residency.device, group_id, len(ids), window)
+        taken = self._residency.device.take(group_id, len(ids), window)
         assert taken is not None, "fewer slots are free than were reserved"
-        uploads = self._uploads.start(promotion.chain, group_id, ids.tolist(), taken, sources.tolist())
+        uploads = self._uploads.start(group_id, names, taken, sources)
         for waiter, is_wanted in wanted:
             joined = uploads
             if not is_wanted.all():
@@ -428,6 +415,8 @@ class Promoter:
             self._join(waiter, group_id, ids[is_wanted], joined)
             if waiter is not promotion:
                 self._come_as_usual(waiter)
+        if any(upload.host_slot is None for upload in uploads):  # not all is in host memory after all
+            self._come_as_usual(promotion)
         if promotion in self._kept_back:
             self._kept_back[promotion] += uploads
         else:
@@ -436,9 +425,7 @@ class Promoter:
 
     def _use(self, promotion: Promotion, group_id: int, ids: BlockIds, slots: npt.NDArray[np.int32]) -> None:
         """Blocks of backlogs are on the device, in these slots."""
-        sources, wanted = self._backlogs.take(promotion, group_id, ids)
-        if self._residency.host is not None:
-            self._residency.host.pools[group_id].release(sources[sources != ABSENT][::-1])
+        wanted = self._backlogs.discard(promotion, group_id, ids)
         for waiter, is_wanted in wanted:
             self._residency.device.pools[group_id].lease(slots[is_wanted])
             np.frombuffer(waiter.tables[group_id], np.int32)[ids[is_wanted]] = slots[is_wanted]
@@ -458,9 +445,7 @@ class Promoter:
         for block_id, upload in zip(ids.tolist(), uploads, strict=True):
             upload.waiters.append((promotion, block_id))
 
-    def _note_depths(
-        self, promotion: Promotion, blocks: Sequence[BlockIds], host_slots: Sequence[npt.NDArray[np.int32]]
-    ) -> None:
+    def _note_depths(self, promotion: Promotion, blocks: Sequence[BlockIds], below: Sequence[Places]) -> None:
         """Where the blocks come from: those that are under way already, and those of the backlog."""
         depths = np.frombuffer(promotion.depths, np.uint8)
         by_name = [
@@ -469,12 +454,12 @@ class Promoter:
             for w, block_id in a.waiters
             if w is promotion
         ]
-        for group_id, (group, ids, slots) in enumerate(zip(self._groups, blocks, host_slots, strict=True)):
+        for group_id, (group, ids, places_below) in enumerate(zip(self._groups, blocks, below, strict=True)):
             joined = [(block_id, depth) for block_id, joined_group, depth in by_name if joined_group == group_id]
             all_ids = np.concatenate([ids, np.array([block_id for block_id, _ in joined], np.int64)])
             sources = np.concatenate(
                 [
-                    np.where(slots == ABSENT, Tier.DISK.depth, Tier.HOST.depth).astype(np.uint8),
+                    np.where(places_below < 0, Tier.DISK.depth, Tier.HOST.depth).astype(np.uint8),
                     np.array([depth for _, depth in joined], np.uint8),
                 ]
             )
@@ -558,11 +543,3 @@ class Promoter:
 def _absent(found: npt.NDArray[np.int32], needed: range) -> BlockIds:
     """Those of the needed blocks that are not on the device, where they were found or not."""
     return needed.start + np.flatnonzero(found == ABSENT)
-
-
-def _names(chain: BlockChain, block_size: int, ids: BlockIds) -> Sequence[BlockName]:
-    """The names of these blocks, which are in order."""
-    if len(ids) and int(ids[-1]) - int(ids[0]) == len(ids) - 1:
-        return chain.names_of(block_size, range(int(ids[0]), int(ids[-1]) + 1))
-    step = block_size // chain.block_size
-    return [chain.names[(i + 1) * step - 1] for i in ids.tolist()]

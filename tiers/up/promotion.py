@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.tiers.lower.lower_tiers import Fetch, Places
 from kvtier.tiers.lower.statistics import TokenBalance
-from kvtier.tiers.lower.tenants import NOBODY
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.tiers.up.disk_reads import DiskRead
 from kvtier.transfer.layer_gate import LayerGate
 
 NO_SLOT = -1  # in a table: this block is not needed by this group, and never read
@@ -67,10 +66,10 @@ class Hit:
     num_tokens: int  # of them found
     misses: Misses
     partial: PartialHit | None = None
-    # For each group the slots of the blocks it needs on the device, and in host memory of those that are not there,
-    # ABSENT for those elsewhere, and as of which `Residency.num_changes`.
+    # For each group the slots of the blocks it needs on the device, ABSENT for those elsewhere; for these where below;
+    # and as of which `Residency.num_changes`.
     device_slots: Sequence[npt.NDArray[np.int32]] = ()
-    host_slots: Sequence[npt.NDArray[np.int32]] = ()
+    below: Sequence[Places] = ()
     as_of: int = -1
     start: int = 0  # of a split hit: tokens before it that are not on the device are computed, not loaded
 
@@ -151,8 +150,8 @@ class Upload:
     name: BlockName
     device_slot: int
     source: Tier
-    host_slot: int | None = None  # leased, once there is one
+    fetch: Fetch  # which leases it in host memory
+    place: int  # in that
+    host_slot: int | None = None  # once it is there
     digest: bytes = b""  # of the bytes in the host slot
-    disk_read: DiskRead | None = None  # while it has to come from disk
-    tenant: bytes = NOBODY  # whose host memory a read from disk has made fuller
     waiters: list[tuple[Promotion, int]] = field(default_factory=list)  # with the block's place in the table

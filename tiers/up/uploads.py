@@ -7,13 +7,13 @@ from itertools import groupby, islice, takewhile
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.store.record import Fault, digest_among
+from kvtier.store.record import digest_among
 from kvtier.tiers.device.block_pool import ABSENT
-from kvtier.tiers.lower.residency import Residency, SlotTier
-from kvtier.tiers.naming.block_hash import BlockChain, BlockName
-from kvtier.tiers.naming.groups import AttentionGroup
+from kvtier.tiers.lower.lower_tiers import Fetch
+from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.tiers.up.disk_reads import DiskRead, DiskReads, blocks_in_batch
+from kvtier.tiers.residency import Residency
+from kvtier.tiers.up.backlog import Source
 from kvtier.tiers.up.layered_upload import LayeredUpload
 from kvtier.tiers.up.promotion import Upload
 from kvtier.transfer.block_memory import BlockMemory
@@ -21,9 +21,16 @@ from kvtier.transfer.lane import Transfer
 from kvtier.transfer.layer_gate import LayerGate
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
+BATCH_BYTES = 4 << 20  # for each copier: small enough that reading, verifying and uploading overlap
+BATCH_BLOCKS = 32  # at most, so that taking in what became of them is short
 MOST_PARTS = 8  # that blocks come in layer by layer: an eighth of the copy is all that computing has to wait for
 BY_LAYERS_BYTES = 4 << 20  # less is there before computing could begin
 LATE_S = 1.0  # a copy to the device that made a deadline pass is on its lane for so long
+
+
+def blocks_in_batch(memory: BlockMemory) -> int:
+    """How many blocks to verify and copy up in one go."""
+    return min(BATCH_BLOCKS, max(1, memory.num_copiers * BATCH_BYTES // memory.block_bytes))
 
 
 def verify_blocks(memory: BlockMemory, host_slots: Sequence[int], digests: Sequence[bytes]) -> list[bool]:
@@ -54,24 +61,21 @@ class Uploads:
 
     def __init__(
         self,
-        groups: Sequence[AttentionGroup],
         residency: Residency,
         memories: Sequence[BlockMemory],
         transfers: TransferEngine,
-        disk_reads: DiskReads,
         resolved: Callable[[Upload, Reason | None], None],
         clock: Callable[[], float],
     ) -> None:
-        self._groups = groups
         self._residency = residency
         self._memories = memories
         self._transfers = transfers
-        self._disk_reads = disk_reads
         self._resolved = resolved
         self._clock = clock
-        self._uploads: list[dict[BlockName, Upload]] = [{} for _ in groups]
+        self._uploads: list[dict[BlockName, Upload]] = [{} for _ in memories]
+        self._coming: dict[Source, Upload] = {}  # those that are not in host memory yet
         self._to_upload: OrderedDict[Upload, None] = OrderedDict()
-        self._num_to_upload = [0 for _ in groups]
+        self._num_to_upload = [0 for _ in memories]
         self._to_verify: deque[tuple[LayeredUpload, list[Upload]]] = deque()
         self._on_lane: dict[Upload, float] = {}  # and since when
         self._hanging: set[Upload] = set()
@@ -92,31 +96,33 @@ class Uploads:
         return np.fromiter(map(self._uploads[group_id].__contains__, names), np.bool_, len(names))
 
     def start(
-        self,
-        chain: BlockChain,
-        group_id: int,
-        block_ids: Sequence[int],
-        device_slots: Sequence[int],
-        host_slots: Sequence[int],
+        self, group_id: int, names: Sequence[BlockName], device_slots: Sequence[int], sources: Sequence[Source]
     ) -> list[Upload]:
-        """Put blocks under way from *host_slots* (ABSENT: from disk) into *device_slots*; the leases on both become the
-        transfers'. What is in host memory waits for `copy_up`."""
-        step = self._groups[group_id].block_size // chain.block_size
-        uploads, under_way, from_disk = [], self._uploads[group_id], []
-        for block_id, device_slot, host_slot in zip(block_ids, device_slots, host_slots, strict=True):
-            name = chain.names[(block_id + 1) * step - 1]
+        """Put blocks under way from their *sources* into *device_slots*; the leases on both become the transfers'. What
+        is in host memory waits for `copy_up`."""
+        uploads, under_way = [], self._uploads[group_id]
+        for name, device_slot, (fetch, place) in zip(names, device_slots, sources, strict=True):
+            host_slot = fetch.slots.item(place)
             if host_slot == ABSENT:
-                upload = Upload(group_id, name, device_slot, Tier.DISK)
-                from_disk.append(block_id)
+                upload = Upload(group_id, name, device_slot, Tier.DISK, fetch, place)
+                self._coming[fetch, place] = upload
             else:
-                known = self._residency.host_blocks[group_id].digest(host_slot)
-                upload = Upload(group_id, name, device_slot, Tier.HOST, host_slot, digest=known)
+                digest = fetch.digest(place)
+                upload = Upload(group_id, name, device_slot, Tier.HOST, fetch, place, host_slot, digest)
             under_way[name] = upload
             uploads.append(upload)
-        if from_disk:
-            for disk_read in self._disk_reads.join(chain, group_id, from_disk, self, self._landed_in_host):
-                under_way[disk_read.name].disk_read = disk_read
         return uploads
+
+    def landed(self, fetch: Fetch, place: int, failure: Reason | None) -> None:
+        """A block has come to host memory, or never will."""
+        upload = self._coming.pop((fetch, place), None)
+        if upload is None:
+            return  # it is still in a backlog
+        if failure is not None:
+            self._resolve([upload], failure)
+            return
+        upload.host_slot, upload.digest = fetch.slots.item(place), fetch.digest(place)
+        self.copy_up([upload])
 
     def copy_up(self, uploads: Iterable[Upload]) -> None:
         """Have those of these blocks that are in host memory copied to the device, in their turn."""
@@ -133,7 +139,7 @@ class Uploads:
         """
         num_parts = min(MOST_PARTS, max(self._memories[upload.group_id].num_layers for upload in uploads))
         num_bytes = sum(self._memories[upload.group_id].block_bytes for upload in uploads)
-        if num_bytes < BY_LAYERS_BYTES or any(a.source is not Tier.HOST for a in uploads):
+        if num_bytes < BY_LAYERS_BYTES or any(upload.host_slot is None for upload in uploads):
             return None
         layered = LayeredUpload(uploads, self._memories, num_parts)
         if self._to_upload or not self._transfers.submit(
@@ -160,8 +166,8 @@ class Uploads:
         """Nobody waits for these blocks any more. What is not being copied up gives its device slot back now: a read,
         however slow, needs only the host slot."""
         dropped = [upload for upload in unwanted if upload not in self._on_lane]
-        self._disk_reads.leave([a.disk_read for a in dropped if a.disk_read is not None], self)
         for upload in dropped:
+            self._coming.pop((upload.fetch, upload.place), None)
             if upload in self._to_upload:
                 del self._to_upload[upload]
                 self._num_to_upload[upload.group_id] -= 1
@@ -183,13 +189,9 @@ class Uploads:
         # Other threads of the lane may be well; if it is full, something on it comes back or nothing ever will.
         self._transfers.submit(Route.HOST_TO_DEVICE, lambda: None, 0, lambda transfer: self._moved())
 
-    def num_leases(self, tier: SlotTier, group_id: int) -> int:
-        """Leases that blocks under way hold on a pool, beside those of the promotions that wait for them."""
-        hanging = (upload for upload in self._hanging if upload.group_id == group_id)
-        uploads = [*self._uploads[group_id].values(), *hanging]
-        if tier is self._residency.device:
-            return len(uploads)
-        return sum(upload.host_slot is not None for upload in uploads)
+    def num_leases(self, group_id: int) -> int:
+        """Leases that blocks under way hold on device slots, beside those of the promotions that wait for them."""
+        return len(self._uploads[group_id]) + sum(upload.group_id == group_id for upload in self._hanging)
 
     def check(self) -> None:
         """Raise AssertionError if a block under way can be found already."""
@@ -260,52 +262,32 @@ class Uploads:
             for batch in self._batches(list(outcomes)):
                 self._came_to_device(batch, [outcomes[upload] for upload in batch])
 
-    def _landed_in_host(self, disk_read: DiskRead, failure: Reason | None) -> None:
-        upload = self._uploads[disk_read.group_id][disk_read.name]
-        upload.disk_read = None
-        if failure is not None or disk_read.host_slot is None or self._residency.host is None:
-            self._resolve([upload], failure or Reason.FAILED)
-            return
-        self._residency.host.pools[upload.group_id].lease([disk_read.host_slot])
-        upload.host_slot, upload.digest = disk_read.host_slot, disk_read.digest
-        upload.tenant = disk_read.origin.tenant
-        self.copy_up([upload])
-
     def _uploaded(self, batch: Sequence[Upload], transfer: Transfer) -> None:
         self._moved()
         self._came_to_device(batch, transfer.result if transfer.error is None else [None] * len(batch))
 
     def _came_to_device(self, batch: Sequence[Upload], outcomes: Sequence[bool | None]) -> None:
         """*outcomes*: whether a block's bytes are right; None if its copy failed."""
-        host, group_id = self._residency.host, batch[0].group_id
-        assert host is not None, "a block was uploaded without a host tier"
+        group_id = batch[0].group_id
         good = [upload for upload, is_good in zip(batch, outcomes, strict=True) if is_good]
-        in_host = host.pools[group_id].find_all([upload.name for upload in good]).tolist()
-        found = [(upload, slot) for upload, slot in zip(good, in_host, strict=True) if slot != ABSENT]
-        tenant_in = self._residency.host_blocks[group_id].tenant
-        for row in _rows([upload for upload, _ in found]):  # the others were evicted on purpose
-            tenants = [tenant_in(slot) for _, slot in found[: len(row)]]
-            del found[: len(row)]
-            self._publish(row, tenants)
+        for row in _rows(good):
+            self._publish(row)
         self._resolve(good, None)
         for upload, is_good in zip(batch, outcomes, strict=True):
             if is_good is None:
                 self._resolve([upload], Reason.FAILED)
             elif not is_good:
-                host.corrupt[Fault.CORRUPT.value] += 1
-                assert upload.host_slot is not None, "a block was uploaded from no slot"
-                self._residency.evict(host, group_id, [upload.host_slot])
+                self._residency.lower.forget(group_id, [upload.name])
                 self._resolve([upload], Reason.CORRUPT)
-        for tenant in {upload.tenant for upload in batch}:  # what came from disk has made host memory fuller
-            self._residency.keep_quota(group_id, tenant)
 
-    def _publish(self, row: Sequence[Upload], tenants: Sequence[bytes]) -> None:
+    def _publish(self, row: Sequence[Upload]) -> None:
         """A row of one chain's blocks is on the device: name them, or let those who waited use the ones that were
         computed meanwhile."""
         promotion, block_id = row[0].waiters[0] if row[0].waiters else (None, 0)
         chain = None if promotion is None else promotion.chain
         slots = [upload.device_slot for upload in row]
         names = [upload.name for upload in row]
+        tenants = [upload.fetch.tenant(upload.place) for upload in row]
         used = self._residency.came_up(row[0].group_id, slots, names, tenants, chain, block_id)
         pool = self._residency.device.pools[row[0].group_id]
         for upload, slot in zip(row, used, strict=True):
@@ -323,19 +305,19 @@ class Uploads:
 
     def _end(self, uploads: Sequence[Upload]) -> None:
         """These are under way no more: the transfers' leases end, on host memory's tails first."""
-        host, device = self._residency.host, self._residency.device
+        fetched: dict[Fetch, list[int]] = {}
+        for upload in reversed(uploads):
+            if upload in self._hanging:
+                self._hanging.remove(upload)
+            else:
+                del self._uploads[upload.group_id][upload.name]
+            self._on_lane.pop(upload, None)
+            fetched.setdefault(upload.fetch, []).append(upload.place)
+        for fetch, places in fetched.items():
+            fetch.release(places)
         for group_id in {upload.group_id for upload in uploads}:
-            ended = [upload for upload in uploads if upload.group_id == group_id]
-            for upload in ended:
-                if upload in self._hanging:
-                    self._hanging.remove(upload)
-                else:
-                    del self._uploads[group_id][upload.name]
-                self._on_lane.pop(upload, None)
-            host_slots = [upload.host_slot for upload in reversed(ended) if upload.host_slot is not None]
-            if host is not None:
-                host.pools[group_id].release(host_slots)
-            device.pools[group_id].release([upload.device_slot for upload in ended])
+            pool = self._residency.device.pools[group_id]
+            pool.release([upload.device_slot for upload in uploads if upload.group_id == group_id])
 
 
 def _group_of(upload: Upload) -> int:

@@ -82,7 +82,7 @@ def test_a_request_that_began_early_can_be_aborted_whatever_came_of_that(
         llm.core.cache.flush(20.0)
         push_down(llm, prompt, Tier.DEVICE)
         core = llm.core
-        host = core.cache._residency.host
+        host = core.cache.lower.index.host
         assert host is not None
         if how == "a block is damaged":  # found on disk then: the request is parked a second time
             (slot,) = host.pools[0].find_all(chain_of(llm, prompt).names[3:4]).tolist()
@@ -143,7 +143,7 @@ def test_what_was_computed_on_a_damaged_block_counts_for_nothing(tmp_path: Path,
     with LLM(model, without_disk(tmp_path), byte_tokenizer()) as llm:
         llm.generate(prompt, GREEDY)
         push_down(llm, prompt, Tier.DEVICE)
-        for slot in llm.core.cache._residency.host.pools[0].find_all(chain_of(llm, prompt).names)[3:4].tolist():
+        for slot in llm.core.cache.lower.index.host.pools[0].find_all(chain_of(llm, prompt).names)[3:4].tolist():
             llm.core._memories[0].host_block(slot)[3] ^= 1
         waits.clear()
         done = llm.generate(prompt, GREEDY)[0]

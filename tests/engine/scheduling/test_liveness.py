@@ -25,8 +25,8 @@ from kvtier.engine.scheduling.scheduler import ROOM_SHARE, SETTLE_S, Scheduler, 
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.cache import TieredCache
-from kvtier.tiers.down.spiller import PATIENCE_S
 from kvtier.tiers.lower.breaker import HUNG_S, BreakerState
+from kvtier.tiers.lower.copies import PATIENCE_S
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tier import Tier
@@ -169,9 +169,9 @@ class Engine(HangingWorld):
             self.cache.unpin(pin)
 
     def free(self) -> list[int]:
-        residency = self.cache._residency
-        assert residency.host is not None
-        return [pool.num_slots - pool.num_free for pool in (*residency.device.pools, *residency.host.pools)]
+        assert self.host is not None
+        pools = (*self.cache.residency.device.pools, *self.host.pools)
+        return [pool.num_slots - pool.num_free for pool in pools]
 
 
 def whole_day(fault: Fault | None, by_layers: bool) -> Engine:
@@ -227,7 +227,7 @@ def live_through(fault: Fault, by_layers: bool) -> Engine:
 
 def see_that_it_still_serves(engine: Engine, fault: Fault) -> None:
     """What works is used: a document that everybody has asked for comes from where it is."""
-    disk = engine.cache._residency.disk
+    disk = engine.index.disk
     assert disk is not None
     has_threads = fault.num_threads > 1
     engine.clock.now += 2 * HUNG_S
@@ -235,7 +235,7 @@ def see_that_it_still_serves(engine: Engine, fault: Fault) -> None:
         engine.step()
     if fault.route is not Route.DISK_TO_HOST or has_threads:
         assert disk.reading.state is BreakerState.CLOSED
-    assert engine.cache._residency.is_cut_off == (fault.route is Route.HOST_TO_DEVICE and not has_threads)
+    assert engine.cache.residency.is_cut_off == (fault.route is Route.HOST_TO_DEVICE and not has_threads)
     asked = engine.ask("a")
     while asked.first_token_at is None:
         engine.step()
@@ -265,7 +265,7 @@ def see_that_it_ends(engine: Engine) -> None:
         engine.settle()
     engine.check()
     assert engine.free() == [0, 0], "a lease was lost"
-    assert not engine.cache._residency.is_cut_off
+    assert not engine.cache.residency.is_cut_off
     assert engine.cache.close()
 
 
@@ -397,7 +397,7 @@ def only_on_disk(engine: Engine, *documents: str) -> None:
     engine.flush()
     for document in documents:
         chain = engine.chain(document, DOCUMENT)
-        engine.cache.evict_blocks(chain.names)
+        engine.evict_blocks(chain.names)
         assert set(engine.cache.where(chain)) == {Tier.DISK}
 
 
@@ -409,7 +409,7 @@ def test_a_read_that_hangs_is_waited_for_once() -> None:
 
     first = wait_for(engine, "a")
     without_answers(engine, 3.0)
-    engine.cache.evict_blocks(engine.names("a", DOCUMENT))
+    engine.evict_blocks(engine.names("a", DOCUMENT))
     later = wait_for(engine, "b", "a", "c")
 
     assert first[0] == pytest.approx(LOAD_TIMEOUT_S, abs=0.5)
@@ -438,7 +438,7 @@ def test_what_a_read_that_hung_brings_after_all_is_in_host_memory() -> None:
     assert engine.cache.where(chain) == [Tier.HOST] * 6
     engine.check()
     without_answers(engine, 2.0)
-    engine.cache.evict_blocks(chain.names)
+    engine.evict_blocks(chain.names)
     assert engine.cache.where(chain) == [Tier.DISK] * 6
 
 
@@ -449,7 +449,7 @@ def test_a_write_that_hangs_keeps_no_load_from_a_disk_that_reads_well() -> None:
     for document in "cdefghijklmnop":  # until host memory is full of what is not on disk
         wait_for(engine, document)
     without_answers(engine, 2.0)
-    host = engine.cache._residency.host
+    host = engine.index.host
     assert host is not None
     assert len(host.dirty[0]) >= host.pools[0].num_slots - 6
 
@@ -509,9 +509,9 @@ def test_a_prefix_that_never_arrives_stops_a_step_that_began_with_it_for_a_momen
     engine = Engine(by_layers=True)
     wait_for(engine, "a")
     engine.flush()
-    residency = engine.cache._residency
+    residency = engine.cache.residency
     slots = residency.device.pools[0].find_all(engine.names("a", DOCUMENT))
-    residency.evict(residency.device, 0, slots)
+    residency.device.evict(0, slots)
     lane = engine.lanes[Route.HOST_TO_DEVICE]
     lane.num_threads, lane.hangs = 1, frozenset([lane.num_submitted])
 

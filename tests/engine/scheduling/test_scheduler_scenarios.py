@@ -21,8 +21,8 @@ from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.scheduler import Scheduler, Work
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers.lower.events import BlockStored, EventLog
 from kvtier.tiers.naming.block_hash import BlockChain
+from kvtier.tiers.naming.events import BlockStored, EventLog
 from kvtier.tiers.naming.groups import AttentionGroup, FullAttention, SlidingWindow
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.transfer.transfer_engine import Route
@@ -63,7 +63,7 @@ class Machine(World):
         )
         self.tokenizer = byte_tokenizer()
         self.answers = count(1_000_000)
-        self.pools = self.cache._residency.device.pools
+        self.pools = self.cache.residency.device.pools
 
     def ask(self, prompt: Sequence[int], max_tokens: int = 40, reads_cache: bool = True) -> Request:
         chain = BlockChain(self.cache.block_size)
@@ -124,17 +124,17 @@ class Machine(World):
     def push_out(self, request: Request, to: Tier = Tier.HOST) -> None:
         """Leave the request's full blocks in that tier only."""
         self.flush()
-        residency = self.cache._residency
-        assert residency.host is not None
+        residency, below = self.cache.residency, self.host
+        assert below is not None
         for group_id, pool in enumerate(self.pools):
             slots = [slot for name in request.chain.names if (slot := pool.find(name)) is not None]
-            residency.evict(residency.device, group_id, slots)
+            residency.device.evict(group_id, slots)
             if to is Tier.DISK:
-                host = residency.host.pools[group_id]
-                residency.evict(residency.host, group_id, [host.find(name) for name in request.chain.names])
+                host = below.pools[group_id]
+                below.evict(group_id, [host.find(name) for name in request.chain.names])
         if to is Tier.HOST and self.store is not None:
             self.store.delete(list(self.store.keys()))
-            self.cache._residency.disk.index.clear()
+            self.index.disk.index.clear()
         assert set(self.cache.where(request.chain)) == {to}
 
 
@@ -535,7 +535,7 @@ def test_while_room_is_made_for_a_hit_running_requests_go_on_and_nobody_overtake
 
 
 def rot_in_host(machine: Machine, request: Request, block_id: int) -> None:
-    host = machine.cache._residency.host
+    host = machine.index.host
     assert host is not None
     slot = host.pools[0].find(request.chain.names[block_id])
     assert slot is not None
@@ -565,7 +565,7 @@ def test_a_block_that_rotted_in_host_memory_comes_from_disk_instead() -> None:  
     machine = with_tiers()
     request = machine.answer(text(1, 96))
     machine.flush()
-    machine.cache._residency.evict(machine.cache._residency.device, 0, [0, 1, 2, 3, 4, 5])
+    machine.cache.residency.device.evict(0, [0, 1, 2, 3, 4, 5])
     rot_in_host(machine, request, 4)
     reader = machine.ask(text(1, 97), max_tokens=2)
 

@@ -150,7 +150,7 @@ def test_what_is_looked_up_again_after_a_damaged_block_is_not_split(model: PreTr
         for seed in range(10, 40):  # until the device has none of it
             add(core, prompt_of(seed, 200), max_tokens=1)
             finish(core)
-        host = core.cache._residency.host
+        host = core.cache.lower.index.host
         request = add(core, PROMPT)
         (slot,) = host.pools[0].find_all(request.chain.names[5:6]).tolist()
         core._memories[0].host_block(slot)[3] ^= 1

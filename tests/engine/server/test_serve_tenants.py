@@ -14,7 +14,7 @@ from small_models import VOCAB, build
 
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.tenancy import effective_salt
-from kvtier.tiers.lower.tenants import tenant_of
+from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Tier
 
 ANN, ANN_TOO, BOB, OPS = "sk-ann-1111", "sk-ann-2222", "sk-bob-3333", "sk-ops-4444"

@@ -109,7 +109,7 @@ def test_a_disk_that_fails_is_left_alone_and_tried_again_with_one_batch() -> Non
     w = world(store)
     for document in "abcdefgh":
         read(w, document)
-    disk = w.cache._residency.disk
+    disk = w.index.disk
     store.fails = True
     assert balance(read(w, "a"))[3] == DOCUMENT + 1
     for document in "bc":
@@ -191,7 +191,7 @@ def test_over_the_budget_only_what_is_used_again_is_written() -> None:
     w.flush()
     written = store.statistics().written_bytes_total
     assert written <= 40 * BLOCK_BYTES  # a day's, and what was begun
-    admission = w.cache._residency.admission
+    admission = w.index.admission
     assert admission is not None
     assert admission.statistics().num_refused >= 40
 
@@ -199,7 +199,7 @@ def test_over_the_budget_only_what_is_used_again_is_written() -> None:
     assert balance(read(w, "e")) == (0, 40, 0, 1)  # from host memory: used again
     w.flush()
 
-    assert all(store.contains(w.cache._residency.disk.key(0, name)) for name in w.names("e", DOCUMENT))
+    assert all(store.contains(w.index.disk.key(0, name)) for name in w.names("e", DOCUMENT))
     w.check()
 
 
@@ -212,7 +212,7 @@ def test_what_was_written_before_a_restart_counts() -> None:
 
     w = world(store, written_bytes_per_day=20 * BLOCK_BYTES)
 
-    assert w.cache._residency.disk.budget.left_bytes == 0
+    assert w.index.disk.budget.left_bytes == 0
 
 
 def test_copies_to_a_disk_that_fails_stop_and_begin_again() -> None:
@@ -221,7 +221,7 @@ def test_copies_to_a_disk_that_fails_stop_and_begin_again() -> None:
     w.lanes[Route.HOST_TO_DISK].failing = 1.0
     for document in "abcdef":
         read(w, document)
-    disk = w.cache._residency.disk
+    disk = w.index.disk
     assert disk.is_failing
     assert disk.index.num_blocks == 0
     w.lanes[Route.HOST_TO_DISK].failing = 0.0
@@ -250,7 +250,7 @@ def test_a_store_that_is_full_freezes_nothing_and_takes_blocks_as_soon_as_it_has
     store = FullStore(1000 * CHARGE)
     w = world(store, written_bytes_per_day=100 * BLOCK_BYTES)
     read(w, "a")
-    disk = w.cache._residency.disk
+    disk = w.index.disk
     store.is_full = True
     for document in "bcdefghi":
         read(w, document)  # nobody waits for room on disk

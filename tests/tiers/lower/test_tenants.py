@@ -10,9 +10,9 @@ from small_cache import BLOCK_BYTES, CHARGE, DOCUMENT, read
 
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.device.block_pool import BlockPool
-from kvtier.tiers.lower import residency
-from kvtier.tiers.lower.tenants import NOBODY, tenant_of, tenant_with
+from kvtier.tiers.lower import lower_index
 from kvtier.tiers.naming.groups import FullAttention
+from kvtier.tiers.naming.tenant import NOBODY, tenant_of, tenant_with
 from kvtier.tiers.naming.tier import Tier
 
 BLOCK_SIZE = 4
@@ -24,7 +24,7 @@ def world(host: Mapping[bytes, int], disk: Mapping[bytes, int], num_device_slots
     """A world in which the documents' salts, and so their names, are the tenants."""
     store = MemoryStore(1000 * CHARGE, quotas=disk)
     groups = [FullAttention(BLOCK_SIZE)]
-    return World(groups, [BLOCK_BYTES], num_device_slots, 60, store, random.Random(1), host_quotas=host)
+    return World(groups, [BLOCK_BYTES], num_device_slots, 60, store, random.Random(1), quotas=host)
 
 
 def push_out(w: World) -> None:
@@ -46,8 +46,8 @@ def test_blocks_count_for_their_tenant_in_every_tier() -> None:
     push_out(w)
     w.flush()
 
-    assert w.cache._residency.tenants.host_bytes[ANN] == NUM_BLOCKS * BLOCK_BYTES
-    assert w.cache._residency.tenants.host_bytes[BOB] == 5 * BLOCK_BYTES
+    assert w.index.quotas.num_bytes[ANN] == NUM_BLOCKS * BLOCK_BYTES
+    assert w.index.quotas.num_bytes[BOB] == 5 * BLOCK_BYTES
     tenants = w.store.statistics().tenants
     assert tenants[ANN] == NUM_BLOCKS * CHARGE
     assert tenants[BOB] == 5 * CHARGE
@@ -60,10 +60,10 @@ def test_over_its_quota_of_host_memory_a_tenant_loses_its_own_tails() -> None:
     read(w, "ann")
     push_out(w)
 
-    held = w.cache._residency.tenants.host_bytes
+    held = w.index.quotas.num_bytes
     assert held[ANN] == 4 * BLOCK_BYTES
     assert held[BOB] == NUM_BLOCKS * BLOCK_BYTES
-    host = w.cache._residency.host
+    host = w.index.host
     names = w.names("ann", DOCUMENT)
     assert [host.pools[0].find(name) is not None for name in names] == [True] * 4 + [False] * 6
     w.check()
@@ -79,8 +79,8 @@ def test_a_salt_that_came_and_went_leaves_nothing_behind() -> None:
 
 
 def test_a_tenants_own_blocks_are_looked_for_in_parts_of_the_hosts_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "QUOTA_PART", 5)
-    monkeypatch.setattr(residency, "MOST_SHED", 2)
+    monkeypatch.setattr(lower_index, "QUOTA_PART", 5)
+    monkeypatch.setattr(lower_index, "MOST_SHED", 2)
     looked_at: list[int] = []
     ordered = BlockPool.ordered
     monkeypatch.setattr(BlockPool, "ordered", lambda *a: [looked_at.append(a[2]), ordered(*a)][1])
@@ -94,7 +94,7 @@ def test_a_tenants_own_blocks_are_looked_for_in_parts_of_the_hosts_order(monkeyp
 
     assert set(looked_at) == {5}
     assert w.cache.statistics().host_tenants[ANN] == 4 * BLOCK_BYTES
-    host = w.cache._residency.host
+    host = w.index.host
     assert [host.pools[0].find(name) is not None for name in w.names("ann", DOCUMENT)] == [True] * 4 + [False] * 6
     w.check()
 
@@ -108,7 +108,7 @@ def test_over_its_quota_on_disk_too() -> None:
 
     assert w.store.statistics().tenants[ANN] == 4 * CHARGE
     assert w.store.statistics().tenants[BOB] == NUM_BLOCKS * CHARGE
-    keys = [w.cache._residency.disk.key(0, name) for name in w.names("ann", DOCUMENT)]
+    keys = [w.index.disk.key(0, name) for name in w.names("ann", DOCUMENT)]
     assert [w.store.contains(key) for key in keys] == [True] * 4 + [False] * 6
     w.check()
 
@@ -119,7 +119,7 @@ def test_a_quota_of_nothing_keeps_a_tenant_on_the_device() -> None:
     again = read(w, "ann")
     assert again.depths[: again.num_blocks].count(Tier.DEVICE.depth) == again.num_blocks == NUM_BLOCKS
     push_out(w)
-    assert w.cache._residency.tenants.host_bytes.get(ANN, 0) == 0
+    assert w.index.quotas.num_bytes.get(ANN, 0) == 0
     assert ANN not in w.store.statistics().tenants
     assert read(w, "ann").num_blocks < NUM_BLOCKS
 
@@ -129,15 +129,15 @@ def test_what_came_back_from_disk_counts_again() -> None:
     read(w, "ann")
     for number in range(12):
         read(w, f"other {number}")
-    assert w.cache._residency.tenants.host_bytes.get(ANN, 0) == 0
+    assert w.index.quotas.num_bytes.get(ANN, 0) == 0
 
     promotion = read(w, "ann")
 
     assert promotion.depths[: promotion.num_blocks].count(Tier.DISK.depth) == NUM_BLOCKS
-    assert w.cache._residency.tenants.host_bytes[ANN] == NUM_BLOCKS * BLOCK_BYTES
-    device = w.cache._residency.device.pools[0]
+    assert w.index.quotas.num_bytes[ANN] == NUM_BLOCKS * BLOCK_BYTES
+    device = w.cache.residency.device.pools[0]
     slots = [device.find(name) for name in w.names("ann", DOCUMENT)]
-    on_device = w.cache._residency.tenants.on_device(0, np.array([slot for slot in slots if slot is not None], np.intp))
+    on_device = w.cache.residency.owners(0, np.array([slot for slot in slots if slot is not None], np.intp))
     assert set(map(tenant_with, on_device.tolist())) == {ANN}
     w.check()
 
@@ -148,7 +148,7 @@ def test_a_chains_first_blocks_are_its_parents_on_disk() -> None:
     push_out(w)
     w.flush()
 
-    disk, names = w.cache._residency.disk, w.names("ann", DOCUMENT)
+    disk, names = w.index.disk, w.names("ann", DOCUMENT)
     parents = {key: row.parent for key, row in w.store._rows.items()}
     assert [parents[disk.key(0, name)] for name in names] == [b"", *(disk.key(0, name) for name in names[:-1])]
 
@@ -156,7 +156,7 @@ def test_a_chains_first_blocks_are_its_parents_on_disk() -> None:
 def test_what_a_tenant_has_too_much_goes_though_all_of_it_stands_in_the_last_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(residency, "MOST_SHED", 2)
+    monkeypatch.setattr(lower_index, "MOST_SHED", 2)
     w = world({ANN: 0}, {})
     read(w, "ann")
     push_out(w)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cuda_devices import CUDA_KINDS, GPU_0, CudaDevice, CudaKind
 
+from kvtier.tiers.lower.no_tiers import NoFetch
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.up.layered_upload import LayeredUpload
 from kvtier.tiers.up.promotion import Upload
@@ -48,7 +49,7 @@ class Watched(CpuMemory):
 
 def test_the_gate_of_a_layer_opens_behind_its_copy() -> None:
     memory = Watched()
-    upload = LayeredUpload([Upload(0, b"name", 2, Tier.HOST, 1)], [memory], NUM_LAYERS)
+    upload = LayeredUpload([Upload(0, b"name", 2, Tier.HOST, NoFetch(0, [b"name"]), 0, 1)], [memory], NUM_LAYERS)
     memory.gate = upload.gate
 
     upload.copy()
@@ -79,7 +80,8 @@ def test_compute_that_waits_for_a_layer_at_its_gate_finds_the_layer(kind: CudaKi
     with kind.opened() as cuda, opened(way, cuda) as (memory, blocks, lane, finished):
         for slot in range(NUM_SLOTS):
             memory.host_block(slot)[:] = content[slot].tobytes()
-        uploads = [Upload(0, bytes([slot]), 2 - slot, Tier.HOST, slot) for slot in range(NUM_SLOTS)]
+        fetch = NoFetch(0, [bytes([slot]) for slot in range(NUM_SLOTS)])
+        uploads = [Upload(0, bytes([i]), 2 - i, Tier.HOST, fetch, i, i) for i in range(NUM_SLOTS)]
         upload = LayeredUpload(uploads, [memory], NUM_LAYERS)
         assert lane.submit(Transfer(upload.copy, 1, lambda transfer: None))
 

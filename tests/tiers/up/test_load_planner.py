@@ -232,12 +232,10 @@ def test_demand_is_what_each_prefix_has_to_move() -> None:
     read(w, "a")
     w.flush()
     names = w.names("a", DOCUMENT)
-    w.cache._residency.evict(
-        w.cache._residency.device, 0, w.cache._residency.device.pools[0].find_all(names[4:]).tolist()
-    )
-    host = w.cache._residency.host
+    w.cache.residency.device.evict(0, w.cache.residency.device.pools[0].find_all(names[4:]).tolist())
+    host = w.index.host
     assert host is not None
-    w.cache._residency.evict(host, 0, host.pools[0].find_all(names[7:]).tolist())
+    host.evict(0, host.pools[0].find_all(names[7:]).tolist())
     hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
 
     demand = w.cache._promoter.demand(hit, w.cache.alignment)

@@ -5,18 +5,17 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.tiers.device.block_pool import NOTHING, Ids
 from kvtier.tiers.device.runs import Row
-from kvtier.tiers.lower.breaker import HUNG_S
-from kvtier.tiers.lower.residency import SlotTier
+from kvtier.tiers.device.slot_tier import SlotTier
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 BATCH_BYTES = 8 << 20
+PATIENCE_S = 1.0  # after which nobody waits for a copy any more
 
 
 def blocks_in_batch(block_bytes: int, num_copiers: int, most: int) -> int:
@@ -32,7 +31,6 @@ class Batch:
     group_id: int
     rows: Sequence[Row]
     upper_slots: Ids
-    spots: npt.NDArray[np.int64]  # of the upper slots: see `BlockPool.spots`
     submitted_at: float
     names: Sequence[BlockName] = field(init=False)
 
@@ -63,7 +61,7 @@ class Copies(Generic[AnyBatch]):
         self._transfers = transfers
         self._most_in_flight = most_in_flight
         self._clock = clock
-        self._ended_at = float("-inf")  # when a batch last did
+        self.ended_at = float("-inf")  # when a batch last did
         self.batches: list[AnyBatch] = []
 
     def start(self, batch: AnyBatch, work: Callable[[], object], deliver: Callable[[Transfer], None]) -> bool:
@@ -76,7 +74,7 @@ class Copies(Generic[AnyBatch]):
     def end(self, batch: AnyBatch) -> None:
         """The batch is over, whatever became of it: its upper slots go back to where they were in the order."""
         self.batches.remove(batch)
-        self._ended_at = self._clock()
+        self.ended_at = self._clock()
         self._upper.pools[batch.group_id].put_back(batch.upper_slots)
 
     def most(self, group_id: int, batch_blocks: int, num_lendable: int | None = None) -> int:
@@ -105,8 +103,4 @@ class Copies(Generic[AnyBatch]):
     def is_moving(self, since: float) -> bool:
         """Whether there are batches, and the first is no older than *since*, or others have got past it since then."""
         submitted = [batch.submitted_at for batch in self.batches]
-        return bool(submitted) and (min(submitted) > since or (max(submitted) > since and self._ended_at > since))
-
-    def hangs_since(self, began_at: float) -> bool:
-        """Whether no batch has ended for so long, nor since *began_at*, that of those under way none will."""
-        return max(began_at, self._ended_at) < self._clock() - HUNG_S
+        return bool(submitted) and (min(submitted) > since or (max(submitted) > since and self.ended_at > since))

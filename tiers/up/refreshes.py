@@ -4,10 +4,8 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import islice
 
-from kvtier.tiers.device.block_pool import ABSENT
-from kvtier.tiers.lower.residency import Residency
+from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.naming.block_hash import BlockChain
-from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 PART = 64  # blocks at once
 MOST_WAITING = 1 << 10  # parts of prefixes: beyond that the oldest are left out, which costs their recency only
@@ -28,9 +26,8 @@ class Refreshes:
     """A queue of prefixes, each gone through from its tail on, so that it is forgotten from there. Owned by the cache's
     thread."""
 
-    def __init__(self, residency: Residency, transfers: TransferEngine) -> None:
-        self._residency = residency
-        self._transfers = transfers
+    def __init__(self, lower: LowerTiers) -> None:
+        self._lower = lower
         self._waiting: deque[_Refresh] = deque(maxlen=MOST_WAITING)
 
     def add(self, chain: BlockChain, group_id: int, block_size: int, blocks: range, from_disk: bytes = b"") -> None:
@@ -54,18 +51,7 @@ class Refreshes:
                 )
 
     def _refresh(self, refresh: _Refresh, blocks: range) -> None:
-        host, disk, group_id = self._residency.host, self._residency.disk, refresh.group_id
         names = refresh.chain.names_of(refresh.block_size, blocks)[::-1]
-        if host is not None:
-            slots = host.pools[group_id].find_all(names)
-            in_host = slots[slots != ABSENT]
-            host.pools[group_id].refresh(in_host)
-            self._residency.used_in_host(group_id, in_host.tolist())
-        if disk is not None and refresh.from_disk:
-            step = refresh.block_size // refresh.chain.block_size
-            read = islice(refresh.from_disk, (blocks.start + 1) * step - 1, blocks.stop * step, step)
-            keys = [
-                disk.key(group_id, name) for name, was_read in zip(names, reversed(list(read)), strict=True) if was_read
-            ]
-            if keys:  # not done while the lane to disk is full
-                self._transfers.submit(Route.HOST_TO_DISK, lambda: disk.touch(keys), 0, lambda transfer: None)
+        step = refresh.block_size // refresh.chain.block_size
+        from_disk = islice(refresh.from_disk, (blocks.start + 1) * step - 1, blocks.stop * step, step)
+        self._lower.refresh(refresh.group_id, names, list(map(bool, from_disk))[::-1])

@@ -2,7 +2,7 @@
 
 import hashlib
 
-from kvtier.tiers.lower.ghosts import Ghosts
+from kvtier.tiers.device.ghosts import Ghosts
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.tier import Tier
 

@@ -4,14 +4,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
+from typing import Protocol
 
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt
+from kvtier.tiers.lower.clean_ahead import CleanAhead
 from kvtier.tiers.lower.disk_tier import DiskTier
-from kvtier.tiers.lower.residency import Residency
-from kvtier.tiers.lower.tenants import Origin, tenant_of
-from kvtier.tiers.naming.block_hash import BlockChain, BlockName
-from kvtier.tiers.naming.groups import AttentionGroup
+from kvtier.tiers.lower.lower_index import LowerIndex
+from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.named_blocks import NamedBlocks
+from kvtier.tiers.naming.tenant import Origin
 from kvtier.tiers.naming.tier import Reason
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
@@ -43,16 +45,18 @@ class DiskRead:
     """One block on its way from disk into host memory. While *waiters* are told of its end it leases *host_slot*."""
 
     group_id: int
-    block_id: int  # in every chain that has it
     name: BlockName
     origin: Origin
-    waiters: dict[object, "Waiter"] = field(default_factory=dict)  # by who waits
+    waiters: dict["Waiter", int] = field(default_factory=dict)  # and the block's place in what each waits for
     host_slot: int | None = None  # leased, once it is being read
     digest: bytes = b""  # of the bytes that landed
 
 
-Waiter = Callable[[DiskRead, Reason | None], None]
-"""Told that the block has landed (None), or why it never will."""
+class Waiter(Protocol):
+    """Who waits for reads."""
+
+    def landed(self, place: int, disk_read: DiskRead, failure: Reason | None) -> None:
+        """The block of that place has landed (None), or never will."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -75,70 +79,67 @@ class DiskReads:
 
     def __init__(
         self,
-        groups: Sequence[AttentionGroup],
-        residency: Residency,
+        index: LowerIndex,
         memories: Sequence[BlockMemory],
         transfers: TransferEngine,
-        clock: Callable[[], float],
+        windows: Sequence[CleanAhead],
         is_host_cleaned: Callable[[], bool],
+        clock: Callable[[], float],
     ) -> None:
-        """*is_host_cleaned*: whether copies to disk are under way that will leave host slots to read into."""
-        self._groups = groups
-        self._residency = residency
+        """*windows*: how far to look for host slots that lose nothing, by group. *is_host_cleaned*: whether copies to
+        disk are under way that will leave slots to read into."""
+        self._index = index
         self._memories = memories
         self._transfers = transfers
-        self._clock = clock
+        self._windows = windows
         self._is_host_cleaned = is_host_cleaned
-        self._under_way: list[dict[BlockName, DiskRead]] = [{} for _ in groups]
+        self._clock = clock
+        self._under_way: list[dict[BlockName, DiskRead]] = [{} for _ in memories]
         # In order, and left anywhere at once: a queue of thousands is left by thousands.
         self._wanted_now: OrderedDict[DiskRead, None] = OrderedDict()
         self._wanted_later: OrderedDict[DiskRead, None] = OrderedDict()
-        self._num_wanted_now = [0 for _ in groups]
+        self._num_wanted_now = [0 for _ in memories]
         self._reading: list[Read] = []
         self._hanging: list[Read] = []  # nobody waits for these any more
 
     def join(
-        self, chain: BlockChain, group_id: int, block_ids: Sequence[int], who: object, waiter: Waiter, now: bool = True
-    ) -> list[DiskRead]:
-        """Have blocks read that are on disk, in their turn; *now*: before all that may come later."""
-        under_way, disk_reads = self._under_way[group_id], []
-        forgets, tenant = self._groups[group_id].forgets, tenant_of(chain.extra.cache_salt)
-        step = self._groups[group_id].block_size // chain.block_size
-        for block_id in block_ids:
-            name = chain.names[(block_id + 1) * step - 1]
+        self, group_id: int, blocks: NamedBlocks, places: Iterable[int], waiter: Waiter, now: bool
+    ) -> dict[int, DiskRead]:
+        """Have these of the blocks read that are on disk, by place, in their turn; *now*: before all that may come
+        later."""
+        under_way, disk_reads = self._under_way[group_id], {}
+        for place in places:
+            name = blocks.names[place]
             disk_read = under_way.get(name)
             if disk_read is None:
-                # No parent where a group forgets: it needs no more than its window.
-                parent = None if forgets or block_id == 0 else chain.names[block_id * step - 1]
-                under_way[name] = disk_read = DiskRead(group_id, block_id, name, Origin(parent, tenant))
+                under_way[name] = disk_read = DiskRead(group_id, name, blocks.origin(place))
                 self._put(disk_read, now)
             elif now and disk_read in self._wanted_later:
                 del self._wanted_later[disk_read]
                 self._put(disk_read, now)
-            disk_read.waiters[who] = waiter
-            disk_reads.append(disk_read)
+            disk_read.waiters[waiter] = place
+            disk_reads[place] = disk_read
         return disk_reads
 
-    def leave(self, disk_reads: Iterable[DiskRead], who: object) -> None:
+    def leave(self, disk_read: DiskRead, waiter: Waiter) -> None:
         """Wait no longer. What nobody waits for is not begun; what is being read lands in host memory nevertheless."""
-        for disk_read in disk_reads:
-            disk_read.waiters.pop(who, None)
-            for queue in (self._wanted_now, self._wanted_later):
-                if not disk_read.waiters and disk_read in queue:
-                    del queue[disk_read], self._under_way[disk_read.group_id][disk_read.name]
-                    self._num_wanted_now[disk_read.group_id] -= queue is self._wanted_now
+        disk_read.waiters.pop(waiter, None)
+        for queue in (self._wanted_now, self._wanted_later):
+            if not disk_read.waiters and disk_read in queue:
+                del queue[disk_read], self._under_way[disk_read.group_id][disk_read.name]
+                self._num_wanted_now[disk_read.group_id] -= queue is self._wanted_now
 
-    def pump(self, window: int) -> None:
+    def pump(self) -> None:
         """Hand queued blocks to readers that are free: what may come later only where nothing else is to be read, and
         in one batch at a time."""
         if not self._reading and not self._wanted_now and not self._wanted_later:
             return
         if any(read.is_for_later and self._clock() - read.submitted_at > HUNG_S for read in self._reading):
             self.hung()  # no promotion's deadline tells of it
-        while self._wanted_now and self._submit(self._wanted_now, window):
+        while self._wanted_now and self._submit(self._wanted_now):
             pass
         if self._wanted_later and not self._wanted_now and not any(read.is_for_later for read in self._reading):
-            self._submit(self._wanted_later, window)
+            self._submit(self._wanted_later)
 
     @property
     def queued_bytes(self) -> int:
@@ -151,11 +152,9 @@ class DiskReads:
         hung, self._reading = self._reading, []
         self._hanging += hung
         for read in hung:
-            assert self._residency.disk is not None, "a read without a disk"
-            self._residency.disk.reading.hung(read.attempt)
+            self._index.disk.reading.hung(read.attempt)
             for disk_read in read.batch:
-                self._residency.not_on_disk(disk_read.group_id, disk_read.name)
-                self._residency.lost(disk_read.group_id, disk_read.name)
+                self._index.not_on_disk(disk_read.group_id, disk_read.name)
                 self._tell(disk_read, Reason.DEADLINE)
         if hung:
             self._give_up()
@@ -176,7 +175,7 @@ class DiskReads:
         assert all(disk_read.waiters and disk_read.host_slot is None for disk_read in queued), (
             "a block is read for nobody"
         )
-        num_now = [sum(disk_read.group_id == i for disk_read in self._wanted_now) for i in range(len(self._groups))]
+        num_now = [sum(disk_read.group_id == i for disk_read in self._wanted_now) for i in range(len(self._memories))]
         assert num_now == self._num_wanted_now, "the blocks to be read now were miscounted"
 
     def _put(self, disk_read: DiskRead, now: bool) -> None:
@@ -184,23 +183,21 @@ class DiskReads:
         (self._wanted_now if now else self._wanted_later)[disk_read] = None
         self._num_wanted_now[disk_read.group_id] += now
 
-    def _submit(self, queue: OrderedDict[DiskRead, None], window: int) -> bool:
+    def _submit(self, queue: OrderedDict[DiskRead, None]) -> bool:
         """Have the first blocks of the queue read that are of one group, up to a batch; False if that cannot be."""
-        residency = self._residency
-        assert residency.host is not None, "blocks come from disk through the host tier"
-        assert residency.disk is not None, "a block to read without a disk"
-        attempt = residency.disk.reading.begin() if residency.disk.is_readable else None
+        disk, host = self._index.disk, self._index.host
+        attempt = disk.reading.begin() if disk.is_readable else None
         if attempt is None:
             self._give_up()
             return False
         group_id = next(iter(queue)).group_id
-        memory, disk, pool = self._memories[group_id], residency.disk, residency.host.pools[group_id]
+        memory, pool, window = self._memories[group_id], host.pools[group_id], self._windows[group_id].num_blocks
         most = blocks_in_batch(memory)
         batch = list(takewhile(lambda disk_read: disk_read.group_id == group_id, islice(queue, most)))
-        slots = residency.take_clean(residency.host, group_id, len(batch), window)
+        slots = host.take_clean(group_id, len(batch), window)
         # No spill will make room.
         if not slots and queue is self._wanted_now and not self._is_host_cleaned():
-            slots = residency.take(residency.host, group_id, min(len(batch), pool.num_free), window) or []
+            slots = host.take(group_id, min(len(batch), pool.num_free), window) or []
         read = Read(tuple(batch[: len(slots)]), attempt, self._clock(), queue is self._wanted_later)
         keys = [disk.key(group_id, disk_read.name) for disk_read in read.batch]
         if not keys or not self._transfers.submit(
@@ -209,7 +206,7 @@ class DiskReads:
             len(keys) * memory.block_bytes,
             lambda transfer: self._landed(read, transfer),
         ):
-            residency.disk.reading.withdrawn(attempt)
+            disk.reading.withdrawn(attempt)
             pool.release(slots)
             return False
         for disk_read, slot in zip(read.batch, slots, strict=True):
@@ -224,13 +221,12 @@ class DiskReads:
         queued = [*self._wanted_now, *self._wanted_later]
         self._wanted_now.clear()
         self._wanted_later.clear()
-        self._num_wanted_now = [0 for _ in self._groups]
+        self._num_wanted_now = [0 for _ in self._memories]
         for disk_read in queued:
             self._tell(disk_read, Reason.FAILED)
 
     def _landed(self, read: Read, transfer: Transfer) -> None:
-        disk = self._residency.disk
-        assert disk is not None, "a block was read without a disk"
+        disk = self._index.disk
         outcomes = transfer.result if transfer.error is None else [Fault.IO_ERROR] * len(read.batch)
         is_late = read in self._hanging
         (self._hanging if is_late else self._reading).remove(read)
@@ -248,14 +244,13 @@ class DiskReads:
         self._came_to_host(good, is_late)
         for disk_read, outcome in zip(read.batch, outcomes, strict=True):
             if isinstance(outcome, Fault) and not is_late:
-                self._residency.could_not_be_read(disk_read.group_id, disk_read.name, outcome)
+                self._index.could_not_be_read(disk_read.group_id, disk_read.name, outcome)
             if not is_late:
                 self._tell(disk_read, REASONS.get(outcome, Reason.CORRUPT) if isinstance(outcome, Fault) else None)
-        if self._residency.host is not None:
-            slots = [disk_read.host_slot for disk_read in read.batch if disk_read.host_slot is not None]
-            self._residency.host.pools[read.batch[0].group_id].release(slots)
+        slots = [disk_read.host_slot for disk_read in read.batch if disk_read.host_slot is not None]
+        self._index.host.pools[read.batch[0].group_id].release(slots)
         for tenant in {disk_read.origin.tenant for disk_read in read.batch}:  # host memory has become fuller
-            self._residency.keep_quota(read.batch[0].group_id, tenant)
+            self._index.keep_quota(read.batch[0].group_id, tenant)
 
     def _came_to_host(self, landed: Sequence[tuple[DiskRead, bytes]], is_late: bool) -> None:
         """These blocks of a batch are in host memory, with these digests."""
@@ -267,12 +262,12 @@ class DiskReads:
         group_id = disk_reads[0].group_id
         slots = [disk_read.host_slot for disk_read in disk_reads if disk_read.host_slot is not None]
         names, origin = [disk_read.name for disk_read in disk_reads], [disk_read.origin for disk_read in disk_reads]
-        new = self._residency.all_came_to_host(group_id, slots, names, digests, origin)
+        new = self._index.all_came_to_host(group_id, slots, names, digests, origin)
         if is_late:  # they do not count as being on disk
-            self._residency.used_in_host(group_id, new)
+            self._index.used_in_host(group_id, new)
 
     def _tell(self, disk_read: DiskRead, failure: Reason | None) -> None:
         """The block is not under way any more, and who waits for it learns of that."""
         del self._under_way[disk_read.group_id][disk_read.name]
-        for waiter in list(disk_read.waiters.values()):
-            waiter(disk_read, failure)
+        for waiter, place in list(disk_read.waiters.items()):
+            waiter.landed(place, disk_read, failure)

@@ -4,13 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.tiers.device.block_pool import NOTHING, Ids
-from kvtier.tiers.down.copies import Batch, Copies, blocks_in_batch
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt
-from kvtier.tiers.lower.disk_tier import DiskTier
-from kvtier.tiers.lower.residency import Residency, SlotTier
+from kvtier.tiers.lower.clean_ahead import CleanAhead
+from kvtier.tiers.lower.copies import PATIENCE_S, Batch, Copies, blocks_in_batch
+from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
@@ -25,6 +26,7 @@ MOST_IN_FLIGHT = 4  # batches: enough to keep the disk busy
 class DiskBatch(Batch):
     """Blocks on their way to disk."""
 
+    spots: npt.NDArray[np.int64]  # of the host slots, see `BlockPool.spots`: a block that rotted leaves meanwhile
     attempt: Attempt
     # Names that batches told of before this one have pushed out of the disk. They came before it there or after, so the
     # block may be gone: it counts as gone.
@@ -37,19 +39,20 @@ class DiskSpill:
 
     def __init__(
         self,
-        residency: Residency,
-        host: SlotTier,
-        disk: DiskTier,
+        index: LowerIndex,
         memories: Sequence[BlockMemory],
         transfers: TransferEngine,
+        windows: Sequence[CleanAhead],
         clock: Callable[[], float],
     ) -> None:
-        self._residency = residency
-        self._host = host
-        self._disk = disk
+        """*windows*, by group, are told how long a write takes."""
+        self._index = index
+        self._host = index.host
+        self._disk = index.disk
         self._memories = memories
+        self._windows = windows
         self._clock = clock
-        self.copies = Copies[DiskBatch](Route.HOST_TO_DISK, host, memories, transfers, MOST_IN_FLIGHT, clock)
+        self.copies = Copies[DiskBatch](Route.HOST_TO_DISK, index.host, memories, transfers, MOST_IN_FLIGHT, clock)
         self.num_stored = 0  # blocks that have been written
 
     def spill(self) -> None:
@@ -62,12 +65,22 @@ class DiskSpill:
             while num_started < MOST_STARTED and (num_more := self._start(group_id)):
                 num_started += num_more
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether writes are under way that are not suspiciously late: it makes sense to wait for their slots."""
+        return not self._disk.is_failing and self.copies.is_moving(self._clock() - PATIENCE_S)
+
+    @property
+    def num_dirty(self) -> int:
+        """Blocks of host memory that are to be written."""
+        return sum(map(len, self._host.dirty))
+
     def _start(self, group_id: int) -> int:
         """Start one batch of what is dirty in host memory; of how many blocks, 0 if there are none or it cannot be."""
         pool, slots = self._host.pools[group_id], self._dirty(group_id, self._most(group_id))
         if not len(slots) or (attempt := self._disk.writing.begin()) is None:
             return 0
-        batch = DiskBatch(group_id, pool.rows(slots), slots, pool.spots(slots), self._clock(), attempt)
+        batch = DiskBatch(group_id, pool.rows(slots), slots, self._clock(), pool.spots(slots), attempt)
         if not self.copies.start(batch, self._work(batch), lambda transfer: self._written(batch, transfer)):
             self._end(batch, LaneClosed())
             return 0
@@ -92,7 +105,7 @@ class DiskSpill:
     def _work(self, batch: DiskBatch) -> Callable[[], object]:
         """What the lane does, with nothing but memory and values."""
         disk, memory = self._disk, self._memories[batch.group_id]
-        digest_of = self._residency.host_blocks[batch.group_id].digest
+        digest_of = self._index.host_blocks[batch.group_id].digest
         blobs = [
             Blob(
                 disk.key(batch.group_id, name),
@@ -102,7 +115,7 @@ class DiskSpill:
                 origin.tenant,
             )
             for name, slot in zip(batch.names, batch.upper_slots.tolist(), strict=True)
-            for origin in [self._residency.origin_in_host(batch.group_id, slot)]
+            for origin in [self._index.origin_in_host(batch.group_id, slot)]
         ]
         return lambda: disk.write(blobs)
 
@@ -111,14 +124,15 @@ class DiskSpill:
         if transfer.error is None:
             self._disk.on_written(transfer.result)
             self.num_stored += len(batch.names)
+            self._windows[group_id].spilled(self._clock() - batch.submitted_at)
             is_there = self._host.pools[group_id].spots(batch.upper_slots) == batch.spots
             self._host.dirty[group_id].remove(batch.upper_slots[is_there])
             there = [name for name in batch.names if name not in batch.pushed_out]
             self._pushed_out(batch, transfer.result.evicted)
-            self._residency.came_to_disk(group_id, there, transfer.result.evicted)
+            self._index.came_to_disk(group_id, there, transfer.result.evicted)
         elif isinstance(transfer.error, StoreFull):
             self._pushed_out(batch, transfer.error.evicted)
-            self._residency.came_to_disk(group_id, (), transfer.error.evicted)
+            self._index.came_to_disk(group_id, (), transfer.error.evicted)
         self._end(batch, transfer.error)
 
     def _pushed_out(self, batch: DiskBatch, keys: Sequence[bytes]) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.tiers.down.clean_ahead import HEADROOM, RATE_MEMORY_S, CleanAhead
+from kvtier.tiers.lower.clean_ahead import HEADROOM, RATE_MEMORY_S, CleanAhead
 
 LEAST, MOST = 32, 20_000
 

@@ -1,0 +1,315 @@
+"""Tiers below that answer as a process behind a socket would: late, in any order, by what they knew, and that die."""
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.tiers.device.block_pool import ABSENT, Ids
+from kvtier.tiers.device.runs import Row
+from kvtier.tiers.lower.local_tiers import LocalTiers
+from kvtier.tiers.lower.lower_tiers import NOWHERE, Fetch, Lost, LowerStatistics, Places, Saving, Tell
+from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.named_blocks import NamedBlocks
+from kvtier.tiers.naming.tenant import OwnerNumbers
+from kvtier.tiers.naming.tier import Reason
+
+STALE = 0.1  # of all questions are answered by what was known some time ago
+AT_ONCE = 0.3  # of all messages arrive in the call that sends them
+SOON = 0.5  # of those on their way arrive in a poll
+
+
+class LateFetch:
+    """See `Fetch`. What the tiers below have leased is not known here before their answer has arrived."""
+
+    def __init__(self, tiers: "UnreliableTiers", group_id: int, blocks: NamedBlocks, tell: Tell) -> None:
+        self.group_id = group_id
+        self.slots: Places = np.full(len(blocks.parents), ABSENT, np.int32)
+        self.failures: dict[int, Reason] = {}
+        self.tell = tell
+        self.inner: Fetch | None = None  # once the question has arrived
+        self.open = set(range(len(self.slots)))  # neither here nor failed nor released
+        self._tiers = tiers
+
+    @property
+    def num_leased(self) -> int:
+        return int(np.count_nonzero(self.slots != ABSENT))
+
+    def digest(self, place: int) -> bytes:
+        assert self.inner is not None, "asked before anything has come"
+        return self.inner.digest(place)
+
+    def tenant(self, place: int) -> bytes:
+        assert self.inner is not None, "asked before anything has come"
+        return self.inner.tenant(place)
+
+    def release(self, places: Sequence[int] | npt.NDArray[np.int64]) -> None:
+        self.slots[np.asarray(places, np.int64)] = ABSENT
+        self.open.difference_update(np.asarray(places, np.int64).tolist())
+        if self.inner is not None:
+            self.inner.release(places)
+        self._tiers.released(self)
+
+
+class UnreliableTiers:
+    """See `LowerTiers`. Everything is done by *inner*, but for the messages to and from it.
+
+    It may `die`: what it was asked and has not answered fails, nothing is found, nothing taken. It comes back empty but
+    for its disk once all that was leased of it has been let go, as a new process would have a memory of its own.
+    """
+
+    def __init__(self, inner: LocalTiers, rng: random.Random) -> None:
+        self.inner = inner
+        self.is_alive = True
+        self.num_deaths = 0
+        self._rng = rng
+        self._fetches: list[LateFetch] = []
+        self._inbox: list[Callable[[], None]] = []  # messages on their way down
+        self._outbox: list[Callable[[], None]] = []  # and up
+        self._reserved: set[tuple[int, int]] = set()  # group and slot
+        self._known: dict[tuple[int, BlockName], int] = {}  # where blocks were some time ago
+        self._to_tell: list[Callable[[], None]] = []
+        self._lost: list[Lost] = []
+
+    def die(self) -> None:
+        """Have nothing, from now on."""
+        if not self.is_alive:
+            return
+        self.is_alive = False
+        self.num_deaths += 1
+        self._outbox.clear()
+        self._known.clear()
+        self._lost.clear()
+        for message in self._take(self._inbox):  # of what has been reserved or released it learns before it ends
+            message()
+        self._outbox.clear()
+        for fetch in list(self._fetches):
+            for place in sorted(fetch.open):
+                fetch.failures[place] = Reason.FAILED
+                self._to_tell.append(self._telling(fetch, place, Reason.FAILED))
+            self._give_back(fetch, sorted(fetch.open))
+            fetch.open.clear()
+            self.released(fetch)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no message is on its way, nor a new process that could start."""
+        is_waiting = self._inbox or self._outbox or self._to_tell
+        return not is_waiting and bool(self.is_alive or self._fetches or self._reserved)
+
+    @property
+    def num_slots(self) -> Sequence[int]:
+        return self.inner.num_slots
+
+    @property
+    def num_changes(self) -> int:
+        return self.inner.num_changes + self.num_deaths
+
+    @property
+    def epoch(self) -> int:
+        return self.inner.epoch + self.num_deaths
+
+    @property
+    def is_known(self) -> bool:
+        return self.inner.is_known
+
+    @property
+    def is_in_order(self) -> bool:
+        return self.is_alive and self.inner.is_in_order
+
+    @property
+    def is_making_room(self) -> bool:
+        return self.is_alive and self.inner.is_making_room
+
+    def find(self, group_id: int, names: Sequence[BlockName]) -> Places:
+        if not self.is_alive:
+            return np.full(len(names), NOWHERE, np.int32)
+        places = self.inner.find(group_id, names).copy()
+        is_stale = self._rng.random() < STALE
+        for i, (name, place) in enumerate(zip(names, places.tolist(), strict=True)):
+            if is_stale:
+                places[i] = self._known.get((group_id, name), place)
+            else:
+                self._known[group_id, name] = place
+        return places
+
+    def find_run(self, group_id: int, names: Sequence[BlockName]) -> Places:
+        places = self.find(group_id, names)
+        nowhere = np.flatnonzero(places == NOWHERE)
+        return places[: nowhere[0]] if len(nowhere) else places
+
+    def fetch(
+        self,
+        group_id: int,
+        blocks: NamedBlocks,
+        tell: Tell,
+        deadline: float | None = None,
+        found: Places | None = None,
+    ) -> LateFetch:
+        return self._fetch(group_id, blocks, tell, lambda hear: self.inner.fetch(group_id, blocks, hear, deadline))
+
+    def fetch_later(self, group_id: int, blocks: NamedBlocks, tell: Tell) -> LateFetch:
+        return self._fetch(group_id, blocks, tell, lambda hear: self.inner.fetch_later(group_id, blocks, hear))
+
+    def released(self, fetch: LateFetch) -> None:
+        """A fetch may be over."""
+        if not fetch.open and not fetch.num_leased:
+            with suppress(ValueError):
+                self._fetches.remove(fetch)
+
+    def reserve(self, group_id: int, num_slots: int) -> list[int]:
+        if not self.is_alive:
+            return []
+        slots = self.inner.reserve(group_id, self._rng.choice([num_slots, num_slots, num_slots // 2]))
+        self._reserved.update((group_id, slot) for slot in slots)
+        return slots
+
+    def publish(
+        self, group_id: int, slots: Ids, rows: Sequence[Row], digests: Sequence[bytes], owners: OwnerNumbers
+    ) -> None:
+        def arrive() -> None:
+            if self.is_alive:
+                self._unreserve(group_id, slots)
+                self.inner.publish(group_id, slots, rows, digests, owners)
+            else:
+                self.abandon(group_id, slots)
+
+        self._send(arrive)
+
+    def abandon(self, group_id: int, slots: Ids) -> None:
+        self._unreserve(group_id, slots)
+        self.inner.abandon(group_id, slots)
+
+    def refresh(self, group_id: int, names: Sequence[BlockName], were_read: Sequence[bool]) -> None:
+        self._send(lambda: self.inner.refresh(group_id, names, were_read))
+
+    def keep(self, group_id: int, places: Places) -> None:
+        pass  # by a slot that was found some time ago
+
+    def forget(self, group_id: int, names: Sequence[BlockName]) -> None:
+        self._send(lambda: self.inner.forget(group_id, names))
+
+    def clear(self) -> bool:
+        if not self.is_alive or self._inbox or not self.inner.clear():
+            return False
+        self._known.clear()
+        self._lost.clear()
+        for fetch in list(self._fetches):
+            fetch.release(range(len(fetch.slots)))
+        return True
+
+    def spill(self) -> None:
+        if self.is_alive:
+            self.inner.spill()
+
+    def poll(self) -> None:
+        self.inner.poll()
+        if not self.is_alive and not self._fetches and not self._reserved:
+            self._begin_again()
+        for box in (self._inbox, self._outbox):
+            for message in self._take(box):
+                if self._rng.random() < SOON:
+                    message()
+                else:
+                    box.append(message)
+        for tell in self._take(self._to_tell):
+            tell()
+
+    def take_lost(self) -> Sequence[Lost]:
+        self._lost += self.inner.take_lost() if self.is_alive else ()
+        if self._rng.random() < SOON:
+            return ()
+        lost, self._lost = self._lost, []
+        return lost
+
+    def queued_read_bytes(self) -> int:
+        return self.inner.queued_read_bytes()
+
+    def saving(self) -> Saving:
+        return self.inner.saving() if self.is_alive else Saving(is_there=True)
+
+    def statistics(self) -> LowerStatistics:
+        return self.inner.statistics()
+
+    def check(self) -> None:
+        self.inner.check()
+        for fetch in self._fetches:
+            assert fetch.open or fetch.num_leased, "a fetch that is over is kept"
+
+    def _fetch(self, group_id: int, blocks: NamedBlocks, tell: Tell, ask: Callable[[Tell], Fetch]) -> LateFetch:
+        fetch = LateFetch(self, group_id, blocks, tell)
+        if not self.is_alive:
+            for place in sorted(fetch.open):
+                fetch.failures[place] = Reason.FAILED
+                self._to_tell.append(self._telling(fetch, place, Reason.FAILED))
+            fetch.open.clear()
+            return fetch
+
+        def arrive() -> None:
+            if not fetch.open or not self.is_alive:
+                return  # nobody waits for it any more
+            fetch.inner = ask(lambda _, place, failure: self._answer(fetch, place, failure))
+            gone = sorted(set(range(len(fetch.slots))) - fetch.open)
+            self._give_back(fetch, gone)
+            for place in np.flatnonzero(fetch.inner.slots != ABSENT).tolist():
+                self._answer(fetch, place, None)
+
+        self._fetches.append(fetch)
+        self._send(arrive)
+        return fetch
+
+    def _answer(self, fetch: LateFetch, place: int, failure: Reason | None) -> None:
+        def arrive() -> None:
+            if place not in fetch.open:
+                return
+            assert fetch.inner is not None, "an answer to what was not asked"
+            if failure is None and fetch.inner.slots[place] == ABSENT:
+                return  # the tiers below were cleared meanwhile
+            fetch.open.discard(place)
+            if failure is None:
+                fetch.slots[place] = fetch.inner.slots[place]
+            else:
+                fetch.failures[place] = failure
+            self.released(fetch)
+            self._to_tell.append(self._telling(fetch, place, failure))
+
+        self._outbox.append(arrive)
+
+    def _telling(self, fetch: LateFetch, place: int, failure: Reason | None) -> Callable[[], None]:
+        def tell() -> None:
+            if failure is not None or fetch.slots[place] != ABSENT:
+                fetch.tell(fetch, place, failure)
+
+        return tell
+
+    def _give_back(self, fetch: LateFetch, places: Sequence[int]) -> None:
+        if fetch.inner is not None and places:
+            fetch.inner.release(places)
+
+    def _unreserve(self, group_id: int, slots: Ids) -> None:
+        gone = {(group_id, slot) for slot in slots.tolist()}
+        assert gone <= self._reserved, "a slot that was not reserved"
+        self._reserved -= gone
+
+    def _begin_again(self) -> None:
+        index = self.inner.index
+        if not self._inbox and all(pool.num_leases == 0 for pool in index.host.pools):
+            index.clear()
+            self._outbox.clear()
+            self.is_alive = True
+            self.num_deaths += 1  # what was known of the one before is void
+
+    def _send(self, message: Callable[[], None]) -> None:
+        if not self._inbox and self._rng.random() < AT_ONCE:
+            message()
+        else:
+            self._inbox.append(message)
+
+    def _take(self, box: list[Callable[[], None]]) -> list[Callable[[], None]]:
+        """All of them; the caller puts back what has still to wait. In any order, what waits included."""
+        messages = box[:]
+        box.clear()
+        self._rng.shuffle(messages)
+        return messages

@@ -1,0 +1,440 @@
+"""The contract of `LowerTiers`, for every kind of them."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from chaos import NAMESPACE, FakeClock
+from unreliable_tiers import UnreliableTiers
+
+from kvtier.store.memory_store import MemoryStore
+from kvtier.store.record import digest
+from kvtier.tiers.device.block_pool import ABSENT
+from kvtier.tiers.device.runs import Row
+from kvtier.tiers.lower.disk_tier import DiskTier
+from kvtier.tiers.lower.local_tiers import LocalTiers, lower_tiers
+from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, Fetch, LowerTiers
+from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
+from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
+from kvtier.tiers.naming.named_blocks import NamedBlocks, blocks_of
+from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.transfer.block_memory import CpuMemory
+from kvtier.transfer.lane import Finished, Transfer
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+SIZE = 4  # tokens of a block
+BLOCK_BYTES = 64
+NUM_SLOTS = 8
+GROUPS = [FullAttention(SIZE), SlidingWindow(SIZE, 10)]
+
+
+class WaitingLane:
+    """Does what it was given when it is told to."""
+
+    def __init__(self, finished: Finished) -> None:
+        self._finished = finished
+        self.waiting: list[Transfer] = []
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.waiting)
+
+    def submit(self, transfer: Transfer) -> bool:
+        self.waiting.append(transfer)
+        return True
+
+    def work(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for transfer in waiting:
+            transfer.run()
+            self._finished.put(transfer)
+
+    def close(self) -> bool:
+        self.work()
+        return True
+
+
+@dataclass
+class Bed:
+    """Tiers of one kind, and what a device pool would know."""
+
+    tiers: LowerTiers
+    memories: Sequence[CpuMemory]
+    transfers: TransferEngine
+    lanes: dict[Route, WaitingLane]
+    store: MemoryStore | None
+    clock: FakeClock
+    told: list[tuple[Fetch, int, Reason | None]] = field(default_factory=list)
+
+    def settle(self) -> None:
+        for _ in range(60):
+            for lane in self.lanes.values():
+                lane.work()
+            self.transfers.poll()
+            self.tiers.poll()
+
+    def chain(self, salt: str, num_blocks: int) -> BlockChain:
+        chain = BlockChain(SIZE, ExtraKeys(cache_salt=salt))
+        chain.extend(list(range(num_blocks * SIZE)))
+        return chain
+
+    def names(self, salt: str, num_blocks: int) -> Sequence[BlockName]:
+        return self.chain(salt, num_blocks).names
+
+    def blocks(self, salt: str, num_blocks: int) -> NamedBlocks:
+        return blocks_of(self.chain(salt, num_blocks), GROUPS[0], np.arange(num_blocks))
+
+    def tell(self, fetch: Fetch, place: int, failure: Reason | None) -> None:
+        self.told.append((fetch, place, failure))
+
+    def put(self, salt: str, num_blocks: int) -> None:
+        """Copy a document down as a device pool does, tail first."""
+        names = self.names(salt, num_blocks)[::-1]
+        slots = self.reserve(num_blocks)
+        for name, slot in zip(names, slots, strict=True):
+            self.memories[0].host_block(slot)[:] = content(name)
+        rows = [Row(0, num_blocks, names, None)]
+        digests = [digest(content(name)) for name in names]
+        self.tiers.publish(0, np.array(slots, np.intp), rows, digests, np.zeros(num_blocks, np.uint64))
+        self.settle()
+
+    def reserve(self, num_slots: int) -> list[int]:
+        """As many as that: an answer may be less than what was asked for, several are not."""
+        slots: list[int] = []
+        for _ in range(40):
+            slots += self.tiers.reserve(0, num_slots - len(slots))
+            if len(slots) == num_slots:
+                break
+            self.settle()
+        return slots
+
+    def find(self, salt: str, num_blocks: int) -> list[int]:
+        return self.tiers.find(0, self.names(salt, num_blocks)).tolist()
+
+    def fetch(self, salt: str, num_blocks: int) -> Fetch:
+        fetch = self.tiers.fetch(0, self.blocks(salt, num_blocks), self.tell)
+        self.settle()
+        return fetch
+
+    def push_to_disk(self, salt: str, num_blocks: int) -> None:
+        """Leave a document on disk only."""
+        self.put(salt, num_blocks)
+        for _ in range(4):
+            self.tiers.spill()
+            self.settle()
+        others = (f"other {number}" for number in range(100))
+        while any(place != ON_DISK for place in self.find(salt, num_blocks)):
+            self.put(next(others), 2)
+            self.tiers.spill()
+            self.settle()
+
+
+def content(name: BlockName) -> bytes:
+    return (name * 2)[:BLOCK_BYTES]
+
+
+def bed(kind: str, monkeypatch: pytest.MonkeyPatch) -> Bed:
+    num_slots = 0 if kind == "none" else NUM_SLOTS
+    store = MemoryStore(200 * 4608) if "disk" in kind or kind == "unreliable" else None
+    finished, clock = Finished(), FakeClock()
+    lanes = {route: WaitingLane(finished) for route in Route}
+    transfers = TransferEngine(lanes, finished)
+    memories = [CpuMemory(np.zeros((1, BLOCK_BYTES), np.uint8), num_slots) for _ in GROUPS]
+    disk = None if store is None else DiskTier(store, NAMESPACE, clock)
+    tiers = lower_tiers(GROUPS, memories, transfers, disk, clock)
+    if kind == "unreliable":  # late and in any order; what is known of it is known
+        assert isinstance(tiers, LocalTiers)
+        monkeypatch.setattr("unreliable_tiers.STALE", 0.0)
+        tiers = UnreliableTiers(tiers, random.Random(7))
+    made = Bed(tiers, memories, transfers, lanes, store, clock)
+    made.settle()
+    return made
+
+
+@pytest.fixture(params=["host", "host and disk", "unreliable"])
+def lower(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bed:
+    """Tiers that keep something."""
+    return bed(request.param, monkeypatch)
+
+
+@pytest.fixture(params=["none", "host", "host and disk", "unreliable"])
+def any_lower(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bed:
+    """Tiers of every kind."""
+    return bed(request.param, monkeypatch)
+
+
+@pytest.fixture(params=["host and disk", "unreliable"])
+def with_disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bed:
+    """Tiers that have a disk."""
+    return bed(request.param, monkeypatch)
+
+
+def test_what_was_never_published_is_nowhere(any_lower: Bed) -> None:
+    assert any_lower.find("a", 3) == [NOWHERE] * 3
+    assert any_lower.tiers.find_run(0, any_lower.names("a", 3)).tolist() == []
+    assert any_lower.tiers.find(0, []).tolist() == []
+    any_lower.tiers.check()
+
+
+def test_what_is_nowhere_is_told_once_not_to_come_and_in_a_poll_only(any_lower: Bed) -> None:
+    fetch = any_lower.tiers.fetch(0, any_lower.blocks("a", 3), any_lower.tell)
+    assert any_lower.told == []
+
+    any_lower.settle()
+
+    assert sorted(place for _, place, _ in any_lower.told) == [0, 1, 2]
+    assert all(each is fetch and reason is not None for each, _, reason in any_lower.told)
+    assert set(fetch.failures) == {0, 1, 2}
+    assert (fetch.slots == ABSENT).all()
+    fetch.release([2, 1, 0])
+    any_lower.tiers.check()
+
+
+def test_tiers_that_keep_nothing_take_nothing_and_are_whole_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers = bed("none", monkeypatch).tiers
+
+    assert tiers.reserve(0, 4) == []
+    assert list(tiers.num_slots) == [0, 0]
+    assert (tiers.is_known, tiers.is_in_order, tiers.is_making_room) == (True, True, False)
+    assert not tiers.saving().is_there
+    assert tiers.statistics().tiers == {}
+    assert tiers.clear()
+
+
+def test_a_published_block_is_found_and_fetched_with_its_bytes_and_digest(lower: Bed) -> None:
+    lower.put("a", 3)
+
+    places = lower.find("a", 3)
+    fetch = lower.fetch("a", 3)
+
+    assert all(place >= 0 for place in places)
+    assert fetch.slots.tolist() == places
+    for place, name in enumerate(lower.names("a", 3)):
+        assert bytes(lower.memories[0].host_block(places[place])) == content(name)
+        assert fetch.digest(place) == digest(content(name))
+    assert lower.tiers.find(1, lower.names("a", 3)).tolist() == [NOWHERE] * 3  # of the other group nothing
+    fetch.release([2, 1, 0])
+    lower.tiers.check()
+
+
+def test_a_run_ends_at_the_first_block_that_is_nowhere(lower: Bed) -> None:
+    lower.put("a", 3)
+
+    run = lower.tiers.find_run(0, lower.names("a", 5))
+
+    assert run.tolist() == lower.find("a", 3)
+
+
+def test_a_reserved_slot_is_nobody_elses_and_invisible_until_it_is_published(lower: Bed) -> None:
+    slots = lower.reserve(NUM_SLOTS)
+
+    assert sorted(slots) == list(range(NUM_SLOTS))
+    assert lower.reserve(1) == []
+    assert lower.tiers.statistics().tiers[Tier.HOST].num_blocks == 0
+    lower.tiers.check()
+    lower.tiers.abandon(0, np.array(slots, np.intp))
+    assert len(lower.reserve(NUM_SLOTS)) == NUM_SLOTS
+
+
+def test_what_is_published_twice_is_there_once_and_the_second_slot_comes_back(lower: Bed) -> None:
+    lower.put("a", 3)
+    before = lower.find("a", 3)
+
+    lower.put("a", 3)
+
+    assert lower.find("a", 3) == before
+    assert lower.tiers.statistics().tiers[Tier.HOST].num_blocks == 3
+    assert len(lower.reserve(NUM_SLOTS - 3)) == NUM_SLOTS - 3
+
+
+def test_what_is_fetched_stays_until_it_is_released(lower: Bed) -> None:
+    lower.put("a", 3)
+    fetch = lower.fetch("a", 3)
+
+    lower.put("b", NUM_SLOTS - 3)
+    others = lower.reserve(NUM_SLOTS)
+
+    assert not set(others) & set(fetch.slots.tolist())
+    for slot in others:
+        lower.memories[0].host_block(slot)[:] = bytes(BLOCK_BYTES)
+    for place, name in enumerate(lower.names("a", 3)):
+        assert bytes(lower.memories[0].host_block(fetch.slots[place])) == content(name)
+    fetch.release([2, 1, 0])
+    assert (fetch.slots == ABSENT).all()
+    lower.tiers.check()
+
+
+def test_what_leaves_is_told_as_lost_once_with_the_tier_that_had_it(lower: Bed) -> None:
+    lower.put("a", 3)
+    lower.settle()
+    while lower.tiers.take_lost():
+        pass
+    index = getattr(lower.tiers, "inner", lower.tiers).index
+
+    index.host.evict(0, index.host.pools[0].find_all(lower.names("a", 3)[1:]))
+    told = [lost for _ in range(40) for lost in lower.tiers.take_lost()]
+
+    assert [(lost.group_id, lost.tier) for lost in told] == [(0, Tier.HOST)]
+    assert set(told[0].names) == set(lower.names("a", 3)[1:])
+    assert lower.find("a", 3)[1:] == [NOWHERE, NOWHERE]
+
+
+def test_a_place_that_was_found_is_good_while_nothing_has_changed(lower: Bed) -> None:
+    lower.put("a", 3)
+    before = lower.tiers.num_changes
+    places = lower.tiers.find(0, lower.names("a", 3))
+    assert lower.tiers.num_changes == before
+
+    fetch = lower.tiers.fetch(0, lower.blocks("a", 3), lower.tell, found=places)
+    lower.settle()
+
+    assert fetch.slots.tolist() == places.tolist()
+    fetch.release([2, 1, 0])
+    lower.put("b", 1)
+    assert lower.tiers.num_changes > before
+
+
+def test_a_forgotten_block_is_counted_and_not_found_in_host_memory(lower: Bed) -> None:
+    lower.put("a", 2)
+
+    lower.tiers.forget(0, lower.names("a", 2)[:1])
+    lower.settle()
+
+    assert lower.find("a", 2)[0] < 0 <= lower.find("a", 2)[1]
+    assert sum(lower.tiers.statistics().tiers[Tier.HOST].corrupt.values()) == 1
+    lower.tiers.check()
+
+
+def test_after_a_clear_nothing_is_found_and_every_slot_is_free(lower: Bed) -> None:
+    lower.put("a", 3)
+    lower.fetch("a", 2)
+
+    assert lower.tiers.clear()
+
+    lower.settle()
+    assert lower.find("a", 3) == [NOWHERE] * 3
+    assert len(lower.reserve(NUM_SLOTS)) == NUM_SLOTS
+    assert lower.store is None or lower.store.statistics().num_records == 0
+
+
+def test_nothing_is_cleared_while_a_slot_is_reserved(lower: Bed) -> None:
+    lower.put("a", 2)
+    slots = lower.reserve(1)
+
+    assert not lower.tiers.clear()
+
+    assert NOWHERE not in lower.find("a", 2)
+    lower.tiers.abandon(0, np.array(slots, np.intp))
+
+
+def test_what_was_used_last_goes_last(lower: Bed) -> None:
+    lower.put("a", 4)
+    lower.put("b", 4)
+    lower.tiers.refresh(0, lower.names("a", 4)[::-1], [])
+    lower.settle()
+    for _ in range(4):  # what is not on disk yet would be in the way
+        lower.tiers.spill()
+        lower.settle()
+
+    lower.put("c", 2)
+
+    assert min(lower.find("a", 4)) >= 0
+    assert sum(place >= 0 for place in lower.find("b", 4)) == 2
+
+
+def test_what_is_on_disk_only_is_read_and_is_what_was_written(with_disk: Bed) -> None:
+    with_disk.push_to_disk("a", 3)
+
+    fetch = with_disk.fetch("a", 3)
+
+    assert sorted(place for _, place, reason in with_disk.told if reason is None) == [0, 1, 2]
+    for place, name in enumerate(with_disk.names("a", 3)):
+        assert bytes(with_disk.memories[0].host_block(fetch.slots[place])) == content(name)
+        assert fetch.digest(place) == digest(content(name))
+    fetch.release([2, 1, 0])
+    with_disk.tiers.check()
+
+
+def test_who_leaves_before_a_read_is_begun_or_done_is_told_nothing(with_disk: Bed) -> None:
+    with_disk.push_to_disk("a", 3)
+
+    fetch = with_disk.tiers.fetch(0, with_disk.blocks("a", 3), with_disk.tell)
+    fetch.release([2, 1, 0])
+    with_disk.settle()
+
+    assert with_disk.told == []
+    assert (fetch.slots == ABSENT).all()
+    with_disk.tiers.check()
+
+
+def test_a_record_that_is_gone_is_a_block_that_never_comes(with_disk: Bed) -> None:
+    with_disk.push_to_disk("a", 3)
+    assert with_disk.store is not None
+    with_disk.store.delete(list(with_disk.store.keys()))
+
+    fetch = with_disk.fetch("a", 3)
+
+    assert set(fetch.failures.values()) == {Reason.EVICTED_FROM_DISK}
+    assert with_disk.find("a", 3) == [NOWHERE] * 3
+    told = {name for _ in range(40) for lost in with_disk.tiers.take_lost() for name in lost.names}
+    assert set(with_disk.names("a", 3)) <= told
+
+
+def test_a_fetch_whose_deadline_passes_is_told_so_and_the_disk_is_left_alone(with_disk: Bed) -> None:
+    with_disk.push_to_disk("a", 3)
+    fetch = with_disk.tiers.fetch(0, with_disk.blocks("a", 3), with_disk.tell, deadline=with_disk.clock.now + 1.0)
+    for _ in range(40):  # nothing comes back from the reader
+        with_disk.transfers.poll()
+        with_disk.tiers.poll()
+    assert with_disk.told == []
+
+    with_disk.clock.now += 1.0
+    for _ in range(40):
+        with_disk.tiers.poll()
+
+    assert [reason for _, _, reason in with_disk.told] == [Reason.DEADLINE] * 3
+    assert not with_disk.tiers.is_in_order
+    fetch.release([2, 1, 0])
+    with_disk.settle()
+    with_disk.tiers.check()
+
+
+def test_what_may_come_later_is_read_when_nothing_more_urgent_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    lower = bed("host and disk", monkeypatch)
+    lower.push_to_disk("a", 2)
+    lower.push_to_disk("b", 2)
+    slots = lower.reserve(NUM_SLOTS)  # until there is room nothing is read
+
+    later = lower.tiers.fetch_later(0, lower.blocks("a", 2), lower.tell)
+    now = lower.tiers.fetch(0, lower.blocks("b", 2), lower.tell)
+    lower.tiers.abandon(0, np.array(slots, np.intp))
+    lower.tiers.poll()
+
+    lower.settle()
+
+    assert [each for each, _, _ in lower.told] == [now, now, later, later]
+
+
+def test_a_dying_process_below_fails_what_it_was_asked_and_comes_back_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    lower = bed("unreliable", monkeypatch)
+    assert isinstance(lower.tiers, UnreliableTiers)
+    lower.put("a", 3)
+    held = lower.fetch("a", 2)
+    epoch, slots = lower.tiers.epoch, held.slots.tolist()
+    asked = lower.tiers.fetch(0, lower.blocks("b", 2), lower.tell)
+
+    lower.tiers.die()
+    lower.settle()
+
+    assert set(asked.failures) == {0, 1}
+    assert lower.tiers.epoch > epoch
+    assert lower.find("a", 3) == [NOWHERE] * 3
+    assert lower.tiers.reserve(0, 1) == []
+    for slot, name in zip(slots, lower.names("a", 2), strict=True):  # what was leased is still there
+        assert bytes(lower.memories[0].host_block(slot)) == content(name)
+    held.release([1, 0])
+    lower.settle()
+    assert lower.tiers.is_alive
+    assert len(lower.reserve(NUM_SLOTS)) == NUM_SLOTS

@@ -1,0 +1,111 @@
+"""LocalFetch: blocks that are leased in this process's host memory, or on their way to it."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.tiers.device.block_pool import ABSENT
+from kvtier.tiers.lower.disk_reads import DiskRead, DiskReads
+from kvtier.tiers.lower.lower_index import LowerIndex
+from kvtier.tiers.lower.lower_tiers import Places, Tell
+from kvtier.tiers.naming.named_blocks import NamedBlocks
+from kvtier.tiers.naming.tier import Reason
+
+
+class LocalFetch:
+    """See `Fetch`. It begins with what is in host memory; `read` has the rest read. Owned by the tiers' thread."""
+
+    def __init__(
+        self,
+        group_id: int,
+        blocks: NamedBlocks,
+        index: LowerIndex,
+        disk_reads: DiskReads,
+        tell: Tell,
+        came: Callable[["LocalFetch", int, Reason | None], None],
+        ended: Callable[["LocalFetch"], None],
+    ) -> None:
+        """*tell* is the caller's; *came* is told of each block that was read or could not be, *ended* when nothing is
+        leased any more and nothing to come."""
+        self.group_id = group_id
+        self.slots: Places = np.full(len(blocks.parents), ABSENT, np.int32)
+        self.failures: dict[int, Reason] = {}
+        self.tell = tell
+        self._blocks = blocks
+        self._index = index
+        self._pool = index.host.pools[group_id]
+        self._disk_reads = disk_reads
+        self._came = came
+        self._ended = ended
+        self._reads: dict[int, DiskRead] = {}  # under way, by place
+        self._were_read: dict[int, DiskRead] = {}  # leased, by place
+        self._num_leased = 0
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether some of it has still to come."""
+        return bool(self._reads)
+
+    @property
+    def num_leased(self) -> int:
+        """Blocks that are there and not released."""
+        return self._num_leased
+
+    def lease(self, slots: Places) -> None:
+        """Lease what is in host memory already: block i in slot i, ABSENT for the others."""
+        self.slots[:] = slots
+        there = slots[slots != ABSENT]
+        self._num_leased = len(there)
+        self._pool.lease(there)
+
+    def read(self, now: bool) -> None:
+        """Have the others read; *now*: before all that may come later."""
+        places = np.flatnonzero(self.slots == ABSENT).tolist()
+        self._reads = self._disk_reads.join(self.group_id, self._blocks, places, self, now)
+
+    def landed(self, place: int, disk_read: DiskRead, failure: Reason | None) -> None:
+        """A block has been read, or never will be."""
+        del self._reads[place]
+        if failure is None and disk_read.host_slot is not None:
+            self._pool.lease([disk_read.host_slot])
+            self.slots[place] = disk_read.host_slot
+            self._were_read[place] = disk_read
+            self._num_leased += 1
+            self._came(self, place, None)
+        else:
+            self.fail(place, failure or Reason.FAILED)
+
+    def fail(self, place: int, reason: Reason) -> None:
+        """A block will not come."""
+        self.failures[place] = reason
+        self._came(self, place, reason)
+
+    def digest(self, place: int) -> bytes:
+        was_read = self._were_read.get(place)
+        if was_read is not None:
+            return was_read.digest
+        return self._index.host_blocks[self.group_id].digest(self.slots.item(place))
+
+    def tenant(self, place: int) -> bytes:
+        was_read = self._were_read.get(place)
+        if was_read is not None:
+            return was_read.origin.tenant
+        return self._index.host_blocks[self.group_id].tenant(self.slots.item(place))
+
+    def release(self, places: Sequence[int] | npt.NDArray[np.int64]) -> None:
+        ids = np.asarray(places, np.int64)
+        slots = self.slots[ids]
+        there = slots[slots != ABSENT]
+        if len(there) < len(slots) and self._reads:
+            for place in ids[slots == ABSENT].tolist():
+                if (disk_read := self._reads.pop(place, None)) is not None:
+                    self._disk_reads.leave(disk_read, self)
+        self.slots[ids] = ABSENT
+        self._pool.release(there)
+        self._num_leased -= len(there)
+        if self._index.quotas.any:  # what was leased could not go
+            for tenant in {self._blocks.tenant, *(each.origin.tenant for each in self._were_read.values())}:
+                self._index.keep_quota(self.group_id, tenant)
+        if not self._num_leased and not self._reads:
+            self._ended(self)

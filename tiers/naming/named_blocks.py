@@ -1,0 +1,55 @@
+"""NamedBlocks: blocks by name, with all that has to be known of them to keep them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.tiers.naming.block_hash import BlockChain, BlockName
+from kvtier.tiers.naming.groups import AttentionGroup
+from kvtier.tiers.naming.tenant import NOBODY, Origin, tenant_of
+
+BlockIds = npt.NDArray[np.int64]  # of one chain and group, ascending
+
+
+@dataclass(frozen=True, slots=True)
+class NamedBlocks:
+    """Some blocks of one tenant. *parents*: for each the block that it continues, if it is of no use without that."""
+
+    names: Sequence[BlockName]
+    parents: Sequence[BlockName | None]
+    tenant: bytes = NOBODY
+
+    def origin(self, place: int) -> Origin:
+        """Of one of the blocks."""
+        return Origin(self.parents[place], self.tenant)
+
+
+def names_of(chain: BlockChain, group: AttentionGroup, ids: BlockIds) -> Sequence[BlockName]:
+    """The names of these blocks of the chain."""
+    if _are_in_a_row(ids):
+        return chain.names_of(group.block_size, range(int(ids[0]), int(ids[-1]) + 1))
+    step = group.block_size // chain.block_size
+    return [chain.names[(i + 1) * step - 1] for i in ids.tolist()]
+
+
+def blocks_of(chain: BlockChain, group: AttentionGroup, ids: BlockIds) -> NamedBlocks:
+    """These blocks of the chain. Where a group forgets they have no parents: it needs no more than its window."""
+    names, parents = names_of(chain, group, ids), _parents(chain, group, ids)
+    return NamedBlocks(names, parents, tenant_of(chain.extra.cache_salt))
+
+
+def _parents(chain: BlockChain, group: AttentionGroup, ids: BlockIds) -> Sequence[BlockName | None]:
+    if group.forgets:
+        return [None] * len(ids)
+    if _are_in_a_row(ids):
+        first, last = int(ids[0]), int(ids[-1])
+        before = chain.names_of(group.block_size, range(max(0, first - 1), last))
+        return before if first else [None, *before]
+    step = group.block_size // chain.block_size
+    return [chain.names[i * step - 1] if i else None for i in ids.tolist()]
+
+
+def _are_in_a_row(ids: BlockIds) -> bool:
+    return len(ids) > 0 and int(ids[-1]) - int(ids[0]) == len(ids) - 1

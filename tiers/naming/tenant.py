@@ -1,0 +1,41 @@
+"""Whose a block is, and what it continues."""
+
+import hashlib
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.store.blob_store import TENANT_BYTES
+from kvtier.tiers.naming.block_hash import BlockName
+
+NOBODY = b""
+OwnerNumbers = npt.NDArray[np.uint64]  # tenants as numbers, 0 for nobody
+
+
+def tenant_of(cache_salt: str | None) -> bytes:
+    """The tenant of requests with that salt, 8 bytes that tell nothing of it; NOBODY without a salt.
+
+    One tenant may have many salts: those that begin with the tenant's own and a NUL.
+    """
+    if not cache_salt:
+        return NOBODY
+    return hashlib.sha256(b"kvtier tenant\0" + cache_salt.partition("\0")[0].encode()).digest()[:TENANT_BYTES]
+
+
+def number_of(tenant: bytes) -> int:
+    """The tenant as a number."""
+    return int.from_bytes(tenant, "little")
+
+
+def tenant_with(number: int) -> bytes:
+    """The tenant of that number."""
+    return number.to_bytes(TENANT_BYTES, "little") if number else NOBODY
+
+
+class Origin(NamedTuple):
+    """Where a block comes from: *parent*, the block that it continues, if that has to stay on disk for as long as this
+    one; and the *tenant* whose it is."""
+
+    parent: BlockName | None = None
+    tenant: bytes = NOBODY
