@@ -1,12 +1,12 @@
 """One flipped bit in a store's files costs no wrong byte, no hang, and two restarts of its process at most.
 
-The short form of `bench/store_bit_flips.py`, which has the long one: its stores, each opened as an engine opens it.
+The short form of `bench/store/store_bit_flips.py`, which has the long one.
 """
 
 from collections.abc import Iterator
 
 import pytest
-from store_bit_flips import NAMESPACE, PAGE_BYTES, Flip, Table, Template, flip_all, judge_alone, templates
+from flipped_store import NAMESPACE, PAGE_BYTES, Flip, Table, Template, flip_all, judge_alone, templates
 
 from kvtier.store.lmdb.boot_mark import BootMark
 
