@@ -81,7 +81,7 @@ def say(process: subprocess.Popen[str], line: str = "") -> None:
 
 def readers_of(store: LmdbStore, pid: int) -> list[str]:
     """The transactions that *pid* has a slot for; "-" for one that is not under way."""
-    lines = [line.split() for line in store._files.tables.env.readers().splitlines()[1:]]
+    lines = [line.split() for line in store.files.tables.env.readers().splitlines()[1:]]
     return [txn for reader, _, txn in lines if int(reader) == pid]
 
 
