@@ -1,5 +1,6 @@
 """Waits for what other threads and processes do: until it is done, with an end that only a failing test reaches."""
 
+import inspect
 import os
 import signal
 import sys
@@ -34,10 +35,10 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def is_in(thread_id: int, function: str) -> bool:
-    """Whether a thread is in the function of that name, or in what that has called."""
+def is_in(thread_id: int, function: Callable[..., object]) -> bool:
+    """Whether a thread is in that *function*, or in what it has called."""
     frame = sys._current_frames().get(thread_id)
-    while frame is not None and frame.f_code.co_name != function:
+    while frame is not None and frame.f_code is not inspect.unwrap(function).__code__:
         frame = frame.f_back
     return frame is not None
 

@@ -525,7 +525,7 @@ def test_closing_beside_a_large_read_of_bad_records_ends_both(tmp_path: Path, mo
     assert reading_on.wait(DEADLINE_S)
     closing = threading.Thread(target=store.close, daemon=True)
     closing.start()
-    wait_for(lambda: is_in(closing.ident or 0, "close") and is_held(store.files.writer))
+    wait_for(lambda: is_in(closing.ident or 0, LmdbFiles.close) and is_held(store.files.writer))
     go_on.set()
     join(closing, reading)
 

@@ -402,7 +402,7 @@ def fill(store: StoreProcess) -> None:
 def interrupted(call: Callable[[], object]) -> None:
     """Run *call* until Ctrl-C, which comes when its question is asked."""
     main = threading.get_ident()
-    with interrupted_once(lambda: is_in(main, "ask")), pytest.raises(KeyboardInterrupt):
+    with interrupted_once(lambda: is_in(main, Channel.ask)), pytest.raises(KeyboardInterrupt):
         call()
 
 
