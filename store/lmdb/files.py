@@ -29,7 +29,7 @@ from kvtier.store.slab import Slabs
 _RECORDS_PER_CHANGE = 512  # of a deletion: up to 3 index pages each, 6 MiB
 _RECORDS_WHEN_FULL = 8  # of a deletion for which there is no more room than `LITTLE_BYTES`
 _HOLES_AT_ONCE = 4096
-_CHECK_READERS_S = 10.0  # how often slots of readers in dead processes are freed: they hold back pages
+CHECK_READERS_S = 10.0  # how often slots of readers in dead processes are freed: they hold back pages
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ class LmdbFiles:
             if self._damage is not None:
                 raise OSError(errno.EIO, f"store {self.name} is damaged: {self._damage}") from self._damage
             with self._lmdb_errors():
-                if time.monotonic() - self._readers_checked_at > _CHECK_READERS_S:
+                if time.monotonic() - self._readers_checked_at > CHECK_READERS_S:
                     self._clear_stale_readers()
                 self.tables.file.reserve(new_bytes)
                 self.slabs.written.clear()

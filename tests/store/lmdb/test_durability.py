@@ -3,11 +3,11 @@
 import logging
 import random
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 from store_cases import blob_of, key_of, kv_bytes, oldest_first
+from waiting import wait_for
 
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb.boot_mark import BootMark, FileState
@@ -100,11 +100,7 @@ def test_checkpoints_are_taken_by_the_clock(tmp_path: Path) -> None:
     with LmdbStore(tmp_path, CAPACITY_BYTES, durability=Durability.INTERVAL, interval_s=0.02) as store:
         first = (tmp_path / "checkpoint").read_bytes()
         store.put_many([blob_of(1)])
-        for _ in range(500):
-            if (tmp_path / "checkpoint").read_bytes() != first:
-                break
-            time.sleep(0.02)
-        assert (tmp_path / "checkpoint").read_bytes() != first
+        wait_for(lambda: (tmp_path / "checkpoint").read_bytes() != first)
 
 
 def test_a_full_map_takes_a_checkpoint_early(tmp_path: Path) -> None:
