@@ -8,6 +8,8 @@ from forks import ForkServer
 
 from kvtier.store.durability import Durability
 
+pytestmark = pytest.mark.long
+
 
 def survive_faults(
     forks: ForkServer, folder: Path, durability: str, seed: int, num_stores: int, num_rounds: int
@@ -41,7 +43,6 @@ def survive_faults(
     assert emptied == []
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("durability", list(Durability))
 def test_every_call_works_or_raises_while_io_fails(
     shimmed_forks: ForkServer, tmp_path: Path, durability: str, seed: int
@@ -95,7 +96,6 @@ def test_a_medium_that_cannot_be_read_costs_only_those_reads(
     assert ended.of("hits")[0] > 0
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("durability", list(Durability))
 def test_reads_do_not_wait_for_a_medium_that_takes_long_to_sync(
     shimmed_forks: ForkServer, tmp_path: Path, durability: str, seed: int

@@ -259,7 +259,7 @@ def test_calls_under_way_when_the_process_dies_all_return(store: StoreProcess) -
         while not done.is_set():
             results.append(read(store, first))
 
-    threads = [threading.Thread(target=read_on, args=(n,)) for n in range(8)]
+    threads = [threading.Thread(target=read_on, args=(n,)) for n in range(4)]
     for thread in threads:
         thread.start()
     for _ in range(3):
