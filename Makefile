@@ -69,11 +69,11 @@ planted-bugs: .venv/installed
 	$(BIN)/python tests/planted_bugs.py
 
 bench: .venv/installed
-	for question in miss_cost demo_ttft exactness; do $(BIN)/python bench/$$question.py || exit 1; done
+	for question in miss_cost demo_ttft exactness; do $(BIN)/python -m bench.engine.$$question || exit 1; done
 
 # On a machine with a CUDA device, in under nine minutes; without a .venv by its own Python, whose torch fits its GPU.
 gpu-bench:
-	$(or $(wildcard $(BIN)/python),$(PYTHON)) bench/gpu_bench.py
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m bench.gpu_bench
 
 check: .venv/installed
 	$(BIN)/ruff format --check .

@@ -1,7 +1,5 @@
 """Everything that is measured on a GPU, in under nine minutes: JSON files and plots, in bench/results/<the GPU>/."""
 
-import importlib.util
-import os
 import subprocess
 import sys
 import time
@@ -9,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-BENCH = Path(__file__).parent
+BENCH = Path(__file__).resolve().parent
 TOTAL_S = 530.0
 COPIES_S = 240.0  # about 120 on an H200
 SERVING_S = 390.0
@@ -21,21 +19,13 @@ def folder_name(gpu: str) -> str:
     return gpu.lower().removeprefix("nvidia ").replace(" ", "-")
 
 
-def environment() -> dict[str, str]:
-    """This process's; where kvtier is not installed, such that it is found in this working tree."""
-    if importlib.util.find_spec("kvtier") is not None:
-        return dict(os.environ)
-    paths = [str(BENCH.parent / ".typing"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def run(*command: str, timeout_s: float) -> bool:
-    """Run one benchmark; whether it came to a good end."""
-    argv = [sys.executable, *command]
+def run(module: str, *arguments: str, timeout_s: float) -> bool:
+    """Run one benchmark from the repository's top, where kvtier is found; whether it came to a good end."""
+    argv = [sys.executable, "-m", module, *arguments]
     try:
-        return subprocess.run(argv, timeout=timeout_s, check=False, env=environment()).returncode == 0
+        return subprocess.run(argv, timeout=timeout_s, check=False, cwd=BENCH.parent).returncode == 0
     except subprocess.TimeoutExpired:
-        print(f"{Path(command[0]).name}: ended after {timeout_s:.0f} s", file=sys.stderr)
+        print(f"{module}: ended after {timeout_s:.0f} s", file=sys.stderr)
         return False
 
 
@@ -46,15 +36,15 @@ def main() -> None:
     started = time.monotonic()
     folder = BENCH / "results" / folder_name(torch.cuda.get_device_name())
     folder.mkdir(parents=True, exist_ok=True)
-    copies = run(str(BENCH / "gpu_copies.py"), "--json", str(folder / "gpu_copies.json"), timeout_s=COPIES_S)
+    copies = run("bench.transfer.gpu_copies", "--json", str(folder / "gpu_copies.json"), timeout_s=COPIES_S)
     left_s = TOTAL_S - (time.monotonic() - started)
     seconds = min(SERVING_S, left_s - AROUND_S)
     serving = run(
-        str(BENCH / "gpu_serving.py"),
+        "bench.engine.gpu_serving",
         *("--json", str(folder / "gpu_serving.json"), "--seconds", f"{seconds:.0f}"),
         timeout_s=left_s,
     )
-    run(str(BENCH / "gpu_plots.py"), str(folder), timeout_s=30)
+    run("bench.gpu_plots", str(folder), timeout_s=30)
     print(f"{time.monotonic() - started:.0f} s, results in {folder}")
     if not copies or not serving:
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""Draws what bench/gpu_copies.py and bench/gpu_serving.py measured: gpu_plots.py FOLDER, where their JSON files are."""
+"""Draws what gpu_copies and gpu_serving measured: `python -m bench.gpu_plots FOLDER`, where their JSON files are."""
 
 import json
 import re

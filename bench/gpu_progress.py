@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from report import Row
+from bench.report import Row
 
 FAILED = "failed"  # the unit of a row for what did
 

@@ -8,8 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from gpu_progress import failure, has_failed
-from report import Row, commit, machine, publish
+
+from bench.gpu_progress import failure, has_failed
+from bench.report import Row, commit, machine, publish
 
 
 def gpu_arguments(question: str) -> Namespace:

@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 # Pins num_bytes of memory at an address; gives the function that undoes it.
 Pin = Callable[[int, int], Callable[[], None]]
 # Every CUDA call of the process waits while a piece is registered: 34 ms at 1 GB/s, the slowest that people report,
-# against the 50 ms promised (bench/gpu_copies.py measures it). One registration of >= 512 GiB fails: the driver keeps
-# 16 bytes a page in one allocation of 2 GiB at most.
+# against the 50 ms promised (bench/transfer/gpu_copies.py measures it). One registration of >= 512 GiB fails: the
+# driver keeps 16 bytes a page in one allocation of 2 GiB at most.
 PIECE_BYTES = 32 << 20
 YIELD_S = 0.001  # between registrations, for the calls that queue at the driver's lock
 

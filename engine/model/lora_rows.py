@@ -35,7 +35,7 @@ class LoraRows:
     nobody uses runs as if there were none (a hook that only looks costs 1 us a layer), and between passes nothing is
     switched: other adapters are other spans. peft's own layers take one adapter for each sequence of a padded batch,
     where a step here is one sequence of all requests' tokens. A pass for each of four adapters takes 3.7 times as long
-    as a step without any, this 1.22 times (decoding, bench/lora.py).
+    as a step without any, this 1.22 times (decoding, bench/engine/lora.py).
     """
 
     def __init__(self, model: PreTrainedModel, adapters: Sequence[LoraAdapter]) -> None:

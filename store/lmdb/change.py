@@ -8,6 +8,7 @@ import lmdb
 
 from kvtier.store.blob_store import MAX_KEY_BYTES, TENANT_BYTES, Blob
 from kvtier.store.codec.seal import Sealed
+from kvtier.store.lmdb.index_file import SPARE_PAGES
 from kvtier.store.lmdb.rows import (
     COUNTERS_KEY,
     FREE,
@@ -20,7 +21,7 @@ from kvtier.store.lmdb.rows import (
     checksum,
     verified,
 )
-from kvtier.store.lmdb.tables import SPARE_PAGES, Tables, ascending
+from kvtier.store.lmdb.tables import Tables, ascending
 from kvtier.store.slab import PAGE_BYTES, Slot
 
 REMOVAL_BYTES = 8 << 20  # of pages that a change may make new that only removes: see `_MOST_SECOND_CHANCES`

@@ -15,7 +15,7 @@ import lmdb
 import xxhash
 
 from kvtier.store.folder import open_or_make, open_own, sync_folder
-from kvtier.store.lmdb.tables import keep_when_forked
+from kvtier.store.lmdb.tables import Tables, keep_when_forked
 
 _NAME = "checkpoint"
 _CHECKSUM_BYTES = 16
@@ -28,24 +28,28 @@ class Checkpoint:
     since the last checkpoint are not used again before the next, so a store that runs out of pages takes one.
     """
 
-    def __init__(self, folder: Path, env: lmdb.Environment) -> None:
+    def __init__(self, folder: Path, tables: Tables) -> None:
         self._folder = folder
-        self._env = env
+        self._tables = tables
+        self.last_change: int | None = None  # that the last one has
         self._reader: lmdb.Transaction[bytes] | None = None
 
     def take(self) -> None:
         """Keep the root of the file, which is synced. OSError or lmdb.Error: the checkpoint before stays the one that
         counts."""
-        reader = self._env.begin()
+        reader = self._tables.env.begin()
         keep_when_forked(reader)
         try:
             with open(self._folder / "data.mdb", "rb", opener=open_own) as data:
-                _keep(self._folder, data.read(2 * self._env.stat()["psize"]))
+                root = data.read(2 * self._tables.env.stat()["psize"])
+            last_change = self._tables.counters(reader).num_changes
+            _keep(self._folder, root)
         except BaseException:
             reader.abort()
             raise
         self.close()
         self._reader = reader
+        self.last_change = last_change
 
     def close(self) -> None:
         """Let go of the last checkpoint's pages."""

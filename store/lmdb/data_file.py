@@ -12,7 +12,7 @@ from kvtier.store.folder import Folder, sync_folder
 from kvtier.store.lmdb import roots as lmdb_roots
 from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.lmdb.checkpoint import restore
-from kvtier.store.lmdb.tables import MAX_DBS, Tables
+from kvtier.store.lmdb.tables import MAX_DBS, Tables, open_tables
 from kvtier.store.slab import PAGE_BYTES, Slabs
 
 DATA = "data.mdb"
@@ -117,7 +117,7 @@ def open_trusted(folder: Folder, capacity_bytes: int, durability: Durability) ->
 def reopened(folder: Folder, capacity_bytes: int, durability: Durability) -> Tables:
     """The tables in *folder*, which are trusted."""
     present = (folder.here / DATA).stat().st_size if (folder.here / DATA).exists() else 0
-    return Tables(folder.here, max(index_bytes(capacity_bytes), present), durability)
+    return open_tables(folder.here, max(index_bytes(capacity_bytes), present), durability)
 
 
 def compacted(folder: Folder, tables: Tables, capacity_bytes: int, durability: Durability) -> Tables:
@@ -136,11 +136,11 @@ def compacted(folder: Folder, tables: Tables, capacity_bytes: int, durability: D
         _log.warning("store %s: its index stays larger than it should, it cannot be copied: %s", folder.name, error)
         shutil.rmtree(copy, ignore_errors=True)
         return tables
-    tables.close()
+    tables.file.close()
     (copy / DATA).replace(folder.here / DATA)
     shutil.rmtree(copy)
     sync_folder(folder.here)
-    return Tables(folder.here, index_bytes(capacity_bytes), durability)
+    return open_tables(folder.here, index_bytes(capacity_bytes), durability)
 
 
 def _start_empty(folder: Folder, reason: str) -> None:

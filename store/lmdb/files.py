@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -15,20 +15,21 @@ import lmdb
 
 from kvtier.store.blob_store import StoreFull
 from kvtier.store.durability import Durability
-from kvtier.store.folder import Folder
 from kvtier.store.lmdb import data_file
-from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
+from kvtier.store.lmdb.boot_mark import FileState
 from kvtier.store.lmdb.change import REMOVAL_BYTES, Change
 from kvtier.store.lmdb.checkpoint import Checkpoint
 from kvtier.store.lmdb.data_file import DAMAGE
-from kvtier.store.lmdb.tables import LITTLE_BYTES
-from kvtier.store.owner_lock import OwnerLock
+from kvtier.store.lmdb.index_file import LITTLE_BYTES
+from kvtier.store.lmdb.map_users import MapUsers
+from kvtier.store.lmdb.open_folder import OpenFolder, open_folder
+from kvtier.store.lmdb.tables import Tables
 from kvtier.store.slab import Slabs
 
 _RECORDS_PER_CHANGE = 512  # of a deletion: up to 3 index pages each, 6 MiB
 _RECORDS_WHEN_FULL = 8  # of a deletion for which there is no more room than `LITTLE_BYTES`
 _HOLES_AT_ONCE = 4096
-_CHECK_READERS_S = 10.0  # how often slots of readers in dead processes are freed: they hold back pages
+CHECK_READERS_S = 10.0  # how often slots of readers in dead processes are freed: they hold back pages
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -40,51 +41,31 @@ class LmdbFiles:
     Errors of LMDB are OSError. A broken tree also marks the folder, so that the next start is empty; until then there
     are no more changes, and reads go on. If LMDB gives up because it could not write its root, the index is opened
     again as it was before. Of a process forked from this one every call is ValueError, and `close` does nothing.
-    *capacity_bytes* None is the one with which the folder was last opened, for people who look after a store: OSError
-    if no store is there, or a broken one, which stays as it is and is not marked.
     Once the folder is within its capacity the caller must `settle`.
     """
 
-    def __init__(
-        self, folder: Path, capacity_bytes: int | None, durability: Durability, interval_s: float, owner: int | None
-    ) -> None:
-        self.writer = threading.RLock()  # held for a change; taken before, never inside, `_gate`
-        self._pid = os.getpid()
-        self._durability = durability
+    def __init__(self, opened: OpenFolder, name: Path, interval_s: float, is_upkeep: bool) -> None:
+        self.writer = threading.RLock()  # held for a change; taken before, never inside, `_users`
+        self.name = name
+        self._opened = opened
         self._interval_s = interval_s
-        self._is_upkeep = capacity_bytes is None
-        self._gate = threading.Condition()  # guards the four below
-        self._num_users = 0
+        self._is_upkeep = is_upkeep
+        self._pid = os.getpid()
+        self._users = MapUsers()
         self._damage: lmdb.Error | None = None
         self._has_panicked = False
-        self._closed = False
         self._readers_checked_at = time.monotonic()
         self._checkpoint: Checkpoint | None = None
-        self._synced_change: int | None = None  # up to which a checkpoint was taken
         self._closing = threading.Event()
-
-        self.name = folder
-        with ExitStack() as undo:
-            self._folder = undo.enter_context(Folder(folder) if capacity_bytes is None else Folder.made(folder))
-            undo.callback(OwnerLock(self._folder, owner).release)
-            try:
-                if capacity_bytes is None:
-                    self.capacity_bytes = data_file.recorded_capacity(self._folder)
-                    self.tables = data_file.reopened(self._folder, self.capacity_bytes, durability)
-                else:
-                    self.capacity_bytes = capacity_bytes
-                    self.tables = data_file.open_trusted(self._folder, capacity_bytes, durability)
-            except lmdb.Error as error:
-                raise OSError(errno.EIO, f"store {folder}: {error}") from error
-            undo.callback(self._unmap)
-            self.slabs = Slabs(self._folder.here)
-            undo.callback(self.slabs.close)
-            mark = BootMark.read(self._folder.here)
-            self._is_tidy = mark is not None and mark.state is FileState.CLEAN
-            self._num_crashes = 0 if mark is None else mark.num_crashes
+        mark = opened.read_mark()
+        self._is_tidy = mark is not None and mark.state is FileState.CLEAN
+        self._num_crashes = 0 if mark is None else mark.num_crashes
+        try:
             with self._lmdb_errors():
                 self._promise()
-            self._let_go = undo.pop_all()
+        except BaseException:
+            self._release_checkpoint()
+            raise
 
     def settle(self) -> None:
         """Bring the files, whose records are within the capacity, to their size."""
@@ -95,7 +76,7 @@ class LmdbFiles:
             with self.changing(LITTLE_BYTES) as change:
                 change.counters.capacity_bytes = self.capacity_bytes
         self.give_back(data_file.slab_bytes(self.capacity_bytes))
-        if self.tables.index_bytes() > data_file.index_bytes(self.capacity_bytes) + data_file.BESIDES_BYTES:
+        if self.tables.file.taken_bytes() > data_file.index_bytes(self.capacity_bytes) + data_file.BESIDES_BYTES:
             self._compact()
         if self._checkpoint is not None:
             threading.Thread(target=self._take_checkpoints, name="kvtier-checkpoint", daemon=True).start()
@@ -121,24 +102,31 @@ class LmdbFiles:
             return
         self._closing.set()
         with self.writer:
-            with self._gate:
-                if self._closed:
-                    return
-                self._closed = True
-                self._gate.wait_for(lambda: self._num_users == 0)  # a read after unmapping would crash
-            with self._let_go:
-                with self._lmdb_errors():
-                    if self.tables.is_open:  # else it could not be opened again: it is as it was, and not synced
-                        self._sync_all()
-                if self.tables.is_open and self._damage is None and not self.tables.is_removed:
-                    # What is not tidy was synced all the same: that is what COMMIT says.
-                    state = FileState.CLEAN if self._is_tidy else FileState.COMMIT
-                    BootMark(current_boot_id(), state).write(self._folder.here)
+            if not self._users.close():  # a read after unmapping would crash
+                return
+            with closing(self._opened):
+                try:
+                    self._end()
+                finally:
+                    self._release_checkpoint()
+
+    @property
+    def tables(self) -> Tables:
+        """The index, which is another once it was opened again."""
+        return self._opened.tables
+
+    @property
+    def slabs(self) -> Slabs:
+        return self._opened.slabs
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._opened.capacity_bytes
 
     @property
     def here(self) -> Path:
         """A path to the folder that is open, whatever its name leads to now."""
-        return self._folder.here
+        return self._opened.here
 
     @property
     def is_lost(self) -> bool:
@@ -150,17 +138,8 @@ class LmdbFiles:
         """Keeps the map open meanwhile: `close` waits. Never one inside another. ValueError once it is closed."""
         self._refuse_forked()
         self._recover()
-        with self._gate:
-            if self._closed:
-                raise ValueError("store is closed")
-            self._num_users += 1
-        try:
-            with self._lmdb_errors():
-                yield
-        finally:
-            with self._gate:
-                self._num_users -= 1
-                self._gate.notify_all()
+        with self._users, self._lmdb_errors():
+            yield
 
     @contextmanager
     def reading(self) -> "Iterator[lmdb.Transaction[bytes]]":
@@ -173,15 +152,15 @@ class LmdbFiles:
         """A change that may need *new_bytes* of pages: committed at the end, undone by any exception."""
         self._refuse_forked()
         with self.writer:
-            if self._closed:
+            if self._users.is_closed:
                 raise ValueError("store is closed")
             self._recover()
             if self._damage is not None:
                 raise OSError(errno.EIO, f"store {self.name} is damaged: {self._damage}") from self._damage
             with self._lmdb_errors():
-                if time.monotonic() - self._readers_checked_at > _CHECK_READERS_S:
+                if time.monotonic() - self._readers_checked_at > CHECK_READERS_S:
                     self._clear_stale_readers()
-                self.tables.reserve(new_bytes)
+                self.tables.file.reserve(new_bytes)
                 self.slabs.written.clear()
                 try:
                     with self.tables.env.begin(write=True) as txn:
@@ -223,37 +202,47 @@ class LmdbFiles:
 
     def sync(self) -> None:
         """What has been changed so far is on the medium on return, or OSError."""
-        if self.tables.is_doubtful:
+        if self.tables.file.is_doubtful:
             with self.writer, self.in_use():
-                self.tables.write_again()
+                self.tables.file.write_again()
         with self.in_use():  # not as the writer: others may go on writing meanwhile
             self.slabs.sync()
-            self.tables.sync()
+            self.tables.file.sync()
         self._take_checkpoint()
 
     def file_bytes(self) -> int:
         """What index and slabs take on the medium."""
-        return self.tables.index_bytes() + self.slabs.file_bytes()
+        return self._opened.taken_bytes()
 
     def _change_at_once(self, act: Callable[[Change], _T], new_bytes: int) -> _T:
         with self.changing(new_bytes + REMOVAL_BYTES) as change:
             result = act(change)
-            if self.tables.is_nearly_full(new_bytes):
+            if self.tables.file.is_nearly_full(new_bytes):
                 change.leave_spare_pages()
             return result
 
     def _promise(self) -> None:
         """Have what is there on the medium, if the level asks for it, and say that it is open. Before the first change:
         until here the old mark is true, and the last checkpoint whole."""
-        if self._durability is Durability.COMMIT:
-            self._sync_all()
-        elif self._durability is Durability.INTERVAL:
+        level = self._opened.durability
+        if level is Durability.COMMIT:
+            self._opened.sync()
+        elif level is Durability.INTERVAL:
             self._release_checkpoint()
-            self._checkpoint = Checkpoint(self._folder.here, self.tables.env)
+            self._checkpoint = Checkpoint(self.here, self.tables)
             self._checkpoint_now()
         if self._damage is None:
-            mark = BootMark(current_boot_id(), FileState(self._durability.value), num_crashes=self._num_crashes)
-            mark.write(self._folder.here)
+            self._opened.mark(FileState(level.value), self._num_crashes)
+
+    def _end(self) -> None:
+        """Sync what is open, and say in what state the files are left."""
+        if not self._opened.is_index_open:  # it could not be opened again: it is as it was, and not synced
+            return
+        with self._lmdb_errors():
+            self._opened.sync()
+        if self._damage is None and not self._opened.is_removed:
+            # What is not tidy was synced all the same: that is what COMMIT says.
+            self._opened.mark(FileState.CLEAN if self._is_tidy else FileState.COMMIT)
 
     def _tidy_up(self) -> None:
         """Give back what a process that was killed had written to slots that were not its yet, or what was put there
@@ -283,12 +272,11 @@ class LmdbFiles:
 
     def _compact(self) -> None:
         """Have a file without free pages. Nothing is changed meanwhile, so CLEAN is true of all levels."""
-        with self.writer, self._gate, self._lmdb_errors():
-            self._gate.wait_for(lambda: self._num_users == 0)
-            self._sync_all()
-            BootMark(current_boot_id(), FileState.CLEAN).write(self._folder.here)
+        with self.writer, self._users.kept_out(), self._lmdb_errors():
+            self._opened.sync()
+            self._opened.mark(FileState.CLEAN)
             self._release_checkpoint()
-            self.tables = data_file.compacted(self._folder, self.tables, self.capacity_bytes, self._durability)
+            self._opened.compact_index()
             self._promise()
 
     def _thaw(self) -> None:
@@ -311,26 +299,18 @@ class LmdbFiles:
 
     def _checkpoint_now(self) -> None:
         assert self._checkpoint is not None, "this level takes none"
-        self._sync_all()
+        self._opened.sync()
         self._checkpoint.take()
-        with self.tables.env.begin() as txn:
-            self._synced_change = self.tables.counters(txn).num_changes
+
+    @property
+    def _synced_change(self) -> int | None:
+        """The last change that a checkpoint has; None at a level that takes none."""
+        return None if self._checkpoint is None else self._checkpoint.last_change
 
     def _release_checkpoint(self) -> None:
         """Let its pages be used again: nothing may be changed before the next one."""
         if self._checkpoint is not None:
             self._checkpoint.close()
-
-    def _unmap(self) -> None:
-        self._release_checkpoint()
-        self.tables.close()
-
-    def _sync_all(self) -> None:
-        """As the writer."""
-        if self.tables.is_doubtful:
-            self.tables.write_again()
-        self.slabs.sync()
-        self.tables.sync()
 
     def _take_checkpoints(self) -> None:
         while not self._closing.wait(self._interval_s):
@@ -357,7 +337,7 @@ class LmdbFiles:
                 self._damage = error
                 if not self._is_upkeep:
                     _log.warning("store %s is damaged, the next start is empty: %s", self.name, error)
-                    BootMark(current_boot_id(), FileState.DAMAGED).write(self._folder.here)
+                    self._opened.mark(FileState.DAMAGED)
             raise OSError(errno.EIO, f"store {self.name}: {error}") from error
 
     def _is_dead(self) -> bool:
@@ -372,15 +352,14 @@ class LmdbFiles:
 
     def _recover(self) -> None:
         """Open the index again if LMDB gave it up, as it was before; OSError if that is not possible yet."""
-        if not self._has_panicked or self._closed:
+        if not self._has_panicked or self._users.is_closed:
             return
-        with self.writer, self._gate:
-            self._gate.wait_for(lambda: self._num_users == 0)
+        with self.writer, self._users.kept_out():
             if not self._has_panicked:
                 return
-            self._unmap()
+            self._release_checkpoint()
             with self._lmdb_errors():
-                self.tables = data_file.reopened(self._folder, self.capacity_bytes, self._durability)
+                self._opened.reopen_index()
                 self._promise()
             self._has_panicked = False
         self._tidy_up()
@@ -388,3 +367,19 @@ class LmdbFiles:
     def _refuse_forked(self) -> None:
         if os.getpid() != self._pid:
             raise ValueError(f"store {self.name}: belongs to process {self._pid}, from which this one was forked")
+
+
+def open_files(
+    folder: Path, capacity_bytes: int | None, durability: Durability, interval_s: float, owner: int | None
+) -> LmdbFiles:
+    """The files of the store in *folder*, open; *interval_s* is the time between checkpoints.
+
+    *capacity_bytes* None is the one with which the folder was last opened, for people who look after a store: OSError
+    if no store is there, or a broken one, which stays as it is and is not marked.
+    """
+    opened = open_folder(folder, capacity_bytes, durability, owner)
+    try:
+        return LmdbFiles(opened, folder, interval_s, is_upkeep=capacity_bytes is None)
+    except BaseException:
+        opened.close()
+        raise

@@ -32,6 +32,11 @@ class GroupCommit:
         self._act = act
         self._waiting: list[_Call] = []  # who comes enters himself and, with the writer lock, takes himself off
 
+    @property
+    def num_waiting(self) -> int:
+        """Calls that are in line or at work."""
+        return len(self._waiting)
+
     def put(self, blobs: Sequence[Blob]) -> list[bytes]:
         """Store *blobs*; the keys evicted for them, those of other calls left to these. Raises what `act` does.
 

@@ -19,7 +19,7 @@ from kvtier.store.durability import Durability
 from kvtier.store.lmdb import data_file
 from kvtier.store.lmdb.change import REMOVAL_BYTES, Change
 from kvtier.store.lmdb.disk_room import DiskRoom
-from kvtier.store.lmdb.files import LmdbFiles
+from kvtier.store.lmdb.files import open_files
 from kvtier.store.lmdb.group_commit import GroupCommit
 from kvtier.store.lmdb.reader import LmdbReader
 from kvtier.store.record import Fault
@@ -71,24 +71,25 @@ class LmdbStore:
         self._cipher = cipher
         self._durability = durability
         self._quotas = quotas
-        self._gone: list[bytes] = []  # evicted, and nobody has been told; `_files.writer` guards it
-        self._files = LmdbFiles(folder, capacity_bytes, durability, interval_s, owner)
-        self._capacity_bytes = self._files.capacity_bytes
-        self._room = DiskRoom(self._files.name, self._files.here, self._capacity_bytes)
-        self._reader = LmdbReader(self._files, cipher, codec if isinstance(codec, CodecChoice) else None)
+        self._gone: list[bytes] = []  # evicted, and nobody has been told; `files.writer` guards it
+        # Index and slabs, also for people who look after the store.
+        self.files = open_files(folder, capacity_bytes, durability, interval_s, owner)
+        self._capacity_bytes = self.files.capacity_bytes
+        self._room = DiskRoom(self.files.name, self.files.here, self._capacity_bytes)
+        self._reader = LmdbReader(self.files, cipher, codec if isinstance(codec, CodecChoice) else None)
         self._syncer = ThreadPoolExecutor(1, "kvtier-store-sync")
-        self._group = GroupCommit(self._files.writer, data_file.part_bytes(self._capacity_bytes), self._put_group)
+        self._group = GroupCommit(self.files.writer, data_file.part_bytes(self._capacity_bytes), self._put_group)
         try:
             self._evict_to(self._capacity_bytes)
             self._gone.clear()
-            self._files.settle()
+            self.files.settle()
         except BaseException:
             self.close()
             raise
 
     def contains(self, key: bytes) -> bool:
-        with self._files.reading() as txn:
-            return self._files.tables.located(txn, key) is not None
+        with self.files.reading() as txn:
+            return self.files.tables.located(txn, key) is not None
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
         refuse_unfit(blobs, self._capacity_bytes, self._cipher)
@@ -97,7 +98,7 @@ class LmdbStore:
             try:
                 gone = self._group.put(part)
             except BaseException as error:
-                with self._files.writer:
+                with self.files.writer:
                     self._gone = self._without_those_back(evicted) + self._gone  # whoever comes next is told
                     if isinstance(error, OSError) and self._gone:
                         full = StoreFull(error.errno, error.strerror or str(error))
@@ -117,7 +118,7 @@ class LmdbStore:
             for key in keys:
                 change.mark(key)
 
-        self._files.change(mark_all, _INDEX_PAGES * PAGE_BYTES * len(keys))
+        self.files.change(mark_all, _INDEX_PAGES * PAGE_BYTES * len(keys))
 
     def delete(self, keys: Sequence[bytes]) -> int:
         num_deleted, left = 0, list(keys)
@@ -126,13 +127,13 @@ class LmdbStore:
             return [change.forget(key) for key in left[:most]]
 
         while left:
-            forgotten = self._files.remove(forget_some)
+            forgotten = self.files.remove(forget_some)
             num_deleted += sum(forgotten)
             del left[: len(forgotten)]
         return num_deleted
 
     def keys(self) -> Iterator[bytes]:
-        with self._files.in_use():
+        with self.files.in_use():
             return self._walk()
 
     def verify(self) -> Iterator[tuple[bytes, Fault | None]]:
@@ -147,26 +148,26 @@ class LmdbStore:
 
     def place(self, key: bytes) -> tuple[Path, int, int] | None:
         """File, offset and length of a record's slot, for who wants to see its bytes; None if there is none."""
-        with self._files.reading() as txn:
-            found = self._files.tables.located(txn, key)
+        with self.files.reading() as txn:
+            found = self.files.tables.located(txn, key)
         if found is None:
             return None
-        file, start, num_bytes = self._files.slabs.place(found[1])
-        return self._files.name / file.name, start, num_bytes
+        file, start, num_bytes = self.files.slabs.place(found[1])
+        return self.files.name / file.name, start, num_bytes
 
     @property
     def is_lost(self) -> bool:
         """Whether it should be closed and opened again: its index is damaged."""
-        return self._files.is_lost
+        return self.files.is_lost
 
     def sync(self) -> None:
-        self._files.sync()
+        self.files.sync()
 
     def statistics(self) -> StoreStatistics:
-        with self._files.reading() as txn:
-            counters = self._files.tables.counters(txn)
-            tenants = self._files.tables.bytes_of_tenants(txn, self._quotas)
-            file_bytes = self._files.file_bytes()
+        with self.files.reading() as txn:
+            counters = self.files.tables.counters(txn)
+            tenants = self.files.tables.bytes_of_tenants(txn, self._quotas)
+            file_bytes = self.files.file_bytes()
         read_bytes_total, faults = self._reader.counted()
         return StoreStatistics(
             num_records=counters.num_records,
@@ -182,17 +183,17 @@ class LmdbStore:
         )
 
     def check(self) -> None:
-        with self._files.writer, self._files.reading() as txn:
-            self._files.tables.check(txn)
-            stored_bytes = self._files.tables.counters(txn).stored_bytes
-            file_bytes = self._files.file_bytes()
+        with self.files.writer, self.files.reading() as txn:
+            self.files.tables.check(txn)
+            stored_bytes = self.files.tables.counters(txn).stored_bytes
+            file_bytes = self.files.file_bytes()
         assert stored_bytes <= self._capacity_bytes, f"{stored_bytes} bytes exceed {self._capacity_bytes}"
         most = data_file.most_bytes(self._capacity_bytes)
         assert file_bytes <= most, f"the files take {file_bytes} bytes, more than {most}"
 
     def close(self) -> None:
         try:
-            self._files.close()
+            self.files.close()
         finally:
             self._reader.close()
             self._syncer.shutdown()
@@ -207,8 +208,8 @@ class LmdbStore:
         """The keys, newest first, in pages: a long read transaction would hold back the pages freed meanwhile."""
         before = None
         while True:
-            with self._files.reading() as txn:
-                page = self._files.tables.keys_before(txn, before, _KEYS_PER_PAGE)
+            with self.files.reading() as txn:
+                page = self.files.tables.keys_before(txn, before, _KEYS_PER_PAGE)
             if not page:
                 return
             before = page[-1][0]
@@ -247,7 +248,7 @@ class LmdbStore:
             evicted = self._evict(change, new_bytes, most)
             slots = self._write(change, sealed)
             if self._durability is Durability.COMMIT:  # beside the commit: their order does not matter, digests tell
-                syncing.append(self._syncer.submit(self._files.slabs.sync))
+                syncing.append(self._syncer.submit(self.files.slabs.sync))
             for blob, one, slot in zip(new, sealed, slots, strict=True):
                 coming.discard(blob.key)
                 change.add(one, blob, slot, coming)
@@ -257,7 +258,7 @@ class LmdbStore:
         index_bytes = (_INDEX_PAGES + _EVICTED_PAGES) * PAGE_BYTES * len(unique)
         for _ in range(_MOST_TRIES):
             try:
-                evicted, new = self._files.change(put, index_bytes)
+                evicted, new = self.files.change(put, index_bytes)
                 break
             except _StillTooMuch:
                 self._make_way(unique)
@@ -281,10 +282,10 @@ class LmdbStore:
         for size, num_slots in Counter(sizes).items():
             slots, to_punch = change.allocate(size, num_slots, self._room.slab_bytes)
             if to_punch:
-                self._files.slabs.punch(*to_punch)
+                self.files.slabs.punch(*to_punch)
             free[size] = iter(slots)
         placed = [next(free[size]) for size in sizes]
-        self._files.slabs.write(placed, [one.payload for one in sealed])
+        self.files.slabs.write(placed, [one.payload for one in sealed])
         return placed
 
     def _evict(self, change: Change, new_bytes: Mapping[bytes, int], most: int) -> list[bytes]:
@@ -307,7 +308,7 @@ class LmdbStore:
         turn: nobody is evicted for what continues it."""
         is_done = False
         while not is_done:
-            with self._files.changing(REMOVAL_BYTES + _EVICTED_PAGES * PAGE_BYTES * len(group)) as change:
+            with self.files.changing(REMOVAL_BYTES + _EVICTED_PAGES * PAGE_BYTES * len(group)) as change:
                 new_bytes: Counter[bytes] = Counter()
                 for blob in _mark(change, group):
                     new_bytes[blob.tenant] += most_charged_bytes(blob, self._cipher)
@@ -320,22 +321,22 @@ class LmdbStore:
     def _make_room(self, num_bytes: int) -> None:
         """Evict *num_bytes* more than the capacity asks for; pages and slots are free to use on return."""
         self._evict_to(max(0, self.statistics().stored_bytes - num_bytes))
-        self._files.free_pages(self._room.slab_bytes)
+        self.files.free_pages(self._room.slab_bytes)
 
     def _shrink(self) -> bool:
         """Go on with what the disk has, which is full; False if that is next to nothing."""
-        with self._files.reading() as txn:
-            taken_bytes = self._files.tables.counters(txn).slab_bytes
+        with self.files.reading() as txn:
+            taken_bytes = self.files.tables.counters(txn).slab_bytes
         if not self._room.shrink(taken_bytes):
             return False
         self._evict_to(self._room.capacity_bytes)
-        self._files.free_pages(self._room.slab_bytes)
+        self.files.free_pages(self._room.slab_bytes)
         self._room.settle()
         return True
 
     def _evict_to(self, limit_bytes: int) -> None:
         while self.statistics().stored_bytes > limit_bytes:
-            self._gone += self._files.remove(lambda change, most: change.evict(limit_bytes, most))
+            self._gone += self.files.remove(lambda change, most: change.evict(limit_bytes, most))
 
     def _without_those_back(self, evicted: Iterable[bytes]) -> list[bytes]:
         """Those of *evicted* that nobody has put again, as far as that can be found out."""

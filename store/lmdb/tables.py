@@ -1,12 +1,10 @@
 """The sub-databases of an LMDB store."""
 
 import ctypes
-import errno
 import os
-import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, pairwise, starmap
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import lmdb
 from kvtier.store.blob_store import MAX_KEY_BYTES, TENANT_BYTES
 from kvtier.store.durability import Durability
 from kvtier.store.folder import open_own
+from kvtier.store.lmdb.index_file import LITTLE_BYTES, IndexFile
 from kvtier.store.lmdb.rows import (
     COUNTERS_KEY,
     FREE,
@@ -28,13 +27,10 @@ from kvtier.store.lmdb.rows import (
     Row,
     verified,
 )
-from kvtier.store.slab import PAGE_BYTES, Slot
+from kvtier.store.slab import Slot
 
 _TABLES = (b"records", b"free", b"holes", b"slabs", b"order", b"owned", b"tenants", b"ledger")
 MAX_DBS = len(_TABLES)
-SPARE_PAGES = 64  # left free by every change that adds: what a deletion of 8 records needs, three levels deep
-LITTLE_BYTES = SPARE_PAGES * PAGE_BYTES  # of pages that a change may make new that removes 8 records at most
-_AHEAD_BYTES = 8 << 20  # of disk space that is taken at a time
 _MOST_READERS = 256
 _LOCK_BYTES = (_MOST_READERS + 64) * 64  # at least: 64 bytes for each reader, 200 for all
 _parents: "weakref.WeakSet[Any]" = weakref.WeakSet()  # what is open here, and a forked process must not close
@@ -53,47 +49,22 @@ class Tables:
     ledger    `Counters`
     """
 
-    def __init__(self, folder: Path, map_bytes: int, durability: Durability) -> None:
-        """What is there already stays as it is."""
-        _take_room(folder / "lock.mdb", _LOCK_BYTES)
-        self._data_file: int | None = open_own(folder / "data.mdb", os.O_RDWR | os.O_CREAT)
-        try:
-            self.env = _opened(folder, map_bytes, durability)
-        except BaseException:
-            os.close(self._data_file)
-            raise
-        keep_when_forked(self.env)
-        self._syncing = threading.Lock()
-        self.is_doubtful = False  # the last sync failed; `_syncing` guards it
-        self._reserved_bytes = self._used_bytes()  # pages in use got their disk space before they were
-        try:
-            self.env.reader_check()
-            is_new = self.env.stat()["entries"] == 0
-            if is_new:
-                self.reserve(LITTLE_BYTES)
-            (
-                self.records,
-                self.free,
-                self.holes,
-                self.slabs,
-                self.order,
-                self.owned,
-                self.tenants,
-                self.ledger,
-            ) = (self._table(name, is_new) for name in _TABLES)
-            with self.env.begin() as txn:
-                self.counters(txn)
-                self.num_slots(txn)
-        except BaseException:
-            self.close()
-            raise
+    def __init__(self, file: IndexFile, tables: "Sequence[lmdb._Database]") -> None:
+        self.file = file
+        (
+            self.records,
+            self.free,
+            self.holes,
+            self.slabs,
+            self.order,
+            self.owned,
+            self.tenants,
+            self.ledger,
+        ) = tables
 
-    def _table(self, name: bytes, is_new: bool) -> "lmdb._Database":
-        """A sub-database, which is there unless the environment is new."""
-        try:
-            return self.env.open_db(name, create=is_new)
-        except lmdb.NotFoundError as error:
-            raise lmdb.CorruptedError(f"the table {name.decode()} is not there") from error
+    @property
+    def env(self) -> lmdb.Environment:
+        return self.file.env
 
     @staticmethod
     def capacity_in(env: lmdb.Environment) -> int:
@@ -107,73 +78,6 @@ class Tables:
         with env.begin() as txn:
             packed = txn.get(COUNTERS_KEY, db=ledger)
         return Counters() if packed is None else Counters.unpack(packed)
-
-    @property
-    def is_open(self) -> bool:
-        return self._data_file is not None
-
-    @property
-    def is_removed(self) -> bool:
-        """Whether the index has no name any more: what is written to it is gone when it is closed."""
-        return self._data_file is not None and os.fstat(self._data_file).st_nlink == 0
-
-    def close(self) -> None:
-        """Unmap; a transaction still open elsewhere would crash the process. Once more does nothing."""
-        self.env.close()
-        if self._data_file is not None:
-            os.close(self._data_file)
-            self._data_file = None
-
-    def sync(self) -> None:
-        """Return when the file, as it was at the call, is on the medium. OSError or lmdb.Error, and from then on until
-        somebody has called `write_again`."""
-        with self._syncing:
-            if self.is_doubtful:
-                raise OSError(errno.EIO, "the index could not be synced before")
-            try:
-                self.env.sync(True)
-            except lmdb.Error:
-                self.is_doubtful = True
-                raise
-
-    def write_again(self) -> None:
-        """Have all pages written by the next sync. The kernel takes what it could not write for written, and says so
-        once; then a sync works that has done nothing, and a checkpoint would be believed that is not there. The caller
-        is the writer."""
-        assert self._data_file is not None, "the index is closed"
-        with self._syncing:
-            for start in range(0, self._used_bytes(), _AHEAD_BYTES):
-                pages = os.pread(self._data_file, _AHEAD_BYTES, start)
-                if os.pwrite(self._data_file, pages, start) < len(pages):
-                    raise OSError(errno.EIO, "the index could not be written again")
-            self.is_doubtful = False
-
-    def reserve(self, new_bytes: int) -> None:
-        """Have disk space for *new_bytes* beyond the pages in use; OSError if there is none.
-
-        Writing to a hole of a mapped file on a full disk is SIGBUS, not ENOSPC.
-        """
-        map_bytes = self.env.info()["map_size"]
-        wanted = min(self._used_bytes() + new_bytes, map_bytes)
-        if wanted > self._reserved_bytes:
-            try:
-                self._reserve_up_to(min(wanted + _AHEAD_BYTES, map_bytes))
-            except OSError:  # perhaps there is room for what is needed
-                self._reserve_up_to(wanted)
-
-    def _reserve_up_to(self, end: int) -> None:
-        assert self._data_file is not None, "the index is closed"
-        os.posix_fallocate(self._data_file, self._reserved_bytes, end - self._reserved_bytes)
-        self._reserved_bytes = end
-
-    def is_nearly_full(self, new_bytes: int) -> bool:
-        """Whether *new_bytes* and the spare pages might not fit after the last page in use."""
-        return self._used_bytes() + new_bytes + SPARE_PAGES * PAGE_BYTES > self.env.info()["map_size"]
-
-    def index_bytes(self) -> int:
-        """What the data file takes on the medium."""
-        assert self._data_file is not None, "the index is closed"
-        return os.fstat(self._data_file).st_blocks * 512
 
     def counters(self, txn: "lmdb.Transaction[bytes] | lmdb.Transaction[memoryview]") -> Counters:
         """The ledger as *txn* sees it."""
@@ -267,8 +171,39 @@ class Tables:
         taken = sum(slot.num_bytes for slot in used + free)
         assert taken == slab_bytes, f"ledger: {slab_bytes} bytes of slots, recount {taken}"
 
-    def _used_bytes(self) -> int:
-        return (self.env.info()["last_pgno"] + 1) * PAGE_BYTES
+
+def open_tables(folder: Path, map_bytes: int, durability: Durability) -> Tables:
+    """The tables of the index in *folder*; what is there already stays as it is. OSError or lmdb.Error."""
+    _take_room(folder / "lock.mdb", _LOCK_BYTES)
+    descriptor = open_own(folder / "data.mdb", os.O_RDWR | os.O_CREAT)
+    try:
+        env = _opened(folder, map_bytes, durability)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    keep_when_forked(env)
+    file = IndexFile(env, descriptor)
+    try:
+        env.reader_check()
+        is_new = env.stat()["entries"] == 0
+        if is_new:
+            file.reserve(LITTLE_BYTES)
+        tables = Tables(file, [_table(env, name, is_new) for name in _TABLES])
+        with env.begin() as txn:
+            tables.counters(txn)
+            tables.num_slots(txn)
+    except BaseException:
+        file.close()
+        raise
+    return tables
+
+
+def _table(env: lmdb.Environment, name: bytes, is_new: bool) -> "lmdb._Database":
+    """A sub-database, which is there unless the environment is new."""
+    try:
+        return env.open_db(name, create=is_new)
+    except lmdb.NotFoundError as error:
+        raise lmdb.CorruptedError(f"the table {name.decode()} is not there") from error
 
 
 def keep_when_forked(opened: "lmdb.Environment | lmdb.Transaction[bytes]") -> None:

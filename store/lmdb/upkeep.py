@@ -156,7 +156,7 @@ def delete_namespaces(
             num_records += store.delete(batch)
             num_bytes = before_bytes - store.statistics().stored_bytes
             yield Progress("deleting", num_bytes, max(total_bytes, num_bytes))
-        store.give_back()
+        store.files.give_back(0)  # what is left in the slots is gone, and takes no room
     yield Deletion(num_records, num_bytes)
 
 
@@ -170,17 +170,11 @@ def condemn(folder: Path) -> None:
             lock.release()
 
 
-class _KeptStore(LmdbStore):
-    def give_back(self) -> None:
-        """Punch out all slots that no record has: what is left in them is gone, and takes no room."""
-        self._files.give_back(0)
-
-
 @contextmanager
-def _opened(folder: Path, owner: int, cipher: Cipher | None = None) -> Iterator[_KeptStore]:
+def _opened(folder: Path, owner: int, cipher: Cipher | None = None) -> Iterator[LmdbStore]:
     """The store in *folder* with the capacity it had."""
     try:
-        with _KeptStore(folder, cipher=cipher, durability=Durability.COMMIT, owner=owner) as store:
+        with LmdbStore(folder, cipher=cipher, durability=Durability.COMMIT, owner=owner) as store:
             yield store
     except FolderInUse as error:
         whose = str(error).partition(";")[0]

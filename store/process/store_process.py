@@ -95,6 +95,12 @@ class StoreProcess:
             worker.end("it was told to")
 
     @property
+    def pid(self) -> int | None:
+        """The process that was started last, which may have ended; None before the first."""
+        worker = self._worker
+        return None if worker is None else worker.pid
+
+    @property
     def num_ended(self) -> int:
         """How many processes that had the store open have ended by themselves, or hung and were killed."""
         with self._lock:
@@ -266,8 +272,9 @@ class _Worker:
     def __init__(self, settings: StoreSettings, memories: Sequence[SharedMemory], timeout_s: float) -> None:
         self._folder = settings.folder
         self._timeout_s = timeout_s
-        self._writers: queue.SimpleQueue[Channel | None] = queue.SimpleQueue()
-        self._readers: queue.SimpleQueue[Channel | None] = queue.SimpleQueue()
+        self._process, channels = _started(memories)
+        self._writers = _queue_of(channels[:NUM_WRITERS])
+        self._readers = _queue_of(channels[NUM_WRITERS:])
         self.is_open = False
         self._has_ended = False
         self._why_ended: str | None = None
@@ -276,28 +283,14 @@ class _Worker:
         self._owner = settings.owner or os.getpid()
         self.ended_walks: set[int] = set()  # which the process need not keep any longer
 
-        pairs = [socket.socketpair() for _ in range(NUM_WRITERS + NUM_READERS)]
-        for i, (here, _) in enumerate(pairs):
-            (self._writers if i < NUM_WRITERS else self._readers).put(Channel(here))
-        theirs = [there.fileno() for _, there in pairs]
-        shared = [(memory.file, memory.num_bytes) for memory in memories]
-        arguments = json.dumps([theirs, shared, NUM_WRITERS, os.getpid()])
-        try:
-            self._process = subprocess.Popen(
-                # -P: no module of the store's is looked for in the working directory
-                [sys.executable, "-P", "-m", "kvtier.store.process.store_server", arguments],
-                pass_fds=[*theirs, *(memory.file for memory in memories)],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in a terminal is not for it
-            )
-        finally:
-            for _, there in pairs:
-                there.close()
-
     def open(self, settings: StoreSettings) -> None:
         """Have the process open its store: the first question. What opening raises."""
         self._ask(self._writers, _OPEN_TIMEOUT_S, "open", settings)
         self.is_open = True
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def why_ended(self) -> str:
@@ -389,6 +382,34 @@ class _Worker:
         if not is_good:
             raise value
         return value
+
+
+def _started(memories: Sequence[SharedMemory]) -> "tuple[subprocess.Popen[bytes], list[Channel]]":
+    """A process that is to serve a store, and the channels to it: those of writers first."""
+    pairs = [socket.socketpair() for _ in range(NUM_WRITERS + NUM_READERS)]
+    theirs = [there.fileno() for _, there in pairs]
+    shared = [(memory.file, memory.num_bytes) for memory in memories]
+    arguments = json.dumps([theirs, shared, NUM_WRITERS, os.getpid()])
+    try:
+        process = subprocess.Popen(
+            # -P: no module of the store's is looked for in the working directory
+            [sys.executable, "-P", "-m", "kvtier.store.process.store_server", arguments],
+            pass_fds=[*theirs, *(memory.file for memory in memories)],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C in a terminal is not for it
+        )
+    finally:
+        for _, there in pairs:
+            there.close()
+    return process, [Channel(here) for here, _ in pairs]
+
+
+def _queue_of(channels: Sequence[Channel]) -> "queue.SimpleQueue[Channel | None]":
+    """The *channels*, all free; None is put there for who waits when the process has ended."""
+    free: queue.SimpleQueue[Channel | None] = queue.SimpleQueue()
+    for channel in channels:
+        free.put(channel)
+    return free
 
 
 def _status(returncode: int | None) -> str:

@@ -62,6 +62,15 @@ def test_each_module_that_the_design_names_and_does_not_plan_exists() -> None:
     assert sorted(name for name in named if not any(path.endswith(f"/{name}") for path in there)) == []
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_each_benchmark_that_is_named_is_there(page: str) -> None:
+    text = (ROOT / page).read_text()
+    modules = {module.replace(".", "/") + ".py" for module in re.findall(r"-m (bench[.\w]+)", text)}
+    paths = set(re.findall(r"\bbench/[\w/]+\.py", text)) if page != "STYLE.md" else set()
+
+    assert sorted(path for path in modules | paths if not (ROOT / path).is_file()) == []
+
+
 @pytest.mark.parametrize("page", GUIDES)
 def test_each_make_target_that_is_named_exists(page: str) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -140,3 +149,10 @@ def test_readme_is_short_and_leads_to_every_page() -> None:
 
     assert len(readme.read_text().splitlines()) <= LONGEST_README
     assert {page for page in pages() if page != readme} - {link.file for link in links_of(readme)} == set()
+
+
+def test_no_test_imports_a_benchmark() -> None:
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
+    imports = re.compile(r"^\s*(from|import) bench\b", re.MULTILINE)
+
+    assert [path.name for path in tests if imports.search(path.read_text())] == []

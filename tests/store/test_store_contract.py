@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from store_cases import StoreCase, blob_of, key_of, kv_bytes, oldest_first
+from waiting import DEADLINE_S
 
 from kvtier.store import memory_store
 from kvtier.store.blob_store import Blob, BlobStore
@@ -520,7 +521,7 @@ def test_readers_beside_a_writer_never_see_wrong_bytes(case: StoreCase) -> None:
             thread.start()
         rng = random.Random(7)
         num_calls = 0
-        give_up_at = time.monotonic() + 30
+        give_up_at = time.monotonic() + DEADLINE_S
         while num_calls < 100 or (min(num_hits) < 20 and time.monotonic() < give_up_at):
             store.put_many(rng.sample(blobs, 4))
             num_calls += 1

@@ -110,7 +110,7 @@ class LmdbCase:
     def _index(self, store: BlobStore) -> Iterator[tuple[Any, Any]]:
         """Environment and records; another process's as LMDB allows, once more here would be wrong."""
         if isinstance(store, LmdbStore):
-            yield store._files.tables.env, store._files.tables.records
+            yield store.files.tables.env, store.files.tables.records
             return
         env = lmdb.open(str(self.folder), map_size=index_bytes(10 << 20), max_dbs=MAX_DBS, writemap=True, sync=False)
         try:

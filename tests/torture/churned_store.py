@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fork_server import Say
+from fork_server import DEADLINE_S, Say
 from lmdb_pages import used_bytes
 from torture_blocks import CHAIN_BLOCKS, KINDS, blob_of, chain, key_of, number_of, numbers_in, open_store, read_numbers
 
@@ -40,7 +40,7 @@ def run(
 
     After turnover *pause_at* it waits until there is a file *go_on*.
     """
-    lmdb_files._CHECK_READERS_S = check_readers_s
+    lmdb_files.CHECK_READERS_S = check_readers_s
     churn = Churn(Path(folder), capacity_bytes, durability, random.Random(seed))
     unopened = held()
     say(unopened=unopened)
@@ -57,7 +57,7 @@ def run(
                 while place == pause_at and not Path(go_on).exists():
                     time.sleep(0.01)
             churn.assert_books_agree(store)
-    give_up_at = time.monotonic() + 5.0
+    give_up_at = time.monotonic() + DEADLINE_S
     while held() != unopened and time.monotonic() < give_up_at:  # a thread that was joined is listed a moment longer
         time.sleep(0.01)
     say(closed=held())

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 Say = Callable[..., None]
+DEADLINE_S = 600.0  # for what takes seconds: reached only when a test fails
 _LATEST_S = 1800.0  # for a child that hangs and that nobody kills: say where, and end
 _PR_SET_PDEATHSIG = 1
 

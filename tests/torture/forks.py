@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fork_server import DEADLINE_S
+
 Line = dict[str, Any]
 
 
@@ -69,9 +71,9 @@ class Child:
         if self.status is None:
             with suppress(ProcessLookupError):  # it ended by itself, and we have not heard yet
                 os.kill(self.pid, signal.SIGKILL)
-        return self.wait(30)
+        return self.wait()
 
-    def wait(self, seconds: float) -> Ended:
+    def wait(self, seconds: float = DEADLINE_S) -> Ended:
         """Its end; HangError when that does not come."""
         if self.status is None and self.listen(seconds):
             os.kill(self.pid, signal.SIGABRT)  # faulthandler says where it was
@@ -100,13 +102,13 @@ class ForkServer:
         self._input.write(json.dumps(job).encode() + b"\n")
         self._input.flush()
         early: deque[Line] = deque()
-        for line in self.read(time.monotonic() + 30):
+        for line in self.read(time.monotonic() + DEADLINE_S):
             if "pid" in line:
                 return Child(self, line["pid"], early)
             early.append(line)
         raise AssertionError("the fork server is gone")
 
-    def run(self, module: str, seconds: float = 120, **arguments: Any) -> Ended:
+    def run(self, module: str, seconds: float = DEADLINE_S, **arguments: Any) -> Ended:
         """A child's whole life."""
         return self.start(module, **arguments).wait(seconds)
 

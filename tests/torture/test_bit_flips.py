@@ -1,14 +1,16 @@
 """One flipped bit in a store's files costs no wrong byte, no hang, and two restarts of its process at most.
 
-The short form of `bench/store_bit_flips.py`, which has the long one: its stores, each opened as an engine opens it.
+The short form of `bench/store/store_bit_flips.py`, which has the long one.
 """
 
 from collections.abc import Iterator
 
 import pytest
-from store_bit_flips import NAMESPACE, PAGE_BYTES, Flip, Table, Template, flip_all, judge_alone, templates
+from flipped_store import NAMESPACE, PAGE_BYTES, Flip, Table, Template, flip_all, judge_alone, templates
 
 from kvtier.store.lmdb.boot_mark import BootMark
+
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +22,6 @@ def assert_survived(table: Table, seed: int) -> None:
     assert (table.num_wrong, table.num_hangs, table.num_lost) == (0, 0, 0), f"seed {seed}: {table.remarkable}"
 
 
-@pytest.mark.long
 def test_some_hundred_flips_anywhere_are_survived(stores: list[Template], seed: int) -> None:
     tables = flip_all(stores, 360, seed)
 
@@ -28,7 +29,6 @@ def test_some_hundred_flips_anywhere_are_survived(stores: list[Template], seed: 
         assert_survived(table, seed)
 
 
-@pytest.mark.long
 def test_no_flip_of_a_mark_costs_a_block(stores: list[Template], seed: int) -> None:
     for template in stores:
         template.restore()

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import DEADLINE_S
 from forks import ForkServer, fork_server
 from held_reader import readers_of
 
@@ -58,12 +59,12 @@ def churn(
         num_turnovers=num_turnovers,
         turnovers_per_opening=opening,
     )
-    while child.listen(600, "turnover"):
+    while child.listen(DEADLINE_S, "turnover"):
         turnover = child.lines[-1].get("turnover", 0)
         if turnover and turnover % 20 == 0:
             print(f"{durability}: {child.lines[-1]}", flush=True)
 
-    ended = child.wait(60)
+    ended = child.wait()
 
     ended.assert_fine(f"TORTURE_SEED={seed} {durability}")
     footprints = [line for line in ended.lines if "turnover" in line]
@@ -107,16 +108,16 @@ def test_a_reader_killed_inside_its_transaction_does_not_make_the_file_grow_for_
         pause_at=pause_at,
         go_on=str(go_on),
     )
-    while child.listen(60, "turnover") and child.lines[-1].get("turnover") != pause_at:
+    while child.listen(DEADLINE_S, "turnover") and child.lines[-1].get("turnover") != pause_at:
         pass
     reader = other_forks.start("held_reader", folder=str(folder))
-    reader.listen(30, "holding")
+    reader.listen(DEADLINE_S, "holding")
     assert num_slots_of(reader.pid, folder) == 1
     reader.kill()
     assert num_slots_of(reader.pid, folder) == 1  # nobody tells LMDB
     go_on.touch()
 
-    ended = child.wait(120)
+    ended = child.wait()
 
     ended.assert_fine(f"TORTURE_SEED={seed} {durability}")
     used_bytes = [line["used_bytes"] for line in ended.lines if "turnover" in line]

@@ -12,8 +12,9 @@ from torture_blocks import blob_of, chain, open_store, read_numbers
 
 from kvtier.store.durability import Durability
 
+pytestmark = pytest.mark.long
 
-@pytest.mark.long
+
 @pytest.mark.parametrize("durability", list(Durability))
 def test_a_full_disk_costs_blocks_but_never_the_state(
     forks: ForkServer, mount: Mount, durability: str, seed: int

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fork_server import DEADLINE_S
 from forks import ForkServer
 from kill_book import Book
 from torture_blocks import KINDS, blob_of, chain, number_of, numbers_in, open_store, read_numbers
@@ -17,7 +18,7 @@ from kvtier.store.durability import Durability
 verify_file = pytest.importorskip("lmdb.verify", reason="lmdb before 2.0 cannot verify a file").verify
 
 CAPACITY_BYTES = 3 << 20  # some hundred blocks: a turnover takes a fraction of a second
-OPENS_WITHIN_S = 2.0  # at any size of the file; it takes some 10 ms, the rest is for a busy machine
+OPENS_WITHIN_S = 1.0  # of processor time, at any size of the file; it takes some 10 ms
 CODEC_NAMES = [name for name in CODECS if name in ("none", "zstd-plane-2")]
 
 
@@ -54,15 +55,15 @@ def kill_many(forks: ForkServer, folder: Path, durability: str, num_kills: int, 
             known=rng.sample(present, min(len(present), 400)),
         )
         if rng.random() < 0.8:  # else it may still be opening
-            child.listen(60, "begin")
+            child.listen(DEADLINE_S, "begin")
         child.listen(rng.choice([0.02, 0.3, 0.8]) * rng.random())
         ended = child.kill()
         ended.assert_fine(context, status=-signal.SIGKILL)
 
-        began = time.monotonic()
+        began = time.process_time()
         try:
             with open_store(folder, CAPACITY_BYTES, codec, durability) as store:
-                slowest_s = max(slowest_s, time.monotonic() - began)
+                slowest_s = max(slowest_s, time.process_time() - began)
                 store.check()
                 faults = {number_of(key): fault for key, fault in store.verify() if fault is not None}
                 present = numbers_in(store)

@@ -6,31 +6,23 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from waiting import DEADLINE_S, is_in, join, wait_for
 
 from kvtier.transfer import host_slab, pages
 from kvtier.transfer.cuda import pinning as pinning_module
 from kvtier.transfer.cuda.pinning import cuda_pin, node_of_gpu
 from kvtier.transfer.host_slab import HostSlab
 
-DEADLINE_S = 10.0
 PAGE = 4096
 
 
-def wait_until(condition: Callable[[], bool]) -> bool:
-    give_up_at = time.monotonic() + DEADLINE_S
-    while not condition() and time.monotonic() < give_up_at:
-        time.sleep(0.001)
-    return condition()
-
-
-def wait_for(event: threading.Event) -> None:
+def wait_for_event(event: threading.Event) -> None:
     assert event.wait(DEADLINE_S)
 
 
@@ -94,7 +86,7 @@ def test_slots_begin_as_zeros() -> None:
 def test_any_size_is_prepared(num_slots: int, block_bytes: int) -> None:
     slab = HostSlab(num_slots, block_bytes)
 
-    assert wait_until(lambda: slab.prepared)
+    wait_for(lambda: slab.prepared)
 
     slab.close()
     assert slab.blocks.shape == (num_slots, block_bytes)
@@ -102,23 +94,23 @@ def test_any_size_is_prepared(num_slots: int, block_bytes: int) -> None:
 
 def test_a_slab_is_not_prepared_before_its_pieces_are() -> None:
     may_go_on = threading.Event()
-    slab = HostSlab(4, PAGE, pin=pinning(lambda address, num_bytes: wait_for(may_go_on)))
+    slab = HostSlab(4, PAGE, pin=pinning(lambda address, num_bytes: wait_for_event(may_go_on)))
 
     prepared_before = slab.prepared
     may_go_on.set()
 
     assert not prepared_before
-    assert wait_until(lambda: slab.prepared)
+    wait_for(lambda: slab.prepared)
     slab.close()
 
 
 def test_bytes_written_while_a_slab_is_being_prepared_stay() -> None:
     written = threading.Event()
-    slab = HostSlab(4, PAGE, pin=pinning(lambda address, num_bytes: wait_for(written)))
+    slab = HostSlab(4, PAGE, pin=pinning(lambda address, num_bytes: wait_for_event(written)))
     slab.blocks[:] = 7
 
     written.set()
-    assert wait_until(lambda: slab.prepared)
+    wait_for(lambda: slab.prepared)
 
     assert (slab.blocks == 7).all()
     slab.close()
@@ -190,7 +182,7 @@ def test_every_piece_is_registered_once_and_in_order(monkeypatch: pytest.MonkeyP
     registered: list[tuple[int, int]] = []
     slab = HostSlab(num_slots, PAGE, pin=pinning(lambda address, num_bytes: registered.append((address, num_bytes))))
 
-    assert wait_until(lambda: slab.prepared)
+    wait_for(lambda: slab.prepared)
 
     slab.close()
     base = slab.blocks.ctypes.data
@@ -204,13 +196,13 @@ def test_a_piece_counts_as_prepared_after_it_is_registered(monkeypatch: pytest.M
     prepared_before: list[int] = []
 
     def register(address: int, num_bytes: int) -> None:
-        wait_for(may_begin)
+        wait_for_event(may_begin)
         prepared_before.append(slab.prepared_bytes)
 
     slab = HostSlab(3, PAGE, pinning(register))
     may_begin.set()
 
-    assert wait_until(lambda: slab.prepared)
+    wait_for(lambda: slab.prepared)
     slab.close()
     assert prepared_before == [0, PAGE, 2 * PAGE]
 
@@ -230,7 +222,7 @@ def test_a_failing_registration_leaves_the_slots_usable_and_says_so_once(
 
     with caplog.at_level(logging.DEBUG, logger="kvtier"):
         slab = HostSlab(4, PAGE, pinning(register))
-        wait_for(failing)
+        wait_for_event(failing)
         slab.close()
 
     slab.blocks[:] = 7
@@ -247,7 +239,7 @@ def test_a_failing_registration_leaves_the_slots_usable_and_says_so_once(
 def test_a_healthy_slab_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="kvtier"):
         slab = HostSlab(4, PAGE)
-        assert wait_until(lambda: slab.prepared)
+        wait_for(lambda: slab.prepared)
         slab.close()
 
     assert not caplog.records
@@ -272,7 +264,7 @@ def test_close_unpins_every_piece_it_pinned(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(host_slab, "PIECE_BYTES", PAGE)
     pinned: set[int] = set()
     slab = HostSlab(3, PAGE, pin=pinning(lambda address, num_bytes: pinned.add(address), pinned.remove))
-    assert wait_until(lambda: slab.prepared)
+    wait_for(lambda: slab.prepared)
     assert len(pinned) == 3
 
     slab.close()
@@ -282,7 +274,7 @@ def test_close_unpins_every_piece_it_pinned(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_waiting_for_a_slab_ends_when_it_is_prepared_or_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     may_go_on = threading.Event()
-    slab = HostSlab(4, PAGE, pin=pinning(lambda address, num_bytes: wait_for(may_go_on)))
+    slab = HostSlab(4, PAGE, pin=pinning(lambda address, num_bytes: wait_for_event(may_go_on)))
 
     too_early = slab.wait_prepared(0.01)
     may_go_on.set()
@@ -331,13 +323,13 @@ def test_slots_count_as_pinned_from_the_first_on_as_pieces_are(monkeypatch: pyte
     seen: list[int] = []
 
     def register(address: int, num_bytes: int) -> None:
-        wait_for(may_begin)
+        wait_for_event(may_begin)
         seen.append(slab.num_pinned_slots)
 
     slab = HostSlab(5, PAGE, pinning(register))
     may_begin.set()
 
-    assert wait_until(lambda: slab.prepared)
+    wait_for(lambda: slab.prepared)
     slab.close()
     assert seen == [0, 2, 4]
     assert slab.num_pinned_slots == 5
@@ -364,7 +356,7 @@ def test_the_next_piece_waits_while_blocks_are_copied(monkeypatch: pytest.Monkey
     num_calls: list[int] = []
 
     def register(address: int, num_bytes: int) -> None:
-        wait_for(may_begin)
+        wait_for_event(may_begin)
         num_calls.append(num_bytes)
 
     def pause_s(took_s: float, copied: bool) -> float:
@@ -376,7 +368,7 @@ def test_the_next_piece_waits_while_blocks_are_copied(monkeypatch: pytest.Monkey
     slab = HostSlab(3, PAGE, pinning(register))
     slab.copied = True
     may_begin.set()
-    wait_for(pinned)
+    wait_for_event(pinned)
 
     slab.close()  # ends the pause
 
@@ -496,18 +488,28 @@ def test_a_refused_registration_raises_with_its_error(cudart: FakeCudart) -> Non
 
 
 def test_one_piece_of_the_process_is_registered_at_a_time(cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone: list[bool] = []
+    pins = [cuda_pin(torch.device("cuda", 0)) for _ in range(2)]  # as two slabs do
+    threads = [threading.Thread(target=pin, args=(0, 1)) for pin in pins]
+    num_inside = 0
+    seen: list[int] = []
+
+    def has_ended(thread: threading.Thread) -> bool:
+        return thread.ident is not None and not thread.is_alive()
 
     def register(address: int, num_bytes: int, flags: int) -> int:
-        alone.append(pinning_module._one_at_a_time.locked())
+        nonlocal num_inside
+        num_inside += 1
+        wait_for(lambda: all(is_in(thread.ident or 0, pins[0]) or has_ended(thread) for thread in threads))
+        seen.append(num_inside)
+        num_inside -= 1
         return 0
 
     monkeypatch.setattr(cudart, "cudaHostRegister", register)
-    for _ in range(2):  # as two slabs do
-        cuda_pin(torch.device("cuda", 0))(0, 1)
+    for thread in threads:
+        thread.start()
+    join(*threads)
 
-    assert alone == [True, True]
-    assert not pinning_module._one_at_a_time.locked()
+    assert seen == [1, 1]
 
 
 def test_the_node_of_a_gpu_is_looked_up_under_its_address(monkeypatch: pytest.MonkeyPatch) -> None:

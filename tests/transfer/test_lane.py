@@ -3,7 +3,6 @@
 import itertools
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,32 +12,30 @@ from typing import Any
 import pytest
 import torch
 from cuda_devices import CUDA_KINDS, GPU_0, CudaDevice, CudaKind
+from waiting import DEADLINE_S, is_in, join, wait_for
 
 from kvtier.transfer import lane as lane_module
 from kvtier.transfer.cuda.lane import CudaLane
 from kvtier.transfer.lane import Finished, InlineLane, Lane, LaneClosed, ThreadLane, Transfer
 
-DEADLINE_S = 10.0  # for what takes milliseconds: reached only when a test fails
-
 
 @dataclass(frozen=True)
 class LaneCase:
-    """Opens a kind of lane with a capacity, and reaches past the contract to see that its `close` has begun."""
+    """Opens a kind of lane with a capacity."""
 
     open: Callable[[Finished, int], Lane]
     num_threads: int
-    is_closing: Callable[[Any], bool]
     cuda: CudaKind | None = None
 
 
-INLINE = pytest.param(LaneCase(lambda finished, capacity: InlineLane(finished), 0, lambda lane: True), id="inline")
+INLINE = pytest.param(LaneCase(lambda finished, capacity: InlineLane(finished), 0), id="inline")
 QUEUED = [
     pytest.param(
-        LaneCase(lambda finished, capacity: ThreadLane(finished, "test", 1, capacity), 1, lambda lane: lane._closed),
+        LaneCase(lambda finished, capacity: ThreadLane(finished, "test", 1, capacity), 1),
         id="thread",
     ),
     pytest.param(
-        LaneCase(lambda finished, capacity: ThreadLane(finished, "test", 3, capacity), 3, lambda lane: lane._closed),
+        LaneCase(lambda finished, capacity: ThreadLane(finished, "test", 3, capacity), 3),
         id="3threads",
     ),
 ]
@@ -47,7 +44,6 @@ ON_CUDA = [
         LaneCase(
             lambda finished, capacity, n=num_threads: CudaLane(finished, "test", GPU_0, capacity, num_threads=n),
             num_threads,
-            lambda lane: lane._threads._closed,
             kind,
         ),
         id=f"{kind.name}-{num_threads}",
@@ -115,10 +111,9 @@ def take(finished: Finished, num_transfers: int) -> list[Transfer]:
 
 def close(lane: Lane) -> None:
     """Close the lane, or fail: a hang would say nothing."""
-    closer = threading.Thread(target=lane.close, daemon=True)
+    closer = threading.Thread(target=lane.close, name="close", daemon=True)
     closer.start()
-    closer.join(DEADLINE_S)
-    assert not closer.is_alive(), "close hangs"
+    join(closer)
 
 
 def fail() -> None:
@@ -292,16 +287,11 @@ def test_close_finishes_what_runs_and_fails_what_is_queued(
     for each in queued:
         lane.submit(each)
 
-    def open_gate_once_closing() -> None:
-        give_up_at = time.monotonic() + DEADLINE_S
-        while not case.is_closing(lane) and time.monotonic() < give_up_at:
-            time.sleep(0.001)
-        gate.open.set()
-
-    opener = threading.Thread(target=open_gate_once_closing)
-    opener.start()
-    close(lane)
-    opener.join()
+    closing = threading.Thread(target=lane.close)
+    closing.start()
+    wait_for(lambda: is_in(closing.ident or 0, threading.Thread.join))  # for those at work
+    gate.open.set()
+    join(closing)
 
     assert [(each.result, each.error) for each in running] == [("through", None)] * case.num_threads
     assert [type(each.error) for each in queued] == [LaneClosed] * 4
@@ -333,9 +323,7 @@ def test_what_is_queued_behind_a_copy_that_hangs_comes_back_at_close(
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-test-")]
     gate.open.set()
     assert sorted(map(id, take(finished, case.num_threads))) == sorted(map(id, hanging))
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    assert not any(thread.is_alive() for thread in threads)
+    join(*threads)
 
 
 @every_queued_lane

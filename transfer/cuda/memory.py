@@ -27,7 +27,7 @@ class CudaMemory:
     were; None if there are no host slots, or *way* named one of `COPIES` to take without measuring.
     """
 
-    num_copiers = 4  # a digest runs at about half of the bus's speed; bench/gpu_copies.py measures 1 to 8
+    num_copiers = 4  # a digest runs at about half of the bus's speed; bench/transfer/gpu_copies.py measures 1 to 8
 
     def __init__(
         self, device_blocks: torch.Tensor, num_host_slots: int, num_layers: int = 1, way: str | None = None

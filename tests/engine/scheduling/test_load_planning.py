@@ -3,8 +3,7 @@
 from statistics import mean
 
 import pytest
-from load_or_recompute import WAYS, documents
-from simulated_engine import BLOCK_BYTES, Machine, SimulatedEngine
+from simulated_engine import BLOCK_BYTES, WAYS, Machine, SimulatedEngine, documents
 
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.scheduler import Work

@@ -6,7 +6,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import lmdb
 import pytest
 from lmdb_pages import PAGE_BYTES
 from store_cases import blob_of, key_of, kv_bytes, oldest_first
+from waiting import has_ended, wait_for
 
 from kvtier.store.lmdb import crashes
 from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
@@ -57,10 +57,9 @@ def num_crashes(folder: Path) -> int:
 
 def crash(store: StoreProcess, how: signal.Signals = signal.SIGSEGV) -> None:
     """Have the store's process end as a page that makes no sense would have it end."""
-    assert store._worker is not None
-    process = store._worker._process
-    os.kill(process.pid, how)
-    process.wait()
+    assert store.pid is not None
+    os.kill(store.pid, how)
+    wait_for(lambda pid=store.pid: has_ended(pid))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("how", [signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT])
@@ -112,9 +111,7 @@ def test_a_clean_end_forgets_a_crash(folder: Path) -> None:
 def test_a_process_that_is_killed_from_outside_is_no_crash(folder: Path) -> None:
     with opened(folder) as store:
         for _ in range(4):
-            assert store._worker is not None
-            os.kill(store._worker._process.pid, signal.SIGKILL)
-            store._worker._process.wait()
+            crash(store, signal.SIGKILL)
             assert len(oldest_first(store)) == 20
 
         assert num_crashes(folder) == 0
@@ -152,15 +149,13 @@ def test_who_goes_round_in_a_circle_computes_and_who_was_stopped_does_not(
 
 
 def test_a_process_that_finds_its_index_damaged_is_started_again_without_it(folder: Path) -> None:
-    with LmdbStore(folder, CAPACITY_BYTES) as store, store._files.tables.env.begin(write=True) as txn:
-        txn.put(key_of(5), b"short", db=store._files.tables.records)
+    with LmdbStore(folder, CAPACITY_BYTES) as store, store.files.tables.env.begin(write=True) as txn:
+        txn.put(key_of(5), b"short", db=store.files.tables.records)
     out = bytearray(BLOCK_BYTES)
 
     with opened(folder) as store:
         (first,) = store.read_many([key_of(5)], [memoryview(out)])
-        give_up_at = time.monotonic() + 60
-        while put(store, 100) != "done":  # a call under way ends with the process
-            assert time.monotonic() < give_up_at
+        wait_for(lambda: put(store, 100) == "done")  # a call under way ends with the process
         (second,) = store.read_many([key_of(100)], [memoryview(out)])
 
         assert first is Fault.IO_ERROR
@@ -207,7 +202,7 @@ def test_rows_that_come_again_end_with_an_error(keys: list[bytes]) -> None:
 
 def test_a_list_of_keys_with_another_key_in_it_ends_with_an_error(folder: Path) -> None:
     with LmdbStore(folder, CAPACITY_BYTES) as store:
-        tables = store._files.tables
+        tables = store.files.tables
         with tables.env.begin(write=True) as txn, txn.cursor(db=tables.order) as cursor:
             assert cursor.first()
             owned = bytearray(cursor.value())

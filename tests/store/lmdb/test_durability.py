@@ -3,11 +3,11 @@
 import logging
 import random
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 from store_cases import blob_of, key_of, kv_bytes, oldest_first
+from waiting import wait_for
 
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb.boot_mark import BootMark, FileState
@@ -100,21 +100,17 @@ def test_checkpoints_are_taken_by_the_clock(tmp_path: Path) -> None:
     with LmdbStore(tmp_path, CAPACITY_BYTES, durability=Durability.INTERVAL, interval_s=0.02) as store:
         first = (tmp_path / "checkpoint").read_bytes()
         store.put_many([blob_of(1)])
-        for _ in range(500):
-            if (tmp_path / "checkpoint").read_bytes() != first:
-                break
-            time.sleep(0.02)
-        assert (tmp_path / "checkpoint").read_bytes() != first
+        wait_for(lambda: (tmp_path / "checkpoint").read_bytes() != first)
 
 
 def test_a_full_map_takes_a_checkpoint_early(tmp_path: Path) -> None:
     with LmdbStore(tmp_path, CAPACITY_BYTES, durability=Durability.INTERVAL, interval_s=NEVER_S) as store:
         first = (tmp_path / "checkpoint").read_bytes()
-        for number in range(0, 4000, 8):  # 120 MB through a map of 29
+        for number in range(0, 2000, 8):  # 60 MB through a map of 29
             store.put_many([blob_of(n, NUM_BYTES) for n in range(number, number + 8)])
         store.check()
         assert (tmp_path / "checkpoint").read_bytes() != first
-        assert store.contains(key_of(3999))
+        assert store.contains(key_of(1999))
 
 
 def test_commit_keeps_everything(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -186,16 +182,16 @@ def test_a_checkpoint_is_kept_twice(
 
 
 def test_a_lowered_capacity_gives_its_space_back(tmp_path: Path) -> None:
-    with LmdbStore(tmp_path, 400 << 20) as store:
+    with LmdbStore(tmp_path, 100 << 20) as store:
         for number in range(0, 100, 10):
-            store.put_many([blob_of(n, 2 << 20) for n in range(number, number + 10)])
+            store.put_many([blob_of(n, 1 << 19) for n in range(number, number + 10)])
         before = store.statistics().file_bytes
 
-    with LmdbStore(tmp_path, 20 << 20) as store:
+    with LmdbStore(tmp_path, 5 << 20) as store:
         store.check()
-        assert store.statistics().file_bytes < 60 << 20 < before
+        assert store.statistics().file_bytes < 25 << 20 < before
         assert [key_of(n) for n in range(91, 100)] == oldest_first(store)
-        out = bytearray(2 << 20)
+        out = bytearray(1 << 19)
         assert store.read_many([key_of(95)], [memoryview(out)]) == [digest(out)]
 
 

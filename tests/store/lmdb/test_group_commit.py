@@ -1,18 +1,16 @@
 """Group commit: who works for whom, and what an interruption of his leaves to the others."""
 
-import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import pytest
 from store_cases import blob_of, key_of
+from waiting import DEADLINE_S, interrupted_once, join, wait_for
 
 from kvtier.store.blob_store import Blob
 from kvtier.store.lmdb.group_commit import GroupCommit
 
-DEADLINE_S = 20.0  # reached only when a test fails
 MOST_BYTES = 1 << 20
 
 
@@ -40,12 +38,9 @@ class Acts:
             except BaseException as error:
                 done.set_exception(error)
 
-        num_waiting = len(self.group._waiting)
+        num_waiting = self.group.num_waiting
         threading.Thread(target=put, daemon=True).start()
-        give_up_at = time.monotonic() + DEADLINE_S
-        while len(self.group._waiting) == num_waiting:
-            assert time.monotonic() < give_up_at
-            time.sleep(0.001)
+        wait_for(lambda: self.group.num_waiting > num_waiting)
         return done
 
 
@@ -78,7 +73,7 @@ def test_a_call_interrupted_at_its_work_for_all_leaves_the_others_theirs() -> No
         [key_of(n) for n in range(3) if n != interrupted],
         [key_of(n) for n in range(3)],  # by another, before the interrupted one took it back
     )
-    assert acts.group._waiting == []
+    assert acts.group.num_waiting == 0
 
 
 def test_what_was_done_before_the_interruption_is_not_done_twice() -> None:
@@ -100,7 +95,7 @@ def test_what_was_done_before_the_interruption_is_not_done_twice() -> None:
     stored = [key for keys in acts.stored for key in keys]
     assert stored.count(key_of(0)) == 1
     assert stored.count(key_of(2)) == 1
-    assert acts.group._waiting == []
+    assert acts.group.num_waiting == 0
 
 
 def test_a_call_interrupted_in_line_takes_its_blobs_with_it() -> None:
@@ -115,16 +110,10 @@ def test_a_call_interrupted_in_line_takes_its_blobs_with_it() -> None:
     holder = threading.Thread(target=hold)
     holder.start()
     has_writer.wait(DEADLINE_S)
-    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    threading.Timer(0.5, let_go.set).start()
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        with pytest.raises(KeyboardInterrupt):
-            acts.group.put([blob_of(1)])
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-    holder.join(DEADLINE_S)
+
+    with interrupted_once(lambda: acts.group.num_waiting == 1, then=let_go.set), pytest.raises(KeyboardInterrupt):
+        acts.group.put([blob_of(1)])
+    join(holder)
 
     acts.group.put([blob_of(2)])
 

@@ -81,7 +81,7 @@ def say(process: subprocess.Popen[str], line: str = "") -> None:
 
 def readers_of(store: LmdbStore, pid: int) -> list[str]:
     """The transactions that *pid* has a slot for; "-" for one that is not under way."""
-    lines = [line.split() for line in store._files.tables.env.readers().splitlines()[1:]]
+    lines = [line.split() for line in store.files.tables.env.readers().splitlines()[1:]]
     return [txn for reader, _, txn in lines if int(reader) == pid]
 
 
@@ -280,7 +280,7 @@ def test_it_holds_no_transaction_while_it_counts(store: LmdbStore, tmp_path: Pat
 def test_one_killed_in_a_transaction_holds_nothing_back_for_long(
     store: LmdbStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lmdb_files, "_CHECK_READERS_S", 0.0)
+    monkeypatch.setattr(lmdb_files, "CHECK_READERS_S", 0.0)
     store.put_many([blob_of(n, 1000) for n in range(20)])
     with start(INSPECTOR, tmp_path, "inspection", "islice") as inspector:
         assert read_line(inspector) == "waiting"

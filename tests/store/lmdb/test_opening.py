@@ -12,6 +12,7 @@ from pathlib import Path
 
 import lmdb
 import pytest
+from panicking_lmdb import PanickingLmdb
 from store_cases import blob_of, key_of, oldest_first
 
 from kvtier.store import slab
@@ -54,8 +55,8 @@ def crash(folder: Path) -> None:
 
 def excess_bytes(store: LmdbStore) -> int:
     """What the slabs take that no slot has."""
-    with store._files.reading() as txn:
-        return store._files.slabs.file_bytes() - store._files.tables.counters(txn).slab_bytes
+    with store.files.reading() as txn:
+        return store.files.slabs.file_bytes() - store.files.tables.counters(txn).slab_bytes
 
 
 def state_in(folder: Path) -> FileState | None:
@@ -64,8 +65,8 @@ def state_in(folder: Path) -> FileState | None:
 
 
 def break_a_row(folder: Path, key: bytes) -> None:
-    with LmdbStore(folder) as store, store._files.tables.env.begin(write=True) as txn:
-        txn.put(key, b"short", db=store._files.tables.records)
+    with LmdbStore(folder) as store, store.files.tables.env.begin(write=True) as txn:
+        txn.put(key, b"short", db=store.files.tables.records)
 
 
 def break_the_index(folder: Path) -> None:
@@ -127,7 +128,7 @@ def test_a_damaged_store_refuses_changes_and_what_can_be_read_is(folder: Path) -
 @pytest.mark.parametrize("error", [struct.error("no"), IndexError("no"), OverflowError("no")])
 def test_an_error_that_is_not_the_indexs_is_no_damage(folder: Path, error: Exception) -> None:
     with LmdbStore(folder, CAPACITY_BYTES) as store:
-        with pytest.raises(type(error), match="no"), store._files.changing():
+        with pytest.raises(type(error), match="no"), store.files.changing():
             raise error
 
         store.put_many([blob_of(100)])
@@ -135,6 +136,9 @@ def test_an_error_that_is_not_the_indexs_is_no_damage(folder: Path, error: Excep
 
 
 def test_an_index_that_could_not_be_synced_is_not_clean(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    panicking = PanickingLmdb()
+    monkeypatch.setattr(lmdb, "open", panicking.open)
+
     def fail(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -142,9 +146,10 @@ def test_an_index_that_could_not_be_synced_is_not_clean(folder: Path, monkeypatc
     store.put_many([blob_of(100)])
     with monkeypatch.context() as broken:
         broken.setattr(data_file, "reopened", fail)
-        store._files._has_panicked = True
-        with pytest.raises(OSError, match="Too many open files"):
-            store.contains(key_of(1))
+        panicking.give_up()
+        for reason in ("MDB_PANIC", "Too many open files"):
+            with pytest.raises(OSError, match=reason):
+                store.contains(key_of(1))
         store.close()
 
     assert state_in(folder) is FileState.PROCESS
@@ -195,7 +200,7 @@ def test_a_machine_that_goes_down_while_an_index_is_compacted_costs_nothing(
 ) -> None:
     with LmdbStore(tmp_path, 400 << 20, durability=level) as store:
         store.put_many([blob_of(n, 2 << 20) for n in range(20)])
-        store._files.tables.reserve(32 << 20)
+        store.files.tables.file.reserve(32 << 20)
     replace = Path.replace
 
     def replace_and_die(path: Path, target: Path) -> Path:
@@ -225,7 +230,7 @@ def test_an_index_that_cannot_be_copied_stays_as_it_is(tmp_path: Path, monkeypat
 
     with LmdbStore(tmp_path, 400 << 20) as store:
         store.put_many([blob_of(n) for n in range(20)])
-        store._files.tables.reserve(32 << 20)
+        store.files.tables.file.reserve(32 << 20)
     monkeypatch.setattr(os, "fchmod", fail)
 
     with LmdbStore(tmp_path, 50 << 20, durability=Durability.INTERVAL) as store:
@@ -261,10 +266,10 @@ def test_a_sync_that_failed_is_followed_by_one_that_writes_every_page(
         return pwrite(file, data, offset)
 
     with LmdbStore(folder, CAPACITY_BYTES, durability=Durability.INTERVAL, interval_s=NEVER_S) as store:
-        tables = store._files.tables
+        tables = store.files.tables
         store.put_many([blob_of(100)])
         first = (folder / "checkpoint").read_bytes()
-        monkeypatch.setattr(tables, "env", FailsOnce(tables.env))
+        monkeypatch.setattr(tables.file, "env", FailsOnce(tables.file.env))
 
         with pytest.raises(OSError, match="Input/output error"):
             store.sync()
@@ -272,7 +277,7 @@ def test_a_sync_that_failed_is_followed_by_one_that_writes_every_page(
         monkeypatch.setattr(os, "pwrite", note)
         store.sync()
 
-        assert sum(written) >= tables._used_bytes()
+        assert sum(written) >= tables.file.used_bytes()
         assert (folder / "checkpoint").read_bytes() != first
         store.check()
 
@@ -333,7 +338,7 @@ def test_what_a_killed_process_wrote_into_holes_is_given_back(folder: Path, monk
 
     with LmdbStore(folder, CAPACITY_BYTES) as store:
         store.delete([key_of(n) for n in range(5)])
-        store._files.give_back(0)
+        store.files.give_back(0)
         assert excess_bytes(store) <= 0
     store = LmdbStore(folder, CAPACITY_BYTES)
     with monkeypatch.context() as killed:
@@ -406,7 +411,7 @@ def test_what_a_change_that_failed_has_written_is_given_back_at_once(
     with LmdbStore(folder, CAPACITY_BYTES) as store:
         if into_holes:
             store.delete([key_of(n) for n in range(5)])
-            store._files.give_back(0)
+            store.files.give_back(0)
         before = excess_bytes(store)
         with monkeypatch.context() as full:
             full.setattr(*(os, "pwritev", write_some) if fails == "write" else (Change, "add", fail))
@@ -490,7 +495,7 @@ def test_a_store_of_small_blocks_takes_large_ones_and_the_other_way_round(tmp_pa
 @pytest.mark.parametrize("level", list(Durability))
 def test_a_forked_process_can_neither_use_nor_close_its_parents_store(folder: Path, level: Durability) -> None:
     with LmdbStore(folder, CAPACITY_BYTES, durability=level, interval_s=NEVER_S) as store:
-        readers = store._files.tables.env.readers()
+        readers = store.files.tables.env.readers()
         child = os.fork()
         if child == 0:
             with suppress(BaseException):
@@ -513,7 +518,7 @@ def test_a_forked_process_can_neither_use_nor_close_its_parents_store(folder: Pa
 
         assert os.waitstatus_to_exitcode(status) == 5
         assert state_in(folder) is FileState(level.value)
-        assert store._files.tables.env.readers() == readers
+        assert store.files.tables.env.readers() == readers
         store.put_many([blob_of(100)])
         store.check()
 
@@ -525,11 +530,11 @@ from pathlib import Path
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 with LmdbStore(Path({str(folder)!r}), {CAPACITY_BYTES}, durability=Durability.INTERVAL, interval_s=3600) as store:
-    before = store._files.tables.env.readers()
+    before = store.files.tables.env.readers()
     if os.fork() == 0:
         sys.exit(0)  # frees all there is
     os.wait()
-    assert store._files.tables.env.readers() == before, before
+    assert store.files.tables.env.readers() == before, before
     print(store.statistics().num_records)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
@@ -552,10 +557,10 @@ def test_files_that_are_not_slabs_are_left_alone(folder: Path) -> None:
 def test_folder_and_files_are_their_owners_alone(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        with LmdbStore(tmp_path / "a" / "store", CAPACITY_BYTES, durability=Durability.INTERVAL) as store:
+        with LmdbStore(tmp_path / "a" / "store", 400 << 20, durability=Durability.INTERVAL) as store:
             store.put_many([blob_of(1)])
-        with LmdbStore(tmp_path / "a" / "store", 1 << 20) as store:
-            store._files._compact()
+            store.files.tables.file.reserve(32 << 20)
+        LmdbStore(tmp_path / "a" / "store", 1 << 20).close()  # which copies the index
     finally:
         os.umask(before)
 

@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 import store_cases
 from store_cases import blob_of, key_of, kv_bytes
+from waiting import DEADLINE_S, has_ended, interrupted_once, is_in, join, wait_for
 
 from kvtier.store.blob_store import Blob
 from kvtier.store.lmdb.lmdb_store import LmdbStore
@@ -32,7 +34,6 @@ from kvtier.store.store_settings import StoreSettings
 CAPACITY_BYTES = 10 << 20
 BLOCK_BYTES = 50_000
 NUM_SLOTS = 16
-DEADLINE_S = 30.0  # for what takes milliseconds, or a start of the process: reached only when a test fails
 
 # Opens a store, puts block 1, says so, and is killed.
 OWNER = """
@@ -47,7 +48,7 @@ store = StoreProcess(StoreSettings(Path(sys.argv[1]), 10 << 20))
 store.put_many([blob_of(1)])
 if "fork" in sys.argv:
     multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True).start()
-print(store._worker._process.pid, flush=True)
+print(store.pid, flush=True)
 time.sleep(60)
 """
 
@@ -115,13 +116,20 @@ def slab() -> Iterator[Slab]:
 
 @pytest.fixture
 def store(tmp_path: Path, slab: Slab) -> Iterator[StoreProcess]:
-    with StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES), [slab.shared], timeout_s=2.0) as opened:
+    with StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES), [slab.shared], DEADLINE_S) as opened:
+        yield opened
+
+
+@pytest.fixture
+def impatient(tmp_path: Path) -> Iterator[StoreProcess]:
+    """A store whose process hangs after two seconds."""
+    with StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES), timeout_s=2.0) as opened:
         yield opened
 
 
 def pid_of(store: StoreProcess) -> int:
-    assert store._worker is not None
-    return store._worker._process.pid
+    assert store.pid is not None
+    return store.pid
 
 
 def kill_when_asked(store: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,36 +215,28 @@ def test_reads_of_a_killed_process_are_faults(store: StoreProcess, monkeypatch: 
     assert store.read_many([key_of(1), key_of(2)], [memoryview(bytearray(10))] * 2) == [Fault.IO_ERROR] * 2
 
 
-def test_a_process_that_hangs_is_ended_and_the_call_returns_when_it_is_gone(store: StoreProcess) -> None:
-    store.put_many([blob_of(1, BLOCK_BYTES)])
-    pid = pid_of(store)
+def test_a_process_that_hangs_is_ended_and_the_call_returns_when_it_is_gone(impatient: StoreProcess) -> None:
+    impatient.put_many([blob_of(1, BLOCK_BYTES)])
+    pid = pid_of(impatient)
     stop(pid)
     started = time.monotonic()
 
-    assert read(store, 1) is Fault.IO_ERROR
+    assert read(impatient, 1) is Fault.IO_ERROR
 
     assert time.monotonic() - started >= 2.0
-    assert _has_ended(pid)
-    assert read(store, 1) == digest(kv_bytes(1, BLOCK_BYTES))
+    assert has_ended(pid)
+    assert read(impatient, 1) == digest(kv_bytes(1, BLOCK_BYTES))
 
 
 def test_a_process_that_ended_between_two_calls_costs_none(store: StoreProcess) -> None:
     store.put_many([blob_of(1, BLOCK_BYTES)])
     pid = pid_of(store)
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: _has_ended(pid))
+    wait_for(lambda: has_ended(pid))
 
     assert read(store, 1) == digest(kv_bytes(1, BLOCK_BYTES))
 
     assert store.num_starts == 2
-
-
-def _has_ended(pid: int) -> bool:
-    """With all of its threads: the first one is a zombie before the others are gone, and the store waits for all."""
-    try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # the store has been told
-        return True
 
 
 def test_a_file_cut_short_under_the_process_ends_that_one_only(store: StoreProcess, tmp_path: Path) -> None:
@@ -259,20 +259,20 @@ def test_calls_under_way_when_the_process_dies_all_return(store: StoreProcess) -
         while not done.is_set():
             results.append(read(store, first))
 
-    threads = [threading.Thread(target=read_on, args=(n,)) for n in range(8)]
+    threads = [threading.Thread(target=read_on, args=(n,)) for n in range(4)]
     for thread in threads:
         thread.start()
     for _ in range(3):
-        time.sleep(0.2)
         wait_for(lambda: read(store, 1) is not Fault.IO_ERROR)
+        num_more = len(results) + 2 * len(threads)
+        wait_for(lambda least=num_more: len(results) > least)  # type: ignore[misc]
         os.kill(pid_of(store), signal.SIGKILL)
-    time.sleep(0.3)
+    wait_for(lambda: not isinstance(read(store, 1), Fault))
+    num_before = len(results)
+    wait_for(lambda: any(not isinstance(result, Fault) for result in results[num_before:]))
     done.set()
-    for thread in threads:
-        thread.join(20)
-    assert not any(thread.is_alive() for thread in threads)
+    join(*threads)
     assert {result for result in results if isinstance(result, Fault)} <= {Fault.IO_ERROR}
-    assert any(not isinstance(result, Fault) for result in results[-50:])
 
 
 def test_others_are_told_the_owner_and_may_open_once_it_has_closed(store: StoreProcess, tmp_path: Path) -> None:
@@ -332,8 +332,7 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StorePr
         wait_for(lambda: lock.exists() and lock.read_text().strip() == str(os.getpid()))
     yield opened
     opened.close()
-    opening.join(DEADLINE_S)
-    assert not opening.is_alive()
+    join(opening)
 
 
 def test_a_store_that_hangs_while_opening_holds_up_no_other_call(hanging: StoreProcess) -> None:
@@ -367,29 +366,22 @@ def test_a_store_that_was_told_to_open_no_more_still_answers_until_its_process_e
     assert (store.num_starts, store.num_ended) == (1, 1)
 
 
-def test_it_is_known_what_a_process_has_ended_of(store: StoreProcess) -> None:
-    pid = pid_of(store)
+def test_it_is_known_what_a_process_has_ended_of(impatient: StoreProcess) -> None:
+    pid = pid_of(impatient)
     os.kill(pid, signal.SIGSEGV)
-    wait_for(lambda: _has_ended(pid))
-    assert (store.num_ended, store.why_ended) == (1, "signal SIGSEGV")
-    stop(pid_of_next(store))
-    assert read(store, 1) is Fault.IO_ERROR
+    wait_for(lambda: has_ended(pid))
+    assert (impatient.num_ended, impatient.why_ended) == (1, "signal SIGSEGV")
+    stop(pid_of_next(impatient))
+    assert read(impatient, 1) is Fault.IO_ERROR
 
-    assert (store.num_starts, store.num_ended) == (2, 2)
-    assert store.why_ended == "no answer in 2 s, signal SIGKILL"
+    assert (impatient.num_starts, impatient.num_ended) == (2, 2)
+    assert impatient.why_ended == "no answer in 2 s, signal SIGKILL"
 
 
 def pid_of_next(store: StoreProcess) -> int:
     """The process that is started in place of one that has ended."""
     assert read(store, 1) is Fault.MISSING
     return pid_of(store)
-
-
-def wait_for(holds: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.02)
 
 
 def test_what_opening_raises_is_raised_here(tmp_path: Path) -> None:
@@ -414,16 +406,11 @@ def fill(store: StoreProcess) -> None:
     store.put_many([blob_of(n, BLOCK_BYTES) for n in range(8)])
 
 
-def interrupted(call: Callable[[], object], after_s: float = 0.3) -> None:
-    """Run *call* until Ctrl-C."""
-    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, after_s)
-        with pytest.raises(KeyboardInterrupt):
-            call()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
+def interrupted(call: Callable[[], object]) -> None:
+    """Run *call* until Ctrl-C, which comes when its question is asked."""
+    main = threading.get_ident()
+    with interrupted_once(lambda: is_in(main, Channel.ask)), pytest.raises(KeyboardInterrupt):
+        call()
 
 
 def finish(call: Callable[[], object]) -> None:
@@ -461,7 +448,7 @@ def test_an_interrupted_call_leaves_no_answer_to_another(store: StoreProcess, me
     interrupted(calls[method])
 
     let_go_on(pid)
-    time.sleep(0.2)  # the answer comes, if one does
+    wait_for(lambda: has_ended(pid))  # no answer comes any more
     for _ in range(2):
         assert [read(store, n) for n in range(7)] == [digest(kv_bytes(n, BLOCK_BYTES)) for n in range(7)]
         assert store.delete([key_of(9), key_of(99)]) == 0
@@ -476,9 +463,8 @@ def test_memory_is_not_written_to_once_an_interrupted_read_has_returned(store: S
 
     interrupted(lambda: store.read_many([key_of(7)], [memoryview(slab.slots[3])]))
 
-    assert _has_ended(pid)
+    assert has_ended(pid)
     let_go_on(pid)
-    time.sleep(0.2)
     assert not slab.slots[3].any()
 
 
@@ -492,8 +478,7 @@ def test_calls_beside_an_interrupted_one_end_as_with_a_process_that_died(store: 
 
     interrupted(store.sync)
 
-    for thread in threads:
-        thread.join(DEADLINE_S)
+    join(*threads)
     assert len(results) == 2 * NUM_READERS
     assert set(results) <= {Fault.IO_ERROR, digest(kv_bytes(1, BLOCK_BYTES))}
     assert read(store, 1) == digest(kv_bytes(1, BLOCK_BYTES))
@@ -529,15 +514,23 @@ def test_an_interruption_between_any_two_lines_costs_no_channel_and_no_right_ans
     assert interrupted_line > 10
 
 
-def test_a_channel_that_is_lost_ends_the_process_and_no_call_waits_for_it(store: StoreProcess) -> None:
-    fill(store)
-    pid = pid_of(store)
+def sockets() -> set[int]:
+    """Descriptors of this process's sockets."""
+    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    return {int(link.name) for link in links if link.is_symlink() and os.readlink(link).startswith("socket:")}
 
-    assert store._worker is not None
-    store._worker._readers.get()  # as when interrupted before it has a name
 
-    wait_for(lambda: _has_ended(pid))
-    assert [read(store, 1) for _ in range(2)] == 2 * [digest(kv_bytes(1, BLOCK_BYTES))]
+def test_a_channel_that_is_lost_ends_the_process_and_no_call_waits_for_it(tmp_path: Path) -> None:
+    before = sockets()
+    with StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES)) as store:
+        fill(store)
+        pid = pid_of(store)
+
+        with socket.socket(fileno=os.dup(max(sockets() - before))) as channel:
+            channel.shutdown(socket.SHUT_RDWR)  # as when a call was interrupted before the channel had a name
+
+        wait_for(lambda: has_ended(pid))
+        assert [read(store, 1) for _ in range(2)] == 2 * [digest(kv_bytes(1, BLOCK_BYTES))]
 
 
 def test_more_walks_than_channels_hold_up_nobody(store: StoreProcess) -> None:
@@ -551,14 +544,21 @@ def test_more_walks_than_channels_hold_up_nobody(store: StoreProcess) -> None:
     assert store.num_starts == 1
 
 
-def test_walks_that_ended_are_not_kept(store: StoreProcess) -> None:
+def test_walks_that_ended_are_not_kept(store: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(store)
+    lengths: list[int] = []
+    ask = Channel.ask
+
+    def measure(channel: Channel, question: bytes, timeout_s: float) -> memoryview:
+        lengths.append(len(question))
+        return ask(channel, question, timeout_s)
+
+    monkeypatch.setattr(Channel, "ask", measure)
     for _ in range(100):
         next(store.keys())
         list(store.verify())
 
-    assert store._worker is not None
-    assert len(store._worker.ended_walks) <= 2
+    assert max(lengths) < min(lengths) + 50  # each walk tells the process which ones have ended
 
 
 def test_a_walk_ends_with_its_process(store: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -599,28 +599,28 @@ def test_an_error_that_cannot_be_sent_arrives_as_an_os_error_with_its_text(tmp_p
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["delete", "put_many"])
-def test_a_large_question_to_a_process_that_hangs_has_a_deadline(store: StoreProcess, method: str) -> None:
+def test_a_large_question_to_a_process_that_hangs_has_a_deadline(impatient: StoreProcess, method: str) -> None:
     many = {"delete": [key_of(n) for n in range(10_000)], "put_many": [blob_of(1, 1 << 20)]}[method]
-    stop(pid_of(store))
+    stop(pid_of(impatient))
 
     def ask() -> None:
         with pytest.raises(StoreDied, match="no answer in 2 s"):
-            getattr(store, method)(many)
+            getattr(impatient, method)(many)
 
     finish(ask)
 
-    assert store.num_starts == 1
-    store.put_many([blob_of(1, 1 << 20)])
-    assert store.num_starts == 2
+    assert impatient.num_starts == 1
+    impatient.put_many([blob_of(1, 1 << 20)])
+    assert impatient.num_starts == 2
 
 
-def test_close_of_a_store_that_hangs_has_a_deadline(store: StoreProcess) -> None:
-    pid = pid_of(store)
+def test_close_of_a_store_that_hangs_has_a_deadline(impatient: StoreProcess) -> None:
+    pid = pid_of(impatient)
     stop(pid)
 
-    finish(store.close)
+    finish(impatient.close)
 
-    assert _has_ended(pid)
+    assert has_ended(pid)
 
 
 def test_a_forked_child_leaves_the_store_alone(store: StoreProcess) -> None:
@@ -645,14 +645,10 @@ def test_a_forked_child_leaves_the_store_alone(store: StoreProcess) -> None:
 
 
 def test_a_forked_child_holds_no_socket_open(store: StoreProcess) -> None:
-    def num_sockets() -> int:
-        links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
-        return sum(link.is_symlink() and os.readlink(link).startswith("socket:") for link in links)
-
-    before = num_sockets()
+    before = len(sockets())
     child = os.fork()
     if child == 0:
-        os._exit(before - num_sockets())
+        os._exit(before - len(sockets()))
 
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) >= NUM_READERS
 

@@ -124,15 +124,18 @@ def test_several_threads_may_copy_at_once(way: str) -> None:
     assert torch.equal(ends.host[host], above)
 
 
-def test_staging_buffers_are_used_again() -> None:
+def test_staging_buffers_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     copies = StagedCopies(make_ends(4096))
     device, host = slots(1, 9)
+    copies.to_host(device, host)
+    made: list[object] = []
+    monkeypatch.setattr(torch, "empty", lambda *arguments, **named: made.append(arguments))
 
     for _ in range(3):
-        copies.to_host(device, host)
         copies.to_device(host, device)
+        copies.to_host(device, host)
 
-    assert copies._unused.qsize() == 1
+    assert made == []
 
 
 # --- the batched call
@@ -151,14 +154,15 @@ def test_a_batch_is_one_call_with_a_copy_for_each_run() -> None:
 
 def test_the_device_is_read_in_the_order_of_the_stream_and_the_host_at_any_time() -> None:
     submit = Submitter()
-    copies = BatchCopies(make_ends(4096), submit)
+    ends = make_ends(4096)
+    copies = BatchCopies(ends, submit)
 
     copies.to_host(np.array([3]), np.array([5]))
     copies.to_device(np.array([5]), np.array([3]))
 
     (_, _, _, down), (targets, _, _, up) = submit.batches
     assert (down, up) == (SourceOrder.STREAM, SourceOrder.ANY)
-    assert targets == [copies._ends.device[3].data_ptr()]
+    assert targets == [ends.device[3].data_ptr()]
 
 
 class FakeStream:

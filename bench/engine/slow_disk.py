@@ -1,0 +1,114 @@
+"""On a disk about as fast as computing: how soon is the first token there if a hit is loaded, planned or split?
+
+The real engine and store, the demo's model, documents that only the disk holds; reads take as long as they would on a
+disk that needs half, as much, and twice the time that computing the document takes.
+"""
+
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.report import Row, arguments, publish
+from kvtier import SamplingParams
+from kvtier.engine import reopening_store
+from kvtier.engine.commands.demo.model import build_demo_model
+from kvtier.engine.llm import LLM
+from kvtier.store.process.store_process import StoreProcess
+from kvtier.store.record import Fault
+
+NUM_DOCUMENTS = 4
+NUM_TOKENS = 2048
+BLOCK_SIZE = 32
+ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
+WAYS = ("always", "cost", "split")
+RATIOS = {"half the time": 0.5, "the same time": 1.0, "twice the time": 2.0}
+
+
+class SlowStore(StoreProcess):
+    """A real store whose reads take their time, one after the other."""
+
+    bytes_per_s = float("inf")
+    _disk = threading.Lock()
+
+    def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
+        with self._disk:
+            started_at = time.monotonic()
+            found = super().read_many(keys, outs)
+            seconds = sum(map(len, outs)) / self.bytes_per_s
+            time.sleep(max(0.0, seconds - (time.monotonic() - started_at)))
+            return found
+
+
+def document(number: int, vocab_size: int) -> list[int]:
+    """Token ids that no two documents share."""
+    return [5 + (place * 7919 + number * 104_729) % (vocab_size - 5) for place in range(NUM_TOKENS)]
+
+
+class Bed:
+    """The demo's model over a store that holds every document, and a device and a host that hold one of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._model, self._tokenizer = build_demo_model()
+        config = self._model.config
+        self.documents = [document(number, config.vocab_size) for number in range(NUM_DOCUMENTS)]
+        self._new_ones = [document(-number, config.vocab_size) for number in (1, 2)]
+        head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+        self.token_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+        with self.engine("always") as llm:
+            done = [llm.generate(document, ONE_TOKEN)[0] for document in self.documents]
+        self.cold_s = statistics.median(completion.ttft_s for completion in done)
+
+    def engine(self, load: str) -> LLM:
+        capacity = int(1.25 * NUM_TOKENS * self.token_bytes)
+        tables = {
+            "device": {"capacity": capacity, "block_size": BLOCK_SIZE},
+            "host": {"capacity": capacity},
+            "disk": {"path": str(self._folder / "store"), "capacity": "8GiB", "read_timeout_s": 600},
+            "scheduler": {"load": load, "by_layers": False},
+        }
+        return LLM(self._model, tables, self._tokenizer)
+
+    def ttfts(self, load: str, rounds: int) -> tuple[list[float], float]:
+        """Of questions about each document in turn, after a round to learn the speeds; the share that was loaded."""
+        seconds, loaded, asked = [], 0, 0
+        with self.engine(load) as llm:
+            for new in self._new_ones:  # so that the device's speed is known
+                llm.generate(new, ONE_TOKEN, skip_reading_prefix_cache=True)
+            for turn in range(1 + rounds):
+                for known in self.documents:
+                    done = llm.generate([*known, 1 + turn], ONE_TOKEN)[0]
+                    if turn:
+                        seconds.append(done.ttft_s)
+                        loaded += done.tokens.disk
+                        asked += done.tokens.num_tokens
+        return seconds, loaded / asked
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--rounds", type=int, default=2, help="questions about each document (2)")
+    options = parser.parse_args()
+    reopening_store.StoreProcess = SlowStore  # type: ignore[misc]
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
+        bed = Bed(Path(folder))
+        rows.append(Row(f"computing a document of {NUM_TOKENS} tokens", bed.cold_s, "s"))
+        for name, ratio in RATIOS.items():
+            SlowStore.bytes_per_s = NUM_TOKENS * bed.token_bytes / (ratio * bed.cold_s)
+            medians = {}
+            for load in WAYS:
+                seconds, share = bed.ttfts(load, options.rounds)
+                medians[load] = statistics.median(seconds)
+                rows.append(Row(f"disk needs {name}: {load}, median TTFT", medians[load], "s"))
+                rows.append(Row("  of the tokens loaded", 100 * share, "%"))
+            gain = medians["split"] / min(medians["always"], medians["cost"])
+            rows.append(Row(f"disk needs {name}: split / the better of the others", gain, "x", "< 1", gain < 1))
+    publish("slow_disk", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Measuring in rounds, each batch of each side in random order; and what such rounds give as rows."""
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bench.report import Row
+
+Work = Callable[[], object]
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+def nothing() -> None:
+    """Does it."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to move the same bytes: *prepare* makes the next work, *after* ends it; neither is timed."""
+
+    name: str
+    prepare: Callable[[], Work]
+    after: Callable[[], None] = nothing
+
+
+def seconds(work: Work) -> float:
+    """Time that it takes, without a garbage collection in it."""
+    gc.disable()
+    started = time.perf_counter()
+    work()
+    took = time.perf_counter() - started
+    gc.enable()
+    return took
+
+
+def alternate(sides: Sequence[Side], num_rounds: int, num_batches: int = 1) -> dict[str, list[float]]:
+    """Seconds of each side in each round, after a round that does not count."""
+    rng = random.Random(0)
+    times: dict[str, list[float]] = {side.name: [] for side in sides}
+    for round_id in range(num_rounds + 1):
+        sums = dict.fromkeys(times, 0.0)
+        for _ in range(num_batches):
+            for side in rng.sample(list(sides), len(sides)):
+                work = side.prepare()
+                sums[side.name] += seconds(work)
+                side.after()
+        if round_id:
+            for name, took in sums.items():
+                times[name].append(took)
+    return times
+
+
+def compared(
+    name: str,
+    ours: Sequence[float],
+    others: tuple[str, Sequence[float]],
+    num_bytes: int,
+    least: float | None,
+) -> list[Row]:
+    """Two sides that moved *num_bytes* in each round: both speeds, the median of the rounds' ratios, its spread.
+
+    *others* are the baseline's name and seconds; *least* is what the ratio should be.
+    """
+    label, baseline = others
+    ratios = [theirs / mine for theirs, mine in zip(baseline, ours, strict=True)]
+    return [
+        Row(f"{name}: {label}", gb_per_s(num_bytes, baseline), "GB/s"),
+        Row(f"{name}: kvtier", gb_per_s(num_bytes, ours), "GB/s"),
+        at_least(f"{name}: kvtier / {label}", statistics.median(ratios), least),
+        Row(f"{name}: spread of that", spread(ratios), "%"),
+    ]
+
+
+def ratio_of(ours: Sequence[float], others: Sequence[float]) -> float:
+    """Median of the rounds' ratios of seconds."""
+    return statistics.median(mine / theirs for mine, theirs in zip(ours, others, strict=True))
+
+
+def gb_per_s(num_bytes: int, times: Sequence[float]) -> float:
+    """In 10^9 bytes, of the median."""
+    return num_bytes / statistics.median(times) / 1e9
+
+
+def at_least(name: str, ratio: float, least: float | None) -> Row:
+    """A ratio that was promised to be no less than that, if anything was."""
+    return Row(name, ratio, "") if least is None else Row(name, ratio, "", f">= {least:g}", ratio >= least)
+
+
+def at_most(name: str, value: float, unit: str, most: float) -> Row:
+    """A value that was promised to be no more than that."""
+    return Row(name, value, unit, f"<= {most:g}", value <= most)
+
+
+def spread(values: Sequence[float]) -> float:
+    """From the first quartile to the third, in per cent of the median."""
+    quartiles = statistics.quantiles(values, n=4)
+    return 100 * (quartiles[2] - quartiles[0]) / quartiles[1]
+
+
+def in_words(num_bytes: int) -> str:
+    """A block's size."""
+    return f"{num_bytes // MIB} MiB" if num_bytes >= MIB else f"{num_bytes // KIB} KiB"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The rows asked for: those whose names begin with *only*."""
+
+    only: str
+
+    def has(self, beginning: str) -> bool:
+        """Whether rows that begin like this may be among them."""
+        return beginning.startswith(self.only) or self.only.startswith(beginning)
+
+    def of(self, rows: Sequence[Row]) -> list[Row]:
+        """Those of *rows* that are."""
+        return [row for row in rows if row.name.startswith(self.only)]

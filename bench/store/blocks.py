@@ -1,0 +1,121 @@
+"""Blocks to put into a store and get out of it: their keys, their bytes, the memory these are in."""
+
+import mmap
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+
+import numpy as np
+
+from bench.rounds import KIB, MIB
+from kvtier.store.blob_store import Blob, BlobStore
+from kvtier.store.record import digest
+
+BLOCK_SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB)
+BATCH_BYTES = 8 * MIB  # what the spiller hands to a store at once
+REQUEST_BYTES = 16 * MIB  # one `read_many`
+NAMESPACE = b"bench/store.py__"
+_NUMBER_BYTES = 8
+_SIZE_BYTES = 4  # where a tier has the group
+
+
+class Slots:
+    """A memory file, every page touched: *source_bytes* of random bytes, then *out_bytes* to read into."""
+
+    def __init__(self, source_bytes: int, out_bytes: int) -> None:
+        self.source_bytes = source_bytes
+        self.num_bytes = source_bytes + out_bytes
+        self.fd = os.memfd_create("kvtier-bench", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, self.num_bytes)
+        self._map = mmap.mmap(self.fd, self.num_bytes)
+        flat = np.frombuffer(self._map, dtype=np.uint8)
+        self.address = int(flat.ctypes.data)
+        rng = np.random.default_rng(0)
+        for start in range(0, self.num_bytes, 16 * MIB):
+            part = flat[start : min(start + 16 * MIB, self.num_bytes)]
+            part[:] = np.frombuffer(rng.bytes(part.size), dtype=np.uint8) if start < source_bytes else 0
+
+    def source(self, start: int, num_bytes: int) -> memoryview:
+        """Some of the random bytes."""
+        assert start + num_bytes <= self.source_bytes, f"{start + num_bytes} bytes of {self.source_bytes}"
+        return memoryview(self._map)[start : start + num_bytes]
+
+    def outs(self, block_bytes: int, num_blocks: int) -> list[memoryview]:
+        """The first slots to read into."""
+        assert self.source_bytes + num_blocks * block_bytes <= self.num_bytes, "the slots are too few"
+        view = memoryview(self._map)[self.source_bytes :]
+        return [view[i * block_bytes : (i + 1) * block_bytes] for i in range(num_blocks)]
+
+
+class Blocks:
+    """Blocks by number and size. The key tells both, so it also tells what bytes belong to it."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self.digest_of = cache(self._digest_of)
+
+    def key(self, number: int, block_bytes: int) -> bytes:
+        """Namespace, a hash with the number at its end, the size: as long as a tier's."""
+        number_bytes = number.to_bytes(_NUMBER_BYTES, "big")
+        name = sha256(number_bytes).digest()[:-_NUMBER_BYTES] + number_bytes
+        return NAMESPACE + name + block_bytes.to_bytes(_SIZE_BYTES, "big")
+
+    def raw(self, key: bytes) -> memoryview:
+        """The bytes of *key*, in the slots."""
+        block_bytes = self.num_bytes(key)
+        return self._slots.source(self.number(key) * block_bytes % self._slots.source_bytes, block_bytes)
+
+    def number(self, key: bytes) -> int:
+        """The block's number."""
+        return int.from_bytes(key[-_NUMBER_BYTES - _SIZE_BYTES : -_SIZE_BYTES], "big")
+
+    def num_bytes(self, key: bytes) -> int:
+        """How many these are."""
+        return int.from_bytes(key[-_SIZE_BYTES:], "big")
+
+    def _digest_of(self, key: bytes) -> bytes:
+        return digest(self.raw(key))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """New blocks, one continuing the next one of the list; the last one begins a prompt."""
+
+    keys: list[bytes]
+    raws: list[memoryview]
+
+    def blobs(self) -> list[Blob]:
+        """What a store takes; the digests are computed here."""
+        parents = [*self.keys[1:], b""]
+        named = zip(self.keys, self.raws, parents, strict=True)
+        return [Blob(key, digest(raw), raw, parent) for key, raw, parent in named]
+
+    def put(self, store: BlobStore) -> None:
+        """Store it, digests included."""
+        store.put_many(self.blobs())
+
+
+class NewBlocks:
+    """Batches of blocks that were never there, of one size or a mix with as many bytes of each."""
+
+    def __init__(self, blocks: Blocks, sizes: Sequence[int]) -> None:
+        self._blocks = blocks
+        self._sizes = sizes
+        self._rng = random.Random(0)
+        self._weights = [1 / size for size in sizes]
+        self._number = 0
+
+    def batch(self, num_bytes: int = BATCH_BYTES) -> Batch:
+        """About *num_bytes*; exactly, of one size that divides it."""
+        keys: list[bytes] = []
+        left = num_bytes
+        while left >= min(self._sizes):
+            size = self._rng.choices(self._sizes, self._weights)[0]
+            keys.append(self._blocks.key(self._number, size))
+            self._number += 1
+            left -= size
+        keys.reverse()  # the tail of a prompt goes first
+        return Batch(keys, [self._blocks.raw(key) for key in keys])

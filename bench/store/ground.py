@@ -1,0 +1,212 @@
+"""The ground that stores are measured on: a raw file, a cold page cache, a busy thread, the device's own count."""
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+
+from bench.report import arguments
+from bench.rounds import MIB
+from bench.store.blocks import BATCH_BYTES, BLOCK_SIZES, Slots
+
+QUEUE_DEPTH = 8
+_DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is done."""
+
+    capacity_bytes: int = 768 * MIB  # store and raw file: all of it dirty, and the kernel writes nothing yet
+    source_bytes: int = 256 * MIB  # 8 times the third-level cache of the machine this was written on
+    cold_bytes: int = 256 * MIB  # read at a time
+    hot_bytes: int = 128 * MIB
+    rounds: int = 9
+    batches: int = 16  # of a round of writes
+    many_records: int = 1_000_000
+    few_records: int = 10_000
+    turnovers: int = 20
+    block_sizes: tuple[int, ...] = BLOCK_SIZES
+
+
+QUICK = Scale(64 * MIB, 32 * MIB, 16 * MIB, 16 * MIB, 3, 2, 20_000, 10_000, 5, BLOCK_SIZES[::2])
+
+
+def store_arguments(question: str) -> ArgumentParser:
+    """A parser with what both benchmarks of the store take."""
+    parser = arguments(question)
+    parser.add_argument("--quick", action="store_true", help="little and seldom: does it run? The figures mean nothing")
+    parser.add_argument("--only", default="", metavar="BEGINNING", help="only the rows whose names begin like this")
+    parser.add_argument(
+        "--folder", type=Path, help="where to work, on the disk to be measured; keeps the stores to open"
+    )
+    parser.add_argument("--rounds", type=int, help=f"of each measurement ({Scale.rounds}); 7 at least")
+    return parser
+
+
+def scale_of(options: Namespace) -> Scale:
+    """How much is done."""
+    scale = QUICK if options.quick else Scale()
+    return scale if options.rounds is None else replace(scale, rounds=max(3 if options.quick else 7, options.rounds))
+
+
+class RawFile:
+    """One preallocated file in which every byte has been written: what the disk and the kernel can do."""
+
+    def __init__(self, path: Path, num_bytes: int, slots: Slots) -> None:
+        self._num_bytes = num_bytes
+        self._next = 0
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT)
+        os.posix_fallocate(self._fd, 0, num_bytes)
+        for start in range(0, num_bytes, BATCH_BYTES):
+            self.write([slots.source(start % slots.source_bytes, BATCH_BYTES)])
+        os.fsync(self._fd)
+        self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        self._pool = ThreadPoolExecutor(QUEUE_DEPTH)
+
+    def write(self, raws: Sequence[memoryview], durable: bool = False) -> None:
+        """Overwrite the next bytes, at the end those at the beginning; one call."""
+        num_bytes = sum(raw.nbytes for raw in raws)
+        if self._next + num_bytes > self._num_bytes:
+            self._next = 0
+        written = os.pwritev(self._fd, raws, self._next)
+        assert written == num_bytes, f"{written} of {num_bytes} bytes written"
+        self._next += num_bytes
+        if durable:
+            os.fdatasync(self._fd)
+
+    def read_direct(self, offsets: Sequence[int], outs: Sequence[memoryview]) -> None:
+        """Read past the page cache, `QUEUE_DEPTH` at a time."""
+
+        def read(first: int) -> None:
+            for offset, out in zip(offsets[first::QUEUE_DEPTH], outs[first::QUEUE_DEPTH], strict=True):
+                num_read = os.preadv(self._direct, [out], offset)
+                assert num_read == out.nbytes, f"{num_read} of {out.nbytes} bytes read"
+
+        list(self._pool.map(read, range(QUEUE_DEPTH)))
+
+    def close(self) -> None:
+        """The file stays."""
+        self._pool.shutdown()
+        os.close(self._fd)
+        os.close(self._direct)
+
+
+class BusyThread:
+    """Another thread of this process that computes in Python, while it is told to."""
+
+    def __init__(self) -> None:
+        self._go = threading.Event()
+        self._idle = threading.Event()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="busy", daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        """Returns when it computes."""
+        self._go.set()
+        while self._idle.is_set():
+            time.sleep(0.001)
+
+    def pause(self) -> None:
+        """Returns when it does no longer."""
+        self._go.clear()
+        self._idle.wait()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended = True
+        self._go.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        value = 1
+        while not self._ended:
+            if not self._go.is_set():
+                self._idle.set()
+                self._go.wait()
+                self._idle.clear()
+            for _ in range(1000):
+                value = value * 3 % 1_000_003
+
+
+@dataclass
+class DeviceMeter:
+    """Bytes that the device under *folder* read and wrote meanwhile, whoever asked for them."""
+
+    folder: Path
+    read_bytes: int = 0
+    written_bytes: int = 0
+    _before: tuple[int, int] = field(default=(0, 0), repr=False)
+
+    def reset(self) -> None:
+        """Start at 0 again."""
+        self.read_bytes = self.written_bytes = 0
+
+    def begin(self) -> None:
+        """Count from here."""
+        self._before = self._counts()
+
+    def end(self) -> None:
+        """To here."""
+        after = self._counts()
+        self.read_bytes += after[0] - self._before[0]
+        self.written_bytes += after[1] - self._before[1]
+
+    def _counts(self) -> tuple[int, int]:
+        device = self.folder.stat().st_dev
+        try:
+            fields = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat").read_text().split()
+        except OSError:  # no block device: all stays 0
+            return 0, 0
+        return int(fields[2]) * 512, int(fields[6]) * 512  # Documentation/block/stat.rst: sectors, always of 512
+
+
+def drop_caches(folder: Path) -> str:
+    """Have nothing of the files in *folder*, which nobody has mapped, in memory; says how that was done."""
+    os.sync()
+    try:
+        _DROP_CACHES.write_text("3")
+    except OSError:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                file = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(file)
+        return "posix_fadvise DONTNEED (drop_caches is not permitted)"
+    return "drop_caches"
+
+
+@contextmanager
+def working_folder(chosen: Path | None) -> Iterator[Path]:
+    """A folder of its own in *chosen* or the folder for temporary files, removed at the end, Ctrl-C and SIGTERM too."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    if chosen is not None:
+        chosen.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="kvtier-bench-", dir=chosen))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+_STARTED = time.monotonic()
+
+
+def note(what: str) -> None:
+    """Progress, on stderr."""
+    print(f"[{time.monotonic() - _STARTED:6.1f} s] {what}", file=sys.stderr, flush=True)

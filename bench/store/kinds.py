@@ -1,0 +1,36 @@
+"""The store under test, by kind and level of durability: the one place that knows how each is opened."""
+
+import sys
+import time
+from enum import StrEnum
+from pathlib import Path
+
+from bench.store.blocks import Slots
+from kvtier.store.blob_store import BlobStore
+from kvtier.store.durability import Durability
+from kvtier.store.lmdb.lmdb_store import LmdbStore
+from kvtier.store.process.channel import SharedMemory
+from kvtier.store.process.store_process import SWITCH_INTERVAL_S, StoreProcess
+from kvtier.store.store_settings import StoreSettings
+
+WARM_S = 0.7  # the child enters the asker's memory in its page table
+
+
+class Kind(StrEnum):
+    """Where the store works."""
+
+    INLINE = "inline"  # in the process that asks
+    CHILD = "child"  # in a process of its own, over the asker's memory
+
+
+# THE STORE UNDER TEST: everything in bench/store/ that opens one comes through here.
+def open_store(kind: Kind, level: Durability, folder: Path, capacity_bytes: int, slots: Slots) -> BlobStore:
+    """The store in *folder*. All blocks that go in or out lie in *slots*."""
+    if kind is Kind.INLINE:
+        return LmdbStore(folder, capacity_bytes, durability=level)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as the engine does
+    settings = StoreSettings(folder, capacity_bytes, durability=level)
+    store = StoreProcess(settings, [SharedMemory(slots.fd, slots.address, slots.num_bytes)])
+    store.open()
+    time.sleep(WARM_S)
+    return store

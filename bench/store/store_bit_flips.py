@@ -1,0 +1,77 @@
+"""What does one flipped bit cost, wherever in a store's files it is?
+
+Stores of all three levels of durability, one of them encrypted, one left by a machine that went down, are written and
+copied. In each copy one bit of one file is flipped, and it is judged as in tests/torture/flipped_store.py. One in 64
+flips is in marks, locks and checkpoints, one in 12 in pages of the index that are in use, the rest in slabs: else
+nearly all would be. Their places are drawn evenly, by the seed.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from flipped_store import MOST_RESTARTS, Table, flip_all, templates
+
+from bench.report import Row, arguments, publish
+
+
+def rows_of(tables: dict[str, Table]) -> list[Row]:
+    """The figures."""
+    rows = []
+    for kind, table in tables.items():
+        rows += [
+            Row(f"{kind}: flips", table.num_flips, ""),
+            Row(f"{kind}: flips that cost no block", table.num_harmless, ""),
+            Row(f"{kind}: flips that cost the store", table.num_emptied, ""),
+            *(
+                Row(f"{kind}: works again after {restarts} restarts", count, "flips")
+                for restarts, count in sorted(table.restarts.items())
+            ),
+        ]
+    for name, num in (
+        ("wrong bytes or keys", sum(table.num_wrong for table in tables.values())),
+        ("hangs", sum(table.num_hangs for table in tables.values())),
+        (f"flips not survived with {MOST_RESTARTS} restarts", sum(table.num_lost for table in tables.values())),
+    ):
+        rows.append(Row(f"all: {name}", num, "", "0", num == 0))
+    return rows
+
+
+def main() -> None:
+    parser = arguments(__doc__.partition("\n")[0])
+    parser.add_argument("--flips", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--folder", type=Path, help="where the stores are made; a memory file system is fastest")
+    chosen = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    memory = Path("/dev/shm")
+    where = chosen.folder or (memory if os.access(memory, os.W_OK) else None)
+    with tempfile.TemporaryDirectory(dir=where, prefix="kvtier-flips-") as folder, silent_children():
+        tables = flip_all(templates(Path(folder)), chosen.flips, chosen.seed, say=True)
+    for table in tables.values():
+        print(*table.remarkable, sep="\n", end="\n" if table.remarkable else "", file=sys.stderr)
+    publish(f"store_bit_flips, seed {chosen.seed}", rows_of(tables), chosen.json)
+    sys.exit(any(row.ok is False for row in rows_of(tables)))
+
+
+@contextlib.contextmanager
+def silent_children() -> Iterator[None]:
+    """What the stores' processes say of damage, thousands of times, is not printed."""
+    kept = os.dup(2)
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        for file in (kept, null):
+            os.close(file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,429 @@
+"""How long is the longest call of the thread that owns the cache, with everything at full size?
+
+A device of a million slots full of blocks, a host of a million, eight million names on disk, a million salts that came
+and went, prompts of 8,192 blocks. Processor time of that one thread; what lanes do is not in it. Blocks have 64 bytes,
+so that it fits in memory: nothing depends on their size but how many are in a batch, which is bounded.
+"""
+
+import argparse
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from bench.report import Row, arguments, publish
+from kvtier.engine.config import SchedulerConfig
+from kvtier.engine.documents.document import Document, Form
+from kvtier.engine.documents.pin_shares import PinShares
+from kvtier.engine.documents.pins import RENEW_S, DocumentPins
+from kvtier.engine.documents.prompt_pins import PromptPins
+from kvtier.engine.garbage import Garbage
+from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.scheduling.look_ahead import LookAhead
+from kvtier.engine.scheduling.request import Request
+from kvtier.engine.scheduling.shared_prefill import SharedPrefill
+from kvtier.engine.scheduling.slot_demand import SlotDemand, most_blocks
+from kvtier.engine.scheduling.waiting_queue import WaitingQueue
+from kvtier.store.blob_store import Blob, StoreStatistics
+from kvtier.store.record import digest
+from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.lower.disk_tier import NAMESPACE_BYTES, PAGE_KEYS, DiskTier
+from kvtier.tiers.lower.local_tiers import LocalTiers
+from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
+from kvtier.tiers.naming.events import EventLog
+from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
+from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.up.promotion import Promotion, Tables
+from kvtier.transfer.block_memory import CpuMemory
+from kvtier.transfer.lane import Finished, Transfer
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+BUDGET_MS = 2.0
+BLOCK_SIZE = 16
+BLOCK_BYTES = 64
+NUM_BLOCKS = 8192  # of a prompt
+NUM_TOKENS = NUM_BLOCKS * BLOCK_SIZE
+CHUNK_BLOCKS = 128  # of 2,048 tokens: what is computed of a prompt in a step
+NUM_SLOTS = 1_000_000  # of the device, and of the host
+NUM_ON_DISK = 8_000_000
+NUM_SALTS = 1_000_000
+NUM_PINS = 4000
+LANE_CAPACITY = 64
+NAMESPACE = b"n" * NAMESPACE_BYTES
+NOTHING = digest(bytes(BLOCK_BYTES))  # of a block of zeros
+
+
+class HeldLane:
+    """Takes transfers as a thread's lane does, and runs them when told to: between calls, so that no call pays."""
+
+    def __init__(self, finished: Finished) -> None:
+        self._finished = finished
+        self._held: list[Transfer] = []
+        self.is_stuck = False
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._held)
+
+    def submit(self, transfer: Transfer) -> bool:
+        if self.is_stuck or len(self._held) >= LANE_CAPACITY:
+            return False
+        self._held.append(transfer)
+        return True
+
+    def run(self) -> bool:
+        """Run what is held; whether there was anything."""
+        held, self._held = self._held, []
+        for transfer in held:
+            transfer.run()
+            self._finished.put(transfer)
+        return bool(held)
+
+    def close(self) -> bool:
+        return True
+
+
+class ZeroStore:
+    """Has every block it is asked for, all zeros. For each block put when full it evicts one it never had."""
+
+    def __init__(self, num_records: int) -> None:
+        self._num_records = num_records
+        self.is_full = False
+
+    def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
+        return [NAMESPACE + os.urandom(32) + bytes(4) for _ in blobs] if self.is_full else []
+
+    def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes]:
+        return [NOTHING] * len(keys)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        pass
+
+    def keys(self) -> Iterator[bytes]:
+        for _ in range(self._num_records // PAGE_KEYS):
+            names = os.urandom(32 * PAGE_KEYS)
+            yield from (NAMESPACE + names[start : start + 32] + bytes(4) for start in range(0, len(names), 32))
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        return 0
+
+    def statistics(self) -> StoreStatistics:
+        return StoreStatistics(self._num_records, 0, 1 << 30, 0, 0, 0, 0, 0, {}, {})
+
+
+class Calls:
+    """Times calls of the owner's, by name, a garbage collection not counted: those are measured apart."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[float]] = {}
+
+    def time(self, name: str, call: Callable[[], Any]) -> Any:
+        """Its result; the milliseconds are noted."""
+        gc.disable()
+        started = time.thread_time()
+        result = call()
+        self.times.setdefault(name, []).append(1e3 * (time.thread_time() - started))
+        gc.enable()
+        return result
+
+    def rows(self) -> list[Row]:
+        """For each name the median, and the worst against the budget."""
+        rows = []
+        for name, times in self.times.items():
+            worst = max(times)  # interrupts that the thread meets are in it
+            rows.append(Row(f"{name}, median of {len(times)}", statistics.median(times), "ms"))
+            if name.endswith(", idle"):
+                rows.append(Row(f"{name}, worst", worst, "ms"))
+            else:
+                rows.append(Row(f"{name}, worst", worst, "ms", f"<= {BUDGET_MS:g}", worst <= BUDGET_MS))
+        return rows
+
+
+class Bed:
+    """The cache, full."""
+
+    def __init__(self, num_slots: int, num_on_disk: int, calls: Calls) -> None:
+        self.calls = calls
+        finished = Finished()
+        self.lanes = {route: HeldLane(finished) for route in Route}
+        self.store = ZeroStore(num_on_disk)
+        self.disk = DiskTier(self.store, NAMESPACE)
+        self.events = EventLog()
+        memory = CpuMemory(np.zeros((num_slots, BLOCK_BYTES), np.uint8), num_slots)
+        transfers = TransferEngine(self.lanes, finished)
+        self.tenant = tenant_of("with a quota")
+        groups, quotas = [FullAttention(BLOCK_SIZE)], {self.tenant: 1 << 40}
+        self.lower = LocalTiers(groups, [memory], transfers, self.disk, quotas=quotas, events=self.events)
+        self.cache = TieredCache(
+            groups,
+            [memory],
+            transfers,
+            self.lower,
+            events=self.events,
+            least_clean_ahead=2 * CHUNK_BLOCKS,
+        )
+        self._numbers = count()
+
+    def chain(self, number: int | None = None, num_blocks: int = NUM_BLOCKS, salt: str | None = None) -> BlockChain:
+        """A prompt's names; by default one never seen."""
+        number = next(self._numbers) if number is None else number
+        chain = BlockChain(BLOCK_SIZE, ExtraKeys(cache_salt=salt))
+        chain.extend(np.random.default_rng(number).integers(1 << 17, size=num_blocks * BLOCK_SIZE + 5, dtype=np.int32))
+        return chain
+
+    def poll(self, name: str) -> None:
+        """Run the lanes and take in what they did, until nothing is under way."""
+        while sum(lane.run() for lane in self.lanes.values()) or self.cache.num_under_way:
+            self.calls.time(name, self.cache.poll)
+
+    def compute(self, chain: BlockChain, names: Sequence[str], spill: str | None) -> Tables:
+        """A prompt in chunks, as the scheduler computes it; *names* of allocating and committing."""
+        tables: Tables = []
+        for start in range(0, len(chain.names), CHUNK_BLOCKS):
+            end = min(start + CHUNK_BLOCKS, len(chain.names))
+            slots = self.calls.time(names[0], partial(self.cache.allocate, [end - start]))
+            tables = [there + new for there, new in zip(tables, slots, strict=True)] if tables else slots
+            commit = partial(self.cache.commit, tables, chain, start * BLOCK_SIZE, end * BLOCK_SIZE)
+            self.calls.time(names[1], commit)
+            if spill is not None:
+                self.calls.time(spill, self.cache.spill)
+                self.poll("poll: copies to host and disk")
+            self.events.take()
+        return tables
+
+
+def fill(bed: Bed, num_slots: int) -> None:
+    """Put blocks into every slot of device and host, and names into the disk's index."""
+    while not bed.cache.knows_disk:
+        bed.poll("poll: a page of the disk's index")
+    for _ in range(num_slots // NUM_BLOCKS * 5 // 4 + 4):
+        tables = bed.compute(bed.chain(), ("allocate a chunk", "commit a chunk"), "spill")
+        bed.calls.time("release 8,192 blocks", partial(bed.cache.release, tables))
+
+
+def on_disk(bed: Bed) -> BlockChain:
+    """A prompt that only the disk has."""
+    chain = bed.chain()
+    for start in range(0, NUM_BLOCKS, CHUNK_BLOCKS):
+        bed.disk.index.add(0, chain.names[start : start + CHUNK_BLOCKS])
+    return chain
+
+
+def promote(bed: Bed, chain: BlockChain, where: str) -> Promotion:
+    """All that admitting a request asks of the cache."""
+    cache, clock = bed.cache, bed.calls.time
+    hit = clock(f"lookup, {where}", partial(cache.lookup, chain, NUM_TOKENS + 5))
+    assert hit.num_tokens == NUM_TOKENS, f"{hit.num_tokens} tokens hit"
+    clock(f"num_leased, {where}", partial(cache.num_leased, hit))
+    clock(f"junction, {where}", partial(cache.junction, hit))
+    clock(f"worth_loading, {where}", partial(cache.worth_loading, hit, NUM_TOKENS + 5))
+    clock(f"on_device, {where}", partial(cache.on_device, hit))
+    clock(f"make_room, {where}", partial(cache.make_room, hit))
+    promotion: Promotion = clock(f"promote, {where}", partial(cache.promote, hit))
+    return promotion
+
+
+def requests(bed: Bed, rounds: int) -> None:
+    """Requests that hit in each tier, and those whose clients leave."""
+    calls, cache = bed.calls, bed.cache
+    for _ in range(rounds):
+        chain = on_disk(bed)
+        for where in ("disk", "device"):
+            promotion = promote(bed, chain, where)
+            while not promotion.done:
+                bed.poll(f"poll: a promotion from {where}")
+            calls.time("forget_read", partial(cache.forget_read, promotion.tables, NUM_TOKENS))
+            tail = cache.allocate([1])
+            assert tail is not None
+            tables = [promotion.tables[0] + tail[0]]
+            calls.time("commit_tail", partial(cache.commit_tail, tables, chain, NUM_TOKENS + 5))
+            calls.time("release 8,192 blocks", partial(cache.release, tables))
+        cache.residency.evict(
+            cache.residency.device, 0, cache.residency.device.pools[0].find_all(chain.names)
+        )  # what is left of it is in host memory
+        promotion = promote(bed, chain, "host")
+        calls.time("cancel, host", partial(cache.cancel, promotion))
+        bed.poll("poll: after a cancel")
+        bed.lanes[Route.DISK_TO_HOST].is_stuck = True
+        promotion = promote(bed, on_disk(bed), "disk")
+        for _ in range(50):
+            calls.time("poll: a promotion whose disk is busy", cache.poll)
+        calls.time("cancel, disk", partial(cache.cancel, promotion))
+        bed.lanes[Route.DISK_TO_HOST].is_stuck = False
+        cold = bed.chain()
+        calls.time("lookup, never seen", partial(cache.lookup, cold, NUM_TOKENS + 5))
+        calls.time("where", partial(cache.where, bed.chain(num_blocks=CHUNK_BLOCKS)))
+        calls.time("evict_blocks of a chunk", partial(cache.evict_blocks, chain.names[-CHUNK_BLOCKS:]))
+        calls.time("statistics", cache.statistics)
+        bed.store.is_full = True
+        tables = bed.compute(cold, ("allocate a chunk", "commit a chunk"), "spill")
+        cache.release(tables)
+        bed.store.is_full = False
+
+
+def holds(bed: Bed, rounds: int) -> None:
+    """Pinned documents and prompts, the queue's holds."""
+    calls, cache = bed.calls, bed.cache
+    engine: Any = SimpleNamespace(cache=cache, chain=lambda token_ids, extra: bed.chain(num_blocks=4))
+    pins = PromptPins(PinShares(1))
+    for _ in range(NUM_PINS):
+        calls.time("PromptPins.pin", partial(pins.pin, engine, None, [1], ExtraKeys(), 1e9))
+    for _ in range(rounds):
+        for make in (bed.chain, partial(on_disk, bed)):
+            pin = calls.time("pin", partial(cache.pin, make(), NUM_TOKENS))
+            assert pin is not None, "no room for a hold"
+            for _ in range(100):
+                time.sleep(0.001)
+                calls.time("poll: holds", cache.poll)
+                for lane in bed.lanes.values():
+                    lane.run()
+            calls.time("unpin", partial(cache.unpin, pin))
+        calls.time("PromptPins.look", partial(pins.look, engine))
+    bed.poll("poll: after holds")
+
+
+def documents(bed: Bed, rounds: int, num_documents: int) -> None:
+    """Thousands of pinned documents, which are looked after between steps, and renewed all at the same time."""
+    calls = bed.calls
+    engine: Any = SimpleNamespace(cache=bed.cache, config=SimpleNamespace(host=True), bytes_per_token=4.0)
+    chains: dict[Document, BlockChain] = {}
+    now = [0.0]
+    kept = DocumentPins(lambda _, document: chains[document], lambda _: None, PinShares(1), lambda: now[0])
+    for number in range(num_documents):
+        document = Document(str(number), None, Form.TEXT, None, None, np.zeros(64, np.int32), None, None, 0.0)
+        chains[document] = bed.chain(num_blocks=4)
+        calls.time("DocumentHolds.pin", partial(kept.pin, engine, document, 1e9))
+    for _ in range(rounds):
+        calls.time("DocumentHolds.look, nothing due", partial(kept.look, engine))
+    now[0] = RENEW_S + 1
+    for _ in range(num_documents):
+        calls.time("DocumentHolds.look, all due", partial(kept.look, engine))
+    kept.end(engine)
+
+
+def events(bed: Bed, num_on_disk: int) -> None:
+    """The store goes, and is opened anew: routers are told of all that was there."""
+    bed.events.take()
+    bed.calls.time("the disk changes", bed.cache.residency.disk_changed)
+    while not bed.cache.knows_disk:
+        bed.calls.time("poll: the disk has changed", bed.cache.poll)
+        bed.poll("poll: the disk has changed")
+    for _ in range(num_on_disk // PAGE_KEYS):
+        bed.calls.time("poll: the disk has changed", bed.cache.poll)
+    told = bed.calls.time("EventLog.take", bed.events.take)
+    assert sum(len(event.names) for event in told) >= num_on_disk // PAGE_KEYS * PAGE_KEYS, "not all was told"
+
+
+def scheduling(bed: Bed, rounds: int) -> None:
+    """What the scheduler asks beside the cache."""
+    calls, config = bed.calls, SchedulerConfig()
+    demand, shared = SlotDemand(bed.cache, config.prefill_chunk), SharedPrefill(config.prefill_chunk)
+    queue = WaitingQueue()
+    for number in range(config.max_waiting):
+        chain = bed.chain(number=number, num_blocks=8)
+        calls.time("WaitingQueue.add", partial(queue.add, request(chain)))
+    look_ahead = LookAhead(bed.cache, 1 << 24, time.monotonic, 60.0)
+    others = list(queue)[:64]
+    groups = (SlidingWindow(BLOCK_SIZE, 4096), FullAttention(BLOCK_SIZE))
+    for number in range(rounds):
+        long = request(bed.chain())
+        hit = bed.cache.no_hit(long.chain, NUM_TOKENS)
+        calls.time("SlotDemand.fits", partial(demand.fits, long, hit, others))
+        calls.time("SlotDemand, a window", partial(most_blocks, groups, NUM_TOKENS + number, config.prefill_chunk))
+        calls.time("SharedPrefill.serves", partial(shared.serves, long, others))
+        calls.time("LookAhead.look", partial(look_ahead.look, queue))
+        calls.time("WaitingQueue.remove", partial(queue.remove, list(queue)[-1]))
+    for waiting in list(queue):
+        look_ahead.forget(waiting)
+
+
+def request(chain: BlockChain) -> Request:
+    """A request as the engine queues it; nothing here makes text."""
+    token_ids = np.asarray(chain.token_ids).tolist()
+    return Request(token_ids, SamplingParams(max_tokens=16), chain, detokenizer=None)  # type: ignore[arg-type]
+
+
+def tenants(bed: Bed, rounds: int, num_salts: int) -> None:
+    """Salts that came and went, then a tenant over its quota."""
+    books = bed.cache.residency.tenants
+    for number in range(num_salts):
+        salt = number.to_bytes(8, "big")
+        books.came_to_host(salt, BLOCK_BYTES)
+        books.came_to_host(salt, -BLOCK_BYTES)
+    for _ in range(rounds):
+        bed.calls.time("statistics after a million salts", bed.cache.statistics)
+    residency = bed.cache.residency
+    for _ in range(rounds):
+        books._quotas = {bed.tenant: 1 << 40}
+        tables = bed.compute(bed.chain(salt="with a quota"), ("allocate a chunk", "commit a chunk"), "spill")
+        for start in range(0, NUM_BLOCKS, CHUNK_BLOCKS):
+            bed.cache._spiller.copy_down(0, tables[0][start : start + CHUNK_BLOCKS])
+            bed.poll("poll: copies to host and disk")
+        bed.cache.release(tables)
+        assert books.host_bytes[bed.tenant] == NUM_BLOCKS * BLOCK_BYTES, "the tenant's blocks are not in host memory"
+        books._quotas = {bed.tenant: 0}
+        bed.calls.time("keep_quota", partial(residency.keep_quota, 0, bed.tenant))
+        while books.excess(bed.tenant):
+            bed.calls.time("keep_quotas", residency.keep_quotas)
+
+
+class Collections:
+    """Times garbage collections, as an engine has them: full ones when it is idle, which no request waits for."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._started = 0.0
+        self._is_idle = False
+        gc.callbacks.append(self._noted)
+
+    def _noted(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._started = time.thread_time()
+            return
+        kind = "full" if info["generation"] == 2 else "young"
+        name = f"{kind} garbage collection{', idle' if self._is_idle else ''}"
+        self._calls.times.setdefault(name, []).append(1e3 * (time.thread_time() - self._started))
+
+    def idle(self) -> None:
+        """What an engine does that has nothing to do."""
+        self._is_idle = True
+        gc.collect()
+        self._is_idle = False
+
+
+def main() -> None:
+    """Fill everything, then ask everything."""
+    parser = arguments((__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5, help="of each kind of request (5)")
+    parser.add_argument("--slots", type=int, default=NUM_SLOTS, help="of device and host; the result is of a million")
+    parser.add_argument("--on-disk", type=int, default=NUM_ON_DISK, help="names on disk; the result is of 8 million")
+    options = parser.parse_args()
+    calls = Calls()
+    with Garbage():
+        ask_all(Collections(calls), calls, options)
+    publish("owner_thread", calls.rows(), options.json)
+
+
+def ask_all(collections: Collections, calls: Calls, options: argparse.Namespace) -> None:
+    """Fill everything, then ask everything."""
+    bed = Bed(options.slots, options.on_disk, calls)
+    fill(bed, options.slots)
+    requests(bed, options.rounds)
+    holds(bed, options.rounds)
+    documents(bed, options.rounds, min(NUM_PINS, options.slots // 20))
+    scheduling(bed, options.rounds)
+    tenants(bed, options.rounds, NUM_SALTS)
+    collections.idle()
+    events(bed, options.on_disk)
+    calls.time("reset", bed.cache.reset)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,551 @@
+"""What does the prefix cache's bookkeeping cost, next to vLLM's in the same process? No bytes are moved.
+
+Processor time of the one thread: nothing here waits, and other processes then disturb less.
+"""
+
+import gc
+import hashlib
+import importlib.util
+import random
+import statistics
+import time
+import tracemalloc
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm_core import VllmCore, vllm_naming, vllm_small_calls, vllm_version
+
+from bench.report import Row, arguments, publish
+from kvtier.engine.config import SchedulerConfig
+from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.scheduling.request import Request
+from kvtier.engine.scheduling.scheduler import Scheduler
+from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.device.block_pool import BlockPool
+from kvtier.tiers.lower.local_tiers import lower_tiers
+from kvtier.tiers.naming.block_hash import BlockChain, HashAlgorithm
+from kvtier.tiers.naming.events import EventLog
+from kvtier.tiers.naming.groups import AttentionGroup, FullAttention, SlidingWindow
+from kvtier.transfer.block_memory import CpuMemory
+from kvtier.transfer.lane import Finished, InlineLane, Transfer
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 8192  # that a long prompt fills; per block means per block of it, whatever the number of groups
+NUM_TOKENS = NUM_BLOCKS * BLOCK_SIZE
+SUFFIX_TOKENS = 5  # of the prompt, behind its last full block: what is left to compute after a hit
+VOCAB = 128_256
+NUM_SLOTS = 10_000  # of a pool: one long prompt fits, for another it has to go
+MANY_SLOTS = 1_000_000
+WINDOWS = (None, 4096, 4096)  # of the hybrid model's three groups
+BLOCK_BYTES = 64  # never copied, except by a spill
+LOAD_TIMEOUT_S = 10.0  # nothing is loaded here
+SMALL_CALLS = 2000  # in a row, to be timed as one
+NUM_RUNNING = 64
+# For where there is no vLLM: two EPYC cores, Python 3.11. All but the hybrid hit are of a day on which everything took
+# 1.4 times as long as on others, so nothing is judged by them.
+SOURCE = "vLLM 0.33.0, measured earlier"
+
+Work = Callable[[], object]
+Prepare = Callable[[], Work]  # makes new input, which is not timed, and what is
+
+
+class ApartLane(InlineLane):
+    """Does its work when it is given it, as the thread of a real lane would meanwhile, and counts the seconds."""
+
+    seconds = 0.0
+
+    def submit(self, transfer: Transfer) -> bool:
+        started = time.thread_time()
+        submitted = super().submit(transfer)
+        self.seconds += time.thread_time() - started
+        return submitted
+
+
+class KvtierCore:
+    """A `TieredCache` driven as the engine's scheduler drives it, over memory that nobody copies. Like `VllmCore`."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        windows: Sequence[int | None] = (None,),
+        events: bool = False,
+        num_host_slots: int = 0,
+    ) -> None:
+        groups: list[AttentionGroup] = [
+            FullAttention(BLOCK_SIZE) if window is None else SlidingWindow(BLOCK_SIZE, window) for window in windows
+        ]
+        memories = [CpuMemory(np.zeros((num_slots, BLOCK_BYTES), np.uint8), num_host_slots) for _ in groups]
+        finished = Finished()
+        self._lanes = {route: ApartLane(finished) for route in Route}
+        lanes = dict(self._lanes)
+        self._events = EventLog() if events else None
+        transfers = TransferEngine(lanes, finished)
+        lower = lower_tiers(groups, memories, transfers, events=self._events)
+        self.cache = TieredCache(groups, memories, transfers, lower, events=self._events)
+
+    @staticmethod
+    def prompt(token_ids: Sequence[int] | npt.NDArray[np.int32]) -> BlockChain:
+        """The prompt's names, new objects: no name's hash is known to any dict yet."""
+        chain = BlockChain(BLOCK_SIZE)
+        chain.extend(token_ids)
+        return chain
+
+    def serve(self, prompt: BlockChain) -> int:
+        """Admit the request, give it slots for all its tokens, commit its full blocks, release: the tokens that hit."""
+        cache, num_tokens = self.cache, NUM_TOKENS + SUFFIX_TOKENS
+        hit = cache.lookup(prompt, num_tokens)
+        cache.num_leased(hit)
+        cache.free_slots()
+        cache.make_room(hit)
+        junction = cache.junction(hit)
+        promotion = cache.promote(hit)
+        assert promotion.done, "everything was on the device"
+        num_hit, tables = promotion.num_tokens, promotion.tables
+        cache.forget_read(tables, num_hit)
+        slots = cache.allocate([-(-num_tokens // BLOCK_SIZE) - len(table) for table in tables])
+        assert slots is not None, "the pool is too small for the prompt"
+        for table, new in zip(tables, slots, strict=True):
+            table.extend(new)
+        if num_hit < NUM_TOKENS:
+            boundaries = [num_tokens - 1] if junction is None else [num_tokens - 1, junction]
+            cache.commit(tables, prompt, num_hit, num_tokens, boundaries)
+        if self._events is not None:
+            self._events.take()
+        cache.release(tables)
+        return num_hit
+
+    def serve_by_chunks(self, prompt: BlockChain, chunk_tokens: int) -> int:
+        """The same for a prompt that is computed so many tokens a step, with what a step does to the tiers."""
+        cache, num_tokens = self.cache, NUM_TOKENS + SUFFIX_TOKENS
+        hit = cache.lookup(prompt, num_tokens)
+        cache.num_leased(hit)
+        cache.free_slots()
+        cache.make_room(hit)
+        cache.junction(hit)
+        promotion = cache.promote(hit)
+        done, tables = promotion.num_tokens, promotion.tables
+        while done < num_tokens:
+            end = min(num_tokens, done + chunk_tokens)
+            cache.poll()
+            cache.forget_read(tables, done)
+            slots = cache.allocate([-(-end // BLOCK_SIZE) - len(table) for table in tables])
+            assert slots is not None, "the pool is too small for the prompt"
+            for table, new in zip(tables, slots, strict=True):
+                table.extend(new)
+            if end // BLOCK_SIZE > done // BLOCK_SIZE:
+                cache.commit(tables, prompt, done, end, [num_tokens - 1])
+            cache.spill()
+            done = end
+        cache.release(tables)
+        return promotion.num_tokens
+
+    @property
+    def lane_seconds(self) -> float:
+        """Processor time that copies have taken, which are other threads' work."""
+        return sum(lane.seconds for lane in self._lanes.values())
+
+
+def naming(token_ids: Sequence[int] | npt.NDArray[np.int32], algorithm: HashAlgorithm) -> Work:
+    """Names all full blocks of a new prompt when called."""
+    chain = BlockChain(BLOCK_SIZE, algorithm=algorithm)
+    return lambda: chain.extend(token_ids)
+
+
+def small_calls(num_slots: int, num_times: int) -> Work:
+    """Takes, leases and twice releases that many blank slots of a pool when called, *num_times* times."""
+    pool = BlockPool(NUM_SLOTS)
+
+    def calls() -> None:
+        for _ in range(num_times):
+            slots = pool.allocate(num_slots)
+            assert slots is not None
+            pool.lease(slots)
+            pool.release(slots)
+            pool.release(slots)
+
+    return calls
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One operation of both. *least_factor* is how much faster ours has to be, if that was promised; *earlier* is what
+    vLLM took once."""
+
+    name: str
+    unit: str
+    per_second: float  # one second, in that unit
+    least_factor: float | None
+    earlier: float
+    ours: Prepare
+    vllm: Prepare | None
+    hits: int | None = None  # what both must give
+    apart: Callable[[], float] = lambda: 0.0  # seconds so far in ours that do not count
+
+
+def comparisons(with_vllm: bool, events: bool) -> list[Comparison]:
+    """What is compared, with or without KV *events*; the caches are filled here."""
+    token_ids = random_tokens(0)[:NUM_TOKENS]
+    as_list = token_ids.tolist()
+    per_token, per_block = 1e9 / NUM_TOKENS, 1e9 / NUM_BLOCKS
+
+    def naming_of(name: str, tokens: Any, ours: HashAlgorithm, vllms: str, factor: float, earlier: float) -> Comparison:
+        vllm = partial(vllm_naming, as_list, vllms) if with_vllm else None
+        unit = "ns/token"
+        return Comparison(f"naming, {name}", unit, per_token, factor, earlier, partial(naming, tokens, ours), vllm)
+
+    def serving(
+        name: str, num_slots: int, windows: Sequence[int | None], new: bool, factor: float, earlier: float
+    ) -> Comparison:
+        ours = serving_work(KvtierCore(num_slots, windows, events=events), new)
+        # vLLM's groups share one pool.
+        vllm = serving_work(VllmCore(num_slots * len(windows), windows, events=events), new) if with_vllm else None
+        hits = 0 if new else NUM_TOKENS
+        if events:  # of vLLM's cold cost they are four fifths: nobody promised anything for that
+            return Comparison(f"{name}, events", "ns/block", per_block, None, earlier, ours, vllm, hits)
+        return Comparison(name, "ns/block", per_block, factor, earlier, ours, vllm, hits)
+
+    def chunked(chunk_tokens: int, num_host_slots: int, factor: float, earlier: float) -> Comparison:
+        core = KvtierCore(NUM_SLOTS, num_host_slots=num_host_slots)
+        ours = chunked_work(core, chunk_tokens)
+        vllm = chunked_work(VllmCore(NUM_SLOTS), chunk_tokens) if with_vllm else None
+        tiers = "device and host, spilling; vLLM: device" if num_host_slots else "device"
+        name = f"cold, {chunk_tokens} tokens a step, {tiers}"
+        return Comparison(name, "ns/block", per_block, factor, earlier, ours, vllm, 0, lambda: core.lane_seconds)
+
+    def small(num_blocks: int, earlier: float) -> Comparison:
+        vllm = partial(vllm_small_calls, num_blocks, SMALL_CALLS) if with_vllm else None
+        ours = partial(small_calls, num_blocks, SMALL_CALLS)
+        name = f"take, touch, 2 x free of {num_blocks} blocks"
+        return Comparison(name, "us", 1e6 / SMALL_CALLS, 1.5, earlier, ours, vllm)
+
+    return [
+        naming_of("sha256, list", as_list, HashAlgorithm.SHA256, "sha256", 2.2, 87),
+        naming_of("sha256, int32 array (vLLM: list)", token_ids, HashAlgorithm.SHA256, "sha256", 3.8, 87),
+        serving("hit", NUM_SLOTS, (None,), False, 8.0, 1077),
+        serving("cold", NUM_SLOTS, (None,), True, 6.0, 1646),
+        serving("hybrid hit", NUM_SLOTS, WINDOWS, False, 4.0, 811),
+        *(
+            ()
+            if events
+            else (
+                chunked(512, 0, 2.0, 2200),
+                chunked(2048, 0, 3.0, 1800),
+                chunked(512, 2 * NUM_SLOTS, 1.5, 2200),
+                chunked(2048, 2 * NUM_SLOTS, 1.5, 1800),
+            )
+        ),
+        small(1, 1.54),
+        small(4, 3.2),
+        small(16, 8.9),
+        small(64, 32),
+    ]
+
+
+def keyed_naming(num_rounds: int) -> list[Row]:
+    """What naming would take with hashes that have a key, next to sha256: nothing unkeyed is safe but cryptographic."""
+    key = bytes(range(32))
+    hashes: dict[str, Callable[[bytes], Any]] = {
+        "sha256": hashlib.sha256,
+        "blake2b with a key": partial(hashlib.blake2b, digest_size=32, key=key),
+    }
+    if importlib.util.find_spec("blake3") is not None:
+        hashes["blake3 with a key"] = partial(importlib.import_module("blake3").blake3, key=key)
+    token_ids = random_tokens(0)[:NUM_TOKENS]
+    cases = [
+        (f"{kind}, blocks of {block_size}", tokens, block_size)
+        for kind, tokens in (("list", token_ids.tolist()), ("int32 array", token_ids))
+        for block_size in (16, 32)
+    ]
+    times: dict[tuple[str, str], list[float]] = {}
+    for _ in range(num_rounds):
+        for case, tokens, block_size in cases:
+            for name, new in hashes.items():
+                took = seconds(partial(running_names, new, tokens, block_size))
+                times.setdefault((case, name), []).append(1e9 * took / NUM_TOKENS)
+    return [
+        Row(f"hash alone, {case}: {name}", statistics.median(took), "ns/token") for (case, name), took in times.items()
+    ]
+
+
+def running_names(
+    new: Callable[[bytes], Any], tokens: list[int] | npt.NDArray[np.int32], block_size: int
+) -> list[bytes]:
+    """What `BlockChain` does for a prompt without extra keys, with any hash."""
+    ids = np.frombuffer(array("I", tokens), "<u4") if isinstance(tokens, list) else tokens
+    hasher = new(bytes(32))
+    return [hasher.digest() for _ in map(hasher.update, ids.view(f"V{4 * block_size}").tolist())]
+
+
+def serving_work(core: KvtierCore | VllmCore, new: bool) -> Prepare:
+    """Serves the same prompt again and again, all of it cached and free; or, if *new*, each time another."""
+    numbers: Iterator[int] = count() if new else iter(lambda: 0, 1)
+
+    def prepare() -> Work:
+        return partial(core.serve, core.prompt(random_tokens(next(numbers)).tolist()))
+
+    for _ in range(3):  # fills the pool
+        prepare()()
+    return prepare
+
+
+def chunked_work(core: KvtierCore | VllmCore, chunk_tokens: int) -> Prepare:
+    """Computes another prompt each time, so many tokens a step."""
+    numbers = count()
+
+    def prepare() -> Work:
+        prompt = core.prompt(random_tokens(next(numbers)).tolist())
+        return lambda: core.serve_by_chunks(prompt, chunk_tokens)
+
+    for _ in range(3):  # fills the pool
+        prepare()()
+    return prepare
+
+
+def random_tokens(seed: int) -> npt.NDArray[np.int32]:
+    """A long prompt."""
+    return np.random.default_rng(seed).integers(VOCAB, size=NUM_TOKENS + SUFFIX_TOKENS, dtype=np.int32)
+
+
+def seconds(work: Work, hits: int | None = None) -> float:
+    """Processor time that it takes, without a garbage collection in it."""
+    gc.collect()
+    gc.disable()
+    started = time.thread_time()
+    result = work()
+    took = time.thread_time() - started
+    gc.enable()
+    assert hits is None or result == hits, f"{result} tokens hit, not {hits}"
+    return took
+
+
+def compare(all_of_them: Sequence[Comparison], num_rounds: int, version: str | None) -> list[Row]:
+    """Round by round, in each round both, in random order; the factors are those of each round."""
+    rng = random.Random(0)
+    ours: dict[str, list[float]] = {it.name: [] for it in all_of_them}
+    theirs: dict[str, list[float]] = {it.name: [] for it in all_of_them}
+    for round_id in range(num_rounds + 1):  # the first one does not count
+        for it in all_of_them:
+            both = [(ours, it.ours)] if it.vllm is None else [(ours, it.ours), (theirs, it.vllm)]
+            for times, prepare in rng.sample(both, len(both)):
+                work, apart = prepare(), it.apart()
+                took = (seconds(work, it.hits) - (it.apart() - apart)) * it.per_second
+                if round_id:
+                    times[it.name].append(took)
+    rows = []
+    for it in all_of_them:
+        other = theirs[it.name] or [it.earlier] * num_rounds
+        factors = [theirs_ / ours_ for theirs_, ours_ in zip(other, ours[it.name], strict=True)]
+        factor = statistics.median(factors)
+        target = "" if it.least_factor is None else f">= {it.least_factor:g}"
+        kept = None if it.least_factor is None or it.vllm is None else factor >= it.least_factor
+        rows += [
+            Row(f"{it.name}: {SOURCE if version is None else f'vLLM {version}'}", statistics.median(other), it.unit),
+            Row(f"{it.name}: kvtier", statistics.median(ours[it.name]), it.unit),
+            Row(f"{it.name}: kvtier is faster", factor, "times", target, kept),
+            Row(f"{it.name}: spread of that", spread(factors), "%"),
+        ]
+    return rows
+
+
+def spread(values: Sequence[float]) -> float:
+    """From the first quartile to the third, in per cent of the median."""
+    quartiles = statistics.quantiles(values, n=4)
+    return 100 * (quartiles[2] - quartiles[0]) / quartiles[1]
+
+
+def scale(num_rounds: int) -> list[Row]:
+    """Hit and cold, per block, in a full pool of a million slots and in one of ten thousand."""
+    pools = {num_slots: ManyPrompts(num_slots) for num_slots in (NUM_SLOTS, MANY_SLOTS)}
+    gc.freeze()  # as engines do; or each collection would walk through a million slots
+    times: dict[tuple[str, int], list[float]] = {}
+    rng = random.Random(0)
+    for _ in range(num_rounds):
+        for num_slots, prompts in rng.sample(list(pools.items()), 2):
+            for name, took in (("cold", prompts.cold()), ("hit", prompts.hit())):
+                times.setdefault((name, num_slots), []).append(1e9 * took / NUM_BLOCKS)
+    gc.unfreeze()
+    rows = []
+    for name in ("hit", "cold"):
+        few, many = times[name, NUM_SLOTS], times[name, MANY_SLOTS]
+        factors = [large / small for small, large in zip(few, many, strict=True)]
+        factor = statistics.median(factors)
+        rows += [
+            Row(f"{name}, {NUM_SLOTS:,} slots: kvtier", statistics.median(few), "ns/block"),
+            Row(f"{name}, {MANY_SLOTS:,} slots: kvtier", statistics.median(many), "ns/block"),
+            Row(f"{name}, the large pool / the small one", factor, "", "<= 1.5", factor <= 1.5),
+            Row(f"{name}, spread of that", spread(factors), "%"),
+        ]
+    return rows
+
+
+class ManyPrompts:
+    """A full pool. What hits is neither the newest prompt nor about to be evicted, so its books are in no CPU cache."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._core = KvtierCore(num_slots)
+        self._num_served = 0
+        self._age = num_slots // (NUM_BLOCKS + 1) // 2  # prompts; where only one fits it is the newest
+        for _ in range(num_slots // NUM_BLOCKS + 3):
+            self.cold()
+
+    def cold(self) -> float:
+        """Seconds for a prompt never seen."""
+        self._num_served += 1
+        return seconds(partial(self._core.serve, self._prompt(self._num_served)), 0)
+
+    def hit(self) -> float:
+        """Seconds for one that is cached."""
+        return seconds(partial(self._core.serve, self._prompt(self._num_served - self._age)), NUM_TOKENS)
+
+    def _prompt(self, number: int) -> BlockChain:
+        return self._core.prompt(random_tokens(number))
+
+
+def memory() -> list[Row]:
+    """What a million named slots take, after filling them and after two more contents."""
+    rows = []
+    for what, target, make in (
+        ("a BlockPool", 200, PoolAlone),
+        ("all of the device tier", None, partial(KvtierCore, MANY_SLOTS)),
+    ):
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        core = make()
+        apart = 0 if isinstance(core, PoolAlone) else MANY_SLOTS * BLOCK_BYTES  # the blocks' bytes
+        numbers = count()
+        for when, num_contents in (("full", 1), ("after two turnovers", 2)):
+            for _ in range(num_contents * -(-MANY_SLOTS // NUM_BLOCKS)):
+                core.serve(KvtierCore.prompt(random_tokens(next(numbers))))
+            gc.collect()
+            num_bytes = (tracemalloc.get_traced_memory()[0] - before - apart) / MANY_SLOTS
+            kept = None if target is None else num_bytes <= target
+            promised = "" if target is None else f"<= {target}"
+            rows.append(Row(f"memory of {what}, {when}", num_bytes, "bytes/slot", promised, kept))
+        tracemalloc.stop()
+    return rows
+
+
+class PoolAlone:
+    """One pool, without what a tier has around it."""
+
+    def __init__(self) -> None:
+        self._pool = BlockPool(MANY_SLOTS)
+
+    def serve(self, prompt: BlockChain) -> None:
+        """Fill as many slots with the prompt's blocks."""
+        slots = self._pool.allocate(len(prompt.names))
+        assert slots is not None
+        self._pool.commit(slots, prompt.names)
+        self._pool.release(slots[::-1])
+
+
+class Stopwatch:
+    """Stands in for a `TieredCache`, adds up the seconds spent in its methods, half a microsecond a call too many."""
+
+    def __init__(self, cache: TieredCache) -> None:
+        self._cache = cache
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._cache, name)
+        if not callable(value):
+            return value
+
+        def timed(*args: Any, **named: Any) -> Any:
+            started = time.thread_time()
+            result = value(*args, **named)
+            self.seconds += time.thread_time() - started
+            return result
+
+        setattr(self, name, timed)
+        return timed
+
+
+class Steps:
+    """The engine's scheduler with requests that decode, and a model that always says the same token."""
+
+    def __init__(self) -> None:
+        self.watch: Any = Stopwatch(KvtierCore(2 * NUM_SLOTS, num_host_slots=2 * NUM_SLOTS).cache)
+        self._scheduler = Scheduler(self.watch, SchedulerConfig(max_running=2 * NUM_RUNNING), LOAD_TIMEOUT_S)
+        for i in range(NUM_RUNNING):  # lengths one apart: in each step some of them fill a block
+            self._scheduler.add(request(random_tokens(1 + i)[: 512 + i]))
+        first = request(random_tokens(0))
+        self._scheduler.add(first)
+        while not first.is_decoding:
+            self._step()
+        self._scheduler.retire(first)
+
+    def admit_and_retire(self) -> tuple[float, float]:
+        """Seconds in tiers/ of the step that admits a long prompt, and of its retirement after it."""
+        long = request(random_tokens(0))
+        self._scheduler.add(long)
+        gc.collect()
+        gc.disable()
+        self.watch.seconds = 0.0
+        self._step()
+        admitted = self.watch.seconds
+        gc.enable()
+        assert long.is_decoding, "a hit leaves one step to the first token"
+        assert len(self._scheduler.running) == NUM_RUNNING + 1, "somebody was preempted"
+        self.watch.seconds = 0.0
+        self._scheduler.retire(long)
+        return admitted, self.watch.seconds
+
+    def _step(self) -> None:
+        work = self._scheduler.schedule()
+        self._scheduler.computed(work)
+        for item in work:
+            if item.request.num_to_compute == 0:
+                item.request.token_ids.append(1)
+        self.watch.spill()
+
+
+def request(token_ids: npt.NDArray[np.int32]) -> Request:
+    """A request as the engine queues it, named; nothing here makes text."""
+    chain = BlockChain(BLOCK_SIZE)
+    chain.extend(token_ids)
+    return Request(token_ids.tolist(), SamplingParams(max_tokens=NUM_SLOTS), chain, detokenizer=None)
+
+
+def whole_step(num_rounds: int) -> list[Row]:
+    """One step of the engine's scheduler, the part spent in tiers/."""
+    steps = Steps()
+    times = [steps.admit_and_retire() for _ in range(num_rounds + 1)][1:]
+    admitted = [1000 * step for step, _ in times]
+    median = statistics.median(admitted)
+    what = f"step, {NUM_RUNNING} running, 1 admitted with a 128k hit"
+    return [
+        Row(f"{what}: in tiers/, naming apart", median, "ms", "<= 2", median <= 2),
+        Row(f"{what}: spread of that", spread(admitted), "%"),
+        Row("retiring that request: in tiers/", 1000 * statistics.median(end for _, end in times), "ms"),
+    ]
+
+
+def main() -> None:
+    """First ours against vLLM, then ours alone."""
+    parser = arguments((__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=11, help="of each measurement (11); 7 at least")
+    parser.add_argument("--events", action="store_true", help="hit and cold of both with KV events recorded and taken")
+    options = parser.parse_args()
+    num_rounds = max(7, options.rounds)
+    version = vllm_version()
+    if options.events and version is None:
+        parser.error("--events: nothing to compare with; vLLM was not measured with events earlier, install it")
+    compared = comparisons(version is not None, options.events)
+    gc.freeze()  # as both engines' processes could; vLLM does
+    rows = compare(compared, num_rounds, version)
+    gc.unfreeze()
+    del compared
+    rows += keyed_naming(num_rounds) + whole_step(num_rounds) + scale(num_rounds) + memory()
+    publish("prefix_core", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Pinning host memory in the background: how long it takes, and how long it keeps other CUDA calls waiting."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from bench.report import Row
+from bench.rounds import KIB, MIB, at_most
+from kvtier.transfer.cuda import memory as cuda_memory
+from kvtier.transfer.cuda.memory import CudaMemory
+from kvtier.transfer.host_slab import PIECE_BYTES, Pin
+
+BLOCK_BYTES = 512 * KIB
+MOST_MS = 50.0
+QUIET_S = 1.0
+PINNING_S = 90.0
+
+
+def pinning(gpu: torch.device, num_bytes: int) -> list[Row]:
+    """A host tier of *num_bytes* is prepared while small CUDA calls go on, all without a rest between pieces."""
+    device = torch.zeros(4, BLOCK_BYTES, dtype=torch.uint8, device=gpu)
+    small = torch.zeros(1024, device=gpu)
+    quiet = _small_calls(small, lambda: False, QUIET_S)
+    pieces: list[float] = []
+    own_pin = cuda_memory.cuda_pin
+    cuda_memory.cuda_pin = lambda device: _timed(own_pin(device), pieces)
+    started = time.perf_counter()
+    try:
+        memory = CudaMemory(device, num_bytes // BLOCK_BYTES, way="loop")
+    finally:
+        cuda_memory.cuda_pin = own_pin
+    memory.to_host([0], [memory.num_host_slots - 1])  # the last to be pinned
+    first_copy_s = time.perf_counter() - started
+    stalls = _small_calls(small, lambda: memory.prepared_bytes == num_bytes, PINNING_S)
+    took_s = time.perf_counter() - started
+    prepared = memory.prepared_bytes
+    memory.close()
+    size = f"pinning {num_bytes >> 30} GiB"
+    return [
+        Row(f"{size}: prepared", 100 * prepared / num_bytes, "%", ">= 100", prepared == num_bytes),
+        Row(f"{size}: took", took_s, "s"),
+        Row(f"{size}: first block copied after", 1000 * first_copy_s, "ms"),
+        Row(f"{size}: a piece of {PIECE_BYTES // MIB} MiB, median", 1000 * statistics.median(pieces), "ms"),
+        Row(f"{size}: a piece, longest", 1000 * max(pieces), "ms"),
+        Row(f"{size}: a small CUDA call before, longest", 1000 * max(quiet), "ms"),
+        Row(f"{size}: a small CUDA call meanwhile, median", 1000 * statistics.median(stalls), "ms"),
+        at_most(f"{size}: a small CUDA call meanwhile, longest", 1000 * max(stalls), "ms", MOST_MS),
+    ]
+
+
+def _small_calls(tensor: torch.Tensor, is_over: Callable[[], bool], most_s: float) -> list[float]:
+    """Seconds of each of many small CUDA calls: a launch, a copy and a wait."""
+    times, give_up_at = [], time.perf_counter() + most_s
+    host = torch.zeros(tensor.shape, pin_memory=True)
+    while not is_over() and time.perf_counter() < give_up_at:
+        started = time.perf_counter()
+        tensor.add_(1)
+        host.copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        times.append(time.perf_counter() - started)
+    return times or [0.0]
+
+
+def _timed(pin: Pin, times: list[float]) -> Pin:
+    def timed_pin(address: int, num_bytes: int) -> Callable[[], None]:
+        started = time.perf_counter()
+        unpin = pin(address, num_bytes)
+        times.append(time.perf_counter() - started)
+        return unpin
+
+    return timed_pin

@@ -1,0 +1,103 @@
+"""The folder of a store as one process has it open: its lock, its index, its slabs."""
+
+import errno
+from contextlib import ExitStack
+from pathlib import Path
+
+import lmdb
+
+from kvtier.store.durability import Durability
+from kvtier.store.folder import Folder
+from kvtier.store.lmdb import data_file
+from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
+from kvtier.store.lmdb.tables import Tables
+from kvtier.store.owner_lock import OwnerLock
+from kvtier.store.slab import Slabs
+
+
+class OpenFolder:
+    """Owns what it was given: `close` closes all of it. The tables change when the index is opened again."""
+
+    def __init__(
+        self, folder: Folder, lock: OwnerLock, tables: Tables, capacity_bytes: int, durability: Durability
+    ) -> None:
+        self._folder = folder
+        self._lock = lock
+        self.tables = tables
+        self.slabs = Slabs(folder.here)
+        self.capacity_bytes = capacity_bytes
+        self.durability = durability
+
+    @property
+    def here(self) -> Path:
+        """A path to the folder that is open, whatever its name leads to now."""
+        return self._folder.here
+
+    @property
+    def is_index_open(self) -> bool:
+        """False after `reopen_index` has failed."""
+        return self.tables.file.is_open
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether the index has no name any more."""
+        return self.tables.file.is_removed
+
+    def read_mark(self) -> BootMark | None:
+        """The mark that is there; None if there is none that makes sense."""
+        return BootMark.read(self.here)
+
+    def mark(self, state: FileState, num_crashes: int = 0) -> None:
+        """Say of the files that they are in that state, as of this boot."""
+        BootMark(current_boot_id(), state, num_crashes=num_crashes).write(self.here)
+
+    def sync(self) -> None:
+        """All that was written is on the medium on return; OSError or lmdb.Error. The caller is the writer."""
+        if self.tables.file.is_doubtful:
+            self.tables.file.write_again()
+        self.slabs.sync()
+        self.tables.file.sync()
+
+    def taken_bytes(self) -> int:
+        """What index and slabs take on the medium."""
+        return self.tables.file.taken_bytes() + self.slabs.file_bytes()
+
+    def reopen_index(self) -> None:
+        """Have the index as it was before, if LMDB gave it up; OSError or lmdb.Error if that is not possible yet."""
+        self.tables.file.close()
+        self.tables = data_file.reopened(self._folder, self.capacity_bytes, self.durability)
+
+    def compact_index(self) -> None:
+        """Have an index without free pages. The mark must be CLEAN."""
+        self.tables = data_file.compacted(self._folder, self.tables, self.capacity_bytes, self.durability)
+
+    def close(self) -> None:
+        """Unmap the index, close the slabs, and let others have the folder."""
+        with ExitStack() as let_go:
+            let_go.callback(self._folder.close)
+            let_go.callback(self._lock.release)
+            let_go.callback(self.tables.file.close)
+            let_go.callback(self.slabs.close)
+
+
+def open_folder(path: Path, capacity_bytes: int | None, durability: Durability, owner: int | None) -> OpenFolder:
+    """The store in the folder *path*, which is made if need be; `FolderInUse` if another process has it.
+
+    Without a capacity it is the one that is recorded; OSError if no store is there, or a broken one.
+    """
+    with ExitStack() as undo:
+        folder = undo.enter_context(Folder(path) if capacity_bytes is None else Folder.made(path))
+        lock = OwnerLock(folder, owner)
+        undo.callback(lock.release)
+        try:
+            if capacity_bytes is None:
+                capacity_bytes = data_file.recorded_capacity(folder)
+                tables = data_file.reopened(folder, capacity_bytes, durability)
+            else:
+                tables = data_file.open_trusted(folder, capacity_bytes, durability)
+        except lmdb.Error as error:
+            raise OSError(errno.EIO, f"store {path}: {error}") from error
+        undo.callback(tables.file.close)
+        opened = OpenFolder(folder, lock, tables, capacity_bytes, durability)
+        undo.pop_all()
+    return opened
