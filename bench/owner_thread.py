@@ -30,6 +30,7 @@ from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.shared_prefill import SharedPrefill
 from kvtier.engine.scheduling.slot_demand import SlotDemand, most_blocks
+from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.engine.scheduling.waiting_queue import WaitingQueue
 from kvtier.store.blob_store import Blob, StoreStatistics
 from kvtier.store.record import digest
@@ -327,7 +328,8 @@ def scheduling(bed: Bed, rounds: int) -> None:
     for number in range(config.max_waiting):
         chain = bed.chain(number=number, num_blocks=8)
         calls.time("WaitingQueue.add", partial(queue.add, request(chain)))
-    look_ahead = LookAhead(bed.cache, 1 << 24, time.monotonic, 60.0)
+    pins = TimedPins(bed.cache, time.monotonic)
+    look_ahead = LookAhead(bed.cache, pins, 1 << 24, 60.0)
     others = list(queue)[:64]
     groups = (SlidingWindow(BLOCK_SIZE, 4096), FullAttention(BLOCK_SIZE))
     for number in range(rounds):

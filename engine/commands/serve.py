@@ -81,13 +81,13 @@ def _serve(model: str, config: Config, keys: ApiKeys | None) -> int:
 async def _run(model: str, name: str, config: Config, keys: ApiKeys | None, bound: socket.socket) -> bool:
     """Serve until a signal; False if that came before the model was loaded."""
     try:
-        from kvtier.engine.server.http_server import HttpServer
+        from kvtier.engine.server.build import build_server
     except ImportError as error:
         raise ImportError(f"serve: {error}; pip install 'kvtier[serve]'") from error
 
     settings = config.server
     shows_bars = sys.stderr.isatty() and settings.log_format == "human"
-    server = HttpServer(model, config, bound, name, keys, shows_bars=shows_bars)
+    server = build_server(model, config, bound, name, keys, shows_bars=shows_bars)
     loop, signals = asyncio.get_running_loop(), []
 
     def end(number: int, _: FrameType | None) -> None:
@@ -106,7 +106,7 @@ async def _run(model: str, name: str, config: Config, keys: ApiKeys | None, boun
         if read is None:
             log.warning("SIGHUP: there is no file of api keys to read again")
             return
-        server.service.replace_keys(read)
+        server.replace_keys(read)
         log.info("SIGHUP: %d tenants have api keys", len(read.tenants))
 
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
