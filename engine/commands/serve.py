@@ -12,6 +12,7 @@ from types import FrameType
 
 import msgspec
 
+from kvtier.engine.commands.first_look import check_files, check_model
 from kvtier.engine.config import Config, as_config
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.server.api_keys import ApiKeys
@@ -64,7 +65,9 @@ def _check(model: str, config: Config, keys: ApiKeys | None) -> int:
 
 def _serve(model: str, config: Config, keys: ApiKeys | None) -> int:
     settings = config.server
-    name = Checkpoint.of(model).served_name  # before the port is open: a file that is not there is said at once
+    check_model(model)  # before the port is open, and before torch: what is not there is said at once
+    check_files(config)
+    name = Checkpoint.of(model).served_name
     with _bound(settings.host, settings.port) as bound:
         port = bound.getsockname()[1]
         log.info("listening", extra={"fields": {"host": settings.host, "port": port, "pid": os.getpid()}})
