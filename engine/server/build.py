@@ -1,6 +1,7 @@
 """Building a server: the one place where its parts are made and put together."""
 
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvtier.engine.server.entrance import Entrance
 from kvtier.engine.server.http_server import HttpServer
 from kvtier.engine.server.loading_app import LoadingApp
 from kvtier.engine.server.log_lines import take_in_libraries
+from kvtier.engine.server.served_models import ServedModels
 from kvtier.engine.server.tenancy import with_names
 from kvtier.engine.thread_work import guarded
 
@@ -38,7 +40,8 @@ def build_server(
     if model_name in config.lora:
         raise ValueError(f"lora {model_name}: the model itself is served by that name; give one of them another")
     entrance = Entrance(config.server, keys)
-    loading = LoadingApp(entrance)
+    models = ServedModels(model_name, tuple(config.lora), int(time.time()), longest_request=None)
+    loading = LoadingApp(entrance, models)
 
     async def load() -> "ServingApp":
         loading.tell_stage("importing torch and transformers")  # seconds, in which clients and signals are answered
@@ -48,7 +51,7 @@ def build_server(
         await importing
         from kvtier.engine.server.serving_app import load_app
 
-        return await load_app(model, tokenizer, with_names(config, keys), model_name, entrance, loading.tell_stage)
+        return await load_app(model, tokenizer, with_names(config, keys), models, entrance, loading.tell_stage)
 
     return HttpServer(bound, entrance, loading, load)
 

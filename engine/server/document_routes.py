@@ -67,7 +67,7 @@ async def _list(request: Request) -> Response:
     documents, tenant = _documents(request), facts_of(request.scope).tenant
     there = documents.of(tenant)
     residences = await _engine(documents.residences(there), request)
-    objects = [document_object(*pair, service.model_name) for pair in zip(there, residences, strict=True)]
+    objects = [document_object(*pair, service.models.name) for pair in zip(there, residences, strict=True)]
     objects += [damaged_object(why, file=name) for name, why in sorted(documents.damaged(tenant).items())]
     return json_response({"object": "list", "data": objects, "survive_restarts": documents.are_kept})
 
@@ -80,7 +80,7 @@ async def _put(request: Request, document_id: str) -> Response:
         asked.token_ids,
         None if asked.form is None else Form(asked.form),
         asked.system,
-        None if asked.model is None else service.lora_of(asked.model),
+        None if asked.model is None else service.models.lora_of(asked.model),
         asked.cache_salt,
     )
     documents, facts = _documents(request), facts_of(request.scope)
@@ -130,7 +130,7 @@ _ACTIONS = {("POST", "warm"): _warm, ("POST", "pin"): _pin, ("DELETE", "pin"): _
 async def _told(request: Request, document: Document, status: int = 200) -> Response:
     service: Service = request.app.state.service
     residence = await _engine(_documents(request).residence(document), request)
-    return json_response(document_object(document, residence, service.model_name), status)
+    return json_response(document_object(document, residence, service.models.name), status)
 
 
 def _documents(request: Request) -> Documents:

@@ -58,7 +58,7 @@ class Generation:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked, service = self._asked, self._service
-        lora, tenant = service.lora_of(asked.model), facts_of(scope).tenant
+        lora, tenant = service.models.lora_of(asked.model), facts_of(scope).tenant
         service.check_open()
         llm = service.llm
         num_completions = asked.n * asked.num_prompts

@@ -11,6 +11,7 @@ from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.app import shutting_down, starlette_app
 from kvtier.engine.server.entrance import Entrance
 from kvtier.engine.server.paths import READY
+from kvtier.engine.server.served_models import ServedModels
 
 log = logging.getLogger(__name__)
 
@@ -18,12 +19,14 @@ RETRY_S = 5
 
 
 class LoadingApp:
-    """It is alive and not ready, and tells how far it is; all else is 503. Owned by the event loop."""
+    """It is alive and not ready, and tells how far it is and which models there will be; all else is 503. Owned by the
+    event loop."""
 
-    def __init__(self, entrance: Entrance) -> None:
+    def __init__(self, entrance: Entrance, models: ServedModels) -> None:
         self._stage = "starting"
         self._is_ending = False
-        self._app = starlette_app([Route(READY, self._ready), Mount("/", self._not_yet)], entrance.registry)
+        routes = [Route(READY, self._ready), *models.routes(), Mount("/", self._not_yet)]
+        self._app = starlette_app(routes, entrance.registry)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""

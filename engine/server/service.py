@@ -7,9 +7,9 @@ from contextlib import suppress
 from kvtier.engine.async_llm import AsyncLLM
 from kvtier.engine.config import Config
 from kvtier.engine.documents.documents import Documents
-from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.app import shutting_down
 from kvtier.engine.server.entrance import Entrance
+from kvtier.engine.server.served_models import ServedModels
 from kvtier.engine.server.waiting_room import WaitingRoom
 
 _TURNS_PER_RUNNING = 2  # as many wait in the engine as run there, so that it can bring ahead what they need
@@ -20,41 +20,23 @@ class Service:
     """It is ready from its first moment, until it drains. Owned by the event loop."""
 
     def __init__(
-        self, config: Config, model_name: str, entrance: Entrance, llm: AsyncLLM, documents: Documents
+        self, config: Config, models: ServedModels, entrance: Entrance, llm: AsyncLLM, documents: Documents
     ) -> None:
         """*llm* runs, and *documents* are its."""
-        self.config = config
         self.settings = config.server
-        self.model_name = model_name
+        self.models = models
         self.llm = llm
         self.documents = documents
         self.metrics = entrance.metrics
         self.registry = entrance.registry
         self.is_strict = entrance.is_strict
         self.num_tenants = entrance.num_tenants
-        self.created = int(time.time())
         self.is_draining = False
         # All that are here may be waiting at once, before the first step or after all were preempted.
         capacity = min(config.scheduler.max_running + config.server.max_queued, config.scheduler.max_waiting)
         num_turns = _TURNS_PER_RUNNING * config.scheduler.max_running
         self.room = WaitingRoom(capacity, num_turns=num_turns, num_tenants=self.num_tenants)
         llm.tokenizers.share_among(self.num_tenants)
-
-    @property
-    def longest_request(self) -> int:
-        """Tokens of a prompt and its continuation."""
-        return self.llm.longest_request
-
-    def lora_of(self, model: str) -> str | None:
-        """The adapter that a request for *model* is for; None: the model itself. ApiError 404 for any other name."""
-        if model == self.model_name:
-            return None
-        if model in self.config.lora:
-            return model
-        there = ", ".join([self.model_name, *self.config.lora])
-        raise ApiError(
-            404, f"there is no model of that name here; there is {there}", code="model_not_found", param="model"
-        )
 
     def check_open(self) -> None:
         """ApiError 503 when the server is about to end."""

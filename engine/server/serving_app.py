@@ -5,6 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from starlette.requests import Request
@@ -22,7 +23,8 @@ from kvtier.engine.server import document_routes, generation
 from kvtier.engine.server.api_error import json_response
 from kvtier.engine.server.app import starlette_app
 from kvtier.engine.server.entrance import Entrance
-from kvtier.engine.server.paths import CHAT, COMPLETIONS, DOCUMENTS, MODELS, READY
+from kvtier.engine.server.paths import CHAT, COMPLETIONS, DOCUMENTS, READY
+from kvtier.engine.server.served_models import ServedModels
 from kvtier.engine.server.service import Service
 from kvtier.engine.server.tenancy import effective_salt
 from kvtier.tiers.naming.tier import Tier
@@ -43,8 +45,7 @@ class ServingApp:
             Route(DOCUMENTS, document_routes.answer),
             Route(f"{DOCUMENTS}/{{id}}", document_routes.answer, methods=["GET", "PUT", "DELETE"]),
             Route(f"{DOCUMENTS}/{{id}}/{{action}}", document_routes.answer, methods=["POST", "DELETE"]),
-            Route(MODELS, self._models),
-            Route(f"{MODELS}/{{model:path}}", self._model),
+            *service.models.routes(),
             Route(READY, self._ready),
         ]
         self._app = starlette_app(routes, service.registry)
@@ -107,24 +108,6 @@ class ServingApp:
                     return
                 await asyncio.sleep(_TELL_EVERY_S)
 
-    async def _models(self, _: Request) -> Response:
-        data = [self._model_object(name) for name in (self.service.model_name, *self.service.config.lora)]
-        return json_response({"object": "list", "data": data})
-
-    async def _model(self, request: Request) -> Response:
-        return json_response(self._model_object(request.path_params["model"]))
-
-    def _model_object(self, name: str) -> dict[str, object]:
-        service = self.service
-        return {
-            "id": name,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "kvtier",
-            "max_model_len": service.longest_request,  # vLLM's word, and so is the next
-            "parent": None if service.lora_of(name) is None else service.model_name,
-        }
-
     async def _ready(self, _: Request) -> Response:
         if self.service.is_draining:
             return json_response({"status": "draining"}, 503)
@@ -135,7 +118,7 @@ async def load_app(
     model: str | Path | PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     config: Config,
-    model_name: str,
+    models: ServedModels,
     entrance: Entrance,
     tell_stage: Callable[[str], None],
 ) -> ServingApp:
@@ -158,4 +141,5 @@ async def load_app(
     entrance.registry.register(EngineCollector(llm.statistics))
     fields = {"seconds": round(time.monotonic() - began_at, 1), "max_model_len": llm.longest_request}
     log.info("ready", extra={"fields": fields})
-    return ServingApp(Service(config, model_name, entrance, llm, documents))
+    models = replace(models, longest_request=llm.longest_request)
+    return ServingApp(Service(config, models, entrance, llm, documents))

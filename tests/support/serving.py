@@ -146,14 +146,16 @@ def serving(
     keys: Mapping[str, str] | None = None,
     tokenizer: PreTrainedTokenizerFast | None = None,
     until: str = "/ready",
+    started: Callable[[HttpServer], None] = lambda server: None,
 ) -> Iterator[ServerInThread]:
-    """A server in a thread, once the path *until* answers 200."""
+    """A server in a thread, once the path *until* answers 200. *started* is given it before it begins to load."""
     bound = socket.create_server(("127.0.0.1", 0))
     api_keys = None if keys is None else ApiKeys(keys)
     server = build_server(model, as_config(config), bound, MODEL, api_keys, tokenizer or chat_tokenizer())
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_until_complete, args=[server.run()])
     address = ServerInThread(bound.getsockname()[1], server, loop)
+    started(server)
     thread.start()
     try:
         come_true(lambda: address.get(until).status_code == 200)

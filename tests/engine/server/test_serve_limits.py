@@ -14,7 +14,10 @@ from serving import DEADLINE_S, MODEL, ServerInThread, chat_tokenizer, come_true
 from small_models import build
 
 from kvtier.engine.config import as_config
+from kvtier.engine.documents.documents import Documents
+from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.build import build_server
+from kvtier.engine.server.http_server import HttpServer
 from kvtier.engine.server.waiting_room import RoomFull, WaitingRoom
 
 
@@ -155,6 +158,26 @@ def test_the_port_answers_while_the_model_is_loading(monkeypatch: pytest.MonkeyP
         assert metrics.status_code == 200
     finally:
         gate.set()
+
+
+def test_keys_that_were_replaced_while_the_model_was_loading_are_those_that_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    open_documents, keys = Documents.open, {"sk-ann-1111": "ann"}
+    more = ApiKeys({**keys, "sk-bob-2222": "bob"})
+
+    async def opened(*arguments: object) -> Documents:
+        documents = await open_documents(*arguments)
+        servers[0].replace_keys(more)  # as SIGHUP does it; nothing serves yet
+        return documents
+
+    servers: list[HttpServer] = []
+    monkeypatch.setattr(Documents, "open", opened)
+    with serving(build("llama"), tables(40), keys, started=servers.append) as address:
+        assert address.service.room.share.num_tenants == 2
+        pinned = [address.complete([n] * 49, "sk-ann-1111", max_tokens=1, kvtier={"pin": True}) for n in range(1, 5)]
+
+    assert [answer["kvtier"]["pinned"] for answer in pinned] == [True] * 3 + [False]  # of 10 blocks, 3 at a time
 
 
 def test_streams_that_do_not_finish_in_time_are_told_so() -> None:
