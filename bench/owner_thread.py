@@ -271,7 +271,7 @@ def holds(bed: Bed, rounds: int) -> None:
     calls, cache = bed.calls, bed.cache
     pins = TimedPins(cache, time.monotonic)
     for _ in range(NUM_PINS):
-        calls.time("TimedPins.pin", partial(pins.pin, "ann", bed.chain(num_blocks=4), 4 * BLOCK_SIZE, until=1e18))
+        calls.time("TimedPins.pin", partial(pins.pin, "ann", bed.chain(num_blocks=4), 1, until=1e18))
     for _ in range(rounds):
         for make in (bed.chain, partial(on_disk, bed)):
             pin = calls.time("pin", partial(cache.pin, make(), NUM_TOKENS))
