@@ -15,12 +15,11 @@ from typing import Self, TypeVar
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvtier.engine.build import build_core
 from kvtier.engine.config import Config, as_config
 from kvtier.engine.core import EngineCore, EngineStatistics
-from kvtier.engine.engine_thread import EngineThread, Progress, fail
-from kvtier.engine.llm import GREEDY, Prompt, encode, keyed, load_model
-from kvtier.engine.metrics import MetricsServer, serve_metrics
+from kvtier.engine.engine_thread import Attendant, EngineThread, Progress, fail
+from kvtier.engine.llm import GREEDY, Prompt, encode, keyed
+from kvtier.engine.loaded_engine import LoadedEngine
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.request import Completion, Request
@@ -30,6 +29,7 @@ from kvtier.engine.thread_work import as_exception
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, ExtraKeys
 
 _T = TypeVar("_T")
+_A = TypeVar("_A", bound=Attendant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,26 +80,18 @@ class AsyncLLM:
     ) -> None:
         """*progress* is told what is being done while the engine starts, in the engine's thread."""
         self.config = as_config({} if config is None else config)
-        self._progress = progress
-        self._model = model
-        self._tokenizer = tokenizer
-        self._core: EngineCore | None = None
-        self._metrics: MetricsServer | None = None
         self._streams: dict[Request, _Stream] = {}  # the engine thread's
         # All that touches the engine happens in this thread.
-        self._thread = EngineThread(self._load, self._send, self._end_streams, self._end_core)
-        self._tokenizers: TokenizerThreads | None = None
-        self._at_exit: weakref.finalize[..., AsyncLLM] | None = None
+        load = partial(LoadedEngine.load, model, self.config, tokenizer, progress)
+        self._thread = EngineThread(load, self._send, self._end_streams)
         self._closed = False
 
     async def start(self) -> None:
         """Load the model and start serving, once. Errors are those of `LLM`. Cancelled, it ends as by `close`: what is
         being loaded is closed when it has loaded."""
-        if self._at_exit is not None or self._closed:
-            raise RuntimeError("AsyncLLM: has been started or closed before; make a new one")
-        self._at_exit = at_exit = weakref.finalize(self, self._thread.end_at_exit)
-        self._thread.closed.add_done_callback(lambda _: at_exit.detach())
         self._thread.start()
+        at_exit = weakref.finalize(self, self._thread.end_at_exit)
+        self._thread.closed.add_done_callback(lambda _: at_exit.detach())
         try:
             await asyncio.wrap_future(self._thread.loaded)
         except asyncio.CancelledError:
@@ -128,7 +120,7 @@ class AsyncLLM:
         arrived_at = time.monotonic()
         options = RequestOptions(priority, not skip_reading_prefix_cache, max_load_tokens)
         token_ids = await self._token_ids(prompt)
-        keys = keyed(self._running_core(), extra, lora, cache_salt)  # again: it may have been closed meanwhile
+        keys = keyed(self._running().core, extra, lora, cache_salt)  # again: it may have been closed meanwhile
         stream = _Stream(asyncio.get_running_loop())
         self._thread.put(
             lambda core: self._add(core, stream, partial(core.add, token_ids, sampling, keys, arrived_at, options)),
@@ -158,18 +150,16 @@ class AsyncLLM:
     @property
     def tokenizers(self) -> TokenizerThreads:
         """The threads in which prompts are tokenized."""
-        self._running_core()
-        assert self._tokenizers is not None, "they are there when the engine is"
-        return self._tokenizers
+        return self._running().tokenizers
 
     @property
     def longest_request(self) -> int:
         """Tokens that a prompt and its continuation may have together."""
-        return self._running_core().longest_request
+        return self._running().core.longest_request
 
     async def wait_end(self) -> None:
         """Until the engine has been closed; raises what it failed of."""
-        self._running_core()
+        self._running()
         await asyncio.wrap_future(self._thread.served)
 
     async def reset_prefix_cache(self) -> bool:
@@ -181,7 +171,7 @@ class AsyncLLM:
 
         RuntimeError if the engine ends before. Not asked any more if the caller is cancelled before its turn.
         """
-        self._running_core()
+        self._running()
         answer: Future[_T] = Future()
 
         def put(core: EngineCore) -> None:
@@ -199,26 +189,40 @@ class AsyncLLM:
         self._thread.put(put, refuse)
         return await asyncio.wrap_future(answer)
 
-    async def attend(self, look: Callable[[EngineCore], None]) -> None:
-        """Have *look* called in the engine's thread after every step, and every 0.1 s while there are none."""
+    def tell(self, do: Callable[[EngineCore], None]) -> None:
+        """Have *do* called in the engine's thread, between two steps, if the engine does not end before; nothing waits
+        for that. It raises nothing."""
+        self._thread.put(do)
+
+    async def attend(self, make: Callable[[EngineCore], _A]) -> _A:
+        """What *make* returns: made in the engine's thread, which looks after it from then on, and alone may touch it.
+
+        RuntimeError if the engine ends before. Cancelled, it is ended if it was made already.
+        """
+        made: list[_A] = []
+
+        def begin(core: EngineCore) -> _A:
+            made.append(attendant := make(core))
+            self._thread.attend(attendant)
+            return attendant
+
+        def end(_: EngineCore) -> None:
+            for attendant in made:
+                self._thread.neglect(attendant)
+
         try:
-            await self.ask(lambda _: self._thread.attend(look))
+            return await self.ask(begin)
         except BaseException:
-            self.neglect(look)
+            self._thread.put(end)  # after `begin`, if that has its turn at all
             raise
 
-    def neglect(self, look: Callable[[EngineCore], None], last: Callable[[EngineCore], None] = lambda _: None) -> None:
-        """Have *look* called no more, and *last* once in its place; nothing waits for that."""
-
-        def end(core: EngineCore) -> None:
-            self._thread.neglect(look)
-            last(core)
-
-        self._thread.put(end)
+    def neglect(self, attendant: Attendant) -> None:
+        """End what the engine's thread looks after; nothing waits for that."""
+        self._thread.put(lambda _: self._thread.neglect(attendant))
 
     def statistics(self) -> EngineStatistics:
         """The engine's last snapshot, by value; at most a quarter of a second old."""
-        return self._running_core().statistics
+        return self._running().core.statistics
 
     async def close(self, progress: Progress | None = None) -> None:
         """Abort what runs, write what is cached to disk, end the threads. Again, it waits for the same.
@@ -226,7 +230,7 @@ class AsyncLLM:
         *progress* gets the number of blocks still to write, in the engine's thread. Cancelled, closing goes on.
         """
         self._end(progress)
-        if self._at_exit is not None:
+        if self._thread.has_begun:
             await asyncio.wrap_future(self._thread.closed)
 
     async def __aenter__(self) -> Self:
@@ -238,38 +242,16 @@ class AsyncLLM:
     ) -> None:
         await self.close()
 
-    def _running_core(self) -> EngineCore:
+    def _running(self) -> LoadedEngine:
         if self._closed or self._thread.served.done():
             raise RuntimeError("AsyncLLM: has ended; start a new one")
-        if self._core is None:
+        if not self._thread.loaded.done():
             raise RuntimeError("AsyncLLM: not started; use 'async with AsyncLLM(...)' or await start()")
-        return self._core
+        return self._thread.loaded.result()
 
     def _end(self, progress: Progress | None = None) -> None:
         self._closed = True
         self._thread.end(progress)
-
-    def _load(self) -> EngineCore:
-        self._progress("loading the weights")
-        model, tokenizer = load_model(self._model, self.config.model, self._tokenizer)
-        self._tokenizers = TokenizerThreads(tokenizer, self.config.server.tokenizer_threads)
-        core = build_core(model, tokenizer, self.config, self._progress)
-        try:
-            self._metrics = serve_metrics(lambda: core.statistics, self.config)
-        except BaseException:
-            core.close()
-            raise
-        self._core = core
-        return core
-
-    def _end_core(self, core: EngineCore, progress: Progress) -> None:
-        try:
-            if self._tokenizers is not None:
-                self._tokenizers.close()
-            if self._metrics is not None:
-                self._metrics.close()
-        finally:
-            core.close(progress)
 
     def _end_streams(self, why: str) -> None:
         """The engine's thread steps no more, as it was told or by an error: all who still wait learn of it."""

@@ -18,6 +18,7 @@ from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.scheduler import Scheduler
 from kvtier.engine.scheduling.step_times import StepTimes
+from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.store.process.store_process import SWITCH_INTERVAL_S
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.lower.disk_tier import DiskTier
@@ -79,13 +80,16 @@ def build_core(
         progress("waiting for host memory and the disk's index")
         _wait_prepared(memories, store, cache)
         load_timeout_s = LOAD_TIMEOUT_S if config.disk is None else config.disk.read_timeout_s
-        look_ahead = _look_ahead(config, cache)
+        pins = TimedPins(cache, time.monotonic)
+        look_ahead = _look_ahead(config, cache, pins)
         scheduler = Scheduler(cache, config.scheduler, load_timeout_s, planner, look_ahead=look_ahead)
         step_times = StepTimes(prefill, config.device.block_size)
         core = EngineCore(
             tokenizer,
             config,
-            Parts(runner, memories, cache, planner, scheduler, step_times, load_timeout_s, events, publisher, store),
+            Parts(
+                runner, memories, cache, pins, planner, scheduler, step_times, load_timeout_s, events, publisher, store
+            ),
         )
         undo.pop_all()
     return core
@@ -180,9 +184,9 @@ def _wait_prepared(memories: Sequence[BlockMemory], store: ReopeningStore | None
         cache.wait(INDEX_LOOK_S)
 
 
-def _look_ahead(config: Config, cache: TieredCache) -> LookAhead | None:
+def _look_ahead(config: Config, cache: TieredCache, pins: TimedPins) -> LookAhead | None:
     settings = config.scheduler
     if config.host is None or config.disk is None or not settings.look_ahead:
         return None
     most_bytes = int(settings.look_ahead * config.host.capacity)
-    return LookAhead(cache, most_bytes, time.monotonic, settings.look_ahead_s)
+    return LookAhead(cache, pins, most_bytes, settings.look_ahead_s)

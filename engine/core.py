@@ -23,6 +23,7 @@ from kvtier.engine.scheduling.request_options import DEFAULT_OPTIONS, RequestOpt
 from kvtier.engine.scheduling.scheduler import Scheduler, Work
 from kvtier.engine.scheduling.stall import Stall
 from kvtier.engine.scheduling.step_times import StepTimes
+from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.store.codec.cipher import Cipher
 from kvtier.tiers.cache import TieredCache
@@ -67,6 +68,7 @@ class Parts:
     runner: ModelRunner
     memories: Sequence[BlockMemory]  # one for each attention group
     cache: TieredCache
+    pins: TimedPins
     planner: LoadPlanner
     scheduler: Scheduler
     step_times: StepTimes
@@ -85,6 +87,7 @@ class EngineCore:
         self.tokenizer = tokenizer
         self.config = config
         self.cache = parts.cache
+        self.pins = parts.pins
         self.planner = parts.planner
         self.publisher = parts.publisher
         self._runner = parts.runner
@@ -183,6 +186,7 @@ class EngineCore:
             self.cache.wait(IDLE_WAIT_S)
         if not self.cache.reset():
             return False
+        self.pins.unpin_all()  # the cache has ended them; their owners may pin as much again
         self._scheduler.hit_ratio.forget_recent()
         self._publish_events()
         return True
@@ -206,6 +210,7 @@ class EngineCore:
         self._stall.look(self.has_work and not work, self.cache.num_under_way)
         # After the step, not before: beside a short one, a first token's, copies on two cores took longer than it did.
         self.cache.spill()
+        self.pins.tick()
         if not work and self.cache.num_under_way:
             self.cache.wait(IDLE_WAIT_S)
         elif not work and self.has_work:
@@ -219,6 +224,7 @@ class EngineCore:
         """Between requests: go on copying cold blocks down."""
         self.cache.wait(0.0)
         self.cache.spill()
+        self.pins.tick()
         self._publish_events()
         self._take_snapshot()
 

@@ -6,10 +6,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvtier.engine.core import FLUSH_TIMEOUT_S, EngineCore
 from kvtier.engine.garbage import Garbage
+from kvtier.engine.loaded_engine import LoadedEngine
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.thread_work import as_exception
 
@@ -42,6 +43,16 @@ class _Command:
     refuse: Callable[[str], None]
 
 
+class Attendant(Protocol):
+    """What the thread looks after between steps, and alone touches."""
+
+    def tick(self) -> None:
+        """Go on with what is to be done; called after every step, and every 0.1 s while there are none."""
+
+    def end(self) -> None:
+        """It is not called any more: let go of what it holds of the engine."""
+
+
 class EngineThread:
     """A daemon thread that loads an engine, steps it, carries out commands between the steps until it is told to end,
     and then closes the engine, each in its turn and whoever still waits.
@@ -55,29 +66,37 @@ class EngineThread:
 
     def __init__(
         self,
-        load: Callable[[], EngineCore],
+        load: Callable[[], LoadedEngine],
         advanced: Callable[[Request], None],
         ended: Callable[[str], None],
-        close: Callable[[EngineCore, Progress], None],
     ) -> None:
-        """All four are called in the thread: *advanced* with each request that a step gave a token, *ended* with why
+        """All three are called in the thread: *advanced* with each request that a step gave a token, *ended* with why
         when no step comes any more."""
-        self.loaded: Future[EngineCore] = promise()
+        self.loaded: Future[LoadedEngine] = promise()
         self.served: Future[None] = promise()
         self.closed: Future[None] = promise()
         self._load = load
         self._advanced = advanced
         self._ended = ended
-        self._close = close
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
-        self._looks: list[Callable[[EngineCore], None]] = []  # the thread's
-        self._lock = threading.Lock()  # of the three below
+        self._attendants: list[Attendant] = []  # the thread's
+        self._lock = threading.Lock()  # of the four below
+        self._has_begun = False
         self._is_ending = False
         self._why_over: str | None = None
         self._progress: Progress = lambda num_left: None
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether it was started: then all three promises will be kept."""
+        return self._has_begun
+
     def start(self) -> None:
-        """Begin to load. Once."""
+        """Begin to load. RuntimeError if it has been started, or told to end, before."""
+        with self._lock:
+            if self._has_begun or self._is_ending:
+                raise RuntimeError("AsyncLLM: has been started or closed before; make a new one")
+            self._has_begun = True
         threading.Thread(target=self._live, name="kvtier-engine", daemon=True).start()
 
     def put(self, do: Callable[[EngineCore], None], refuse: Callable[[str], None] = lambda why: None) -> None:
@@ -89,14 +108,14 @@ class EngineThread:
         if why is not None:
             refuse(why)
 
-    def attend(self, look: Callable[[EngineCore], None]) -> None:
-        """Have *look* called after every step, and every 0.1 s while there are none. In the thread only."""
-        self._looks.append(look)
+    def attend(self, attendant: Attendant) -> None:
+        """Look after it from now on. In the thread only."""
+        self._attendants.append(attendant)
 
-    def neglect(self, look: Callable[[EngineCore], None]) -> None:
-        """Have it called no more. In the thread only."""
-        if look in self._looks:
-            self._looks.remove(look)
+    def neglect(self, attendant: Attendant) -> None:
+        """End it, and look after it no more. In the thread only."""
+        self._attendants.remove(attendant)
+        attendant.end()
 
     def end(self, progress: Progress | None = None) -> None:
         """Have it end after the commands put so far, once it has loaded; only the first call does something more than
@@ -118,7 +137,7 @@ class EngineThread:
 
     def _live(self) -> None:
         try:
-            core = self._load()
+            engine = self._load()
         except BaseException as error:  # the thread's top: whoever waits learns of it
             self._end_commands("AsyncLLM: could not be started")
             fail(self.loaded, error)
@@ -126,9 +145,9 @@ class EngineThread:
             self.closed.set_result(None)
             return
         with Garbage() as garbage:  # before anybody asks for anything: it begins by stopping all threads for a moment
-            self.loaded.set_result(core)
+            self.loaded.set_result(engine)
             try:
-                self._serve(core, garbage)
+                self._serve(engine.core, garbage)
             except BaseException as error:
                 log.error("the engine failed", exc_info=error)
                 self._end_commands(f"the engine failed: {error}")
@@ -138,7 +157,7 @@ class EngineThread:
                 self.served.set_result(None)
 
         try:
-            self._close(core, self._tell_progress)
+            engine.close(self._tell_progress)
         except BaseException as error:
             fail(self.closed, error)
         else:
@@ -153,8 +172,8 @@ class EngineThread:
             else:
                 core.idle()
                 garbage.idle()
-            for look in self._looks:
-                look(core)
+            for attendant in self._attendants:
+                attendant.tick()
 
     def _carry_out(self, core: EngineCore) -> bool:
         """Carry out commands; wait for one a moment if there is nothing else to do. False: end."""

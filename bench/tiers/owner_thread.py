@@ -23,13 +23,13 @@ from kvtier.engine.config import SchedulerConfig
 from kvtier.engine.documents.document import Document, Form
 from kvtier.engine.documents.pin_shares import PinShares
 from kvtier.engine.documents.pins import RENEW_S, DocumentPins
-from kvtier.engine.documents.prompt_pins import PromptPins
 from kvtier.engine.garbage import Garbage
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.shared_prefill import SharedPrefill
 from kvtier.engine.scheduling.slot_demand import SlotDemand, most_blocks
+from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.engine.scheduling.waiting_queue import WaitingQueue
 from kvtier.store.blob_store import Blob, StoreStatistics
 from kvtier.store.record import digest
@@ -271,10 +271,9 @@ def requests(bed: Bed, rounds: int) -> None:
 def holds(bed: Bed, rounds: int) -> None:
     """Pinned documents and prompts, the queue's holds."""
     calls, cache = bed.calls, bed.cache
-    engine: Any = SimpleNamespace(cache=cache, chain=lambda token_ids, extra: bed.chain(num_blocks=4))
-    pins = PromptPins(PinShares(1))
+    pins = TimedPins(cache, time.monotonic)
     for _ in range(NUM_PINS):
-        calls.time("PromptPins.pin", partial(pins.pin, engine, None, [1], ExtraKeys(), 1e9))
+        calls.time("TimedPins.pin", partial(pins.pin, "ann", bed.chain(num_blocks=4), 1, until=1e18))
     for _ in range(rounds):
         for make in (bed.chain, partial(on_disk, bed)):
             pin = calls.time("pin", partial(cache.pin, make(), NUM_TOKENS))
@@ -285,27 +284,28 @@ def holds(bed: Bed, rounds: int) -> None:
                 for lane in bed.lanes.values():
                     lane.run()
             calls.time("unpin", partial(cache.unpin, pin))
-        calls.time("PromptPins.look", partial(pins.look, engine))
+        calls.time("TimedPins.tick, nothing due", pins.tick)
     bed.poll("poll: after holds")
 
 
 def documents(bed: Bed, rounds: int, num_documents: int) -> None:
     """Thousands of pinned documents, which are looked after between steps, and renewed all at the same time."""
     calls = bed.calls
-    engine: Any = SimpleNamespace(cache=bed.cache, config=SimpleNamespace(host=True), bytes_per_token=4.0)
     chains: dict[Document, BlockChain] = {}
     now = [0.0]
-    kept = DocumentPins(lambda _, document: chains[document], lambda _: None, PinShares(1), lambda: now[0])
+    pins = TimedPins(bed.cache, lambda: now[0])
+    core: Any = SimpleNamespace(cache=bed.cache, pins=pins, config=SimpleNamespace(host=True), bytes_per_token=4.0)
+    kept = DocumentPins(core, chains.__getitem__, lambda _: None, PinShares(core, 1))
     for number in range(num_documents):
         document = Document(str(number), None, Form.TEXT, None, None, np.zeros(64, np.int32), None, None, 0.0)
         chains[document] = bed.chain(num_blocks=4)
-        calls.time("DocumentHolds.pin", partial(kept.pin, engine, document, 1e9))
+        calls.time("DocumentPins.pin", partial(kept.pin, document, 1e9))
     for _ in range(rounds):
-        calls.time("DocumentHolds.look, nothing due", partial(kept.look, engine))
+        calls.time("DocumentPins.tick, nothing due", kept.tick)
     now[0] = RENEW_S + 1
     for _ in range(num_documents):
-        calls.time("DocumentHolds.look, all due", partial(kept.look, engine))
-    kept.end(engine)
+        calls.time("DocumentPins.tick, all due", kept.tick)
+    kept.end()
 
 
 def events(bed: Bed, num_on_disk: int) -> None:
@@ -329,7 +329,8 @@ def scheduling(bed: Bed, rounds: int) -> None:
     for number in range(config.max_waiting):
         chain = bed.chain(number=number, num_blocks=8)
         calls.time("WaitingQueue.add", partial(queue.add, request(chain)))
-    look_ahead = LookAhead(bed.cache, 1 << 24, time.monotonic, 60.0)
+    pins = TimedPins(bed.cache, time.monotonic)
+    look_ahead = LookAhead(bed.cache, pins, 1 << 24, 60.0)
     others = list(queue)[:64]
     groups = (SlidingWindow(BLOCK_SIZE, 4096), FullAttention(BLOCK_SIZE))
     for number in range(rounds):

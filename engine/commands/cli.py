@@ -258,7 +258,11 @@ def _count(text: str) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    # Imported here: torch and transformers take seconds, which `kvtier --help` need not.
+    from kvtier.engine.commands.first_look import check_model
+
+    if options.model is not None:
+        check_model(options.model)
+    # Imported here: torch and transformers take seconds, which neither `kvtier --help` nor a mistake needs.
     from kvtier.engine.commands.demo.report import report
 
     # Ended from outside it cleans up as with Ctrl-C: its store is a temporary folder of some hundred megabytes.

@@ -12,6 +12,7 @@ from types import FrameType
 
 import msgspec
 
+from kvtier.engine.commands.first_look import check_files, check_model
 from kvtier.engine.config import Config, as_config
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.server.api_keys import ApiKeys
@@ -64,7 +65,9 @@ def _check(model: str, config: Config, keys: ApiKeys | None) -> int:
 
 def _serve(model: str, config: Config, keys: ApiKeys | None) -> int:
     settings = config.server
-    name = Checkpoint.of(model).served_name  # before the port is open: a file that is not there is said at once
+    check_model(model)  # before the port is open, and before torch: what is not there is said at once
+    check_files(config)
+    name = Checkpoint.of(model).served_name
     with _bound(settings.host, settings.port) as bound:
         port = bound.getsockname()[1]
         log.info("listening", extra={"fields": {"host": settings.host, "port": port, "pid": os.getpid()}})
@@ -81,13 +84,13 @@ def _serve(model: str, config: Config, keys: ApiKeys | None) -> int:
 async def _run(model: str, name: str, config: Config, keys: ApiKeys | None, bound: socket.socket) -> bool:
     """Serve until a signal; False if that came before the model was loaded."""
     try:
-        from kvtier.engine.server.http_server import HttpServer
+        from kvtier.engine.server.build import build_server
     except ImportError as error:
         raise ImportError(f"serve: {error}; pip install 'kvtier[serve]'") from error
 
     settings = config.server
     shows_bars = sys.stderr.isatty() and settings.log_format == "human"
-    server = HttpServer(model, config, bound, name, keys, shows_bars=shows_bars)
+    server = build_server(model, config, bound, name, keys, shows_bars=shows_bars)
     loop, signals = asyncio.get_running_loop(), []
 
     def end(number: int, _: FrameType | None) -> None:
@@ -106,7 +109,7 @@ async def _run(model: str, name: str, config: Config, keys: ApiKeys | None, boun
         if read is None:
             log.warning("SIGHUP: there is no file of api keys to read again")
             return
-        server.service.replace_keys(read)
+        server.replace_keys(read)
         log.info("SIGHUP: %d tenants have api keys", len(read.tenants))
 
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Column, Table
 from rich.text import Text
 
+from kvtier.engine.byte_size import size_text
 from kvtier.engine.commands.apart import Crashed, call_apart, iterate_apart
 from kvtier.store.lmdb import upkeep
 from kvtier.store.lmdb.inspection import Inspection, NamespaceUse, NextStart, State, StoreDamaged, StoreLost, inspect
@@ -114,12 +115,12 @@ def remove(folder: Path, named: Sequence[str], all_but: Sequence[str], is_confir
         return 0
     num_records, num_bytes = sum(use.num_records for use in going), sum(use.stored_bytes for use in going)
     if not is_confirmed:
-        _confirm(going, f"delete {num_records:,} records, {_size(num_bytes)}, of {folder}?")
+        _confirm(going, f"delete {num_records:,} records, {size_text(num_bytes)}, of {folder}?")
     with _damage(folder), iterate_apart(upkeep.delete_namespaces, folder, os.getpid(), wanted, num_bytes) as items:
         gone = _last(items, upkeep.Deletion)
     print(
-        f"store {folder}: {gone.num_records:,} records deleted, {_size(gone.stored_bytes)}, and all room given back "
-        "that no record has"
+        f"store {folder}: {gone.num_records:,} records deleted, {size_text(gone.stored_bytes)}, "
+        "and all room given back that no record has"
     )
     return 0
 
@@ -197,13 +198,13 @@ class _Amount(ProgressColumn):
     def render(self, task: Task) -> Text:
         if task.total is None:
             return Text("")
-        return Text(f"{_size(task.completed)} of {_size(task.total)}, {_size(task.speed or 0)}/s")
+        return Text(f"{size_text(task.completed)} of {size_text(task.total)}, {size_text(task.speed or 0)}/s")
 
 
 def _print_verification(folder: Path, found: Verification) -> None:
     output = _output()
     whole = "" if found.num_records == found.num_stored else f" of {found.num_stored:,}, a sample,"
-    read = f"{found.num_records:,} records{whole} verified, {_size(found.read_bytes)} in {found.seconds:.1f} s"
+    read = f"{found.num_records:,} records{whole} verified, {size_text(found.read_bytes)} in {found.seconds:.1f} s"
     output.print(f"store {folder}: {read}", highlight=False, soft_wrap=True)
     if found.went_back:
         output.print("the machine went down while it was open: it went back to its last checkpoint", soft_wrap=True)
@@ -229,13 +230,13 @@ def _tally_table(found: Verification) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_footer=len(found.tallies) > 1)
     table.add_column("namespace", "all", overflow="fold")
     fine = {namespace: tally.num_records - tally.faults.total() for namespace, tally in found.tallies.items()}
-    totals = [f"{found.num_records:,}", _size(found.read_bytes), f"{sum(fine.values()):,}"]
+    totals = [f"{found.num_records:,}", size_text(found.read_bytes), f"{sum(fine.values()):,}"]
     totals += [f"{found.faults[cause]:,}" for cause in causes]
     headings = ["records", "read", "fine", *("other key" if cause is Fault.KEY else str(cause) for cause in causes)]
     for heading, total in zip(headings, totals, strict=True):
         table.add_column(heading, total, justify="right", no_wrap=True)
     for namespace, tally in sorted(found.tallies.items()):
-        numbers = [f"{tally.num_records:,}", _size(tally.read_bytes), f"{fine[namespace]:,}"]
+        numbers = [f"{tally.num_records:,}", size_text(tally.read_bytes), f"{fine[namespace]:,}"]
         table.add_row(namespace.hex(), *numbers, *(f"{tally.faults[cause]:,}" for cause in causes))
     return table
 
@@ -251,10 +252,12 @@ def _summary(inspection: Inspection) -> Table:
     if (content := inspection.content) is not None:
         share = content.stored_bytes / content.capacity_bytes if content.capacity_bytes else 0.0
         table.add_row("records", f"{content.num_records:,}")
-        table.add_row("stored", f"{_size(content.stored_bytes)} of {_size(content.capacity_bytes)} ({share:.0%})")
-    table.add_row("files", f"{_size(inspection.file_bytes)} on the medium")
+        table.add_row(
+            "stored", f"{size_text(content.stored_bytes)} of {size_text(content.capacity_bytes)} ({share:.0%})"
+        )
+    table.add_row("files", f"{size_text(inspection.file_bytes)} on the medium")
     if content is not None:
-        table.add_row("written", f"{_size(content.written_bytes_total)} in total")
+        table.add_row("written", f"{size_text(content.written_bytes_total)} in total")
         table.add_row("evicted", f"{content.evicted_total:,} records in total")
     return table
 
@@ -267,7 +270,7 @@ def _namespace_table(uses: Sequence[NamespaceUse]) -> Table:
     total = sum(use.stored_bytes for use in uses)
     for use in uses:
         share = f"{use.stored_bytes / total:.0%}"
-        table.add_row(use.namespace.hex(), f"{use.num_records:,}", _size(use.stored_bytes), share)
+        table.add_row(use.namespace.hex(), f"{use.num_records:,}", size_text(use.stored_bytes), share)
     return table
 
 
@@ -339,12 +342,3 @@ class _Output(Console):
 def _output() -> Console:
     output = _Output()
     return output if output.is_terminal else _Output(width=_OTHER_WIDTH)
-
-
-def _size(num_bytes: float) -> str:
-    """*num_bytes* for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:,.1f} TiB"

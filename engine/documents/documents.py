@@ -5,28 +5,22 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
+from contextlib import AsyncExitStack, suppress
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Self, TypeVar
 
 import numpy as np
-from asyncio_extras import call_in_executor
 from jinja2.exceptions import TemplateError
 
 from kvtier.engine.async_llm import AsyncLLM
 from kvtier.engine.config import Config
-from kvtier.engine.core import EngineCore
 from kvtier.engine.documents.document import MOST_PINNED_S, Document, check_id
 from kvtier.engine.documents.draft import Draft, tokenizer_digest, tokens_of
-from kvtier.engine.documents.file import Damaged, DocumentFolder, file_name, read_all, tenant_prefix
-from kvtier.engine.documents.pin_shares import PinShares
+from kvtier.engine.documents.file import Damaged, file_name, tenant_prefix
+from kvtier.engine.documents.folder_thread import FolderThread, Keeping, NoFolder
 from kvtier.engine.documents.worker import DocumentWorker, Residence, Status
 from kvtier.engine.text.least_tokens import TooManyTokens
-from kvtier.engine.thread_work import guarded
-from kvtier.store.codec.cipher import Cipher
-from kvtier.tiers.naming.block_hash import ExtraKeys
 from kvtier.tiers.naming.tier import Tier
 
 log = logging.getLogger(__name__)
@@ -47,57 +41,44 @@ class Documents:
     goes on to its end if its caller is cancelled, so that the folder, this and the engine's thread say the same.
     """
 
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        extra_of: Callable[[EngineCore, Document], ExtraKeys],
-        shares: PinShares,
-        most_per_tenant: int,
-    ) -> None:
-        """*extra_of*: what a document's blocks are named with beside its tokens; ValueError if its adapter is not
-        there. It is called in the engine's thread. *shares*: what may be pinned."""
+    def __init__(self, llm: AsyncLLM, worker: DocumentWorker, folder: Keeping, most_per_tenant: int) -> None:
+        """None yet. *worker* is `llm`'s, whose thread alone calls it. `open` makes one, and reads the *folder*."""
         self._llm = llm
-        self._extra_of = extra_of
+        self._worker = worker
+        self._folder = folder
         self._most_per_tenant = most_per_tenant
         self._documents: dict[tuple[str | None, str], Document] = {}
         self._damaged: dict[str, str] = {}  # files, and why
-        self._folder: DocumentFolder | None = None
-        self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="kvtier-documents")
         # One change of a tenant's at a time: what is on disk and here are the same, and no tenant waits for another's.
         self._changing: defaultdict[str | None, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._changes: set[asyncio.Task[object]] = set()  # under way, or waiting for their turn
         self._is_closed = False
-        self._closing: asyncio.Task[None] | None = None
-        loop = asyncio.get_running_loop()
-
-        def became_ready(document: Document) -> None:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._became_ready, document)
-
-        self._worker = DocumentWorker(extra_of, became_ready, shares)
+        self._loop = asyncio.get_running_loop()
 
     @classmethod
     async def open(
-        cls, llm: AsyncLLM, config: Config, extra_of: Callable[[EngineCore, Document], ExtraKeys], shares: PinShares
+        cls, llm: AsyncLLM, config: Config, salt_of: Callable[[Document], str | None], num_tenants: int
     ) -> Self:
         """Those that were there when the last process ended, with their pins. What was not computed yet is queued.
 
+        *salt_of*: the cache_salt that a document's blocks are named with. *num_tenants* share what may be pinned.
         OSError if there is a folder and it cannot be used, FolderInUse if another process has it.
         """
-        documents = cls(llm, extra_of, shares, config.documents.max_per_tenant)
-        try:
-            await documents._open(config)
-        except BaseException:  # or what was held for documents that nobody has would stay held
-            documents._is_closed = True
-            llm.neglect(documents._worker.tick, documents._worker.end)
-            documents._end_disk_thread()
-            raise
+        async with AsyncExitStack() as undo:
+            folder = await _open_folder(llm, config)
+            undo.push_async_callback(folder.close)
+            worker = await llm.attend(lambda core: DocumentWorker(core, salt_of, num_tenants))
+            undo.callback(llm.neglect, worker)  # or what was held for documents that nobody has would stay held
+            documents = cls(llm, worker, folder, config.documents.max_per_tenant)
+            undo.callback(documents._stop)
+            await documents._read()
+            undo.pop_all()
         return documents
 
     @property
     def are_kept(self) -> bool:
         """Whether they survive the process."""
-        return self._folder is not None
+        return self._folder.is_kept
 
     def of(self, tenant: str | None) -> list[Document]:
         """All of the tenant's, the oldest first."""
@@ -142,7 +123,7 @@ class Documents:
             time.time(),
         )
         self._check_length(document, most_tokens)
-        await self._llm.ask(lambda core: core.chain((), self._extra_of(core, document)))
+        await self._ask(lambda worker: worker.extra_of(document))  # its adapter is there
         return await self._whole(tenant, lambda: self._put(document))
 
     async def residence(self, document: Document) -> Residence:
@@ -155,12 +136,12 @@ class Documents:
         found: list[Residence] = []
         for start in range(0, len(documents), _NUM_AT_ONCE):
             some = documents[start : start + _NUM_AT_ONCE]
-            found += await self._llm.ask(partial(_residences, self._worker, some))
+            found += await self._ask(partial(_residences, some))
         return found
 
     async def warm(self, document: Document, tier: Tier) -> None:
         """Begin to bring it to the device or to host memory. NoRoomToPin."""
-        await self._llm.ask(lambda core: self._worker.warm(core, document, tier))
+        await self._ask(lambda worker: worker.warm(document, tier))
 
     async def pin(self, document: Document, ttl_s: float) -> None:
         """Keep it in host memory for so long from now on, over restarts. NoRoomToPin; OSError if that cannot be
@@ -171,6 +152,18 @@ class Documents:
         """Keep it no longer. OSError if that cannot be written down, and then it stays pinned."""
         await self._whole(document.tenant, lambda: self._unpin(document))
 
+    async def pin_prompt(
+        self, tenant: str | None, token_ids: Sequence[int], lora: str | None, cache_salt: str | None, ttl_s: float
+    ) -> bool:
+        """Keep what is cached of a tenant's prompt in host memory for so long; False if there is no room for that, or
+        the prompt has no block that could be kept."""
+        return await self._ask(lambda worker: worker.pin_prompt(tenant, token_ids, lora, cache_salt, ttl_s))
+
+    def share_among(self, num_tenants: int) -> None:
+        """So many tenants share what may be pinned, from the next step on. What more than a share is held stays until
+        its time is over or it is renewed."""
+        self._llm.tell(lambda _: self._worker.share_among(num_tenants))
+
     async def delete(self, tenant: str | None, document_id: str) -> bool:
         """Forget it, or its damaged file; False if there is neither. OSError, and it is still there, if its file cannot
         be removed. Its blocks stay cached until others need their room."""
@@ -179,40 +172,26 @@ class Documents:
     async def close(self) -> None:
         """Have all written, and let others open the folder. The engine has to run still, or to have ended; it keeps
         what it holds until it ends. Cancelled, closing goes on; again, it waits for the same."""
-        self._is_closed = True
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close())
+        self._stop()
         await asyncio.shield(self._closing)
 
-    async def _open(self, config: Config) -> None:
-        llm = self._llm
-        await llm.attend(self._worker.tick)
-        if (path := documents_path(config)) is None:
-            log.info("documents last as long as this process; to keep them give [documents] a path, or have a [disk]")
-            return
-        cipher = await llm.ask(lambda core: core.cipher)
-        tokenizer = await llm.with_tokenizer(tokenizer_digest)
-        await self._read(await self._on_disk(lambda: self._open_folder(path, cipher, tokenizer)))
+    def _stop(self) -> None:
+        """Note no more that documents have become ready."""
+        self._is_closed = True
 
-    def _open_folder(self, path: Path, cipher: Cipher | None, tokenizer: bytes) -> DocumentFolder:
-        """In the disk's thread, which knows of it then even if the one who asked has been cancelled."""
-        self._folder = folder = DocumentFolder(path, cipher, tokenizer)
-        return folder
+    async def _ask(self, question: Callable[[DocumentWorker], _T]) -> _T:
+        """What *question* returns in the engine's thread, which owns the worker."""
+        return await self._llm.ask(lambda _: question(self._worker))
 
-    def _close_folder(self) -> None:
-        if self._folder is not None:
-            self._folder.close()
+    @cached_property
+    def _closing(self) -> "asyncio.Task[None]":
+        """Begins to close, once."""
+        return asyncio.create_task(self._close())
 
     async def _close(self) -> None:
         while self._changes:
             await asyncio.wait(self._changes)
-        await asyncio.wrap_future(self._end_disk_thread())
-
-    def _end_disk_thread(self) -> "Future[None]":
-        """Have it do what it was given, and close the folder."""
-        closed = self._disk_thread.submit(self._close_folder)
-        self._disk_thread.shutdown(wait=False)
-        return closed
+        await self._folder.close()
 
     async def _whole(self, tenant: str | None, change: Callable[[], Coroutine[object, object, _T]]) -> _T:
         """What *change* comes to, in its turn; once it is asked for it is made, whatever becomes of the caller."""
@@ -237,47 +216,45 @@ class Documents:
             return before, False
         if before is None and len(self.of(tenant)) >= self._most_per_tenant:
             raise TooManyDocuments(f"there are {self._most_per_tenant} documents already; delete one")
-        await self._write(document)
+        await self._folder.write(document)
         if before is not None:
-            await self._llm.ask(lambda core: self._worker.drop(core, before))
+            await self._ask(lambda worker: worker.drop(before))
         self._documents[tenant, document.id] = document
         self._damaged.pop(file_name(tenant, document.id), None)
-        await self._llm.ask(lambda core: self._worker.add(core, document))
+        await self._ask(lambda worker: worker.add(document, partial(self._tell_ready, document)))
         return document, before is None
 
     async def _pin(self, document: Document, ttl_s: float) -> None:
-        await self._llm.ask(lambda core: self._worker.pin(core, document, ttl_s))
+        await self._ask(lambda worker: worker.pin(document, ttl_s))
         try:
             await self._set_pin(document, time.time() + ttl_s)
         except OSError:
-            await self._llm.ask(lambda core: self._worker.unpin(core, document))
+            await self._ask(lambda worker: worker.unpin(document))
             raise
 
     async def _unpin(self, document: Document) -> None:
         if document.pinned_until is not None:
             await self._set_pin(document, None)
-            await self._llm.ask(lambda core: self._worker.unpin(core, document))
+            await self._ask(lambda worker: worker.unpin(document))
 
     async def _delete(self, tenant: str | None, document_id: str) -> bool:
         document, name = self.find(tenant, document_id), file_name(tenant, document_id)
         if document is None and name not in self._damaged:
             return False
-        if (folder := self._folder) is not None:
-            await self._on_disk(lambda: folder.remove(name))
+        await self._folder.remove(name)
         self._damaged.pop(name, None)
         if document is not None:
             del self._documents[tenant, document_id]
-            await self._llm.ask(lambda core: self._worker.drop(core, document))
+            await self._ask(lambda worker: worker.drop(document))
         return True
 
-    async def _read(self, folder: DocumentFolder) -> None:
+    async def _read(self) -> None:
         """Take in what is in the folder."""
-        found = await self._on_disk(lambda: list(read_all(folder)))
         known: list[tuple[Document, bool]] = []
-        for name, outcome in found:
+        for file, outcome in await self._folder.read_all():
             if isinstance(outcome, Damaged):
-                self._damaged[name] = str(outcome)
-                log.warning("documents: %s is left out: %s", folder.path / name, outcome)
+                self._damaged[file.name] = str(outcome)
+                log.warning("documents: %s is left out: %s", file, outcome)
             else:
                 known.append(outcome)
         for document, is_of_tokenizer in sorted(known, key=lambda pair: pair[0].created_at):
@@ -286,16 +263,16 @@ class Documents:
     async def _take_in(self, document: Document, is_of_tokenizer: bool) -> None:
         left_s = 0.0 if document.pinned_until is None else document.pinned_until - time.time()
 
-        def take(core: EngineCore) -> None:
-            self._extra_of(core, document)
-            self._worker.add(core, document)
+        def take(worker: DocumentWorker) -> None:
+            worker.extra_of(document)
+            worker.add(document, partial(self._tell_ready, document))
             if left_s > 0:
-                self._worker.pin(core, document, left_s, must_have_room=False)
+                worker.pin(document, left_s, must_have_room=False)
 
         try:
             if not is_of_tokenizer:
                 await self._tokenize_again(document)
-            await self._llm.ask(take)
+            await self._ask(take)
         except (ValueError, TemplateError) as error:
             self._damaged[file_name(document.tenant, document.id)] = f"{error}; serve it as it was, or put it again"
         else:
@@ -326,10 +303,15 @@ class Documents:
     async def _set_pin(self, document: Document, until: float | None) -> None:
         before, document.pinned_until = document.pinned_until, until
         try:
-            await self._write(document)
+            await self._folder.write(document)
         except OSError:
             document.pinned_until = before
             raise
+
+    def _tell_ready(self, document: Document) -> None:
+        """From the engine's thread: it has been computed."""
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._became_ready, document)
 
     def _became_ready(self, document: Document) -> None:
         if self._is_closed:
@@ -340,17 +322,18 @@ class Documents:
     async def _write_if_there(self, document: Document) -> None:
         if self.find(document.tenant, document.id) is document:
             try:
-                await self._write(document)
+                await self._folder.write(document)
             except OSError as error:  # all that is lost: after a restart it is looked for, and computed, once more
                 log.warning("documents: one that is ready could not be written: %s", error)
 
-    async def _write(self, document: Document) -> None:
-        if (folder := self._folder) is not None:
-            await self._on_disk(lambda: folder.write(document))
 
-    async def _on_disk(self, work: Callable[[], _T]) -> _T:
-        result: _T = await call_in_executor(guarded(work), executor=self._disk_thread)
-        return result
+async def _open_folder(llm: AsyncLLM, config: Config) -> Keeping:
+    if (path := documents_path(config)) is None:
+        log.info("documents last as long as this process; to keep them give [documents] a path, or have a [disk]")
+        return NoFolder()
+    cipher = await llm.ask(lambda core: core.cipher)
+    tokenizer = await llm.with_tokenizer(tokenizer_digest)
+    return await FolderThread.open(path, cipher, tokenizer)
 
 
 def documents_path(config: Config) -> Path | None:
@@ -363,5 +346,5 @@ def documents_path(config: Config) -> Path | None:
     return store.with_name(f"{store.name}-documents")
 
 
-def _residences(worker: DocumentWorker, documents: Sequence[Document], core: EngineCore) -> list[Residence]:
-    return [worker.residence(core, document) for document in documents]
+def _residences(documents: Sequence[Document], worker: DocumentWorker) -> list[Residence]:
+    return [worker.residence(document) for document in documents]

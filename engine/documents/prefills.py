@@ -37,12 +37,14 @@ class DocumentPrefills:
 
     def __init__(
         self,
-        extra_of: Callable[[EngineCore, Document], ExtraKeys],
+        core: EngineCore,
+        extra_of: Callable[[Document], ExtraKeys],
         ended: Callable[[Document, str | None], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """*extra_of*: what a document's blocks are named with beside its tokens. *ended* is told of every document that
         is done, with the reason if that is because it cannot be computed."""
+        self._core = core
         self._extra_of = extra_of
         self._ended = ended
         self._clock = clock
@@ -71,47 +73,48 @@ class DocumentPrefills:
             return 0
         return min(self._running.request.num_computed, self._running.document.num_tokens)
 
-    def remove(self, core: EngineCore, document: Document) -> None:
+    def remove(self, document: Document) -> None:
         """Forget it; what is computed of it stays cached."""
         if document in self._queue:
             self._queue.remove(document)
         if self._running is not None and self._running.document is document:
-            core.abort(self._running.request)
+            self._core.abort(self._running.request)
             self._running = None
 
-    def end(self, core: EngineCore) -> None:
+    def end(self) -> None:
         """Forget all of them."""
         self._queue.clear()
         if self._running is not None:
-            self.remove(core, self._running.document)
+            self.remove(self._running.document)
 
-    def tick(self, core: EngineCore) -> None:
+    def tick(self) -> None:
         """Take in that a document is done, and begin with the next."""
         if self._running is not None and (reason := self._running.request.finish_reason) is not None:
             document, self._running = self._running.document, None
             self._ended(document, "it was aborted" if reason is FinishReason.ABORT else None)
         elif self._running is not None:
-            self._hurry(core, self._running)
-        while self._running is None and self._queue and core.num_waiting < core.config.scheduler.max_waiting:
+            self._hurry(self._running)
+        most_waiting = self._core.config.scheduler.max_waiting
+        while self._running is None and self._queue and self._core.num_waiting < most_waiting:
             document = min(self._queue, key=lambda each: self._begun.get(each.tenant, 0))  # the first of several
             self._queue.remove(document)
             self._num_begun += 1
             self._begun[document.tenant] = self._num_begun
-            self._begin(core, document)
+            self._begin(document)
 
-    def _begin(self, core: EngineCore, document: Document) -> None:
+    def _begin(self, document: Document) -> None:
         try:
-            extra = self._extra_of(core, document)
-            request = core.add(document.token_ids.tolist(), _ONE_TOKEN, extra, time.monotonic(), _BEHIND_ALL)
+            extra = self._extra_of(document)
+            request = self._core.add(document.token_ids.tolist(), _ONE_TOKEN, extra, time.monotonic(), _BEHIND_ALL)
         except ValueError as error:
             self._ended(document, str(error))
         else:
             self._running = _Running(document, request, self._clock() + PATIENCE_S)
 
-    def _hurry(self, core: EngineCore, running: _Running) -> None:
+    def _hurry(self, running: _Running) -> None:
         """Let it wait no longer behind all others if it does not get on."""
         num_computed = running.request.num_computed
         if num_computed > running.num_computed:
             running.num_computed, running.patient_until = num_computed, self._clock() + PATIENCE_S
         elif running.request.options.priority > ORDINARY and self._clock() >= running.patient_until:
-            core.hurry(running.request, ORDINARY)
+            self._core.hurry(running.request, ORDINARY)

@@ -1,7 +1,6 @@
-"""DocumentShelf: what the engine does for documents, and what it knows of them."""
+"""DocumentWorker: what the engine does for documents, and what it knows of them."""
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -10,8 +9,11 @@ from kvtier.engine.documents.document import Document
 from kvtier.engine.documents.pin_shares import PinShares
 from kvtier.engine.documents.pins import DocumentPins
 from kvtier.engine.documents.prefills import DocumentPrefills
-from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
+from kvtier.engine.llm import keyed
+from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain, ExtraKeys
 from kvtier.tiers.naming.tier import Tier
+
+PROMPT_PIN_S = 3600.0  # if who asks that a prompt is kept does not say for how long
 
 
 class Status(StrEnum):
@@ -40,68 +42,86 @@ class Residence:
 
 
 class DocumentWorker:
-    """Owned by the engine's thread, which calls `look` after every step."""
+    """Computes documents, and keeps documents and prompts in host memory. It owns the queue, the pins and the tenants'
+    shares that this takes, and its engine's core is there from its first moment.
 
-    def __init__(
-        self,
-        extra_of: Callable[[EngineCore, Document], ExtraKeys],
-        became_ready: Callable[[Document], None],
-        shares: PinShares,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """*extra_of*: what a document's blocks are named with beside its tokens. *became_ready* is told when one has
-        been computed."""
-        self._extra_of = extra_of
-        self._became_ready = became_ready
+    It is made, called and ended in the engine's thread, which calls `tick` after every step (`AsyncLLM.attend`).
+    """
+
+    def __init__(self, core: EngineCore, salt_of: Callable[[Document], str | None], num_tenants: int) -> None:
+        """*salt_of*: the cache_salt that a document's blocks are named with."""
+        self._core = core
+        self._salt_of = salt_of
         self._chains: dict[Document, BlockChain] = {}
         self._errors: dict[Document, str] = {}
-        self._was_ready: set[Document] = set()
-        self._prefills = DocumentPrefills(extra_of, self._ended, clock)
-        self._pins = DocumentPins(self._chain, self._compute, shares, clock)
+        self._on_ready: dict[Document, Callable[[], None]] = {}  # of those that were never computed
+        self._shares = PinShares(core, num_tenants)
+        self._prefills = DocumentPrefills(core, self.extra_of, self._ended)
+        self._pins = DocumentPins(core, self._chain, self._compute, self._shares)
 
-    def add(self, core: EngineCore, document: Document) -> None:
-        """A document that is new here: compute it unless it has been and nothing of it is wanted now."""
-        if document.was_ready:
-            self._was_ready.add(document)
-        else:
+    def extra_of(self, document: Document) -> ExtraKeys:
+        """What a document's blocks are named with beside its tokens. ValueError if its adapter is not there."""
+        return keyed(self._core, NO_EXTRA_KEYS, document.lora, self._salt_of(document))
+
+    def add(self, document: Document, on_ready: Callable[[], None]) -> None:
+        """A document that is new here: compute it unless it has been and nothing of it is wanted now. *on_ready* is
+        called when it has been computed for the first time."""
+        if not document.was_ready:
+            self._on_ready[document] = on_ready
             self._compute(document)
 
-    def warm(self, core: EngineCore, document: Document, tier: Tier) -> None:
+    def warm(self, document: Document, tier: Tier) -> None:
         """Bring it to the device or to host memory, and compute what is nowhere. NoRoomToPin."""
         if tier is Tier.DEVICE:
             self._compute(document)
         else:
-            self._pins.warm(core, document)
+            self._pins.warm(document)
 
-    def pin(self, core: EngineCore, document: Document, ttl_s: float, must_have_room: bool = True) -> None:
+    def pin(self, document: Document, ttl_s: float, must_have_room: bool = True) -> None:
         """Keep it in host memory for so long from now on. NoRoomToPin, unless it may wait for room."""
-        self._pins.pin(core, document, ttl_s, must_have_room)
+        self._pins.pin(document, ttl_s, must_have_room)
 
-    def unpin(self, core: EngineCore, document: Document) -> None:
+    def unpin(self, document: Document) -> None:
         """Keep it no longer."""
-        self._pins.unpin(core, document)
+        self._pins.unpin(document)
 
-    def drop(self, core: EngineCore, document: Document) -> None:
+    def pin_prompt(
+        self, tenant: str | None, token_ids: Sequence[int], lora: str | None, cache_salt: str | None, ttl_s: float
+    ) -> bool:
+        """Keep what is cached of a prompt for so long; False if the tenant's share has no room for that, or the prompt
+        has no block that could be kept."""
+        chain = self._core.chain(token_ids, keyed(self._core, NO_EXTRA_KEYS, lora, cache_salt))
+        pin = self._shares.pin(tenant, chain, len(token_ids), until=self._core.pins.now() + ttl_s)
+        if pin is None or pin.num_bytes:
+            return pin is not None
+        self._core.pins.unpin(pin)
+        return False
+
+    def share_among(self, num_tenants: int) -> None:
+        """So many tenants share what may be pinned from now on."""
+        self._shares.num_tenants = num_tenants
+
+    def drop(self, document: Document) -> None:
         """Forget it. Its blocks stay cached until others need their room."""
-        self._prefills.remove(core, document)
-        self._pins.drop(core, document)
+        self._prefills.remove(document)
+        self._pins.drop(document)
         self._chains.pop(document, None)
         self._errors.pop(document, None)
-        self._was_ready.discard(document)
+        self._on_ready.pop(document, None)
 
-    def end(self, core: EngineCore) -> None:
+    def end(self) -> None:
         """Forget all of them."""
-        self._prefills.end(core)
-        self._pins.end(core)
+        self._prefills.end()
+        self._pins.end()
 
-    def tick(self, core: EngineCore) -> None:
+    def tick(self) -> None:
         """Go on with all that is to be done."""
-        self._prefills.tick(core)
-        self._pins.tick(core)
+        self._prefills.tick()
+        self._pins.tick()
 
-    def residence(self, core: EngineCore, document: Document) -> Residence:
+    def residence(self, document: Document) -> Residence:
         """Where it is now."""
-        chain = self._chain(core, document)
+        core, chain = self._core, self._chain(document)
         hit = core.cache.lookup(chain, document.num_tokens + 1)
         tokens = dict.fromkeys([*map(str, Tier), "nowhere"], 0)
         for tier in core.cache.where(chain):
@@ -137,11 +157,10 @@ class DocumentWorker:
     def _ended(self, document: Document, error: str | None) -> None:
         if error is not None:
             self._errors[document] = error
-        elif document not in self._was_ready:
-            self._was_ready.add(document)
-            self._became_ready(document)
+        elif document in self._on_ready:
+            self._on_ready.pop(document)()
 
-    def _chain(self, core: EngineCore, document: Document) -> BlockChain:
+    def _chain(self, document: Document) -> BlockChain:
         if document not in self._chains:
-            self._chains[document] = core.chain(document.token_ids.tolist(), self._extra_of(core, document))
+            self._chains[document] = self._core.chain(document.token_ids.tolist(), self.extra_of(document))
         return self._chains[document]

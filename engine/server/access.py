@@ -5,20 +5,17 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Collection
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtier.engine.server.api_error import ApiError
+from kvtier.engine.server.entrance import Entrance
 from kvtier.engine.server.facts import Facts, facts_of
-from kvtier.engine.server.service import Service
+from kvtier.engine.server.paths import METRICS, OPEN, QUIET, label_of
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version"})  # need no key: nothing in them is anybody's
-QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})  # machines ask for them every few seconds
-DOCUMENTS = "/v1/documents/"
 CLIENT_LEFT = 499  # for the log only: the client was not there to see a status; nginx's number
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -26,11 +23,9 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 class Access:
     """The outermost ASGI layer: names the request and, when it has ended, tells of it."""
 
-    def __init__(self, app: ASGIApp, service: Service, routes: Collection[str]) -> None:
-        """*routes* are paths that may be labels of metrics; a client could make up any number of others."""
+    def __init__(self, app: ASGIApp, entrance: Entrance) -> None:
         self._app = app
-        self._service = service
-        self._routes = routes
+        self._entrance = entrance
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, then log and count."""
@@ -58,10 +53,8 @@ class Access:
             self._tell(scope, facts, CLIENT_LEFT if facts.client_left else status, time.monotonic() - began_at)
 
     def _tell(self, scope: Scope, facts: Facts, status: int, seconds: float) -> None:
-        path = scope["path"] if scope["path"] in self._routes else "other"
-        if scope["path"].startswith(DOCUMENTS):
-            path = f"{DOCUMENTS}{{id}}"  # which may say what the document is about
-        self._service.metrics.requests.labels(path, str(status)).inc()
+        path = label_of(scope["path"])
+        self._entrance.metrics.requests.labels(path, str(status)).inc()
         fields = {
             "request_id": facts.request_id,
             "method": scope["method"],
@@ -71,21 +64,21 @@ class Access:
             "tenant": facts.tenant,
             **facts.fields,
         }
-        level = logging.DEBUG if path in QUIET_PATHS and status not in (401, 403) else logging.INFO
+        level = logging.DEBUG if path in QUIET and status not in (401, 403) else logging.INFO
         log.log(level, "request", extra={"fields": {key: value for key, value in fields.items() if value is not None}})
 
 
 class KeyCheck:
     """Lets in who has a key, and notes whose it is. Without a file of keys it lets everybody in."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, entrance: Entrance) -> None:
         self._app = app
-        self._service = service
+        self._entrance = entrance
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 401 or 403, or hand the request on."""
         refusal = None
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in OPEN:
             refusal = self._refusal(scope)
         if refusal is None:
             await self._app(scope, receive, send)
@@ -93,17 +86,17 @@ class KeyCheck:
             await refusal.response()(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        service = self._service
-        if service.keys is None:
+        entrance = self._entrance
+        if entrance.keys is None:
             return None
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        tenant = service.keys.tenant_of(key.strip()) if scheme.lower() == "bearer" else None
+        tenant = entrance.keys.tenant_of(key.strip()) if scheme.lower() == "bearer" else None
         if tenant is None:
             message = "no API key, or one that is not known here; send it as 'Authorization: Bearer KEY'"
             headers = {"WWW-Authenticate": "Bearer"}
             return ApiError(401, message, code="invalid_api_key", headers=headers)
         facts_of(scope).tenant = tenant
         # They tell of all tenants together, which is more than one of them may know of the others.
-        if scope["path"] == "/metrics" and service.is_strict and tenant not in service.settings.metrics_tenants:
+        if scope["path"] == METRICS and entrance.is_strict and tenant not in entrance.settings.metrics_tenants:
             return ApiError(403, "metrics are for those in server.metrics_tenants", code="forbidden")
         return None

@@ -1,109 +1,69 @@
-"""The routes, and how their errors look."""
+"""What the loading and the serving app share: a few answers, how errors look, and how one follows the other."""
 
+from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Protocol
 
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
 
-from kvtier.engine.server.access import Access, KeyCheck
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.facts import facts_of
-from kvtier.engine.server.service import Service
+from kvtier.engine.server.paths import HEALTH, METRICS, VERSION
 
 
-def build_app(service: Service) -> ASGIApp:
-    """The ASGI application."""
-    routes = [
-        Route("/v1/completions", _complete, methods=["POST"]),
-        Route("/v1/chat/completions", _chat, methods=["POST"]),
-        Route("/v1/documents", _documents),
-        Route("/v1/documents/{id}", _documents, methods=["GET", "PUT", "DELETE"]),
-        Route("/v1/documents/{id}/{action}", _documents, methods=["POST", "DELETE"]),
-        Route("/v1/models", _models),
-        Route("/v1/models/{model:path}", _model),
-        Route("/health", _health),
-        Route("/ready", _ready),
-        Route("/metrics", _metrics),
-        Route("/version", _version),
-    ]
+class App(Protocol):
+    """Answers requests while the server is as far as it is."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one, as ASGI has it."""
+
+    def share_among(self, num_tenants: int) -> None:
+        """So many tenants share the server from now on."""
+
+    def end(self) -> None:
+        """Take no more requests: the server is about to end."""
+
+
+class Switch:
+    """The app behind the port: *app* answers every request that comes while it is there. Owned by the event loop."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with the app of this moment, to the end."""
+        await self.app(scope, receive, send)
+
+
+def starlette_app(routes: Sequence[BaseRoute], registry: CollectorRegistry) -> Starlette:
+    """An app of *routes*, and of those that any server answers at any time."""
+
+    async def metrics(_: Request) -> Response:
+        return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    always = [Route(HEALTH, _health), Route(VERSION, _version), Route(METRICS, metrics)]
     handlers = {
         ApiError: _api_error,
         HTTPException: _http_error,
         ClientDisconnect: _left,
         Exception: _unexpected,
     }
-    app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]  # each takes its own kind
-    app.state.service = service
-    return Access(KeyCheck(app, service), service, frozenset(route.path for route in routes))
+    return Starlette(routes=[*always, *routes], exception_handlers=handlers)  # type: ignore[arg-type]  # each takes its own kind
 
 
-async def _complete(request: Request) -> ASGIApp:
-    service: Service = request.app.state.service
-    service.llm()  # without an engine there is no torch yet, which generation imports
-    from kvtier.engine.server.generation import complete
-
-    return await complete(request)
-
-
-async def _chat(request: Request) -> ASGIApp:
-    service: Service = request.app.state.service
-    service.llm()
-    from kvtier.engine.server.generation import chat
-
-    return await chat(request)
-
-
-async def _documents(request: Request) -> Response:
-    service: Service = request.app.state.service
-    service.llm()
-    from kvtier.engine.server.document_routes import answer
-
-    return await answer(request)
-
-
-async def _models(request: Request) -> Response:
-    service: Service = request.app.state.service
-    data = [_model_object(service, name) for name in (service.model_name, *service.config.lora)]
-    return json_response({"object": "list", "data": data})
-
-
-async def _model(request: Request) -> Response:
-    service: Service = request.app.state.service
-    return json_response(_model_object(service, request.path_params["model"]))
-
-
-def _model_object(service: Service, name: str) -> dict[str, object]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "kvtier",
-        "max_model_len": service.longest_request,  # vLLM's word, and so is the next
-        "parent": None if service.lora_of(name) is None else service.model_name,
-    }
+def shutting_down() -> ApiError:
+    """What a request is told that comes when the server is about to end."""
+    return ApiError(503, "the server is about to end; ask another one", code="shutting_down")
 
 
 async def _health(_: Request) -> Response:
     return json_response({"status": "alive"})
-
-
-async def _ready(request: Request) -> Response:
-    service: Service = request.app.state.service
-    if service.is_ready:
-        return json_response({"status": "ready"})
-    if service.is_draining:
-        return json_response({"status": "draining"}, 503)
-    return json_response({"status": "loading", "stage": service.stage}, 503)
-
-
-async def _metrics(request: Request) -> Response:
-    service: Service = request.app.state.service
-    return Response(generate_latest(service.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 async def _version(_: Request) -> Response:

@@ -9,14 +9,10 @@ from jinja2.exceptions import TemplateError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvtier.engine.async_llm import AsyncLLM
-from kvtier.engine.core import EngineCore
 from kvtier.engine.documents.document import MOST_PINNED_S, Document, Form
 from kvtier.engine.documents.documents import Documents, TooManyDocuments
 from kvtier.engine.documents.draft import Draft
-from kvtier.engine.documents.pin_shares import PinShares
 from kvtier.engine.documents.pins import NoRoomToPin
-from kvtier.engine.llm import keyed
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.connection import while_connected
 from kvtier.engine.server.document_object import damaged_object, document_object
@@ -24,9 +20,7 @@ from kvtier.engine.server.facts import facts_of
 from kvtier.engine.server.generation_request import Text
 from kvtier.engine.server.request_body import parse, read_body
 from kvtier.engine.server.service import Service
-from kvtier.engine.server.tenancy import effective_salt
 from kvtier.engine.text.least_tokens import TooManyTokens
-from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, ExtraKeys
 from kvtier.tiers.naming.tier import Tier
 
 _T = TypeVar("_T")
@@ -53,18 +47,9 @@ class PinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_PINNED_S)]
 
 
-async def open_documents(service: Service, llm: AsyncLLM, shares: PinShares) -> Documents:
-    """The documents of the server, whose engine runs. OSError if their folder cannot be used."""
-
-    def extra_of(core: EngineCore, document: Document) -> ExtraKeys:
-        salt = effective_salt(document.tenant, document.cache_salt, service.is_strict)
-        return keyed(core, NO_EXTRA_KEYS, document.lora, salt)
-
-    return await Documents.open(llm, service.config, extra_of, shares)
-
-
 async def answer(request: Request) -> Response:
     """The answer to a request for `/v1/documents`, `/v1/documents/{id}` or `/v1/documents/{id}/{action}`."""
+    request.app.state.service.check_open()
     document_id, action = request.path_params.get("id"), request.path_params.get("action")
     if document_id is None:
         return await _list(request)
@@ -82,7 +67,7 @@ async def _list(request: Request) -> Response:
     documents, tenant = _documents(request), facts_of(request.scope).tenant
     there = documents.of(tenant)
     residences = await _engine(documents.residences(there), request)
-    objects = [document_object(*pair, service.model_name) for pair in zip(there, residences, strict=True)]
+    objects = [document_object(*pair, service.models.name) for pair in zip(there, residences, strict=True)]
     objects += [damaged_object(why, file=name) for name, why in sorted(documents.damaged(tenant).items())]
     return json_response({"object": "list", "data": objects, "survive_restarts": documents.are_kept})
 
@@ -95,7 +80,7 @@ async def _put(request: Request, document_id: str) -> Response:
         asked.token_ids,
         None if asked.form is None else Form(asked.form),
         asked.system,
-        None if asked.model is None else service.lora_of(asked.model),
+        None if asked.model is None else service.models.lora_of(asked.model),
         asked.cache_salt,
     )
     documents, facts = _documents(request), facts_of(request.scope)
@@ -145,12 +130,13 @@ _ACTIONS = {("POST", "warm"): _warm, ("POST", "pin"): _pin, ("DELETE", "pin"): _
 async def _told(request: Request, document: Document, status: int = 200) -> Response:
     service: Service = request.app.state.service
     residence = await _engine(_documents(request).residence(document), request)
-    return json_response(document_object(document, residence, service.model_name), status)
+    return json_response(document_object(document, residence, service.models.name), status)
 
 
 def _documents(request: Request) -> Documents:
     service: Service = request.app.state.service
-    return service.documents()
+    service.check_open()
+    return service.documents
 
 
 def _found(request: Request, document_id: str) -> Document:

@@ -4,7 +4,6 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TypeAlias
 
 import msgspec
@@ -13,9 +12,7 @@ from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.async_llm import AsyncLLM
-from kvtier.engine.core import EngineCore
-from kvtier.engine.documents.prompt_pins import PIN_S
-from kvtier.engine.llm import keyed
+from kvtier.engine.documents.worker import PROMPT_PIN_S
 from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.chat_reply import ChatReply
@@ -35,7 +32,6 @@ from kvtier.engine.server.token_text import TokenText
 from kvtier.engine.server.usage import Usage
 from kvtier.engine.server.waiting_room import RoomFull, Visit
 from kvtier.engine.text.least_tokens import TooManyTokens
-from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
 
 Asked: TypeAlias = CompletionRequest | ChatRequest
 
@@ -62,8 +58,9 @@ class Generation:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked, service = self._asked, self._service
-        lora, tenant = service.lora_of(asked.model), facts_of(scope).tenant
-        llm = service.llm()
+        lora, tenant = service.models.lora_of(asked.model), facts_of(scope).tenant
+        service.check_open()
+        llm = service.llm
         num_completions = asked.n * asked.num_prompts
         if num_completions > service.room.capacity:
             message = f"{num_completions} completions at once; the server takes {service.room.capacity}: ask for fewer"
@@ -83,7 +80,7 @@ class Generation:
                 async with aclosing(generate(llm, choices, lora, salt, self._options())) as pieces:
                     observed = self._observed(pieces, visit)
                     if asked.kvtier.pin:
-                        observed = self._pinned(observed, [group[0] for group in choices], llm, lora, salt, tenant)
+                        observed = self._pinned(observed, [group[0] for group in choices], lora, salt, tenant)
                     if asked.stream:
                         await self._send_stream(observed, reply, send)
                     else:
@@ -159,25 +156,19 @@ class Generation:
         self,
         pieces: AsyncIterator[ChoicePiece],
         firsts: Sequence[Choice],
-        llm: AsyncLLM,
         lora: str | None,
         salt: str | None,
         tenant: str | None,
     ) -> AsyncIterator[ChoicePiece]:
         """*pieces*; each prompt is pinned when its first choice has ended, before that is told."""
         prompts = {choice.index: choice.prompt for choice in firsts}
+        documents, ttl_s = self._service.documents, self._asked.kvtier.ttl_s or PROMPT_PIN_S
         async for item in pieces:
             if item.piece.completion is not None and item.index in prompts:
                 with self._api_errors():
-                    has_room = await llm.ask(partial(self._pin, prompts[item.index], lora, salt, tenant))
+                    has_room = await documents.pin_prompt(tenant, prompts[item.index], lora, salt, ttl_s)
                 self._usage.is_pinned = has_room and self._usage.is_pinned is not False
             yield item
-
-    def _pin(
-        self, prompt: Sequence[int], lora: str | None, salt: str | None, tenant: str | None, core: EngineCore
-    ) -> bool:
-        extra, ttl_s = keyed(core, NO_EXTRA_KEYS, lora, salt), self._asked.kvtier.ttl_s or PIN_S
-        return self._service.pins.pin(core, tenant, prompt, extra, ttl_s)
 
     @contextmanager
     def _api_errors(self) -> Iterator[None]:
@@ -234,6 +225,7 @@ def _event(content: object) -> bytes:
 async def complete(request: Request) -> Generation:
     """`POST /v1/completions`."""
     service: Service = request.app.state.service
+    service.check_open()
     body = await read_body(request, service.settings)
     asked = parse(body, CompletionRequest, IGNORED, NEUTRAL)
     return Generation(service, *named(service, facts_of(request.scope).tenant, asked))
@@ -242,6 +234,7 @@ async def complete(request: Request) -> Generation:
 async def chat(request: Request) -> Generation:
     """`POST /v1/chat/completions`."""
     service: Service = request.app.state.service
+    service.check_open()
     body = await read_body(request, service.settings)
     asked = parse(body, ChatRequest, IGNORED, NEUTRAL)
     return Generation(service, written_out(service, facts_of(request.scope).tenant, asked))

@@ -2,39 +2,24 @@
 
 import asyncio
 import contextlib
-import logging
 import socket
-import time
-from collections.abc import Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from asyncio_extras import call_in_executor
 
-from kvtier.engine.config import Config
+from kvtier.engine.server.access import Access, KeyCheck
 from kvtier.engine.server.api_keys import ApiKeys
-from kvtier.engine.server.app import build_app
+from kvtier.engine.server.app import App, Switch
+from kvtier.engine.server.entrance import Entrance
 from kvtier.engine.server.http_connection import HttpConnection
-from kvtier.engine.server.log_lines import take_in_libraries
-from kvtier.engine.server.service import Service
-from kvtier.engine.server.tenancy import with_names
-from kvtier.engine.thread_work import guarded
-from kvtier.tiers.naming.tier import Tier
+from kvtier.engine.server.loading_app import LoadingApp
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from kvtier.engine.async_llm import AsyncLLM
-    from kvtier.engine.documents.documents import Documents
-    from kvtier.engine.documents.pin_shares import PinShares
-
-log = logging.getLogger(__name__)
+    from kvtier.engine.server.serving_app import ServingApp  # which is imported while the server answers already
 
 _LEAVING_S = 5  # for the last bytes of answers
-_TELL_EVERY_S = 2.0
 
 
 class _Uvicorn(uvicorn.Server):
@@ -46,34 +31,24 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves one model on a socket that is bound already. `run` it on an event loop."""
-
-    llm: "AsyncLLM"  # once it is being loaded
-    documents: "Documents"  # once it is loaded
+    """Serves one model on a socket that is bound already. `build_server` makes one; `run` it on an event loop."""
 
     def __init__(
         self,
-        model: "str | Path | PreTrainedModel",
-        config: Config,
         bound: socket.socket,
-        model_name: str,
-        keys: ApiKeys | None = None,
-        tokenizer: "PreTrainedTokenizerBase | None" = None,
-        *,
-        shows_bars: bool = False,
+        entrance: Entrance,
+        loading: LoadingApp,
+        load: "Callable[[], Coroutine[None, None, ServingApp]]",
     ) -> None:
-        """*shows_bars*: let transformers show on stderr how far it is with the weights."""
-        config = with_names(config, keys)
-        self.service = Service(config, model_name, keys)
-        self._model = model
-        self._config = config
-        self._tokenizer = tokenizer
-        self._shows_bars = shows_bars
+        """*loading* answers until *load* has given the app that serves."""
+        self.entrance = entrance
         self._bound = bound
+        self._load = load
+        self._switch = Switch(loading)
         self._stop = asyncio.Event()
         settings = uvicorn.Config(
-            build_app(self.service),
-            http=partial(HttpConnection, gate=self.service.gate),  # type: ignore[arg-type]  # it makes one
+            Access(KeyCheck(self._switch, entrance), entrance),
+            http=partial(HttpConnection, gate=entrance.gate),  # type: ignore[arg-type]  # it makes one
             lifespan="off",
             ws="none",
             log_config=None,
@@ -83,34 +58,48 @@ class HttpServer:
         )
         self._uvicorn = _Uvicorn(settings)
 
+    @property
+    def app(self) -> App:
+        """What answers requests now."""
+        return self._switch.app
+
     def stop(self) -> None:
         """Drain, flush and end; from the event loop. While it is loading it ends without waiting for that."""
         self._stop.set()
 
+    def replace_keys(self, keys: ApiKeys) -> None:
+        """Let in these from now on; from the event loop."""
+        self.entrance.keys = keys
+        self._switch.app.share_among(self.entrance.num_tenants)
+
     async def run(self) -> bool:
         """Load and serve until `stop`; False if that came before the model was loaded, which then goes on by itself.
 
-        Errors are those of `AsyncLLM.start`, or what the engine failed of.
+        Errors are those of loading, or what the engine failed of.
         """
         answering = asyncio.create_task(self._uvicorn.serve([self._bound]))
         try:
-            if await self._until_stop(self._load()):
+            loading = asyncio.create_task(self._load())
+            if await self._is_stopped_before(loading):
                 return False
-            preparing = asyncio.create_task(self._watch_memory())
-            try:
-                await self._until_stop(self.llm.wait_end())
-            finally:
-                preparing.cancel()
-                await self._drain()
+            await self._serve(loading.result())
             return True
         finally:
-            self.service.is_draining = True
+            self._switch.app.end()
             self._uvicorn.should_exit = True
             await answering
 
-    async def _until_stop(self, work: Coroutine[object, object, None]) -> bool:
-        """Wait for *work*, whose errors are raised; True if `stop` came first, and *work* is abandoned."""
-        doing, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
+    async def _serve(self, app: "ServingApp") -> None:
+        app.share_among(self.entrance.num_tenants)  # the keys may have been replaced while it was loaded
+        self._switch.app = app
+        try:
+            await self._is_stopped_before(asyncio.create_task(app.wait_end()))
+        finally:
+            await app.close()
+
+    async def _is_stopped_before(self, doing: "asyncio.Task[Any]") -> bool:
+        """Wait for *doing*, whose errors are raised; True if `stop` came first, and it is cancelled."""
+        stopping = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait({doing, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if doing.done():
@@ -119,90 +108,3 @@ class HttpServer:
         finally:
             doing.cancel()
             stopping.cancel()
-
-    async def _load(self) -> None:
-        began_at = time.monotonic()
-        self._tell_stage("importing torch and transformers")  # seconds, in which clients and signals are answered
-        executor = ThreadPoolExecutor(1)
-        importing = call_in_executor(guarded(partial(_import_engine, self._shows_bars)), executor=executor)
-        executor.shutdown(wait=False)  # once that is done, whoever is cancelled here
-        engine = await importing
-        self.llm = engine(self._model, self._config, self._tokenizer, self._tell_stage)
-        await self.llm.start()
-        self._tell_stage("reading documents")
-        from kvtier.engine.documents.pin_shares import PinShares
-        from kvtier.engine.documents.prompt_pins import PromptPins
-
-        shares = PinShares(self.service.num_tenants)
-        pins = PromptPins(shares)
-        try:
-            self.documents = await _open_documents(self.service, self.llm, shares)
-            await self.llm.attend(pins.tick)
-        except BaseException:
-            await self.llm.close()
-            raise
-        self.service.loaded(self.llm, self.documents, pins, shares)
-        fields = {"seconds": round(time.monotonic() - began_at, 1), "max_model_len": self.llm.longest_request}
-        log.info("ready", extra={"fields": fields})
-
-    async def _drain(self) -> None:
-        told_at = time.monotonic()
-
-        def tell(num_blocks: int) -> None:
-            nonlocal told_at
-            if time.monotonic() - told_at > _TELL_EVERY_S:
-                told_at = time.monotonic()
-                log.info("flush: %d blocks are still to be written", num_blocks)
-
-        try:
-            num_left = await self._drained()
-            if num_left:
-                log.warning("drain: %d completions did not end in time and are cut off", num_left)
-            await self.documents.close()
-        finally:
-            await self.llm.close(tell)
-        log.info("ended")
-
-    async def _drained(self) -> int:
-        settings = self.service.settings
-        if num_running := self.service.room.num_inside:
-            log.info("drain: %d completions may go on for %g s", num_running, settings.drain_s)
-        return await self.service.drain(settings.drain_s)
-
-    def _tell_stage(self, stage: str) -> None:
-        self.service.stage = stage
-        log.info("load: %s", stage)
-
-    async def _watch_memory(self) -> None:
-        """Tell how far host memory is prepared, until it is: pinning a large one takes longer than loading a model."""
-        with contextlib.suppress(RuntimeError):  # the engine has ended
-            await self._tell_memory()
-
-    async def _tell_memory(self) -> None:
-        told = 0
-        while (host := (statistics := self.llm.statistics()).cache.tiers.get(Tier.HOST)) is not None:
-            prepared = statistics.host_prepared_bytes
-            if prepared != told:
-                told = prepared
-                log.info("host memory: %d of %d MiB are prepared", prepared >> 20, host.capacity_bytes >> 20)
-            if prepared >= host.capacity_bytes:
-                return
-            await asyncio.sleep(_TELL_EVERY_S)
-
-
-async def _open_documents(service: Service, llm: "AsyncLLM", shares: "PinShares") -> "Documents":
-    from kvtier.engine.server.document_routes import open_documents
-
-    return await open_documents(service, llm, shares)
-
-
-def _import_engine(shows_bars: bool) -> "type[AsyncLLM]":
-    from transformers.utils import logging as transformers_log
-
-    from kvtier.engine.async_llm import AsyncLLM
-    from kvtier.engine.server import document_routes, generation  # noqa: F401  # now, not when the first request comes
-
-    take_in_libraries()
-    if not shows_bars:  # in a file they would be lines without end
-        transformers_log.disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers
-    return AsyncLLM

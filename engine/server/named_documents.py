@@ -45,7 +45,8 @@ def named(service: Service, tenant: str | None, asked: CompletionRequest) -> tup
 
 
 def _document(service: Service, tenant: str | None, document_id: str, field: str) -> Document:
-    document = service.documents().find(tenant, document_id)
+    service.check_open()
+    document = service.documents.find(tenant, document_id)
     if document is None:
         raise ApiError(404, "there is no document of that id", param=field, code="document_not_found")
     return document

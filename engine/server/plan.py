@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from kvtier.engine.byte_size import size_text
 from kvtier.engine.config import Config
 from kvtier.engine.disk_store import LEAST_BLOCKS
 from kvtier.engine.documents.documents import documents_path
@@ -55,7 +56,7 @@ class Plan:
         per_token = self.block_bytes / self.block_size
         yield f"KV         {per_token:,.0f} bytes per token, {self.block_bytes:,} per block of {self.block_size} tokens"
         for room in self.rooms:
-            size = _size(room.capacity_bytes)
+            size = size_text(room.capacity_bytes)
             yield f"{room.tier:<11}{size:>10}  {room.num_blocks:>10,} blocks {room.num_tokens:>12,} tokens"
         yield f"longest    {self.longest_request:,} tokens, a prompt and its continuation together"
         kept = "end with the process; to keep them give [documents] a path, or have a [disk]"
@@ -168,16 +169,16 @@ def _remarks(
     if model_tokens is not None and longest < model_tokens:
         needed = -(-model_tokens // config.device.block_size) * block_bytes
         these = f"requests from {longest + 1:,} to {model_tokens:,} tokens"
-        yield f"{these}: device.capacity {_size(needed)} would hold them"
+        yield f"{these}: device.capacity {size_text(needed)} would hold them"
     if server.max_prompt_tokens is not None and server.max_prompt_tokens >= longest:
         yield f"server.max_prompt_tokens: no prompt can have more than {longest - 1:,} tokens anyway"
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if config.host is not None and config.host.capacity > memory_bytes * 3 // 4:
-        yield f"host.capacity: more than three quarters of this machine's memory, {_size(memory_bytes)}"
+        yield f"host.capacity: more than three quarters of this machine's memory, {size_text(memory_bytes)}"
     if config.disk is not None:
         free_bytes = _free_bytes(Path(config.disk.path))
         if config.disk.capacity > free_bytes:
-            yield f"disk.capacity: only {_size(free_bytes)} are free, besides what a store there has already"
+            yield f"disk.capacity: only {size_text(free_bytes)} are free, besides what a store there has already"
     try:
         if checkpoint.tokenizer().chat_template is None:
             yield "/v1/chat/completions: the tokenizer has no chat template"
@@ -192,11 +193,3 @@ def _free_bytes(folder: Path) -> int:
 def _nearest(path: Path) -> Path:
     """What is there of the path: itself, or the nearest of its parents."""
     return next(place for place in (path, *path.absolute().parents) if place.exists())
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:,.1f} TiB"

@@ -107,7 +107,7 @@ def verify_store(
         statistics = store.statistics()
         keys, total_bytes = store.keys(), statistics.stored_bytes
         if sample is not None and sample < statistics.num_records:
-            keys, total_bytes = iter(_sample(keys, sample)), total_bytes * sample // statistics.num_records
+            keys, total_bytes = iter(sample_of(keys, sample)), total_bytes * sample // statistics.num_records
         tallies: dict[bytes, Tally] = {}
         bad: list[bytes] = []
         num_deleted = done_bytes = 0
@@ -195,7 +195,7 @@ def _miscount(store: LmdbStore) -> str:
     return ""
 
 
-def _sample(keys: Iterable[bytes], size: int) -> list[bytes]:
+def sample_of(keys: Iterable[bytes], size: int) -> list[bytes]:
     """*size* of the *keys*, each as likely as the others, in their order (reservoir sampling)."""
     chosen: list[tuple[int, bytes]] = []
     for number, key in enumerate(keys):

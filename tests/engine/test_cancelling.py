@@ -162,12 +162,27 @@ def test_who_waits_for_the_end_and_is_cancelled_does_not_end_it(model: PreTraine
 
 
 @LATE
-def test_a_look_whose_asker_was_cancelled_is_not_called_any_more(model: PreTrainedModel, late: bool) -> None:
+def test_what_is_to_be_looked_after_and_whose_asker_was_cancelled_is_ended_and_not_called_any_more(
+    model: PreTrainedModel, late: bool
+) -> None:
+    calls: list[str] = []
+
+    class Attendant:
+        def __init__(self, core: EngineCore) -> None:
+            calls.append("made")
+
+        def tick(self) -> None:
+            calls.append("tick")
+
+        def end(self) -> None:
+            calls.append("end")
+
     async def story() -> None:
-        calls: list[EngineCore] = []
         async with device_only(model) as llm:
-            assert await cancelled_at(llm.attend(calls.append), 0, late=late)
-            await llm.ask(lambda core: calls.clear())
+            assert await cancelled_at(llm.attend(Attendant), 0, late=late)
+            await llm.ask(lambda core: None)
+            assert calls[-1:] == ([] if "made" not in calls else ["end"])
+            calls.clear()
             await read(llm.generate("Say hello.", greedy()))
 
         assert not calls

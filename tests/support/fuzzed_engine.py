@@ -27,6 +27,7 @@ from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.scheduler import MAX_PROMOTIONS, Scheduler
+from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.store.blob_store import Blob, BlobStore, StoreStatistics
 from kvtier.store.codec.seal import charged_bytes
 from kvtier.store.lmdb.lmdb_store import LmdbStore
@@ -382,6 +383,7 @@ class FuzzedEngine:
         self.clock.now += STEP_S
         polled_at = self.clock.now
         self.core.step()
+        self._pins.tick()
         self.core.cache.check()
         self._promotions = [promotion for promotion in self._promotions if not promotion.done]
         for promotion in self._promotions:
@@ -552,10 +554,10 @@ class FuzzedEngine:
 
     def _scheduler(self, cache: TieredCache, config: SchedulerConfig, timeout_s: object, *parts: object, **_: object):  # type: ignore[no-untyped-def]
         """What the engine makes, with this run's clock, and a deadline although the engine knows of no disk."""
-        look_ahead = None
+        self._pins, look_ahead = TimedPins(cache, self.clock), None
         if self.store is not None and self._look_ahead:
             most_bytes = int(self._look_ahead * self._num_host * BLOCK_BYTES)
-            look_ahead = LookAhead(cache, most_bytes, self.clock, lasts_s=5.0)
+            look_ahead = LookAhead(cache, self._pins, most_bytes, lasts_s=5.0)
         return Scheduler(cache, config, self.timeout_s, *parts, clock=self.clock, look_ahead=look_ahead)  # type: ignore[arg-type]
 
     def _waiting(self) -> Callable[[LayerGate, int, int, float], None]:

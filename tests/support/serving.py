@@ -23,7 +23,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from kvtier.engine.config import as_config
 from kvtier.engine.core import EngineCore
 from kvtier.engine.server.api_keys import ApiKeys
+from kvtier.engine.server.build import build_server
 from kvtier.engine.server.http_server import HttpServer
+from kvtier.engine.server.service import Service
 
 MODEL = "small"
 BLOCK_SIZE = 16
@@ -96,13 +98,18 @@ class ServerInThread(Address):
     server: HttpServer
     loop: asyncio.AbstractEventLoop
 
+    @property
+    def service(self) -> Service:
+        """What it serves with, once its model is loaded."""
+        return self.server.app.service
+
     def stop(self) -> None:
         """As a signal does it."""
         self.loop.call_soon_threadsafe(self.server.stop)
 
     def ask(self, question: Callable[[EngineCore], T]) -> T:
         """What *question* returns in the engine's thread, between two steps."""
-        return asyncio.run_coroutine_threadsafe(self.server.llm.ask(question), self.loop).result(DEADLINE_S)
+        return asyncio.run_coroutine_threadsafe(self.service.llm.ask(question), self.loop).result(DEADLINE_S)
 
     def is_at_rest(self) -> bool:
         """Nobody runs or waits, and nobody leases a slot."""
@@ -111,7 +118,7 @@ class ServerInThread(Address):
             num_slots = core.config.device.capacity // BLOCK_BYTES
             return not core.has_work and core.cache.free_slots() == [num_slots] * len(core.cache.groups)
 
-        return self.ask(is_idle) and self.server.service.room.num_inside == 0
+        return self.ask(is_idle) and self.service.room.num_inside == 0
 
 
 @dataclass(frozen=True)
@@ -139,14 +146,16 @@ def serving(
     keys: Mapping[str, str] | None = None,
     tokenizer: PreTrainedTokenizerFast | None = None,
     until: str = "/ready",
+    started: Callable[[HttpServer], None] = lambda server: None,
 ) -> Iterator[ServerInThread]:
-    """A server in a thread, once the path *until* answers 200."""
+    """A server in a thread, once the path *until* answers 200. *started* is given it before it begins to load."""
     bound = socket.create_server(("127.0.0.1", 0))
     api_keys = None if keys is None else ApiKeys(keys)
-    server = HttpServer(model, as_config(config), bound, MODEL, api_keys, tokenizer or chat_tokenizer())
+    server = build_server(model, as_config(config), bound, MODEL, api_keys, tokenizer or chat_tokenizer())
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_until_complete, args=[server.run()])
     address = ServerInThread(bound.getsockname()[1], server, loop)
+    started(server)
     thread.start()
     try:
         come_true(lambda: address.get(until).status_code == 200)

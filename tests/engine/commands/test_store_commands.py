@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from store_index import changed_index
 
-from kvtier.engine.commands import store as store_commands
+from kvtier.engine.byte_size import size_text
 from kvtier.engine.commands.apart import Crashed, call_apart, iterate_apart
 from kvtier.engine.commands.cli import main
 from kvtier.store.blob_store import Blob
@@ -27,7 +28,7 @@ from kvtier.store.durability import Durability
 from kvtier.store.lmdb import upkeep
 from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.lmdb.lmdb_store import LmdbStore
-from kvtier.store.lmdb.rows import Row
+from kvtier.store.lmdb.rows import COUNTERS_KEY, Row
 from kvtier.store.lmdb.upkeep import Tally, Verification
 from kvtier.store.record import Fault, Record, digest
 
@@ -71,9 +72,9 @@ def fill(folder: Path, counts: dict[bytes, int], cipher: Cipher | None = None) -
 
 def damage(folder: Path, fault: Fault, *keys: bytes) -> None:
     """Have the records of *keys* meet with *fault*: their headers say something else."""
-    with LmdbStore(folder) as store, store._files.tables.env.begin(write=True) as txn:
+    with changed_index(folder) as (txn, tables):
         for key in keys:
-            packed = txn.get(key, db=store._files.tables.records)
+            packed = txn.get(key, db=tables.records)
             assert packed is not None
             row = Row.unpack(key, packed)
             header = row.header
@@ -89,7 +90,7 @@ def damage(folder: Path, fault: Fault, *keys: bytes) -> None:
             other = Record(**told, **fields).pack(key)
             if fault is Fault.VERSION:
                 other = header[:4] + b"\x63\x00" + header[6:]
-            txn.put(key, row._replace(header=other).pack(key), db=store._files.tables.records)
+            txn.put(key, row._replace(header=other).pack(key), db=tables.records)
 
 
 def flip_a_byte(folder: Path, raw: memoryview) -> None:
@@ -259,11 +260,11 @@ def test_check_says_that_the_accounting_is_wrong_and_fix_that_it_is_right_again(
     capsys: pytest.CaptureFixture[str], store: Path
 ) -> None:
     damage(store, Fault.TORN, key_of(3, B))
-    with LmdbStore(store) as opened, opened._files.tables.env.begin(write=True) as txn:
-        packed = txn.get(key_of(3, B), db=opened._files.tables.records)
+    with changed_index(store) as (txn, tables):
+        packed = txn.get(key_of(3, B), db=tables.records)
         assert packed is not None
         row = Row.unpack(key_of(3, B), packed)._replace(parent=key_of(2, B))  # which is older
-        txn.put(key_of(3, B), row.pack(key_of(3, B)), db=opened._files.tables.records)
+        txn.put(key_of(3, B), row.pack(key_of(3, B)), db=tables.records)
 
     status, out, _ = run(capsys, "check", store)
     fixed_status, fixed_out, _ = run(capsys, "check", store, "--fix")
@@ -276,8 +277,10 @@ def test_check_says_that_the_accounting_is_wrong_and_fix_that_it_is_right_again(
 def test_check_says_that_the_accounting_is_wrong_where_every_record_is_fine(
     capsys: pytest.CaptureFixture[str], store: Path
 ) -> None:
-    with LmdbStore(store) as opened, opened._files.changing() as change:
-        change.counters.num_records += 1
+    with changed_index(store) as (txn, tables):
+        counters = tables.counters(txn)
+        counters.num_records += 1
+        txn.put(COUNTERS_KEY, counters.pack(), db=tables.ledger)
 
     status, out, _ = run(capsys, "check", store, "--fix")
 
@@ -319,7 +322,7 @@ def test_a_sample_takes_each_record_as_often_as_the_others() -> None:
     counts: Counter[bytes] = Counter()
 
     for _ in range(2000):
-        sample = upkeep._sample(iter(keys), 3)
+        sample = upkeep.sample_of(iter(keys), 3)
         assert sample == sorted(set(sample))
         counts.update(sample)
 
@@ -503,8 +506,8 @@ def test_a_tree_that_lmdb_finds_broken_is_said_to_be_damaged(capsys: pytest.Capt
 
 
 def test_a_row_of_the_index_that_makes_no_sense_is_damage(capsys: pytest.CaptureFixture[str], store: Path) -> None:
-    with LmdbStore(store) as opened, opened._files.tables.env.begin(write=True) as txn:
-        txn.put(key_of(3, B), b"short", db=opened._files.tables.records)
+    with changed_index(store) as (txn, tables):
+        txn.put(key_of(3, B), b"short", db=tables.records)
 
     for command, meaning in (("stats", "kvtier check says"), ("check", "the next engine that opens it starts empty")):
         status, out, err = run(capsys, command, store)
@@ -890,4 +893,4 @@ def test_one_that_ends_apart_without_a_word_is_an_error_that_has_its_last_words(
     ],
 )
 def test_sizes_are_for_people(num_bytes: int, text: str) -> None:
-    assert store_commands._size(num_bytes) == text
+    assert size_text(num_bytes) == text

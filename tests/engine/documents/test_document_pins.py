@@ -1,4 +1,4 @@
-"""DocumentHolds: thousands of documents, some of which are looked at after each step."""
+"""DocumentPins: thousands of documents, some of which are looked at after each step."""
 
 import time
 
@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 from kvtier.engine.build import build_core
 from kvtier.engine.config import as_config
-from kvtier.engine.core import EngineCore
 from kvtier.engine.documents.document import Document, Form
 from kvtier.engine.documents.pin_shares import PinShares
 from kvtier.engine.documents.pins import MOST_LOOKED_AT, RENEW_S, DocumentPins
+from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain
 
 NUM_DOCUMENTS = 3 * MOST_LOOKED_AT
@@ -34,29 +34,30 @@ def test_of_many_documents_one_is_renewed_after_a_step_and_all_in_the_end(model:
     renewed: list[str] = []
     clock = FakeClock()
 
-    def chain_of(core: EngineCore, document: Document) -> BlockChain:
+    def chain_of(document: Document) -> BlockChain:
         renewed.append(document.id)
         return core.chain(document.token_ids, NO_EXTRA_KEYS)
 
     with build_core(model, byte_tokenizer(), as_config(tables(num_host_slots=3 * NUM_DOCUMENTS))) as core:
-        pins = DocumentPins(chain_of, lambda _: None, PinShares(1), clock)
+        core.pins = TimedPins(core.cache, clock)
+        pins = DocumentPins(core, chain_of, lambda _: None, PinShares(core, 1))
         documents = [document(number) for number in range(NUM_DOCUMENTS)]
         for each in documents:
-            pins.pin(core, each, 2 * RENEW_S)
+            pins.pin(each, 2 * RENEW_S)
         renewed.clear()
         clock.now += RENEW_S + 1
         for step in range(NUM_DOCUMENTS):
-            pins.tick(core)
+            pins.tick()
             assert len(renewed) <= step + 1
         assert sorted(renewed) == sorted(each.id for each in documents)
 
         clock.now += RENEW_S
         for _ in range(NUM_DOCUMENTS):
-            pins.tick(core)
+            pins.tick()
         renewed.clear()
         clock.now += RENEW_S
         for _ in range(NUM_DOCUMENTS):
-            pins.tick(core)
+            pins.tick()
 
         assert not renewed  # their time is over
         core.cache.check()

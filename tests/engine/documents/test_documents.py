@@ -33,11 +33,11 @@ from kvtier.engine.documents.documents import Documents, TooManyDocuments
 from kvtier.engine.documents.draft import Draft
 from kvtier.engine.documents.file import SUFFIX, Damaged, DocumentFolder, read_all
 from kvtier.engine.documents.file import file_name as file_of
-from kvtier.engine.documents.pin_shares import PinShares
 from kvtier.engine.documents.pins import NoRoomToPin
 from kvtier.engine.documents.prefills import PATIENCE_S, DocumentPrefills
 from kvtier.engine.documents.worker import Residence, Status
-from kvtier.engine.scheduling.request import Completion, Request
+from kvtier.engine.scheduling.request import Completion
+from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.engine.text.chat_template import chat_prefix, chat_token_ids
 from kvtier.engine.text.least_tokens import LeastTokens
 from kvtier.engine.text.prompt_limit import PromptLimit
@@ -55,8 +55,26 @@ def chat_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def extra_of(_: EngineCore, document: Document) -> ExtraKeys:
-    return ExtraKeys(cache_salt=document.cache_salt)
+def salt_of(document: Document) -> str | None:
+    return document.cache_salt
+
+
+def held_bytes(core: EngineCore) -> int:
+    """Of host memory that pins take."""
+    return core.cache.pinnable_bytes - core.cache.free_to_pin
+
+
+def no_extra(_: Document) -> ExtraKeys:
+    return ExtraKeys()
+
+
+def with_pins_by(clock: Callable[[], float]) -> Callable[[EngineCore], None]:
+    """Let the engine's pins end by that clock."""
+
+    def replace(core: EngineCore) -> None:
+        core.pins = TimedPins(core.cache, clock)
+
+    return replace
 
 
 def play(
@@ -69,7 +87,7 @@ def play(
 
     async def whole() -> None:
         async with AsyncLLM(model, config, tokenizer or chat_tokenizer()) as llm:
-            documents = await Documents.open(llm, llm.config, extra_of, PinShares(1))
+            documents = await Documents.open(llm, llm.config, salt_of, num_tenants=1)
             await story(llm, documents)
             await llm.ask(lambda core: core.cache.check())
             await documents.close()
@@ -223,38 +241,39 @@ def test_one_document_at_a_time_is_computed_and_deleting_cancels(model: PreTrain
 
         await until(documents, third, lambda it: it.status is Status.READY)
         assert documents.of(None) == [third]
-        requests = await llm.ask(lambda core: core._scheduler.running + list(core._scheduler.waiting))
-        assert requests == []
+        assert not await llm.ask(lambda core: core.has_work)
 
     play(model, tables(), story)
 
 
 def test_a_question_waits_for_one_step_of_a_document_at_most(model: PreTrainedModel) -> None:
     """Counted in tokens of the document between the question's arrival and its first token."""
-    question = [5] * 40
+    question, ended = [5] * 40, []
+    token_ids = np.array(tokens_draft(1, 2500).token_ids, np.int32)
+    document = Document("report", None, Form.TEXT, None, None, token_ids, None, None, created_at=0.0)
+    with build_core(model, chat_tokenizer(), as_config(tables())) as core:
+        prefills = DocumentPrefills(core, no_extra, lambda document, error: ended.append((document, error)))
+        prefills.add(document)
 
-    async def story(llm: AsyncLLM, documents: Documents) -> None:
-        seen: list[tuple[Request, Request, int]] = []  # the document's request, the question's, and when that came
-        after: list[int] = []
+        def step() -> None:
+            core.step()
+            prefills.tick()
 
-        def tick(core: EngineCore) -> None:
-            running = core._scheduler.running
-            if not seen and running and running[0].num_computed > 200:
-                sampling = SamplingParams(max_tokens=1, ignore_eos=True)
-                asked = core.add(question, sampling, ExtraKeys(), time.monotonic())
-                seen.append((running[0], asked, running[0].num_computed))
-            elif seen and not after and seen[0][1].finish_reason is not None:
-                after.append(seen[0][0].num_computed)
+        prefills.tick()
+        while prefills.num_computed <= 200:
+            step()
+        before = prefills.num_computed
+        sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+        asked = core.add(question, sampling, ExtraKeys(), time.monotonic())
+        while asked.finish_reason is None:
+            step()
+        after = prefills.num_computed
+        while not ended:
+            step()
 
-        await llm.attend(tick)
-        document, _ = await documents.put(None, "report", tokens_draft(1, 2500))
-        await until(documents, document, lambda it: it.status is Status.READY)
-
-        ((_, asked, before),) = seen
-        assert asked.generated == plain_greedy(model, question, 1)
-        assert after[0] - before <= CHUNK  # what a step computes of one prompt
-
-    play(model, tables(), story)
+    assert asked.generated == plain_greedy(model, question, 1)
+    assert after - before <= CHUNK  # what a step computes of one prompt
+    assert ended == [(document, None)]
 
 
 def test_a_document_is_computed_although_questions_never_end(model: PreTrainedModel) -> None:
@@ -265,7 +284,9 @@ def test_a_document_is_computed_although_questions_never_end(model: PreTrainedMo
     token_ids = np.array([3] * 200, np.int32)
     document = Document("report", None, Form.TEXT, None, None, token_ids, None, None, created_at=0.0)
     with build_core(model, chat_tokenizer(), as_config(config)) as core:
-        prefills = DocumentPrefills(extra_of, lambda document, error: ended.append((document, error)), lambda: now)
+        prefills = DocumentPrefills(
+            core, no_extra, lambda document, error: ended.append((document, error)), lambda: now
+        )
         prefills.add(document)
 
         while not ended:
@@ -275,7 +296,7 @@ def test_a_document_is_computed_although_questions_never_end(model: PreTrainedMo
                 sampling = SamplingParams(max_tokens=2, ignore_eos=True)
                 core.add([num_questions % VOCAB] * 20, sampling, ExtraKeys(), time.monotonic())
             core.step()
-            prefills.tick(core)
+            prefills.tick()
             now += 0.5
 
     assert ended == [(document, None)]
@@ -341,7 +362,7 @@ def test_a_pinned_document_stays_in_host_memory_whatever_is_asked_until_its_time
     now = 0.0
 
     async def story(llm: AsyncLLM, documents: Documents) -> None:
-        documents._worker._pins._clock = lambda: now
+        await llm.ask(with_pins_by(lambda: now))
         document = await put(documents, "report", tokens_draft(1, 1000))
         await documents.pin(document, 60.0)
         await until(documents, document, lambda it: it.is_held)
@@ -364,7 +385,7 @@ def test_a_pinned_document_stays_in_host_memory_whatever_is_asked_until_its_time
         await until(documents, document, lambda it: not it.is_held)
 
         async def is_given_back() -> bool:
-            return await llm.ask(lambda core: core.cache._pins.num_bytes) == 0
+            return await llm.ask(held_bytes) == 0
 
         await come_true(is_given_back)
 
@@ -427,7 +448,7 @@ def test_warming_brings_a_document_from_disk_to_host_memory_or_to_the_device(
         await documents.warm(document, Tier.HOST)
         where = await until(documents, document, lambda it: not it.is_warming)
         assert where.tokens["host"] == 992
-        assert await llm.ask(lambda core: core.cache._pins.num_bytes) == 0
+        assert await llm.ask(held_bytes) == 0
 
         await documents.warm(document, Tier.DEVICE)
         where = await until(documents, document, lambda it: it.tokens["device"] == 992)
@@ -506,7 +527,7 @@ def test_a_deleted_document_and_an_ended_pin_do_not_come_back(model: PreTrainedM
 
     async def after(llm: AsyncLLM, documents: Documents) -> None:
         assert [document.id for document in documents.of(None)] == ["first", "second"]
-        assert await llm.ask(lambda core: core.cache._pins.num_bytes) == 0
+        assert await llm.ask(held_bytes) == 0
 
     play(model, tables(tmp_path), before)
     play(model, tables(tmp_path), after)
@@ -617,14 +638,14 @@ def test_a_file_that_cannot_be_written_is_the_caller_s_error_and_nothing_has_cha
 def test_documents_of_several_tenants_are_computed_in_turns(model: PreTrainedModel) -> None:
     done: list[str] = []
     with build_core(model, chat_tokenizer(), as_config(tables())) as core:
-        prefills = DocumentPrefills(extra_of, lambda document, _: done.append(document.id))
+        prefills = DocumentPrefills(core, no_extra, lambda document, _: done.append(document.id))
         for document_id in ("ann 1", "ann 2", "ann 3", "bob 1", "eve 1", "bob 2"):
             tokens = np.array(list(document_id.encode()), np.int32)
             tenant = document_id.partition(" ")[0]
             prefills.add(Document(document_id, tenant, Form.TEXT, None, None, tokens, None, None, time.time()))
 
         while len(done) < 6:
-            prefills.tick(core)
+            prefills.tick()
             core.step()
 
     assert done == ["ann 1", "bob 1", "eve 1", "ann 2", "bob 2", "ann 3"]
@@ -657,10 +678,10 @@ def test_a_folder_of_documents_is_open_once_at_a_time(model: PreTrainedModel, tm
         (folder / "being written.doc.new").write_bytes(b"half")
 
         with pytest.raises(FolderInUse, match=f"^folder {folder} is open in process {os.getpid()}; stop it"):
-            await Documents.open(llm, llm.config, extra_of, PinShares(1))
+            await Documents.open(llm, llm.config, salt_of, num_tenants=1)
         assert (folder / "being written.doc.new").exists()
         await documents.close()
-        again = await Documents.open(llm, llm.config, extra_of, PinShares(1))
+        again = await Documents.open(llm, llm.config, salt_of, num_tenants=1)
 
         assert again.find(None, "report") is not None
         await again.close()
@@ -684,7 +705,7 @@ def test_documents_whose_opening_or_closing_was_cancelled_can_be_opened_again(
         async with AsyncLLM(model, tables(tmp_path), chat_tokenizer()) as llm:
 
             async def open_documents() -> Documents:
-                return await Documents.open(llm, llm.config, extra_of, PinShares(1))
+                return await Documents.open(llm, llm.config, salt_of, num_tenants=1)
 
             async def open_and_close() -> None:
                 await (await open_documents()).close()
@@ -759,7 +780,7 @@ def test_a_change_whose_caller_is_cancelled_anywhere_is_made_as_a_whole(
 
                 here = {it.id: (it.token_ids.tolist(), it.pinned_until is not None) for it in documents.of(None)}
                 assert in_folder(tmp_path / "store-documents") == here
-                num_held = await llm.ask(lambda core: core.cache._pins.num_bytes)
+                num_held = await llm.ask(held_bytes)
                 assert (num_held > 0) is any(is_pinned for _, is_pinned in here.values())
             if not was_cancelled:
                 break
@@ -782,11 +803,11 @@ def test_nothing_is_held_for_documents_whose_opening_was_cancelled(
         async with AsyncLLM(model, tables(tmp_path), chat_tokenizer()) as llm:
 
             async def open_documents() -> None:
-                opened.append(await Documents.open(llm, llm.config, extra_of, PinShares(1)))
+                opened.append(await Documents.open(llm, llm.config, salt_of, num_tenants=1))
 
             for number in count():
                 await cancelled_at(open_documents(), number, late=late)
-                num_held, has_work = await llm.ask(lambda core: (core.cache._pins.num_bytes, core.has_work))
+                num_held, has_work = await llm.ask(lambda core: (held_bytes(core), core.has_work))
                 if opened:
                     break
                 assert (num_held, has_work) == (0, False)

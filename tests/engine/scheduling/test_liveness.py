@@ -22,6 +22,7 @@ from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.request import FinishReason, Request
 from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.scheduler import ROOM_SHARE, SETTLE_S, Scheduler, Work
+from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.cache import TieredCache
@@ -77,7 +78,8 @@ class Engine(HangingWorld):
             by_layers=by_layers,
         )
         config = SchedulerConfig(token_budget=64, prefill_chunk=32, max_running=3)
-        ahead = LookAhead(self.cache, 12 * 64, self.clock, 30.0)
+        self.pins = TimedPins(self.cache, self.clock)
+        ahead = LookAhead(self.cache, self.pins, 12 * 64, 30.0)
         self.scheduler = Scheduler(self.cache, config, LOAD_TIMEOUT_S, clock=self.clock, look_ahead=ahead)
 
     @property
@@ -109,6 +111,7 @@ class Engine(HangingWorld):
             if item.request not in lost and item.request.num_to_compute == 0:
                 self.sample(item.request)
         self.cache.spill()
+        self.pins.tick()
         if not work:
             self.cache.wait(STEP_S)
 

@@ -22,6 +22,7 @@ from urgent_requests import add_with
 from kvtier.engine.core import EngineCore
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.request import Request
+from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.tiers.naming.tier import Tier
 
 
@@ -134,7 +135,8 @@ def test_the_budget_goes_to_the_head_of_the_queue_and_time_takes_it_back(
     now = 0.0
     with engine(model, folder=tmp_path, max_running=1) as core:
         budget = 2 * 10 * BLOCK_SIZE * 1024
-        ahead = LookAhead(core.cache, budget, lambda: now, lasts_s=30.0)
+        pins = TimedPins(core.cache, lambda: now)
+        ahead = LookAhead(core.cache, pins, budget, lasts_s=30.0)
         add(core, prompt_of(4, 20), max_tokens=200)
         step(core)
         core._scheduler._look_ahead = ahead
@@ -148,7 +150,7 @@ def test_the_budget_goes_to_the_head_of_the_queue_and_time_takes_it_back(
         ahead.look(core._scheduler.waiting)
         assert set(ahead._pins) == {second, third}
         now = 31.0
-        ahead.look(core._scheduler.waiting)
+        pins.tick()
         assert ahead.num_bytes == 0
         finish(core)
         assert_nothing_leased(core)

@@ -58,11 +58,11 @@ def sent_until_cut(connection: socket.socket, data: bytes, most: int) -> int:
 
 def refused(server: ServerInThread, why: str) -> float:
     name = "kvtier_http_connections_refused_total"
-    return server.server.service.registry.get_sample_value(name, {"why": why}) or 0.0
+    return server.server.entrance.registry.get_sample_value(name, {"why": why}) or 0.0
 
 
 def all_left(server: ServerInThread) -> bool:
-    return server.server.service.gate.num_open == 0
+    return server.server.entrance.gate.num_open == 0
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_client_that_is_refused_cannot_go_on_sending(
 def test_one_address_cannot_have_all_connections(patient: ServerInThread) -> None:
     before = refused(patient, "connections_of_address")
     idle = [socket.create_connection(("127.0.0.1", patient.port), DEADLINE_S) for _ in range(8)]
-    come_true(lambda: patient.server.service.gate.num_open == 8)
+    come_true(lambda: patient.server.entrance.gate.num_open == 8)
 
     with connected(patient) as connection:
         told = answer(connection)

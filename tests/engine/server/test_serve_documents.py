@@ -128,7 +128,7 @@ def test_a_chat_that_names_a_document_finds_its_tokens_and_answers_as_if_it_had_
     assert answer["usage"]["prompt_tokens"] == sent["usage"]["prompt_tokens"]
     assert answer["choices"][0]["message"]["content"] == sent["choices"][0]["message"]["content"]
     prompt = byte_tokenizer()(f"<user>{text}\nWho wrote it?\n<assistant>")["input_ids"]
-    expected = byte_tokenizer().decode(plain_greedy(worker.server._model, prompt, 6))
+    expected = byte_tokenizer().decode(plain_greedy(build("llama"), prompt, 6))
     assert answer["choices"][0]["message"]["content"] == expected
 
 
@@ -288,7 +288,7 @@ def test_an_id_that_means_another_place_in_a_path_is_refused(worker: ServerInThr
 
 
 def test_a_document_whose_client_leaves_before_its_turn_is_never_tokenized(worker: ServerInThread) -> None:
-    tokenizers, gate = worker.server.llm.tokenizers, threading.Event()
+    tokenizers, gate = worker.service.llm.tokenizers, threading.Event()
     blocking = [
         asyncio.run_coroutine_threadsafe(tokenizers.run(lambda _: gate.wait(DEADLINE_S), tenant), worker.loop)
         for tenant in ("ann", "bob")

@@ -14,6 +14,9 @@ from serving import DEADLINE_S, MODEL, ServerInThread, chat_tokenizer, come_true
 from small_models import build
 
 from kvtier.engine.config import as_config
+from kvtier.engine.documents.documents import Documents
+from kvtier.engine.server.api_keys import ApiKeys
+from kvtier.engine.server.build import build_server
 from kvtier.engine.server.http_server import HttpServer
 from kvtier.engine.server.waiting_room import RoomFull, WaitingRoom
 
@@ -61,7 +64,7 @@ def test_beyond_the_queue_it_is_429_with_the_time_to_try_again(small: ServerInTh
         next(a), next(b)  # both run
         waiting = threading.Thread(target=small.complete, args=["Hello"])
         waiting.start()
-        come_true(lambda: small.server.service.room.num_inside == 3)
+        come_true(lambda: small.service.room.num_inside == 3)
 
         refused = small.post("/v1/completions", json={"model": MODEL, "prompt": "Hello"})
 
@@ -92,7 +95,7 @@ def test_a_client_that_leaves_a_stream_takes_its_leases_along(small: ServerInThr
 
     come_true(small.is_at_rest)
     small.ask(lambda core: core.cache.check())
-    come_true(lambda: small.server.llm.statistics().num_running == 0)
+    come_true(lambda: small.service.llm.statistics().num_running == 0)
 
 
 def test_a_client_that_does_not_wait_for_its_answer_takes_its_leases_along(small: ServerInThread) -> None:
@@ -157,6 +160,26 @@ def test_the_port_answers_while_the_model_is_loading(monkeypatch: pytest.MonkeyP
         gate.set()
 
 
+def test_keys_that_were_replaced_while_the_model_was_loading_are_those_that_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    open_documents, keys = Documents.open, {"sk-ann-1111": "ann"}
+    more = ApiKeys({**keys, "sk-bob-2222": "bob"})
+
+    async def opened(*arguments: object) -> Documents:
+        documents = await open_documents(*arguments)
+        servers[0].replace_keys(more)  # as SIGHUP does it; nothing serves yet
+        return documents
+
+    servers: list[HttpServer] = []
+    monkeypatch.setattr(Documents, "open", opened)
+    with serving(build("llama"), tables(40), keys, started=servers.append) as address:
+        assert address.service.room.share.num_tenants == 2
+        pinned = [address.complete([n] * 49, "sk-ann-1111", max_tokens=1, kvtier={"pin": True}) for n in range(1, 5)]
+
+    assert [answer["kvtier"]["pinned"] for answer in pinned] == [True] * 3 + [False]  # of 10 blocks, 3 at a time
+
+
 def test_streams_that_do_not_finish_in_time_are_told_so() -> None:
     with (
         serving(build("llama"), tables(300, drain_s=0.2)) as address,
@@ -180,10 +203,10 @@ def test_who_only_waits_when_the_server_ends_is_told_so_at_once_and_who_runs_goe
         with address.streaming("Hello", max_tokens=300) as stream:
             next(stream)
             waiting.start()
-            come_true(lambda: address.server.service.room.num_inside == 2)
+            come_true(lambda: address.service.room.num_inside == 2)
             address.stop()
             waiting.join(DEADLINE_S)
-            still_inside = address.server.service.room.num_inside
+            still_inside = address.service.room.num_inside
             num_events = sum(1 for _ in stream)  # to its [DONE]
 
     assert [(answer.status_code, answer.json()["error"]["code"]) for answer in refused] == [(503, "shutting_down")]
@@ -207,7 +230,7 @@ def test_a_text_that_is_sure_to_be_too_long_is_refused_before_it_is_tokenized(sm
 
 
 def test_a_prompt_whose_client_leaves_before_its_turn_is_never_tokenized(small: ServerInThread) -> None:
-    tokenizers, gate = small.server.llm.tokenizers, threading.Event()
+    tokenizers, gate = small.service.llm.tokenizers, threading.Event()
     blocking = [
         asyncio.run_coroutine_threadsafe(tokenizers.run(lambda _: gate.wait(DEADLINE_S)), small.loop) for _ in range(2)
     ]
@@ -221,7 +244,7 @@ def test_a_prompt_whose_client_leaves_before_its_turn_is_never_tokenized(small: 
 
         come_true(lambda: tokenizers.num_waiting == 0)
 
-        assert small.server.service.room.num_inside == 0
+        assert small.service.room.num_inside == 0
     finally:
         gate.set()
         for job in blocking:
@@ -238,7 +261,7 @@ def test_a_client_that_does_not_read_is_left(small_timeout: None) -> None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that little is sent before it is full
         client.connect(("127.0.0.1", address.port))
         client.sendall(head + content)
-        come_true(lambda: address.server.service.room.num_inside == 32)
+        come_true(lambda: address.service.room.num_inside == 32)
 
         come_true(address.is_at_rest)
 
@@ -254,7 +277,7 @@ def test_an_engine_that_fails_ends_the_server_with_its_error() -> None:
 
     async def story() -> None:
         bound = socket.create_server(("127.0.0.1", 0))
-        server = HttpServer(model, as_config(tables(20)), bound, MODEL, None, chat_tokenizer())
+        server = build_server(model, as_config(tables(20)), bound, MODEL, None, chat_tokenizer())
         running = asyncio.create_task(server.run())
         url = f"http://127.0.0.1:{bound.getsockname()[1]}"
         async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
@@ -272,7 +295,7 @@ def test_an_engine_that_fails_ends_the_server_with_its_error() -> None:
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    server = HttpServer("/nowhere/model", as_config(tables(20)), socket.create_server(("127.0.0.1", 0)), MODEL)
+    server = build_server("/nowhere/model", as_config(tables(20)), socket.create_server(("127.0.0.1", 0)), MODEL)
 
     with pytest.raises(ValueError, match="/nowhere/model: cannot be loaded"):
         asyncio.run(asyncio.wait_for(server.run(), DEADLINE_S))

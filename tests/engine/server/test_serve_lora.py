@@ -59,11 +59,11 @@ def test_the_model_of_a_request_chooses_the_adapter_and_its_blocks(
 
 
 def prompt_ids(server: ServerInThread) -> list[int]:
-    return server.server.llm._core.tokenizer(PROMPT)["input_ids"]
+    return server.ask(lambda core: core.tokenizer(PROMPT)["input_ids"])
 
 
 def text_of(server: ServerInThread, token_ids: list[int]) -> str:
-    return server.server.llm._core.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+    return server.ask(lambda core: core.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
 
 
 def test_a_chat_with_an_adapter_streams_under_its_name(adapted: ServerInThread) -> None:

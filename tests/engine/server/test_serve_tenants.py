@@ -119,17 +119,16 @@ def test_timing_tells_nothing_of_another_tenants_prompts(strict: ServerInThread,
 
 
 def test_a_tenants_quota_counts_all_its_salts(strict: ServerInThread) -> None:
-    core = strict.server.llm._core
     for seed in range(12):
         hit(strict, BOB, prompt_of(3000 + seed, 160), cache_salt=f"salt-{seed}")
         hit(strict, ANN, prompt_of(4000 + seed, 160))
     for seed in range(8):  # until those are at the eviction end, and copied down
         hit(strict, OPS, prompt_of(5000 + seed, 1000))
 
-    come_true(lambda: strict.server.llm.statistics().cache.host_tenants.get(tenant_of("ann"), 0) > HOST_QUOTA)
-    come_true(lambda: not core.cache.num_under_way)
+    come_true(lambda: strict.service.llm.statistics().cache.host_tenants.get(tenant_of("ann"), 0) > HOST_QUOTA)
+    come_true(lambda: strict.ask(lambda core: not core.cache.num_under_way))
 
-    statistics = strict.server.llm.statistics()
+    statistics = strict.service.llm.statistics()
     assert 0 < statistics.tenants["bob"][Tier.HOST] <= HOST_QUOTA
     assert statistics.cache.host_tenants[tenant_of("ann")] > HOST_QUOTA
 

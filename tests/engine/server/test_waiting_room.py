@@ -28,9 +28,9 @@ class Guest:
         self.tenant = tenant
         self.leave = asyncio.Event()
         self.visit: Visit | None = None
-        self.task = asyncio.create_task(self._stay(room, num_completions, priority))
+        self.task = asyncio.create_task(self.stay(room, num_completions, priority))
 
-    async def _stay(self, room: WaitingRoom, num_completions: int, priority: int) -> None:
+    async def stay(self, room: WaitingRoom, num_completions: int, priority: int) -> None:
         with room.enter(num_completions, self.tenant, priority) as self.visit:
             await self.visit.turn()
             await self.leave.wait()

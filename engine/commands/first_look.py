@@ -1,0 +1,72 @@
+"""What is wrong with what a command was given, as far as its files tell before torch is imported, which takes seconds.
+
+Only what is sure to fail later is refused here; what is not seen, loading refuses.
+"""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+from kvtier.engine.config import Config, LoraConfig
+from kvtier.engine.model.checkpoint import Checkpoint
+from kvtier.store.codec.cipher import Cipher
+
+_WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def check_model(name: str) -> None:
+    """ValueError for a model that cannot be loaded: a path of nothing, or a folder without a model in it."""
+    checkpoint = Checkpoint.of(name)
+    why = None if checkpoint.gguf_file is not None else _fault_of(name, Path(checkpoint.source))
+    if why is not None:
+        raise ValueError(f"model {name}: cannot be loaded ({why}); give a folder, a GGUF file or a name on the hub")
+
+
+def check_files(config: Config) -> None:
+    """What loading raises for adapters, an encryption key or a folder of documents that cannot be used."""
+    for name, table in config.lora.items():
+        _check_adapter(name, table)
+    if config.disk is not None and config.disk.encryption_key_file is not None:
+        Cipher.from_file(Path(config.disk.encryption_key_file).expanduser())
+    if config.documents.path is not None:
+        folder = Path(config.documents.path)
+        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        if not there.is_dir():
+            raise OSError(f"documents {folder}: {there} is not a folder; give [documents] another path")
+
+
+def _fault_of(name: str, folder: Path) -> str | None:
+    if not folder.is_dir():
+        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1  # else it is a name on the hub
+        return "there is no such folder" if is_path else None
+    if (folder / "adapter_config.json").is_file():  # names its model, which may be on the hub
+        return None
+    return _fault_in(folder)
+
+
+def _fault_in(folder: Path) -> str | None:
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "the folder has no config.json"
+    except OSError as error:
+        return f"its config.json: {error.strerror}"
+    except ValueError:
+        return "its config.json is no JSON"
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        return "its config.json has no model_type"
+    if not any(True for pattern in _WEIGHTS for _ in folder.glob(pattern)):
+        return "the folder has no weights, *.safetensors or *.bin"
+    return None
+
+
+def _check_adapter(name: str, table: LoraConfig) -> None:
+    if find_spec("peft") is None:
+        raise ImportError("lora: needs peft; pip install 'kvtier[lora]', or remove the [lora] tables")
+    folder = Path(table.path).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"lora {name}: there is no folder {folder}; give the one that peft's save_pretrained wrote")
+    if not (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"lora {name}: {folder} is no adapter (it has no adapter_config.json); give a folder of peft's"
+        )

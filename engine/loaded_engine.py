@@ -1,0 +1,52 @@
+"""LoadedEngine: all that a model is served with, whole: its core, the threads that tokenize, the server of metrics."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvtier.engine.build import build_core
+from kvtier.engine.config import Config
+from kvtier.engine.core import EngineCore
+from kvtier.engine.llm import load_model
+from kvtier.engine.metrics import MetricsServer, serve_metrics
+from kvtier.engine.text.tokenizer_threads import TokenizerThreads
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """Made, and closed, in the engine's thread, which owns the *core*."""
+
+    core: EngineCore
+    tokenizers: TokenizerThreads
+    metrics: MetricsServer
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path | PreTrainedModel,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase | None,
+        progress: Callable[[str], None],
+    ) -> Self:
+        """Arguments and errors as of `LLM`; *progress* is told what is being done."""
+        progress("loading the weights")
+        loaded, its_tokenizer = load_model(model, config.model, tokenizer)
+        with ExitStack() as undo:
+            tokenizers = TokenizerThreads(its_tokenizer, config.server.tokenizer_threads)
+            undo.callback(tokenizers.close)
+            core = build_core(loaded, its_tokenizer, config, progress)
+            undo.callback(core.close)
+            metrics = serve_metrics(lambda: core.statistics, config)
+            undo.pop_all()
+        return cls(core, tokenizers, metrics)
+
+    def close(self, progress: Callable[[int], None]) -> None:
+        """End the threads and write what is cached to disk; *progress* gets the number of blocks still to write."""
+        with ExitStack() as ends:  # whatever one of them raises, the others are closed
+            ends.callback(self.core.close, progress)
+            ends.callback(self.metrics.close)
+            ends.callback(self.tokenizers.close)

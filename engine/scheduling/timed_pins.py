@@ -1,0 +1,79 @@
+"""TimedPins: prefixes kept in host memory until a time: of waiting requests, of answered prompts, of documents."""
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.naming.block_hash import BlockChain
+from kvtier.tiers.pins import Pin
+
+MOST_ENDED = 4  # in one tick: a pin may hold thousands of blocks
+_MOST_STALE = 64  # entries of the heap, beside as many as there are pins, whose pin has ended before its time
+
+
+class TimedPins:
+    """A pin ends when its time is over, or before when it is unpinned. Bytes are counted by owner, so that each owner
+    can stay within what it may have. Owned by the engine's thread, which calls `tick` after every step.
+    """
+
+    def __init__(self, cache: TieredCache, clock: Callable[[], float]) -> None:
+        self._cache = cache
+        self._clock = clock
+        self._owners: dict[Pin, Hashable] = {}  # of pins that have not ended
+        self._num_bytes: Counter[Hashable] = Counter()  # by owner
+        self._by_end: list[tuple[float, int, Pin]] = []  # a heap; the number tells pins with the same end apart
+        self._numbers = count()
+
+    def now(self) -> float:
+        """The time by which pins end."""
+        return self._clock()
+
+    def pin(
+        self, owner: Hashable, chain: BlockChain, num_tokens: int, most_bytes: int | None = None, *, until: float
+    ) -> Pin | None:
+        """Keep what is cached of so many tokens, as `TieredCache.pin` does, until *until*, by `now`.
+
+        None if that is more than *most_bytes*, which is what *owner* may have beside the pins that it has.
+        """
+        pin = self._cache.pin(chain, num_tokens, most_bytes)
+        if pin is not None:
+            self._owners[pin] = owner
+            self._num_bytes[owner] += pin.num_bytes
+            if len(self._by_end) >= 2 * len(self._owners) + _MOST_STALE:
+                self._by_end = [entry for entry in self._by_end if entry[2] in self._owners]
+                heapify(self._by_end)
+            heappush(self._by_end, (until, next(self._numbers), pin))
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """End the pin before its time; one that has ended is left alone."""
+        if pin in self._owners:
+            self._cache.unpin(pin)
+            owner = self._owners.pop(pin)
+            self._num_bytes[owner] -= pin.num_bytes
+            if not self._num_bytes[owner]:
+                del self._num_bytes[owner]
+
+    def unpin_all(self) -> None:
+        """End every pin."""
+        for pin in list(self._owners):
+            self.unpin(pin)
+
+    def num_bytes(self, owner: Hashable) -> int:
+        """Bytes of host memory that the owner's pins take when they are whole."""
+        return self._num_bytes[owner]
+
+    @property
+    def num_remembered(self) -> int:
+        """Ends that are remembered: of all pins, and for a while of pins that ended before their time."""
+        return len(self._by_end)
+
+    def tick(self) -> None:
+        """End pins whose time is over: with each tick a few."""
+        now, num_ended = self._clock(), 0
+        while self._by_end and now >= self._by_end[0][0] and num_ended < MOST_ENDED:
+            _, _, pin = heappop(self._by_end)
+            num_ended += pin in self._owners
+            self.unpin(pin)

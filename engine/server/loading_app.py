@@ -1,0 +1,56 @@
+"""LoadingApp: what the server answers while its model is loaded."""
+
+import logging
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+from starlette.types import Receive, Scope, Send
+
+from kvtier.engine.server.api_error import ApiError, json_response
+from kvtier.engine.server.app import shutting_down, starlette_app
+from kvtier.engine.server.entrance import Entrance
+from kvtier.engine.server.paths import READY
+from kvtier.engine.server.served_models import ServedModels
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 5
+
+
+class LoadingApp:
+    """It is alive and not ready, and tells how far it is and which models there will be; all else is 503. Owned by the
+    event loop."""
+
+    def __init__(self, entrance: Entrance, models: ServedModels) -> None:
+        self._stage = "starting"
+        self._is_ending = False
+        routes = [Route(READY, self._ready), *models.routes(), Mount("/", self._not_yet)]
+        self._app = starlette_app(routes, entrance.registry)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        await self._app(scope, receive, send)
+
+    def tell_stage(self, stage: str) -> None:
+        """Say what is being done now, to who asks and in the log. From any thread."""
+        self._stage = stage
+        log.info("load: %s", stage)
+
+    def share_among(self, num_tenants: int) -> None:
+        """There is nothing yet that tenants share."""
+
+    def end(self) -> None:
+        """The model will not be served."""
+        self._is_ending = True
+
+    async def _ready(self, _: Request) -> Response:
+        if self._is_ending:
+            return json_response({"status": "draining"}, 503)
+        return json_response({"status": "loading", "stage": self._stage}, 503)
+
+    async def _not_yet(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._is_ending:
+            raise shutting_down()
+        headers = {"Retry-After": str(RETRY_S)}
+        raise ApiError(503, f"the model is being loaded: {self._stage}", code="loading", headers=headers)

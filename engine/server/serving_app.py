@@ -1,0 +1,145 @@
+"""ServingApp: what the server answers once its model is loaded. Imported then: it takes torch and transformers."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvtier.engine.async_llm import AsyncLLM
+from kvtier.engine.config import Config
+from kvtier.engine.documents.document import Document
+from kvtier.engine.documents.documents import Documents
+from kvtier.engine.metrics import EngineCollector
+from kvtier.engine.server import document_routes, generation
+from kvtier.engine.server.api_error import json_response
+from kvtier.engine.server.app import starlette_app
+from kvtier.engine.server.entrance import Entrance
+from kvtier.engine.server.paths import CHAT, COMPLETIONS, DOCUMENTS, READY
+from kvtier.engine.server.served_models import ServedModels
+from kvtier.engine.server.service import Service
+from kvtier.engine.server.tenancy import effective_salt
+from kvtier.tiers.naming.tier import Tier
+
+log = logging.getLogger(__name__)
+
+_TELL_EVERY_S = 2.0
+
+
+class ServingApp:
+    """The routes over a `Service`, which is whole, and how that ends. Owned by the event loop."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        routes = [
+            Route(COMPLETIONS, generation.complete, methods=["POST"]),
+            Route(CHAT, generation.chat, methods=["POST"]),
+            Route(DOCUMENTS, document_routes.answer),
+            Route(f"{DOCUMENTS}/{{id}}", document_routes.answer, methods=["GET", "PUT", "DELETE"]),
+            Route(f"{DOCUMENTS}/{{id}}/{{action}}", document_routes.answer, methods=["POST", "DELETE"]),
+            *service.models.routes(),
+            Route(READY, self._ready),
+        ]
+        self._app = starlette_app(routes, service.registry)
+        self._app.state.service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        await self._app(scope, receive, send)
+
+    def share_among(self, num_tenants: int) -> None:
+        """Divide what tenants share among so many."""
+        self.service.share_among(num_tenants)
+
+    def end(self) -> None:
+        """Take no more requests."""
+        self.service.is_draining = True
+
+    async def wait_end(self) -> None:
+        """Until the engine has ended; raises what it failed of. How far host memory is prepared is told meanwhile."""
+        watching = asyncio.create_task(self._watch_memory())
+        try:
+            await self.service.llm.wait_end()
+        finally:
+            watching.cancel()
+
+    async def close(self) -> None:
+        """Let what runs go on for a while, write what is cached to disk, and end the engine."""
+        told_at = time.monotonic()
+
+        def tell(num_blocks: int) -> None:
+            nonlocal told_at
+            if time.monotonic() - told_at > _TELL_EVERY_S:
+                told_at = time.monotonic()
+                log.info("flush: %d blocks are still to be written", num_blocks)
+
+        try:
+            if num_left := await self._drained():
+                log.warning("drain: %d completions did not end in time and are cut off", num_left)
+            await self.service.documents.close()
+        finally:
+            await self.service.llm.close(tell)
+        log.info("ended")
+
+    async def _drained(self) -> int:
+        drain_s = self.service.settings.drain_s
+        if num_running := self.service.room.num_inside:
+            log.info("drain: %d completions may go on for %g s", num_running, drain_s)
+        return await self.service.drain(drain_s)
+
+    async def _watch_memory(self) -> None:
+        """Tell how far host memory is prepared, until it is: pinning a large one takes longer than loading a model."""
+        with contextlib.suppress(RuntimeError):  # the engine has ended
+            told = 0
+            while (host := (statistics := self.service.llm.statistics()).cache.tiers.get(Tier.HOST)) is not None:
+                prepared = statistics.host_prepared_bytes
+                if prepared != told:
+                    told = prepared
+                    log.info("host memory: %d of %d MiB are prepared", prepared >> 20, host.capacity_bytes >> 20)
+                if prepared >= host.capacity_bytes:
+                    return
+                await asyncio.sleep(_TELL_EVERY_S)
+
+    async def _ready(self, _: Request) -> Response:
+        if self.service.is_draining:
+            return json_response({"status": "draining"}, 503)
+        return json_response({"status": "ready"})
+
+
+async def load_app(
+    model: str | Path | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: Config,
+    models: ServedModels,
+    entrance: Entrance,
+    tell_stage: Callable[[str], None],
+) -> ServingApp:
+    """The app, with the engine behind it. Errors are those of `AsyncLLM.start` and `Documents.open`; cancelled, the
+    engine's thread goes on to its end."""
+    began_at = time.monotonic()
+    llm = AsyncLLM(model, config, tokenizer, tell_stage)
+    await llm.start()
+    tell_stage("reading documents")
+    is_strict = entrance.is_strict
+
+    def salt_of(document: Document) -> str | None:
+        return effective_salt(document.tenant, document.cache_salt, is_strict)
+
+    try:
+        documents = await Documents.open(llm, config, salt_of, entrance.num_tenants)
+    except BaseException:
+        await llm.close()
+        raise
+    entrance.registry.register(EngineCollector(llm.statistics))
+    fields = {"seconds": round(time.monotonic() - began_at, 1), "max_model_len": llm.longest_request}
+    log.info("ready", extra={"fields": fields})
+    models = replace(models, longest_request=llm.longest_request)
+    return ServingApp(Service(config, models, entrance, llm, documents))
