@@ -223,7 +223,7 @@ def test_one_document_at_a_time_is_computed_and_deleting_cancels(model: PreTrain
 
         await until(documents, third, lambda it: it.status is Status.READY)
         assert documents.of(None) == [third]
-        requests = await llm.ask(lambda core: core._scheduler.running + list(core._scheduler.waiting))
+        requests = await llm.ask(lambda core: core.scheduler.running + list(core.scheduler.waiting))
         assert requests == []
 
     play(model, tables(), story)
@@ -238,7 +238,7 @@ def test_a_question_waits_for_one_step_of_a_document_at_most(model: PreTrainedMo
         after: list[int] = []
 
         def tick(core: EngineCore) -> None:
-            running = core._scheduler.running
+            running = core.scheduler.running
             if not seen and running and running[0].num_computed > 200:
                 sampling = SamplingParams(max_tokens=1, ignore_eos=True)
                 asked = core.add(question, sampling, ExtraKeys(), time.monotonic())

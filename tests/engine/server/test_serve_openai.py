@@ -181,11 +181,11 @@ def test_cutting_all_but_the_likeliest_is_greedy(server: ServerInThread, cut: di
 
 
 def test_the_other_choices_find_the_blocks_of_the_first(server: ServerInThread) -> None:
-    before = server.server.llm._core._scheduler.admitted_tokens
+    before = server.server.llm._core.scheduler.admitted_tokens
 
     server.complete(prompt_of(9, 160), n=4)
 
-    now = server.server.llm._core._scheduler.admitted_tokens
+    now = server.server.llm._core.scheduler.admitted_tokens
     assert now.num_tokens - before.num_tokens == 4 * 160
     assert now.device - before.device >= 3 * (160 // 16 * 16 - 16)
     assert now.recomputed - before.recomputed <= 160 + 3 * 16
