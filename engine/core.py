@@ -89,12 +89,12 @@ class EngineCore:
         self.cache = parts.cache
         self.pins = parts.pins
         self.planner = parts.planner
+        self.scheduler = parts.scheduler
         self.publisher = parts.publisher
         self._runner = parts.runner
         self._memories = parts.memories
         self._store = parts.store
         self._events = parts.events
-        self._scheduler = parts.scheduler
         self._step_times = parts.step_times
         self._stall = Stall(parts.load_timeout_s)
         self.longest_request = longest_request(  # tokens of a prompt and its continuation
@@ -108,17 +108,17 @@ class EngineCore:
     @property
     def num_waiting(self) -> int:
         """Requests that have not started."""
-        return len(self._scheduler.waiting)
+        return len(self.scheduler.waiting)
 
     @property
     def waiting_prompts(self) -> list[Sequence[int]]:
         """The token ids of those requests, as they were given."""
-        return [request.prompt_token_ids for request in self._scheduler.waiting]
+        return [request.prompt_token_ids for request in self.scheduler.waiting]
 
     @property
     def has_work(self) -> bool:
         """Whether any request is not finished."""
-        return self._scheduler.has_work
+        return self.scheduler.has_work
 
     @property
     def bytes_per_token(self) -> float:
@@ -146,7 +146,7 @@ class EngineCore:
         chain = self.chain(token_ids, extra)
         detokenizer = Detokenizer(self.tokenizer, sampling.stop)
         request = Request(token_ids, sampling, chain, detokenizer, options, arrived_at)
-        self._scheduler.add(request)
+        self.scheduler.add(request)
         return request
 
     def lora_key(self, name: str) -> Lora:
@@ -179,7 +179,7 @@ class EngineCore:
 
     def reset(self) -> bool:
         """Forget every block in every tier, once copies under way have ended; False while requests hold blocks."""
-        if self._scheduler.running or self._scheduler.promoting:
+        if self.scheduler.running or self.scheduler.promoting:
             return False
         deadline = time.monotonic() + RESET_WAIT_S
         while self.cache.num_under_way and time.monotonic() < deadline:
@@ -187,25 +187,25 @@ class EngineCore:
         if not self.cache.reset():
             return False
         self.pins.unpin_all()  # the cache has ended them; their owners may pin as much again
-        self._scheduler.hit_ratio.forget_recent()
+        self.scheduler.hit_ratio.forget_recent()
         self._publish_events()
         return True
 
     def abort(self, request: Request) -> None:
         """End a request; nothing of it stays leased."""
-        self._scheduler.abort(request)
+        self.scheduler.abort(request)
 
     def hurry(self, request: Request, priority: int) -> None:
         """Give a request another priority, unless it has finished."""
         if request.finish_reason is None:
-            self._scheduler.hurry(request, priority)
+            self.scheduler.hurry(request, priority)
 
     def step(self) -> list[Request]:
         """Compute one batch; the requests that got a token, with `new_text`. Waits a moment if all are parked.
 
         `CopyHangs` if for a minute beyond all deadlines there is nothing that can be computed.
         """
-        work = self._scheduler.schedule()
+        work = self.scheduler.schedule()
         advanced = self._compute(work) if work else []
         self._stall.look(self.has_work and not work, self.cache.num_under_way)
         # After the step, not before: beside a short one, a first token's, copies on two cores took longer than it did.
@@ -228,6 +228,11 @@ class EngineCore:
         self._publish_events()
         self._take_snapshot()
 
+    def check(self) -> None:
+        """Raise AssertionError if any two books disagree, the cache's or the scheduler's."""
+        self.cache.check()
+        self.scheduler.check()
+
     def close(self, progress: Callable[[int], None] = lambda num_left: None) -> None:
         """Abort what runs, write what is cached to disk, end threads. *progress* gets the blocks still to write."""
         if self._closed:
@@ -238,8 +243,8 @@ class EngineCore:
             ends.callback(self._runner.close)
             if self.publisher is not None:
                 ends.callback(self.publisher.close)
-            for request in [*self._scheduler.waiting, *self._scheduler.promoting, *self._scheduler.running]:
-                self._scheduler.abort(request)
+            for request in [*self.scheduler.waiting, *self.scheduler.promoting, *self.scheduler.running]:
+                self.scheduler.abort(request)
             self._flush(progress)
             self._publish_events()
 
@@ -297,14 +302,14 @@ class EngineCore:
                 item.request.token_ids[item.request.num_computed : item.request.num_computed + item.num_tokens],
                 item.request.num_computed,
                 item.request.tables,
-                None if item.request.promotion is None else item.request.promotion.gate,
+                item.gate,
                 item.request.chain.extra.lora,
             )
             for item in work
         ]
         logits = self._runner.run(chunks)
-        lost = self._scheduler.settle(work)
-        self._scheduler.computed([item for item in work if item.request not in lost])
+        lost = self.scheduler.settle(work)
+        self.scheduler.computed([item for item in work if item.request not in lost])
         advanced = []
         for row, item in enumerate(work):
             request = item.request
@@ -317,7 +322,7 @@ class EngineCore:
                 request.append(token_id, self._runner.end_token_ids)
                 advanced.append(request)
                 if request.finish_reason is not None:
-                    self._scheduler.retire(request)
+                    self.scheduler.retire(request)
         if all(chunk.gate is None for chunk in chunks):  # else it has waited for copies
             self._step_times.stepped(work, depths, time.monotonic() - started_at, bool(advanced))
         return advanced
@@ -332,7 +337,7 @@ class EngineCore:
         self._fault_log.look(self.statistics)
 
     def _snapshot(self) -> EngineStatistics:
-        scheduler, cache = self._scheduler, self.cache.statistics()
+        scheduler, cache = self.scheduler, self.cache.statistics()
         return EngineStatistics(
             cache,
             scheduler.admitted_tokens,

@@ -161,6 +161,38 @@ class _Queued:
     events: list[Event]
 
 
+@dataclass(frozen=True, slots=True)
+class _Sockets:
+    """The publisher's, with what ends them."""
+
+    publishing: "zmq.Socket[bytes]"
+    replay: "zmq.Socket[bytes] | None"
+    ends: ExitStack
+
+    @classmethod
+    def open(cls, config: EventsConfig) -> Self:
+        """As the configuration has them. ImportError without pyzmq, OSError if an endpoint cannot be had."""
+        try:
+            import zmq
+        except ImportError as error:
+            raise ImportError("events: need pyzmq; pip install 'kvtier[events]', or remove [events]") from error
+        with ExitStack() as undo:
+            context: zmq.Context[zmq.Socket[bytes]]
+            if config.endpoint.startswith("inproc://"):
+                context = zmq.Context.instance()  # whose else could such a subscriber's be?
+            else:
+                context = zmq.Context()
+                undo.callback(context.term)  # waits until everything is sent, LINGER_S at most
+            publishing = _open(undo, context, zmq.PUB, config, config.endpoint, config.hwm)
+            replay = None
+            if config.replay_endpoint is not None:
+                # Room for a whole replay behind one that was read: ZMQ takes note of reading when half the room is free
+                # again. What exceeds it is lost to a subscriber that asks and does not read.
+                room = 2 * (config.buffer_steps + 1)
+                replay = _open(undo, context, zmq.ROUTER, config, config.replay_endpoint, room)
+            return cls(publishing, replay, undo.pop_all())
+
+
 class ZmqPublisher:
     """Sends batches of events to all subscribers, and the newest ones again to who asks for them.
 
@@ -176,35 +208,16 @@ class ZmqPublisher:
     """
 
     def __init__(self, config: EventsConfig, groups: Sequence[AttentionGroup]) -> None:
-        try:
-            import zmq
-        except ImportError as error:
-            raise ImportError("events: need pyzmq; pip install 'kvtier[events]', or remove [events]") from error
         self.next_seq = 0
         self._encoder = EventEncoder(groups, config.int_block_hashes)
         self._topic = config.topic.encode()
         self._queue: queue.Queue[_Queued] = queue.Queue(config.hwm)
         self._num_refused = self._num_failed = 0  # the first is the engine thread's, the second the publisher's
         self._give_up_at: float | None = None  # set when it is to end
-        with ExitStack() as undo:
-            context: zmq.Context[zmq.Socket[bytes]]
-            if config.endpoint.startswith("inproc://"):
-                context = zmq.Context.instance()  # whose else could such a subscriber's be?
-            else:
-                context = zmq.Context()
-                undo.callback(context.term)  # waits until everything is sent, LINGER_S at most
-            self._socket = _open(undo, context, zmq.PUB, config, config.endpoint, config.hwm)
-            self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-            self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)  # number and payload
-            self._replay: zmq.Socket[bytes] | None = None
-            self.replay_endpoint: str | None = None
-            if config.replay_endpoint is not None:
-                # Room for a whole replay behind one that was read: ZMQ takes note of reading when half the room is free
-                # again. What exceeds it is lost to a subscriber that asks and does not read.
-                room = 2 * (config.buffer_steps + 1)
-                self._replay = _open(undo, context, zmq.ROUTER, config, config.replay_endpoint, room)
-                self.replay_endpoint = self._replay.getsockopt_string(zmq.LAST_ENDPOINT)
-            self._sockets = undo.pop_all()
+        self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)  # number and payload
+        self._sockets = _Sockets.open(config)
+        self.endpoint = _address(self._sockets.publishing)
+        self.replay_endpoint = None if self._sockets.replay is None else _address(self._sockets.replay)
         self._thread = threading.Thread(target=self._run, name="kvtier-events", daemon=True)
         self._thread.start()
         log.info("KV events at %s, replay at %s", self.endpoint, self.replay_endpoint)
@@ -249,13 +262,14 @@ class ZmqPublisher:
     def _run(self) -> None:
         """The publisher's thread."""
         try:
-            with self._sockets:
+            replay = self._sockets.replay
+            with self._sockets.ends:
                 while not self._is_over():
                     with suppress(queue.Empty):
                         self._send(self._queue.get(timeout=REPLAY_EVERY_S))
                     # One at a time: who asks again and again delays the others' new batches only so much.
-                    if self._replay is not None and self._replay.poll(0):
-                        self._answer(self._replay, self._replay.recv_multipart())
+                    if replay is not None and replay.poll(0):
+                        self._answer(replay, replay.recv_multipart())
         except Exception:
             log.exception("events: no more are published")
         finally:
@@ -274,9 +288,9 @@ class ZmqPublisher:
             log.exception("events: batch %d is dropped", batch.seq)
             return
         seq = batch.seq.to_bytes(SEQ_BYTES, "big")
-        if self._replay is not None:
+        if self._sockets.replay is not None:
             self._buffer.append((seq, payload))
-        self._socket.send_multipart([self._topic, seq, payload])
+        self._sockets.publishing.send_multipart([self._topic, seq, payload])
 
     def _answer(self, replay: "zmq.Socket[bytes]", request: list[bytes]) -> None:
         if len(request) != 3 or request[1] or len(request[2]) != SEQ_BYTES:
@@ -309,3 +323,10 @@ def _open(
     except zmq.ZMQError as error:
         raise OSError(f"events: cannot serve on {address} ({error.strerror}); choose another in [events]") from error
     return socket
+
+
+def _address(socket: "zmq.Socket[bytes]") -> str:
+    """Where the socket is, with the port that it got."""
+    import zmq
+
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -118,8 +118,8 @@ class LLM:
         return self.core.statistics
 
     def check(self) -> None:
-        """Verify the cache's books; AssertionError if anything disagrees."""
-        self.core.cache.check()
+        """Verify the books of cache and scheduler; AssertionError if anything disagrees."""
+        self.core.check()
 
     def close(self, progress: Callable[[int], None] = lambda num_left: None) -> None:
         """Write what is cached to disk and end all threads. *progress* gets the number of blocks still to write."""

@@ -178,8 +178,8 @@ BUGS = [
     ),
     Bug(
         "what was computed on a prefix that turned out damaged counts",
-        "engine/scheduling/scheduler.py",
-        "if (promotion.num_tokens, promotion.num_copied) == (request.num_committed, num_copied):",
+        "engine/scheduling/loading.py",
+        "if promotion.done and came == (request.num_committed, request.num_computed - request.num_committed):",
         "if promotion.done:",
         "tests/engine/model/test_by_layers.py",
     ),
@@ -221,10 +221,24 @@ BUGS = [
     ),
     Bug(
         "a request waits for room as long as a disk is slow",
-        "engine/scheduling/scheduler.py",
-        "if not self._room_wait.is_over(request, self._cache.make_room(hit)):",
-        "if not self._cache.make_room(hit):",
+        "engine/scheduling/loading.py",
+        "ROOM_SHARE * self._around.most_s",
+        "self._around.most_s",
         "tests/engine/scheduling/test_liveness.py",
+    ),
+    Bug(
+        "the time of a load passes while another request asks for room",
+        "engine/scheduling/scheduler.py",
+        "            asked.wait_turn()\n",
+        "            pass\n",
+        "tests/engine/scheduling/test_liveness.py",
+    ),
+    Bug(
+        "a request that began early in vain keeps the slots of that step",
+        "engine/scheduling/loading.py",
+        "        self._cache.release(self._own)\n",
+        "",
+        "tests/engine/scheduling/test_loading.py",
     ),
     Bug(
         "what another write has pushed out of the disk is said to be there",
@@ -291,9 +305,9 @@ BUGS = [
     ),
     Bug(
         "a split request goes on before the rest of its prefix has been loaded",
-        "engine/scheduling/scheduler.py",
-        "(rest := request.split) is not None and rest.done and",
-        "(rest := request.split) is not None and",
+        "engine/scheduling/loading.py",
+        "if promotion is None or not promotion.done:",
+        "if promotion is None or not (promotion.done or self.state is State.SPLIT):",
         "tests/engine/scheduling/test_split.py",
     ),
     Bug(

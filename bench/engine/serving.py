@@ -219,7 +219,7 @@ def preempted(bed: Bed, num_rounds: int) -> list[Row]:
 
 def _resume_s(core: EngineCore, request: Request) -> float:
     """Run until the request has been preempted and has its next token; from its turn to that."""
-    scheduler = core._scheduler
+    scheduler = core.scheduler
     while request not in scheduler.waiting or not request.generated:
         core.step()
     num_generated = len(request.generated)

@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 from kvtier.engine.model.attention import GroupStep, Segment, Step, current_step, segment
 from kvtier.engine.model.layers import observe_layers
 from kvtier.engine.model.paged_gather import Scratch
+from kvtier.engine.model.paged_layout import paged_layout
 from kvtier.tiers.naming.block_hash import Lora
-from kvtier.tiers.naming.namespace import GroupGeometry
-from kvtier.transfer.device_slab import DeviceSlab
 from kvtier.transfer.layer_gate import LayerGate
 
 # For the layers of a prefix, while nobody else computes: what is computed without counts for nothing, and is cheap to
@@ -42,52 +41,22 @@ class PagedModel:
     def __init__(self, model: PreTrainedModel, block_size: int, capacity_bytes: int) -> None:
         self.model = model.eval()  # type: ignore[no-untyped-call]  # untyped in transformers
         self.block_size = block_size
-        self._own_attention = model.config._attn_implementation
         self.device = torch.device(model.device)
+        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[index]  # a tensor
+        self._own_attention = model.config._attn_implementation
         layers = observe_layers(model, block_size)
         self.layers = tuple(layers.values())
-        kinds = list(dict.fromkeys(layers.values()))
-        self.groups = tuple(kind.group for kind in kinds)
-        members = [[layer_id for layer_id, layer in layers.items() if layer == kind] for kind in kinds]
-        self.geometry = tuple(
-            GroupGeometry(repr(kind.group), tuple(ids), kind.num_kv_heads, kind.head_dim)
-            for kind, ids in zip(kinds, members, strict=True)
-        )
-        self._places = {
-            layer_id: (group_id, index) for group_id, ids in enumerate(members) for index, layer_id in enumerate(ids)
-        }
-        itemsize = model.dtype.itemsize
-        self.block_bytes = tuple(
-            2 * len(group.layer_ids) * block_size * group.num_kv_heads * group.head_dim * itemsize
-            for group in self.geometry
-        )
-        self.num_slots = capacity_bytes // sum(self.block_bytes)
-        if self.num_slots < 2:
-            self.close()
-            raise ValueError(
-                f"device capacity: {capacity_bytes} bytes hold {self.num_slots} blocks of {sum(self.block_bytes)}; "
-                "raise device.capacity or lower device.block_size"
-            )
-        try:
-            self._slabs = [
-                DeviceSlab(
-                    self.num_slots,
-                    len(group.layer_ids),
-                    block_size,
-                    group.num_kv_heads,
-                    group.head_dim,
-                    model.dtype,
-                    self.device,
-                )
-                for group in self.geometry
-            ]
-        except RuntimeError as error:  # torch's, of a CPU and of a GPU
-            self.close()
-            raise ValueError(
-                f"device capacity: {capacity_bytes} bytes cannot be had on {self.device}; lower device.capacity"
-            ) from error
+        self._layout = paged_layout(layers, block_size, model.dtype)
+        self.groups = self._layout.groups
+        self.geometry = self._layout.geometry
+        self.block_bytes = self._layout.block_bytes
         self._scratch = Scratch()
-        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[index]  # a tensor
+        try:
+            self.num_slots = self._layout.num_slots(capacity_bytes)
+            self._slabs = self._layout.slabs(capacity_bytes, self.device)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Give the model its own attention back; the caller may go on using it."""
@@ -118,7 +87,7 @@ class PagedModel:
     def _step(self, chunks: Sequence[Chunk], ends: Sequence[int]) -> Iterator[None]:
         groups = tuple(self._group_step(group_id, chunks, ends) for group_id in range(len(self.groups)))
         gates = tuple(chunk.gate for chunk in chunks if chunk.gate is not None)
-        token = current_step.set(Step(groups, self._places, gates, time.monotonic() + ARRIVAL_WAIT_S))
+        token = current_step.set(Step(groups, self._layout.places, gates, time.monotonic() + ARRIVAL_WAIT_S))
         try:
             yield
         finally:

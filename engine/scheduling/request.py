@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.model.sampling import Sampler, SamplingParams
@@ -11,7 +12,10 @@ from kvtier.engine.scheduling.request_options import DEFAULT_OPTIONS, RequestOpt
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import BlockChain
-from kvtier.tiers.up.promotion import Hit, Promotion, Tables
+from kvtier.tiers.up.promotion import Tables
+
+if TYPE_CHECKING:
+    from kvtier.engine.scheduling.loading import Loading
 
 
 class FinishReason(StrEnum):
@@ -36,7 +40,7 @@ class Completion:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """State of one prompt. Owned by the engine's thread; its leases are those in `tables` and in `promotion`."""
+    """State of one prompt. Owned by the engine's thread; its leases are those in `tables` and its `loading`'s."""
 
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
@@ -50,11 +54,7 @@ class Request:
     num_computed: int = 0  # tokens whose keys and values are in the tables' blocks
     num_committed: int = 0  # of them, those whose full blocks have their names
     junction: int | None = None  # tokens after which the prompt's prefix has been seen before, but not kept whole
-    hit: Hit | None = None  # while room is made for it, until *hit_until*
-    hit_until: float = 0.0
-    load_until: float | None = None  # so long its hit may take, from when it first asks for room
-    promotion: Promotion | None = None
-    num_promotions: int = 0  # since it was last admitted
+    loading: "Loading | None" = None  # from the queue until its prefix is in the tables
     tokens: TokenBalance | None = None
     first_token_at: float | None = None
     finish_reason: FinishReason | None = None
@@ -64,11 +64,6 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.sampler = Sampler(self.sampling)
-
-    @property
-    def split(self) -> Promotion | None:
-        """What is loaded for it while it computes the tokens before that."""
-        return self.promotion if self.promotion is not None and self.promotion.start else None
 
     @property
     def num_to_compute(self) -> int:

@@ -7,26 +7,18 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from kvtier.engine.config import SchedulerConfig
+from kvtier.engine.scheduling.loading import COMING, WAITING, Loading, State, Surroundings
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.request import FinishReason, Request
-from kvtier.engine.scheduling.room_wait import RoomWait
 from kvtier.engine.scheduling.shared_prefill import SharedPrefill
 from kvtier.engine.scheduling.slot_demand import SlotDemand
 from kvtier.engine.scheduling.waiting_queue import WaitingQueue
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.hit_ratio import HitRatio
+from kvtier.tiers.lower.breaker import CircuitBreaker
 from kvtier.tiers.lower.statistics import TokenBalance
-from kvtier.tiers.naming.tier import Reason
 from kvtier.tiers.up.load_planner import LoadPlanner
-from kvtier.tiers.up.promotion import Hit, Promotion, Tables
-
-MAX_PROMOTIONS = 3  # of one request: a corrupt block shortens the first, the second goes as far as is left
-CUT_SHORT = frozenset({Reason.CORRUPT, Reason.EVICTED_FROM_DISK})
-ARRIVAL_POLL_S = 0.01
-# For what a step that began early was computed with: verifying is done when copying is, or hangs. Nobody else computes.
-SETTLE_S = 1.0
-ROOM_SHARE = 0.5  # of a load's time, which may pass before it begins: the rest is for loading
-HIT_LASTS_S = 0.05  # while room is made for a hit it is not looked up again: 36 ms for 8,192 blocks on disk
+from kvtier.transfer.layer_gate import LayerGate
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +27,11 @@ class Work:
 
     request: Request
     num_tokens: int
+
+    @property
+    def gate(self) -> LayerGate | None:
+        """What to wait for at each layer, if the request's prefix is still arriving."""
+        return None if self.request.loading is None else self.request.loading.gate
 
 
 class Scheduler:
@@ -62,11 +59,10 @@ class Scheduler:
         self.hit_ratio = HitRatio()
         self._cache = cache
         self._config = config
-        self._timeout_s = load_timeout_s
-        self._room_wait = RoomWait(ROOM_SHARE * load_timeout_s, clock)
+        self._around = Surroundings(cache, clock, load_timeout_s, CircuitBreaker(clock), self._busy_s)
         self._planner = planner
         self._look_ahead = look_ahead
-        self._clock = clock
+        self._asking: Loading | None = None  # for room, in this step or the last
         self._max_running = min(config.max_running, config.token_budget)  # so that each of them can decode in a step
         self._shared_prefill = SharedPrefill(config.prefill_chunk)
         self._demand = SlotDemand(cache, config.prefill_chunk)
@@ -89,6 +85,7 @@ class Scheduler:
                 )
         if len(self.waiting) >= self._config.max_waiting:
             raise ValueError(f"queue: {len(self.waiting)} requests are waiting already; raise scheduler.max_waiting")
+        request.loading = Loading(request, self._around)
         self.waiting.add(request)
 
     def abort(self, request: Request) -> None:
@@ -106,12 +103,8 @@ class Scheduler:
     def schedule(self) -> list[Work]:
         """The next step's work, its slots leased. Empty while everything waits for promotions."""
         self._cache.poll()
-        for request in [parked for parked in self.promoting if parked.promotion and parked.promotion.done]:
-            self.promoting.remove(request)
-            self._start(request)
-        for request in self.running:
-            if (rest := request.split) is not None and rest.done and request.num_computed >= rest.start:
-                self._rejoin(request, rest)
+        self._take_in()
+        asked, self._asking = self._asking, None
         step: list[Work] = []
         budget = self._config.token_budget
         by_priority = sorted(self.running, key=_priority)
@@ -121,6 +114,8 @@ class Scheduler:
             budget = self._let_in(step, budget, before=request.options.priority)
             budget -= self._add_work(request, budget, step)
         self._let_in(step, budget)
+        if asked is not None and asked is not self._asking:  # its time would pass while others are asked
+            asked.wait_turn()
         if self._look_ahead is not None and self.waiting:
             self._look_ahead.look(self.waiting)
         if not step:
@@ -129,34 +124,15 @@ class Scheduler:
 
     def settle(self, work: Sequence[Work]) -> list[Request]:
         """Wait a moment for the prefixes that were arriving while the step was computed; the requests whose did not
-        arrive as expected. What was computed for these counts for nothing: they start again from what is there, or go
-        on waiting for it while others compute."""
+        arrive as expected. What was computed for these counts for nothing."""
         lost = []
-        give_up_at = self._clock() + SETTLE_S
-        for request in [item.request for item in work]:
-            promotion = request.promotion
-            if promotion is None or request.split:
-                continue
-            while not promotion.done and self._clock() < give_up_at:
-                self._cache.wait(ARRIVAL_POLL_S)
-            num_copied = request.num_computed - request.num_committed
-            own = self._leases_besides_promotion(request)
-            if not promotion.done:
-                self._cache.release(own)
-                request.tables = []
-                promotion.gate = None  # it is not begun with a second time
+        for request in [item.request for item in work if item.gate is not None]:
+            loading = _of(request)
+            if not loading.settle():
                 lost.append(request)
-                continue
-            self.promoting.remove(request)
-            if (promotion.num_tokens, promotion.num_copied) == (request.num_committed, num_copied):
-                self._run(request, promotion)
-                for table, slots in zip(request.tables, own, strict=True):
-                    table.extend(slots)
-            else:
-                self._cache.release(own)
-                request.tables = []
-                self._start(request)
-                lost.append(request)
+            if loading.state is not State.LATE:
+                self.promoting.remove(request)
+                self._place(request)
         return lost
 
     def computed(self, work: Sequence[Work]) -> None:
@@ -188,6 +164,17 @@ class Scheduler:
         self.running.remove(request)
         self._release(request)
 
+    def check(self) -> None:
+        """Raise AssertionError if a request stands elsewhere than its loading says, or that is not what it says."""
+        for requests, states in ((self.waiting, WAITING), (self.promoting, COMING - {State.SPLIT})):
+            for request in requests:
+                assert _of(request).state in states, f"a loading that is {_of(request).state} stands in the wrong queue"
+                _of(request).check()
+        for request in self.running:
+            if request.loading is not None:
+                assert request.loading.state is State.SPLIT, f"runs with a loading that is {request.loading.state}"
+                request.loading.check()
+
     def _let_in(self, step: list[Work], budget: int, before: float = math.inf) -> int:
         """Admit whose turn it is, those more urgent than *before*; what is left of the budget."""
         while budget > 0 and self.waiting and self.waiting.first.options.priority < before:
@@ -203,35 +190,30 @@ class Scheduler:
         for request in islice(self.waiting, self._max_running):
             if not self._shared_prefill.serves(request, prefilling):
                 return request
-            request.hit = None  # it will have more when its turn comes
+            _of(request).stand_back()
         return None
 
     def _admit(self, request: Request, step: list[Work]) -> bool:
         """Let the request in unless it would probably push out a running one that is as urgent. Alone it may always
         start."""
+        loading = _of(request)
         if not self._may_one_more_run and not self._give_way(request, step):
-            request.load_until = None
+            loading.wait_turn()
             return False
-        if request.hit is None or self._clock() >= request.hit_until:
-            request.hit, request.hit_until = self._lookup(request), self._clock() + HIT_LASTS_S
-        hit = request.hit
+        hit = loading.look_up()
         while not self._demand.fits(request, hit, [*self.running, *self.promoting]):
             if not self._give_way(request, step):
-                request.load_until = None
+                loading.wait_turn()
                 return False
-        if request.load_until is None:
-            request.load_until = self._clock() + self._timeout_s
-        if not self._room_wait.is_over(request, self._cache.make_room(hit)):
+        if self._asking is not None and self._asking is not loading:
+            self._asking.wait_turn()
+        self._asking = None
+        if not loading.ask_for_room():
+            self._asking = loading
             return False
-        request.hit = None
         self.waiting.remove(request)
-        request.junction = self._cache.junction(hit)
-        if hit.start and self._cache.on_device(hit).num_tokens >= hit.start:
-            hit = replace(hit, start=0)  # what was to be computed has come to the device meanwhile
-        if hit.start:
-            self._split(request, hit)
-        else:
-            self._park(request, self._cache.promote(hit, self._left_s(request)))
+        loading.begin()
+        self._place(request)
         if self._look_ahead is not None:
             self._look_ahead.forget(request)  # the promotion has its own leases now
         return True
@@ -249,108 +231,57 @@ class Scheduler:
         self._preempt(victim)
         return True
 
-    def _lookup(self, request: Request) -> Hit:
-        request.chain.extend(request.token_ids)
-        if not request.options.reads_cache:
-            return self._cache.no_hit(request.chain, len(request.token_ids))
-        hit = self._cache.lookup(request.chain, len(request.token_ids))
-        if request.options.max_load_tokens is not None:
-            hit = self._cache.loading_at_most(hit, request.options.max_load_tokens)
-        return self._cache.worth_loading(hit, len(request.token_ids), self._busy_s())
-
-    def _busy_s(self) -> float:
-        """How long the device will compute the prompts that have been let in, as far as that is known."""
+    def _busy_s(self, besides: Request) -> float:
+        """How long the device will compute the other prompts that have been let in, as far as that is known."""
         if self._planner is None:
             return 0.0
         seconds = self._planner.compute_seconds
         busy_s = sum(seconds(r.num_computed, _left(r)) for r in self.running if not r.is_decoding)
         for request in self.promoting:
-            if request.promotion is not None:
-                depth = request.promotion.num_tokens
+            if request is not besides:
+                depth = _of(request).num_tokens
                 busy_s += seconds(depth, len(request.token_ids) - depth)
         return busy_s
 
-    def _split(self, request: Request, hit: Hit) -> None:
-        """Begin with what is on the device of a hit, and compute what comes before the rest while that is loaded."""
-        front = self._cache.promote(self._cache.on_device(hit))
-        assert front.done, "what is on the device has to be waited for"
-        request.promotion = self._cache.promote(hit, self._left_s(request))
-        request.tables = front.tables
-        request.num_committed = request.num_computed = front.num_tokens
-        self.running.append(request)
+    def _take_in(self) -> None:
+        """Go on with the requests whose prefix has come."""
+        for request in [parked for parked in self.promoting if _of(parked).has_come]:
+            _of(request).take_in()
+            self.promoting.remove(request)
+            self._place(request)
+        for request in self.running:
+            if request.loading is not None and request.loading.has_come:
+                request.loading.take_in()
+                self._admitted(request)
 
-    def _left_s(self, request: Request) -> float:
-        """Until the request starts with what has come."""
-        return self._timeout_s if request.load_until is None else max(0.0, request.load_until - self._clock())
+    def _place(self, request: Request) -> None:
+        """A request whose loading has gone on stands where that belongs."""
+        match _of(request).state:
+            case State.LOADED:
+                self._admitted(request)
+                self.running.append(request)
+            case State.SPLIT:
+                self.running.append(request)
+            case _:
+                self.promoting.append(request)
 
-    def _rejoin(self, request: Request, rest: Promotion) -> None:
-        """The front is computed and the rest loaded, as much of it as arrived: its leases are the request's."""
-        for table, group, loaded in zip(request.tables, self._cache.groups, rest.tables, strict=True):
-            table.extend(loaded[rest.start // group.block_size :])
-        self._has(request, rest)
-
-    def _park(self, request: Request, promotion: Promotion) -> None:
-        request.promotion = promotion
-        request.num_promotions += 1
-        if promotion.done:
-            self._start(request)
-        else:
-            self.promoting.append(request)
-
-    def _start(self, request: Request) -> None:
-        """The request's prefix is on the device, as much of it as arrived: it can run."""
-        promotion = request.promotion
-        assert promotion is not None, "a request starts after its promotion"
-        if promotion.why_no_more in CUT_SHORT and request.num_promotions < MAX_PROMOTIONS:
-            hit = replace(self._lookup(request), start=0)  # what has arrived is on the device: there is no front
-            if hit.num_tokens > promotion.num_tokens:  # windowed layers may resume at a place between
-                again = self._cache.promote(hit, self._left_s(request))
-                again.continues(promotion)
-                self._cache.cancel(promotion)
-                self._park(request, again)
-                return
-        self._run(request, promotion)
-
-    def _run(self, request: Request, promotion: Promotion) -> None:
-        """The promotion's leases are the request's."""
-        request.tables = promotion.tables
-        self._has(request, promotion)
-        self.running.append(request)
-
-    def _has(self, request: Request, promotion: Promotion) -> None:
-        """The promotion's prefix is in the request's tables."""
-        request.promotion = request.load_until = None
-        request.num_promotions = 0
-        request.num_committed = promotion.num_tokens
-        request.num_computed = promotion.num_tokens + promotion.num_copied
+    def _admitted(self, request: Request) -> None:
+        """The request has its prefix: count where that came from."""
+        loading, request.loading = _of(request), None
         if request.options.reads_cache:
             count = self.hit_ratio.admitted if request.tokens is None else self.hit_ratio.readmitted
-            count(len(request.token_ids), request.num_computed - promotion.num_computed)
+            count(len(request.token_ids), loading.num_hit_tokens)
         if request.tokens is None:
-            request.tokens = promotion.balance(len(request.prompt_token_ids))
+            request.tokens = loading.balance()
             self.admitted_tokens = self.admitted_tokens.plus(request.tokens)
 
     def _begin_early(self, step: list[Work]) -> None:
-        """There is nothing else to compute: begin with a prompt whose prefix is arriving layer by layer.
-
-        The promotion keeps its leases; those on the blocks to compute are the request's.
-        """
+        """There is nothing else to compute: begin with a prompt whose prefix is arriving layer by layer."""
+        most_tokens = min(self._config.prefill_chunk, self._config.token_budget)
         for request in self.promoting:
-            promotion = request.promotion
-            if promotion is None or promotion.gate is None:
-                continue
-            num_tokens = len(request.token_ids) - promotion.num_tokens - promotion.num_copied
-            num_tokens = min(num_tokens, self._config.prefill_chunk, self._config.token_budget)
-            end = promotion.num_tokens + promotion.num_copied + num_tokens
-            pairs = zip(self._cache.groups, promotion.tables, strict=True)
-            slots = self._cache.allocate([-(-end // group.block_size) - len(table) for group, table in pairs])
-            if slots is None:
-                continue
-            request.tables = [there + own for there, own in zip(promotion.tables, slots, strict=True)]
-            request.num_committed = promotion.num_tokens
-            request.num_computed = promotion.num_tokens + promotion.num_copied
-            step.append(Work(request, num_tokens))
-            return
+            if num_tokens := _of(request).begin_early(most_tokens):
+                step.append(Work(request, num_tokens))
+                return
 
     def _add_work(self, request: Request, budget: int, step: list[Work]) -> int:
         """Give the request tokens to compute, if it still runs and finds slots; how many."""
@@ -388,23 +319,13 @@ class Scheduler:
         self.running.remove(request)
         self._release(request)
         request.num_computed = request.num_committed = 0
+        request.loading = Loading(request, self._around)
         self.waiting.add_again(request)
 
-    def _leases_besides_promotion(self, request: Request) -> Tables:
-        """Of a request that began early: the tables' slots that are its own already."""
-        num_copied = request.num_computed - request.num_committed
-        return [
-            table[request.num_committed // group.block_size + bool(num_copied) :]
-            for table, group in zip(request.tables, self._cache.groups, strict=True)
-        ]
-
     def _release(self, request: Request) -> None:
-        if request.tables and request.promotion is not None and not request.split:  # a step that began early has failed
-            self._cache.release(self._leases_besides_promotion(request))
-            request.tables = []
-        if request.promotion is not None:
-            self._cache.cancel(request.promotion)
-            request.promotion = None
+        if request.loading is not None:
+            request.loading.give_up()
+            request.loading = None
         if request.tables:
             self._cache.commit_tail(request.tables, request.chain, request.num_computed)
             self._cache.release(request.tables)
@@ -417,4 +338,10 @@ def _priority(request: Request) -> int:
 
 def _left(request: Request) -> int:
     """Tokens that the request can compute now: of a split hit not those that are being loaded."""
-    return max(0, request.split.start - request.num_computed) if request.split else request.num_to_compute
+    return request.num_to_compute if request.loading is None else request.loading.num_to_compute
+
+
+def _of(request: Request) -> Loading:
+    """The loading of a request that waits or is being promoted."""
+    assert request.loading is not None, "a request that has its prefix already"
+    return request.loading

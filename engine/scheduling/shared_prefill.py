@@ -27,7 +27,7 @@ class SharedPrefill:
     @staticmethod
     def _num_tokens_ahead(request: Request, other: Request) -> int:
         """How many tokens that both begin with the other is still to compute."""
-        there = other.num_computed if other.promotion is None else other.promotion.num_tokens
+        there = other.num_computed if other.loading is None else other.loading.num_tokens
         return num_common_tokens(request, other) - there
 
 

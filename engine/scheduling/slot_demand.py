@@ -43,15 +43,14 @@ class SlotDemand:
     def _to_come(self, request: Request) -> list[int]:
         """For each group, the slots that the request will lease to compute its prompt, beside those that it has and
         those kept for it."""
-        tables = [request.tables, [] if request.promotion is None else request.promotion.tables]
-        leased = [sum(map(_num_leased, pair)) for pair in zip_longest(*tables, fillvalue=())]
-        if request.promotion is not None:
-            kept = self._cache.num_to_come(request.promotion)
-            leased = [sum(pair) for pair in zip_longest(leased, kept, fillvalue=0)]
+        leased = [num_leased(table) for table in request.tables]
+        if request.loading is not None:
+            leased = [sum(pair) for pair in zip_longest(leased, request.loading.num_slots(), fillvalue=0)]
         return [max(0, most - there) for most, there in zip_longest(self._of_all(request), leased, fillvalue=0)]
 
 
-def _num_leased(table: Sequence[int]) -> int:
+def num_leased(table: Sequence[int]) -> int:
+    """The slots in a table."""
     return int(np.count_nonzero(np.array(table, np.int32) != NO_SLOT))
 
 

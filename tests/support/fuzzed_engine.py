@@ -23,10 +23,11 @@ from kvtier.engine.config import SchedulerConfig, as_config
 from kvtier.engine.core import EngineCore
 from kvtier.engine.model.poisoned_cache import PoisonedCache
 from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.scheduling.loading import MAX_PROMOTIONS
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.request_options import RequestOptions
-from kvtier.engine.scheduling.scheduler import MAX_PROMOTIONS, Scheduler
+from kvtier.engine.scheduling.scheduler import Scheduler
 from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.store.blob_store import Blob, BlobStore, StoreStatistics
 from kvtier.store.codec.seal import charged_bytes
@@ -384,7 +385,7 @@ class FuzzedEngine:
         polled_at = self.clock.now
         self.core.step()
         self._pins.tick()
-        self.core.cache.check()
+        self.core.check()
         self._promotions = [promotion for promotion in self._promotions if not promotion.done]
         for promotion in self._promotions:
             assert promotion.deadline is not None, "a promotion without a deadline"

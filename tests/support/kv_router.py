@@ -102,18 +102,29 @@ class EventStream:
 
     def receive(self) -> tuple[int, bytes]:
         """Number and payload of the next message that is heard; zmq.Again if none is."""
-        _, seq, payload = self._subscriber.recv_multipart()
+        _, seq, payload = self.frames()
         return int.from_bytes(seq, "big"), payload
+
+    def frames(self) -> list[bytes]:
+        """The next message that is heard, as it came: topic, number, payload; zmq.Again if none is."""
+        return self._subscriber.recv_multipart()
 
     def replay(self, start: int) -> list[tuple[int, bytes]]:
         """Number and payload of each message from *start* on that the publisher still has; zmq.Again without an end."""
-        self._replay.send_multipart([b"", start.to_bytes(8, "big")])
+        self.ask_again(start)
         messages: list[tuple[int, bytes]] = []
-        while True:
-            _, _, seq, payload = self._replay.recv_multipart()
-            if seq == b"\xff" * 8:
-                return messages
-            messages.append((int.from_bytes(seq, "big"), payload))
+        while (message := self.told_again()) is not None:
+            messages.append(message)
+        return messages
+
+    def ask_again(self, start: int) -> None:
+        """Ask for each message from *start* on, and read nothing yet."""
+        self._replay.send_multipart([b"", start.to_bytes(8, "big")])
+
+    def told_again(self) -> tuple[int, bytes] | None:
+        """The next of the answer: number and payload; None at its end."""
+        _, _, seq, payload = self._replay.recv_multipart()
+        return None if seq == b"\xff" * 8 else (int.from_bytes(seq, "big"), payload)
 
     def _take(self, seq: int, payload: bytes) -> EventBatch:
         self.num_lost += seq - self.next_seq

@@ -15,9 +15,10 @@ from kvtier import SamplingParams
 from kvtier.engine import disk_store
 from kvtier.engine.build import build_core
 from kvtier.engine.config import as_config
-from kvtier.engine.core import IDLE_WAIT_S, EngineCore
+from kvtier.engine.core import EngineCore
 from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.engine.scheduling.request import Request
+from kvtier.engine.scheduling.scheduler import Work
 from kvtier.store.record import Fault
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
 
@@ -66,6 +67,11 @@ def reads_hang(core: EngineCore) -> Iterator[None]:
         core._store.gate.set()
 
 
+def num_hanging(core: EngineCore) -> int:
+    """Reads that wait for the gate."""
+    return core._store.num_hanging
+
+
 @dataclass(frozen=True)
 class Share:
     """One request's part of a step."""
@@ -103,14 +109,18 @@ def add(core: EngineCore, prompt: Sequence[int], max_tokens: int = 8) -> Request
 
 
 def step(core: EngineCore) -> list[Share]:
-    """What `EngineCore.step` does, with a look at the work list in between."""
-    work = core._scheduler.schedule()
-    shares = [Share(item.request, item.num_tokens, item.request.is_decoding) for item in work]
-    core.cache.spill()
-    if work:
-        core._compute(work)
-    else:
-        core.cache.wait(IDLE_WAIT_S)
+    """One step, and who computed how many tokens in it."""
+    shares: list[Share] = []
+    schedule = core.scheduler.schedule
+
+    def seen() -> list[Work]:
+        work = schedule()
+        shares.extend(Share(item.request, item.num_tokens, item.request.is_decoding) for item in work)
+        return work
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core.scheduler, "schedule", seen)
+        core.step()
     return shares
 
 
@@ -129,7 +139,8 @@ def finish(core: EngineCore) -> list[list[Share]]:
 def assert_nothing_leased(core: EngineCore) -> None:
     step_until(core, lambda: core.cache.num_under_way == 0)
     core.cache.check()
-    assert core.cache.free_slots() == [core._runner.num_slots] * len(core.cache.groups)
+    num_slots = core.config.device.capacity // BLOCK_BYTES
+    assert core.cache.free_slots() == [num_slots] * len(core.cache.groups)
 
 
 def store_prompt(model: PreTrainedModel, folder: Path, prompt: list[int]) -> None:

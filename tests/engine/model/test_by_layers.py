@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from damaged_blocks import damage_in_host
 from equal_answers import GREEDY, chain_of, configuration, prompt_of, push_down
 from small_models import build, byte_tokenizer, plain_greedy
 
@@ -82,25 +83,23 @@ def test_a_request_that_began_early_can_be_aborted_whatever_came_of_that(
         llm.core.cache.flush(20.0)
         push_down(llm, prompt, Tier.DEVICE)
         core = llm.core
-        host = core.cache.lower.index.host
-        assert host is not None
+        free = core.cache.free_slots()
         if how == "a block is damaged":  # found on disk then: the request is parked a second time
-            (slot,) = host.pools[0].find_all(chain_of(llm, prompt).names[3:4]).tolist()
-            core._memories[0].host_block(slot)[3] ^= 1
+            damage_in_host(core, chain_of(llm, prompt).names[3])
         request = core.add(prompt, GREEDY, NO_EXTRA_KEYS, time.monotonic())
-        work = core._scheduler.schedule()
+        work = core.scheduler.schedule()
         while not work:
-            work = core._scheduler.schedule()
-        assert work[0].request.promotion is not None
+            work = core.scheduler.schedule()
+        assert work[0].gate is not None
         if how == "a block is damaged":
-            assert core._scheduler.settle(work) == [request]
+            assert core.scheduler.settle(work) == [request]
 
         core.abort(request)
 
         while core.cache.num_under_way:
             core.cache.wait(0.01)
         llm.check()
-        assert core.cache.free_slots() == [core._runner.num_slots]
+        assert core.cache.free_slots() == free
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -143,8 +142,7 @@ def test_what_was_computed_on_a_damaged_block_counts_for_nothing(tmp_path: Path,
     with LLM(model, without_disk(tmp_path), byte_tokenizer()) as llm:
         llm.generate(prompt, GREEDY)
         push_down(llm, prompt, Tier.DEVICE)
-        for slot in llm.core.cache.lower.index.host.pools[0].find_all(chain_of(llm, prompt).names)[3:4].tolist():
-            llm.core._memories[0].host_block(slot)[3] ^= 1
+        damage_in_host(llm.core, chain_of(llm, prompt).names[3])
         waits.clear()
         done = llm.generate(prompt, GREEDY)[0]
         again = llm.generate(prompt, GREEDY)[0]

@@ -199,7 +199,7 @@ def test_a_prompt_preempted_or_aborted_among_others_changes_no_token(
         urgent, went_back = None, set()
         for step in range(200):
             llm.core.step()
-            went_back |= {requests.index(r) for r in llm.core._scheduler.waiting if r in requests and r.tokens}
+            went_back |= {requests.index(r) for r in llm.core.scheduler.waiting if r in requests and r.tokens}
             if step == 3:
                 keys = keyed(llm.core, NO_EXTRA_KEYS, "mlp", None)
                 urgent = llm.core.add(prompt_of(9, 140), GREEDY, keys, 0.0, RequestOptions(priority=-1))

@@ -18,10 +18,11 @@ from kvtier.engine.build import LOAD_TIMEOUT_S
 from kvtier.engine.config import SchedulerConfig
 from kvtier.engine.model.paged_model import ARRIVAL_WAIT_S
 from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.scheduling.loading import ROOM_SHARE, SETTLE_S
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.request import FinishReason, Request
 from kvtier.engine.scheduling.request_options import RequestOptions
-from kvtier.engine.scheduling.scheduler import ROOM_SHARE, SETTLE_S, Scheduler, Work
+from kvtier.engine.scheduling.scheduler import Scheduler, Work
 from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.store.memory_store import MemoryStore
@@ -63,7 +64,13 @@ class Asked:
 class Engine(HangingWorld):
     """A scheduler over three tiers with a model that writes the bytes which each block must have."""
 
-    def __init__(self, fault: Fault | None = None, by_layers: bool = False, store: MemoryStore | None = None) -> None:
+    def __init__(
+        self,
+        fault: Fault | None = None,
+        by_layers: bool = False,
+        store: MemoryStore | None = None,
+        look_ahead_blocks: int = 12,
+    ) -> None:
         self.fault = fault
         self.asked: list[Asked] = []
         self.holds: list[Pin] = []
@@ -79,7 +86,7 @@ class Engine(HangingWorld):
         )
         config = SchedulerConfig(token_budget=64, prefill_chunk=32, max_running=3)
         self.pins = TimedPins(self.cache, self.clock)
-        ahead = LookAhead(self.cache, self.pins, 12 * 64, 30.0)
+        ahead = LookAhead(self.cache, self.pins, look_ahead_blocks * 64, 30.0)
         self.scheduler = Scheduler(self.cache, config, LOAD_TIMEOUT_S, clock=self.clock, look_ahead=ahead)
 
     @property
@@ -87,12 +94,12 @@ class Engine(HangingWorld):
         """When the transfer that never comes back began."""
         return min((lane.stuck_at for lane in self.lanes.values() if lane.stuck_at is not None), default=None)
 
-    def ask(self, document: str) -> Asked:
+    def ask(self, document: str, num_tokens: int = DOCUMENT, max_tokens: int = 2, priority: int = 0) -> Asked:
         chain = BlockChain(BLOCK_SIZE, ExtraKeys(cache_salt=document))
-        prompt = list(range(DOCUMENT)) + [1000 + len(self.asked)] * 3
+        prompt = list(range(num_tokens)) + [1000 + len(self.asked)] * 3
         chain.extend(prompt)
-        sampling = SamplingParams(max_tokens=2, ignore_eos=True)
-        request = Request(prompt, sampling, chain, Detokenizer(TOKENIZER), RequestOptions())
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = Request(prompt, sampling, chain, Detokenizer(TOKENIZER), RequestOptions(priority))
         self.scheduler.add(request)
         self.asked.append(Asked(request, self.clock.now))
         return self.asked[-1]
@@ -112,6 +119,7 @@ class Engine(HangingWorld):
                 self.sample(item.request)
         self.cache.spill()
         self.pins.tick()
+        self.scheduler.check()
         if not work:
             self.cache.wait(STEP_S)
 
@@ -120,7 +128,7 @@ class Engine(HangingWorld):
         request, end = work.request, work.request.num_computed + work.num_tokens
         request.chain.extend(request.token_ids)
         (table,) = request.tables
-        is_arriving = request.promotion is not None and request.promotion.gate is not None
+        is_arriving = work.gate is not None
         for block_id, name in enumerate(request.chain.names[: end // BLOCK_SIZE]):
             expected, block = self.bytes_of(0, name), self.device[0][table[block_id]]
             if block_id >= request.num_computed // BLOCK_SIZE:
@@ -130,10 +138,9 @@ class Engine(HangingWorld):
 
     def wait_for_layers(self, work: Work) -> None:
         """What attention does at each layer of a prefix that is still arriving."""
-        promotion = work.request.promotion
-        if promotion is not None and promotion.gate is not None:
-            promotion.gate.wait(3, 4, give_up_at=0.0)
-            self.let_time_pass(ARRIVAL_WAIT_S if promotion.gate.missed else 0.0)
+        if work.gate is not None:
+            work.gate.wait(3, 4, give_up_at=0.0)
+            self.let_time_pass(ARRIVAL_WAIT_S if work.gate.missed else 0.0)
 
     def sample(self, request: Request) -> None:
         (asked,) = [asked for asked in self.asked if asked.request is request]
@@ -492,6 +499,30 @@ def test_after_room_was_waited_for_a_load_has_what_is_left_of_its_time(monkeypat
     waits = wait_for(engine, "a")
 
     assert waits[0] == pytest.approx(LOAD_TIMEOUT_S, abs=0.5)
+
+
+def test_the_time_of_a_load_does_not_pass_while_a_more_urgent_request_waits_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(look_ahead_blocks=0)
+    only_on_disk(engine, "a")
+    running = engine.ask("y", max_tokens=100, priority=-2)
+    while running.first_token_at is None:
+        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(TieredCache, "make_room", lambda cache, hit: hit.num_tokens == 0)
+        asked = engine.ask("a")
+        engine.step()  # it has slots, and asks for room
+        urgent = engine.ask("z", num_tokens=140, priority=-1)  # needs the slots of the one that runs
+        engine.step()
+        engine.clock.now += 2 * LOAD_TIMEOUT_S
+        engine.scheduler.abort(urgent.request)
+
+    while asked.first_token_at is None:
+        engine.step()
+
+    assert asked.request.tokens is not None
+    assert asked.request.tokens.disk == DOCUMENT
 
 
 def test_a_page_of_the_index_that_hangs_is_read_by_another_reader() -> None:

@@ -32,7 +32,7 @@ def test_the_queue_is_ordered_by_priority_and_then_by_arrival(model: PreTrainedM
         step(core)
         late, later, urgent = (add_with(core, prompt_of(n, 20), priority) for n, priority in ((1, 5), (2, 5), (3, 0)))
 
-        assert list(core._scheduler.waiting) == [urgent, late, later]
+        assert list(core.scheduler.waiting) == [urgent, late, later]
         finish(core)
 
     times = [request.first_token_at for request in (first, urgent, late, later)]
@@ -51,7 +51,7 @@ def test_an_urgent_request_takes_the_slots_of_one_that_is_not_and_both_answers_a
         assert slow.finish_reason is None
         finish(core)
         assert_nothing_leased(core)
-        statistics = core._scheduler.hit_ratio.statistics()
+        statistics = core.scheduler.hit_ratio.statistics()
 
     assert statistics.num_preempted == 1
     assert urgent.generated == plain_greedy(model, question, 8)
@@ -90,10 +90,10 @@ def test_random_priorities_in_a_small_pool_give_the_tokens_of_being_alone(model:
             asked.append(add_with(core, prompt, rng.randrange(3), max_tokens=20))
             for _ in range(rng.randrange(6)):
                 step(core)
-                core.cache.check()
+                core.check()
         finish(core)
         assert_nothing_leased(core)
-        assert core._scheduler.hit_ratio.statistics().num_preempted > 0
+        assert core.scheduler.hit_ratio.statistics().num_preempted > 0
 
     for prompt, request in zip(prompts, asked, strict=True):
         assert request.generated == plain_greedy(model, prompt, 20)
@@ -119,7 +119,7 @@ def test_what_a_waiting_request_needs_comes_from_disk_while_it_waits(model: PreT
         assert running.finish_reason is None
         finish(core)
         assert_nothing_leased(core)
-        assert core.cache._pins.num_bytes == 0
+        assert core.cache.free_to_pin == core.cache.pinnable_bytes
 
     assert waiting.tokens is not None
     assert waiting.tokens.host == 10 * BLOCK_SIZE
@@ -133,22 +133,24 @@ def test_the_budget_goes_to_the_head_of_the_queue_and_time_takes_it_back(
     for prompt in prompts:
         store_prompt(model, tmp_path, prompt)
     now = 0.0
-    with engine(model, folder=tmp_path, max_running=1) as core:
+    with engine(model, folder=tmp_path, max_running=1, look_ahead=0.0) as core:
         budget = 2 * 10 * BLOCK_SIZE * 1024
         pins = TimedPins(core.cache, lambda: now)
         ahead = LookAhead(core.cache, pins, budget, lasts_s=30.0)
         add(core, prompt_of(4, 20), max_tokens=200)
         step(core)
-        core._scheduler._look_ahead = ahead
         first, second, third = (add(core, prompt) for prompt in prompts)
         for _ in range(5):
-            ahead.look(core._scheduler.waiting)
+            ahead.look(core.scheduler.waiting)
 
-        assert set(ahead._pins) == {first, second}
+        step_until(core, lambda: all(where(core, request) == {Tier.HOST} for request in (first, second)))
+        assert where(core, third) == {Tier.DISK}
         assert ahead.num_bytes == budget
+        ahead.forget(first)
         core.abort(first)
-        ahead.look(core._scheduler.waiting)
-        assert set(ahead._pins) == {second, third}
+        ahead.look(core.scheduler.waiting)
+        step_until(core, lambda: where(core, third) == {Tier.HOST})
+        assert ahead.num_bytes == budget
         now = 31.0
         pins.tick()
         assert ahead.num_bytes == 0

@@ -14,6 +14,7 @@ from stepped_core import (
     assert_nothing_leased,
     engine,
     finish,
+    num_hanging,
     prompt_of,
     reads_hang,
     step,
@@ -22,7 +23,7 @@ from stepped_core import (
 )
 from transformers import PreTrainedModel
 
-from kvtier.engine.build import LOAD_TIMEOUT_S
+from kvtier.engine import core as engine_core
 from kvtier.engine.core import EngineCore
 from kvtier.engine.scheduling.request import FinishReason, Request
 from kvtier.engine.scheduling.stall import LEAST_S, CopyHangs, Stall
@@ -113,7 +114,7 @@ def test_no_more_requests_are_active_than_max_running(model: PreTrainedModel, tm
     store_prompt(model, tmp_path, prompts[0])
     with engine(model, folder=tmp_path, max_running=3) as core:
         requests = [add(core, prompt) for prompt in prompts]
-        scheduler = core._scheduler
+        scheduler = core.scheduler
         num_active = []
 
         with reads_hang(core):  # the first one is parked, and counts
@@ -140,8 +141,8 @@ def test_a_request_whose_prefix_is_being_promoted_is_parked_while_others_go_on(
             parked = add(core, stored)
             requests = [add(core, prompt) for prompt in others]
             steps = step_until(core, lambda: all(request.finish_reason for request in requests))
-            assert core._scheduler.promoting == [parked]
-            core.cache.check()
+            assert core.scheduler.promoting == [parked]
+            core.check()
         finish(core)
         assert_nothing_leased(core)
 
@@ -160,8 +161,8 @@ def test_a_promotion_that_is_late_is_recomputed_for_the_reason_deadline(model: P
         with reads_hang(core):
             request = add(core, stored)
             finish(core)
-            core.cache.check()
-            assert core._store.num_hanging > 0
+            core.check()
+            assert num_hanging(core) > 0
         assert_nothing_leased(core)
         again = add(core, stored)
         finish(core)
@@ -199,14 +200,14 @@ def test_the_youngest_is_preempted_when_slots_run_out_and_all_answers_stay_right
         preempted: list[Request] = []
         while core.has_work:
             step(core)
-            core.cache.check()
-            preempted += [request for request in core._scheduler.waiting if request.generated]
+            core.check()
+            preempted += [request for request in core.scheduler.waiting if request.generated]
         assert_nothing_leased(core)
 
     assert [request.generated for request in requests] == expected
     assert preempted
     assert requests[0] not in preempted
-    assert core._scheduler.admitted_tokens.num_tokens == sum(map(len, prompts))
+    assert core.scheduler.admitted_tokens.num_tokens == sum(map(len, prompts))
 
 
 @pytest.mark.long
@@ -278,11 +279,11 @@ def test_aborting_frees_every_lease_and_leaves_the_others_alone(state: str, name
         store_prompt(model, tmp_path, stored)
 
     with engine(model, folder=tmp_path) as core:
-        scheduler = core._scheduler
+        scheduler = core.scheduler
         with reads_hang(core):
             aborted, stays = add(core, stored), add(core, other)
             if state == "promoting":
-                step_until(core, lambda: aborted in scheduler.promoting and core._store.num_hanging > 0)
+                step_until(core, lambda: aborted in scheduler.promoting and num_hanging(core) > 0)
             elif state == "prefilling":
                 step_until(core, lambda: aborted.num_computed > 0)
                 assert not aborted.generated
@@ -290,7 +291,7 @@ def test_aborting_frees_every_lease_and_leaves_the_others_alone(state: str, name
                 step_until(core, lambda: len(aborted.generated) > 1)
             core.abort(aborted)
             core.abort(aborted)
-            core.cache.check()
+            core.check()
         finish(core)
         assert_nothing_leased(core)
 
@@ -308,7 +309,7 @@ def test_aborting_one_of_two_that_wait_for_the_same_blocks_takes_nothing_from_th
     with engine(model, folder=tmp_path) as core:
         with reads_hang(core):
             first, second = add(core, stored), add(core, stored)
-            step_until(core, lambda: len(core._scheduler.promoting) == 2)
+            step_until(core, lambda: len(core.scheduler.promoting) == 2)
             core.abort(first)
         finish(core)
         assert_nothing_leased(core)
@@ -318,7 +319,7 @@ def test_aborting_one_of_two_that_wait_for_the_same_blocks_takes_nothing_from_th
 
 
 def test_an_engine_whose_slots_never_come_back_ends_with_an_error_that_says_so(
-    model: PreTrainedModel,
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
 
@@ -328,8 +329,8 @@ def test_an_engine_whose_slots_never_come_back_ends_with_an_error_that_says_so(
             core.step()
             now += 1.0
 
+    monkeypatch.setattr(engine_core, "Stall", lambda deadline_s: Stall(deadline_s, lambda: now))
     with engine(model, num_slots=20) as core:
-        core._stall = Stall(LOAD_TIMEOUT_S, lambda: now)
         core.step()
         now += 1000.0  # idle for long
         held = core.cache.allocate([18])  # as copies do that hang
@@ -371,7 +372,7 @@ def test_random_arrivals_and_aborts_in_a_small_pool_give_the_tokens_of_being_alo
                 core.abort(rng.choice(asked)[1])
             elif core.has_work:
                 step(core)
-            core.cache.check()
+            core.check()
         finish(core)
         assert_nothing_leased(core)
 

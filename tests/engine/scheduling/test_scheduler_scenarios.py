@@ -89,6 +89,7 @@ class Machine(World):
                     request.finish(FinishReason.LENGTH)
                     self.scheduler.retire(request)
         self.cache.check()
+        self.scheduler.check()
 
     def finish(self, *requests: Request) -> None:
         """Step until these, or all, have their answers; copies arrive between the steps."""

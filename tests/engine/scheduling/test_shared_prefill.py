@@ -67,7 +67,7 @@ def test_whoever_waits_goes_on_if_the_first_is_ended(model: PreTrainedModel) -> 
         first, second = (add(core, question(number)) for number in range(2))
         for _ in range(2):
             step(core)
-        assert second in core._scheduler.waiting
+        assert second in core.scheduler.waiting
 
         core.abort(first)
         finish(core)
@@ -131,7 +131,7 @@ def test_random_questions_in_a_small_pool_get_the_tokens_of_being_alone(model: P
                 core.abort(ended[-1])
             for _ in range(rng.randrange(4)):
                 step(core)
-                core.cache.check()
+                core.check()
         step_until(core, lambda: not core.has_work)
         assert_nothing_leased(core)
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from damaged_blocks import damage_in_host
 from small_models import build, plain_greedy
 from stepped_core import (
     BLOCK_SIZE,
@@ -22,6 +23,7 @@ from stepped_core import (
 from transformers import PreTrainedModel
 
 from kvtier.engine.core import EngineCore
+from kvtier.engine.scheduling import loading
 from kvtier.engine.scheduling.request import FinishReason, Request
 from kvtier.tiers.naming.tier import Reason
 from kvtier.tiers.up.load_planner import Demand, Plan
@@ -121,17 +123,20 @@ def test_a_rest_that_comes_too_late_is_computed(model: PreTrainedModel, tmp_path
     }
 
 
-def test_a_split_whose_front_has_come_to_the_device_meanwhile_is_none(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_split_whose_front_has_come_to_the_device_meanwhile_is_none(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "HIT_LASTS_S", float("inf"))
     store_prompt(model, tmp_path, PROMPT)
 
     with split_engine(model, tmp_path) as core:
         waiting = add(core, PROMPT)
-        waiting.hit, waiting.hit_until = core._scheduler._lookup(waiting), float("inf")
-        assert waiting.hit.start == HIT // 2
-        core._scheduler.waiting.remove(waiting)
+        assert waiting.loading is not None
+        assert waiting.loading.look_up().start == HIT // 2
+        core.scheduler.waiting.remove(waiting)
         add(core, PROMPT[: 12 * BLOCK_SIZE + 1], max_tokens=1)
         finish(core)
-        core._scheduler.waiting.add(waiting)
+        core.scheduler.waiting.add(waiting)
         finish(core)
         assert_nothing_leased(core)
 
@@ -150,11 +155,9 @@ def test_what_is_looked_up_again_after_a_damaged_block_is_not_split(model: PreTr
         for seed in range(10, 40):  # until the device has none of it
             add(core, prompt_of(seed, 200), max_tokens=1)
             finish(core)
-        host = core.cache.lower.index.host
         request = add(core, PROMPT)
-        (slot,) = host.pools[0].find_all(request.chain.names[5:6]).tolist()
-        core._memories[0].host_block(slot)[3] ^= 1
-        step_until(core, lambda: request.promotion is not None)  # copies that make room for it go first
+        damage_in_host(core, request.chain.names[5])
+        step_until(core, lambda: request in core.scheduler.promoting)  # copies that make room for it go first
         core.planner.best = best
         finish(core)
         assert_nothing_leased(core)
@@ -171,12 +174,12 @@ def test_aborting_frees_the_front_and_the_rest(model: PreTrainedModel, tmp_path:
     with split_engine(model, tmp_path) as core:
         with reads_hang(core):
             request = add(core, PROMPT)
-            core._scheduler.schedule()
+            core.scheduler.schedule()
             core.cache.spill()
             while request.num_computed < num_computed:
-                core._compute(core._scheduler.schedule())
+                core.step()
             core.abort(request)
-            core.cache.check()
+            core.check()
         assert_nothing_leased(core)
         again = add(core, PROMPT)
         finish(core)
@@ -212,14 +215,14 @@ def test_random_arrivals_and_aborts_in_a_small_pool_give_the_tokens_of_being_alo
 
     with split_engine(model, tmp_path, num_slots=40, num_host_slots=30) as core:
         for _ in range(400):
-            if rng.random() < 0.3 and len(core._scheduler.running) < 4:
+            if rng.random() < 0.3 and len(core.scheduler.running) < 4:
                 prompt = rng.choice(prompts)
                 answered.append((prompt, add(core, prompt)))
             if rng.random() < 0.03 and answered:
                 core.abort(answered[-1][1])
             step(core)
-            core.cache.check()
-            splits += any(request.split for request in core._scheduler.running)
+            core.check()
+            splits += any(request.loading is not None for request in core.scheduler.running)
         finish(core)
         assert_nothing_leased(core)
 

@@ -1,0 +1,382 @@
+"""Loading: one request's way from the queue to a prefix of its own on the device."""
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from kvtier.engine.scheduling.slot_demand import num_leased
+from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.lower.breaker import Attempt, CircuitBreaker
+from kvtier.tiers.lower.statistics import TokenBalance
+from kvtier.tiers.naming.tier import Reason
+from kvtier.tiers.up.promotion import Hit, Promotion, Tables
+from kvtier.transfer.layer_gate import LayerGate
+
+if TYPE_CHECKING:
+    from kvtier.engine.scheduling.request import Request
+
+MAX_PROMOTIONS = 3  # of one request: a corrupt block shortens the first, the second goes as far as is left
+CUT_SHORT = frozenset({Reason.CORRUPT, Reason.EVICTED_FROM_DISK})
+ARRIVAL_POLL_S = 0.01
+# For what a step that began early was computed with: verifying is done when copying is, or hangs. Nobody else computes.
+SETTLE_S = 1.0
+ROOM_SHARE = 0.5  # of a load's time, which may pass before it begins: the rest is for loading
+HIT_LASTS_S = 0.05  # while room is made for a hit it is not looked up again: 36 ms for 8,192 blocks on disk
+
+
+class State(StrEnum):
+    """How far a loading has come."""
+
+    QUEUED = "queued"  # nothing is known of its hit, or no more
+    FOUND = "found"  # its hit is known; the request waits for its turn and for slots
+    ROOM = "room"  # there are slots, and room is made for the hit: the load's time passes
+    PARKED = "parked"  # the hit comes up, and the request computes nothing
+    EARLY = "early"  # a step computes on those layers of the hit that have come
+    LATE = "late"  # such a step was in vain: the request is parked until all layers have come
+    SPLIT = "split"  # the request computes the beginning of the hit while the rest comes up
+    LOADED = "loaded"  # what has come of the hit is in the request's tables, and its leases are the request's
+    GIVEN_UP = "given up"  # the request has ended, or starts again from the queue; nothing is leased
+
+
+NEXT_STATES = {
+    State.QUEUED: {State.FOUND, State.GIVEN_UP},
+    State.FOUND: {State.QUEUED, State.ROOM, State.GIVEN_UP},
+    State.ROOM: {State.QUEUED, State.FOUND, State.PARKED, State.SPLIT, State.LOADED, State.GIVEN_UP},
+    State.PARKED: {State.PARKED, State.EARLY, State.LOADED, State.GIVEN_UP},
+    State.EARLY: {State.PARKED, State.LATE, State.LOADED, State.GIVEN_UP},
+    State.LATE: {State.PARKED, State.LOADED, State.GIVEN_UP},
+    State.SPLIT: {State.LOADED, State.GIVEN_UP},
+    State.LOADED: set(),
+    State.GIVEN_UP: set(),
+}
+WAITING = frozenset({State.QUEUED, State.FOUND, State.ROOM})
+COMING = frozenset({State.PARKED, State.EARLY, State.LATE, State.SPLIT})
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the loadings of one engine have in common."""
+
+    cache: TieredCache
+    clock: Callable[[], float]
+    most_s: float  # that a load may take: from asking for room until its request starts with what has come
+    room: CircuitBreaker  # of waiting for room: copies that are too slow hold up the queue once, not for each request
+    busy_s: Callable[["Request"], float]  # how long the device will compute for other requests than this one
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    hit: Hit
+    until: float  # then it is looked up again
+
+
+class Loading:
+    """Brings what is cached of one request's prompt to the device. The scheduler says when, the loading says how far
+    it has come. Owned by the engine's thread.
+
+    | event          | from                 | to                                                                   |
+    |----------------|----------------------|----------------------------------------------------------------------|
+    | `look_up`      | queued, found, room  | found; room stays room                                               |
+    | `stand_back`   | queued, found, room  | queued: another request computes what this one needs                 |
+    | `wait_turn`    | room                 | found: the load's time has not begun. Elsewhere nothing happens      |
+    | `ask_for_room` | found, room          | room                                                                 |
+    | `begin`        | room                 | split if a part is computed; loaded if all is there; else parked     |
+    | `take_in`      | parked, late         | loaded; parked again if a block was damaged and more of it is below  |
+    |                | split                | loaded, once the beginning is computed too                           |
+    | `begin_early`  | parked               | early, if layers come one by one and there are slots. Late stays     |
+    | `settle`       | early                | loaded if all came as expected; late if it is still coming;          |
+    |                |                      | else as `take_in` of what has come                                   |
+    | `give_up`      | all but the last two | given up                                                             |
+
+    What is leased: nothing while it waits (`WAITING`); the promotion's slots while it comes (`COMING`); with *early*
+    also slots for the tokens of the step; with *split* also the request's tables, which are the request's to release.
+    """
+
+    def __init__(self, request: "Request", around: Surroundings) -> None:
+        self.state = State.QUEUED
+        self._request = request
+        self._around = around
+        self._cache = around.cache
+        self._found: _Found | None = None
+        self._asked_at = 0.0  # for room
+        self._attempt: Attempt | None = None  # at waiting for it
+        self._promotion: Promotion | None = None
+        self._num_promotions = 0
+        self._own: Tables = []  # slots for a step that begins early
+
+    # --- what the scheduler asks
+
+    @property
+    def has_come(self) -> bool:
+        """Whether the loading can be taken in: nothing of it is under way, and nothing before it left to compute."""
+        promotion = self._promotion
+        if promotion is None or not promotion.done:
+            return False
+        return self.state is not State.SPLIT or self._request.num_computed >= promotion.start
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens that the request will have when all of it has come."""
+        return self._coming.num_tokens
+
+    @property
+    def num_to_compute(self) -> int:
+        """Of a split hit, the tokens that the request can compute while the rest is loaded."""
+        return max(0, self._coming.start - self._request.num_computed)
+
+    @property
+    def gate(self) -> LayerGate | None:
+        """What a step has to wait for at each layer, if it begins early."""
+        return self._coming.gate if self.state is State.EARLY else None
+
+    def num_slots(self) -> list[int]:
+        """For each group, the device slots that are leased or kept for what comes up."""
+        promotion = self._coming
+        kept = self._cache.num_to_come(promotion)
+        return [num_leased(table) + to_come for table, to_come in zip(promotion.tables, kept, strict=True)]
+
+    @property
+    def num_hit_tokens(self) -> int:
+        """Once loaded: the tokens that came from the cache."""
+        return self._coming.num_tokens + self._coming.num_copied - self._coming.num_computed
+
+    def balance(self) -> TokenBalance:
+        """Once loaded: where the tokens of the prompt come from."""
+        return self._coming.balance(len(self._request.prompt_token_ids))
+
+    # --- events while the request waits
+
+    def look_up(self) -> Hit:
+        """The request's hit, looked up anew unless that was a moment ago."""
+        self._expect(WAITING)
+        if self._found is None or self._around.clock() >= self._found.until:
+            self._found = _Found(self._lookup(), self._around.clock() + HIT_LASTS_S)
+        if self.state is State.QUEUED:
+            self._become(State.FOUND)
+        return self._found.hit
+
+    def stand_back(self) -> None:
+        """Another request is about to compute what this one needs: it will find more when its turn comes."""
+        self._expect(WAITING)
+        if self.state is not State.QUEUED:
+            self._withdraw()
+            self._found = None
+            self._become(State.QUEUED)
+
+    def wait_turn(self) -> None:
+        """The request waits for slots or for its turn, and no more for room, if it did."""
+        if self.state is State.ROOM:
+            self._withdraw()
+            self._become(State.FOUND)
+
+    def ask_for_room(self) -> bool:
+        """Whether the load may begin: there is room for the hit, or waiting for it was long enough, or is in vain.
+
+        To be asked in every step, else `wait_turn`.
+        """
+        assert self._found is not None, "room for what?"
+        clock, breaker = self._around.clock, self._around.room
+        is_first = self.state is State.FOUND
+        if is_first:
+            self._become(State.ROOM)
+            self._asked_at = clock()
+        self._expect({State.ROOM})
+        if self._cache.make_room(self._found.hit):
+            if self._attempt is not None:
+                breaker.succeeded(self._attempt)
+                self._attempt = None
+            return True
+        if is_first:
+            self._attempt = breaker.begin()
+        if self._attempt is None:
+            return True
+        if clock() < self._asked_at + ROOM_SHARE * self._around.most_s:
+            return False
+        breaker.hung(self._attempt)
+        self._attempt = None
+        return True
+
+    def begin(self) -> None:
+        """Lease what is there of the hit, and have the rest brought up."""
+        self._expect({State.ROOM})
+        assert self._found is not None, "a hit to load"
+        hit, self._found = self._found.hit, None
+        self._withdraw()
+        self._request.junction = self._cache.junction(hit)
+        if hit.start and self._cache.on_device(hit).num_tokens >= hit.start:
+            hit = replace(hit, start=0)  # what was to be computed has come to the device meanwhile
+        if hit.start:
+            self._split(hit)
+        else:
+            self._promote(hit)
+
+    # --- events while the hit comes up
+
+    def take_in(self) -> None:
+        """It `has_come`: what there is of it becomes the request's, unless more is below."""
+        assert self.has_come, "it is still coming"
+        if self.state is State.SPLIT:
+            self._join()
+        else:
+            self._expect({State.PARKED, State.LATE})
+            self._arrive()
+
+    def begin_early(self, most_tokens: int) -> int:
+        """Lease slots for a step that computes on the layers that have come; how many tokens it has, 0 if none can be.
+
+        The promotion keeps its leases.
+        """
+        self._expect({State.PARKED, State.LATE})
+        promotion = self._coming
+        if self.state is State.LATE or promotion.gate is None:
+            return 0
+        request, start = self._request, promotion.num_tokens + promotion.num_copied
+        num_tokens = min(len(request.token_ids) - start, most_tokens)
+        pairs = zip(self._cache.groups, promotion.tables, strict=True)
+        slots = self._cache.allocate(
+            [-(-(start + num_tokens) // group.block_size) - len(table) for group, table in pairs]
+        )
+        if slots is None:
+            return 0
+        self._become(State.EARLY)
+        self._own = slots
+        request.tables = [there + own for there, own in zip(promotion.tables, slots, strict=True)]
+        request.num_committed, request.num_computed = promotion.num_tokens, start
+        return num_tokens
+
+    def settle(self) -> bool:
+        """Wait a moment for what a step that began early was computed with; whether all came as expected.
+
+        Otherwise what was computed counts for nothing: the request starts again from what is there, or goes on waiting
+        for it while others compute.
+        """
+        self._expect({State.EARLY})
+        request, promotion = self._request, self._coming
+        give_up_at = self._around.clock() + SETTLE_S
+        while not promotion.done and self._around.clock() < give_up_at:
+            self._cache.wait(ARRIVAL_POLL_S)
+        came = promotion.num_tokens, promotion.num_copied
+        if promotion.done and came == (request.num_committed, request.num_computed - request.num_committed):
+            request.tables = [there + own for there, own in zip(promotion.tables, self._own, strict=True)]
+            self._own = []
+            self._loaded()
+            return True
+        self._drop_early()
+        if promotion.done:
+            self._arrive()
+        else:
+            self._become(State.LATE)
+        return False
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more: its leases end. The request's tables stay the request's."""
+        self._expect(WAITING | COMING)
+        self._withdraw()
+        if self.state is State.EARLY:  # the step has failed
+            self._drop_early()
+        if self._promotion is not None:
+            self._cache.cancel(self._promotion)
+        self._become(State.GIVEN_UP)
+        self._found = self._promotion = None
+
+    def check(self) -> None:
+        """Raise AssertionError if what it holds does not fit its state."""
+        state, promotion = self.state, self._promotion
+        assert (self._found is not None) == (state in (State.FOUND, State.ROOM)), (
+            f"{state}, and has found {self._found}"
+        )
+        assert self._attempt is None or state is State.ROOM, f"{state}, and waits for room"
+        assert (promotion is not None) == (state in COMING or state is State.LOADED), f"{state}, {promotion}"
+        assert bool(self._own) == (state is State.EARLY), f"{state} with slots of its own: {self._own}"
+        if promotion is not None and state is not State.LOADED:
+            assert bool(promotion.start) == (state is State.SPLIT), f"{state}, and loads from {promotion.start} on"
+        if state in WAITING or state in (State.PARKED, State.LATE):
+            request = self._request
+            assert not request.tables, f"{state}, and has blocks"
+            assert request.num_computed == request.num_committed == 0, f"{state}, and has computed"
+
+    # --- how
+
+    @property
+    def _coming(self) -> Promotion:
+        assert self._promotion is not None, f"a loading that is {self.state} brings nothing"
+        return self._promotion
+
+    def _expect(self, states: Set[State]) -> None:
+        assert self.state in states, f"a loading that is {self.state}, not {', '.join(sorted(states))}"
+
+    def _become(self, state: State) -> None:
+        assert state in NEXT_STATES[self.state], f"a loading that is {self.state} never becomes {state}"
+        self.state = state
+
+    def _withdraw(self) -> None:
+        """It waits for room no more, and that says nothing about room."""
+        if self._attempt is not None:
+            self._around.room.withdrawn(self._attempt)
+            self._attempt = None
+
+    def _lookup(self) -> Hit:
+        request, cache = self._request, self._cache
+        num_tokens = len(request.token_ids)
+        request.chain.extend(request.token_ids)
+        if not request.options.reads_cache:
+            return cache.no_hit(request.chain, num_tokens)
+        hit = cache.lookup(request.chain, num_tokens)
+        if request.options.max_load_tokens is not None:
+            hit = cache.loading_at_most(hit, request.options.max_load_tokens)
+        return cache.worth_loading(hit, num_tokens, self._around.busy_s(request))
+
+    def _left_s(self) -> float:
+        """Until the request starts with what has come."""
+        return max(0.0, self._asked_at + self._around.most_s - self._around.clock())
+
+    def _split(self, hit: Hit) -> None:
+        """Begin with what is on the device of a hit, and compute what comes before the rest while that is loaded."""
+        front = self._cache.promote(self._cache.on_device(hit))
+        assert front.done, "what is on the device has to be waited for"
+        self._promotion = self._cache.promote(hit, self._left_s())
+        self._request.tables = front.tables
+        self._request.num_committed = self._request.num_computed = front.num_tokens
+        self._become(State.SPLIT)
+
+    def _join(self) -> None:
+        """The beginning is computed and the rest loaded, as much of it as arrived."""
+        rest = self._coming
+        for table, group, loaded in zip(self._request.tables, self._cache.groups, rest.tables, strict=True):
+            table.extend(loaded[rest.start // group.block_size :])
+        self._loaded()
+
+    def _promote(self, hit: Hit) -> None:
+        earlier, self._promotion = self._promotion, self._cache.promote(hit, self._left_s())
+        self._num_promotions += 1
+        if earlier is not None:
+            self._promotion.continues(earlier)
+            self._cache.cancel(earlier)
+        if self._promotion.done:
+            self._arrive()
+        else:
+            self._become(State.PARKED)
+
+    def _arrive(self) -> None:
+        """The prefix is on the device, as much of it as arrived. Is more of it below?"""
+        promotion = self._coming
+        if promotion.why_no_more in CUT_SHORT and self._num_promotions < MAX_PROMOTIONS:
+            hit = replace(self._lookup(), start=0)  # what has arrived is on the device: there is no front
+            if hit.num_tokens > promotion.num_tokens:  # windowed layers may resume at a place between
+                self._promote(hit)
+                return
+        self._request.tables = promotion.tables
+        self._loaded()
+
+    def _loaded(self) -> None:
+        """The promotion's prefix is in the request's tables, and so are its leases."""
+        promotion, request = self._coming, self._request
+        request.num_committed = promotion.num_tokens
+        request.num_computed = promotion.num_tokens + promotion.num_copied
+        self._become(State.LOADED)
+
+    def _drop_early(self) -> None:
+        self._cache.release(self._own)
+        self._own, self._request.tables = [], []
+        self._request.num_computed = self._request.num_committed = 0

@@ -1,0 +1,261 @@
+"""Loading: every way from the queue to a prefix on the device, in a world of late, failing and damaged copies."""
+
+import random
+from collections.abc import Callable, Sequence, Set
+
+import pytest
+from chaos import World
+from fuzzed_engine import Lane, Odds, StirringQueue
+from small_models import byte_tokenizer
+
+from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.scheduling.loading import COMING, NEXT_STATES, WAITING, Loading, State, Surroundings
+from kvtier.engine.scheduling.request import Request
+from kvtier.engine.text.detokenizer import Detokenizer
+from kvtier.store.memory_store import MemoryStore
+from kvtier.tiers.lower.breaker import CircuitBreaker
+from kvtier.tiers.naming.groups import FullAttention
+from kvtier.tiers.up import uploads
+from kvtier.tiers.up.load_planner import Demand, LoadPlanner, Plan
+from kvtier.tiers.up.prefill_speed import PrefillSpeed
+from kvtier.transfer.transfer_engine import Route
+
+BLOCK_SIZE = 4
+NUM_DEVICE_SLOTS = 26  # three documents
+NUM_HOST_SLOTS = 60  # seven
+PROMPT = 8 * BLOCK_SIZE + 2
+CHUNK = 3 * BLOCK_SIZE
+LOAD_S = 20.0
+HANGS_S = 5.0  # longer than a step that began early waits, shorter than a load may take
+DOCUMENTS = "abcdefgh"
+FEW_EVENTS = 3000  # of a walk
+MOST_EVENTS = 300_000  # until every way has been gone: often 5,000, seldom 50,000
+TOKENIZER = byte_tokenizer()
+EVERY_STEP = {(state, later) for state, states in NEXT_STATES.items() for later in states}
+
+
+class RestingQueue(StirringQueue):
+    """One whose lanes do nothing for a while."""
+
+    rests = False
+
+    def stir(self) -> None:
+        if not self.rests:
+            super().stir()
+
+
+class Walk(World):
+    """Requests whose loadings go on in any order that is legal, a random one each time."""
+
+    def __init__(self, seed: int) -> None:
+        rng = random.Random(seed)
+        store = MemoryStore(1 << 20)
+        planner = LoadPlanner(PrefillSpeed(), CHUNK, self.look_at_the_clock, with_splits=True)
+        planner.best = self.plan  # type: ignore[method-assign]
+        super().__init__(
+            [FullAttention(BLOCK_SIZE)],
+            [64],
+            NUM_DEVICE_SLOTS,
+            NUM_HOST_SLOTS,
+            store,
+            rng,
+            partial_blocks=False,
+            by_layers=True,
+            planner=planner,
+        )
+        self.around = Surroundings(self.cache, self.clock, LOAD_S, CircuitBreaker(self.clock), lambda besides: 0.0)
+        self.loadings: list[tuple[Request, Loading]] = []
+        self.steps: set[tuple[State, State]] = set()
+        self.with_room: set[Loading] = set()
+        self.states: set[State] = set()  # in which all that is illegal has been tried
+
+    def open_lanes(self, failing: float) -> None:
+        self.finished = RestingQueue(self.rng, self.clock)  # type: ignore[assignment]  # what is used of a queue
+        odds = Odds(failing=0.05, hanging=0.3, store_failing=0.0)
+        self.lanes = {route: Lane(self.finished, self.rng, odds, self.clock, HANGS_S) for route in Route}
+        self.finished.lanes = self.lanes
+
+    def wait_for_index(self) -> None:
+        while not self.cache.knows_disk:
+            self.cache.wait(1.0)
+
+    def look_at_the_clock(self) -> float:
+        return self.clock.now
+
+    def plan(self, demand: Demand, *_: object) -> Plan:
+        """All of a hit, or its end."""
+        start = self.rng.choice([0, *demand.ends[:-1].tolist()])
+        return Plan(int(start), int(demand.ends[-1]))
+
+    def something_happens(self) -> None:
+        """One event of one loading, or of the world."""
+        rng = self.rng
+        self.clock.now += 0.001
+        dice = rng.random()
+        if dice < 0.15 and len(self.loadings) < 3:
+            self.ask()
+        elif dice < 0.25:
+            self.finished.stir()
+            self.cache.poll()
+        elif dice < 0.28:
+            self.cache.spill()
+        elif dice < 0.30:
+            self.clock.now += rng.choice([0.1, 1.0, LOAD_S])
+            self.cache.poll()
+        elif dice < 0.36:
+            self.rot_a_host_block()
+        elif dice < 0.38:
+            self.cache.flush(5.0, self.let_copies_end)
+            for _ in range(8):
+                self.rot_a_host_block()
+        elif dice < 0.39:
+            self.evict_blocks(self.names(rng.choice(DOCUMENTS), PROMPT))
+        elif self.loadings:
+            self.go_on(*rng.choice(self.loadings))
+
+    def let_copies_end(self, num_left: int) -> None:
+        self.clock.now += 0.1
+        self.finished.stir()
+
+    def ask(self) -> None:
+        chain = self.chain(self.rng.choice(DOCUMENTS), PROMPT)
+        request = Request(chain.token_ids, SamplingParams(), chain, Detokenizer(TOKENIZER))
+        self.loadings.append((request, Loading(request, self.around)))
+
+    def go_on(self, request: Request, loading: Loading) -> None:
+        """One of the events that the state has."""
+        before = loading.state
+        event = self.rng.choice(self.events(request, loading))
+        event()
+        loading.check()
+        if loading.state is not before or event == loading.take_in:
+            self.steps.add((before, loading.state))
+        if loading.state is State.LOADED:
+            self.see_that_bytes_are_right(request)
+            self.compute_to(request, PROMPT)
+        if loading.state in (State.LOADED, State.GIVEN_UP):
+            self.release(request)
+            self.loadings.remove((request, loading))
+        if loading.state not in self.states:
+            self.states.add(loading.state)
+            see_what_is_illegal(loading)
+
+    def events(self, request: Request, loading: Loading) -> Sequence[Callable[[], object]]:
+        """What the scheduler may do in this state, what brings the loading further more than once."""
+
+        def ask_for_room() -> None:
+            if loading.ask_for_room():
+                self.with_room.add(loading)
+
+        def begin_early() -> None:
+            if loading.begin_early(CHUNK):
+                assert loading.gate is not None
+
+        def settle_in_vain() -> None:
+            self.finished.rests = True
+            loading.settle()
+            self.finished.rests = False
+
+        def compute() -> None:
+            self.compute_to(request, request.num_computed + min(loading.num_to_compute, CHUNK))
+
+        leaving = [loading.stand_back, loading.wait_turn, loading.give_up]
+        arrived = [loading.take_in] * 8 if loading.has_come else []
+        parked = [*arrived, *[begin_early] * 4, loading.give_up]
+        events: dict[State, list[Callable[[], object]]] = {
+            State.QUEUED: [*[loading.look_up] * 8, *leaving],
+            State.FOUND: [*[ask_for_room] * 8, loading.look_up, *leaving],
+            State.ROOM: [loading.begin if loading in self.with_room else ask_for_room] * 8
+            + [loading.look_up, *leaving],
+            State.PARKED: parked,
+            State.EARLY: [*[loading.settle] * 4, *[settle_in_vain] * 4, loading.give_up],
+            State.LATE: parked,
+            State.SPLIT: [*arrived, compute, compute, loading.give_up],
+        }
+        return events[loading.state]
+
+    def compute_to(self, request: Request, end: int) -> None:
+        """Do what a model does, if there are slots."""
+        slots = self.cache.allocate([-(-end // BLOCK_SIZE) - len(table) for table in request.tables])
+        if slots is None:
+            return
+        for table, new in zip(request.tables, slots, strict=True):
+            table.extend(new)
+        self.compute(request.tables, request.chain, request.num_committed, end)
+        request.num_computed = request.num_committed = end
+
+    def release(self, request: Request) -> None:
+        if request.tables:
+            self.cache.release(request.tables)
+
+    def see_that_bytes_are_right(self, request: Request) -> None:
+        (table,) = request.tables
+        for slot, name in zip(table, request.chain.names[: request.num_computed // BLOCK_SIZE], strict=False):
+            assert (self.device[0][slot] == self.bytes_of(0, name)).all(), "a request goes on from wrong bytes"
+
+    def end(self) -> None:
+        """Everybody leaves, and every copy ends."""
+        for request, loading in self.loadings:
+            loading.give_up()
+            self.release(request)
+        for lane in self.lanes.values():
+            lane.let_go()
+        self.settle()
+        self.check()
+        self.around.room.check()
+        assert self.cache.free_slots() == [NUM_DEVICE_SLOTS], "a lease was lost"
+
+
+def see_what_is_illegal(loading: Loading) -> None:
+    """Every event that the state does not have raises and changes nothing; a state that is not so is found."""
+    state = loading.state
+    events: dict[Callable[[], object], Set[State]] = {
+        loading.look_up: WAITING,
+        loading.stand_back: WAITING,
+        loading.ask_for_room: {State.FOUND, State.ROOM},
+        loading.begin: {State.ROOM},
+        loading.take_in: {state} if loading.has_come and state is not State.LOADED else set(),
+        lambda: loading.begin_early(CHUNK): {State.PARKED, State.LATE},
+        loading.settle: {State.EARLY},
+        loading.give_up: WAITING | COMING,
+    }
+    for event, states in events.items():
+        if state not in states:
+            with pytest.raises(AssertionError):
+                event()
+            assert loading.state is state
+            loading.check()
+    for wrong in WAITING if state in COMING else COMING:
+        loading.state = wrong
+        with pytest.raises(AssertionError):
+            loading.check()
+    loading.state = state
+
+
+def walk(monkeypatch: pytest.MonkeyPatch, most_events: int) -> Walk:
+    """Until every way has been gone, or so many events have happened; then all leave."""
+    monkeypatch.setattr(uploads, "BY_LAYERS_BYTES", 0)
+    seed = random.SystemRandom().randrange(1 << 30)
+    print(f"seed {seed}")
+    walk = Walk(seed)
+    for _ in range(most_events):
+        walk.something_happens()
+        if walk.steps == EVERY_STEP:
+            break
+    walk.end()
+    return walk
+
+
+def test_a_loading_goes_no_way_that_its_table_has_not_and_no_lease_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = walk(monkeypatch, FEW_EVENTS)
+
+    assert gone.steps <= EVERY_STEP
+    assert {State.PARKED, State.SPLIT, State.LOADED, State.GIVEN_UP} <= gone.states
+
+
+@pytest.mark.long
+def test_every_way_of_the_table_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = walk(monkeypatch, MOST_EVENTS)
+
+    assert gone.steps == EVERY_STEP
+    assert gone.states == set(State)
