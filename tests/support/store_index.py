@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.store.durability import Durability
-from kvtier.store.lmdb.tables import Tables
+from kvtier.store.lmdb.tables import Tables, open_tables
 
 MAP_BYTES = 64 << 20  # enough for the index of any test's store
 
@@ -14,5 +14,6 @@ MAP_BYTES = 64 << 20  # enough for the index of any test's store
 @contextmanager
 def changed_index(folder: Path) -> Iterator[tuple[Any, Tables]]:
     """A transaction that writes, and the tables of the store in *folder*; it is committed at the end."""
-    with closing(Tables(folder, MAP_BYTES, Durability.COMMIT)) as tables, tables.env.begin(write=True) as txn:
+    tables = open_tables(folder, MAP_BYTES, Durability.COMMIT)
+    with closing(tables.file), tables.env.begin(write=True) as txn:
         yield txn, tables

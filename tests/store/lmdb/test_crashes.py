@@ -21,7 +21,7 @@ from kvtier.store.lmdb.inspection import NextStart, standing
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.lmdb.tables import ascending
 from kvtier.store.owner_lock import FolderInUse
-from kvtier.store.process.store_process import StoreDied, StoreProcess
+from kvtier.store.process.store_process import StoreProcess
 from kvtier.store.record import Fault, digest
 from kvtier.store.store_settings import StoreSettings
 
@@ -44,7 +44,7 @@ def opened(folder: Path) -> StoreProcess:
 def put(store: StoreProcess, number: int) -> str:
     try:
         store.put_many([blob_of(number, BLOCK_BYTES)])
-    except StoreDied as error:
+    except OSError as error:  # before the process has ended it may still say that its index is damaged
         return type(error).__name__
     return "done"
 
