@@ -86,7 +86,8 @@ class TieredCache:
         block_bytes = [memory.block_bytes for memory in memories]
         self._pins = Pins(self.groups, self.residency, block_bytes, self._host_spill, clock)
         # For the promotion that wants room, by group: how many device blocks it reaches.
-        self._wanted: Sequence[int] = [0 for _ in groups]
+        self._nothing = [0 for _ in groups]
+        self._wanted: Sequence[int] = self._nothing
         self._num_held = [0 for _ in groups]  # leases that callers hold, by group
 
     def lookup(self, chain: BlockChain, num_tokens: int) -> Hit:
@@ -371,9 +372,10 @@ class TieredCache:
     def spill(self) -> None:
         """Keep the device's oldest blocks copied to host memory, as far ahead as the measured speeds ask for, and what
         is in host memory copied to disk."""
-        self._host_spill.spill(self._wanted)
-        self.lower.spill()
-        self._wanted = [0 for _ in self.groups]
+        if self.residency.device.is_spilled:
+            self._host_spill.spill(self._wanted)
+            self.lower.spill()
+            self._wanted = self._nothing
 
     def flush(self, timeout_s: float, progress: Callable[[int], None] = lambda num_left: None) -> int:
         """Copy every block that is nobody's lease down to disk, so that a restart is warm; the number left over.

@@ -155,11 +155,13 @@ class Residency:
         """Learn what has gone below: the device's copies of that are dirty again. Where everything may have gone, they
         are looked through, some at each call."""
         for group_id, names, tier in self.lower.take_lost():
+            if self.device.pools[group_id].has_none(names):
+                self._ghosts.remember(names, tier)
+                continue
             slots = self.device.pools[group_id].find_all(names)
             is_here = slots != ABSENT
             self.device.lost_copies(group_id, slots[is_here])
-            gone = list(compress(names, (~is_here).tolist())) if is_here.any() else names
-            self._ghosts.remember(gone, tier)
+            self._ghosts.remember(list(compress(names, (~is_here).tolist())), tier)
         if self._epoch != self.lower.epoch:
             self._epoch = self.lower.epoch
             self._relying = self._mark_uncopied()
@@ -217,8 +219,9 @@ class Residency:
         """The slots' blocks, of these names, cannot be found on the device any more: draw the consequences."""
         if not names:
             return
-        # What is clean on the device is found below, but for blocks whose disk is out of order.
-        if were_dirty or not self.device.is_spilled or not self.lower.is_in_order:
+        if not self.device.is_spilled:
+            self._ghosts.remember(names, Tier.DEVICE)
+        elif were_dirty or not self.lower.is_in_order:  # else what is clean on the device is found below
             gone = list(compress(names, (self.lower.find(group_id, names) == NOWHERE).tolist()))
             self.device.dropped_spills += len(were_dirty.intersection(gone)) if were_dirty else 0
             self._ghosts.remember(gone, Tier.DEVICE)

@@ -17,7 +17,8 @@ from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-MOST_IN_BATCH = 64  # blocks: half a millisecond's work of the owner when they have been copied
+MOST_IN_BATCH = 128  # blocks: half a millisecond's work of the owner when they have been copied …
+MOST_WITH_DISK = 64  # … also where each is asked about on its way to disk
 MOST_STARTED = 256  # blocks in one call: the rest in the next
 MOST_BEYOND = 64  # the part of the device's slots that may be copied down before their time comes, for larger batches
 MOST_IN_FLIGHT = 16  # batches: a step's worth of large blocks
@@ -56,6 +57,7 @@ class HostSpill:
         self._residency = residency
         self._device = residency.device
         self._lower = residency.lower
+        self._most_in_batch = MOST_WITH_DISK if residency.lower.saving().is_there else MOST_IN_BATCH
         self._memories = memories
         self._transfers = transfers
         self._window = window
@@ -137,7 +139,7 @@ class HostSpill:
 
     def _batch_blocks(self, group_id: int) -> int:
         memory = self._memories[group_id]
-        return blocks_in_batch(memory.block_bytes, memory.num_copiers, MOST_IN_BATCH)
+        return blocks_in_batch(memory.block_bytes, memory.num_copiers, self._most_in_batch)
 
     def _most(self, group_id: int, num_lendable: int | None = None) -> int:
         """See `Copies.most`; 0 also for a while after a copy that failed."""

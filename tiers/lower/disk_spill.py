@@ -77,7 +77,9 @@ class DiskSpill:
 
     def _start(self, group_id: int) -> int:
         """Start one batch of what is dirty in host memory; of how many blocks, 0 if there are none or it cannot be."""
-        pool, slots = self._host.pools[group_id], self._dirty(group_id, self._most(group_id))
+        if not self._host.dirty[group_id] or not (most := self._most(group_id)):
+            return 0
+        pool, slots = self._host.pools[group_id], self._dirty(group_id, most)
         if not len(slots) or (attempt := self._disk.writing.begin()) is None:
             return 0
         batch = DiskBatch(group_id, pool.rows(slots), slots, self._clock(), pool.spots(slots), attempt)

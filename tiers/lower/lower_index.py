@@ -254,7 +254,8 @@ class LowerIndex:
         self._uncount(group_id, slots)
         if not names:
             return
-        gone = list(compress(names, (~self.disk.are_held(group_id, names)).tolist()))
+        is_on_disk = self.disk.are_held(group_id, names)
+        gone = list(compress(names, (~is_on_disk).tolist())) if is_on_disk.any() else names
         if gone:
             self.host.dropped_spills += len(were_dirty.intersection(gone)) if were_dirty else 0
             self._lost.append(Lost(group_id, gone, Tier.HOST))
