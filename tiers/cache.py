@@ -22,11 +22,11 @@ from kvtier.tiers.naming.retention import Retention
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.pins import Pin, Pins
 from kvtier.tiers.residency import Located, Residency
-from kvtier.tiers.up.load_planner import LoadPlanner
+from kvtier.tiers.up.load_planner import LoadPlanner, LoadSpeeds
 from kvtier.tiers.up.promoter import Promoter
 from kvtier.tiers.up.promotion import NO_SLOT, Hit, Misses, PartialHit, Promotion, Table, Tables
 from kvtier.transfer.block_memory import BlockMemory
-from kvtier.transfer.transfer_engine import TransferEngine
+from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 LEAST_CLEAN_AHEAD = 32  # blocks; one prefill chunk's worth before anything has been measured
 TAKING_IN_S = 0.0003  # of a poll, after the first batch: so that it is short whatever has finished
@@ -167,7 +167,7 @@ class TieredCache:
         demand = None if self._planner is None else self._promoter.demand(hit, self.alignment)
         if self._planner is None or demand is None:
             return hit
-        plan = self._planner.best(demand, num_tokens, busy_s, self._transfers)
+        plan = self._planner.best(demand, num_tokens, busy_s, self._speeds)
         if plan.end == hit.num_tokens:
             return replace(hit, start=plan.start) if plan.start else hit
         return replace(self._promoter.shorter(hit, plan.end), misses=hit.misses.cut(hit.num_tokens, Reason.COST))
@@ -175,7 +175,7 @@ class TieredCache:
     def load_seconds(self, hit: Hit, planner: LoadPlanner) -> float | None:
         """To bring all of the hit to the device, after what is queued; None if the speed of a lane is not known yet."""
         demand = self._promoter.demand(hit, self.alignment)
-        return 0.0 if demand is None else planner.load_seconds(demand, self._transfers)
+        return 0.0 if demand is None else planner.load_seconds(demand, self._speeds)
 
     def loading_at_most(self, hit: Hit, num_tokens: int) -> Hit:
         """As much of the hit as can be had by loading that many tokens at most from colder tiers."""
@@ -517,6 +517,10 @@ class TieredCache:
         num_slots += device.pools[group_id].num_reserved  # which promotions take before
         horizon = max(0, num_slots - device.pools[group_id].num_blank) + self._window.num_blocks
         return max(0, num_slots - device.num_clean(group_id, horizon, besides))
+
+    @property
+    def _speeds(self) -> LoadSpeeds:
+        return LoadSpeeds(self.lower.read_speed(), self._transfers.speed(Route.HOST_TO_DEVICE))
 
     def _hangs_since(self, began_at: float, saving: Saving) -> bool:
         """Whether copies down are under way, and on each way that has some none has ended for so long, nor since

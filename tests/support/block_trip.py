@@ -20,6 +20,7 @@ from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tier import Tier
 
 ROOT = Path(__file__).resolve().parents[2]
+BELOW = ("tiers/lower/", "store/")  # what stands behind `LowerTiers`
 ROOMS = ("engine", "store", "tiers", "transfer")
 BLOCK_SIZE = 4
 PROMPT = BLOCK_SIZE + 1  # tokens: one full block, and the one that is always left to compute
@@ -106,6 +107,11 @@ def main() -> None:
     files = set[str]().union(*(trace.files for trace in legs.values()))
     num_calls = sum(sum(trace.calls.values()) for trace in legs.values())
     print(f"{'the whole trip':28} {len(files):4} files {num_calls:6} calls between them")
+    for side, is_below in (("above the seam", False), ("below it", True)):
+        own = {file for file in files if file.startswith(BELOW) == is_below}
+        calls = [trace.calls for trace in legs.values()]
+        num_inside = sum(n for each in calls for (one, other), n in each.items() if {one, other} <= own)
+        print(f"{side:28} {len(own):4} files {num_inside:6} calls between them")
 
 
 if __name__ == "__main__":

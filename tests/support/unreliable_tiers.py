@@ -15,6 +15,7 @@ from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import OwnerNumbers
 from kvtier.tiers.naming.tier import Reason
+from kvtier.transfer.lane_speed import LaneSpeed
 
 STALE = 0.1  # of all questions are answered by what was known some time ago
 AT_ONCE = 0.3  # of all messages arrive in the call that sends them
@@ -223,6 +224,9 @@ class UnreliableTiers:
             return ()
         lost, self._lost = self._lost, []
         return lost
+
+    def read_speed(self) -> LaneSpeed:
+        return self.inner.read_speed()
 
     def queued_read_bytes(self) -> int:
         return self.inner.queued_read_bytes()

@@ -27,6 +27,7 @@ from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import OwnerNumbers, tenant_with
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.transfer.block_memory import BlockMemory
+from kvtier.transfer.lane_speed import LaneSpeed
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 LEAST_CLEAN_AHEAD = 32  # host blocks at the eviction end that are on disk already, before anything has been measured
@@ -206,6 +207,9 @@ class LocalTiers:
 
     def take_lost(self) -> Sequence[Lost]:
         return self.index.take_lost()
+
+    def read_speed(self) -> LaneSpeed:
+        return self._transfers.speed(Route.DISK_TO_HOST)
 
     def queued_read_bytes(self) -> int:
         return self._disk_reads.queued_bytes + self._transfers.pending_bytes(Route.DISK_TO_HOST)

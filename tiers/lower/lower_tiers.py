@@ -15,6 +15,7 @@ from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import OwnerNumbers
 from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.transfer.lane_speed import LaneSpeed
 
 NOWHERE = ABSENT  # -1
 ON_DISK = -2
@@ -176,6 +177,9 @@ class LowerTiers(Protocol):
 
     def take_lost(self) -> Sequence[Lost]:
         """What has been lost since the last call: copies that relied on it are the last ones now."""
+
+    def read_speed(self) -> LaneSpeed:
+        """How fast blocks were read from disk lately."""
 
     def queued_read_bytes(self) -> int:
         """Of blocks on their way from disk."""

@@ -12,6 +12,7 @@ from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import NOBODY, OwnerNumbers
 from kvtier.tiers.naming.tier import Reason
+from kvtier.transfer.lane_speed import LaneSpeed
 
 
 class NoFetch:
@@ -43,6 +44,7 @@ class NoTiers:
 
     def __init__(self, num_groups: int) -> None:
         self.num_slots = [0] * num_groups
+        self._speed = LaneSpeed()
         self._untold: list[tuple[NoFetch, Tell]] = []
 
     def find(self, group_id: int, names: Sequence[BlockName]) -> Places:
@@ -100,6 +102,9 @@ class NoTiers:
 
     def take_lost(self) -> Sequence[Lost]:
         return ()
+
+    def read_speed(self) -> LaneSpeed:
+        return self._speed
 
     def queued_read_bytes(self) -> int:
         return 0

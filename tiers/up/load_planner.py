@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvtier.tiers.lower.statistics import PlanStatistics
 from kvtier.tiers.up.prefill_speed import PrefillSpeed
-from kvtier.transfer.transfer_engine import Route, TransferEngine
+from kvtier.transfer.lane_speed import LaneSpeed
 
 # A lane that was slow is tried again some time. So long after the last measurement it is believed, and then thought
 # twice as fast every so often: a disk that is slow for good costs one request in so much time.
@@ -26,6 +26,13 @@ class Plan(NamedTuple):
 
     start: int
     end: int
+
+
+class LoadSpeeds(NamedTuple):
+    """How fast blocks were lately read from disk, and copied to the device."""
+
+    reads: LaneSpeed
+    uploads: LaneSpeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +65,18 @@ class LoadPlanner:
         self._clock = clock
         self._with_splits = with_splits
 
-    def best(self, demand: Demand, num_tokens: int, busy_s: float, transfers: TransferEngine) -> Plan:
+    def best(self, demand: Demand, num_tokens: int, busy_s: float, speeds: LoadSpeeds) -> Plan:
         """What to do with the hit of a prompt of *num_tokens*; *busy_s*: computing that goes first anyway."""
         if not self.prefill.is_known:
             return Plan(0, int(demand.ends[-1]))
-        loads = self._load_seconds(demand, demand.disk_bytes, demand.device_bytes, transfers)
+        loads = self._load_seconds(demand, demand.disk_bytes, demand.device_bytes, speeds)
         computes = self.prefill.seconds_of_rest(demand.ends, num_tokens, self._chunk)
         totals = np.maximum(loads, busy_s) + computes
         last = len(totals) - 1
         place = last - int(np.argmin(totals[::-1]))  # of equals the longest: it leaves more time to others
         if self._with_splits:
             from_disk, to_device = demand.disk_bytes, demand.device_bytes
-            loads = self._load_seconds(demand, from_disk[-1] - from_disk, to_device[-1] - to_device, transfers)
+            loads = self._load_seconds(demand, from_disk[-1] - from_disk, to_device[-1] - to_device, speeds)
             fronts = self.prefill.seconds_of_rest(demand.ends[:1], demand.ends, self._chunk)
             splits = np.maximum(loads, busy_s + fronts) + computes[-1]
             start = int(np.argmin(splits))
@@ -88,31 +95,30 @@ class LoadPlanner:
         """To compute that many tokens after *depth* others; 0 if that is not known yet."""
         return self.prefill.seconds(depth, num_tokens, self._chunk) if self.prefill.is_known else 0.0
 
-    def load_seconds(self, demand: Demand, transfers: TransferEngine) -> float | None:
+    def load_seconds(self, demand: Demand, speeds: LoadSpeeds) -> float | None:
         """To move all of it; None if it has to take a lane of which no speed was measured."""
-        routes = ((Route.DISK_TO_HOST, demand.disk_bytes), (Route.HOST_TO_DEVICE, demand.device_bytes))
-        if any(num_bytes[-1] and transfers.speed(route).bytes_per_s is None for route, num_bytes in routes):
+        ways = zip(speeds, (demand.disk_bytes, demand.device_bytes), strict=True)
+        if any(num_bytes[-1] and speed.bytes_per_s is None for speed, num_bytes in ways):
             return None
-        return float(self._load_seconds(demand, demand.disk_bytes, demand.device_bytes, transfers)[-1])
+        return float(self._load_seconds(demand, demand.disk_bytes, demand.device_bytes, speeds)[-1])
 
     def _load_seconds(
         self,
         demand: Demand,
         disk_bytes: npt.NDArray[np.float64],
         device_bytes: npt.NDArray[np.float64],
-        transfers: TransferEngine,
+        speeds: LoadSpeeds,
     ) -> npt.NDArray[np.float64]:
         """To move that much after what is queued: both lanes work at the same time."""
         return np.maximum(
-            self._seconds(Route.DISK_TO_HOST, disk_bytes, demand.queued_disk_bytes, transfers),
-            self._seconds(Route.HOST_TO_DEVICE, device_bytes, demand.queued_device_bytes, transfers),
+            self._seconds(speeds.reads, disk_bytes, demand.queued_disk_bytes),
+            self._seconds(speeds.uploads, device_bytes, demand.queued_device_bytes),
         )
 
     def _seconds(
-        self, route: Route, num_bytes: npt.NDArray[np.float64], queued_bytes: int, transfers: TransferEngine
+        self, speed: LaneSpeed, num_bytes: npt.NDArray[np.float64], queued_bytes: int
     ) -> npt.NDArray[np.float64]:
         """Until a lane that starts with what is queued has moved that much too; 0 where there is nothing to move."""
-        speed = transfers.speed(route)
         if speed.bytes_per_s is None:
             return np.zeros(len(num_bytes))
         hope = 2.0 ** min(max(0.0, self._clock() - speed.measured_at - _PATIENCE_S) / _OPTIMISM_S, _MOST_DOUBLINGS)

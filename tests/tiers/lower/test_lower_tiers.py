@@ -357,6 +357,16 @@ def test_what_is_on_disk_only_is_read_and_is_what_was_written(with_disk: Bed) ->
     with_disk.tiers.check()
 
 
+def test_the_speed_of_reads_is_known_once_something_was_read(with_disk: Bed) -> None:
+    with_disk.push_to_disk("a", 3)
+    assert with_disk.tiers.read_speed().bytes_per_s is None
+
+    with_disk.fetch("a", 3)
+
+    assert with_disk.tiers.read_speed().bytes_per_s is not None
+    assert with_disk.tiers.queued_read_bytes() == 0
+
+
 def test_who_leaves_before_a_read_is_begun_or_done_is_told_nothing(with_disk: Bed) -> None:
     with_disk.push_to_disk("a", 3)
 

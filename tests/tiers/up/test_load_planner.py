@@ -8,7 +8,7 @@ from chaos import FakeClock
 from small_cache import BLOCK_BYTES, DOCUMENT, balance, read, world
 
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.tiers.up.load_planner import Demand, LoadPlanner, Plan
+from kvtier.tiers.up.load_planner import Demand, LoadPlanner, LoadSpeeds, Plan
 from kvtier.tiers.up.prefill_speed import PrefillSpeed, tokens_read
 from kvtier.tiers.up.promotion import Misses
 from kvtier.transfer.lane import Finished, InlineLane, Transfer
@@ -85,7 +85,8 @@ class Case:
         """For a hit of 8,000 tokens on disk, 1,000 bytes a token."""
         ends = np.arange(0, 8001, 100, dtype=np.float64)
         demand = Demand(ends, ends * 1000, ends * 1000, queued_disk_bytes, 0)
-        return self.planner.best(demand, num_tokens, busy_s, self.transfers)
+        speeds = LoadSpeeds(self.transfers.speed(Route.DISK_TO_HOST), self.transfers.speed(Route.HOST_TO_DEVICE))
+        return self.planner.best(demand, num_tokens, busy_s, speeds)
 
     def best(self, num_tokens: int, queued_disk_bytes: int = 0, busy_s: float = 0.0) -> int:
         """How many tokens to load, of a hit that is not split."""
