@@ -404,7 +404,7 @@ BUGS = [
     Bug(
         "host memory may forget what a promotion has still to bring up",
         "tiers/up/backlog.py",
-        "fetch = self._residency.lower.fetch(group_id, wanted, self._tell, promotion.deadline, found)",
+        "fetch = self._residency.lower.fetch(group_id, wanted, self._tell, found)",
         "fetched = fetched[:0]",
         "tests/tiers",
     ),

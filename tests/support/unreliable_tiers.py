@@ -53,6 +53,9 @@ class LateFetch:
             self.inner.release(places)
         self._tiers.released(self)
 
+    def time_out(self) -> None:
+        self._tiers.time_out(self)
+
 
 class UnreliableTiers:
     """See `LowerTiers`. Everything is done by *inner*, but for the messages to and from it.
@@ -146,13 +149,21 @@ class UnreliableTiers:
         group_id: int,
         blocks: NamedBlocks,
         tell: Tell,
-        deadline: float | None = None,
         found: Places | None = None,
     ) -> LateFetch:
-        return self._fetch(group_id, blocks, tell, lambda hear: self.inner.fetch(group_id, blocks, hear, deadline))
+        return self._fetch(group_id, blocks, tell, lambda hear: self.inner.fetch(group_id, blocks, hear))
 
     def fetch_later(self, group_id: int, blocks: NamedBlocks, tell: Tell) -> LateFetch:
         return self._fetch(group_id, blocks, tell, lambda hear: self.inner.fetch_later(group_id, blocks, hear))
+
+    def time_out(self, fetch: LateFetch) -> None:
+        """A fetch is late."""
+
+        def arrive() -> None:
+            if fetch.inner is not None and fetch.open and self.is_alive:
+                fetch.inner.time_out()
+
+        self._send(arrive)
 
     def released(self, fetch: LateFetch) -> None:
         """A fetch may be over."""

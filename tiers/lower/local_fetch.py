@@ -109,3 +109,7 @@ class LocalFetch:
                 self._index.keep_quota(self.group_id, tenant)
         if not self._num_leased and not self._reads:
             self._ended(self)
+
+    def time_out(self) -> None:
+        if self._reads:
+            self._disk_reads.hung()

@@ -74,7 +74,6 @@ class LocalTiers:
         self.num_slots = [memory.num_host_slots for memory in memories]
         self._block_bytes = [memory.block_bytes for memory in memories]
         self._transfers = transfers
-        self._clock = clock
         pools = [BlockPool(num_slots) for num_slots in self.num_slots]
         self._disk = NoDisk(clock) if disk is None else disk
         self.index = LowerIndex(groups, pools, self._block_bytes, self._disk, quotas, events)
@@ -87,7 +86,7 @@ class LocalTiers:
         self._disk_probe = DiskProbe(self.index, self._block_bytes, transfers, clock)
         self._index_load = IndexLoad(self.index, transfers, clock)
         self._fetches: set[LocalFetch] = set()  # that lease or wait for something
-        self._reading: dict[LocalFetch, float | None] = {}  # those that wait for blocks wanted now, and their deadlines
+        self._reading: set[LocalFetch] = set()  # those that wait for blocks wanted now
         self._news: list[tuple[LocalFetch, int, Reason | None]] = []
         self._reserved = [0 for _ in memories]
         self._unmet = [0 for _ in memories]  # slots asked for and not had since `spill`
@@ -124,13 +123,12 @@ class LocalTiers:
         group_id: int,
         blocks: NamedBlocks,
         tell: Tell,
-        deadline: float | None = None,
         found: Places | None = None,
     ) -> LocalFetch:
-        return self._begin(group_id, blocks, tell, found, now=True, deadline=deadline)
+        return self._begin(group_id, blocks, tell, found, now=True)
 
     def fetch_later(self, group_id: int, blocks: NamedBlocks, tell: Tell) -> LocalFetch:
-        return self._begin(group_id, blocks, tell, None, now=False, deadline=None)
+        return self._begin(group_id, blocks, tell, None, now=False)
 
     def reserve(self, group_id: int, num_slots: int) -> list[int]:
         host, window = self.index.host, self._windows[group_id]
@@ -196,9 +194,6 @@ class LocalTiers:
         self._index_load.go_on()
         self._disk_probe.go_on()
         self.index.keep_quotas()
-        now = self._clock()
-        if any(deadline is not None and deadline <= now for deadline in self._reading.values()):
-            self._disk_reads.hung()
         self._disk_reads.pump()
         news, self._news = self._news, []
         for fetch, place, failure in news:
@@ -246,17 +241,15 @@ class LocalTiers:
             expected = fetched + written + read + self._reserved[group_id]
             assert pool.num_leases == expected, f"host: {pool.num_leases} leases, {expected} accounted for"
         assert all(fetch.num_leased or fetch.is_reading for fetch in self._fetches), "a fetch that is over is kept"
-        assert self._reading.keys() <= self._fetches, "a fetch that is over waits for something"
+        assert self._reading <= self._fetches, "a fetch that is over waits for something"
 
-    def _begin(
-        self, group_id: int, blocks: NamedBlocks, tell: Tell, found: Places | None, now: bool, deadline: float | None
-    ) -> LocalFetch:
+    def _begin(self, group_id: int, blocks: NamedBlocks, tell: Tell, found: Places | None, now: bool) -> LocalFetch:
         fetch = LocalFetch(group_id, blocks, self.index, self._disk_reads, tell, self._came, self._ended)
         fetch.lease(self.index.host.pools[group_id].find_all(blocks.names) if found is None else found)
         if fetch.num_leased < len(fetch.slots):
             if self._disk.is_there:
                 if now:
-                    self._reading[fetch] = deadline
+                    self._reading.add(fetch)
                 fetch.read(now)
                 self._disk_reads.pump()
             else:
@@ -290,10 +283,10 @@ class LocalTiers:
     def _came(self, fetch: LocalFetch, place: int, failure: Reason | None) -> None:
         self._news.append((fetch, place, failure))
         if not fetch.is_reading:
-            self._reading.pop(fetch, None)
+            self._reading.discard(fetch)
             if not fetch.num_leased:
                 self._ended(fetch)
 
     def _ended(self, fetch: LocalFetch) -> None:
         self._fetches.discard(fetch)
-        self._reading.pop(fetch, None)
+        self._reading.discard(fetch)

@@ -59,6 +59,10 @@ class Fetch(Protocol):
     def release(self, places: Sequence[int] | npt.NDArray[np.int64]) -> None:
         """End the leases on these, the tail of a prefix first; what has not come is not waited for any more."""
 
+    def time_out(self) -> None:
+        """Its caller's time is over: the reads under way count as hanging, or every request to come would wait as
+        long."""
+
 
 Tell = Callable[[Fetch, int, Reason | None], None]
 """Told in `poll` that a block, by its place in the fetch, has come (None), or why it never will."""
@@ -131,14 +135,10 @@ class LowerTiers(Protocol):
         group_id: int,
         blocks: NamedBlocks,
         tell: Tell,
-        deadline: float | None = None,
         found: Places | None = None,
     ) -> Fetch:
         """Lease these in host memory: those that are there before it returns if that can be, others after they have
-        been read. *found*: the slots that `find` has just said they are in, all of them in host memory.
-
-        After the *deadline* the reads that are under way count as hanging, and nobody waits for them.
-        """
+        been read. *found*: the slots that `find` has just said they are in, all of them in host memory."""
 
     def fetch_later(self, group_id: int, blocks: NamedBlocks, tell: Tell) -> Fetch:
         """The same for blocks that will be wanted: they are read when nothing more urgent is."""

@@ -32,6 +32,9 @@ class NoFetch:
     def release(self, places: Sequence[int] | npt.NDArray[np.int64]) -> None:
         pass
 
+    def time_out(self) -> None:
+        pass
+
 
 class NoTiers:
     """See `LowerTiers`. It has no slot and finds nothing."""
@@ -58,7 +61,6 @@ class NoTiers:
         group_id: int,
         blocks: NamedBlocks,
         tell: Tell,
-        deadline: float | None = None,
         found: Places | None = None,
     ) -> NoFetch:
         fetch = NoFetch(group_id, blocks.names)

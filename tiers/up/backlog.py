@@ -101,7 +101,7 @@ class Backlogs:
             if len(fetched):
                 wanted = blocks_of(promotion.chain, self._groups[group_id], fetched)
                 found = places[is_in_host]
-                fetch = self._residency.lower.fetch(group_id, wanted, self._tell, promotion.deadline, found)
+                fetch = self._residency.lower.fetch(group_id, wanted, self._tell, found)
             fetches.append((fetch, fetched))
         if any(map(len, blocks)):
             self._backlogs[promotion] = Backlog(blocks, fetches)
@@ -131,7 +131,7 @@ class Backlogs:
         lacking = [place for place, source in enumerate(found) if source is None]
         if lacking:
             wanted_blocks = blocks_of(promotion.chain, self._groups[group_id], ids[lacking])
-            fetch = self._residency.lower.fetch(group_id, wanted_blocks, self._tell, promotion.deadline)
+            fetch = self._residency.lower.fetch(group_id, wanted_blocks, self._tell)
             for number, place in enumerate(lacking):
                 found[place] = fetch, number
         wanted = self._leave(promotion, group_id, ids)

@@ -188,6 +188,8 @@ class Promoter:
             return
         now = self._clock()
         for promotion in [late for late in self._waiting if late.deadline is not None and late.deadline <= now]:
+            for fetch in {upload.fetch for upload in promotion.waiting if upload.host_slot is None}:
+                fetch.time_out()
             if self._uploads.hang(promotion.waiting):
                 self._uploads_hang()
             self.give_up(promotion, Reason.DEADLINE)

@@ -392,15 +392,15 @@ def test_a_record_that_is_gone_is_a_block_that_never_comes(with_disk: Bed) -> No
     assert set(with_disk.names("a", 3)) <= told
 
 
-def test_a_fetch_whose_deadline_passes_is_told_so_and_the_disk_is_left_alone(with_disk: Bed) -> None:
+def test_a_fetch_whose_time_is_over_is_told_so_and_the_disk_is_left_alone(with_disk: Bed) -> None:
     with_disk.push_to_disk("a", 3)
-    fetch = with_disk.tiers.fetch(0, with_disk.blocks("a", 3), with_disk.tell, deadline=with_disk.clock.now + 1.0)
+    fetch = with_disk.tiers.fetch(0, with_disk.blocks("a", 3), with_disk.tell)
     for _ in range(40):  # nothing comes back from the reader
         with_disk.transfers.poll()
         with_disk.tiers.poll()
     assert with_disk.told == []
 
-    with_disk.clock.now += 1.0
+    fetch.time_out()
     for _ in range(40):
         with_disk.tiers.poll()
 
