@@ -228,7 +228,7 @@ class ServerConfig(_Table, frozen=True, kw_only=True):
     that run; what comes then is answered with 429, as a body of more than *max_body* bytes is with 413 and a prompt of
     more than *max_prompt_tokens* with 400. *tokenizer_threads* tokenize, and one tenant never has all of them.
 
-    Before anybody is known by a key: a request's line and headers have *max_header* bytes at most and come within
+    Before a client is known by its key: a request's line and headers have *max_header* bytes at most and come within
     *header_timeout_s*, its body within *body_timeout_s*; there are *max_connections* at once, of them
     *max_connections_per_address* from one address, and what comes then is closed. Told to end, the server lets running
     requests go on for *drain_s* seconds.

@@ -55,7 +55,7 @@ class Attendant(Protocol):
 
 class EngineThread:
     """A daemon thread that loads an engine, steps it, carries out commands between the steps until it is told to end,
-    and then closes the engine, each in its turn and whoever still waits.
+    and then closes the engine, each in its turn and all calls that still wait.
 
     *loaded* (with the engine), *served* (no command is carried out any more) and *closed* are kept in this order, also
     if something fails: *served* then has what the engine failed of, *closed* what closing it did. Every command that
@@ -138,13 +138,13 @@ class EngineThread:
     def _live(self) -> None:
         try:
             engine = self._load()
-        except BaseException as error:  # the thread's top: whoever waits learns of it
+        except BaseException as error:  # the thread's top: the call that waits learns of it
             self._end_commands("AsyncLLM: could not be started")
             fail(self.loaded, error)
             self.served.set_result(None)
             self.closed.set_result(None)
             return
-        with Garbage() as garbage:  # before anybody asks for anything: it begins by stopping all threads for a moment
+        with Garbage() as garbage:  # before the first call: it begins by stopping all threads for a moment
             self.loaded.set_result(engine)
             try:
                 self._serve(engine.core, garbage)

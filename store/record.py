@@ -40,7 +40,7 @@ class Fault(StrEnum):
 
     @property
     def is_bad_record(self) -> bool:
-        """Whether there is a record that nobody will ever read again, so that whoever met it deletes it."""
+        """Whether there is a record that no call will ever read again, so that the one that met it deletes it."""
         return self not in _RECORD_MAY_BE_FINE
 
 

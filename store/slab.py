@@ -42,10 +42,10 @@ def slot_bytes(value_bytes: int) -> int:
 class Slabs:
     """All slabs of a store's folder, one file for each size of slots. Which slot is whose is not known here.
 
-    Reads may run beside anything; what is read while somebody writes there is neither the old nor the new payload.
+    Reads may run beside anything; what is read during a write there is neither the old nor the new payload.
     What is in the page cache is copied from a map of the file, at the speed of memory; the rest is read past the cache
     into the caller's memory, where that is aligned: what is above this store is the cache.
-    *written* is what was written to since somebody last cleared it.
+    *written* is what was written to since it was last cleared.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -15,7 +15,7 @@ from kvtier.store.lmdb.lmdb_store import LmdbStore
 class StoreSettings:
     """See `LmdbStore`; *owner* is the pid of the process for whom the store is open, None for this one.
 
-    The folder is absolute from here on: whoever opens it may do so later, or in another working directory.
+    The folder is absolute from here on: it may be opened later, or in another working directory.
     """
 
     folder: Path

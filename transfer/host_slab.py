@@ -27,7 +27,7 @@ YIELD_S = 0.001  # between registrations, for the calls that queue at the driver
 class HostSlab:
     """*num_slots* slots of *block_bytes* each in a memory file (`memfd`): nothing is left behind by a killed process.
 
-    The bytes of a slot belong to whoever leases the slot. Memory touched for the first time is 8 to 18 times slower
+    The bytes of a slot belong to the lease's owner. Memory touched for the first time is 8 to 18 times slower
     than reused memory (measured; DESIGN.md section 10), so a background thread backs the file piece by piece and,
     when *pin* is given, pins each piece; slots that it has not reached yet work, only slower. *node* is where the
     pages should lie on a machine with several memory nodes.
@@ -39,7 +39,7 @@ class HostSlab:
         self.num_bytes = num_slots * block_bytes
         self.slots_per_piece = slots_per_piece(block_bytes, PIECE_BYTES)
         self.prepared_bytes = 0
-        self.copied = False  # set by whoever copies blocks; cleared with each piece, which then rests (`pause_s`)
+        self.copied = False  # set by copies of blocks; cleared with each piece, which then rests (`pause_s`)
         self._pin = pin
         self._unpins: list[Callable[[], None]] = []
         self._stop = threading.Event()

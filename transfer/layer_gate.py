@@ -14,7 +14,7 @@ class LayerGate:
 
     def __init__(self, num_parts: int) -> None:
         self.num_parts = num_parts
-        self.missed = False  # somebody went on without a layer; set by the thread that waits
+        self.missed = False  # a step went on without a layer; set by the thread that waits
         self._num_open = 0
         self._condition = threading.Condition()
 

@@ -1,4 +1,4 @@
-"""Draft: a document as somebody puts it, and the tokens that it comes to."""
+"""Draft: a document as a client puts it, and the tokens that it comes to."""
 
 import hashlib
 from collections.abc import Sequence

@@ -164,7 +164,7 @@ class DocumentFolder:
         magic, value = value[: len(CLEAR)], value[len(CLEAR) :]
         if magic == ENCRYPTED and self._cipher is None:
             raise Damaged("it is encrypted; give [disk] its key")
-        if magic == CLEAR and self._cipher is not None:  # anybody could have written it
+        if magic == CLEAR and self._cipher is not None:  # any process could have written it
             raise Damaged("it is not encrypted, as all are since [disk] has a key; put it again")
         if self._cipher is not None and magic == ENCRYPTED and len(value) >= OVERHEAD_BYTES:
             content = bytearray(len(value) - OVERHEAD_BYTES)

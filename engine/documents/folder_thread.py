@@ -38,8 +38,8 @@ class Keeping(Protocol):
 
 
 class FolderThread:
-    """The folder is touched by its thread only, in the order in which it was asked. What was begun is done, whoever is
-    cancelled meanwhile."""
+    """The folder is touched by its thread only, in the order in which it was asked. What was begun is done, also if
+    its caller is cancelled meanwhile."""
 
     is_kept = True
 

@@ -48,7 +48,7 @@ def miniatures(model: PreTrainedModel, layers: Sequence[object]) -> Iterator[Pre
 
     Widths, depth and vocabulary are cut as far as the code takes it. Then every number above `LIMIT` that shapes no
     weight, whatever it is called, becomes `LIMIT`: windows, top-k, block sizes, lengths from which on something else is
-    done. Weights are random, the same each time. The smallest comes first; the others are for whoever finds that one
+    done. Weights are random, the same each time. The smallest comes first; the others are for readers who find that one
     too different. Raises `NoMiniature` after the last.
     """
     reason: Exception | None = None

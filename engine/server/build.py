@@ -47,7 +47,7 @@ def build_server(
         loading.tell_stage("importing torch and transformers")  # seconds, in which clients and signals are answered
         executor = ThreadPoolExecutor(1)
         importing = call_in_executor(guarded(partial(_import_engine, shows_bars)), executor=executor)
-        executor.shutdown(wait=False)  # once that is done, whoever is cancelled here
+        executor.shutdown(wait=False)  # once that is done, also if this is cancelled
         await importing
         from kvtier.engine.server.serving_app import load_app
 

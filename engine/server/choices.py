@@ -58,7 +58,7 @@ async def generate(
                     pieces.put_nowait(ChoicePiece(choice.index, piece))
                     tasks.extend(asyncio.create_task(follow(follower, ())) for follower in followers)
                     followers = ()
-        except BaseException as error:  # the task's top: whoever reads the pieces learns of it
+        except BaseException as error:  # the task's top: the reader of the pieces learns of it
             pieces.put_nowait(error)
 
     num_running = sum(len(group) for group in choices)

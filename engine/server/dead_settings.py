@@ -1,4 +1,4 @@
-"""Settings that do nothing beside the others, for whoever believes that they do."""
+"""Settings that do nothing beside the others, for operators who believe that they do."""
 
 from collections.abc import Collection, Iterator
 

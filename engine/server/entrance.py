@@ -26,7 +26,7 @@ class Entrance:
 
     @property
     def num_tenants(self) -> int:
-        """Who may ask; without API keys that is one, whoever it is."""
+        """The client's tenant; without API keys all are one."""
         return 1 if self.keys is None else len(self.keys.tenants)
 
     @property

@@ -10,7 +10,7 @@ _PLACE = "kvtier.facts"
 
 @dataclass(slots=True)
 class Facts:
-    """Filled by whoever learns something. *fields* go into the log."""
+    """Filled by each part that learns something. *fields* go into the log."""
 
     request_id: str
     tenant: str | None = None

@@ -1,4 +1,4 @@
-"""HttpConnection: one connection, within the limits that hold before anybody is known by a key."""
+"""HttpConnection: one connection, within the limits that hold before a client is known by its key."""
 
 import asyncio
 from typing import Any

@@ -6,7 +6,7 @@ DOCUMENTS = "/v1/documents"
 MODELS = "/v1/models"
 HEALTH, READY, METRICS, VERSION = "/health", "/ready", "/metrics", "/version"
 
-OPEN = frozenset({HEALTH, READY, VERSION})  # need no key: nothing in them is anybody's
+OPEN = frozenset({HEALTH, READY, VERSION})  # need no key: nothing in them is a tenant's
 QUIET = frozenset({HEALTH, READY, METRICS})  # machines ask for them every few seconds
 _NAMED = frozenset({COMPLETIONS, CHAT, DOCUMENTS, MODELS, HEALTH, READY, METRICS, VERSION})
 

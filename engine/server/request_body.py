@@ -56,7 +56,7 @@ def parse(body: bytes, kind: type[_T], ignored: Collection[str], neutral: Mappin
 
 
 def _explain(message: str) -> ApiError:
-    """msgspec's "what - at `$.path`" for whoever sent it; it contains no value of the request's."""
+    """msgspec's "what - at `$.path`" for its sender; it contains no value of the request's."""
     if unknown := re.match(
         r"Object contains unknown field `(?P<name>[^`]*)`(?: - at `\$\.?(?P<path>[^`]*)`)?", message
     ):

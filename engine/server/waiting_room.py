@@ -150,7 +150,7 @@ class WaitingRoom:
             self._call()
 
     def _call(self) -> None:
-        """Give turns to whoever is next, as long as there are any. The next one, if large, is not passed by."""
+        """Give turns to the next requests, as long as there are any. The next one, if large, is not passed by."""
         most = self.capacity if self.share.num_tenants <= 1 else self._num_turns
         while True:
             taken: Counter[str | None] = Counter()
@@ -176,7 +176,7 @@ class _Pace:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._num_inside = 0
-        self._earlier_s = 0.0  # how long somebody was here, before *_busy_since*
+        self._earlier_s = 0.0  # how long any request was here, before *_busy_since*
         self._busy_since = 0.0
         self._left: deque[tuple[float, int]] = deque(maxlen=_NUM_REMEMBERED)  # busy seconds then, and how many
 

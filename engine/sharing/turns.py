@@ -7,7 +7,7 @@ from kvtier.engine.sharing.fair_share import FairShare
 
 
 class Turns:
-    """So many places, for whoever takes one and gives it back. Owned by the event loop.
+    """So many places, each taken by a task that gives it back. Owned by the event loop.
 
     A free place goes to the tenant that has the fewest, and among those with equally many to the one that was served
     longest ago; never more to one tenant than *most_of_one* of the share.
@@ -29,7 +29,7 @@ class Turns:
         return sum(not turn.done() for queue in self._waiting.values() for turn in queue)
 
     async def take(self, tenant: str | None) -> None:
-        """Wait for a place. Whoever is cancelled meanwhile has none, and nothing to give back."""
+        """Wait for a place. A task that is cancelled meanwhile has none, and nothing to give back."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
         self._serve()
@@ -41,7 +41,7 @@ class Turns:
             raise
 
     def give_back(self, tenant: str | None) -> None:
-        """The tenant has one place less, and whoever is next gets it."""
+        """The tenant has one place less, and the next task gets it."""
         self._taken[tenant] -= 1
         if not self._taken[tenant]:
             del self._taken[tenant]

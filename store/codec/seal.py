@@ -105,7 +105,7 @@ def open_record(
     wrong.
 
     What follows the value is not looked at. *payload* may be *out* itself, if it is neither encoded nor encrypted. With
-    a *cipher* a record that is not encrypted is not believed, since anybody could have written it. *out* holds anything
+    a *cipher* a record that is not encrypted is not believed, for any process may have written it. *out* holds anything
     after a fault.
     """
     record = Record.unpack(key, header)

@@ -34,7 +34,7 @@ def is_computing(pid: int) -> bool:
 def note(path: Path, owner: int) -> int:
     """Count a crash of the process that had the store at *path* open; how many in a row there are now.
 
-    OSError if that cannot be noted, or somebody else has opened it since.
+    OSError if that cannot be noted, or another process has opened it since.
     """
     with Folder(path) as folder:
         lock = OwnerLock(folder, owner)

@@ -22,7 +22,7 @@ class _Call:
 class GroupCommit:
     """While one change is under way, the calls behind it gather; the next change takes them all, up to *most_bytes*.
 
-    Whoever gets the *writer* lock works for all: there is no thread of its own, and a lone call waits for nobody.
+    The call that gets the *writer* lock works for all: there is no thread of its own, and a lone call waits for nobody.
     If he is interrupted, the next of them does, for whom he did not get done.
     """
 

@@ -146,7 +146,7 @@ def _owner(folder: Path) -> int | None:
     try:
         pid = int(lock.read_text())
         os.kill(pid, 0)
-    except PermissionError:  # somebody else's
+    except PermissionError:  # another user's
         pass
     except (OSError, ValueError):
         return None
@@ -170,7 +170,7 @@ def _content(folder: Folder) -> Content:
     try:
         lmdb_roots.check(folder.here / DATA)
         os.close(open_own(folder.here / "lock.mdb", os.O_RDWR | os.O_CREAT))  # LMDB would follow a link
-        # The map size is the owner's. As many readers as its: whoever is there first makes the table of readers.
+        # The map size is the owner's. As many readers as its: the first process makes the table of readers.
         with lmdb.open(str(folder.here), readonly=True, map_size=0, max_dbs=4, max_readers=256) as env:
             counters = Tables.counters_in(env)
             return Content(

@@ -99,7 +99,7 @@ class LmdbStore:
                 gone = self._group.put(part)
             except BaseException as error:
                 with self.files.writer:
-                    self._gone = self._without_those_back(evicted) + self._gone  # whoever comes next is told
+                    self._gone = self._without_those_back(evicted) + self._gone  # the next caller is told
                     if isinstance(error, OSError) and self._gone:
                         full = StoreFull(error.errno, error.strerror or str(error))
                         full.evicted, self._gone = list(dict.fromkeys(self._gone)), []

@@ -1,6 +1,6 @@
 """What people do to a store that no engine has open: verify all of it, delete from it.
 
-Generators, so that whoever runs them sees how far they are and can end them anywhere: the store is closed then. They
+Generators, so that the command sees how far they are and can end them anywhere: the store is closed then. They
 are meant for a process of their own, since a broken tree may crash it. The store is opened with `Durability.COMMIT`:
 whatever happens meanwhile, to them or to the machine, the store is no worse off than before. One that is broken stays
 as it is.

@@ -318,7 +318,7 @@ class _Worker:
         is_first = not self.has_ended
         self._has_ended = True
         for free in (self._writers, self._readers):
-            free.put(None)  # for whoever waits for a channel
+            free.put(None)  # for a call that waits for a channel
         try:
             self._process.kill()
             self._process.wait(timeout_s)

@@ -182,7 +182,7 @@ def make_document(seed: int, num_tokens: int, num_facts: int = 40) -> Document:
 
 
 def with_facts(text: str, seed: int, num_facts: int = 40) -> Document:
-    """A text of somebody's own, with facts to ask for woven in between its sentences, evenly from first to last.
+    """A user's own text, with facts to ask for woven in between its sentences, evenly from first to last.
 
     Fewer facts than asked if the text has fewer sentences. ValueError for a text without any.
     """
