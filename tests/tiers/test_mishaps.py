@@ -114,7 +114,7 @@ def test_blocks_that_could_not_be_verified_beside_their_copies_are_not_published
 ) -> None:
     w = by_layers
     chain = w.chain("a", DOCUMENT)
-    slot = w.index.host.pools[0].find(chain.names[3])
+    slot = w.index.host[0].pool.find(chain.names[3])
     assert slot is not None
     w.memories[0].host_block(slot)[0] ^= 1
     w.rotten.add((0, slot))
@@ -255,16 +255,16 @@ def test_a_block_that_leaves_host_memory_while_it_comes_up_is_copied_down_again(
     read(w, "a")
     until_whole(w, held(w, "a"))
     chain = w.chain("a", DOCUMENT)
-    device, host = w.cache.residency.device, w.index.host
-    device.evict(0, device.pools[0].find_all(chain.names))
+    device, host = w.cache.residency.groups[0].slots, w.index.host
+    device.evict(device.pool.find_all(chain.names))
     promotion = w.cache.promote(w.cache.lookup(chain, DOCUMENT + 1))
     assert w.lanes[Route.HOST_TO_DEVICE].num_pending > 0
 
-    host.evict(0, host.pools[0].find_all(chain.names))
+    host[0].evict(host[0].pool.find_all(chain.names))
     w.settle()
 
     assert promotion.num_blocks == NUM_BLOCKS
-    assert len(device.dirty[0]) == NUM_BLOCKS
+    assert len(device.dirty) == NUM_BLOCKS
     w.cache.release(promotion.tables)
     w.check()
 
