@@ -269,6 +269,22 @@ def test_a_block_that_leaves_host_memory_while_it_comes_up_is_copied_down_again(
     w.check()
 
 
+def test_what_failed_to_leave_the_device_is_copied_down_when_the_bus_is_tried_again() -> None:
+    w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 40, None, world().rng)
+    computed(w, "a")
+    w.lanes[Route.DEVICE_TO_HOST].failing = 1.0
+    w.cache.spill()
+    w.settle()
+    assert moved(w, Route.DEVICE_TO_HOST).num_failed > 0
+    w.lanes[Route.DEVICE_TO_HOST].failing = 0.0
+    w.clock.now += BACK_OFF_S
+
+    w.cache.spill()
+    w.settle()
+
+    assert host_blocks(w, "a") > 0
+
+
 def test_a_copy_down_that_failed_is_not_found_and_the_bus_is_left_alone_for_a_while() -> None:
     w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 40, None, world().rng)
     computed(w, "a")
