@@ -20,7 +20,7 @@ from kvtier.engine.scheduling.scheduler import Scheduler
 from kvtier.engine.scheduling.step_times import StepTimes
 from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.store.process.store_process import SWITCH_INTERVAL_S
-from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.cache import CacheOptions, TieredCache
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import lower_tiers
 from kvtier.tiers.lower.lower_tiers import LowerTiers
@@ -151,13 +151,15 @@ def _cache(
         memories,
         transfers,
         _lower(config, runner, memories, transfers, disk, events),
-        retention_tokens=config.device.retention_tokens,
-        partial_blocks=config.device.partial_blocks,
+        options=CacheOptions(
+            retention_tokens=config.device.retention_tokens,
+            partial_blocks=config.device.partial_blocks,
+            by_layers=config.scheduler.by_layers,
+            # A copy started after one step is taken in after the next: both take from what is clean.
+            least_clean_ahead=2 * -(-config.scheduler.token_budget // config.device.block_size),
+        ),
         events=events,
         planner=None if config.scheduler.load == "always" else planner,
-        by_layers=config.scheduler.by_layers,
-        # A copy started after one step is taken in after the next: both take from what is clean.
-        least_clean_ahead=2 * -(-config.scheduler.token_budget // config.device.block_size),
     )
 
 

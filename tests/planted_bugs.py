@@ -45,16 +45,15 @@ BUGS = [
     Bug(
         "an abandoned promotion keeps its lease on blocks under way",
         "tiers/up/promoter.py",
-        "promotion.failure = failure\n        self._residency.device.pools[upload.group_id].release(",
-        "promotion.failure = failure\n        print(",
+        "promotion.failure = failure\n    upload.group.pool.release(",
+        "promotion.failure = failure\n    print(",
         "tests/tiers/test_cache_random.py",
     ),
     Bug(
         "a block can be found before its bytes have arrived",
         "tiers/up/uploads.py",
         "            under_way[name] = upload\n",
-        "            under_way[name] = upload\n"
-        "            self._residency.device.pools[group_id].commit([device_slot], [name])\n",
+        "            under_way[name] = upload\n            group.pool.commit([device_slot], [name])\n",
         "tests/tiers/test_cache_random.py",
     ),
     Bug(
@@ -404,28 +403,28 @@ BUGS = [
     Bug(
         "host memory may forget what a promotion has still to bring up",
         "tiers/up/backlog.py",
-        "fetch = self._residency.lower.fetch(group_id, wanted, self._tell, found)",
+        "fetch = group.below.fetch(wanted, self._tell, found)",
         "fetched = fetched[:0]",
         "tests/tiers",
     ),
     Bug(
         "who leaves a promotion takes the slots of another's blocks with it",
         "tiers/up/backlog.py",
-        "is_unwanted = ~self.coming(promotion.chain, group_id, ids)",
+        "is_unwanted = ~self.coming(promotion.chain, group, ids)",
         "is_unwanted = np.ones(len(ids), np.bool_)",
         "tests/tiers/test_parts.py",
     ),
     Bug(
         "the eviction end of the device is not looked at again after a copy below was lost",
         "tiers/down/host_spill.py",
-        " and known.num_lost == self._device.num_lost",
+        " and known.num_lost == group.slots.num_lost",
         "",
         "tests/tiers",
     ),
     Bug(
         "the eviction end of the device is not looked at again after a copy failed",
         "tiers/down/host_spill.py",
-        "        self._clean_fronts[batch.group_id] = CleanFront()\n",
+        "        self._clean_fronts[batch.group] = CleanFront()\n",
         "",
         "tests/tiers",
     ),

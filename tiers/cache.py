@@ -3,14 +3,14 @@
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.block_pool import ABSENT, BlockPool, Ids
-from kvtier.tiers.device.partial_matches import PartialMatches
+from kvtier.tiers.device.block_pool import ABSENT, Ids
 from kvtier.tiers.down.host_spill import HostSpill
+from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.breaker import HUNG_S
 from kvtier.tiers.lower.clean_ahead import CleanAhead
 from kvtier.tiers.lower.lower_tiers import LowerTiers, Saving
@@ -28,10 +28,21 @@ from kvtier.tiers.up.promotion import NO_SLOT, Hit, Misses, PartialHit, Promotio
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-LEAST_CLEAN_AHEAD = 32  # blocks; one prefill chunk's worth before anything has been measured
 TAKING_IN_S = 0.0003  # of a poll, after the first batch: so that it is short whatever has finished
 NOTHING = np.empty(0, np.int32)
 NOT_LOOKED_FOR = Located(NOTHING, NOTHING, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """What a `TieredCache` can be told beside what it is made of."""
+
+    retention_tokens: int | None = None  # see `Retention`
+    partial_blocks: bool = True  # reuse the first tokens of a block that shares them
+    by_layers: bool = False  # whether host blocks may come layer by layer (`Promotion.gate`)
+    # Blocks at the eviction end that have a copy below at any rate; what is allocated before a copy that was started
+    # now has been taken in. The default is one prefill chunk's worth, before anything has been measured.
+    least_clean_ahead: int = 32
 
 
 class TieredCache:
@@ -52,43 +63,31 @@ class TieredCache:
         transfers: TransferEngine,
         lower: LowerTiers,
         clock: Callable[[], float] = time.monotonic,
+        options: CacheOptions = CacheOptions(),
         *,
-        retention_tokens: int | None = None,
-        partial_blocks: bool = True,
         events: EventLog | None = None,
         planner: LoadPlanner | None = None,
-        by_layers: bool = False,
-        least_clean_ahead: int = LEAST_CLEAN_AHEAD,
     ) -> None:
-        """*memories*, by group, have the device's slots, and are where *lower* has its host slots. *retention_tokens*:
-        see `Retention`. *partial_blocks*: reuse the first tokens of a block that shares them. *events*: where to tell
-        which block came and went. *planner*: see `worth_loading`; without one all of every hit is. *by_layers*: whether
-        host blocks may come layer by layer (`Promotion.gate`). *least_clean_ahead*: blocks at the eviction end that
-        have a copy below at any rate; what is allocated before a copy that was started now has been taken in."""
+        """*memories*, by group, have the device's slots, and are where *lower* has its host slots. *events*: where to
+        tell which block came and went. *planner*: see `worth_loading`; without one all of every hit is."""
         self.groups = tuple(groups)
         self.block_size = name_block_size(groups)
         self.alignment = alignment(groups)
         self.lower = lower
-        self._memories = memories
+        self.residency = Residency(groups, memories, lower, options.partial_blocks, events)
+        self._group_tiers = self.residency.groups
         self._transfers = transfers
         self._clock = clock
         self._planner = planner
-        self._retention = Retention(self.groups, retention_tokens)
-        self._pools = [BlockPool(memory.num_device_slots) for memory in memories]
-        self._partial_group = next((i for i, group in enumerate(groups) if not group.forgets), 0)
-        partial_matches = self._partial_matches() if partial_blocks else None
-        self.residency = Residency(self._pools, lower, self.groups, partial_matches, self._partial_group, events)
+        self._retention = Retention(self.groups, options.retention_tokens)
         # At most a quarter of the pool: within the window dirty blocks are skipped, beyond it the order is strict.
         most = max(1, min(memory.num_device_slots for memory in memories) // 4)
-        self._window = CleanAhead(least_clean_ahead, most, clock)
-        self._host_spill = HostSpill(self.residency, memories, transfers, self._window, clock)
-        self._promoter = Promoter(self.groups, self.residency, memories, transfers, clock, self._hand_over, by_layers)
-        block_bytes = [memory.block_bytes for memory in memories]
-        self._pins = Pins(self.groups, self.residency, block_bytes, self._host_spill, clock)
-        # For the promotion that wants room, by group: how many device blocks it reaches.
+        self._window = CleanAhead(options.least_clean_ahead, most, clock)
+        self._host_spill = HostSpill(self.residency, transfers, self._window, clock)
+        self._promoter = Promoter(self.residency, transfers, clock, self._hand_over, options.by_layers)
+        self._pins = Pins(self.residency, self._host_spill, clock)
+        self._is_spilled = all(lower.num_slots)
         self._nothing = [0 for _ in groups]
-        self._wanted: Sequence[int] = self._nothing
-        self._num_held = [0 for _ in groups]  # leases that callers hold, by group
 
     def lookup(self, chain: BlockChain, num_tokens: int) -> Hit:
         """The longest prefix of the prompt that can be resumed, over all tiers at once. Pure; nothing is leased.
@@ -100,18 +99,18 @@ class TieredCache:
         located: dict[int, tuple[int, Located]] = {}
 
         def first_hole(group_id: int, start: int, end: int) -> int:
-            names = chain.names_of(self.groups[group_id].block_size, range(start, end))
-            found = self.residency.locate(group_id, names)
+            group = self._group_tiers[group_id]
+            found = self.residency.locate(group, group.names_in(chain, range(start, end)))
             located[group_id] = start, found
             return start + found.num_found
 
         num_found = longest_hit(limit, self.groups, first_hole)
         device_slots, below = [], []
-        for group_id, needed in enumerate(self._promoter.needed(num_found)):
-            start, found = located.get(group_id, (0, NOT_LOOKED_FOR))
+        for group in self._group_tiers:
+            needed = group.needed(num_found)
+            start, found = located.get(group.id, (0, NOT_LOOKED_FOR))
             if needed.start < start or start + len(found.device_slots) < needed.stop:
-                names = chain.names_of(self.groups[group_id].block_size, needed)
-                start, found = needed.start, self.residency.locate(group_id, names)
+                start, found = needed.start, self.residency.locate(group, group.names_in(chain, needed))
             device_slots.append(found.device_slots[needed.start - start : needed.stop - start])
             below.append(found.below[needed.start - start : needed.stop - start])
         misses = Misses(())
@@ -127,8 +126,8 @@ class TieredCache:
         so their blocks there are worth keeping. None if there is no such place beyond the hit."""
 
         def first_hole(group_id: int, start: int, end: int) -> int:
-            names = hit.chain.names_of(self.groups[group_id].block_size, range(start, end))
-            return start + self.residency.locate(group_id, names).num_found
+            group = self._group_tiers[group_id]
+            return start + self.residency.locate(group, group.names_in(hit.chain, range(start, end))).num_found
 
         if self._retention.interval_tokens is None or len(self.groups) == 1:
             return None  # every block is kept anyway
@@ -140,10 +139,10 @@ class TieredCache:
         result: list[Tier | None] = []
         for place in range(len(chain.names)):
             found = []
-            for group_id, group in enumerate(self.groups):
+            for group in self._group_tiers:
                 block_id = place * self.block_size // group.block_size
-                names = chain.names_of(group.block_size, range(block_id, block_id + 1))
-                found.append(self.residency.tier_of(group_id, names[0]) if names else None)
+                names = group.names_in(chain, range(block_id, block_id + 1))
+                found.append(self.residency.tier_of(group, names[0]) if names else None)
             tiers = [tier for tier in found if tier is not None]
             result.append(max(tiers, key=lambda tier: tier.depth) if len(tiers) == len(found) else None)
         return result
@@ -151,7 +150,7 @@ class TieredCache:
     def num_leased(self, hit: Hit) -> list[int]:
         """For each group, how many of the hit's blocks are in device slots that somebody leases already."""
         slots = self._promoter.device_slots(hit)
-        return [pool.num_leased(found[found != ABSENT]) for pool, found in zip(self._pools, slots, strict=True)]
+        return [g.pool.num_leased(found[found != ABSENT]) for g, found in zip(self._group_tiers, slots, strict=True)]
 
     def no_hit(self, chain: BlockChain, num_tokens: int) -> Hit:
         """The hit of a request that does not want to read the cache."""
@@ -198,17 +197,17 @@ class TieredCache:
             return True
         demand, short = [], []
         rest_tokens = hit.limit - hit.num_tokens
-        for group_id, (resident, missing) in enumerate(self._promoter.resident_and_missing(hit)):
+        pairs = zip(self._group_tiers, self._promoter.resident_and_missing(hit), strict=True)
+        for group, (resident, missing) in pairs:
             demand.append(missing + len(resident))  # the hit's own blocks may be among the oldest
             now = missing + (hit.partial is not None)
             # Then its request takes slots to compute in, before a copy that is started now has been taken in.
-            soon = min(self._window.depth, -(-rest_tokens // self.groups[group_id].block_size) + 1)
-            short.append(max(self._lacking(group_id, n, resident) for n in (now, now + soon)) if missing else 0)
+            soon = min(self._window.depth, -(-rest_tokens // group.block_size) + 1)
+            short.append(max(self._lacking(group, n, resident) for n in (now, now + soon)) if missing else 0)
         if not any(short):
             return True
         self._promoter.keep_warm(hit)
-        self._wanted = demand
-        self.spill()
+        self._spill(demand)
         return not self._host_spill.is_moving and not self.lower.is_making_room
 
     def promote(self, hit: Hit, timeout_s: float | None = None) -> Promotion:
@@ -228,7 +227,7 @@ class TieredCache:
 
     def free_slots(self) -> list[int]:
         """For each group, how many device slots `allocate` could give now."""
-        return [max(0, pool.num_free) for pool in self._pools]
+        return [max(0, group.pool.num_free) for group in self._group_tiers]
 
     def num_to_come(self, promotion: Promotion) -> list[int]:
         """For each group, how many blocks of the promotion have no device slot yet; those are kept for them."""
@@ -262,19 +261,13 @@ class TieredCache:
         None if that is more than *most_bytes*, by default what is left of `holdable_bytes`. Whoever gives a number of
         its own answers for their sum. The caller ends the pin.
         """
-        blocks = self._promoter.needed(
-            min(num_tokens, len(chain.names) * self.block_size) // self.alignment * self.alignment
-        )
-        num_bytes = sum(len(needed) * m.block_bytes for needed, m in zip(blocks, self._memories, strict=True))
-        if num_bytes > (self.free_to_pin if most_bytes is None else most_bytes):
-            return None
-        return self._pins.begin(chain, blocks)
+        whole = min(num_tokens, len(chain.names) * self.block_size) // self.alignment * self.alignment
+        return self._pins.begin(chain, whole, self.free_to_pin if most_bytes is None else most_bytes)
 
     @property
     def pinnable_bytes(self) -> int:
         """Half of host memory: so much may be pinned, the rest is for what comes and goes."""
-        slots = zip(self.lower.num_slots, self._memories, strict=True)
-        return sum(num_slots * memory.block_bytes for num_slots, memory in slots) // 2
+        return sum(group.below.num_slots * group.memory.block_bytes for group in self._group_tiers) // 2
 
     @property
     def free_to_pin(self) -> int:
@@ -291,18 +284,17 @@ class TieredCache:
         Evicts the oldest blocks that have a copy below; a dirty one that has to go is dropped and counted. Never
         waits for a copy.
         """
-        device = self.residency.device
         self.residency.take_in_lost()
-        for wanted, pool in zip(num_slots, device.pools, strict=True):
-            if wanted > pool.num_free:
+        for wanted, group in zip(num_slots, self._group_tiers, strict=True):
+            if wanted > group.pool.num_free:
                 return None
-        window = self._window.num_blocks if any(device.dirty) else 0
+        window = self._window.num_blocks if any(group.slots.dirty for group in self._group_tiers) else 0
         tables: Tables = []
-        for group_id, wanted in enumerate(num_slots):
-            slots = device.take(group_id, wanted, window)
+        for wanted, group in zip(num_slots, self._group_tiers, strict=True):
+            slots = group.slots.take(wanted, window)
             assert slots is not None, "fewer free slots than a moment ago"
             tables.append(array("i", slots))
-            self._num_held[group_id] += wanted
+            group.num_held += wanted
         self._window.allocated(max(num_slots))
         return tables
 
@@ -313,19 +305,19 @@ class TieredCache:
         the request goes on with that one. So everything in the order of eviction is in one chain, and a prefix outlives
         what continues it. *boundaries*: where later prompts may resume, see `Retention.kept`.
         """
-        for group_id, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+        for group, table in zip(self._group_tiers, tables, strict=True):
             first, last = start // group.block_size, end // group.block_size
-            if not group.forgets:
+            if not group.attention.forgets:
                 if first < last:
-                    self._commit_run(group_id, table, chain, first, _ids(table[first:last]))
+                    self._commit_run(group, table, chain, first, _ids(table[first:last]))
                 continue
-            for blocks in self._retention.kept(group, first, last, boundaries):
+            for blocks in self._retention.kept(group.attention, first, last, boundaries):
                 slots = _ids(table[blocks.start : blocks.stop])
                 if (slots != NO_SLOT).all():
-                    self._commit_run(group_id, table, chain, blocks.start, slots)
+                    self._commit_run(group, table, chain, blocks.start, slots)
                     continue
                 for place in np.flatnonzero(slots != NO_SLOT).tolist():
-                    self._commit_run(group_id, table, chain, blocks.start + place, slots[place : place + 1])
+                    self._commit_run(group, table, chain, blocks.start + place, slots[place : place + 1])
 
     def commit_tail(self, tables: Tables, chain: BlockChain, num_computed: int) -> None:
         """Let others have copies of the last block's first tokens, although it is not full: call it before `release`.
@@ -336,46 +328,42 @@ class TieredCache:
         block_id = num_computed // self.block_size
         token_ids = chain.token_ids[block_id * self.block_size : num_computed]
         if (
-            self.residency.partial_matches is None
+            self.residency.partial_group is None
             or not len(token_ids)
             or any(len(table) <= block_id for table in tables)
         ):
             return
         key, name = chain.continued_key(block_id), chain.tail_name(num_computed)
-        for group_id, (pool, table) in enumerate(zip(self.residency.device.pools, tables, strict=True)):
-            slot = table[block_id]
-            if not pool.commit([slot], [name]):
-                self.residency.committed_tail(group_id, slot, name, key, token_ids)
+        for group, table in zip(self._group_tiers, tables, strict=True):
+            group.commit_tail(table[block_id], name, key, token_ids)
 
     def release(self, tables: Tables) -> None:
         """End a request's leases, the prefix's tail first, so that the tail is evicted first."""
-        for group_id, (pool, table) in enumerate(zip(self.residency.device.pools, tables, strict=True)):
+        for group, table in zip(self._group_tiers, tables, strict=True):
             slots = _ids(table)[::-1]
             leased = slots[slots != NO_SLOT]
-            self._num_held[group_id] -= len(leased)
-            pool.release(leased)
+            group.num_held -= len(leased)
+            group.pool.release(leased)
 
     def forget_read(self, tables: Tables, num_tokens: int) -> None:
         """End the leases on blocks that no token after *num_tokens* reads (sliding windows, chunks), in place."""
-        for group_id, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
-            if not group.forgets:
+        for group, table in zip(self._group_tiers, tables, strict=True):
+            if not group.attention.forgets:
                 continue
             passed = []
-            for block_id in range(min(group.first_needed(num_tokens), len(table)) - 1, -1, -1):
+            for block_id in range(min(group.attention.first_needed(num_tokens), len(table)) - 1, -1, -1):
                 if table[block_id] == NO_SLOT:
                     break
                 passed.append(table[block_id])
                 table[block_id] = NO_SLOT
-            self._num_held[group_id] -= len(passed)
-            self.residency.device.pools[group_id].release(passed)
+            group.num_held -= len(passed)
+            group.pool.release(passed)
 
     def spill(self) -> None:
         """Keep the device's oldest blocks copied to host memory, as far ahead as the measured speeds ask for, and what
         is in host memory copied to disk."""
-        if self.residency.device.is_spilled:
-            self._host_spill.spill(self._wanted)
-            self.lower.spill()
-            self._wanted = self._nothing
+        if self._is_spilled:
+            self._spill(self._nothing)
 
     def flush(self, timeout_s: float, progress: Callable[[int], None] = lambda num_left: None) -> int:
         """Copy every block that is nobody's lease down to disk, so that a restart is warm; the number left over.
@@ -387,7 +375,7 @@ class TieredCache:
             return 0
         began_at = self._clock()
         deadline = began_at + timeout_s
-        everything = [memory.num_device_slots for memory in self._memories]
+        everything = [group.pool.num_slots for group in self._group_tiers]
         # Each block goes once: a disk smaller than what is above would otherwise push out what was just written.
         saving = self.lower.saving()
         stop_at = saving.num_done + saving.num_left + self._host_spill.num_dirty
@@ -421,7 +409,11 @@ class TieredCache:
 
         Waits for the store to delete this namespace's records.
         """
-        if any(self._num_held) or self._promoter.num_waiting or self._transfers.in_flight:
+        if (
+            any(group.num_held for group in self._group_tiers)
+            or self._promoter.num_waiting
+            or self._transfers.in_flight
+        ):
             return False
         if not self.lower.clear():
             return False
@@ -437,19 +429,19 @@ class TieredCache:
     def check(self) -> None:
         """Raise AssertionError if any two books disagree: pools, marks, leases, blocks under way."""
         self.residency.check()
-        if not self.groups[self._partial_group].forgets:
-            self.residency.check_tails_first()
+        self.residency.check_tails_first()
         self.lower.check()
         self._promoter.check()
-        for group_id, pool in enumerate(self._pools):
-            under_way = self._host_spill.copies.num_leases(group_id) + self._promoter.num_leases(group_id)
-            expected = under_way + self._num_held[group_id] + self._promoter.num_waiting_leases(group_id)
-            assert pool.num_leases == expected, f"device: {pool.num_leases} leases, {expected} accounted for"
+        for group in self._group_tiers:
+            under_way = self._host_spill.copies.num_leases(group.pool) + self._promoter.num_leases(group)
+            expected = under_way + group.num_held + self._promoter.num_waiting_leases(group)
+            assert group.pool.num_leases == expected, f"device: {group.pool.num_leases} leases, not {expected}"
 
     def statistics(self) -> CacheStatistics:
         """Everything counted, by value."""
         lower = self.lower.statistics()
-        device = slot_statistics(self.residency.device, [memory.block_bytes for memory in self._memories])
+        groups = self._group_tiers
+        device = slot_statistics([group.slots for group in groups], [group.memory.block_bytes for group in groups])
         return CacheStatistics(
             {Tier.DEVICE: device, **lower.tiers},
             self._transfers.statistics(),
@@ -467,9 +459,14 @@ class TieredCache:
         """
         if not self._transfers.close():
             return False
-        for memory in self._memories:
-            memory.close()
+        for group in self._group_tiers:
+            group.memory.close()
         return True
+
+    def _spill(self, demand: Sequence[int]) -> None:
+        """*demand*: for each group, how many device blocks a promotion that wants room reaches."""
+        self._host_spill.spill(demand)
+        self.lower.spill()
 
     def _limit(self, chain: BlockChain, num_tokens: int) -> int:
         most = min(max(0, num_tokens - 1), len(chain.names) * self.block_size)
@@ -477,26 +474,24 @@ class TieredCache:
 
     def _partial_hit(self, chain: BlockChain, num_found: int, num_tokens: int) -> PartialHit | None:
         """The device block that goes on with most of the prompt's tokens after the hit, if all groups have it."""
-        partial_matches, pools = self.residency.partial_matches, self._pools
+        group = self.residency.partial_group
         wanted = chain.token_ids[num_found : min(num_found + self.block_size, num_tokens - 1)]
-        if partial_matches is None or not len(wanted):
+        if group is None or group.partial_matches is None or not len(wanted):
             return None
-        pool = pools[self._partial_group]
-        for slot, num_shared in partial_matches.sharing(
-            chain.continued_key(num_found // self.block_size), wanted, pool
-        ):
-            name = pool.name(slot)
-            if name is not None and all(pool.find(name) is not None for pool in pools):
-                return PartialHit(name, num_shared, partial_matches.is_used_up(slot, num_shared))
+        key = chain.continued_key(num_found // self.block_size)
+        for slot, num_shared in group.partial_matches.sharing(key, wanted, group.pool):
+            name = group.pool.name(slot)
+            if name is not None and all(each.pool.find(name) is not None for each in self._group_tiers):
+                return PartialHit(name, num_shared, group.partial_matches.is_used_up(slot, num_shared))
         return None
 
-    def _commit_run(self, group_id: int, table: Table, chain: BlockChain, start: int, slots: Ids) -> None:
+    def _commit_run(self, group: GroupTiers, table: Table, chain: BlockChain, start: int, slots: Ids) -> None:
         """Name the blocks of *table* from *start* on, in these slots; adopt those that are somewhere else already."""
-        pool, size = self.residency.device.pools[group_id], self.groups[group_id].block_size
+        pool = group.pool
         # The chain's own list makes one run of a request. Not where a group forgets: two blocks of a window would keep
         # all the names of a long prompt.
-        is_own = size == chain.block_size and not self.groups[group_id].forgets
-        names = chain.names if is_own else chain.names_of(size, range(start, start + len(slots)))
+        is_own = group.block_size == chain.block_size and not group.attention.forgets
+        names = chain.names if is_own else group.names_in(chain, range(start, start + len(slots)))
         offset = start if is_own else 0
         taken = pool.commit(slots, names, offset)
         for place in taken:
@@ -508,15 +503,14 @@ class TieredCache:
         first = 0
         for end in [*taken, len(slots)]:
             if first < end:
-                self.residency.committed(group_id, slots[first:end], chain, start + first)
+                self.residency.committed(group, slots[first:end], chain, start + first)
             first = end + 1
 
-    def _lacking(self, group_id: int, num_slots: int, besides: npt.NDArray[np.int32]) -> int:
+    def _lacking(self, group: GroupTiers, num_slots: int, besides: npt.NDArray[np.int32]) -> int:
         """How many of that many device slots could not be taken now without dropping a block's last copy."""
-        device = self.residency.device
-        num_slots += device.pools[group_id].num_reserved  # which promotions take before
-        horizon = max(0, num_slots - device.pools[group_id].num_blank) + self._window.num_blocks
-        return max(0, num_slots - device.num_clean(group_id, horizon, besides))
+        num_slots += group.pool.num_reserved  # which promotions take before
+        horizon = max(0, num_slots - group.pool.num_blank) + self._window.num_blocks
+        return max(0, num_slots - group.slots.num_clean(horizon, besides))
 
     @property
     def _speeds(self) -> LoadSpeeds:
@@ -529,16 +523,10 @@ class TieredCache:
         ended_at = [copies.ended_at] * bool(copies.batches) + [saving.ended_at] * saving.is_busy
         return bool(ended_at) and max(began_at, *ended_at) < self._clock() - HUNG_S
 
-    def _partial_matches(self) -> PartialMatches | None:
-        """None where a request cannot go on inside a block."""
-        if self.block_size != self.alignment or not all(group.resumes_inside for group in self.groups):
-            return None
-        return PartialMatches(self._pools[self._partial_group].num_slots, self.block_size)
-
     def _hand_over(self, promotion: Promotion) -> None:
         """A promotion is done: its leases are the caller's from here on."""
-        for group_id, table in enumerate(promotion.tables):
-            self._num_held[group_id] += int(np.count_nonzero(np.array(table, np.int32) != NO_SLOT))
+        for group, table in zip(self._group_tiers, promotion.tables, strict=True):
+            group.num_held += int(np.count_nonzero(np.array(table, np.int32) != NO_SLOT))
 
 
 def _ids(slots: Table) -> Ids:

@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from kvtier.tiers.device.block_pool import ABSENT
 from kvtier.tiers.down.host_spill import HostSpill
+from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.lower_tiers import NOWHERE, Fetch
 from kvtier.tiers.naming.block_hash import BlockChain
-from kvtier.tiers.naming.groups import AttentionGroup
-from kvtier.tiers.naming.named_blocks import BlockIds, blocks_of, names_of
+from kvtier.tiers.naming.named_blocks import BlockIds
 from kvtier.tiers.naming.tier import Reason
 from kvtier.tiers.residency import Residency
 
@@ -24,11 +24,17 @@ MOST_UNDER_WAY = 256  # blocks of a pin on their way from disk: many times what 
 class Leases:
     """A pin's blocks of one group: in which fetch each is, leased or on its way."""
 
-    def __init__(self, blocks: range) -> None:
+    def __init__(self, group: GroupTiers, blocks: range) -> None:
+        self.group = group
         self.blocks = blocks
         self.is_here = np.zeros(len(blocks), np.bool_)  # [block] leased
         self.is_coming = np.zeros(len(blocks), np.bool_)
         self.fetched: dict[int, tuple[Fetch, int]] = {}  # by block; and its place in that
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all the blocks."""
+        return len(self.blocks) * self.group.memory.block_bytes
 
     @property
     def num_coming(self) -> int:
@@ -51,13 +57,12 @@ class Leases:
 class Pin:
     """The blocks of one prefix that are, or will be, in host memory until the pin ends. Its owner ends it."""
 
-    def __init__(self, chain: BlockChain, blocks: Sequence[range], num_bytes: int) -> None:
-        """*num_bytes*: of all its blocks."""
+    def __init__(self, chain: BlockChain, leases: Sequence[Leases]) -> None:
         self.chain = chain
-        self.num_bytes = num_bytes
-        self.leases = [Leases(needed) for needed in blocks]  # [group]
-        self.num_absent = sum(map(len, blocks))  # not there yet
-        self.look_from = (0, 0)  # the group and the place where looking for what is absent goes on
+        self.num_bytes = sum(each.num_bytes for each in leases)
+        self.leases = leases  # of each group
+        self.num_absent = sum(len(each.blocks) for each in leases)  # not there yet
+        self.look_from = (0, 0)  # where in the leases, and at which block, looking for what is absent goes on
         self.look_at = 0.0  # not before
 
     @property
@@ -74,15 +79,11 @@ class Pins:
 
     def __init__(
         self,
-        groups: Sequence[AttentionGroup],
         residency: Residency,
-        block_bytes: Sequence[int],
         host_spill: HostSpill,
         clock: Callable[[], float],
     ) -> None:
-        self._groups = groups
-        self._residency = residency
-        self._block_bytes = block_bytes
+        self._groups = residency.groups
         self._host_spill = host_spill
         self._clock = clock
         self._pins: dict[Pin, None] = {}
@@ -94,13 +95,14 @@ class Pins:
         """Of host memory that all pins take when they are whole."""
         return self._num_bytes
 
-    def begin(self, chain: BlockChain, blocks: Sequence[range]) -> Pin:
-        """Pin these blocks, by group."""
-        num_bytes = sum(len(needed) * size for needed, size in zip(blocks, self._block_bytes, strict=True))
-        pin = Pin(chain, blocks, num_bytes)
+    def begin(self, chain: BlockChain, num_tokens: int, most_bytes: int) -> Pin | None:
+        """Pin what a request needs that goes on after so many of the chain's tokens; None if that is more bytes."""
+        pin = Pin(chain, [Leases(group, group.needed(num_tokens)) for group in self._groups])
+        if pin.num_bytes > most_bytes:
+            return None
         self._pins[pin] = None
-        self._num_bytes += num_bytes
-        if pin.num_absent and all(self._residency.lower.num_slots):
+        self._num_bytes += pin.num_bytes
+        if pin.num_absent and all(group.below.num_slots for group in self._groups):
             self._absent[pin] = None
             self._look(pin, PART)
         return pin
@@ -134,56 +136,57 @@ class Pins:
 
     def _look(self, pin: Pin, most: int) -> int:
         """Go on looking through a pin, for up to *most* blocks; how many that were. At its end it rests."""
-        group_id, start = pin.look_from
-        absent = pin.leases[group_id].missing(start, most)
+        number, start = pin.look_from
+        absent = pin.leases[number].missing(start, most)
         if len(absent):
-            self._try(pin, group_id, absent)
+            self._try(pin, pin.leases[number], absent)
         if len(absent) == most:
-            pin.look_from = group_id, int(absent[-1]) + 1
-        elif group_id + 1 < len(self._groups):
-            pin.look_from = group_id + 1, 0
+            pin.look_from = number, int(absent[-1]) + 1
+        elif number + 1 < len(pin.leases):
+            pin.look_from = number + 1, 0
         else:
             pin.look_from = 0, 0
             pin.look_at = self._clock() + RETRY_S
         return max(1, len(absent))
 
-    def _try(self, pin: Pin, group_id: int, places: BlockIds) -> None:
+    def _try(self, pin: Pin, leases: Leases, places: BlockIds) -> None:
         """Fetch what is below, have copied down what is on the device only."""
-        leases, group = pin.leases[group_id], self._groups[group_id]
+        group = leases.group
         places = places[~leases.is_coming[places]]
-        names = names_of(pin.chain, group, leases.blocks.start + places)
-        found = self._residency.lower.find(group_id, names)
+        names = group.names_of(pin.chain, leases.blocks.start + places)
+        found = group.below.find(names)
         is_read = found != NOWHERE
         is_read &= (found >= 0) | (np.cumsum(found < 0) <= MOST_UNDER_WAY - leases.num_coming)
         if is_read.any():
-            self._fetch(pin, group_id, places[is_read])
+            self._fetch(pin, leases, places[is_read])
         nowhere = np.flatnonzero(found == NOWHERE).tolist()
-        on_device = self._residency.device.pools[group_id].find_all([names[place] for place in nowhere])
+        on_device = group.pool.find_all([names[place] for place in nowhere])
         if (on_device != ABSENT).any():
-            self._host_spill.copy_down(group_id, on_device[on_device != ABSENT].tolist())
+            self._host_spill.copy_down(group, on_device[on_device != ABSENT].tolist())
 
-    def _fetch(self, pin: Pin, group_id: int, places: BlockIds) -> None:
-        leases = pin.leases[group_id]
-        wanted = blocks_of(pin.chain, self._groups[group_id], leases.blocks.start + places)
-        fetch = self._residency.lower.fetch_later(group_id, wanted, partial(self._come, pin, places))
+    def _fetch(self, pin: Pin, leases: Leases, places: BlockIds) -> None:
+        wanted = leases.group.blocks_of(pin.chain, leases.blocks.start + places)
+        fetch = leases.group.below.fetch_later(wanted, partial(self._come, pin, leases, places))
         is_here = fetch.slots != ABSENT
         leases.is_coming[places[~is_here]] = True
         leases.fetched.update((block, (fetch, number)) for number, block in enumerate(places.tolist()))
-        self._are_here(pin, group_id, places[is_here])
+        self._are_here(pin, leases, places[is_here])
 
-    def _are_here(self, pin: Pin, group_id: int, places: BlockIds) -> None:
-        pin.leases[group_id].is_here[places] = True
+    def _are_here(self, pin: Pin, leases: Leases, places: BlockIds) -> None:
+        leases.is_here[places] = True
         pin.num_absent -= len(places)
         if not pin.num_absent:
             self._absent.pop(pin, None)
 
-    def _come(self, pin: Pin, places: BlockIds, fetch: Fetch, number: int, failure: Reason | None) -> None:
+    def _come(
+        self, pin: Pin, leases: Leases, places: BlockIds, fetch: Fetch, number: int, failure: Reason | None
+    ) -> None:
         """A block that was on its way has come, or never will by this fetch."""
-        leases, place = pin.leases[fetch.group_id], int(places[number])
+        place = int(places[number])
         if pin not in self._pins:
             return
         leases.is_coming[place] = False
         if failure is None:
-            self._are_here(pin, fetch.group_id, places[number : number + 1])
+            self._are_here(pin, leases, places[number : number + 1])
         else:
             del leases.fetched[place]

@@ -121,9 +121,9 @@ class Tiers:
 
     def leave_device(self, names: Sequence[BlockName]) -> None:
         """Forget the blocks on the device only."""
-        device = self._residency.device
-        slots = device.pools[0].find_all(names)
-        self._residency.device.evict(0, slots[slots != ABSENT])
+        device = self._residency.groups[0].slots
+        slots = device.pool.find_all(names)
+        device.evict(slots[slots != ABSENT])
 
     def leave_device_and_host(self, names: Sequence[BlockName]) -> None:
         """Forget the blocks on the device and in host memory."""
@@ -131,7 +131,7 @@ class Tiers:
 
     def digests(self, names: Sequence[BlockName]) -> list[bytes]:
         """xxh3_128 of each block's bytes on the device. RuntimeError if one is not there."""
-        slots = self._residency.device.pools[0].find_all(names)
+        slots = self._residency.groups[0].pool.find_all(names)
         if (slots == ABSENT).any():
             raise RuntimeError(f"{int((slots == ABSENT).sum())} of {len(names)} blocks are not on the device")
         result: list[bytes] = []

@@ -33,7 +33,7 @@ from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.engine.scheduling.waiting_queue import WaitingQueue
 from kvtier.store.blob_store import Blob, StoreStatistics
 from kvtier.store.record import digest
-from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.cache import CacheOptions, TieredCache
 from kvtier.tiers.lower.disk_tier import NAMESPACE_BYTES, PAGE_KEYS, DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
@@ -166,8 +166,8 @@ class Bed:
             [memory],
             transfers,
             self.lower,
+            options=CacheOptions(least_clean_ahead=2 * CHUNK_BLOCKS),
             events=self.events,
-            least_clean_ahead=2 * CHUNK_BLOCKS,
         )
         self._numbers = count()
 
@@ -246,7 +246,7 @@ def requests(bed: Bed, rounds: int) -> None:
             calls.time("commit_tail", partial(cache.commit_tail, tables, chain, NUM_TOKENS + 5))
             calls.time("release 8,192 blocks", partial(cache.release, tables))
         cache.residency.evict(
-            cache.residency.device, 0, cache.residency.device.pools[0].find_all(chain.names)
+            cache.residency.device, 0, cache.residency.groups[0].pool.find_all(chain.names)
         )  # what is left of it is in host memory
         promotion = promote(bed, chain, "host")
         calls.time("cancel, host", partial(cache.cancel, promotion))

@@ -12,7 +12,7 @@ class PoisonedCache(TieredCache):
 
     def allocate(self, num_slots: Sequence[int]) -> Tables | None:
         tables = super().allocate(num_slots)
-        for memory, table in zip(self._memories, tables or (), strict=bool(tables)):
-            assert isinstance(memory, PoisonedMemory), "a memory that is not poisoned"
-            memory.poison(table)
+        for group, table in zip(self.residency.groups, tables or (), strict=bool(tables)):
+            assert isinstance(group.memory, PoisonedMemory), "a memory that is not poisoned"
+            group.memory.poison(table)
         return tables

@@ -143,7 +143,7 @@ def test_bytes_that_come_back_from_host_and_disk_are_those_that_left(
 def blocks_of(llm: LLM, prompt: list[int]) -> dict[tuple[int, bytes], np.ndarray]:
     """The bytes in the device slots of a prompt's blocks."""
     found = {}
-    for group_id, pool in enumerate(llm.core.cache.residency.device.pools):
+    for group_id, pool in enumerate(group.pool for group in llm.core.cache.residency.groups):
         for name in chain_of(llm, prompt).names:
             slot = pool.find(name)
             if slot is not None:

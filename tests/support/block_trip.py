@@ -15,11 +15,12 @@ from types import FrameType
 
 from chaos import World
 
+from kvtier import tiers
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tier import Tier
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(tiers.__file__).resolve().parents[1]  # where the rooms are that run, be it a copy of them
 BELOW = ("tiers/lower/", "store/")  # what stands behind `LowerTiers`
 ROOMS = ("engine", "store", "tiers", "transfer")
 BLOCK_SIZE = 4

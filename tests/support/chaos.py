@@ -9,9 +9,9 @@ import numpy as np
 from unreliable_tiers import UnreliableTiers
 
 from kvtier.store.blob_store import BlobStore
-from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.cache import CacheOptions, TieredCache
 from kvtier.tiers.device.block_pool import ABSENT
-from kvtier.tiers.device.slot_tier import SlotTier
+from kvtier.tiers.device.group_slots import GroupSlots
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers, lower_tiers
 from kvtier.tiers.lower.lower_index import LowerIndex
@@ -95,7 +95,7 @@ class World:
         **options: Any,
     ) -> None:
         """*opening*: the store's, see `DiskTier`. *is_unreliable*: the tiers below are `UnreliableTiers`. *options* are
-        the cache's own, and *quotas* and *events* of the tiers below."""
+        `CacheOptions`, the cache's *planner*, and *quotas* and *events* of the tiers below."""
         self.rng = rng
         self.clock = FakeClock()
         self.store = store
@@ -110,16 +110,19 @@ class World:
         if is_unreliable:
             assert isinstance(self.local, LocalTiers), "nothing below that could be unreliable"
             self.lower = UnreliableTiers(self.local, rng)
-        options = {"least_clean_ahead": max(1, num_device_slots // 4), "events": below.get("events"), **options}
-        self.cache = TieredCache(groups, self.memories, transfers, self.lower, self.clock, **options)
+        events, planner = below.get("events"), options.pop("planner", None)
+        chosen = CacheOptions(**{"least_clean_ahead": max(1, num_device_slots // 4), **options})
+        self.cache = TieredCache(
+            groups, self.memories, transfers, self.lower, self.clock, chosen, events=events, planner=planner
+        )
         self.tails: set[BlockName] = set()  # names of blocks that are not full
         self.rotten: set[tuple[int, int]] = set()  # host slots (group, slot) that this world has damaged
         if opening():
             self.wait_for_index()
 
     @property
-    def host(self) -> SlotTier | None:
-        """The host's slots, if there are any."""
+    def host(self) -> list[GroupSlots] | None:
+        """The host's slots by group, if there are any."""
         return self.local.index.host if isinstance(self.local, LocalTiers) else None
 
     @property
@@ -130,10 +133,10 @@ class World:
 
     def evict_blocks(self, names: Sequence[BlockName]) -> None:
         """Forget these blocks on the device and in host memory, whoever leases them; leases and bytes stay."""
-        for tier in (self.cache.residency.device, self.host):
-            for group_id, pool in enumerate(() if tier is None else tier.pools):
-                slots = pool.find_all(names)
-                tier.evict(group_id, slots[slots != ABSENT])
+        device = [group.slots for group in self.cache.residency.groups]
+        for slots in (*device, *(self.host or ())):
+            found = slots.pool.find_all(names)
+            slots.evict(found[found != ABSENT])
 
     def wait_for_index(self) -> None:
         """Until what is on disk already is known."""
@@ -205,7 +208,7 @@ class World:
         """Flip a bit in some cached host block."""
         group_id = self.rng.randrange(len(self.device))
         host = self.host
-        slots = host.pools[group_id].cached_slots() if host is not None else []
+        slots = host[group_id].pool.cached_slots() if host is not None else []
         if slots:
             slot = self.rng.choice(slots)
             block = self.memories[group_id].host_block(slot)
@@ -216,12 +219,12 @@ class World:
         """The books agree, and every block that can be found on device or host has its bytes."""
         self.cache.check()
         residency = self.cache.residency
-        for group_id, pool in enumerate(residency.device.pools):
+        for group_id, pool in enumerate(group.pool for group in residency.groups):
             for slot in range(pool.num_slots):
                 if (name := pool.name(slot)) is not None and name not in self.tails:
                     expected = self.bytes_of(group_id, name)
                     assert (self.device[group_id][slot] == expected).all(), f"wrong bytes in device slot {slot}"
-        for group_id, pool in enumerate(() if self.host is None else self.host.pools):
+        for group_id, pool in enumerate(slots.pool for slots in self.host or ()):
             for slot in range(pool.num_slots):
                 name = pool.name(slot)
                 if name is None:

@@ -8,5 +8,5 @@ def damage_in_host(core: EngineCore, name: BlockName) -> None:
     """Flip a bit of the block, which is in host memory."""
     host = core.cache.lower.index.host
     assert host is not None, "an engine without host memory"
-    (slot,) = host.pools[0].find_all([name]).tolist()
+    (slot,) = host[0].pool.find_all([name]).tolist()
     core._memories[0].host_block(slot)[3] ^= 1

@@ -403,7 +403,7 @@ class FuzzedEngine:
         assert cache.num_under_way == 0, "copies are under way that nobody runs"
         assert cache.free_slots() == [self._num_device] * len(cache.groups), "a device slot leaked"
         host = cache.lower.index.host
-        for pool in () if host is None else host.pools:
+        for pool in (slots.pool for slots in host or ()):
             assert pool.num_free == pool.num_slots, "a host slot leaked"
 
     def _something_happens(self) -> None:
@@ -471,7 +471,7 @@ class FuzzedEngine:
     def _rot_a_host_block(self) -> None:
         host = self.core.cache.lower.index.host
         group_id = self.rng.randrange(len(self.core.cache.groups))
-        slots = [] if host is None else host.pools[group_id].cached_slots()
+        slots = [] if host is None else host[group_id].pool.cached_slots()
         if slots:
             block = self.core._memories[group_id].host_block(self.rng.choice(slots))
             block[self.rng.randrange(len(block))] ^= 1 << self.rng.randrange(8)

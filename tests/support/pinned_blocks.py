@@ -26,7 +26,7 @@ def until_whole(w: World, pin: Pin) -> None:
 def host_blocks(w: World, document: str) -> int:
     host = w.index.host
     assert host is not None
-    return sum(host.pools[0].find(name) is not None for name in w.names(document, DOCUMENT))
+    return sum(host[0].pool.find(name) is not None for name in w.names(document, DOCUMENT))
 
 
 def on_disk_only(w: World, document: str) -> None:

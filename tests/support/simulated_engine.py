@@ -18,7 +18,7 @@ from kvtier.engine.scheduling.scheduler import Scheduler, Work
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.store.codec.seal import charged_bytes
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.cache import CacheOptions, TieredCache
 from kvtier.tiers.lower.disk_tier import NAMESPACE_BYTES, DiskTier
 from kvtier.tiers.lower.local_tiers import lower_tiers
 from kvtier.tiers.lower.statistics import TokenBalance
@@ -129,7 +129,7 @@ class SimulatedEngine:
             transfers,
             lower_tiers(groups, [memory], transfers, disk, self._clock),
             self._clock,
-            partial_blocks=False,
+            CacheOptions(partial_blocks=False),
             planner=None if load == "always" else self.planner,
         )
         config = SchedulerConfig(

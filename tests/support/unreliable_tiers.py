@@ -310,7 +310,7 @@ class UnreliableTiers:
 
     def _begin_again(self) -> None:
         index = self.inner.index
-        if not self._inbox and all(pool.num_leases == 0 for pool in index.host.pools):
+        if not self._inbox and all(slots.pool.num_leases == 0 for slots in index.host):
             index.clear()
             self._outbox.clear()
             self.is_alive = True

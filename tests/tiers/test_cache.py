@@ -13,6 +13,7 @@ from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.lower import copies
+from kvtier.tiers.lower.lower_tiers import NOWHERE
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.up.promotion import NO_SLOT
@@ -27,7 +28,7 @@ def test_release_evicts_the_tail_of_a_prefix_first() -> None:
     assert w.cache.allocate([3]) is not None
 
     hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
-    assert [w.cache.residency.device.pools[0].find(name) is not None for name in hit.chain.names] == [True] * 7 + [
+    assert [w.cache.residency.groups[0].pool.find(name) is not None for name in hit.chain.names] == [True] * 7 + [
         False
     ] * 3
 
@@ -36,12 +37,12 @@ def test_lookup_changes_nothing_and_leaves_the_last_token_to_compute() -> None:
     w = world()
     read(w, "a")
     chain = w.chain("a", DOCUMENT)
-    order = w.cache.residency.device.pools[0].cached_slots()
+    order = w.cache.residency.groups[0].pool.cached_slots()
 
     exact, longer = w.cache.lookup(chain, DOCUMENT), w.cache.lookup(chain, DOCUMENT + 1)
 
     assert (exact.num_blocks, longer.num_blocks) == (9, 10)
-    assert w.cache.residency.device.pools[0].cached_slots() == order
+    assert w.cache.residency.groups[0].pool.cached_slots() == order
 
 
 def test_a_document_comes_back_from_each_tier_that_it_was_pushed_to() -> None:
@@ -91,7 +92,7 @@ def test_copies_ahead_of_need_leave_the_bus_to_promotions() -> None:
     w = world(num_device_slots=32, num_host_slots=60)
     read(w, "a")
     w.flush()
-    w.cache.residency.device.evict(0, w.cache.residency.device.pools[0].cached_slots())
+    w.cache.residency.groups[0].slots.evict(w.cache.residency.groups[0].pool.cached_slots())
     for document in "bc":
         table = w.cache.allocate([10])
         assert table is not None
@@ -103,12 +104,12 @@ def test_copies_ahead_of_need_leave_the_bus_to_promotions() -> None:
     promotion = w.cache.promote(w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1))
     assert w.lanes[Route.HOST_TO_DEVICE].num_pending
     w.cache.spill()
-    meanwhile = w.cache._host_spill.copies.num_leases(0)
+    meanwhile = w.cache._host_spill.copies.num_leases(w.cache.residency.groups[0].pool)
     w.settle()
     w.cache.spill()
 
     assert meanwhile == window // 2
-    assert w.cache._host_spill.copies.num_leases(0) >= window // 2  # the other half
+    assert w.cache._host_spill.copies.num_leases(w.cache.residency.groups[0].pool) >= window // 2  # the other half
     w.settle()
     w.cache.release(promotion.tables)
     w.check()
@@ -177,7 +178,7 @@ def test_a_damaged_host_block_is_a_shorter_prefix_with_its_reason() -> None:
     read(w, "a")
     read(w, "b")
     read(w, "c")
-    slot = w.index.host.pools[0].find(w.names("a", DOCUMENT)[6])
+    slot = w.index.host[0].pool.find(w.names("a", DOCUMENT)[6])
     assert slot is not None
     w.memories[0].host_block(slot)[5] ^= 1
 
@@ -336,10 +337,10 @@ def test_what_the_host_had_no_slot_for_is_copied_down_when_it_has() -> None:
     w.compute(tables, w.chain("a", 40 * BLOCK_SIZE), 0, 40 * BLOCK_SIZE)
     w.cache.release(tables)
     w.flush()
-    lost = w.cache.residency.device.pools[0].cached_slots()[:6]
+    lost = w.cache.residency.groups[0].pool.cached_slots()[:6]
     w.store.delete(list(w.store.keys()))
     w.index.disk.index.clear()
-    w.cache.residency.device.lost_copies(0, lost)
+    w.cache.residency.groups[0].slots.lost_copies(lost)
 
     for _ in range(12):  # nothing is allocated meanwhile
         w.cache.spill()
@@ -358,7 +359,7 @@ def test_nobody_waits_for_room_behind_a_disk_that_hangs() -> None:
     assert table is not None
     w.compute(table, w.chain("new", 24), 0, 24)
     w.cache.release(table)
-    w.index.host.lost_copies(0, w.index.host.pools[0].cached_slots()[:2])
+    w.index.host[0].lost_copies(w.index.host[0].pool.cached_slots()[:2])
     w.store.delete(list(w.store.keys()))
     w.index.disk.index.clear()
     w.cache.spill()  # a write to disk that will not end: nobody stirs its lane
@@ -409,7 +410,7 @@ def test_after_a_promotion_the_host_evicts_the_tail_first_too() -> None:
 
     read(w, "a")
 
-    host = w.index.host.pools[0]
+    host = w.index.host[0].pool
     order = [host.name(slot) for slot in host.cached_slots()]
     places = [order.index(name) for name in w.names("a", DOCUMENT) if name in order]
     assert len(places) == 10
@@ -505,7 +506,9 @@ def two_writes_under_way(w: World) -> list[Transfer]:
         assert table is not None
         w.compute(table, chain, 0, 2 * BLOCK_SIZE)
         w.cache.release(table)
-        w.cache._host_spill.copy_down(0, w.cache.residency.device.pools[0].find_all(chain.names).tolist())
+        w.cache._host_spill.copy_down(
+            w.cache.residency.groups[0], w.cache.residency.groups[0].pool.find_all(chain.names).tolist()
+        )
         w.lanes[Route.DEVICE_TO_HOST].stir(1.0)
         w.cache.poll()
         w.cache.spill()
@@ -565,14 +568,20 @@ def test_what_a_full_store_evicted_in_vain_is_dirty_again() -> None:
     read(w, "a")
     w.cache.flush(10, stirring(w))
     store.is_full = True
-    for i in range(3):
-        read(w, f"other {i}")
+    read(w, "other", DOCUMENT // 2 + 1)
+    for _ in range(12):
+        w.cache._host_spill.spill([16])
+        w.cache.lower.spill()
+        w.settle()
 
     w.check()
-    on_device = [name for name in w.names("a", DOCUMENT) if w.cache.residency.device.pools[0].find(name) is not None]
-    below = [name for name in on_device if w.cache.residency.has_copy_below_device(0, name)]
-    dirty = [w.cache.residency.device.pools[0].name(slot) for slot in w.cache.residency.device.dirty[0].oldest(16)]
-    assert set(on_device) - set(below) <= set(dirty)
+    group = w.cache.residency.groups[0]
+    on_device = [name for name in w.names("a", DOCUMENT) if group.pool.find(name) is not None]
+    below = [name for name, place in zip(on_device, group.below.find(on_device), strict=True) if place != NOWHERE]
+    dirty = [group.pool.name(slot) for slot in group.slots.dirty.oldest(16)]
+    last_copies = set(on_device) - set(below)
+    assert last_copies
+    assert last_copies <= set(dirty)
 
 
 def test_a_block_that_left_host_memory_on_its_way_up_and_came_again_is_not_taken_for_the_one_that_left() -> None:
@@ -594,7 +603,7 @@ def test_a_block_that_left_host_memory_on_its_way_up_and_came_again_is_not_taken
         w.cache.poll()
     host = w.index.host
     assert host is not None
-    assert host.pools[0].find(chain.names[0]) is not None
+    assert host[0].pool.find(chain.names[0]) is not None
 
     w.settle()
 

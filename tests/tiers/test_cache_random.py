@@ -214,8 +214,8 @@ class Simulation:
                 self.cache.release(reader.tables)
         self.world.settle()
         self.world.check()
-        pools = self.cache.residency.device.pools + self.world.index.host.pools
-        assert [pool.num_free for pool in pools] == [pool.num_slots for pool in pools], "a slot leaked"
+        slots = [*(group.slots for group in self.cache.residency.groups), *self.world.index.host]
+        assert [each.pool.num_free for each in slots] == [each.pool.num_slots for each in slots], "a slot leaked"
 
 
 @pytest.fixture(autouse=True)

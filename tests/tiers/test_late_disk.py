@@ -155,7 +155,9 @@ def test_what_is_above_is_written_again_to_a_store_that_was_opened_anew() -> Non
     step(w)
     w.flush()
 
-    above = {name for document in "abc" for name in w.names(document, DOCUMENT) if w.cache.residency.tier_of(0, name)}
+    group = w.cache.residency.groups[0]
+    names = [name for document in "abc" for name in w.names(document, DOCUMENT)]
+    above = {name for name in names if w.cache.residency.tier_of(group, name)}
     on_disk = {disk_of(w).block_of(key) for key in again.keys()}  # noqa: SIM118  # no dict
     assert len(above) >= 24  # as many as the host has slots
     assert {(0, name) for name in above} <= on_disk

@@ -114,7 +114,7 @@ def test_blocks_that_could_not_be_verified_beside_their_copies_are_not_published
 ) -> None:
     w = by_layers
     chain = w.chain("a", DOCUMENT)
-    slot = w.index.host.pools[0].find(chain.names[3])
+    slot = w.index.host[0].pool.find(chain.names[3])
     assert slot is not None
     w.memories[0].host_block(slot)[0] ^= 1
     w.rotten.add((0, slot))
@@ -255,18 +255,34 @@ def test_a_block_that_leaves_host_memory_while_it_comes_up_is_copied_down_again(
     read(w, "a")
     until_whole(w, held(w, "a"))
     chain = w.chain("a", DOCUMENT)
-    device, host = w.cache.residency.device, w.index.host
-    device.evict(0, device.pools[0].find_all(chain.names))
+    device, host = w.cache.residency.groups[0].slots, w.index.host
+    device.evict(device.pool.find_all(chain.names))
     promotion = w.cache.promote(w.cache.lookup(chain, DOCUMENT + 1))
     assert w.lanes[Route.HOST_TO_DEVICE].num_pending > 0
 
-    host.evict(0, host.pools[0].find_all(chain.names))
+    host[0].evict(host[0].pool.find_all(chain.names))
     w.settle()
 
     assert promotion.num_blocks == NUM_BLOCKS
-    assert len(device.dirty[0]) == NUM_BLOCKS
+    assert len(device.dirty) == NUM_BLOCKS
     w.cache.release(promotion.tables)
     w.check()
+
+
+def test_what_failed_to_leave_the_device_is_copied_down_when_the_bus_is_tried_again() -> None:
+    w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 40, None, world().rng)
+    computed(w, "a")
+    w.lanes[Route.DEVICE_TO_HOST].failing = 1.0
+    w.cache.spill()
+    w.settle()
+    assert moved(w, Route.DEVICE_TO_HOST).num_failed > 0
+    w.lanes[Route.DEVICE_TO_HOST].failing = 0.0
+    w.clock.now += BACK_OFF_S
+
+    w.cache.spill()
+    w.settle()
+
+    assert host_blocks(w, "a") > 0
 
 
 def test_a_copy_down_that_failed_is_not_found_and_the_bus_is_left_alone_for_a_while() -> None:

@@ -73,8 +73,7 @@ def in_host(w: World, document: str) -> None:
     until_done(w, promotion)
     w.cache.release(promotion.tables)
     w.settle()
-    device = w.cache.residency.device
-    w.cache.residency.device.evict(0, device.pools[0].find_all(promotion.chain.names))
+    w.cache.residency.groups[0].slots.evict(w.cache.residency.groups[0].pool.find_all(promotion.chain.names))
 
 
 @pytest.mark.parametrize("where", [Tier.HOST, Tier.DISK])
@@ -241,7 +240,7 @@ def test_of_a_long_prefix_that_came_up_host_memory_forgets_the_tail_first() -> N
     for _ in range(NUM_BLOCKS):
         w.cache.poll()
 
-    pool = w.index.host.pools[0]
+    pool = w.index.host[0].pool
     order = [pool.name(slot) for slot in pool.cached_slots()]
 
     assert [name for name in order if name in promotion.chain.names] == promotion.chain.names[::-1]

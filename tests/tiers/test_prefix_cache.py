@@ -85,7 +85,7 @@ class Desk(World):
         sizes = [group.block_size * TOKEN_BYTES for group in groups]
         rng = random.Random(1)
         super().__init__(groups, sizes, num_slots, num_host_slots, store, rng, events=self.log, **options)
-        self.pools: list[BlockPool] = self.cache.residency.device.pools
+        self.pools: list[BlockPool] = [group.pool for group in self.cache.residency.groups]
 
     def chain_of(self, token_ids: list[int], extra: ExtraKeys = NO_EXTRA_KEYS) -> BlockChain:
         chain = BlockChain(self.cache.block_size, extra)
@@ -223,13 +223,14 @@ class Desk(World):
 
     def forget(self, tier: Tier, reader: Reader, *blocks: tuple[int, int]) -> None:
         """Evict single blocks, as (group, number), in one tier."""
-        slot_tier = self.cache.residency.device if tier is Tier.DEVICE else self.host
-        assert slot_tier is not None
+        device = [group.slots for group in self.cache.residency.groups]
+        slots = device if tier is Tier.DEVICE else self.host
+        assert slots is not None
         for group_id, block_id in blocks:
             size = self.cache.groups[group_id].block_size
-            slot = slot_tier.pools[group_id].find(reader.chain.names_of(size, range(block_id, block_id + 1))[0])
+            slot = slots[group_id].pool.find(reader.chain.names_of(size, range(block_id, block_id + 1))[0])
             assert slot is not None, "the block was not there"
-            slot_tier.evict(group_id, [slot])
+            slots[group_id].evict([slot])
 
     def spill_all(self) -> None:
         """Copy down until nothing more wants to go."""
@@ -1054,7 +1055,7 @@ def test_a_block_that_is_not_full_is_not_spilled() -> None:
 
     host = desk.index.host
     assert host is not None
-    assert host.pools[0].num_named == desk.store.statistics().num_records == 2
+    assert host[0].pool.num_named == desk.store.statistics().num_records == 2
 
 
 def test_without_partial_blocks_a_block_that_is_not_full_is_blank_when_its_reader_leaves() -> None:
@@ -1666,10 +1667,10 @@ class Book:
 def contents(desk: Desk) -> dict[Tier, set[tuple[int, BlockName]]]:
     """What can be found in each tier."""
     found: dict[Tier, set[tuple[int, BlockName]]] = {tier: set() for tier in Tier}
-    for tier in (desk.cache.residency.device, desk.host):
-        for group_id, pool in enumerate(tier.pools if tier is not None else ()):
+    for tier, pools in ((Tier.DEVICE, desk.pools), (Tier.HOST, [slots.pool for slots in desk.host or ()])):
+        for group_id, pool in enumerate(pools):
             names = (pool.name(slot) for slot in range(pool.num_slots))
-            found[tier.tier] |= {(group_id, name) for name in names if name is not None and name not in desk.tails}
+            found[tier] |= {(group_id, name) for name in names if name is not None and name not in desk.tails}
     if desk.store is not None:
         disk = desk.index.disk
         blocks = [disk.block_of(key) for key in desk.store.keys()]  # noqa: SIM118  # no dict
@@ -1761,7 +1762,7 @@ class Crowd:
             return next((start + i for i, name in enumerate(names) if (group_id, name) not in everywhere), end)
 
         num_tokens = longest_hit(len(token_ids) - 1, cache.groups, first_hole)
-        if cache.residency.partial_matches is None:
+        if cache.residency.partial_group is None:
             return num_tokens, 0
         best, key = 0, chain.continued_key(num_tokens // cache.block_size)
         for candidate in self.everything_on_device():

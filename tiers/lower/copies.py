@@ -6,11 +6,9 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from kvtier.tiers.device.block_pool import NOTHING, Ids
+from kvtier.tiers.device.block_pool import NOTHING, BlockPool, Ids
 from kvtier.tiers.device.runs import Row
-from kvtier.tiers.device.slot_tier import SlotTier
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
@@ -26,9 +24,9 @@ def blocks_in_batch(block_bytes: int, num_copiers: int, most: int) -> int:
 @dataclass(eq=False, slots=True)
 class Batch:
     """Blocks of one group on their way down, in the order in which they should be evicted below. The slots that they
-    leave are leased."""
+    leave, of *upper*, are leased."""
 
-    group_id: int
+    upper: BlockPool
     rows: Sequence[Row]
     upper_slots: Ids
     submitted_at: float
@@ -42,63 +40,60 @@ AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 
 class Copies(Generic[AnyBatch]):
-    """The batches that are under way on one route, and the leases on the slots of *upper* that they leave. Owned by the
-    cache's thread."""
+    """The batches that are under way on one route, and the leases on the slots that they leave. Owned by the cache's
+    thread."""
 
     def __init__(
         self,
         route: Route,
-        upper: SlotTier,
-        memories: Sequence[BlockMemory],
         transfers: TransferEngine,
         most_in_flight: int,
         clock: Callable[[], float],
     ) -> None:
         """*most_in_flight*: batches of a group under way at most."""
         self._route = route
-        self._upper = upper
-        self._memories = memories
         self._transfers = transfers
         self._most_in_flight = most_in_flight
         self._clock = clock
         self.ended_at = float("-inf")  # when a batch last did
         self.batches: list[AnyBatch] = []
 
-    def start(self, batch: AnyBatch, work: Callable[[], object], deliver: Callable[[Transfer], None]) -> bool:
+    def start(
+        self, batch: AnyBatch, num_bytes: int, work: Callable[[], object], deliver: Callable[[Transfer], None]
+    ) -> bool:
         """Hand *work* to the route's lane; False, and the batch is to be ended, if the lane is full."""
-        self._upper.pools[batch.group_id].lend(batch.upper_slots)
+        batch.upper.lend(batch.upper_slots)
         self.batches.append(batch)
-        num_bytes = len(batch.upper_slots) * self._memories[batch.group_id].block_bytes
         return self._transfers.submit(self._route, work, num_bytes, deliver)
 
     def end(self, batch: AnyBatch) -> None:
         """The batch is over, whatever became of it: its upper slots go back to where they were in the order."""
         self.batches.remove(batch)
         self.ended_at = self._clock()
-        self._upper.pools[batch.group_id].put_back(batch.upper_slots)
+        batch.upper.put_back(batch.upper_slots)
 
-    def most(self, group_id: int, batch_blocks: int, num_lendable: int | None = None) -> int:
-        """How many blocks the next batch may have; 0 if there is no room for one.
+    def most(self, upper: BlockPool, batch_blocks: int, num_lendable: int | None = None) -> int:
+        """How many blocks the next batch from this pool may have; 0 if there is no room for one.
 
         A batch leases its source: never more than a quarter of *num_lendable* slots, by default of those that are free,
         so that allocations find the rest.
         """
-        under_way = [batch for batch in self.batches if batch.group_id == group_id]
+        under_way = [batch for batch in self.batches if batch.upper is upper]
         if len(under_way) >= self._most_in_flight:
             return 0
         num_lent = sum(len(batch.upper_slots) for batch in under_way)
         if num_lendable is None:
-            num_lendable = self._upper.pools[group_id].num_free + num_lent
+            num_lendable = upper.num_free + num_lent
         most = min(batch_blocks, num_lendable // 4 - num_lent)
         return max(most, 0 if under_way else 1)
 
-    def slots(self, group_id: int) -> Ids:
-        """Upper slots of the group that are being copied."""
-        return np.concatenate([NOTHING, *(batch.upper_slots for batch in self.batches if batch.group_id == group_id)])
+    def slots(self, upper: BlockPool) -> Ids:
+        """Slots of the pool that are being copied."""
+        return np.concatenate([NOTHING, *(batch.upper_slots for batch in self.batches if batch.upper is upper)])
 
-    def num_leases(self, group_id: int) -> int:
-        """Leases that the batches hold on the upper pool of the group."""
-        return sum(len(batch.upper_slots) for batch in self.batches if batch.group_id == group_id)
+    def num_leases(self, upper: BlockPool) -> int:
+        """Leases that the batches hold on the pool."""
+        return sum(len(batch.upper_slots) for batch in self.batches if batch.upper is upper)
 
     def is_moving(self, since: float) -> bool:
         """Whether there are batches, and the first is no older than *since*, or others have got past it since then."""

@@ -185,19 +185,19 @@ class DiskReads:
 
     def _submit(self, queue: OrderedDict[DiskRead, None]) -> bool:
         """Have the first blocks of the queue read that are of one group, up to a batch; False if that cannot be."""
-        disk, host = self._index.disk, self._index.host
+        disk = self._index.disk
         attempt = disk.reading.begin() if disk.is_readable else None
         if attempt is None:
             self._give_up()
             return False
         group_id = next(iter(queue)).group_id
-        memory, pool, window = self._memories[group_id], host.pools[group_id], self._windows[group_id].num_blocks
+        memory, host, window = self._memories[group_id], self._index.host[group_id], self._windows[group_id].num_blocks
         most = blocks_in_batch(memory)
         batch = list(takewhile(lambda disk_read: disk_read.group_id == group_id, islice(queue, most)))
-        slots = host.take_clean(group_id, len(batch), window)
+        slots = host.take_clean(len(batch), window)
         # No spill will make room.
         if not slots and queue is self._wanted_now and not self._is_host_cleaned():
-            slots = host.take(group_id, min(len(batch), pool.num_free), window) or []
+            slots = host.take(min(len(batch), host.pool.num_free), window) or []
         read = Read(tuple(batch[: len(slots)]), attempt, self._clock(), queue is self._wanted_later)
         keys = [disk.key(group_id, disk_read.name) for disk_read in read.batch]
         if not keys or not self._transfers.submit(
@@ -207,7 +207,7 @@ class DiskReads:
             lambda transfer: self._landed(read, transfer),
         ):
             disk.reading.withdrawn(attempt)
-            pool.release(slots)
+            host.pool.release(slots)
             return False
         for disk_read, slot in zip(read.batch, slots, strict=True):
             del queue[disk_read]
@@ -248,7 +248,7 @@ class DiskReads:
             if not is_late:
                 self._tell(disk_read, REASONS.get(outcome, Reason.CORRUPT) if isinstance(outcome, Fault) else None)
         slots = [disk_read.host_slot for disk_read in read.batch if disk_read.host_slot is not None]
-        self._index.host.pools[read.batch[0].group_id].release(slots)
+        self._index.host[read.batch[0].group_id].pool.release(slots)
         for tenant in {disk_read.origin.tenant for disk_read in read.batch}:  # host memory has become fuller
             self._index.keep_quota(read.batch[0].group_id, tenant)
 

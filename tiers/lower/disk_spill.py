@@ -26,6 +26,7 @@ MOST_IN_FLIGHT = 4  # batches: enough to keep the disk busy
 class DiskBatch(Batch):
     """Blocks on their way to disk."""
 
+    group_id: int
     spots: npt.NDArray[np.int64]  # of the host slots, see `BlockPool.spots`: a block that rotted leaves meanwhile
     attempt: Attempt
     # Names that batches told of before this one have pushed out of the disk. They came before it there or after, so the
@@ -52,7 +53,7 @@ class DiskSpill:
         self._memories = memories
         self._windows = windows
         self._clock = clock
-        self.copies = Copies[DiskBatch](Route.HOST_TO_DISK, index.host, memories, transfers, MOST_IN_FLIGHT, clock)
+        self.copies = Copies[DiskBatch](Route.HOST_TO_DISK, transfers, MOST_IN_FLIGHT, clock)
         self.num_stored = 0  # blocks that have been written
 
     def spill(self) -> None:
@@ -73,17 +74,18 @@ class DiskSpill:
     @property
     def num_dirty(self) -> int:
         """Blocks of host memory that are to be written."""
-        return sum(map(len, self._host.dirty))
+        return sum(len(host.dirty) for host in self._host)
 
     def _start(self, group_id: int) -> int:
         """Start one batch of what is dirty in host memory; of how many blocks, 0 if there are none or it cannot be."""
-        if not self._host.dirty[group_id] or not (most := self._most(group_id)):
+        if not self._host[group_id].dirty or not (most := self._most(group_id)):
             return 0
-        pool, slots = self._host.pools[group_id], self._dirty(group_id, most)
+        pool, slots = self._host[group_id].pool, self._dirty(group_id, most)
         if not len(slots) or (attempt := self._disk.writing.begin()) is None:
             return 0
-        batch = DiskBatch(group_id, pool.rows(slots), slots, self._clock(), pool.spots(slots), attempt)
-        if not self.copies.start(batch, self._work(batch), lambda transfer: self._written(batch, transfer)):
+        batch = DiskBatch(pool, pool.rows(slots), slots, self._clock(), group_id, pool.spots(slots), attempt)
+        num_bytes = len(slots) * self._memories[group_id].block_bytes
+        if not self.copies.start(batch, num_bytes, self._work(batch), lambda transfer: self._written(batch, transfer)):
             self._end(batch, LaneClosed())
             return 0
         return len(slots)
@@ -92,12 +94,13 @@ class DiskSpill:
         """See `Copies.most`; 0 also while the disk is left alone."""
         if not self._disk.may_write():
             return 0
-        return self.copies.most(group_id, blocks_in_batch(self._memories[group_id].block_bytes, 1, MOST_IN_BATCH))
+        batch_blocks = blocks_in_batch(self._memories[group_id].block_bytes, 1, MOST_IN_BATCH)
+        return self.copies.most(self._host[group_id].pool, batch_blocks)
 
     def _dirty(self, group_id: int, most: int) -> Ids:
         """Up to *most* host slots that have no copy on disk and are not on their way there."""
-        pool, dirty = self._host.pools[group_id], self._host.dirty[group_id]
-        on_the_way = self.copies.slots(group_id)
+        pool, dirty = self._host[group_id].pool, self._host[group_id].dirty
+        on_the_way = self.copies.slots(pool)
         slots = dirty.oldest(most + len(on_the_way)) if most else NOTHING
         slots = slots[np.isin(slots, on_the_way, invert=True)][:most]
         on_disk = [(name := pool.name(slot)) is not None and self._disk.holds(group_id, name) for slot in slots]
@@ -127,8 +130,8 @@ class DiskSpill:
             self._disk.on_written(transfer.result)
             self.num_stored += len(batch.names)
             self._windows[group_id].spilled(self._clock() - batch.submitted_at)
-            is_there = self._host.pools[group_id].spots(batch.upper_slots) == batch.spots
-            self._host.dirty[group_id].remove(batch.upper_slots[is_there])
+            is_there = batch.upper.spots(batch.upper_slots) == batch.spots
+            self._host[group_id].dirty.remove(batch.upper_slots[is_there])
             there = [name for name in batch.names if name not in batch.pushed_out]
             self._pushed_out(batch, transfer.result.evicted)
             self._index.came_to_disk(group_id, there, transfer.result.evicted)

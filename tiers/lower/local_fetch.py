@@ -34,7 +34,7 @@ class LocalFetch:
         self.tell = tell
         self._blocks = blocks
         self._index = index
-        self._pool = index.host.pools[group_id]
+        self._pool = index.host[group_id].pool
         self._disk_reads = disk_reads
         self._came = came
         self._ended = ended

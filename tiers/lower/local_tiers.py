@@ -7,13 +7,14 @@ from types import MappingProxyType
 import numpy as np
 
 from kvtier.store.record import Fault
-from kvtier.tiers.device.block_pool import ABSENT, NOTHING, BlockPool, Ids
+from kvtier.tiers.device.block_pool import ABSENT, NOTHING, Ids
 from kvtier.tiers.device.runs import Row
 from kvtier.tiers.lower.clean_ahead import CleanAhead
 from kvtier.tiers.lower.disk_probe import DiskProbe
 from kvtier.tiers.lower.disk_reads import DiskReads
 from kvtier.tiers.lower.disk_spill import DiskSpill
 from kvtier.tiers.lower.disk_tier import DiskTier, NoDisk
+from kvtier.tiers.lower.fetches import Fetches
 from kvtier.tiers.lower.index_load import IndexLoad
 from kvtier.tiers.lower.local_fetch import LocalFetch
 from kvtier.tiers.lower.lower_index import LowerIndex
@@ -25,7 +26,7 @@ from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import OwnerNumbers, tenant_with
-from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.naming.tier import Tier
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.lane_speed import LaneSpeed
 from kvtier.transfer.transfer_engine import Route, TransferEngine
@@ -74,9 +75,7 @@ class LocalTiers:
         self.num_slots = [memory.num_host_slots for memory in memories]
         self._block_bytes = [memory.block_bytes for memory in memories]
         self._transfers = transfers
-        pools = [BlockPool(num_slots) for num_slots in self.num_slots]
-        self._disk = NoDisk(clock) if disk is None else disk
-        self.index = LowerIndex(groups, pools, self._block_bytes, self._disk, quotas, events)
+        self.index = LowerIndex(groups, self.num_slots, self._block_bytes, disk or NoDisk(clock), quotas, events)
         # At most a quarter of the pool: within the window dirty blocks are skipped, beyond it the order is strict.
         self._windows = [CleanAhead(LEAST_CLEAN_AHEAD, max(1, num_slots // 4), clock) for num_slots in self.num_slots]
         self._disk_spill = DiskSpill(self.index, memories, transfers, self._windows, clock)
@@ -85,16 +84,14 @@ class LocalTiers:
         )
         self._disk_probe = DiskProbe(self.index, self._block_bytes, transfers, clock)
         self._index_load = IndexLoad(self.index, transfers, clock)
-        self._fetches: set[LocalFetch] = set()  # that lease or wait for something
-        self._reading: set[LocalFetch] = set()  # those that wait for blocks wanted now
-        self._news: list[tuple[LocalFetch, int, Reason | None]] = []
+        self._fetches = Fetches(self.index, self._disk_reads)
         self._reserved = [0 for _ in memories]
         self._unmet = [0 for _ in memories]  # slots asked for and not had since `spill`
         self._index_load.go_on()
 
     @property
     def num_changes(self) -> int:
-        return self.index.host.num_changes
+        return sum(host.pool.num_changes for host in self.index.host)
 
     @property
     def epoch(self) -> int:
@@ -102,11 +99,11 @@ class LocalTiers:
 
     @property
     def is_known(self) -> bool:
-        return self._disk.index.is_loaded
+        return self.index.disk.index.is_loaded
 
     @property
     def is_in_order(self) -> bool:
-        return self._disk.is_readable
+        return self.index.disk.is_readable
 
     @property
     def is_making_room(self) -> bool:
@@ -125,18 +122,17 @@ class LocalTiers:
         tell: Tell,
         found: Places | None = None,
     ) -> LocalFetch:
-        return self._begin(group_id, blocks, tell, found, now=True)
+        return self._fetches.begin(group_id, blocks, tell, found, now=True)
 
     def fetch_later(self, group_id: int, blocks: NamedBlocks, tell: Tell) -> LocalFetch:
-        return self._begin(group_id, blocks, tell, None, now=False)
+        return self._fetches.begin(group_id, blocks, tell, None, now=False)
 
     def reserve(self, group_id: int, num_slots: int) -> list[int]:
-        host, window = self.index.host, self._windows[group_id]
-        if not self._disk.is_failing:
-            slots = host.take_clean(group_id, num_slots, window.num_blocks)
+        host, window = self.index.host[group_id], self._windows[group_id]
+        if not self.index.disk.is_failing:
+            slots = host.take_clean(num_slots, window.num_blocks)
         else:
-            num_free = host.pools[group_id].num_free
-            slots = host.take(group_id, min(num_slots, num_free), window.num_blocks) or []
+            slots = host.take(min(num_slots, host.pool.num_free), window.num_blocks) or []
         window.allocated(len(slots))
         self._unmet[group_id] += num_slots - len(slots)
         self._reserved[group_id] += len(slots)
@@ -154,39 +150,40 @@ class LocalTiers:
 
     def abandon(self, group_id: int, slots: Ids) -> None:
         self._reserved[group_id] -= len(slots)
-        self.index.host.pools[group_id].release(slots)
+        self.index.host[group_id].pool.release(slots)
 
     def refresh(self, group_id: int, names: Sequence[BlockName], were_read: Sequence[bool]) -> None:
-        slots = self.index.host.pools[group_id].find_all(names)
+        pool = self.index.host[group_id].pool
+        slots = pool.find_all(names)
         in_host = slots[slots != ABSENT]
-        self.index.host.pools[group_id].refresh(in_host)
+        pool.refresh(in_host)
         self.index.used_in_host(group_id, in_host.tolist())
-        disk = self._disk
+        disk = self.index.disk
         keys = [disk.key(group_id, name) for name, was_read in zip(names, were_read, strict=False) if was_read]
         if keys:  # not done while the lane to disk is full
             self._transfers.submit(Route.HOST_TO_DISK, lambda: disk.touch(keys), 0, lambda transfer: None)
 
     def keep(self, group_id: int, places: Places) -> None:
-        self.index.host.pools[group_id].refresh(places[places >= 0][::-1])
+        self.index.host[group_id].pool.refresh(places[places >= 0][::-1])
 
     def forget(self, group_id: int, names: Sequence[BlockName]) -> None:
-        self.index.host.corrupt[Fault.CORRUPT.value] += len(names)
-        slots = self.index.host.pools[group_id].find_all(names)
-        self.index.host.evict(group_id, slots[slots != ABSENT])
+        host = self.index.host[group_id]
+        self.index.corrupt[Fault.CORRUPT.value] += len(names)
+        slots = host.pool.find_all(names)
+        host.evict(slots[slots != ABSENT])
 
     def clear(self) -> bool:
         num_read = sum(self._disk_reads.num_leases(group_id) for group_id in range(len(self.num_slots)))
         if num_read or any(self._reserved) or self._disk_spill.copies.batches:
             return False
-        if self._disk.is_there and not self._disk.clear():
+        if self.index.disk.is_there and not self.index.disk.clear():
             return False
-        for fetch in list(self._fetches):
-            fetch.release(range(len(fetch.slots)))
+        self._fetches.end_all()
         self.index.clear()
         return True
 
     def spill(self) -> None:
-        if not self._reading or not self._is_roomy():
+        if not self._fetches.any_reading or not self._is_roomy():
             self._disk_spill.spill()
         self._unmet = [0 for _ in self._unmet]
 
@@ -195,10 +192,7 @@ class LocalTiers:
         self._disk_probe.go_on()
         self.index.keep_quotas()
         self._disk_reads.pump()
-        news, self._news = self._news, []
-        for fetch, place, failure in news:
-            if failure is not None or fetch.slots[place] != ABSENT:  # else it was released meanwhile
-                fetch.tell(fetch, place, failure)
+        self._fetches.tell()
 
     def take_lost(self) -> Sequence[Lost]:
         return self.index.take_lost()
@@ -212,8 +206,8 @@ class LocalTiers:
     def saving(self) -> Saving:
         spill = self._disk_spill
         return Saving(
-            is_there=self._disk.is_there,
-            is_possible=not self._disk.is_failing,
+            is_there=self.index.disk.is_there,
+            is_possible=not self.index.disk.is_failing,
             num_left=spill.num_dirty,
             num_done=spill.num_stored,
             is_busy=bool(spill.copies.batches),
@@ -221,13 +215,13 @@ class LocalTiers:
         )
 
     def statistics(self) -> LowerStatistics:
-        host = slot_statistics(self.index.host, self._block_bytes)
+        host = slot_statistics(self.index.host, self._block_bytes, self.index.corrupt)
         host_tenants = self.index.quotas.num_bytes
-        if not self._disk.is_there:
+        if not self.index.disk.is_there:
             return LowerStatistics({Tier.HOST: host}, host_tenants=host_tenants)
         return LowerStatistics(
-            {Tier.HOST: host, Tier.DISK: self._disk.statistics()},
-            self._disk.details(),
+            {Tier.HOST: host, Tier.DISK: self.index.disk.statistics()},
+            self.index.disk.details(),
             self.index.admission.statistics(),
             host_tenants,
         )
@@ -235,29 +229,12 @@ class LocalTiers:
     def check(self) -> None:
         self.index.check()
         self._disk_reads.check()
-        for group_id, pool in enumerate(self.index.host.pools):
-            fetched = sum(fetch.num_leased for fetch in self._fetches if fetch.group_id == group_id)
-            written, read = self._disk_spill.copies.num_leases(group_id), self._disk_reads.num_leases(group_id)
+        self._fetches.check()
+        for group_id, host in enumerate(self.index.host):
+            fetched = self._fetches.num_leased(group_id)
+            written, read = self._disk_spill.copies.num_leases(host.pool), self._disk_reads.num_leases(group_id)
             expected = fetched + written + read + self._reserved[group_id]
-            assert pool.num_leases == expected, f"host: {pool.num_leases} leases, {expected} accounted for"
-        assert all(fetch.num_leased or fetch.is_reading for fetch in self._fetches), "a fetch that is over is kept"
-        assert self._reading <= self._fetches, "a fetch that is over waits for something"
-
-    def _begin(self, group_id: int, blocks: NamedBlocks, tell: Tell, found: Places | None, now: bool) -> LocalFetch:
-        fetch = LocalFetch(group_id, blocks, self.index, self._disk_reads, tell, self._came, self._ended)
-        fetch.lease(self.index.host.pools[group_id].find_all(blocks.names) if found is None else found)
-        if fetch.num_leased < len(fetch.slots):
-            if self._disk.is_there:
-                if now:
-                    self._reading.add(fetch)
-                fetch.read(now)
-                self._disk_reads.pump()
-            else:
-                for place in np.flatnonzero(fetch.slots == ABSENT).tolist():
-                    fetch.fail(place, Reason.EVICTED_FROM_HOST)
-        if fetch.num_leased or fetch.is_reading:
-            self._fetches.add(fetch)
-        return fetch
+            assert host.pool.num_leases == expected, f"host: {host.pool.num_leases} leases, {expected} accounted for"
 
     def _publish_row(self, group_id: int, slots: Ids, row: Row, digests: Sequence[bytes], owners: OwnerNumbers) -> Ids:
         """The slots of a row's blocks, without those of blocks that another slot has."""
@@ -276,17 +253,6 @@ class LocalTiers:
     def _is_roomy(self) -> bool:
         """Whether each pool could give a window of slots, and what was asked for in vain, and lose no last copy."""
         return all(
-            self.index.host.num_clean(group_id, window.num_blocks + unmet) >= window.num_blocks + unmet
-            for group_id, (window, unmet) in enumerate(zip(self._windows, self._unmet, strict=True))
+            host.num_clean(window.num_blocks + unmet) >= window.num_blocks + unmet
+            for host, window, unmet in zip(self.index.host, self._windows, self._unmet, strict=True)
         )
-
-    def _came(self, fetch: LocalFetch, place: int, failure: Reason | None) -> None:
-        self._news.append((fetch, place, failure))
-        if not fetch.is_reading:
-            self._reading.discard(fetch)
-            if not fetch.num_leased:
-                self._ended(fetch)
-
-    def _ended(self, fetch: LocalFetch) -> None:
-        self._fetches.discard(fetch)
-        self._reading.discard(fetch)

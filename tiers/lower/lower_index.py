@@ -1,13 +1,15 @@
 """LowerIndex: which block is in host memory and which on disk."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import compress
 
 import numpy as np
 
 from kvtier.store.record import DIGEST_BYTES, Fault
-from kvtier.tiers.device.block_pool import ABSENT, BlockPool, Ids
-from kvtier.tiers.device.slot_tier import SlotTier
+from kvtier.tiers.device.block_pool import ABSENT, Ids
+from kvtier.tiers.device.group_slots import GroupSlots
 from kvtier.tiers.lower.admission import Admission
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.host_blocks import HostBlocks
@@ -32,16 +34,19 @@ class LowerIndex:
     def __init__(
         self,
         groups: Sequence[AttentionGroup],
-        pools: Sequence[BlockPool],
+        num_slots: Sequence[int],
         block_bytes: Sequence[int],
         disk: DiskTier,
         quotas: Mapping[bytes, int],
         events: EventLog | None,
     ) -> None:
-        """*pools* of host slots, and *block_bytes*, by group; *quotas*: bytes of host memory by tenant."""
-        self.host = SlotTier(Tier.HOST, pools, disk.is_there, self._left_host)
+        """*num_slots* of host memory, and *block_bytes*, by group; *quotas*: bytes of host memory by tenant."""
+        self.host = [  # [group]
+            GroupSlots(num, disk.is_there, partial(self._left_host, group_id)) for group_id, num in enumerate(num_slots)
+        ]
+        self.corrupt: Counter[str] = Counter()  # blocks in host memory
         self.disk = disk
-        self.host_blocks = [HostBlocks(pool.num_slots) for pool in pools]  # [group]
+        self.host_blocks = [HostBlocks(num) for num in num_slots]  # [group]
         self.quotas = HostQuotas(quotas)
         num_blocks = disk.latest.capacity_bytes * len(block_bytes) // sum(block_bytes)
         self.admission = Admission(disk.budget, num_blocks, self._will_be_on_disk)
@@ -56,7 +61,7 @@ class LowerIndex:
 
     def find(self, group_id: int, names: Sequence[BlockName]) -> Places:
         """Where the blocks are."""
-        places = self.host.pools[group_id].find_all(names)
+        places = self.host[group_id].pool.find_all(names)
         absent = np.flatnonzero(places == ABSENT)
         if len(absent):
             places[absent[self.disk.are_held(group_id, _picked(names, absent))]] = ON_DISK
@@ -64,7 +69,7 @@ class LowerIndex:
 
     def find_run(self, group_id: int, names: Sequence[BlockName]) -> Places:
         """The same up to the first block that is nowhere."""
-        places = self.host.pools[group_id].find_all(names)
+        places = self.host[group_id].pool.find_all(names)
         absent = np.flatnonzero(places == ABSENT)
         if not len(absent):
             return places
@@ -74,7 +79,7 @@ class LowerIndex:
 
     def has(self, group_id: int, name: BlockName) -> bool:
         """Whether the block is anywhere."""
-        return self.host.pools[group_id].find(name) is not None or self.disk.holds(group_id, name)
+        return self.host[group_id].pool.find(name) is not None or self.disk.holds(group_id, name)
 
     def take_lost(self) -> Sequence[Lost]:
         """What neither tier has any more, since the last call."""
@@ -91,7 +96,7 @@ class LowerIndex:
 
         The places of those that another slot has already.
         """
-        taken = self.host.pools[group_id].commit(slots, names, start)
+        taken = self.host[group_id].pool.commit(slots, names, start)
         names = names[start:]
         if taken:
             is_new = np.ones(len(slots), np.bool_)
@@ -133,14 +138,14 @@ class LowerIndex:
 
     def origin_in_host(self, group_id: int, slot: int) -> Origin:
         """Of the block in the host slot. It has no parent where a group forgets: it needs no more than its window."""
-        parent = None if self._forgets[group_id] else self.host.pools[group_id].parent(slot)
+        parent = None if self._forgets[group_id] else self.host[group_id].pool.parent(slot)
         return Origin(parent, self.host_blocks[group_id].tenant(slot))
 
     def used_in_host(self, group_id: int, slots: Sequence[int]) -> None:
         """Host blocks have come from above, or were used, tails first: those that may go to disk become dirty."""
         if not self.disk.is_there:
             return
-        pool, dirty = self.host.pools[group_id], self.host.dirty[group_id]
+        pool, dirty = self.host[group_id].pool, self.host[group_id].dirty
         ids = np.array(slots, np.intp)
         ids = ids[pool.are_named(ids) & ~dirty.among(ids)]
         rows = pool.rows(ids)
@@ -153,7 +158,7 @@ class LowerIndex:
             ids, asking = ids[is_asking], is_asking.tolist()
             names, parents = list(compress(names, asking)), list(compress(parents, asking))
         admitted = self.admission.admit(group_id, names, parents, self._block_bytes[group_id])
-        self.host.mark_dirty(group_id, ids[np.array(admitted, np.bool_)])
+        self.host[group_id].mark_dirty(ids[np.array(admitted, np.bool_)])
 
     def keep_quota(self, group_id: int, tenant: bytes) -> None:
         """Have a tenant that is over its quota of host memory lose its own oldest blocks there, tails first.
@@ -221,7 +226,7 @@ class LowerIndex:
         """What is on disk is known now, and may be other than it was: have all blocks of host memory that are not there
         written; so many slots at each step."""
         self.epoch += 1
-        for group_id, pool in enumerate(self.host.pools):
+        for group_id, pool in enumerate([host.pool for host in self.host]):
             for first in range(0, pool.num_slots if pool.num_named else 0, num_at_once):
                 slots = range(first, min(first + num_at_once, pool.num_slots))
                 self.used_in_host(group_id, [slot for slot in slots if pool.name(slot) is not None])
@@ -229,17 +234,17 @@ class LowerIndex:
 
     def clear(self) -> None:
         """Forget every block of host memory, after the disk has; nothing may be leased."""
-        self.host.clear()
-        for group_id, blocks in enumerate(self.host_blocks):
+        for group_id, (host, blocks) in enumerate(zip(self.host, self.host_blocks, strict=True)):
+            host.clear()
             self._uncount(group_id, blocks.slots())
         self._lost.clear()
 
     def check(self) -> None:
         """Raise AssertionError if the indexes disagree."""
-        self.host.check()
         host_bytes = dict.fromkeys(self.quotas.num_bytes, 0)
-        for pool, blocks, num_bytes in zip(self.host.pools, self.host_blocks, self._block_bytes, strict=True):
-            named = [slot for slot in range(pool.num_slots) if pool.name(slot) is not None]
+        for host, blocks, num_bytes in zip(self.host, self.host_blocks, self._block_bytes, strict=True):
+            host.check()
+            named = [slot for slot in range(host.pool.num_slots) if host.pool.name(slot) is not None]
             assert named == blocks.slots().tolist(), "a host block without a digest, or a digest without a block"
             for slot in named:
                 if (tenant := blocks.tenant(slot)) in host_bytes:
@@ -257,7 +262,7 @@ class LowerIndex:
         is_on_disk = self.disk.are_held(group_id, names)
         gone = list(compress(names, (~is_on_disk).tolist())) if is_on_disk.any() else names
         if gone:
-            self.host.dropped_spills += len(were_dirty.intersection(gone)) if were_dirty else 0
+            self.host[group_id].dropped_spills += len(were_dirty.intersection(gone)) if were_dirty else 0
             self._lost.append(Lost(group_id, gone, Tier.HOST))
         if self._events is not None:
             self._events.append(BlockRemoved(Tier.HOST, group_id, names))
@@ -268,21 +273,21 @@ class LowerIndex:
         self.quotas.count(blocks.tenants(left), -self._block_bytes[group_id])
 
     def _lost_on_disk(self, group_id: int, name: BlockName) -> None:
-        slot = self.host.pools[group_id].find(name)
+        slot = self.host[group_id].pool.find(name)
         if slot is not None:
-            self.host.lost_copies(group_id, [slot])
+            self.host[group_id].lost_copies([slot])
         else:
             self._lost.append(Lost(group_id, [name], Tier.DISK))
 
     def _shed(self, group_id: int, tenant: bytes, start: int) -> None:
         """Look through a part of the host's order, from its entry *start* on, for what the tenant has too much."""
         num_blocks = -(-self.quotas.excess(tenant) // self._block_bytes[group_id])
-        slots, end = self.host.pools[group_id].ordered(start, QUOTA_PART)
+        slots, end = self.host[group_id].pool.ordered(start, QUOTA_PART)
         own = slots[self.host_blocks[group_id].of_tenant(slots, tenant)].tolist()
-        dirty = self.host.dirty[group_id]
+        dirty = self.host[group_id].dirty
         clean_first = sorted(own, key=lambda slot: slot in dirty)
         going = clean_first[: min(num_blocks, MOST_SHED)]
-        self.host.evict(group_id, going)
+        self.host[group_id].evict(going)
         if len(going) < num_blocks:
             left = start if len(going) < len(own) else end
             if left is not None:
@@ -292,8 +297,8 @@ class LowerIndex:
         """Whether the disk has the block, or it has been admitted there."""
         if self.disk.index.holds(group_id, name):
             return True
-        slot = self.host.pools[group_id].find(name)
-        return slot is not None and slot in self.host.dirty[group_id]
+        slot = self.host[group_id].pool.find(name)
+        return slot is not None and slot in self.host[group_id].dirty
 
     def _tell_stored(self, tier: Tier, group_id: int, names: Sequence[BlockName]) -> None:
         if self._events is not None:

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
-from kvtier.tiers.device.slot_tier import SlotTier
+from kvtier.tiers.device.group_slots import GroupSlots
 from kvtier.tiers.lower.admission import AdmissionStatistics
 from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.ssd_life import SsdLifeStatistics
@@ -67,15 +68,18 @@ class TierStatistics:
     corrupt: Mapping[str, int] = field(default_factory=dict)
 
 
-def slot_statistics(tier: SlotTier, block_bytes: Sequence[int]) -> TierStatistics:
+def slot_statistics(
+    groups: Sequence[GroupSlots], block_bytes: Sequence[int], corrupt: Mapping[str, int] = MappingProxyType({})
+) -> TierStatistics:
     """Of the device or of host memory; *block_bytes* by group."""
+    both = [(slots.pool, num_bytes) for slots, num_bytes in zip(groups, block_bytes, strict=True)]
     return TierStatistics(
-        num_blocks=sum(pool.num_named for pool in tier.pools),
-        num_bytes=sum(pool.num_named * size for pool, size in zip(tier.pools, block_bytes, strict=True)),
-        capacity_bytes=sum(pool.num_slots * size for pool, size in zip(tier.pools, block_bytes, strict=True)),
-        num_evicted=tier.num_evicted,
-        dropped_spills=tier.dropped_spills,
-        corrupt=dict(tier.corrupt),
+        num_blocks=sum(pool.num_named for pool, _ in both),
+        num_bytes=sum(pool.num_named * num_bytes for pool, num_bytes in both),
+        capacity_bytes=sum(pool.num_slots * num_bytes for pool, num_bytes in both),
+        num_evicted=sum(slots.num_evicted for slots in groups),
+        dropped_spills=sum(slots.dropped_spills for slots in groups),
+        corrupt=dict(corrupt),
     )
 
 

@@ -10,24 +10,25 @@ from kvtier.transfer.layer_gate import LayerGate
 class LayeredUpload:
     """`copy` is a lane's work; everything else is the owner's. Done when it has been copied and all was verified."""
 
-    def __init__(self, uploads: Sequence[Upload], memories: Sequence[BlockMemory], num_parts: int) -> None:
+    def __init__(self, uploads: Sequence[Upload], num_parts: int) -> None:
         self.gate = LayerGate(num_parts)
         self._outcomes: dict[Upload, bool | None] = {}
         self._num_uploads = len(uploads)
         self._is_copied: bool | None = None
-        self._copies = []
-        for group_id, memory in enumerate(memories):
-            slots = [(a.host_slot, a.device_slot) for a in uploads if a.group_id == group_id]
-            above = [device for _, device in slots]
-            self._copies.append((memory, [host for host, _ in slots if host is not None], above))
+        self._copies: dict[BlockMemory, tuple[list[int], list[int]]] = {}  # host and device slots
+        for upload in uploads:
+            assert upload.host_slot is not None, "a block that is not in host memory"
+            host_slots, device_slots = self._copies.setdefault(upload.group.memory, ([], []))
+            host_slots.append(upload.host_slot)
+            device_slots.append(upload.device_slot)
 
     def copy(self) -> None:
         """Copy part after part, of all groups, and open the gate for each."""
         try:
             for part in range(self.gate.num_parts):
-                for memory, host_slots, device_slots in self._copies:
+                for memory, (host_slots, device_slots) in self._copies.items():
                     layers = self.gate.layers(part, memory.num_layers)
-                    if host_slots and layers:
+                    if layers:
                         memory.to_device_layers(host_slots, device_slots, layers)
                 self.gate.open_next()
         finally:

@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.device.block_pool import ABSENT
+from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.lower_tiers import Places
-from kvtier.tiers.naming.groups import AttentionGroup, alignment, longest_hit
-from kvtier.tiers.naming.named_blocks import BlockIds, names_of
+from kvtier.tiers.naming.groups import alignment, longest_hit
+from kvtier.tiers.naming.named_blocks import BlockIds
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.residency import Residency
 from kvtier.tiers.up.backlog import Backlogs
@@ -18,7 +19,6 @@ from kvtier.tiers.up.load_planner import Demand
 from kvtier.tiers.up.promotion import COMPUTED, NO_SLOT, Hit, Promotion, Upload
 from kvtier.tiers.up.refreshes import Refreshes
 from kvtier.tiers.up.uploads import Uploads
-from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 PART = 48  # blocks put under way at once: half a millisecond's work
@@ -31,25 +31,23 @@ class Promoter:
 
     def __init__(
         self,
-        groups: Sequence[AttentionGroup],
         residency: Residency,
-        memories: Sequence[BlockMemory],
         transfers: TransferEngine,
         clock: Callable[[], float],
         hand_over: Callable[[Promotion], None],
         by_layers: bool,
     ) -> None:
-        self._groups = groups
         self._residency = residency
-        self._memories = memories
+        self._groups = residency.groups
+        self._attentions = [group.attention for group in residency.groups]
         self._transfers = transfers
         self._clock = clock
         self._hand_over = hand_over
         self._by_layers = by_layers
-        self._alignment = alignment(groups)
-        self._uploads = Uploads(residency, memories, transfers, self._resolved, clock)
-        self._backlogs = Backlogs(groups, residency, self._uploads.landed)
-        self._refreshes = Refreshes(residency.lower)
+        self._alignment = alignment(self._attentions)
+        self._uploads = Uploads(residency, transfers, self._resolved, clock)
+        self._backlogs = Backlogs(self._groups, self._uploads.landed)
+        self._refreshes = Refreshes()
         self._waiting: set[Promotion] = set()
         # Blocks under way of promotions that are to come layer by layer, until none is in the backlog: then they start.
         self._kept_back: dict[Promotion, list[Upload]] = {}
@@ -77,7 +75,7 @@ class Promoter:
             hit.chain,
             hit.limit,
             hit.num_tokens,
-            [array("i", [NO_SLOT]) * needed.start for needed in self.needed(hit.num_tokens, hit.start)],
+            [array("i", [NO_SLOT]) * group.needed(hit.num_tokens, hit.start).start for group in self._groups],
             bytearray(hit.num_blocks),
             hit.misses,
             deadline,
@@ -105,29 +103,23 @@ class Promoter:
         """For each group the device slots of the blocks that the hit needs, ABSENT for those further down."""
         if hit.as_of == self._residency.num_changes:
             return hit.device_slots
-        return [
-            pool.find_all(hit.chain.names_of(group.block_size, needed))
-            for pool, group, needed in zip(
-                self._residency.device.pools, self._groups, self.needed(hit.num_tokens), strict=True
-            )
-        ]
+        return [group.pool.find_all(group.names_in(hit.chain, group.needed(hit.num_tokens))) for group in self._groups]
 
     def on_device(self, hit: Hit) -> Hit:
         """As much of the hit as is on the device."""
         end = hit.num_tokens
-        for group, found, needed in zip(self._groups, self.device_slots(hit), self.needed(hit.num_tokens), strict=True):
+        for group, found in zip(self._groups, self.device_slots(hit), strict=True):
             absent = found == ABSENT
             if absent.any():
-                end = min(end, (needed.start + int(absent.argmax())) * group.block_size)
+                end = min(end, (group.needed(hit.num_tokens).start + int(absent.argmax())) * group.block_size)
         return self.shorter(replace(hit, start=0), end)
 
     def resident_and_missing(self, hit: Hit) -> list[tuple[npt.NDArray[np.int32], int]]:
         """For each group: the device slots that the hit's blocks are in already, and how many slots it would take."""
         result = []
-        slots = self.device_slots(hit)
-        for group_id, (found, needed) in enumerate(zip(slots, self.needed(hit.num_tokens), strict=True)):
-            absent = _absent(found, needed)
-            missing = len(absent) - int(np.count_nonzero(self._are_coming(hit, group_id, absent)))
+        for group, found in zip(self._groups, self.device_slots(hit), strict=True):
+            absent = _absent(found, group.needed(hit.num_tokens))
+            missing = len(absent) - int(np.count_nonzero(self._are_coming(hit, group, absent)))
             result.append((found[found != ABSENT], missing))
         return result
 
@@ -137,11 +129,11 @@ class Promoter:
         Where a group forgets, every prefix is taken to need as much of its blocks as the whole hit.
         """
         absent = [
-            _absent(found, needed)
-            for found, needed in zip(self.device_slots(hit), self.needed(hit.num_tokens), strict=True)
+            _absent(found, group.needed(hit.num_tokens))
+            for group, found in zip(self._groups, self.device_slots(hit), strict=True)
         ]
         firsts = [
-            0 if group.forgets else int(ids[0]) * group.block_size // step
+            0 if group.attention.forgets else int(ids[0]) * group.block_size // step
             for group, ids in zip(self._groups, absent, strict=True)
             if len(ids)
         ]
@@ -150,20 +142,20 @@ class Promoter:
         start = min(firsts)
         ends = np.arange(start, hit.num_tokens // step + 1, dtype=np.float64) * step
         moved = np.zeros((2, len(ends)))  # from disk, to the device
-        for group_id, (ids, below) in enumerate(zip(absent, self._below(hit, absent), strict=True)):
+        for group, ids, below in zip(self._groups, absent, self._below(hit, absent), strict=True):
             if len(ids):
                 # The first prefix that needs each block.
-                places = ids * self._groups[group_id].block_size // step + 1 - start
-                places = np.ones_like(places) if self._groups[group_id].forgets else places
-                for row, num_bytes in enumerate(self._to_move(hit, group_id, ids, below)):
+                places = ids * group.block_size // step + 1 - start
+                places = np.ones_like(places) if group.attention.forgets else places
+                for row, num_bytes in enumerate(self._to_move(hit, group, ids, below)):
                     moved[row] += np.bincount(places, num_bytes, len(ends))
         disk_bytes, device_bytes = moved.cumsum(axis=1)
         queued_disk_bytes = self._residency.lower.queued_read_bytes()
-        queued_device_bytes = self._uploads.queued_to_upload + self._transfers.pending_bytes(Route.HOST_TO_DEVICE)
-        for group_id, memory in enumerate(self._memories):
-            num_read, num_copied = self._backlogs.num_queued(group_id)
-            queued_disk_bytes += num_read * memory.block_bytes
-            queued_device_bytes += num_copied * memory.block_bytes
+        queued_device_bytes = self._uploads.queued_bytes + self._transfers.pending_bytes(Route.HOST_TO_DEVICE)
+        for group in self._groups:
+            num_read, num_copied = self._backlogs.num_queued(group)
+            queued_disk_bytes += num_read * group.memory.block_bytes
+            queued_device_bytes += num_copied * group.memory.block_bytes
         return Demand(ends, disk_bytes, device_bytes, queued_disk_bytes, queued_device_bytes)
 
     def keep_warm(self, hit: Hit) -> None:
@@ -171,9 +163,9 @@ class Promoter:
         that is out of date, which have been."""
         if hit.as_of != self._residency.num_changes:
             return
-        for group_id, (places, needed) in enumerate(zip(hit.below, self.needed(hit.num_tokens), strict=True)):
-            self._residency.lower.keep(group_id, places)
-            self._refreshes.add(hit.chain, group_id, self._groups[group_id].block_size, needed)
+        for group, places in zip(self._groups, hit.below, strict=True):
+            group.below.keep(places)
+            self._refreshes.add(hit.chain, group, group.needed(hit.num_tokens))
         self._refreshes.go_on()
 
     def pump(self, window: int) -> None:
@@ -198,17 +190,17 @@ class Promoter:
         """Stop waiting: what has not arrived is left out."""
         if self._backlogs.drop(promotion):
             promotion.failure = reason
-        left: list[list[tuple[int, Upload]]] = [[] for _ in self._groups]
+        left: dict[GroupTiers, list[tuple[int, Upload]]] = {group: [] for group in self._groups}
         for upload in promotion.waiting:
             place = next(i for i, (waiter, _) in enumerate(upload.waiters) if waiter is promotion)
-            left[upload.group_id].append((upload.waiters.pop(place)[1], upload))
+            left[upload.group].append((upload.waiters.pop(place)[1], upload))
         promotion.waiting.clear()
-        for group_id, blocks in enumerate(left):
+        for group, blocks in left.items():
             if blocks:
                 promotion.failure = reason
                 blocks.sort(key=lambda block: block[0])
-                table, ids = np.frombuffer(promotion.tables[group_id], np.int32), [block_id for block_id, _ in blocks]
-                self._residency.device.pools[group_id].release(table[ids])
+                table, ids = np.frombuffer(promotion.tables[group.id], np.int32), [block_id for block_id, _ in blocks]
+                group.pool.release(table[ids])
                 table[ids] = NO_SLOT
                 self._uploads.drop([upload for _, upload in blocks if not upload.waiters])
         self._come_as_usual(promotion)
@@ -223,16 +215,16 @@ class Promoter:
     def released(self, promotion: Promotion) -> None:
         """A promotion's leases have ended before its caller had the beginning of a split prefix: what is on the device
         of that, whoever left it there, must outlive the rest."""
-        for group_id in range(len(self._groups) if promotion.start else 0):
-            self._refresh_device(promotion, group_id, range(promotion.num_tokens // self._groups[group_id].block_size))
+        for group in self._groups if promotion.start else ():
+            _refresh_device(promotion, group, range(promotion.num_tokens // group.block_size))
 
-    def num_leases(self, group_id: int) -> int:
+    def num_leases(self, group: GroupTiers) -> int:
         """Leases that blocks to come hold on device slots, beside those of the promotions that wait for them."""
-        return self._uploads.num_leases(group_id)
+        return self._uploads.num_leases(group)
 
-    def num_waiting_leases(self, group_id: int) -> int:
+    def num_waiting_leases(self, group: GroupTiers) -> int:
         """Leases on device slots that belong to promotions not done yet."""
-        return sum(slot != NO_SLOT for promotion in self._waiting for slot in promotion.tables[group_id])
+        return sum(slot != NO_SLOT for promotion in self._waiting for slot in promotion.tables[group.id])
 
     def num_to_come(self, promotion: Promotion) -> list[int]:
         """For each group, how many of a promotion's blocks have no slot yet, but are sure of one."""
@@ -249,47 +241,39 @@ class Promoter:
         assert set(self._backlogs) <= self._waiting, "a promotion that is done has something to come"
         assert self._kept_back.keys() <= set(self._backlogs), "blocks are kept back for nothing"
 
-    def needed(self, num_tokens: int, start: int = 0) -> list[range]:
-        """For each group, the blocks that a request reads which goes on after that many tokens, but for those before
-        *start*."""
-        result = []
-        for group in self._groups:
-            end = num_tokens // group.block_size
-            result.append(range(min(end, max(group.first_needed(num_tokens), start // group.block_size)), end))
-        return result
-
     def _slots_from_start(self, hit: Hit) -> list[npt.NDArray[np.int32]]:
         """`device_slots` without those before the start of a split hit."""
-        whole = zip(self.device_slots(hit), self.needed(hit.num_tokens), strict=True)
-        parts = self.needed(hit.num_tokens, hit.start)
-        return [found[part.start - needed.start :] for (found, needed), part in zip(whole, parts, strict=True)]
+        return [
+            found[group.needed(hit.num_tokens, hit.start).start - group.needed(hit.num_tokens).start :]
+            for group, found in zip(self._groups, self.device_slots(hit), strict=True)
+        ]
 
     def _below(self, hit: Hit, blocks: Sequence[BlockIds]) -> list[Places]:
         """For each group where below these blocks of the hit are, none of them on the device. What was found, and is
         nowhere any more, is looked for on disk."""
         if hit.as_of == self._residency.num_changes:
-            whole = zip(hit.below, blocks, self.needed(hit.num_tokens), strict=True)
-            return [places[ids - needed.start] for places, ids, needed in whole]
+            return [
+                places[ids - group.needed(hit.num_tokens).start]
+                for group, places, ids in zip(self._groups, hit.below, blocks, strict=True)
+            ]
         return [
-            self._residency.lower.find(group_id, names_of(hit.chain, group, ids))
-            for group_id, (group, ids) in enumerate(zip(self._groups, blocks, strict=True))
+            group.below.find(group.names_of(hit.chain, ids)) for group, ids in zip(self._groups, blocks, strict=True)
         ]
 
-    def _are_coming(self, hit: Hit, group_id: int, ids: BlockIds) -> npt.NDArray[np.bool_]:
+    def _are_coming(self, hit: Hit, group: GroupTiers, ids: BlockIds) -> npt.NDArray[np.bool_]:
         """For each of these blocks of the hit whether it will have a slot on the device without this hit's doing."""
-        coming = self._backlogs.coming(hit.chain, group_id, ids)
-        if self._uploads.any(group_id):
-            coming |= self._uploads.are_coming(group_id, names_of(hit.chain, self._groups[group_id], ids))
+        coming = self._backlogs.coming(hit.chain, group, ids)
+        if self._uploads.any(group):
+            coming |= self._uploads.are_coming(group, group.names_of(hit.chain, ids))
         return coming
 
     def _to_move(
-        self, hit: Hit, group_id: int, ids: BlockIds, below: Places
+        self, hit: Hit, group: GroupTiers, ids: BlockIds, below: Places
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """For each of the blocks, none on the device, the bytes to read from disk and those to copy to the device."""
-        block_bytes = self._memories[group_id].block_bytes
-        disk_bytes = np.where(below < 0, block_bytes, 0)
-        device_bytes = np.full(len(ids), block_bytes)
-        coming = self._are_coming(hit, group_id, ids)  # counted with what is queued, which it waits for
+        disk_bytes = np.where(below < 0, group.memory.block_bytes, 0)
+        device_bytes = np.full(len(ids), group.memory.block_bytes)
+        coming = self._are_coming(hit, group, ids)  # counted with what is queued, which it waits for
         disk_bytes[coming] = np.minimum(disk_bytes[coming], 1)
         device_bytes[coming] = 1
         return disk_bytes, device_bytes
@@ -297,35 +281,35 @@ class Promoter:
     def _deficit(self, hit: Hit, slots: Sequence[npt.NDArray[np.int32]]) -> int:
         """How many tokens fewer the hit must have, for the group that lacks most slots to hold it on the device."""
         worst = 0
-        parts = self.needed(hit.num_tokens, hit.start)
-        for group_id, (found, needed) in enumerate(zip(slots, parts, strict=True)):
-            absent = _absent(found, needed)
+        for group, found in zip(self._groups, slots, strict=True):
+            absent = _absent(found, group.needed(hit.num_tokens, hit.start))
             if len(absent):
-                pool = self._residency.device.pools[group_id]
                 present = found[found != ABSENT]
-                new = len(absent) - int(np.count_nonzero(self._are_coming(hit, group_id, absent)))
-                taken = new + len(present) - pool.num_leased(present)
-                worst = max(worst, (taken - pool.num_free) * self._groups[group_id].block_size)
+                new = len(absent) - int(np.count_nonzero(self._are_coming(hit, group, absent)))
+                taken = new + len(present) - group.pool.num_leased(present)
+                worst = max(worst, (taken - group.pool.num_free) * group.block_size)
         return worst
 
     def shorter(self, hit: Hit, num_tokens: int) -> Hit:
         """The same hit with at most that many tokens, and no partial block; of a split one its beginning stays."""
 
         def first_hole(group_id: int, start: int, end: int) -> int:
-            names = hit.chain.names_of(self._groups[group_id].block_size, range(start, end))
-            return start + self._residency.locate(group_id, names).num_found
+            group = self._groups[group_id]
+            return start + self._residency.locate(group, group.names_in(hit.chain, range(start, end))).num_found
 
         is_fresh = hit.as_of == self._residency.num_changes and not self._residency.is_cut_off
-        if is_fresh and not any(group.forgets for group in self._groups):  # then every prefix of a hit is one
+        if is_fresh and not any(
+            attention.forgets for attention in self._attentions
+        ):  # then every prefix of a hit is one
             longest = max(hit.start, min(hit.num_tokens, num_tokens) // self._alignment * self._alignment)
-            ends = [needed.stop for needed in self.needed(longest)]
+            ends = [longest // group.block_size for group in self._groups]
             hit = replace(
                 hit,
                 device_slots=[slots[:end] for slots, end in zip(hit.device_slots, ends, strict=True)],
                 below=[places[:end] for places, end in zip(hit.below, ends, strict=True)],
             )
             return hit if longest == hit.num_tokens else replace(hit, num_tokens=longest, partial=None)
-        longest = max(hit.start, longest_hit(max(0, num_tokens), self._groups, first_hole))
+        longest = max(hit.start, longest_hit(max(0, num_tokens), self._attentions, first_hole))
         if longest == hit.num_tokens:
             return replace(hit, as_of=-1)
         return replace(hit, num_tokens=longest, partial=None, as_of=-1)
@@ -333,16 +317,15 @@ class Promoter:
     def _lease_what_is_there(self, promotion: Promotion, slots: Sequence[npt.NDArray[np.int32]]) -> list[BlockIds]:
         """Lease device blocks and join uploads, in all groups, before a slot is taken; the blocks that are neither."""
         missing: list[BlockIds] = []
-        parts = self.needed(promotion.num_tokens, promotion.start)
-        for group_id, (found, needed) in enumerate(zip(slots, parts, strict=True)):
-            promotion.tables[group_id].frombytes(found.tobytes())
-            absent = _absent(found, needed)
-            self._residency.device.pools[group_id].lease(found[found != ABSENT] if len(absent) else found)
-            if len(absent) and self._uploads.any(group_id):
-                names = names_of(promotion.chain, self._groups[group_id], absent)
-                coming = self._uploads.are_coming(group_id, names)
-                joined = [self._uploads.find(group_id, names[place]) for place in np.flatnonzero(coming).tolist()]
-                self._join(promotion, group_id, absent[coming], [upload for upload in joined if upload is not None])
+        for group, found in zip(self._groups, slots, strict=True):
+            promotion.tables[group.id].frombytes(found.tobytes())
+            absent = _absent(found, group.needed(promotion.num_tokens, promotion.start))
+            group.pool.lease(found[found != ABSENT] if len(absent) else found)
+            if len(absent) and self._uploads.any(group):
+                names = group.names_of(promotion.chain, absent)
+                coming = self._uploads.are_coming(group, names)
+                joined = [self._uploads.find(group, names[place]) for place in np.flatnonzero(coming).tolist()]
+                _join(promotion, group, absent[coming], [upload for upload in joined if upload is not None])
                 absent = absent[~coming]
             missing.append(absent)
         return missing
@@ -354,25 +337,25 @@ class Promoter:
         """
         if hit.partial is None:
             return
-        pools = self._residency.device.pools
-        sources = [slot for pool in pools if (slot := pool.find(hit.partial.name)) is not None]
-        if len(sources) < len(pools):
+        name = hit.partial.name
+        sources = [(group, slot) for group in self._groups if (slot := group.pool.find(name)) is not None]
+        if len(sources) < len(self._groups):
             return
-        for pool, source in zip(pools, sources, strict=True):  # lent: a word in common makes no document a recent one
-            pool.lend([source])
-        if all(pool.num_free > 0 for pool in pools):
-            for group_id, source in enumerate(sources):
-                target = self._residency.device.take(group_id, 1, window)
+        for group, source in sources:  # lent: a word in common makes no document a recent one
+            group.pool.lend([source])
+        if all(group.pool.num_free > 0 for group in self._groups):
+            for group, source in sources:
+                target = group.slots.take(1, window)
                 assert target is not None, "fewer free slots than a moment ago"
-                self._memories[group_id].copy(source, target[0])
-                promotion.tables[group_id].append(target[0])
+                group.memory.copy(source, target[0])
+                promotion.tables[group.id].append(target[0])
             promotion.num_copied = hit.partial.num_tokens
-        for pool, source in zip(pools, sources, strict=True):
-            pool.put_back([source])
+        for group, source in sources:
+            group.pool.put_back([source])
         if promotion.num_copied and hit.partial.is_used_up:
-            for group_id, (pool, source) in enumerate(zip(pools, sources, strict=True)):
-                if pool.is_free(source):
-                    self._residency.device.evict(group_id, [source])
+            for group, source in sources:
+                if group.pool.is_free(source):
+                    group.slots.evict([source])
 
     def _start_more(self, window: int) -> None:
         """Put more of the backlogs under way, those first that began first."""
@@ -397,24 +380,23 @@ class Promoter:
 
     def _start_part(self, promotion: Promotion, most: int, window: int) -> int:
         """Put the first blocks of a backlog under way; how many left it."""
-        group_id, ids = self._backlogs.first(promotion, most)
-        pool = self._residency.device.pools[group_id]
-        names = names_of(promotion.chain, self._groups[group_id], ids)
-        here = pool.find_all(names)
+        group, ids = self._backlogs.first(promotion, most)
+        names = group.names_of(promotion.chain, ids)
+        here = group.pool.find_all(names)
         if (here != ABSENT).any():  # they were computed meanwhile
-            self._use(promotion, group_id, ids[here != ABSENT], here[here != ABSENT])
+            self._use(promotion, group, ids[here != ABSENT], here[here != ABSENT])
             return int(np.count_nonzero(here != ABSENT))
-        if pool.num_free < 0:  # copies down lease some of what is reserved, for a moment
+        if group.pool.num_free < 0:  # copies down lease some of what is reserved, for a moment
             return 0
-        sources, wanted = self._backlogs.take(promotion, group_id, ids)
-        taken = self._residency.device.take(group_id, len(ids), window)
+        sources, wanted = self._backlogs.take(promotion, group, ids)
+        taken = group.slots.take(len(ids), window)
         assert taken is not None, "fewer slots are free than were reserved"
-        uploads = self._uploads.start(group_id, names, taken, sources)
+        uploads = self._uploads.start(group, names, taken, sources)
         for waiter, is_wanted in wanted:
             joined = uploads
             if not is_wanted.all():
                 joined = [uploads[place] for place in np.flatnonzero(is_wanted).tolist()]
-            self._join(waiter, group_id, ids[is_wanted], joined)
+            _join(waiter, group, ids[is_wanted], joined)
             if waiter is not promotion:
                 self._come_as_usual(waiter)
         if any(upload.host_slot is None for upload in uploads):  # not all is in host memory after all
@@ -425,12 +407,12 @@ class Promoter:
             self._uploads.copy_up(uploads)
         return len(ids)
 
-    def _use(self, promotion: Promotion, group_id: int, ids: BlockIds, slots: npt.NDArray[np.int32]) -> None:
+    def _use(self, promotion: Promotion, group: GroupTiers, ids: BlockIds, slots: npt.NDArray[np.int32]) -> None:
         """Blocks of backlogs are on the device, in these slots."""
-        wanted = self._backlogs.discard(promotion, group_id, ids)
+        wanted = self._backlogs.discard(promotion, group, ids)
         for waiter, is_wanted in wanted:
-            self._residency.device.pools[group_id].lease(slots[is_wanted])
-            np.frombuffer(waiter.tables[group_id], np.int32)[ids[is_wanted]] = slots[is_wanted]
+            group.pool.lease(slots[is_wanted])
+            np.frombuffer(waiter.tables[group.id], np.int32)[ids[is_wanted]] = slots[is_wanted]
         for waiter, _ in wanted:
             self._finish_if_arrived(waiter)
 
@@ -438,26 +420,17 @@ class Promoter:
         """A promotion's blocks do not come layer by layer."""
         self._uploads.copy_up(upload for upload in self._kept_back.pop(promotion, ()) if upload.waiters)
 
-    def _join(self, promotion: Promotion, group_id: int, ids: BlockIds, uploads: Sequence[Upload]) -> None:
-        """Have a promotion wait for these, which bring its blocks *ids*."""
-        slots = np.array([upload.device_slot for upload in uploads], np.int32)
-        self._residency.device.pools[group_id].lease(slots)
-        np.frombuffer(promotion.tables[group_id], np.int32)[ids] = slots
-        promotion.waiting.update(uploads)
-        for block_id, upload in zip(ids.tolist(), uploads, strict=True):
-            upload.waiters.append((promotion, block_id))
-
     def _note_depths(self, promotion: Promotion, blocks: Sequence[BlockIds], below: Sequence[Places]) -> None:
         """Where the blocks come from: those that are under way already, and those of the backlog."""
         depths = np.frombuffer(promotion.depths, np.uint8)
-        by_name = [
-            (block_id, a.group_id, a.source.depth)
-            for a in promotion.waiting
-            for w, block_id in a.waiters
-            if w is promotion
+        under_way = [
+            (block_id, upload)
+            for upload in promotion.waiting
+            for waiter, block_id in upload.waiters
+            if waiter is promotion
         ]
-        for group_id, (group, ids, places_below) in enumerate(zip(self._groups, blocks, below, strict=True)):
-            joined = [(block_id, depth) for block_id, joined_group, depth in by_name if joined_group == group_id]
+        for group, ids, places_below in zip(self._groups, blocks, below, strict=True):
+            joined = [(block_id, upload.source.depth) for block_id, upload in under_way if upload.group is group]
             all_ids = np.concatenate([ids, np.array([block_id for block_id, _ in joined], np.int64)])
             sources = np.concatenate(
                 [
@@ -471,8 +444,8 @@ class Promoter:
                 depths[places] = np.maximum(depths[places], sources)
 
     def _count_unneeded_with_next(self, promotion: Promotion) -> None:
-        starts = zip(self.needed(promotion.num_tokens), self._groups, strict=True)
-        first = min(needed.start * group.block_size for needed, group in starts) // promotion.chain.block_size
+        starts = [group.needed(promotion.num_tokens).start * group.block_size for group in self._groups]
+        first = min(starts) // promotion.chain.block_size
         if first < promotion.num_blocks:
             promotion.depths[:first] = bytes([promotion.depths[first]]) * first
 
@@ -481,17 +454,12 @@ class Promoter:
         for promotion, block_id in upload.waiters:
             promotion.waiting.discard(upload)
             if failure is not None:
-                self._leave_out(promotion, upload, block_id, failure)
+                _leave_out(promotion, upload, block_id, failure)
                 # Whatever the groups are: no prefix that goes beyond this block can be resumed any more.
-                self._backlogs.drop(promotion, block_id * self._groups[upload.group_id].block_size)
+                self._backlogs.drop(promotion, block_id * upload.group.block_size)
                 if promotion not in self._backlogs:
                     self._come_as_usual(promotion)
             self._finish_if_arrived(promotion)
-
-    def _leave_out(self, promotion: Promotion, upload: Upload, block_id: int, failure: Reason) -> None:
-        promotion.tables[upload.group_id][block_id] = NO_SLOT
-        promotion.failure = failure
-        self._residency.device.pools[upload.group_id].release([upload.device_slot])
 
     def _finish_if_arrived(self, promotion: Promotion) -> None:
         """Once nothing is under way: cut the prefix at what cannot be resumed, and hand its leases to the caller."""
@@ -502,9 +470,8 @@ class Promoter:
         promotion.done = True
         if promotion.depths.count(Tier.DEVICE.depth, 0, promotion.num_blocks) < promotion.num_blocks:
             from_disk = (np.frombuffer(promotion.depths, np.uint8) == Tier.DISK.depth).tobytes()
-            for group_id, needed in enumerate(self.needed(promotion.num_tokens)):
-                size = self._groups[group_id].block_size
-                self._refreshes.add(promotion.chain, group_id, size, needed, from_disk)
+            for group in self._groups:
+                self._refreshes.add(promotion.chain, group, group.needed(promotion.num_tokens), from_disk)
         self._waiting.discard(promotion)
         self._hand_over(promotion)
 
@@ -517,29 +484,45 @@ class Promoter:
             holes = tables[group_id][start:end] == NO_SLOT
             return start + int(holes.argmax()) if holes.any() else end
 
-        usable = longest_hit(promotion.num_tokens, self._groups, first_hole)
-        for group_id, needed in enumerate(self.needed(usable)):
-            table = tables[group_id]
+        usable = longest_hit(promotion.num_tokens, self._attentions, first_hole)
+        for group, table in zip(self._groups, tables, strict=True):
+            needed = group.needed(usable)
             unneeded = table.copy()
             unneeded[needed.start : needed.stop] = NO_SLOT
-            self._residency.device.pools[group_id].release(unneeded[unneeded != NO_SLOT][::-1])
-            end = promotion.num_tokens // self._groups[group_id].block_size  # then a copy may follow, of no name
+            group.pool.release(unneeded[unneeded != NO_SLOT][::-1])
+            end = promotion.num_tokens // group.block_size  # then a copy may follow, of no name
             behind = np.flatnonzero(unneeded[needed.stop : end] != NO_SLOT) + needed.stop
             table[: needed.start] = NO_SLOT
-            promotion.tables[group_id] = array("i", table[: needed.stop].tobytes())
+            promotion.tables[group.id] = array("i", table[: needed.stop].tobytes())
             # Meanwhile somebody may have filled the hole, and left: what is behind it must not outlive that.
             if promotion.start:
-                self._refresh_device(promotion, group_id, range(usable // self._groups[group_id].block_size))
+                _refresh_device(promotion, group, range(usable // group.block_size))
             if len(behind):
-                self._refresh_device(promotion, group_id, range(needed.stop, int(behind[-1]) + 1))
+                _refresh_device(promotion, group, range(needed.stop, int(behind[-1]) + 1))
         promotion.misses = promotion.misses.cut(promotion.num_tokens, failure)
         promotion.num_tokens, promotion.num_copied = usable, 0
 
-    def _refresh_device(self, promotion: Promotion, group_id: int, blocks: range) -> None:
-        """Make those of the prefix's device blocks that nobody leases the most recent, the tail the least."""
-        size, pool = self._groups[group_id].block_size, self._residency.device.pools[group_id]
-        slots = pool.find_all(promotion.chain.names_of(size, blocks))[::-1]
-        pool.refresh(slots[slots != ABSENT])
+
+def _join(promotion: Promotion, group: GroupTiers, ids: BlockIds, uploads: Sequence[Upload]) -> None:
+    """Have a promotion wait for these, which bring its blocks *ids*."""
+    slots = np.array([upload.device_slot for upload in uploads], np.int32)
+    group.pool.lease(slots)
+    np.frombuffer(promotion.tables[group.id], np.int32)[ids] = slots
+    promotion.waiting.update(uploads)
+    for block_id, upload in zip(ids.tolist(), uploads, strict=True):
+        upload.waiters.append((promotion, block_id))
+
+
+def _leave_out(promotion: Promotion, upload: Upload, block_id: int, failure: Reason) -> None:
+    promotion.tables[upload.group.id][block_id] = NO_SLOT
+    promotion.failure = failure
+    upload.group.pool.release([upload.device_slot])
+
+
+def _refresh_device(promotion: Promotion, group: GroupTiers, blocks: range) -> None:
+    """Make those of the prefix's device blocks that nobody leases the most recent, the tail the least."""
+    slots = group.pool.find_all(group.names_in(promotion.chain, blocks))[::-1]
+    group.pool.refresh(slots[slots != ABSENT])
 
 
 def _absent(found: npt.NDArray[np.int32], needed: range) -> BlockIds:

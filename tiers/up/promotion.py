@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.lower_tiers import Fetch, Places
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
@@ -146,7 +147,7 @@ class Promotion:
 class Upload:
     """One block on its way up, shared by every promotion that waits for it; its transfer leases *device_slot*."""
 
-    group_id: int
+    group: GroupTiers
     name: BlockName
     device_slot: int
     source: Tier

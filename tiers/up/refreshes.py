@@ -1,10 +1,10 @@
 """Refreshes: what requests have used becomes the most recent in host memory and on disk, in parts."""
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
-from kvtier.tiers.lower.lower_tiers import LowerTiers
+from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.naming.block_hash import BlockChain
 
 PART = 64  # blocks at once
@@ -16,8 +16,7 @@ class _Refresh:
     """Blocks of one chain and group, and which of their names came from disk, by name; b"" if that is not known."""
 
     chain: BlockChain
-    group_id: int
-    block_size: int
+    group: GroupTiers
     blocks: range
     from_disk: bytes
 
@@ -26,15 +25,14 @@ class Refreshes:
     """A queue of prefixes, each gone through from its tail on, so that it is forgotten from there. Owned by the cache's
     thread."""
 
-    def __init__(self, lower: LowerTiers) -> None:
-        self._lower = lower
+    def __init__(self) -> None:
         self._waiting: deque[_Refresh] = deque(maxlen=MOST_WAITING)
 
-    def add(self, chain: BlockChain, group_id: int, block_size: int, blocks: range, from_disk: bytes = b"") -> None:
+    def add(self, chain: BlockChain, group: GroupTiers, blocks: range, from_disk: bytes = b"") -> None:
         """These blocks of a group were used. *from_disk*: for each name of the chain whether it came from there; then
         the disk is told."""
         if len(blocks):
-            self._waiting.append(_Refresh(chain, group_id, block_size, blocks, from_disk))
+            self._waiting.append(_Refresh(chain, group, blocks, from_disk))
 
     def go_on(self) -> None:
         """Go through one part, or several short ones."""
@@ -42,16 +40,15 @@ class Refreshes:
         while self._waiting and num_left > 0:
             refresh = self._waiting.popleft()
             first = max(refresh.blocks.start, refresh.blocks.stop - num_left)
-            self._refresh(refresh, range(first, refresh.blocks.stop))
+            _refresh(refresh, range(first, refresh.blocks.stop))
             num_left -= refresh.blocks.stop - first
             if first > refresh.blocks.start:
                 rest = range(refresh.blocks.start, first)
-                self._waiting.appendleft(
-                    _Refresh(refresh.chain, refresh.group_id, refresh.block_size, rest, refresh.from_disk)
-                )
+                self._waiting.appendleft(replace(refresh, blocks=rest))
 
-    def _refresh(self, refresh: _Refresh, blocks: range) -> None:
-        names = refresh.chain.names_of(refresh.block_size, blocks)[::-1]
-        step = refresh.block_size // refresh.chain.block_size
-        from_disk = islice(refresh.from_disk, (blocks.start + 1) * step - 1, blocks.stop * step, step)
-        self._lower.refresh(refresh.group_id, names, list(map(bool, from_disk))[::-1])
+
+def _refresh(refresh: _Refresh, blocks: range) -> None:
+    names = refresh.group.names_in(refresh.chain, blocks)[::-1]
+    step = refresh.group.block_size // refresh.chain.block_size
+    from_disk = islice(refresh.from_disk, (blocks.start + 1) * step - 1, blocks.stop * step, step)
+    refresh.group.below.refresh(names, list(map(bool, from_disk))[::-1])

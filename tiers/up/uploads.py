@@ -2,13 +2,14 @@
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby, islice, takewhile
+from itertools import islice, takewhile
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.store.record import digest_among
 from kvtier.tiers.device.block_pool import ABSENT
+from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.lower_tiers import Fetch
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.tier import Reason, Tier
@@ -62,53 +63,51 @@ class Uploads:
     def __init__(
         self,
         residency: Residency,
-        memories: Sequence[BlockMemory],
         transfers: TransferEngine,
         resolved: Callable[[Upload, Reason | None], None],
         clock: Callable[[], float],
     ) -> None:
         self._residency = residency
-        self._memories = memories
         self._transfers = transfers
         self._resolved = resolved
         self._clock = clock
-        self._uploads: list[dict[BlockName, Upload]] = [{} for _ in memories]
+        self._uploads: dict[GroupTiers, dict[BlockName, Upload]] = {group: {} for group in residency.groups}
         self._coming: dict[Source, Upload] = {}  # those that are not in host memory yet
         self._to_upload: OrderedDict[Upload, None] = OrderedDict()
-        self._num_to_upload = [0 for _ in memories]
+        self.queued_bytes = 0  # of those
         self._to_verify: deque[tuple[LayeredUpload, list[Upload]]] = deque()
         self._on_lane: dict[Upload, float] = {}  # and since when
         self._hanging: set[Upload] = set()
 
     def __iter__(self) -> Iterator[Upload]:
-        return (upload for uploads in self._uploads for upload in uploads.values())
+        return (upload for uploads in self._uploads.values() for upload in uploads.values())
 
-    def find(self, group_id: int, name: BlockName) -> Upload | None:
+    def find(self, group: GroupTiers, name: BlockName) -> Upload | None:
         """The block, if it is under way."""
-        return self._uploads[group_id].get(name)
+        return self._uploads[group].get(name)
 
-    def any(self, group_id: int) -> bool:
+    def any(self, group: GroupTiers) -> bool:
         """Whether any block of the group is under way."""
-        return bool(self._uploads[group_id])
+        return bool(self._uploads[group])
 
-    def are_coming(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
+    def are_coming(self, group: GroupTiers, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
         """For each of the blocks whether it is under way."""
-        return np.fromiter(map(self._uploads[group_id].__contains__, names), np.bool_, len(names))
+        return np.fromiter(map(self._uploads[group].__contains__, names), np.bool_, len(names))
 
     def start(
-        self, group_id: int, names: Sequence[BlockName], device_slots: Sequence[int], sources: Sequence[Source]
+        self, group: GroupTiers, names: Sequence[BlockName], device_slots: Sequence[int], sources: Sequence[Source]
     ) -> list[Upload]:
         """Put blocks under way from their *sources* into *device_slots*; the leases on both become the transfers'. What
         is in host memory waits for `copy_up`."""
-        uploads, under_way = [], self._uploads[group_id]
+        uploads, under_way = [], self._uploads[group]
         for name, device_slot, (fetch, place) in zip(names, device_slots, sources, strict=True):
             host_slot = fetch.slots.item(place)
             if host_slot == ABSENT:
-                upload = Upload(group_id, name, device_slot, Tier.DISK, fetch, place)
+                upload = Upload(group, name, device_slot, Tier.DISK, fetch, place)
                 self._coming[fetch, place] = upload
             else:
                 digest = fetch.digest(place)
-                upload = Upload(group_id, name, device_slot, Tier.HOST, fetch, place, host_slot, digest)
+                upload = Upload(group, name, device_slot, Tier.HOST, fetch, place, host_slot, digest)
             under_way[name] = upload
             uploads.append(upload)
         return uploads
@@ -129,7 +128,7 @@ class Uploads:
         for upload in uploads:
             if upload.host_slot is not None:
                 self._to_upload[upload] = None
-                self._num_to_upload[upload.group_id] += 1
+                self.queued_bytes += upload.group.memory.block_bytes
 
     def by_layers(self, uploads: Sequence[Upload]) -> LayerGate | None:
         """Have these, just started and all in host memory, come layer by layer, so that computing can begin before
@@ -137,17 +136,17 @@ class Uploads:
 
         They are verified beside the copies: see `LayerGate` for what that means.
         """
-        num_parts = min(MOST_PARTS, max(self._memories[upload.group_id].num_layers for upload in uploads))
-        num_bytes = sum(self._memories[upload.group_id].block_bytes for upload in uploads)
+        num_parts = min(MOST_PARTS, max(upload.group.memory.num_layers for upload in uploads))
+        num_bytes = sum(upload.group.memory.block_bytes for upload in uploads)
         if num_bytes < BY_LAYERS_BYTES or any(upload.host_slot is None for upload in uploads):
             return None
-        layered = LayeredUpload(uploads, self._memories, num_parts)
+        layered = LayeredUpload(uploads, num_parts)
         if self._to_upload or not self._transfers.submit(
             Route.HOST_TO_DEVICE, layered.copy, num_bytes, lambda transfer: self._copied_layers(layered, transfer)
         ):
             return None
         self._on_lane.update(dict.fromkeys(uploads, self._clock()))
-        self._to_verify.extend((layered, batch) for batch in self._batches(uploads))
+        self._to_verify.extend((layered, batch) for batch in _batches(uploads))
         return layered.gate
 
     def pump(self) -> None:
@@ -157,11 +156,6 @@ class Uploads:
         while self._to_upload and self._submit_upload():
             pass
 
-    @property
-    def queued_to_upload(self) -> int:
-        """Bytes of blocks that wait for the lane to the device."""
-        return sum(m.block_bytes * num for m, num in zip(self._memories, self._num_to_upload, strict=True))
-
     def drop(self, unwanted: Sequence[Upload]) -> None:
         """Nobody waits for these blocks any more. What is not being copied up gives its device slot back now: a read,
         however slow, needs only the host slot."""
@@ -170,7 +164,7 @@ class Uploads:
             self._coming.pop((upload.fetch, upload.place), None)
             if upload in self._to_upload:
                 del self._to_upload[upload]
-                self._num_to_upload[upload.group_id] -= 1
+                self.queued_bytes -= upload.group.memory.block_bytes
         self._end(dropped)
 
     def hang(self, uploads: Iterable[Upload]) -> bool:
@@ -183,35 +177,28 @@ class Uploads:
         below the device: every request to come would wait as long."""
         for upload in self._on_lane.keys() - self._hanging:
             assert not upload.waiters, "a block that hangs is waited for"
-            del self._uploads[upload.group_id][upload.name]
+            del self._uploads[upload.group][upload.name]
             self._hanging.add(upload)
         self._residency.is_cut_off = True
         # Other threads of the lane may be well; if it is full, something on it comes back or nothing ever will.
         self._transfers.submit(Route.HOST_TO_DEVICE, lambda: None, 0, lambda transfer: self._moved())
 
-    def num_leases(self, group_id: int) -> int:
+    def num_leases(self, group: GroupTiers) -> int:
         """Leases that blocks under way hold on device slots, beside those of the promotions that wait for them."""
-        return len(self._uploads[group_id]) + sum(upload.group_id == group_id for upload in self._hanging)
+        return len(self._uploads[group]) + sum(upload.group is group for upload in self._hanging)
 
     def check(self) -> None:
         """Raise AssertionError if a block under way can be found already."""
         for upload in self:
-            pool = self._residency.device.pools[upload.group_id]
+            pool = upload.group.pool
             assert pool.name(upload.device_slot) is None, "a block can be found before its bytes are there"
             assert not pool.is_free(upload.device_slot), "a block arrives in a slot that is free"
 
-    def _batches(self, uploads: Sequence[Upload]) -> Iterator[list[Upload]]:
-        by_group = sorted(uploads, key=_group_of)
-        for group_id, members in groupby(by_group, key=_group_of):
-            most = blocks_in_batch(self._memories[group_id])
-            while batch := list(islice(members, most)):
-                yield batch
-
     def _submit_upload(self) -> bool:
-        group_id = next(iter(self._to_upload)).group_id
-        memory = self._memories[group_id]
+        group = next(iter(self._to_upload)).group
+        memory = group.memory
         first = islice(self._to_upload, blocks_in_batch(memory))
-        batch = list(takewhile(lambda upload: upload.group_id == group_id, first))
+        batch = list(takewhile(lambda upload: upload.group is group, first))
         host_slots = [upload.host_slot for upload in batch if upload.host_slot is not None]
         digests = [upload.digest for upload in batch]
         device_slots = [upload.device_slot for upload in batch]
@@ -225,12 +212,12 @@ class Uploads:
             self._on_lane.update(dict.fromkeys(batch, self._clock()))
             for upload in batch:
                 del self._to_upload[upload]
-            self._num_to_upload[group_id] -= len(batch)
+            self.queued_bytes -= len(batch) * memory.block_bytes
         return submitted
 
     def _submit_verification(self) -> bool:
         layered, batch = self._to_verify[0]
-        memory = self._memories[batch[0].group_id]
+        memory = batch[0].group.memory
         host_slots = [upload.host_slot for upload in batch if upload.host_slot is not None]
         digests = [upload.digest for upload in batch]
         submitted = self._transfers.submit(
@@ -259,7 +246,7 @@ class Uploads:
 
     def _take_in(self, layered: LayeredUpload) -> None:
         if (outcomes := layered.outcomes()) is not None:
-            for batch in self._batches(list(outcomes)):
+            for batch in _batches(list(outcomes)):
                 self._came_to_device(batch, [outcomes[upload] for upload in batch])
 
     def _uploaded(self, batch: Sequence[Upload], transfer: Transfer) -> None:
@@ -268,7 +255,6 @@ class Uploads:
 
     def _came_to_device(self, batch: Sequence[Upload], outcomes: Sequence[bool | None]) -> None:
         """*outcomes*: whether a block's bytes are right; None if its copy failed."""
-        group_id = batch[0].group_id
         good = [upload for upload, is_good in zip(batch, outcomes, strict=True) if is_good]
         for row in _rows(good):
             self._publish(row)
@@ -277,7 +263,7 @@ class Uploads:
             if is_good is None:
                 self._resolve([upload], Reason.FAILED)
             elif not is_good:
-                self._residency.lower.forget(group_id, [upload.name])
+                upload.group.below.forget([upload.name])
                 self._resolve([upload], Reason.CORRUPT)
 
     def _publish(self, row: Sequence[Upload]) -> None:
@@ -288,14 +274,14 @@ class Uploads:
         slots = [upload.device_slot for upload in row]
         names = [upload.name for upload in row]
         tenants = [upload.fetch.tenant(upload.place) for upload in row]
-        used = self._residency.came_up(row[0].group_id, slots, names, tenants, chain, block_id)
-        pool = self._residency.device.pools[row[0].group_id]
+        group = row[0].group
+        used = self._residency.came_up(group, slots, names, tenants, chain, block_id)
         for upload, slot in zip(row, used, strict=True):
             if slot != upload.device_slot:
                 for waiter, place in upload.waiters:
-                    pool.lease([slot])
-                    pool.release([upload.device_slot])
-                    waiter.tables[upload.group_id][place] = slot
+                    group.pool.lease([slot])
+                    group.pool.release([upload.device_slot])
+                    waiter.tables[group.id][place] = slot
 
     def _resolve(self, uploads: Sequence[Upload], failure: Reason | None) -> None:
         """The blocks have arrived, or never will: the transfers' leases end, and who waited learns of it."""
@@ -310,18 +296,23 @@ class Uploads:
             if upload in self._hanging:
                 self._hanging.remove(upload)
             else:
-                del self._uploads[upload.group_id][upload.name]
+                del self._uploads[upload.group][upload.name]
             self._on_lane.pop(upload, None)
             fetched.setdefault(upload.fetch, []).append(upload.place)
         for fetch, places in fetched.items():
             fetch.release(places)
-        for group_id in {upload.group_id for upload in uploads}:
-            pool = self._residency.device.pools[group_id]
-            pool.release([upload.device_slot for upload in uploads if upload.group_id == group_id])
+        for group in dict.fromkeys(upload.group for upload in uploads):
+            group.pool.release([upload.device_slot for upload in uploads if upload.group is group])
 
 
-def _group_of(upload: Upload) -> int:
-    return upload.group_id
+def _batches(uploads: Sequence[Upload]) -> Iterator[list[Upload]]:
+    """Those of one group together, as many as are copied in one go."""
+    by_group: dict[GroupTiers, list[Upload]] = {}
+    for upload in uploads:
+        by_group.setdefault(upload.group, []).append(upload)
+    for group, members in by_group.items():
+        most = blocks_in_batch(group.memory)
+        yield from (members[first : first + most] for first in range(0, len(members), most))
 
 
 def _rows(uploads: Sequence[Upload]) -> Iterator[list[Upload]]:

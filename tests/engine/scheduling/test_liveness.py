@@ -180,8 +180,8 @@ class Engine(HangingWorld):
 
     def free(self) -> list[int]:
         assert self.host is not None
-        pools = (*self.cache.residency.device.pools, *self.host.pools)
-        return [pool.num_slots - pool.num_free for pool in pools]
+        slots = (*(group.slots for group in self.cache.residency.groups), *self.host)
+        return [each.pool.num_slots - each.pool.num_free for each in slots]
 
 
 def whole_day(fault: Fault | None, by_layers: bool) -> Engine:
@@ -461,7 +461,7 @@ def test_a_write_that_hangs_keeps_no_load_from_a_disk_that_reads_well() -> None:
     without_answers(engine, 2.0)
     host = engine.index.host
     assert host is not None
-    assert len(host.dirty[0]) >= host.pools[0].num_slots - 6
+    assert len(host[0].dirty) >= host[0].pool.num_slots - 6
 
     waits = wait_for(engine, "a", "b")
 
@@ -543,9 +543,9 @@ def test_a_prefix_that_never_arrives_stops_a_step_that_began_with_it_for_a_momen
     engine = Engine(by_layers=True)
     wait_for(engine, "a")
     engine.flush()
-    residency = engine.cache.residency
-    slots = residency.device.pools[0].find_all(engine.names("a", DOCUMENT))
-    residency.device.evict(0, slots)
+    group = engine.cache.residency.groups[0]
+    slots = group.pool.find_all(engine.names("a", DOCUMENT))
+    group.slots.evict(slots)
     lane = engine.lanes[Route.HOST_TO_DEVICE]
     lane.num_threads, lane.hangs = 1, frozenset([lane.num_submitted])
 

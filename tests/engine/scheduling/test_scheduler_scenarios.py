@@ -63,7 +63,7 @@ class Machine(World):
         )
         self.tokenizer = byte_tokenizer()
         self.answers = count(1_000_000)
-        self.pools = self.cache.residency.device.pools
+        self.pools = [group.pool for group in self.cache.residency.groups]
 
     def ask(self, prompt: Sequence[int], max_tokens: int = 40, reads_cache: bool = True) -> Request:
         chain = BlockChain(self.cache.block_size)
@@ -125,14 +125,14 @@ class Machine(World):
     def push_out(self, request: Request, to: Tier = Tier.HOST) -> None:
         """Leave the request's full blocks in that tier only."""
         self.flush()
-        residency, below = self.cache.residency, self.host
+        groups, below = self.cache.residency.groups, self.host
         assert below is not None
-        for group_id, pool in enumerate(self.pools):
-            slots = [slot for name in request.chain.names if (slot := pool.find(name)) is not None]
-            residency.device.evict(group_id, slots)
+        for group_id, group in enumerate(groups):
+            slots = [slot for name in request.chain.names if (slot := group.pool.find(name)) is not None]
+            group.slots.evict(slots)
             if to is Tier.DISK:
-                host = below.pools[group_id]
-                below.evict(group_id, [host.find(name) for name in request.chain.names])
+                host = below[group_id]
+                host.evict([host.pool.find(name) for name in request.chain.names])
         if to is Tier.HOST and self.store is not None:
             self.store.delete(list(self.store.keys()))
             self.index.disk.index.clear()
@@ -538,7 +538,7 @@ def test_while_room_is_made_for_a_hit_running_requests_go_on_and_nobody_overtake
 def rot_in_host(machine: Machine, request: Request, block_id: int) -> None:
     host = machine.index.host
     assert host is not None
-    slot = host.pools[0].find(request.chain.names[block_id])
+    slot = host[0].pool.find(request.chain.names[block_id])
     assert slot is not None
     machine.memories[0].host_block(slot)[5] ^= 1
 
@@ -566,7 +566,7 @@ def test_a_block_that_rotted_in_host_memory_comes_from_disk_instead() -> None:  
     machine = with_tiers()
     request = machine.answer(text(1, 96))
     machine.flush()
-    machine.cache.residency.device.evict(0, [0, 1, 2, 3, 4, 5])
+    machine.cache.residency.groups[0].slots.evict([0, 1, 2, 3, 4, 5])
     rot_in_host(machine, request, 4)
     reader = machine.ask(text(1, 97), max_tokens=2)
 

@@ -273,7 +273,7 @@ def test_what_leaves_is_told_as_lost_once_with_the_tier_that_had_it(lower: Bed) 
         pass
     index = getattr(lower.tiers, "inner", lower.tiers).index
 
-    index.host.evict(0, index.host.pools[0].find_all(lower.names("a", 3)[1:]))
+    index.host[0].evict(index.host[0].pool.find_all(lower.names("a", 3)[1:]))
     told = [lost for _ in range(40) for lost in lower.tiers.take_lost()]
 
     assert [(lost.group_id, lost.tier) for lost in told] == [(0, Tier.HOST)]

@@ -65,7 +65,7 @@ def test_over_its_quota_of_host_memory_a_tenant_loses_its_own_tails() -> None:
     assert held[BOB] == NUM_BLOCKS * BLOCK_BYTES
     host = w.index.host
     names = w.names("ann", DOCUMENT)
-    assert [host.pools[0].find(name) is not None for name in names] == [True] * 4 + [False] * 6
+    assert [host[0].pool.find(name) is not None for name in names] == [True] * 4 + [False] * 6
     w.check()
 
 
@@ -95,7 +95,7 @@ def test_a_tenants_own_blocks_are_looked_for_in_parts_of_the_hosts_order(monkeyp
     assert set(looked_at) == {5}
     assert w.cache.statistics().host_tenants[ANN] == 4 * BLOCK_BYTES
     host = w.index.host
-    assert [host.pools[0].find(name) is not None for name in w.names("ann", DOCUMENT)] == [True] * 4 + [False] * 6
+    assert [host[0].pool.find(name) is not None for name in w.names("ann", DOCUMENT)] == [True] * 4 + [False] * 6
     w.check()
 
 
@@ -135,9 +135,9 @@ def test_what_came_back_from_disk_counts_again() -> None:
 
     assert promotion.depths[: promotion.num_blocks].count(Tier.DISK.depth) == NUM_BLOCKS
     assert w.index.quotas.num_bytes[ANN] == NUM_BLOCKS * BLOCK_BYTES
-    device = w.cache.residency.device.pools[0]
+    device = w.cache.residency.groups[0].pool
     slots = [device.find(name) for name in w.names("ann", DOCUMENT)]
-    on_device = w.cache.residency.owners(0, np.array([slot for slot in slots if slot is not None], np.intp))
+    on_device = w.cache.residency.groups[0].owners.of(np.array([slot for slot in slots if slot is not None], np.intp))
     assert set(map(tenant_with, on_device.tolist())) == {ANN}
     w.check()
 

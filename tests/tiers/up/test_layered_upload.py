@@ -10,11 +10,13 @@ import pytest
 import torch
 from cuda_devices import CUDA_KINDS, GPU_0, CudaDevice, CudaKind
 
-from kvtier.tiers.lower.no_tiers import NoFetch
+from kvtier.tiers.group_tiers import GroupTiers
+from kvtier.tiers.lower.no_tiers import NoFetch, NoTiers
+from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.up.layered_upload import LayeredUpload
 from kvtier.tiers.up.promotion import Upload
-from kvtier.transfer.block_memory import CpuMemory
+from kvtier.transfer.block_memory import BlockMemory, CpuMemory
 from kvtier.transfer.cuda.lane import CudaLane
 from kvtier.transfer.cuda.memory import CudaMemory
 from kvtier.transfer.lane import Finished, Transfer
@@ -47,9 +49,14 @@ class Watched(CpuMemory):
         self.were_open.append(not self.gate.missed)
 
 
+def of(memory: BlockMemory) -> GroupTiers:
+    """A group whose slots that memory has."""
+    return GroupTiers(0, FullAttention(1), memory, NoTiers(1), lambda *left: None, is_matched_in_part=False)
+
+
 def test_the_gate_of_a_layer_opens_behind_its_copy() -> None:
     memory = Watched()
-    upload = LayeredUpload([Upload(0, b"name", 2, Tier.HOST, NoFetch(0, [b"name"]), 0, 1)], [memory], NUM_LAYERS)
+    upload = LayeredUpload([Upload(of(memory), b"name", 2, Tier.HOST, NoFetch(0, [b"name"]), 0, 1)], NUM_LAYERS)
     memory.gate = upload.gate
 
     upload.copy()
@@ -81,8 +88,9 @@ def test_compute_that_waits_for_a_layer_at_its_gate_finds_the_layer(kind: CudaKi
         for slot in range(NUM_SLOTS):
             memory.host_block(slot)[:] = content[slot].tobytes()
         fetch = NoFetch(0, [bytes([slot]) for slot in range(NUM_SLOTS)])
-        uploads = [Upload(0, bytes([i]), 2 - i, Tier.HOST, fetch, i, i) for i in range(NUM_SLOTS)]
-        upload = LayeredUpload(uploads, [memory], NUM_LAYERS)
+        group = of(memory)
+        uploads = [Upload(group, bytes([i]), 2 - i, Tier.HOST, fetch, i, i) for i in range(NUM_SLOTS)]
+        upload = LayeredUpload(uploads, NUM_LAYERS)
         assert lane.submit(Transfer(upload.copy, 1, lambda transfer: None))
 
         seen = []

@@ -233,10 +233,10 @@ def test_demand_is_what_each_prefix_has_to_move() -> None:
     read(w, "a")
     w.flush()
     names = w.names("a", DOCUMENT)
-    w.cache.residency.device.evict(0, w.cache.residency.device.pools[0].find_all(names[4:]).tolist())
+    w.cache.residency.groups[0].slots.evict(w.cache.residency.groups[0].pool.find_all(names[4:]).tolist())
     host = w.index.host
     assert host is not None
-    host.evict(0, host.pools[0].find_all(names[7:]).tolist())
+    host[0].evict(host[0].pool.find_all(names[7:]).tolist())
     hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
 
     demand = w.cache._promoter.demand(hit, w.cache.alignment)

@@ -1,0 +1,128 @@
+"""GroupSlots: one group's slots on the device or in host memory, and how one is taken from the block that can best be
+spared."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.tiers.device.block_pool import NOTHING, BlockPool, Ids, Slots
+from kvtier.tiers.device.dirty_marks import DirtyMarks
+from kvtier.tiers.naming.block_hash import BlockName
+
+Forgotten = Callable[[Ids, Sequence[BlockName], set[BlockName | None]], None]
+"""Told that slots have lost their blocks: the slots, the blocks' names, and those of them that had no copy further
+down."""
+
+
+class GroupSlots:
+    """A pool, and which of its blocks have no copy further down: they are *dirty*. Owned by the cache's thread."""
+
+    def __init__(self, num_slots: int, is_spilled: bool, forgotten: Forgotten) -> None:
+        """*is_spilled*: there is a tier further down; else nothing is ever dirty."""
+        self.pool = BlockPool(num_slots)
+        self.dirty = DirtyMarks(num_slots)
+        self.is_spilled = is_spilled
+        self.num_lost = 0  # times that a block lost its copy further down
+        self.num_evicted = 0
+        self.dropped_spills = 0  # evicted although there was no copy further down yet
+        self._forgotten = forgotten
+
+    def mark_dirty(self, slots: Ids) -> None:
+        """These slots' blocks have no copy further down yet."""
+        if self.is_spilled:
+            self.dirty.add(slots)
+
+    def lost_copies(self, slots: Sequence[int] | Ids) -> None:
+        """These slots' blocks have no copy further down any more."""
+        if self.is_spilled and len(slots):
+            self.num_lost += 1
+            self.dirty.add(np.array(slots, np.intp))
+
+    def take(self, num_slots: int, window: int) -> list[int] | None:
+        """Lease that many slots, evicting clean blocks first. None, and nothing changed, if too few are free.
+
+        A dirty block that has to go is dropped and counted; nobody waits for a copy.
+        """
+        pool = self.pool
+        if num_slots > pool.num_blank:
+            if num_slots > pool.num_free:
+                return None
+            victims = self._choose(num_slots - pool.num_blank, window)
+            were_dirty = self._clean(victims)
+            slots, names = pool.evict_for(num_slots, victims)
+            self._tell(victims, names, were_dirty)
+            return slots
+        return pool.allocate(num_slots)
+
+    def take_clean(self, num_slots: int, window: int) -> list[int]:
+        """Lease up to that many slots without losing any block's last copy."""
+        missing = num_slots - self.pool.num_blank
+        if missing > 0:
+            self.evict(self._oldest_clean(missing + window, missing))
+        return self.pool.allocate(min(num_slots, self.pool.num_blank)) or []
+
+    def num_clean(self, window: int, besides: npt.NDArray[np.integer[Any]] = NOTHING) -> int:
+        """How many slots could be taken now, blank or among the *window* oldest, without losing a last copy.
+
+        The slots *besides* are about to be leased: neither they nor their places count.
+        """
+        pool = self.pool
+        if not self.is_spilled:
+            return pool.num_blank
+        oldest = pool.oldest(window + len(besides))
+        if len(besides):
+            counts = np.ones(pool.num_slots, np.bool_)
+            counts[besides] = False
+            oldest = oldest[counts[oldest]]
+        return pool.num_blank + int(np.count_nonzero(~self.dirty.among(oldest[:window])))
+
+    def evict(self, slots: Slots) -> None:
+        """Forget the blocks in the slots, whoever leases them."""
+        ids = np.asarray(slots, np.intp)
+        were_dirty = self._clean(ids)
+        self._tell(ids, self.pool.evict(ids), were_dirty)
+
+    def clear(self) -> None:
+        """Forget every block, and tell nobody; no slot may be leased."""
+        self.pool.evict(self.pool.cached_slots())
+        self.dirty.clear()
+
+    def check(self) -> None:
+        """Raise AssertionError if the pool's books disagree or a slot without a block is dirty."""
+        self.pool.check()
+        self.dirty.check()
+        assert self.is_spilled or not self.dirty, "dirty slots, and no tier to spill to"
+        assert self.pool.are_named(self.dirty.oldest(len(self.dirty))).all(), "a slot without a block is dirty"
+
+    def _choose(self, num_slots: int, window: int) -> Ids:
+        """Up to *num_slots* cached slots to evict: clean ones among the oldest, then simply the oldest.
+
+        A dirty one is passed over for a clean one that comes at most *window* later, as `num_clean` counts.
+        """
+        oldest = self.pool.victims(num_slots)
+        if not self.dirty.any_among(oldest):
+            return oldest
+        clean = self._oldest_clean(num_slots + window, num_slots)
+        passed_over = oldest[np.isin(oldest, clean, invert=True)]
+        return np.concatenate([clean, passed_over[: num_slots - len(clean)]])
+
+    def _oldest_clean(self, window: int, most: int) -> Ids:
+        """Of the *window* oldest cached slots up to *most* whose block may go: it will still be found below."""
+        if not self.is_spilled:
+            return NOTHING
+        oldest = self.pool.oldest(window)
+        return oldest[~self.dirty.among(oldest)][:most]
+
+    def _clean(self, slots: Ids) -> set[BlockName | None]:
+        """Take the slots' dirty marks away; the names of the blocks that had one."""
+        if not self.dirty.any_among(slots):
+            return set()
+        marked = slots[self.dirty.among(slots)]
+        self.dirty.remove(marked)
+        return set(map(self.pool.name, marked.tolist()))
+
+    def _tell(self, slots: Ids, names: Sequence[BlockName], were_dirty: set[BlockName | None]) -> None:
+        self.num_evicted += len(names)
+        self._forgotten(slots, names, were_dirty)

@@ -1,0 +1,81 @@
+"""Fetches: those of one process that lease or wait for something, and what is to be told of them."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvtier.tiers.device.block_pool import ABSENT
+from kvtier.tiers.lower.disk_reads import DiskReads
+from kvtier.tiers.lower.local_fetch import LocalFetch
+from kvtier.tiers.lower.lower_index import LowerIndex
+from kvtier.tiers.lower.lower_tiers import Places, Tell
+from kvtier.tiers.naming.named_blocks import NamedBlocks
+from kvtier.tiers.naming.tier import Reason
+
+
+class Fetches:
+    """A fetch is here until nothing of it is leased any more and nothing to come. Owned by the tiers' thread."""
+
+    def __init__(self, index: LowerIndex, disk_reads: DiskReads) -> None:
+        self._index = index
+        self._disk_reads = disk_reads
+        self._fetches: set[LocalFetch] = set()
+        self._reading: set[LocalFetch] = set()  # those that wait for blocks wanted now
+        self._news: list[tuple[LocalFetch, int, Reason | None]] = []
+
+    def __iter__(self) -> Iterator[LocalFetch]:
+        return iter(list(self._fetches))
+
+    @property
+    def any_reading(self) -> bool:
+        """Whether blocks that are wanted now are waited for."""
+        return bool(self._reading)
+
+    def begin(self, group_id: int, blocks: NamedBlocks, tell: Tell, found: Places | None, now: bool) -> LocalFetch:
+        """Lease what is in host memory, have the rest read: *now*, or when nothing more urgent is."""
+        fetch = LocalFetch(group_id, blocks, self._index, self._disk_reads, tell, self._came, self._ended)
+        fetch.lease(self._index.host[group_id].pool.find_all(blocks.names) if found is None else found)
+        if fetch.num_leased < len(fetch.slots):
+            if self._index.disk.is_there:
+                if now:
+                    self._reading.add(fetch)
+                fetch.read(now)
+                self._disk_reads.pump()
+            else:
+                for place in np.flatnonzero(fetch.slots == ABSENT).tolist():
+                    fetch.fail(place, Reason.EVICTED_FROM_HOST)
+        if fetch.num_leased or fetch.is_reading:
+            self._fetches.add(fetch)
+        return fetch
+
+    def tell(self) -> None:
+        """Tell what has come since the last call, and what never will."""
+        news, self._news = self._news, []
+        for fetch, place, failure in news:
+            if failure is not None or fetch.slots[place] != ABSENT:  # else it was released meanwhile
+                fetch.tell(fetch, place, failure)
+
+    def end_all(self) -> None:
+        """Release everything."""
+        for fetch in self:
+            fetch.release(range(len(fetch.slots)))
+
+    def num_leased(self, group_id: int) -> int:
+        """Host slots of the group that fetches lease."""
+        return sum(fetch.num_leased for fetch in self._fetches if fetch.group_id == group_id)
+
+    def check(self) -> None:
+        """Raise AssertionError if a fetch that is over is here."""
+        assert all(fetch.num_leased or fetch.is_reading for fetch in self._fetches), "a fetch that is over is kept"
+        assert self._reading <= self._fetches, "a fetch that is over waits for something"
+
+    def _came(self, fetch: LocalFetch, place: int, failure: Reason | None) -> None:
+        self._news.append((fetch, place, failure))
+        if not fetch.is_reading:
+            self._reading.discard(fetch)
+            if not fetch.num_leased:
+                self._ended(fetch)
+
+    def _ended(self, fetch: LocalFetch) -> None:
+        self._fetches.discard(fetch)
+        self._reading.discard(fetch)
