@@ -288,10 +288,9 @@ class TieredCache:
         for wanted, group in zip(num_slots, self._group_tiers, strict=True):
             if wanted > group.pool.num_free:
                 return None
-        window = self._window.num_blocks if any(group.slots.dirty for group in self._group_tiers) else 0
         tables: Tables = []
         for wanted, group in zip(num_slots, self._group_tiers, strict=True):
-            slots = group.slots.take(wanted, window)
+            slots = group.slots.take(wanted, self._window.num_blocks if group.slots.dirty else 0)
             assert slots is not None, "fewer free slots than a moment ago"
             tables.append(array("i", slots))
             group.num_held += wanted
