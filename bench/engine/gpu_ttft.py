@@ -19,6 +19,7 @@ from bench.report import Row
 from bench.rounds import at_least, at_most
 from kvtier import LLM, SamplingParams
 from kvtier.tiers.device.block_pool import ABSENT
+from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, HashAlgorithm
 from kvtier.tiers.naming.tier import Tier
 
@@ -94,6 +95,8 @@ class Tiers:
     def __init__(self, llm: LLM, read_bytes: int = READ_BYTES) -> None:
         self._cache = llm.core.cache
         self._residency = llm.core.cache.residency
+        assert isinstance(llm.core.cache.lower, LocalTiers), "an engine without host memory"
+        self._host = llm.core.cache.lower.index.host
         (slab,) = llm.core._runner._slabs
         self._blocks = slab.blocks  # [num_slots, block_bytes]
         block_bytes = self._blocks.shape[1]
@@ -127,7 +130,10 @@ class Tiers:
 
     def leave_device_and_host(self, names: Sequence[BlockName]) -> None:
         """Forget the blocks on the device and in host memory."""
-        self._cache.evict_blocks(names)
+        self.leave_device(names)
+        host = self._host[0]
+        slots = host.pool.find_all(names)
+        host.evict(slots[slots != ABSENT])
 
     def digests(self, names: Sequence[BlockName]) -> list[bytes]:
         """xxh3_128 of each block's bytes on the device. RuntimeError if one is not there."""

@@ -159,8 +159,8 @@ class Bed:
         memory = CpuMemory(np.zeros((num_slots, BLOCK_BYTES), np.uint8), num_slots)
         transfers = TransferEngine(self.lanes, finished)
         self.tenant = tenant_of("with a quota")
-        groups, quotas = [FullAttention(BLOCK_SIZE)], {self.tenant: 1 << 40}
-        self.lower = LocalTiers(groups, [memory], transfers, self.disk, quotas=quotas, events=self.events)
+        groups, self.quotas = [FullAttention(BLOCK_SIZE)], {self.tenant: 1 << 40}
+        self.lower = LocalTiers(groups, [memory], transfers, self.disk, quotas=self.quotas, events=self.events)
         self.cache = TieredCache(
             groups,
             [memory],
@@ -245,9 +245,8 @@ def requests(bed: Bed, rounds: int) -> None:
             tables = [promotion.tables[0] + tail[0]]
             calls.time("commit_tail", partial(cache.commit_tail, tables, chain, NUM_TOKENS + 5))
             calls.time("release 8,192 blocks", partial(cache.release, tables))
-        cache.residency.evict(
-            cache.residency.device, 0, cache.residency.groups[0].pool.find_all(chain.names)
-        )  # what is left of it is in host memory
+        device = cache.residency.groups[0].slots
+        device.evict(device.pool.find_all(chain.names))  # what is left of it is in host memory
         promotion = promote(bed, chain, "host")
         calls.time("cancel, host", partial(cache.cancel, promotion))
         bed.poll("poll: after a cancel")
@@ -260,7 +259,6 @@ def requests(bed: Bed, rounds: int) -> None:
         cold = bed.chain()
         calls.time("lookup, never seen", partial(cache.lookup, cold, NUM_TOKENS + 5))
         calls.time("where", partial(cache.where, bed.chain(num_blocks=CHUNK_BLOCKS)))
-        calls.time("evict_blocks of a chunk", partial(cache.evict_blocks, chain.names[-CHUNK_BLOCKS:]))
         calls.time("statistics", cache.statistics)
         bed.store.is_full = True
         tables = bed.compute(cold, ("allocate a chunk", "commit a chunk"), "spill")
@@ -311,7 +309,7 @@ def documents(bed: Bed, rounds: int, num_documents: int) -> None:
 def events(bed: Bed, num_on_disk: int) -> None:
     """The store goes, and is opened anew: routers are told of all that was there."""
     bed.events.take()
-    bed.calls.time("the disk changes", bed.cache.residency.disk_changed)
+    bed.calls.time("the disk changes", bed.disk.take_in_opening)
     while not bed.cache.knows_disk:
         bed.calls.time("poll: the disk has changed", bed.cache.poll)
         bed.poll("poll: the disk has changed")
@@ -353,26 +351,26 @@ def request(chain: BlockChain) -> Request:
 
 def tenants(bed: Bed, rounds: int, num_salts: int) -> None:
     """Salts that came and went, then a tenant over its quota."""
-    books = bed.cache.residency.tenants
+    index = bed.lower.index
     for number in range(num_salts):
-        salt = number.to_bytes(8, "big")
-        books.came_to_host(salt, BLOCK_BYTES)
-        books.came_to_host(salt, -BLOCK_BYTES)
+        salt = np.array([number], np.uint64)
+        index.quotas.count(salt, BLOCK_BYTES)
+        index.quotas.count(salt, -BLOCK_BYTES)
     for _ in range(rounds):
         bed.calls.time("statistics after a million salts", bed.cache.statistics)
-    residency = bed.cache.residency
     for _ in range(rounds):
-        books._quotas = {bed.tenant: 1 << 40}
+        bed.quotas[bed.tenant] = 1 << 40
         tables = bed.compute(bed.chain(salt="with a quota"), ("allocate a chunk", "commit a chunk"), "spill")
         for start in range(0, NUM_BLOCKS, CHUNK_BLOCKS):
-            bed.cache._spiller.copy_down(0, tables[0][start : start + CHUNK_BLOCKS])
+            bed.cache._host_spill.copy_down(bed.cache.residency.groups[0], tables[0][start : start + CHUNK_BLOCKS])
             bed.poll("poll: copies to host and disk")
         bed.cache.release(tables)
-        assert books.host_bytes[bed.tenant] == NUM_BLOCKS * BLOCK_BYTES, "the tenant's blocks are not in host memory"
-        books._quotas = {bed.tenant: 0}
-        bed.calls.time("keep_quota", partial(residency.keep_quota, 0, bed.tenant))
-        while books.excess(bed.tenant):
-            bed.calls.time("keep_quotas", residency.keep_quotas)
+        num_bytes = index.quotas.num_bytes[bed.tenant]
+        assert num_bytes == NUM_BLOCKS * BLOCK_BYTES, "the tenant's blocks are not in host memory"
+        bed.quotas[bed.tenant] = 0
+        bed.calls.time("keep_quota", partial(index.keep_quota, 0, bed.tenant))
+        while index.quotas.excess(bed.tenant):
+            bed.calls.time("keep_quotas", index.keep_quotas)
 
 
 class Collections:
