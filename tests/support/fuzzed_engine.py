@@ -35,7 +35,9 @@ from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import Fault
 from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.device.group_slots import GroupSlots
 from kvtier.tiers.lower.disk_tier import DiskTier
+from kvtier.tiers.lower.local_tiers import LocalTiers, lower_tiers
 from kvtier.tiers.naming.block_hash import ExtraKeys
 from kvtier.tiers.pins import Pin
 from kvtier.tiers.up import uploads
@@ -384,7 +386,7 @@ class FuzzedEngine:
         self.clock.now += STEP_S
         polled_at = self.clock.now
         self.core.step()
-        self._pins.tick()
+        self._timed_pins.tick()
         self.core.check()
         self._promotions = [promotion for promotion in self._promotions if not promotion.done]
         for promotion in self._promotions:
@@ -402,8 +404,7 @@ class FuzzedEngine:
         assert not self.core.has_work
         assert cache.num_under_way == 0, "copies are under way that nobody runs"
         assert cache.free_slots() == [self._num_device] * len(cache.groups), "a device slot leaked"
-        host = cache.lower.index.host
-        for pool in (slots.pool for slots in host or ()):
+        for pool in (slots.pool for slots in self._host_slots):
             assert pool.num_free == pool.num_slots, "a host slot leaked"
 
     def _something_happens(self) -> None:
@@ -468,10 +469,15 @@ class FuzzedEngine:
         if requests := self._unfinished():
             self.core.abort(self.rng.choice(requests))
 
+    @property
+    def _host_slots(self) -> Sequence[GroupSlots]:
+        """Of each group, if there is host memory."""
+        lower = self.core.cache.lower
+        return lower.index.host if isinstance(lower, LocalTiers) else ()
+
     def _rot_a_host_block(self) -> None:
-        host = self.core.cache.lower.index.host
-        group_id = self.rng.randrange(len(self.core.cache.groups))
-        slots = [] if host is None else host[group_id].pool.cached_slots()
+        group_id, host = self.rng.randrange(len(self.core.cache.groups)), self._host_slots
+        slots = host[group_id].pool.cached_slots() if host else []
         if slots:
             block = self.core._memories[group_id].host_block(self.rng.choice(slots))
             block[self.rng.randrange(len(block))] ^= 1 << self.rng.randrange(8)
@@ -543,7 +549,8 @@ class FuzzedEngine:
         """What the engine makes, with this run's disk and clock; its promotions are noted."""
         groups, memories, transfers, _ = parts
         disk = None if self.store is None else DiskTier(self.store, NAMESPACE, self.clock, self._budget)
-        cache = kind(groups, memories, transfers, disk, self.clock, **options)  # type: ignore[arg-type]
+        lower = lower_tiers(groups, memories, transfers, disk, self.clock)  # type: ignore[arg-type]
+        cache = kind(groups, memories, transfers, lower, self.clock, **options)  # type: ignore[arg-type]
         promote = cache.promote
 
         def noted(hit: Hit, timeout_s: float | None = None) -> Promotion:
@@ -555,10 +562,10 @@ class FuzzedEngine:
 
     def _scheduler(self, cache: TieredCache, config: SchedulerConfig, timeout_s: object, *parts: object, **_: object):  # type: ignore[no-untyped-def]
         """What the engine makes, with this run's clock, and a deadline although the engine knows of no disk."""
-        self._pins, look_ahead = TimedPins(cache, self.clock), None
+        self._timed_pins, look_ahead = TimedPins(cache, self.clock), None
         if self.store is not None and self._look_ahead:
             most_bytes = int(self._look_ahead * self._num_host * BLOCK_BYTES)
-            look_ahead = LookAhead(cache, self._pins, most_bytes, lasts_s=5.0)
+            look_ahead = LookAhead(cache, self._timed_pins, most_bytes, lasts_s=5.0)
         return Scheduler(cache, config, self.timeout_s, *parts, clock=self.clock, look_ahead=look_ahead)  # type: ignore[arg-type]
 
     def _waiting(self) -> Callable[[LayerGate, int, int, float], None]:
