@@ -258,8 +258,8 @@ class TieredCache:
         """Keep in host memory what a prompt needs that goes on after these tokens, whole blocks of them: what is there
         already now, what is on disk or on the device as soon as nothing more urgent is copied.
 
-        None if that is more than *most_bytes*, by default what is left of `holdable_bytes`. Whoever gives a number of
-        its own answers for their sum. The caller ends the pin.
+        None if that is more than *most_bytes*, by default `free_to_pin`. A caller that gives a number of its own
+        answers for their sum. The caller ends the pin.
         """
         whole = min(num_tokens, len(chain.names) * self.block_size) // self.alignment * self.alignment
         return self._pins.begin(chain, whole, self.free_to_pin if most_bytes is None else most_bytes)
@@ -370,13 +370,13 @@ class TieredCache:
         Waits, up to *timeout_s*, and not for copies that hang. *progress* gets the number of blocks still to go.
         Without a disk there is nothing to do.
         """
-        if not self.lower.saving().is_there:
+        saving = self.lower.saving()
+        if not saving.is_there:
             return 0
         began_at = self._clock()
         deadline = began_at + timeout_s
         everything = [group.pool.num_slots for group in self._group_tiers]
         # Each block goes once: a disk smaller than what is above would otherwise push out what was just written.
-        saving = self.lower.saving()
         stop_at = saving.num_done + saving.num_left + self._host_spill.num_dirty
         while (num_left := saving.num_left + self._host_spill.num_dirty) and saving.num_done < stop_at:
             if self._clock() >= deadline or not saving.is_possible or self._hangs_since(began_at, saving):

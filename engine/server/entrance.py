@@ -26,7 +26,7 @@ class Entrance:
 
     @property
     def num_tenants(self) -> int:
-        """The client's tenant; without API keys all are one."""
+        """How many tenants may ask; without API keys all clients are one."""
         return 1 if self.keys is None else len(self.keys.tenants)
 
     @property

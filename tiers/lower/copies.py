@@ -16,9 +16,9 @@ BATCH_BYTES = 8 << 20
 PATIENCE_S = 1.0  # after which nobody waits for a copy any more
 
 
-def blocks_in_batch(block_bytes: int, num_copiers: int, most: int) -> int:
-    """How many blocks to copy down in one go, at most *most*."""
-    return min(max(1, BATCH_BYTES * num_copiers // block_bytes), most)
+def blocks_in_batch(block_bytes: int, num_copiers: int, most: int, batch_bytes: int = BATCH_BYTES) -> int:
+    """How many blocks to copy in one go, at most *most*: about so many bytes for each copier."""
+    return min(max(1, batch_bytes * num_copiers // block_bytes), most)
 
 
 @dataclass(eq=False, slots=True)

@@ -9,6 +9,7 @@ from typing import Protocol
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt
 from kvtier.tiers.lower.clean_ahead import CleanAhead
+from kvtier.tiers.lower.copies import blocks_in_batch
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.naming.block_hash import BlockName
@@ -26,11 +27,6 @@ REASONS = {  # any other fault: corrupt
 }
 BATCH_BYTES = 4 << 20  # for each copier: small enough that reading, verifying and uploading overlap
 BATCH_BLOCKS = 32  # at most, so that taking in what became of them is short
-
-
-def blocks_in_batch(memory: BlockMemory) -> int:
-    """How many blocks to read, or to verify and copy up, in one go."""
-    return min(BATCH_BLOCKS, max(1, memory.num_copiers * BATCH_BYTES // memory.block_bytes))
 
 
 def read_blocks(
@@ -192,7 +188,7 @@ class DiskReads:
             return False
         group_id = next(iter(queue)).group_id
         memory, host, window = self._memories[group_id], self._index.host[group_id], self._windows[group_id].num_blocks
-        most = blocks_in_batch(memory)
+        most = blocks_in_batch(memory.block_bytes, memory.num_copiers, BATCH_BLOCKS, BATCH_BYTES)
         batch = list(takewhile(lambda disk_read: disk_read.group_id == group_id, islice(queue, most)))
         slots = host.take_clean(len(batch), window)
         # No spill will make room.

@@ -97,6 +97,7 @@ class LocalFetch:
         ids = np.asarray(places, np.int64)
         slots = self.slots[ids]
         there = slots[slots != ABSENT]
+        tenants = set(map(self.tenant, ids[slots != ABSENT].tolist())) if self._index.quotas.any else ()
         if len(there) < len(slots) and self._reads:
             for place in ids[slots == ABSENT].tolist():
                 if (disk_read := self._reads.pop(place, None)) is not None:
@@ -104,9 +105,8 @@ class LocalFetch:
         self.slots[ids] = ABSENT
         self._pool.release(there)
         self._num_leased -= len(there)
-        if self._index.quotas.any:  # what was leased could not go
-            for tenant in {self._blocks.tenant, *(each.origin.tenant for each in self._were_read.values())}:
-                self._index.keep_quota(self.group_id, tenant)
+        for tenant in tenants:  # what was leased could not go
+            self._index.keep_quota(self.group_id, tenant)
         if not self._num_leased and not self._reads:
             self._ended(self)
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from kvtier.store.record import digest_among
 from kvtier.tiers.device.block_pool import ABSENT
 from kvtier.tiers.group_tiers import GroupTiers
+from kvtier.tiers.lower.copies import blocks_in_batch
 from kvtier.tiers.lower.lower_tiers import Fetch
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.tier import Reason, Tier
@@ -27,11 +28,6 @@ BATCH_BLOCKS = 32  # at most, so that taking in what became of them is short
 MOST_PARTS = 8  # that blocks come in layer by layer: an eighth of the copy is all that computing has to wait for
 BY_LAYERS_BYTES = 4 << 20  # less is there before computing could begin
 LATE_S = 1.0  # a copy to the device that made a deadline pass is on its lane for so long
-
-
-def blocks_in_batch(memory: BlockMemory) -> int:
-    """How many blocks to verify and copy up in one go."""
-    return min(BATCH_BLOCKS, max(1, memory.num_copiers * BATCH_BYTES // memory.block_bytes))
 
 
 def verify_blocks(memory: BlockMemory, host_slots: Sequence[int], digests: Sequence[bytes]) -> list[bool]:
@@ -197,7 +193,7 @@ class Uploads:
     def _submit_upload(self) -> bool:
         group = next(iter(self._to_upload)).group
         memory = group.memory
-        first = islice(self._to_upload, blocks_in_batch(memory))
+        first = islice(self._to_upload, _in_batch(memory))
         batch = list(takewhile(lambda upload: upload.group is group, first))
         host_slots = [upload.host_slot for upload in batch if upload.host_slot is not None]
         digests = [upload.digest for upload in batch]
@@ -311,7 +307,7 @@ def _batches(uploads: Sequence[Upload]) -> Iterator[list[Upload]]:
     for upload in uploads:
         by_group.setdefault(upload.group, []).append(upload)
     for group, members in by_group.items():
-        most = blocks_in_batch(group.memory)
+        most = _in_batch(group.memory)
         yield from (members[first : first + most] for first in range(0, len(members), most))
 
 
@@ -329,3 +325,7 @@ def _rows(uploads: Sequence[Upload]) -> Iterator[list[Upload]]:
         row = [upload]
     if row:
         yield row
+
+
+def _in_batch(memory: BlockMemory) -> int:
+    return blocks_in_batch(memory.block_bytes, memory.num_copiers, BATCH_BLOCKS, BATCH_BYTES)
