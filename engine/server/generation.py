@@ -75,7 +75,7 @@ class Generation:
                 visit.prompts = [group[0].prompt for group in choices]
                 await visit.turn()
                 kind = ChatReply if isinstance(asked, ChatRequest) else CompletionReply
-                reply = kind(asked.model, text, asked.num_top_logprobs is not None, asked.includes_usage)
+                reply = kind(asked.model, text, asked.num_top_logprobs is not None, asked.chunk_options)
                 salt = effective_salt(tenant, asked.cache_salt, service.is_strict)
                 async with aclosing(generate(llm, choices, lora, salt, self._options())) as pieces:
                     observed = self._observed(pieces, visit)
@@ -199,7 +199,7 @@ class Generation:
                 events = b"".join(_event(chunk) for chunk in reply.chunks(item.index, item.piece))
                 if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
-            last = _event(reply.last_chunk(self._usage)) if self._asked.includes_usage else b""
+            last = _event(reply.last_chunk(self._usage)) if self._asked.chunk_options.include_usage else b""
             last += b"data: [DONE]\n\n"
         except ApiError as error:
             if not has_begun:

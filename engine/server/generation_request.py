@@ -56,7 +56,7 @@ LogprobCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`stream_options`. Obfuscation pads events against listeners; on a loopback there are none."""
+    """`stream_options`. Obfuscation is off unless asked for, other than at OpenAI: a loopback has no listener."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -100,9 +100,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError("stream_options: there is no stream; set stream to true or leave them out")
 
     @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with what it took."""
-        return self.stream_options is not None and self.stream_options.include_usage
+    def chunk_options(self) -> StreamOptions:
+        """What the chunks of a stream have beside their choices."""
+        return self.stream_options or StreamOptions()
 
     @property
     def num_top_logprobs(self) -> int | None:
