@@ -690,7 +690,7 @@ def test_a_folder_of_documents_is_open_once_at_a_time(model: PreTrainedModel, tm
 
 
 def await_disk_threads() -> None:
-    """Until those of documents that are closed, or were not opened, have ended."""
+    """Wait until the threads of folders that were closed, or whose opening was cancelled, have let go and ended."""
     for thread in threading.enumerate():
         if thread.name.startswith("kvtier-documents"):
             thread.join(DEADLINE_S / 2)
@@ -712,6 +712,7 @@ def test_documents_whose_opening_or_closing_was_cancelled_can_be_opened_again(
 
             for number in count():
                 await cancelled_at(open_and_close(), number, late=late)
+                await asyncio.to_thread(await_disk_threads)  # an opening that was cancelled has the folder until then
                 closing = await cancelled_at((await open_documents()).close(), number, late=late)
                 await asyncio.to_thread(await_disk_threads)
                 if not closing and number > 9:
