@@ -4,10 +4,10 @@ Only what is sure to fail later is refused here; what is not seen, loading refus
 """
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
-from kvtier.engine.config import Config, LoraConfig
+from kvtier.engine.config import Config
+from kvtier.engine.model.adapter_folder import CONFIG_FILE, check_adapter_folder
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.store.codec.cipher import Cipher
 
@@ -25,7 +25,7 @@ def check_model(name: str) -> None:
 def check_files(config: Config) -> None:
     """What loading raises for adapters, an encryption key or a folder of documents that cannot be used."""
     for name, table in config.lora.items():
-        _check_adapter(name, table)
+        check_adapter_folder(name, Path(table.path).expanduser())
     if config.disk is not None and config.disk.encryption_key_file is not None:
         Cipher.from_file(Path(config.disk.encryption_key_file).expanduser())
     if config.documents.path is not None:
@@ -39,7 +39,7 @@ def _fault_of(name: str, folder: Path) -> str | None:
     if not folder.is_dir():
         is_path = name.startswith((".", "/", "~")) or name.count("/") > 1  # else it is a name on the hub
         return "there is no such folder" if is_path else None
-    if (folder / "adapter_config.json").is_file():  # names its model, which may be on the hub
+    if (folder / CONFIG_FILE).is_file():  # names its model, which may be on the hub
         return None
     return _fault_in(folder)
 
@@ -58,15 +58,3 @@ def _fault_in(folder: Path) -> str | None:
     if not any(True for pattern in _WEIGHTS for _ in folder.glob(pattern)):
         return "the folder has no weights, *.safetensors or *.bin"
     return None
-
-
-def _check_adapter(name: str, table: LoraConfig) -> None:
-    if find_spec("peft") is None:
-        raise ImportError("lora: needs peft; pip install 'kvtier[lora]', or remove the [lora] tables")
-    folder = Path(table.path).expanduser()
-    if not folder.is_dir():
-        raise ValueError(f"lora {name}: there is no folder {folder}; give the one that peft's save_pretrained wrote")
-    if not (folder / "adapter_config.json").is_file():
-        raise ValueError(
-            f"lora {name}: {folder} is no adapter (it has no adapter_config.json); give a folder of peft's"
-        )

@@ -13,9 +13,10 @@ from kvtier.engine.byte_size import size_text
 from kvtier.engine.config import Config
 from kvtier.engine.disk_store import LEAST_BLOCKS
 from kvtier.engine.documents.documents import documents_path
+from kvtier.engine.model.adapter_folder import UnusableLora
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.model.layers import layers_of
-from kvtier.engine.model.lora_adapter import UnusableLora, load_adapter
+from kvtier.engine.model.lora_adapter import load_adapter
 from kvtier.engine.scheduling.longest_request import longest_request
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.dead_settings import dead_settings
