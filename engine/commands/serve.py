@@ -126,6 +126,5 @@ def _bound(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        raise OSError(
-            f"serve: cannot listen on {host}:{port} ({error.strerror}); choose another --host or --port"
-        ) from error
+        why = (error.strerror or str(error)).partition(" (while attempting")[0]  # to bind on the address named here
+        raise OSError(f"serve: cannot listen on {host}:{port} ({why}); choose another --host or --port") from error

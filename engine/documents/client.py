@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+import re
 from http.client import HTTPException, HTTPMessage
 from typing import IO, Any
 from urllib.error import HTTPError, URLError
@@ -11,6 +12,7 @@ from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_ope
 from kvtier.engine.documents.document import check_id
 
 TIMEOUT_S = 60.0
+_KEY = re.compile(r"[!-~]*")  # what a header can say
 
 
 class Refused(RuntimeError):
@@ -32,12 +34,19 @@ class DocumentClient:
 
     def __init__(self, url: str, key: str | None) -> None:
         """ValueError for what is no URL."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"--url {url}: is no address of a server; give one such as http://127.0.0.1:8000")
+        what = f"--url {url}: is no address of a server; give one such as http://127.0.0.1:8000"
+        try:
+            parts = urlsplit(url)
+            is_address = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
+        except ValueError:  # brackets without an end, or a port that cannot be
+            raise ValueError(what) from None
+        if not is_address:
+            raise ValueError(what)
+        if key is not None and not _KEY.fullmatch(key):  # http.client's error would quote the key
+            raise ValueError("--api-key or KVTIER_API_KEY: has a character that no key has; give the key alone")
         self._url = url.rstrip("/").removesuffix("/v1")
         self._key = key
-        self._opener = build_opener(_NoRedirect, *([ProxyHandler({})] if _is_here(parts.hostname) else []))
+        self._opener = build_opener(_NoRedirect, *([ProxyHandler({})] if _is_here(parts.hostname or "") else []))
 
     def list(self) -> dict[str, Any]:
         """All of them, and whether they survive a restart."""
