@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: messages."""
+"""ChatReply: how `/v1/chat/completions` writes its answers."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,7 +13,7 @@ _PART_OF_A_CHARACTER = "\ufffd"
 
 
 class ChatReply:
-    """A `Reply`; a stream says first who speaks, then what, then why it ended."""
+    """A `Reply`. The first chunk of a choice has the role, the next ones the text, the last one why it ended."""
 
     def __init__(self, model: str, text: TokenText, tells_logprobs: bool, options: StreamOptions) -> None:
         self._head = envelope("chat.completion", "chatcmpl", model)

@@ -1,4 +1,4 @@
-"""`/v1/completions`: texts."""
+"""CompletionReply: how `/v1/completions` writes its answers."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from kvtier.engine.server.usage import Usage
 
 
 class CompletionReply:
-    """A `Reply`; chunks have the same form as the whole."""
+    """A `Reply` whose chunks have the same form as the whole answer."""
 
     def __init__(self, model: str, text: TokenText, tells_logprobs: bool, options: StreamOptions) -> None:
         self._head = envelope("text_completion", "cmpl", model)
@@ -53,7 +53,7 @@ class CompletionReply:
         for token in tokens:
             offsets.append(self._offsets[index])
             self._offsets[index] += len(token)
-        top = [  # the chosen one too, be it likely or not
+        top = [  # the chosen token too, likely or not
             {
                 self._text.of(token_id): finite(logprob)
                 for token_id, logprob in (*item.top, (item.token_id, item.logprob))

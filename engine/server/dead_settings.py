@@ -1,4 +1,4 @@
-"""Settings that do nothing beside the others, for operators who believe that they do."""
+"""Settings of a configuration that do nothing beside its other settings, told to the operator."""
 
 from collections.abc import Collection, Iterator
 
@@ -8,7 +8,7 @@ from kvtier.tiers.naming.groups import AttentionGroup
 
 
 def dead_settings(config: Config, groups: Collection[AttentionGroup], keys: ApiKeys | None) -> list[str]:
-    """One line each, `key: why it does nothing`. A setting that is left at its default is not mentioned."""
+    """A line for each setting that does nothing: `key: why`. A setting at its default is not mentioned."""
     return [
         *_of_the_engine(config, groups),
         *_of_looking_ahead(config),

@@ -1,4 +1,4 @@
-"""`/v1/documents`: put, look at, warm, pin and delete documents; each tenant has its own."""
+"""`/v1/documents`: put, list, show, warm, pin and delete documents; each tenant has its own."""
 
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class PutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `PUT` takes. *system* is the system message of the chats that are about the document."""
+    """The body of `PUT`. *system* is the system message of the chats about the document."""
 
     text: Text | None = None
     token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]] | None = None
@@ -42,7 +42,7 @@ class PutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `POST …/pin` takes."""
+    """The body of `POST …/pin`."""
 
     ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_PINNED_S)]
 
@@ -151,7 +151,7 @@ def _not_found() -> ApiError:
 
 
 async def _engine(work: Awaitable[_T], request: Request) -> _T:
-    """What *work* comes to; what it raises as an ApiError."""
+    """The result of *work*; its errors become ApiErrors."""
     with _api_errors(request.app.state.service):
         return await work
 
@@ -175,6 +175,6 @@ def _api_errors(service: Service) -> Iterator[None]:
     except OSError as error:
         message = f"the document cannot be written down: {error.strerror}; nothing has changed"
         raise ApiError(507, message, code="storage_failed") from error
-    except RuntimeError as error:  # the engine has ended under the request
+    except RuntimeError as error:  # the engine ended while the request was in it
         code = "shutting_down" if service.is_draining else "engine_failed"
         raise ApiError(503, "the server ends before that is done; ask again", code=code) from error

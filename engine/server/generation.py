@@ -1,4 +1,4 @@
-"""Generation: one request for completions or a chat, from its body to the last byte of its answer."""
+"""Generation: answers one request for completions or a chat, from its body to the last byte of the answer."""
 
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -39,10 +39,10 @@ _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"ca
 
 
 class Generation:
-    """An ASGI answer. What it holds of the engine and the waiting room it gives back when the client leaves."""
+    """An ASGI answer. When its client leaves it aborts its streams, and gives back its place in the waiting room."""
 
     def __init__(self, service: Service, asked: Asked, document: Sequence[int] = ()) -> None:
-        """The token ids *document* come before those of completions' prompts."""
+        """*document*: token ids that come before those of each prompt of a CompletionRequest."""
         self._service = service
         self._asked = asked
         self._document = document
@@ -50,7 +50,7 @@ class Generation:
         self._usage = Usage(asked.n)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Generate and send."""
+        """Generate the answer and send it."""
         try:
             await while_connected(receive, self._answer(scope, receive, in_time(send)))
         except (ClientDisconnect, TimeoutError):
@@ -93,12 +93,12 @@ class Generation:
             self._tell(scope)
 
     def _options(self) -> RequestOptions:
-        """What it asks of the engine. Between tenants nobody is more urgent: among its own a request already was."""
+        """What the request asks of the engine. With several tenants only the waiting room goes by its priority."""
         options = self._asked.options
         return options if self._service.num_tenants <= 1 else replace(options, priority=0)
 
     def _prompts(self, tokenizer: PreTrainedTokenizerBase, llm: AsyncLLM) -> list[Sequence[int]]:
-        """The prompts' token ids. ApiError 400 for one that is sure to be too long, or is of no such ids."""
+        """The token ids of each prompt. ApiError 400 for one that is sure to be too long, or has unknown token ids."""
         limit, longest = self._service.settings.max_prompt_tokens, llm.longest_request
         most = max(0, min(longest if limit is None else limit, longest - self._asked.max_new_tokens(0)))
         try:
@@ -136,7 +136,7 @@ class Generation:
             raise ApiError(400, message, code=code, param=self._field)
 
     async def _observed(self, pieces: AsyncIterator[ChoicePiece], visit: Visit) -> AsyncIterator[ChoicePiece]:
-        """*pieces*, timed and counted."""
+        """Yield *pieces*; observe their times, and add up what they took."""
         metrics, began_at = self._service.metrics, time.monotonic()
         last_at: dict[int, float] = {}
         with self._api_errors():
@@ -160,7 +160,7 @@ class Generation:
         salt: str | None,
         tenant: str | None,
     ) -> AsyncIterator[ChoicePiece]:
-        """*pieces*; each prompt is pinned when its first choice has ended, before that is told."""
+        """Yield *pieces*; pin each prompt when its first choice has ended, before the client is told of the end."""
         prompts = {choice.index: choice.prompt for choice in firsts}
         documents, ttl_s = self._service.documents, self._asked.kvtier.ttl_s or PROMPT_PIN_S
         async for item in pieces:
@@ -172,12 +172,12 @@ class Generation:
 
     @contextmanager
     def _api_errors(self) -> Iterator[None]:
-        """What the engine does not take, or cannot finish, as an ApiError."""
+        """Raise an ApiError for what the engine does not take, or cannot finish."""
         try:
             yield
         except ValueError as error:
             raise ApiError(400, str(error), param=self._field, code="invalid_value") from None
-        except RuntimeError as error:  # the engine has ended under the request
+        except RuntimeError as error:  # the engine ended while the request was in it
             code = "shutting_down" if self._service.is_draining else "engine_failed"
             raise ApiError(503, "the server ends before the answer is complete; ask again", code=code) from error
 
@@ -189,7 +189,7 @@ class Generation:
         return sorted(answers, key=lambda answer: answer.index)
 
     async def _send_stream(self, pieces: AsyncIterator[ChoicePiece], reply: Reply, send: Send) -> None:
-        """Server-sent events. Nothing is sent before the first piece, so what fails until then has its own status."""
+        """Send *pieces* as events. Nothing is sent before the first one, so an error until then has its own status."""
         has_begun = False
         try:
             async for item in pieces:
@@ -223,7 +223,7 @@ def _event(content: object) -> bytes:
 
 
 async def complete(request: Request) -> Generation:
-    """`POST /v1/completions`."""
+    """Answer `POST /v1/completions`."""
     service: Service = request.app.state.service
     service.check_open()
     body = await read_body(request, service.settings)
@@ -232,7 +232,7 @@ async def complete(request: Request) -> Generation:
 
 
 async def chat(request: Request) -> Generation:
-    """`POST /v1/chat/completions`."""
+    """Answer `POST /v1/chat/completions`."""
     service: Service = request.app.state.service
     service.check_open()
     body = await read_body(request, service.settings)

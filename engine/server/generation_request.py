@@ -1,4 +1,4 @@
-"""What completions and chats have in common: how to generate, and what kvtier adds to that."""
+"""GenerationRequest: the parameters that completions and chats share, OpenAI's and kvtier's own."""
 
 from typing import Annotated, TypeAlias
 
@@ -12,7 +12,7 @@ MOST_LOGPROBS = 20
 MOST_TTL_S = 30 * 86400.0
 _SEEDS = 1 << 64
 
-# Of OpenAI's parameters, those that say nothing about the answer …
+# OpenAI's parameters that say nothing about the answer: any value is let pass …
 IGNORED = frozenset(
     {
         "metadata",
@@ -27,7 +27,7 @@ IGNORED = frozenset(
         "user",
     }
 )
-# … and those that would change it, with the values that ask for nothing.
+# … and those that would change it, with the values that ask for no change: any other value is refused.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "audio": (),
     "echo": (False,),
@@ -63,11 +63,11 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KvtierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`kvtier`: what only this server has."""
+    """The object `kvtier` of a request: parameters that OpenAI's API does not have."""
 
     skip_reading_prefix_cache: bool = False
     max_load_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    document: str | None = None  # whose tokens come before the prompt's; for completions
+    document: str | None = None  # its tokens come before the prompt's; for completions only
     pin: bool = False  # keep the prompt in host memory once it is answered, for *ttl_s*
     ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_TTL_S)] | None = None
 
@@ -101,21 +101,21 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def chunk_options(self) -> StreamOptions:
-        """What the chunks of a stream have beside their choices."""
+        """What the chunks of a stream have beside their choices; the defaults if the request does not say."""
         return self.stream_options or StreamOptions()
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """How many of the likeliest tokens to tell with each; None: nothing of the kind."""
+        """How many of the likeliest tokens to tell with each token; None: no log probabilities."""
         raise NotImplementedError
 
     @property
     def options(self) -> RequestOptions:
-        """What it asks of queue and cache."""
+        """What the request asks of the queue and the cache."""
         return RequestOptions(self.priority, not self.kvtier.skip_reading_prefix_cache, self.kvtier.max_load_tokens)
 
     def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
-        """How to generate one of the *n* choices: with one seed for all they would be the same."""
+        """How to generate the choice of that number among *n*; each has a seed of its own, or all would be the same."""
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=self.temperature,

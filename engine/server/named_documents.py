@@ -1,4 +1,4 @@
-"""Documents that completions and chats name instead of sending their text."""
+"""Puts documents into the requests for completions and chats that name them instead of sending their text."""
 
 from typing import TypeVar
 
@@ -14,8 +14,10 @@ _Asked = TypeVar("_Asked", CompletionRequest, ChatRequest)
 
 
 def written_out(service: Service, tenant: str | None, asked: ChatRequest) -> ChatRequest:
-    """The request with the texts of the documents that it names. Without a cache_salt of its own it gets the first
-    one's, under which that was computed. ApiError 404 for one that the tenant does not have."""
+    """The chat with the texts of the documents that it names. ApiError 404 for one that the tenant does not have.
+
+    Without a cache_salt of its own the chat gets that of its first document, under which that was computed.
+    """
     if asked.kvtier.document is not None:
         message = 'kvtier.document is for /v1/completions; name it in a message: {"type": "document", "document_id": …}'
         raise ApiError(400, message, param="kvtier.document", code="invalid_value")
@@ -33,8 +35,10 @@ def written_out(service: Service, tenant: str | None, asked: ChatRequest) -> Cha
 
 
 def named(service: Service, tenant: str | None, asked: CompletionRequest) -> tuple[CompletionRequest, list[int]]:
-    """The request, with the document's cache_salt if it has none, and the token ids of the document that it names,
-    which come before each prompt. ApiError 404 if the tenant does not have it."""
+    """The request, and the token ids of the document that it names, which come before each prompt.
+
+    Without a cache_salt of its own the request gets the document's. ApiError 404 if the tenant does not have it.
+    """
     if asked.kvtier.document is None:
         return asked, []
     document = _document(service, tenant, asked.kvtier.document, "kvtier.document")

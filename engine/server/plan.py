@@ -1,4 +1,4 @@
-"""Plan: what a configuration comes to with a model, known without its weights."""
+"""Plan: what fits in each tier, what does not work and what is refused, told without loading the model's weights."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ from kvtier.store.lmdb.data_file import capacity_within, most_bytes
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What fits in one tier."""
+    """How many blocks and tokens fit in one tier."""
 
     tier: str
     capacity_bytes: int
@@ -35,23 +35,23 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The plan; with *refusals* the server would not start."""
+    """What a configuration comes to with a model. With *refusals* the server would not start."""
 
     model: str
     architecture: str
     dtype: str
-    model_tokens: int | None  # what the model takes
+    model_tokens: int | None  # the longest sequence that the model takes; None: no limit
     block_size: int
     block_bytes: int
     rooms: list[Room]
     longest_request: int
-    documents: Path | None  # the folder they are kept in
-    remarks: list[str]  # what does not fit, or does not work
+    documents: Path | None  # the folder of documents; None: they end with the process
+    remarks: list[str]  # a line for each thing that does not fit or does not work
     dead_settings: list[str]
     refusals: list[str]
 
     def lines(self) -> Iterator[str]:
-        """The plan for people."""
+        """The plan as lines of text, which `--check-config` prints."""
         limit = "any number of" if self.model_tokens is None else f"{self.model_tokens:,}"
         yield f"model      {self.model}: {self.architecture}, {self.dtype}, takes {limit} tokens"
         per_token = self.block_bytes / self.block_size
@@ -74,7 +74,8 @@ class Plan:
 
 
 def make_plan(model: str, config: Config, keys: ApiKeys | None) -> Plan:
-    """The plan. ValueError if the model's configuration cannot be had, `UnsupportedModel` if it cannot be paged."""
+    """The plan of *config* for *model*. ValueError if the model has no readable configuration, `UnsupportedModel` if it
+    cannot be paged."""
     checkpoint = Checkpoint.of(model)
     described = checkpoint.config()
     dtype = _dtype(described, config.model.dtype)
@@ -111,7 +112,7 @@ def _dtype(described: PreTrainedConfig, wanted: str) -> torch.dtype:
 
 
 def _without_weights(described: PreTrainedConfig) -> PreTrainedModel:
-    with torch.device("meta"):  # in bfloat16: some models compute in nothing else, and the shapes are the same
+    with torch.device("meta"):  # bfloat16: some models compute in nothing else, and shapes do not depend on it
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # as in transformers
             described, dtype=torch.bfloat16
         )
@@ -192,5 +193,5 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _nearest(path: Path) -> Path:
-    """What is there of the path: itself, or the nearest of its parents."""
+    """*path* if it exists, else the nearest of its parents that does."""
     return next(place for place in (path, *path.absolute().parents) if place.exists())

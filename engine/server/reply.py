@@ -1,4 +1,4 @@
-"""Reply: the answer to one request, as its endpoint writes it, whole or in chunks."""
+"""Reply: how an endpoint writes the answer to one request, whole or in chunks."""
 
 import secrets
 import time
@@ -19,27 +19,27 @@ PADDED_BYTES = 32  # a token has up to about 20: so the chunks of nearly all tok
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One choice, complete."""
+    """One choice that has ended."""
 
     index: int
     completion: Completion
 
 
 class Reply(Protocol):
-    """How an endpoint writes its answers. Owned by one request."""
+    """Writes one answer in the form of its endpoint. Owned by one request."""
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, object]:
-        """The object that answers a request without a stream."""
+        """The whole answer, for a request without a stream."""
 
     def chunks(self, index: int, piece: Piece) -> Iterator[dict[str, object]]:
-        """The objects that tell a stream of a piece; none if there is nothing to tell."""
+        """The chunks of a stream for one piece; none if the piece has nothing to tell."""
 
     def last_chunk(self, usage: Usage) -> dict[str, object]:
-        """The object at a stream's end that says what it took."""
+        """The chunk at the end of a stream that has the usage."""
 
 
 def envelope(kind: str, prefix: str, model: str) -> dict[str, object]:
-    """What every object of one reply begins with."""
+    """The fields that every object of one reply begins with."""
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
 
