@@ -84,8 +84,8 @@ _Commands: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status; a mistake of the user's is one line that says what to do."""
     options = build_parser().parse_args(arguments)
-    # Before torch is loaded. Its threads spin while they wait for each other, by default so long that next to anything
-    # else that computes a step takes five times as long, and a part longer next to our own copies.
+    # Before torch is loaded. Its threads spin while they wait for each other, by default so long that a step takes five
+    # times as long beside another busy process, and somewhat longer beside kvtier's own copies.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("kvtier: stopped", file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader of our output has had enough
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except MemoryError as error:
@@ -321,7 +321,7 @@ def _demo(options: argparse.Namespace) -> int:
     # Imported here: torch and transformers take seconds, which neither `kvtier --help` nor a mistake needs.
     from kvtier.engine.commands.demo.report import report
 
-    # Ended from outside it cleans up as with Ctrl-C: its store is a temporary folder of some hundred megabytes.
+    # SIGTERM cleans up as Ctrl-C does: the store is a temporary folder of some hundred megabytes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     return report(options.model, options.document, options.tokens, options.device, options.json)
 
@@ -345,7 +345,7 @@ def _doc(options: argparse.Namespace) -> int:
     return run(options)
 
 
-# Imported there: rich and LMDB take a quarter of a second.
+# The next four import late: rich and LMDB take a quarter of a second.
 
 
 def _check(options: argparse.Namespace) -> int:

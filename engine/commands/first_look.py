@@ -1,6 +1,6 @@
-"""What is wrong with what a command was given, as far as its files tell before torch is imported, which takes seconds.
+"""Refuses a model or a file that a command cannot use before torch is imported, which takes seconds.
 
-Only what is sure to fail later is refused here; what is not seen, loading refuses.
+Only what is sure to fail later is refused here; loading refuses the rest.
 """
 
 import json
@@ -15,7 +15,7 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def check_model(name: str) -> None:
-    """ValueError for a model that cannot be loaded: a path of nothing, or a folder without a model in it."""
+    """Refuse a model that cannot be loaded with a ValueError: a path that does not exist, a folder without a model."""
     checkpoint = Checkpoint.of(name)
     why = None if checkpoint.gguf_file is not None else _fault_of(name, Path(checkpoint.source))
     if why is not None:
@@ -23,7 +23,7 @@ def check_model(name: str) -> None:
 
 
 def check_files(config: Config) -> None:
-    """What loading raises for adapters, an encryption key or a folder of documents that cannot be used."""
+    """Raise what loading would raise for unusable adapters, encryption keys and folders of documents."""
     for name, table in config.lora.items():
         check_adapter_folder(name, Path(table.path).expanduser())
     if config.disk is not None and config.disk.encryption_key_file is not None:
@@ -37,9 +37,9 @@ def check_files(config: Config) -> None:
 
 def _fault_of(name: str, folder: Path) -> str | None:
     if not folder.is_dir():
-        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1  # else it is a name on the hub
+        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1  # other names are looked up on the hub
         return "there is no such folder" if is_path else None
-    if (folder / CONFIG_FILE).is_file():  # names its model, which may be on the hub
+    if (folder / CONFIG_FILE).is_file():  # it names its model, which may be on the hub
         return None
     return _fault_in(folder)
 

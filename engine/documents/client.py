@@ -1,4 +1,4 @@
-"""DocumentClient: the documents of a running `kvtier serve`, over HTTP."""
+"""DocumentClient: asks a running `kvtier serve` over HTTP about its documents."""
 
 import ipaddress
 import json
@@ -16,11 +16,11 @@ _KEY = re.compile(r"[!-~]*")  # what a header can say
 
 
 class Refused(RuntimeError):
-    """The server does not do that; says why."""
+    """The server refused; the message says why."""
 
 
 class _NoRedirect(HTTPRedirectHandler):
-    """The key is for this server only."""
+    """Follows no redirect: the API key is for this server only."""
 
     def redirect_request(
         self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
@@ -29,11 +29,13 @@ class _NoRedirect(HTTPRedirectHandler):
 
 
 class DocumentClient:
-    """Objects are as the server gives them. Every method raises Refused, OSError if there is no server, or ValueError
-    for what can be no id."""
+    """Methods return the JSON objects that the server answers.
+
+    Each raises Refused if the server refuses, OSError if no server answers, ValueError for an impossible id.
+    """
 
     def __init__(self, url: str, key: str | None) -> None:
-        """ValueError for what is no URL."""
+        """ValueError for a *url* that is no address of a server, and for a *key* that no header can say."""
         what = f"--url {url}: is no address of a server; give one such as http://127.0.0.1:8000"
         try:
             parts = urlsplit(url)
@@ -49,31 +51,31 @@ class DocumentClient:
         self._opener = build_opener(_NoRedirect, *([ProxyHandler({})] if _is_here(parts.hostname or "") else []))
 
     def list(self) -> dict[str, Any]:
-        """All of them, and whether they survive a restart."""
+        """List all documents of the tenant, and whether they survive a restart."""
         return self._ask("GET", "")
 
     def put(self, document_id: str, content: dict[str, object]) -> dict[str, Any]:
-        """Put one."""
+        """Put a document, or replace it."""
         return self._ask("PUT", _path(document_id), content)
 
     def get(self, document_id: str) -> dict[str, Any]:
-        """Look at one."""
+        """The document with its status."""
         return self._ask("GET", _path(document_id))
 
     def warm(self, document_id: str, tier: str) -> dict[str, Any]:
-        """Begin to bring it to *tier*."""
+        """Have the server begin to bring the document to *tier*."""
         return self._ask("POST", f"{_path(document_id)}/warm?{urlencode({'tier': tier})}")
 
     def pin(self, document_id: str, ttl_s: float) -> dict[str, Any]:
-        """Keep it in host memory for so long."""
+        """Have the document kept in host memory for *ttl_s* seconds."""
         return self._ask("POST", f"{_path(document_id)}/pin", {"ttl_s": ttl_s})
 
     def unpin(self, document_id: str) -> dict[str, Any]:
-        """Keep it no longer."""
+        """End the document's pin."""
         return self._ask("DELETE", f"{_path(document_id)}/pin")
 
     def delete(self, document_id: str) -> dict[str, Any]:
-        """Forget it."""
+        """Delete the document."""
         return self._ask("DELETE", _path(document_id))
 
     def _ask(self, method: str, path: str, content: dict[str, object] | None = None) -> dict[str, Any]:
@@ -94,7 +96,7 @@ class DocumentClient:
 
 
 def _is_here(host: str) -> bool:
-    """Whether it is this machine: then no proxy is asked."""
+    """Whether *host* is this machine, for which no proxy is asked."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -102,7 +104,7 @@ def _is_here(host: str) -> bool:
 
 
 def _path(document_id: str) -> str:
-    check_id(document_id)  # with a slash it would be another path
+    check_id(document_id)  # an id with a slash would be another path
     return f"/{quote(document_id, safe='')}"
 
 
