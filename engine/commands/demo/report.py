@@ -22,7 +22,7 @@ MEANING = {
 
 
 def report(model: str | None, document: str | None, num_tokens: int | None, device: str, as_json: bool) -> int:
-    """Run the demo and print it; the exit status, 0 if all answers stayed the same (the bundled model also has to be right)."""
+    """Run the demo and print it; the exit status, 0 if all answers stayed the same (and, if bundled, are right)."""
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped there
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the demo's own line says what is going on
     logging.basicConfig(level=logging.ERROR)
