@@ -72,7 +72,7 @@ def _serve(model: str, config: Config, keys: ApiKeys | None) -> int:
         port = bound.getsockname()[1]
         log.info("listening", extra={"fields": {"host": settings.host, "port": port, "pid": os.getpid()}})
         if keys is None and not settings.host.startswith(_LOOPBACK):
-            log.warning("everybody who reaches %s may ask: there are no api keys", settings.host)
+            log.warning("every client that reaches %s may ask: there are no API keys; give --api-keys", settings.host)
         if asyncio.run(_run(model, settings.model_name or name, config, keys, bound)):
             return 0
     # The thread that loads the model cannot be stopped, and must not run in an interpreter that is ending.

@@ -106,7 +106,7 @@ def remove(folder: Path, named: Sequence[str], all_but: Sequence[str], is_confir
     inspection = _inspect(folder)
     there = _namespaces(inspection)
     if inspection.owner is not None:
-        raise RuntimeError(f"store {folder} is open in process {inspection.owner}; stop that first")
+        raise RuntimeError(f"store {folder} is open in process {inspection.owner}; stop the process first")
     keep = {_namespace(there, text, folder) for text in all_but}
     wanted = {_namespace(there, text, folder) for text in named} or {use.namespace for use in there} - keep
     going = [use for use in there if use.namespace in wanted]
@@ -163,7 +163,7 @@ def _namespace(there: Collection[NamespaceUse], text: str, folder: Path) -> byte
         return bytes.fromhex(names[0])
     if names:
         raise ValueError(f"namespace {text!r} is not the beginning of one name only: {', '.join(names)}")
-    raise ValueError(f"namespace {text!r}: there is none that begins so; see kvtier store ls {folder}")
+    raise ValueError(f"namespace {text!r}: none begins so; see kvtier store ls {folder}")
 
 
 def _confirm(going: Sequence[NamespaceUse], question: str) -> None:

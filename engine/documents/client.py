@@ -114,7 +114,7 @@ def _object(body: bytes, url: str) -> dict[str, Any]:
     except ValueError:
         content = None
     if not isinstance(content, dict):
-        raise Refused(f"{url}: does not answer as kvtier does; give its --url")
+        raise Refused(f"{url}: does not answer as kvtier does; give the --url of a kvtier serve")
     return content
 
 
@@ -122,6 +122,6 @@ def _why(error: HTTPError) -> str:
     try:
         message = json.loads(error.read())["error"]["message"]
     except (ValueError, KeyError, TypeError, OSError):
-        return f"the server answers {error.code} {error.reason}; is it kvtier's? give its --url"
+        return f"the server answers {error.code} {error.reason}, not as kvtier does; give the --url of a kvtier serve"
     hint = "; --api-key or KVTIER_API_KEY gives one" if error.code == 401 else ""
     return f"{message}{hint}"

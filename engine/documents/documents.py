@@ -304,7 +304,7 @@ class Documents:
         if document.num_tokens > longest:
             raise TooManyTokens(document.num_tokens, longest)
         if not document.num_tokens:
-            raise ValueError("document of 0 tokens; give it one at least")
+            raise ValueError("the document has 0 tokens; give it one at least")
 
     def _longest(self, most_tokens: int | None) -> int:
         """How many tokens a document may have."""
@@ -335,7 +335,7 @@ class Documents:
             try:
                 await self._folder.write(document)
             except OSError as error:  # no more is lost than this: after a restart the document is computed once more
-                log.warning("documents: one that is ready could not be written: %s", error)
+                log.warning("documents: the file of one that has become ready could not be written: %s", error)
 
 
 async def _open_folder(llm: AsyncLLM, config: Config) -> Keeping:

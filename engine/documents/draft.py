@@ -44,7 +44,7 @@ def tokens_of(draft: Draft, tokenizer: PreTrainedTokenizerBase, limit: PromptLim
     if form is None:
         form = Form.CHAT if draft.text is not None and tokenizer.chat_template is not None else Form.TEXT
     if draft.system is not None and form is Form.TEXT:
-        raise ValueError("system: is for a document as chat; leave it out")
+        raise ValueError('system: is only for a document with "as": "chat"; leave it out')
     if draft.text is None:
         if form is Form.CHAT:
             raise ValueError('as: token ids stand in no chat; give a text, or "as": "text"')

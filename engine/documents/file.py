@@ -68,7 +68,7 @@ class DocumentFolder:
                 self._folder = undo.enter_context(Folder.made(path))
                 undo.callback(OwnerLock(self._folder).release)
                 if self._folder.mode & (stat.S_IRWXG | stat.S_IRWXO):
-                    log.warning("documents %s: others may look into it; chmod 700 it", path)
+                    log.warning("documents %s: other users may read the folder; chmod 700 it", path)
                 for unfinished in self._folder.here.glob(f"*{SUFFIX}{_UNFINISHED}"):
                     unfinished.unlink(missing_ok=True)
                 self._let_go = undo.pop_all()
@@ -165,9 +165,9 @@ class DocumentFolder:
     def _opened(self, name: str, value: bytes) -> bytes:
         magic, value = value[: len(CLEAR)], value[len(CLEAR) :]
         if magic == ENCRYPTED and self._cipher is None:
-            raise Damaged("it is encrypted; give [disk] its key")
+            raise Damaged("it is encrypted; give [disk] the key")
         if magic == CLEAR and self._cipher is not None:  # another process could have written it without the key
-            raise Damaged("it is not encrypted, as all are since [disk] has a key; put it again")
+            raise Damaged("it is not encrypted, but [disk] has a key; put it again")
         if self._cipher is not None and magic == ENCRYPTED and len(value) >= OVERHEAD_BYTES:
             content = bytearray(len(value) - OVERHEAD_BYTES)
             try:
@@ -177,7 +177,7 @@ class DocumentFolder:
         elif self._cipher is None and magic == CLEAR:
             digest, content = value[:DIGEST_BYTES], bytearray(value[DIGEST_BYTES:])
         else:
-            raise Damaged("it does not begin as a document does")
+            raise Damaged("it does not begin as a document's file does")
         if xxhash.xxh3_128_digest(content) != digest:
             raise Damaged("its bytes are not those that were written")
         return bytes(content)

@@ -92,11 +92,15 @@ class KeyCheck:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         tenant = entrance.keys.tenant_of(key.strip()) if scheme.lower() == "bearer" else None
         if tenant is None:
-            message = "no API key, or one that is not known here; send it as 'Authorization: Bearer KEY'"
+            message = "the API key is missing or unknown; send a known one as 'Authorization: Bearer KEY'"
             headers = {"WWW-Authenticate": "Bearer"}
             return ApiError(401, message, code="invalid_api_key", headers=headers)
         facts_of(scope).tenant = tenant
         # Metrics count all tenants together, which is more than one tenant may know of the others.
         if scope["path"] == METRICS and entrance.is_strict and tenant not in entrance.settings.metrics_tenants:
-            return ApiError(403, "metrics are for those in server.metrics_tenants", code="forbidden")
+            return ApiError(
+                403,
+                "metrics are for the tenants in server.metrics_tenants; ask the operator to add yours",
+                code="forbidden",
+            )
         return None

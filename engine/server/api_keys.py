@@ -43,7 +43,7 @@ class ApiKeys:
         if not isinstance(keys, dict) or not keys or not all(isinstance(tenant, str) for tenant in keys.values()):
             raise ValueError(f'api keys {path}: has no table of keys alone; write [keys] and lines of "KEY" = "tenant"')
         if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            log.warning("api keys %s: others may read it; chmod 600 it", path)
+            log.warning("api keys %s: other users may read the file; chmod 600 it", path)
         try:
             return cls(keys)
         except ValueError as error:

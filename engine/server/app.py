@@ -83,8 +83,10 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 async def _left(request: Request, _: ClientDisconnect) -> Response:
     facts_of(request.scope).client_left = True
-    return ApiError(400, "the body was cut off", code="disconnected").response()
+    return ApiError(400, "the body was cut off; send it again", code="disconnected").response()
 
 
 async def _unexpected(request: Request, _: Exception) -> Response:
-    return ApiError(500, f"something went wrong; its id is {facts_of(request.scope).request_id}").response()
+    return ApiError(
+        500, f"the server failed; in its log the request has the id {facts_of(request.scope).request_id}"
+    ).response()

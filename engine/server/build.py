@@ -41,7 +41,9 @@ def build_server(
     *model_name* too.
     """
     if model_name in config.lora:
-        raise ValueError(f"lora {model_name}: the model itself is served by that name; give one of them another")
+        raise ValueError(
+            f"lora {model_name}: the model itself has this name; give the model or the adapter another one"
+        )
     entrance = Entrance(config.server, keys)
     models = ServedModels(model_name, tuple(config.lora), int(time.time()), longest_request=None)
     loading = LoadingApp(entrance, models)

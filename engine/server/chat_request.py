@@ -83,7 +83,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.messages:
-            raise ValueError("messages: there are none; send one")
+            raise ValueError("messages: the list is empty; send one message or more")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: set logprobs to true as well")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:

@@ -38,7 +38,7 @@ class PutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.token_ids is None):
-            raise ValueError("text: give it, or token_ids")
+            raise ValueError("text: give either text or token_ids")
 
 
 class PinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,7 +107,7 @@ async def _delete(request: Request, document_id: str) -> Response:
 async def _warm(request: Request, document: Document) -> Response:
     tier = request.query_params.get("tier", "host")
     if tier not in ("host", "device"):
-        raise ApiError(400, "tier: is host or device", param="tier", code="invalid_value")
+        raise ApiError(400, "tier: is neither host nor device; give one of them", param="tier", code="invalid_value")
     await _engine(_documents(request).warm(document, Tier(tier)), request)
     return await _told(request, document, 202)
 
@@ -173,8 +173,8 @@ def _api_errors(service: Service) -> Iterator[None]:
     except ValueError as error:
         raise ApiError(400, str(error), code="invalid_value") from None
     except OSError as error:
-        message = f"the document cannot be written down: {error.strerror}; nothing has changed"
+        message = f"the document cannot be written to disk: {error.strerror}; nothing has changed"
         raise ApiError(507, message, code="storage_failed") from error
     except RuntimeError as error:  # the engine ended while the request was in it
         code = "shutting_down" if service.is_draining else "engine_failed"
-        raise ApiError(503, "the server ends before that is done; ask again", code=code) from error
+        raise ApiError(503, "the server ends before the request is done; ask again", code=code) from error

@@ -63,7 +63,8 @@ class Generation:
         llm = service.llm
         num_completions = asked.n * asked.num_prompts
         if num_completions > service.room.capacity:
-            message = f"{num_completions} completions at once; the server takes {service.room.capacity}: ask for fewer"
+            most = service.room.capacity
+            message = f"the request asks for {num_completions} completions, the server takes {most}; ask for fewer"
             raise ApiError(400, message, code="too_many_completions")
         try:
             with service.room.enter(num_completions, tenant, asked.priority) as visit:

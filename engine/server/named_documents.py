@@ -43,7 +43,7 @@ def named(service: Service, tenant: str | None, asked: CompletionRequest) -> tup
         return asked, []
     document = _document(service, tenant, asked.kvtier.document, "kvtier.document")
     if document.form is not Form.TEXT:
-        message = 'the document is for chats; name it in a message of one, or put it with "as": "text"'
+        message = 'the document is for chats; name it in a message of a chat, or put it with "as": "text"'
         raise ApiError(400, message, param="kvtier.document", code="invalid_value")
     return _salted(asked, document), document.token_ids.tolist()
 

@@ -185,7 +185,7 @@ def _remarks(
         if checkpoint.tokenizer().chat_template is None:
             yield "/v1/chat/completions: the tokenizer has no chat template"
     except ValueError:
-        yield "the tokenizer: it is not there, and the server will not start without one"
+        yield "the tokenizer: the model has none, and the server does not start without one"
 
 
 def _free_bytes(folder: Path) -> int:

@@ -28,7 +28,7 @@ class ServedModels:
             return model
         there = ", ".join([self.name, *self.adapters])
         raise ApiError(
-            404, f"there is no model of that name here; there is {there}", code="model_not_found", param="model"
+            404, f"there is no model of that name here; ask for {there}", code="model_not_found", param="model"
         )
 
     def routes(self) -> list[Route]:

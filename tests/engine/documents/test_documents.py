@@ -312,7 +312,7 @@ def test_what_the_engine_does_not_take_has_failed_and_says_why(model: PreTrained
         where = await until(documents, document, lambda it: it.status is Status.FAILED)
         assert "the model knows 0 to 255" in (where.error or "")
         for what, why in (
-            (draft(token_ids=[]), "document of 0 tokens"),
+            (draft(token_ids=[]), "the document has 0 tokens"),
             (tokens_draft(1, 200 * BLOCK_SIZE), "has 3200 tokens"),
             (draft(token_ids=[1, VOCAB + 1]), "token id 257: the tokenizer has 0 to 256"),
             (draft(token_ids=[1], form=Form.CHAT), "token ids stand in no chat"),

@@ -81,7 +81,7 @@ def test_an_unknown_model_is_answered_with_those_that_are_there(adapted: ServerI
 
 def test_an_adapter_with_the_models_own_name_is_refused(folders: dict[str, Path]) -> None:
     clash = {**tables(), "lora": {MODEL: {"path": str(folders["mlp"])}}}
-    with pytest.raises(ValueError, match="the model itself is served by that name"), serving(build("llama"), clash):
+    with pytest.raises(ValueError, match="the model itself has this name"), serving(build("llama"), clash):
         raise AssertionError("it serves")
 
 
