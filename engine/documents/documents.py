@@ -18,7 +18,7 @@ from kvtier.engine.config import Config
 from kvtier.engine.documents.document import MOST_PINNED_S, Document, check_id
 from kvtier.engine.documents.draft import Draft, tokenizer_digest, tokens_of
 from kvtier.engine.documents.file import Damaged, file_name, tenant_prefix
-from kvtier.engine.documents.folder_thread import FolderThread, Keeping, NoFolder
+from kvtier.engine.documents.folder_thread import DocumentFiles, FolderThread, NoFolder
 from kvtier.engine.documents.worker import DocumentWorker, Residence, Status
 from kvtier.engine.text.least_tokens import TooManyTokens
 from kvtier.tiers.naming.tier import Tier
@@ -41,7 +41,7 @@ class Documents:
     goes on to its end if its caller is cancelled, so that the folder, this object and the engine's thread agree.
     """
 
-    def __init__(self, llm: AsyncLLM, worker: DocumentWorker, folder: Keeping, most_per_tenant: int) -> None:
+    def __init__(self, llm: AsyncLLM, worker: DocumentWorker, folder: DocumentFiles, most_per_tenant: int) -> None:
         """Without documents; `open` makes one and reads the *folder*. Only the thread of *llm* calls *worker*."""
         self._llm = llm
         self._worker = worker
@@ -82,19 +82,19 @@ class Documents:
 
     def of(self, tenant: str | None) -> list[Document]:
         """All documents of the tenant, the oldest first."""
-        found = [document for (whose, _), document in self._documents.items() if whose == tenant]
+        found = [document for (owner, _), document in self._documents.items() if owner == tenant]
         return sorted(found, key=lambda document: document.created_at)
 
     def find(self, tenant: str | None, document_id: str) -> Document | None:
         """The tenant's document of that id; None if there is none."""
         return self._documents.get((tenant, document_id))
 
-    def damaged(self, tenant: str | None) -> dict[str, str]:
+    def damaged_files(self, tenant: str | None) -> dict[str, str]:
         """Why files of the tenant could not be read, by file name."""
         prefix = tenant_prefix(tenant)
         return {name: why for name, why in self._damaged.items() if name.startswith(prefix)}
 
-    def damage(self, tenant: str | None, document_id: str) -> str | None:
+    def why_damaged(self, tenant: str | None, document_id: str) -> str | None:
         """Why the file of the tenant's document could not be read; None if it could, or there is none."""
         return self._damaged.get(file_name(tenant, document_id))
 
@@ -123,7 +123,7 @@ class Documents:
         )
         self._check_length(document, most_tokens)
         await self._ask(lambda worker: worker.extra_of(document))  # ValueError if its adapter is not there
-        return await self._whole(tenant, lambda: self._put(document))
+        return await self._make_change(tenant, lambda: self._put(document))
 
     async def residence(self, document: Document) -> Residence:
         """Where the document is now."""
@@ -147,11 +147,11 @@ class Documents:
 
         NoRoomToPin; OSError if the pin cannot be written to disk, and then the document is not pinned.
         """
-        await self._whole(document.tenant, lambda: self._pin(document, min(ttl_s, MOST_PINNED_S)))
+        await self._make_change(document.tenant, lambda: self._pin(document, min(ttl_s, MOST_PINNED_S)))
 
     async def unpin(self, document: Document) -> None:
         """End the document's pin. OSError if that cannot be written to disk, and then it stays pinned."""
-        await self._whole(document.tenant, lambda: self._unpin(document))
+        await self._make_change(document.tenant, lambda: self._unpin(document))
 
     async def pin_prompt(
         self, tenant: str | None, token_ids: Sequence[int], lora: str | None, cache_salt: str | None, ttl_s: float
@@ -175,7 +175,7 @@ class Documents:
         OSError if its file cannot be removed, and then it is still there. Its blocks stay cached until their room is
         needed.
         """
-        return await self._whole(tenant, lambda: self._delete(tenant, document_id))
+        return await self._make_change(tenant, lambda: self._delete(tenant, document_id))
 
     async def close(self) -> None:
         """Wait until all changes are written, and close the folder, so that another process can open it.
@@ -204,11 +204,13 @@ class Documents:
             await asyncio.wait(self._changes)
         await self._folder.close()
 
-    async def _whole(self, tenant: str | None, change: Callable[[], Coroutine[object, object, _T]]) -> _T:
+    async def _make_change(self, tenant: str | None, change: Callable[[], Coroutine[object, object, _T]]) -> _T:
         """The result of *change*, which is made in its turn, also if the caller is cancelled."""
-        return await asyncio.shield(self._begin(tenant, change))
+        return await asyncio.shield(self._start_change(tenant, change))
 
-    def _begin(self, tenant: str | None, change: Callable[[], Coroutine[object, object, _T]]) -> "asyncio.Task[_T]":
+    def _start_change(
+        self, tenant: str | None, change: Callable[[], Coroutine[object, object, _T]]
+    ) -> "asyncio.Task[_T]":
         task = asyncio.create_task(self._in_turn(tenant, change))
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
@@ -322,13 +324,13 @@ class Documents:
     def _tell_ready(self, document: Document) -> None:
         """Tell the event loop, from the engine's thread, that the document has been computed."""
         with suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(self._became_ready, document)
+            self._loop.call_soon_threadsafe(self._on_ready, document)
 
-    def _became_ready(self, document: Document) -> None:
+    def _on_ready(self, document: Document) -> None:
         if self._is_closed:
             return
         document.was_ready = True
-        self._begin(document.tenant, lambda: self._write_if_there(document))
+        self._start_change(document.tenant, lambda: self._write_if_there(document))
 
     async def _write_if_there(self, document: Document) -> None:
         if self.find(document.tenant, document.id) is document:
@@ -338,7 +340,7 @@ class Documents:
                 log.warning("documents: the file of one that has become ready could not be written: %s", error)
 
 
-async def _open_folder(llm: AsyncLLM, config: Config) -> Keeping:
+async def _open_folder(llm: AsyncLLM, config: Config) -> DocumentFiles:
     if (path := documents_path(config)) is None:
         log.info("documents last as long as this process; to keep them give [documents] a path, or have a [disk]")
         return NoFolder()

@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 Found: TypeAlias = tuple[Path, tuple[Document, bool] | Damaged]
 
 
-class Keeping(Protocol):
+class DocumentFiles(Protocol):
     """A place that keeps documents beyond the process (`FolderThread`), or does not (`NoFolder`)."""
 
     is_kept: bool

@@ -119,7 +119,7 @@ class DocumentPins:
             self.drop(document)
             return True
         if now >= kept.renew_at:
-            self._begin(document, kept)
+            self._pin_anew(document, kept)
             return True
         return False
 
@@ -131,7 +131,7 @@ class DocumentPins:
             raise NoRoomToPin("host tier: there is none; give host.capacity a size")
         kept = self._kept.get(document) or _Kept()
         before, kept.ends = kept.ends, ends
-        self._begin(document, kept)
+        self._pin_anew(document, kept)
         if kept.pin is None and must_have_room:
             kept.ends = before
             needed = document.num_tokens * self._core.bytes_per_token / 2**20
@@ -145,7 +145,7 @@ class DocumentPins:
             self._kept[document] = kept
             self._turns.append((document, kept))
 
-    def _begin(self, document: Document, kept: _Kept) -> None:
+    def _pin_anew(self, document: Document, kept: _Kept) -> None:
         """Pin the document anew, and have it computed if blocks of it are in no tier."""
         pins, cache = self._core.pins, self._core.cache
         if kept.pin is not None:  # ended first, so that it does not count twice; no slot is taken meanwhile

@@ -38,16 +38,16 @@ class DocumentPrefills:
         self,
         core: EngineCore,
         extra_of: Callable[[Document], ExtraKeys],
-        ended: Callable[[Document, str | None], None],
+        on_ended: Callable[[Document, str | None], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """*extra_of* gives what a document's blocks are named with beside its tokens.
 
-        *ended* is called with every document that is done, and with the reason if it could not be computed, else None.
+        *on_ended* is called with each document that is done, and with the reason if it could not be computed.
         """
         self._core = core
         self._extra_of = extra_of
-        self._ended = ended
+        self._on_ended = on_ended
         self._clock = clock
         self._queue: deque[Document] = deque()
         self._running: _Running | None = None
@@ -92,7 +92,7 @@ class DocumentPrefills:
         """Report a document that is done, and begin with the next one."""
         if self._running is not None and (reason := self._running.request.finish_reason) is not None:
             document, self._running = self._running.document, None
-            self._ended(document, "it was aborted" if reason is FinishReason.ABORT else None)
+            self._on_ended(document, "it was aborted" if reason is FinishReason.ABORT else None)
         elif self._running is not None:
             self._hurry(self._running)
         most_waiting = self._core.config.scheduler.max_waiting
@@ -108,7 +108,7 @@ class DocumentPrefills:
             extra = self._extra_of(document)
             request = self._core.add(document.token_ids.tolist(), _ONE_TOKEN, extra, time.monotonic(), _BEHIND_ALL)
         except ValueError as error:
-            self._ended(document, str(error))
+            self._on_ended(document, str(error))
         else:
             self._running = _Running(document, request, self._clock() + PATIENCE_S)
 

@@ -55,7 +55,7 @@ class DocumentWorker:
         self._errors: dict[Document, str] = {}
         self._on_ready: dict[Document, Callable[[], None]] = {}  # of documents that were never computed
         self._shares = PinShares(core, num_tenants)
-        self._prefills = DocumentPrefills(core, self.extra_of, self._ended)
+        self._prefills = DocumentPrefills(core, self.extra_of, self._on_ended)
         self._pins = DocumentPins(core, self._chain, self._compute, self._shares)
 
     def extra_of(self, document: Document) -> ExtraKeys:
@@ -157,7 +157,7 @@ class DocumentWorker:
         self._errors.pop(document, None)
         self._prefills.add(document)
 
-    def _ended(self, document: Document, error: str | None) -> None:
+    def _on_ended(self, document: Document, error: str | None) -> None:
         if error is not None:
             self._errors[document] = error
         elif document in self._on_ready:

@@ -14,9 +14,9 @@ from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.entrance import Entrance
 from kvtier.engine.server.http_server import HttpServer
 from kvtier.engine.server.loading_app import LoadingApp
-from kvtier.engine.server.log_lines import take_in_libraries
+from kvtier.engine.server.log_lines import redirect_libraries
 from kvtier.engine.server.served_models import ServedModels
-from kvtier.engine.server.tenancy import with_names
+from kvtier.engine.server.tenancy import with_tenant_names
 from kvtier.engine.thread_work import guarded
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def build_server(
         await importing
         from kvtier.engine.server.serving_app import load_app
 
-        return await load_app(model, tokenizer, with_names(config, keys), models, entrance, loading.tell_stage)
+        return await load_app(model, tokenizer, with_tenant_names(config, keys), models, entrance, loading.tell_stage)
 
     return HttpServer(bound, entrance, loading, load)
 
@@ -66,6 +66,6 @@ def _import_engine(shows_bars: bool) -> None:
 
     from kvtier.engine.server import serving_app  # noqa: F401  # imports all that requests need, so that the first one does not wait for it
 
-    take_in_libraries()
+    redirect_libraries()
     if not shows_bars:  # in a file a bar is one line without end
         transformers_log.disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers

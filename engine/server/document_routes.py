@@ -66,9 +66,9 @@ async def _list(request: Request) -> Response:
     service: Service = request.app.state.service
     documents, tenant = _documents(request), facts_of(request.scope).tenant
     there = documents.of(tenant)
-    residences = await _engine(documents.residences(there), request)
+    residences = await _with_api_errors(documents.residences(there), request)
     objects = [document_object(*pair, service.models.name) for pair in zip(there, residences, strict=True)]
-    objects += [damaged_object(why, file=name) for name, why in sorted(documents.damaged(tenant).items())]
+    objects += [damaged_object(why, file=name) for name, why in sorted(documents.damaged_files(tenant).items())]
     return json_response({"object": "list", "data": objects, "survive_restarts": documents.are_kept})
 
 
@@ -86,20 +86,20 @@ async def _put(request: Request, document_id: str) -> Response:
     documents, facts = _documents(request), facts_of(request.scope)
     limit = service.settings.max_prompt_tokens
     putting = documents.put(facts.tenant, document_id, draft, limit)
-    document, is_new = await _engine(while_connected(request.receive, putting), request)
+    document, is_new = await _with_api_errors(while_connected(request.receive, putting), request)
     facts.fields["tokens"] = document.num_tokens
     return await _told(request, document, 201 if is_new else 200)
 
 
 async def _get(request: Request, document_id: str) -> Response:
-    why = _documents(request).damage(facts_of(request.scope).tenant, document_id)
+    why = _documents(request).why_damaged(facts_of(request.scope).tenant, document_id)
     if why is not None:
         return json_response(damaged_object(why, document_id=document_id))
     return await _told(request, _found(request, document_id))
 
 
 async def _delete(request: Request, document_id: str) -> Response:
-    if not await _engine(_documents(request).delete(facts_of(request.scope).tenant, document_id), request):
+    if not await _with_api_errors(_documents(request).delete(facts_of(request.scope).tenant, document_id), request):
         raise _not_found()
     return json_response({"id": document_id, "object": "document.deleted", "deleted": True})
 
@@ -108,19 +108,19 @@ async def _warm(request: Request, document: Document) -> Response:
     tier = request.query_params.get("tier", "host")
     if tier not in ("host", "device"):
         raise ApiError(400, "tier: is neither host nor device; give one of them", param="tier", code="invalid_value")
-    await _engine(_documents(request).warm(document, Tier(tier)), request)
+    await _with_api_errors(_documents(request).warm(document, Tier(tier)), request)
     return await _told(request, document, 202)
 
 
 async def _pin(request: Request, document: Document) -> Response:
     service: Service = request.app.state.service
     asked = parse(await read_body(request, service.settings), PinRequest, (), {})
-    await _engine(_documents(request).pin(document, asked.ttl_s), request)
+    await _with_api_errors(_documents(request).pin(document, asked.ttl_s), request)
     return await _told(request, document)
 
 
 async def _unpin(request: Request, document: Document) -> Response:
-    await _engine(_documents(request).unpin(document), request)
+    await _with_api_errors(_documents(request).unpin(document), request)
     return await _told(request, document)
 
 
@@ -129,7 +129,7 @@ _ACTIONS = {("POST", "warm"): _warm, ("POST", "pin"): _pin, ("DELETE", "pin"): _
 
 async def _told(request: Request, document: Document, status: int = 200) -> Response:
     service: Service = request.app.state.service
-    residence = await _engine(_documents(request).residence(document), request)
+    residence = await _with_api_errors(_documents(request).residence(document), request)
     return json_response(document_object(document, residence, service.models.name), status)
 
 
@@ -150,7 +150,7 @@ def _not_found() -> ApiError:
     return ApiError(404, "there is no document of that id", code="document_not_found")
 
 
-async def _engine(work: Awaitable[_T], request: Request) -> _T:
+async def _with_api_errors(work: Awaitable[_T], request: Request) -> _T:
     """The result of *work*; its errors become ApiErrors."""
     with _api_errors(request.app.state.service):
         return await work

@@ -22,10 +22,10 @@ class Gate:
     An IPv6 address stands for its network of 64 bits, which is what one customer has.
     """
 
-    def __init__(self, limits: ConnectionLimits, refused: Callable[[str], None]) -> None:
-        """*refused* is called with a word for the reason when a connection is turned away or cut."""
+    def __init__(self, limits: ConnectionLimits, on_refused: Callable[[str], None]) -> None:
+        """*on_refused* is called with a word for the reason when a connection is turned away or cut."""
         self.limits = limits
-        self.refused = refused
+        self.on_refused = on_refused
         self._open: Counter[str] = Counter()
 
     @property
@@ -37,10 +37,10 @@ class Gate:
         """Count a connection from *host*, unless there is no room for it; then False."""
         address = _network(host)
         if self.num_open >= self.limits.max_connections:
-            self.refused("connections")
+            self.on_refused("connections")
             return False
         if self._open[address] >= self.limits.max_per_address:
-            self.refused("connections_of_address")
+            self.on_refused("connections_of_address")
             return False
         self._open[address] += 1
         return True

@@ -23,7 +23,7 @@ from kvtier.engine.server.completion_request import CompletionRequest
 from kvtier.engine.server.connection import in_time, while_connected
 from kvtier.engine.server.facts import facts_of
 from kvtier.engine.server.generation_request import IGNORED, NEUTRAL
-from kvtier.engine.server.named_documents import named, written_out
+from kvtier.engine.server.named_documents import with_document, with_document_texts
 from kvtier.engine.server.reply import Answer, Reply
 from kvtier.engine.server.request_body import parse, read_body
 from kvtier.engine.server.service import Service
@@ -74,7 +74,7 @@ class Generation:
                         tenant,
                     )
                 visit.prompts = [group[0].prompt for group in choices]
-                await visit.turn()
+                await visit.wait_for_turn()
                 kind = ChatReply if isinstance(asked, ChatRequest) else CompletionReply
                 reply = kind(asked.model, text, asked.num_top_logprobs is not None, asked.chunk_options)
                 salt = effective_salt(tenant, asked.cache_salt, service.is_strict)
@@ -229,7 +229,7 @@ async def complete(request: Request) -> Generation:
     service.check_open()
     body = await read_body(request, service.settings)
     asked = parse(body, CompletionRequest, IGNORED, NEUTRAL)
-    return Generation(service, *named(service, facts_of(request.scope).tenant, asked))
+    return Generation(service, *with_document(service, facts_of(request.scope).tenant, asked))
 
 
 async def chat(request: Request) -> Generation:
@@ -238,4 +238,4 @@ async def chat(request: Request) -> Generation:
     service.check_open()
     body = await read_body(request, service.settings)
     asked = parse(body, ChatRequest, IGNORED, NEUTRAL)
-    return Generation(service, written_out(service, facts_of(request.scope).tenant, asked))
+    return Generation(service, with_document_texts(service, facts_of(request.scope).tenant, asked))

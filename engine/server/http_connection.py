@@ -121,16 +121,16 @@ class HttpConnection(HttpToolsProtocol):
         self._timer = self.loop.call_later(UNREAD_S, self.transport.abort)
 
     def _wait_for_headers(self) -> None:
-        self._timer = self.loop.call_later(self._gate.limits.header_timeout_s, self._headers_late)
+        self._timer = self.loop.call_later(self._gate.limits.header_timeout_s, self._on_headers_late)
 
-    def _headers_late(self) -> None:
+    def _on_headers_late(self) -> None:
         if self.cycle is None or self.cycle.response_complete:
             self._refuse(408, "header_time")
         else:  # the answer to the request before is still being sent, which this one has to wait for
             self._wait_for_headers()
 
     def _refuse(self, status: int, why: str) -> None:
-        self._gate.refused(why)
+        self._gate.on_refused(why)
         self._end(status)
 
     def _end(self, status: int) -> None:

@@ -80,7 +80,7 @@ class HttpServer:
         answering = asyncio.create_task(self._uvicorn.serve([self._bound]))
         try:
             loading = asyncio.create_task(self._load())
-            if await self._is_stopped_before(loading):
+            if await self._wait_or_stop(loading):
                 return False
             await self._serve(loading.result())
             return True
@@ -93,11 +93,11 @@ class HttpServer:
         app.share_among(self.entrance.num_tenants)  # the keys may have been replaced since loading began
         self._switch.app = app
         try:
-            await self._is_stopped_before(asyncio.create_task(app.wait_end()))
+            await self._wait_or_stop(asyncio.create_task(app.wait_end()))
         finally:
             await app.close()
 
-    async def _is_stopped_before(self, doing: "asyncio.Task[Any]") -> bool:
+    async def _wait_or_stop(self, doing: "asyncio.Task[Any]") -> bool:
         """Wait for *doing*, and raise its error; True if `stop` came first, and *doing* was cancelled."""
         stopping = asyncio.ensure_future(self._stop.wait())
         try:

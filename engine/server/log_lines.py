@@ -47,10 +47,10 @@ def write_log(kind: Literal["human", "json"]) -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("kvtier").setLevel(logging.INFO)
     logging.captureWarnings(True)
-    take_in_libraries()
+    redirect_libraries()
 
 
-def take_in_libraries() -> None:
+def redirect_libraries() -> None:
     """Redirect libraries that write to a stream of their own into the log of the process.
 
     Call it again after they have been imported: importing sets their handlers.

@@ -13,7 +13,7 @@ from kvtier.engine.server.service import Service
 _Asked = TypeVar("_Asked", CompletionRequest, ChatRequest)
 
 
-def written_out(service: Service, tenant: str | None, asked: ChatRequest) -> ChatRequest:
+def with_document_texts(service: Service, tenant: str | None, asked: ChatRequest) -> ChatRequest:
     """The chat with the texts of the documents that it names. ApiError 404 for one that the tenant does not have.
 
     Without a cache_salt of its own the chat gets that of its first document, under which that was computed.
@@ -34,7 +34,9 @@ def written_out(service: Service, tenant: str | None, asked: ChatRequest) -> Cha
     return _salted(asked.with_texts(texts), first)
 
 
-def named(service: Service, tenant: str | None, asked: CompletionRequest) -> tuple[CompletionRequest, list[int]]:
+def with_document(
+    service: Service, tenant: str | None, asked: CompletionRequest
+) -> tuple[CompletionRequest, list[int]]:
     """The request, and the token ids of the document that it names, which come before each prompt.
 
     Without a cache_salt of its own the request gets the document's. ApiError 404 if the tenant does not have it.

@@ -6,7 +6,7 @@ from kvtier.engine.config import Config
 from kvtier.engine.server.api_keys import ApiKeys
 
 
-def with_names(config: Config, keys: ApiKeys | None) -> Config:
+def with_tenant_names(config: Config, keys: ApiKeys | None) -> Config:
     """*config*, with quotas named in metrics after tenants that have keys: a salt may be a secret, a name is none."""
     if keys is None:
         return config

@@ -34,16 +34,16 @@ class Visit:
     has_begun: bool = False  # the engine has given its first token
     prompts: Sequence[Sequence[int]] = ()  # the token ids that the engine is given; set once they are known
     refusal: Exception | None = None  # why it was sent away
-    _called: asyncio.Event = field(default_factory=asyncio.Event)
+    _turn_given: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def turn(self) -> None:
+    async def wait_for_turn(self) -> None:
         """Wait until the request may go to the engine."""
-        await self._called.wait()
+        await self._turn_given.wait()
 
-    def call(self) -> None:
+    def give_turn(self) -> None:
         """Give the visit its turn."""
         self.has_turn = True
-        self._called.set()
+        self._turn_given.set()
 
     def send_away(self, refusal: Exception) -> None:
         """End the visit: *refusal* is raised in the task that entered."""
@@ -101,7 +101,7 @@ class WaitingRoom:
         visit = Visit(tenant, num_completions, priority, _current_task())
         self._visits[visit] = None
         self._pace[tenant].enter(num_completions)
-        self._call()
+        self._give_turns()
         try:
             yield visit
         except asyncio.CancelledError:
@@ -151,9 +151,9 @@ class WaitingRoom:
         if visit in self._visits:
             del self._visits[visit]
             self._pace[visit.tenant].leave(visit.num_completions)
-            self._call()
+            self._give_turns()
 
-    def _call(self) -> None:
+    def _give_turns(self) -> None:
         """Give the next visits their turns as long as there are turns. A large visit that is next is not passed by."""
         most = self.capacity if self.share.num_tenants <= 1 else self._num_turns
         while True:
@@ -166,7 +166,7 @@ class WaitingRoom:
             visit = min(waiting, key=lambda each: (taken[each.tenant], each.priority))  # of equals the oldest
             if taken.total() and taken.total() + visit.num_completions > most:
                 return
-            visit.call()
+            visit.give_turn()
 
     def _wait_s(self, tenant: str | None, num_completions: int) -> int:
         own = self._inside()[tenant] + num_completions

@@ -550,13 +550,13 @@ def test_a_damaged_file_is_left_out_told_and_can_be_replaced(
 
     async def after(_: AsyncLLM, documents: Documents) -> None:
         assert [document.id for document in documents.of("ann")] == ["good"]
-        assert len(documents.damaged("ann")) == 3
-        assert len(documents.damaged("bob")) == 1
-        assert documents.damaged(None) == {}
-        assert documents.damage("ann", "cut") is not None
+        assert len(documents.damaged_files("ann")) == 3
+        assert len(documents.damaged_files("bob")) == 1
+        assert documents.damaged_files(None) == {}
+        assert documents.why_damaged("ann", "cut") is not None
         await put(documents, "cut", draft(text), "ann")
         assert await documents.delete("ann", "flipped")
-        assert len(documents.damaged("ann")) == 1
+        assert len(documents.damaged_files("ann")) == 1
 
     play(model, config, before)
     files = {name: folder / file_of(tenant, name) for tenant, name in (("ann", "flipped"), ("ann", "cut"))}
@@ -585,7 +585,7 @@ def test_files_of_another_key_are_damaged_and_stay(model: PreTrainedModel, tmp_p
 
     async def after(_: AsyncLLM, documents: Documents) -> None:
         assert documents.of(None) == []
-        assert "key" in (documents.damage(None, "report") or "")
+        assert "key" in (documents.why_damaged(None, "report") or "")
 
     async def again(_: AsyncLLM, documents: Documents) -> None:
         assert [document.text for document in documents.of(None)] == ["some text"]
@@ -608,7 +608,7 @@ def test_another_chat_template_makes_other_tokens_and_token_ids_are_not_believed
         assert bytes(document.token_ids.tolist()) != b""
         assert tokenizer.decode(document.token_ids) == "[user]some text\n"
         await until(documents, document, lambda it: it.status is Status.READY)
-        assert "another tokenizer's" in (documents.damage(None, "ids") or "")
+        assert "another tokenizer's" in (documents.why_damaged(None, "ids") or "")
 
     tokenizer = chat_tokenizer("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
     play(model, tables(tmp_path), before)

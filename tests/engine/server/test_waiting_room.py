@@ -32,7 +32,7 @@ class Guest:
 
     async def stay(self, room: WaitingRoom, num_completions: int, priority: int) -> None:
         with room.enter(num_completions, self.tenant, priority) as self.visit:
-            await self.visit.turn()
+            await self.visit.wait_for_turn()
             await self.leave.wait()
 
     @property
