@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -53,6 +53,7 @@ class Documents:
         self._changing: defaultdict[str | None, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._changes: set[asyncio.Task[object]] = set()  # under way, or waiting for their turn
         self._is_closed = False
+        self._closing: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
 
     @classmethod
@@ -184,6 +185,8 @@ class Documents:
         it.
         """
         self._stop()
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
     def _stop(self) -> None:
@@ -193,11 +196,6 @@ class Documents:
     async def _ask(self, question: Callable[[DocumentWorker], _T]) -> _T:
         """The result of *question*, which is called in the engine's thread, the worker's owner."""
         return await self._llm.ask(lambda _: question(self._worker))
-
-    @cached_property
-    def _closing(self) -> "asyncio.Task[None]":
-        """The task that closes; the first access starts it."""
-        return asyncio.create_task(self._close())
 
     async def _close(self) -> None:
         while self._changes:

@@ -205,7 +205,7 @@ def test_a_pin_holds_until_it_is_ended_and_what_does_not_fit_is_refused(worker: 
     ("method", "path", "body", "status", "what"),
     [
         ("PUT", "/a", {}, 400, "text: give either text or token_ids"),
-        ("PUT", "/a", {"text": "a", "token_ids": [1]}, 400, "text: give it"),
+        ("PUT", "/a", {"text": "a", "token_ids": [1]}, 400, "text: give either text or token_ids"),
         ("PUT", "/a", {"text": ""}, 400, "text"),
         ("PUT", "/a", {"token_ids": [-1]}, 400, "token_ids[0]"),
         ("PUT", "/a", {"token_ids": [1 << 31]}, 400, "token_ids[0]"),
