@@ -375,7 +375,7 @@ def test_records_under_another_key_are_reported_and_kept_beside_others(
     [
         (["--key-file", "/no/such/key"], "/no/such/key"),
         (["--sample", "0"], "--sample"),
-        (["--sample", "all"], "'all' is not a number"),
+        (["--sample", "all"], "'all' is no number of records; give 1 or more"),
     ],
 )
 def test_a_mistake_in_the_options_of_check_is_one_line(
