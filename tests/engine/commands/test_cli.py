@@ -22,7 +22,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of the command."""
+    """Run the command: its exit status, stdout and stderr."""
     capsys.readouterr()
     try:
         status = main([str(argument) for argument in arguments])
@@ -55,7 +55,7 @@ def test_help_shows_examples(capsys: pytest.CaptureFixture[str], arguments: list
 
 
 def parsers_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """The parser, and those of all its commands."""
+    """Yield the parser and those of all its commands."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -1,4 +1,4 @@
-"""Files of documents: whatever happens to one, it is the document or it is damaged."""
+"""Files of documents: whatever happens to a file, reading it gives the document or says that it is damaged."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""Documents over HTTP and from the command line."""
+"""Documents over HTTP and with `kvtier doc`."""
 
 import asyncio
 import json
@@ -69,7 +69,7 @@ def call(server: Address, method: str, path: str, key: str = ANN, **others: obje
 
 
 def put(server: Address, document_id: str, key: str = ANN, **body: object) -> dict:
-    """The document, once it is ready."""
+    """Put a document and wait until it is ready; its object."""
     answer = call(server, "PUT", f"/{document_id}", key, json=body)
     assert answer.status_code in (200, 201), answer.text
     come_true(lambda: call(server, "GET", f"/{document_id}", key).json()["status"] == "ready")
@@ -344,9 +344,9 @@ def test_damaged_files_are_told_to_their_tenant_and_can_be_put_again_or_deleted(
 
 
 def doc(capsys: pytest.CaptureFixture[str], server: Address, *arguments: object) -> tuple[int, str]:
-    """What `kvtier doc` prints, and its status."""
+    """Run `kvtier doc`: what it prints, and its exit status."""
     action, *others = map(str, arguments)
-    capsys.readouterr()  # what other threads have written until now
+    capsys.readouterr()  # drops what other threads have written until now
     status = main(["doc", action, "--url", server.url, *others])
     written = capsys.readouterr()
     return status, written.out + written.err

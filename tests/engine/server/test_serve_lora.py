@@ -1,4 +1,4 @@
-"""Adapters are models: in the list, in requests, on the command line."""
+"""Adapters are served as models: in `/v1/models`, in requests, and with `--lora`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def adapted(folders: dict[str, Path]) -> Iterator[ServerInThread]:
-    """The small Llama and its adapters, served."""
+    """A server of the small Llama and its adapters."""
     lora = {name: {"path": str(folder)} for name, folder in folders.items()}
     with serving(build("llama"), {**tables(), "lora": lora}) as address:
         yield address

@@ -1,4 +1,4 @@
-"""The server, as the openai client sees it."""
+"""The server answers the `openai` client, and refuses mistakes in OpenAI's shape."""
 
 import asyncio
 import json

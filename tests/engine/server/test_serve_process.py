@@ -1,4 +1,4 @@
-"""`kvtier serve` as a process: signals, its log, and what the next one finds."""
+"""`kvtier serve` as a process: its signals, its log, its exit status, and what the next process finds."""
 
 import json
 import re
