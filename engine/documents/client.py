@@ -29,13 +29,13 @@ class _NoRedirect(HTTPRedirectHandler):
 
 
 class DocumentClient:
-    """Methods return the JSON objects that the server answers.
+    """Asks one server about its documents; methods return the JSON objects that it answers.
 
     Each raises Refused if the server refuses, OSError if no server answers, ValueError for an impossible id.
     """
 
     def __init__(self, url: str, key: str | None) -> None:
-        """ValueError for a *url* that is no address of a server, and for a *key* that no header can say."""
+        """*url* is the server's address, *key* an API key. ValueError for either if it cannot be one."""
         what = f"--url {url}: is no address of a server; give one such as http://127.0.0.1:8000"
         try:
             parts = urlsplit(url)

@@ -42,7 +42,7 @@ class Documents:
     """
 
     def __init__(self, llm: AsyncLLM, worker: DocumentWorker, folder: DocumentFiles, most_per_tenant: int) -> None:
-        """Without documents; `open` makes one and reads the *folder*. Only the thread of *llm* calls *worker*."""
+        """Begin without documents; `open` makes one and reads the *folder*. Only the thread of *llm* calls *worker*."""
         self._llm = llm
         self._worker = worker
         self._folder = folder

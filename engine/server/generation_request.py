@@ -77,8 +77,10 @@ class KvtierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The parameters of both endpoints; defaults are OpenAI's. Beyond OpenAI's: *top_k*, *stop_token_ids*,
-    *ignore_eos*, *cache_salt*, *priority* (lower is more urgent) and *kvtier*."""
+    """The parameters of both endpoints; defaults are OpenAI's, but for those of `StreamOptions`.
+
+    Beyond OpenAI's: *top_k*, *stop_token_ids*, *ignore_eos*, *cache_salt*, *priority* (lower is more urgent), *kvtier*.
+    """
 
     model: str
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0

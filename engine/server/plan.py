@@ -74,8 +74,10 @@ class Plan:
 
 
 def make_plan(model: str, config: Config, keys: ApiKeys | None) -> Plan:
-    """The plan of *config* for *model*. ValueError if the model has no readable configuration, `UnsupportedModel` if it
-    cannot be paged."""
+    """The plan of *config* for *model*, without the model's weights.
+
+    ValueError if the model has no readable configuration, `UnsupportedModel` if it cannot be paged.
+    """
     checkpoint = Checkpoint.of(model)
     described = checkpoint.config()
     dtype = _dtype(described, config.model.dtype)

@@ -39,7 +39,7 @@ class Service:
         llm.tokenizers.share_among(self.num_tenants)
 
     def check_open(self) -> None:
-        """ApiError 503 when the server is about to end."""
+        """Refuse a request with ApiError 503 if the server is about to end."""
         if self.is_draining:
             raise shutting_down()
 
