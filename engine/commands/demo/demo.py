@@ -36,6 +36,7 @@ MIN_TOKENS = 1000
 MAX_OTHERS = 48  # the most other documents that are read to push the first one out of a tier
 QUESTIONS = {"cold": 1, "device": 5, "host": 3, "disk": 3, "restart": 3, "corrupt": 3}
 MAX_ANSWER_TOKENS = 12
+QUESTION_TOKENS = 200  # room for the question, its answer, and the end of the document's last sentence
 
 Note = Callable[[str], None]
 
@@ -88,6 +89,10 @@ class Stage:
     def of(cls, plan: Plan) -> "Stage":
         """Load or build the model, the document and the configuration that *plan* names."""
         model, tokenizer = _model(plan)
+        most: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if plan.document is None and most is not None and plan.num_tokens > most - QUESTION_TOKENS:
+            advice = f"give {most - QUESTION_TOKENS} or fewer, or another --model"
+            raise ValueError(f"--tokens {plan.num_tokens}: the model takes {most:,} with a question; {advice}")
         if plan.document is None:
             document = make_document(0, plan.num_tokens)
         else:

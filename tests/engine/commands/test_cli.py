@@ -129,6 +129,7 @@ def test_the_command_starts_from_a_shell_and_ends_with_2_on_a_mistake() -> None:
         (["demo", "--model", ""], "--model: is empty"),
         (["demo", "--tokens", "999"], "1000 or more"),
         (["demo", "--tokens", "-5"], "1000 or more"),
+        (["demo", "--tokens", "1000000000"], "--tokens 1000000000: the model takes 65,536"),
         (["demo", "--model", "/no/such/model"], "/no/such/model"),
         (["demo", "--model", "nobody/no-such-model"], "nobody/no-such-model"),
         (["demo", "--document", "/no/such/file.txt"], "/no/such/file.txt"),
