@@ -42,7 +42,7 @@ class Document:
         """How many tokens are computed ahead."""
         return len(self.token_ids)
 
-    def is_as(self, other: "Document") -> bool:
+    def has_content_of(self, other: "Document") -> bool:
         """Whether *other* has the same content, in the same form."""
         mine = (self.form, self.text, self.system, self.lora, self.cache_salt)
         theirs = (other.form, other.text, other.system, other.lora, other.cache_salt)

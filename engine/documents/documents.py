@@ -221,7 +221,7 @@ class Documents:
     async def _put(self, document: Document) -> tuple[Document, bool]:
         tenant = document.tenant
         before = self.find(tenant, document.id)
-        if before is not None and before.is_as(document):
+        if before is not None and before.has_content_of(document):
             if (await self.residence(before)).status in (Status.FAILED, Status.EVICTED):
                 await self.warm(before, Tier.DEVICE)
             return before, False

@@ -28,7 +28,7 @@ def test_what_is_written_is_read(tmp_path: Path, cipher: Cipher | None) -> None:
     found, is_of_tokenizer = folder.read(file_name("ann", "report"))
 
     assert is_of_tokenizer
-    assert found.is_as(document)
+    assert found.has_content_of(document)
     assert (found.id, found.tenant, found.created_at, found.was_ready) == ("report", "ann", 12.5, True)
     assert found.pinned_until == 99.5
     assert folder.names() == [file_name("ann", "report")]

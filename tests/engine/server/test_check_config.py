@@ -189,5 +189,5 @@ def test_the_plan_agrees_with_what_the_engine_finds(tmp_path: Path, name: str) -
 
     with build_core(model, byte_tokenizer(), config) as core:
         assert plan.longest_request == core.longest_request
-        assert plan.rooms[0].num_blocks == core.cache.free_slots()[0]
+        assert plan.tiers[0].num_blocks == core.cache.free_slots()[0]
         assert plan.block_bytes == BLOCK_BYTES
