@@ -1,4 +1,4 @@
-"""README, DESIGN and docs/: links lead somewhere, and files, commands, settings and metrics that they name exist."""
+"""The documents that users read: links lead somewhere, and files, commands, settings and metrics named in them exist."""
 
 import re
 import tomllib
