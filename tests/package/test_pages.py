@@ -1,4 +1,4 @@
-"""The documents that users read: links lead somewhere, and files, commands, settings and metrics named in them exist."""
+"""Documents that users read: their links lead somewhere, and files, commands, settings and metrics in them exist."""
 
 import re
 import tomllib
