@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from kvtier.engine.commands.cli import build_parser, main
+from kvtier.engine.commands.doc_arguments import MOST_DAYS
+from kvtier.engine.documents.document import MOST_PINNED_S
 
 PROCESS_TIMEOUT_S = 60.0  # for what takes seconds: reached only when a test fails
 
@@ -157,6 +159,7 @@ def test_the_command_starts_from_a_shell_and_ends_with_2_on_a_mistake() -> None:
         (["doc", "warm", "notes.md", "--tier", "disk"], "--tier"),
         (["doc", "pin", "notes.md"], "--ttl"),
         (["doc", "pin", "notes.md", "--ttl", "long"], "--ttl: 'long' is no time; write it as 90s"),
+        (["doc", "pin", "notes.md", "--ttl", "3651d"], "--ttl: '3651d' is too long; give 3650d or less"),
         (["doc", "ls", "--url", "nonsense"], "--url nonsense: is no address of a server"),
         (["doc", "ls", "--url", "http://[::1"], "--url http://[::1: is no address of a server"),
         (["doc", "ls", "--url", "http://localhost:99999"], "is no address of a server"),
@@ -174,6 +177,10 @@ def test_a_mistake_is_one_line_on_stderr_that_names_it(
     assert named in err
     assert "Traceback" not in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_pin_may_be_as_long_as_the_server_takes() -> None:
+    assert MOST_DAYS * 86400 == MOST_PINNED_S
 
 
 def test_a_key_that_no_header_can_say_is_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
