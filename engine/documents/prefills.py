@@ -55,7 +55,7 @@ class DocumentPrefills:
         self._begun: dict[str | None, int] = {}  # by tenant: the number of the document begun last
 
     def add(self, document: Document) -> None:
-        """Queue a document, unless it waits already; what is not on the device of it is loaded or computed."""
+        """Queue a document, unless it waits already: its turn brings it to the device, by loading and computing."""
         if not self.has(document):
             self._queue.append(document)
 

@@ -31,7 +31,7 @@ class App(Protocol):
 
 
 class Switch:
-    """The app behind the port: what is set when a request comes answers it to the end. Owned by the event loop."""
+    """The app behind the port: a request is answered by the app that is set when it comes. Owned by the event loop."""
 
     def __init__(self, app: App) -> None:
         self.app = app
