@@ -111,7 +111,7 @@ class DocumentPins:
                 return
 
     def _look_at(self, document: Document, kept: _Kept) -> bool:
-        """Forget a document whose time is over, or pin it anew if that is due; True if it did either, which takes time."""
+        """Forget a document whose time is over, or pin it anew if that is due; True if it did either, which is slow."""
         now = self._core.pins.now()
         if kept.is_whole or now >= kept.ends.warming:
             kept.ends = replace(kept.ends, warming=0.0)
