@@ -13,21 +13,17 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from kvtier.engine.config import LoraConfig
+from kvtier.engine.model.adapter_folder import UnusableLora, check_adapter_folder
 from kvtier.engine.model.tensor_digest import tensor_digest
 from kvtier.tiers.naming.block_hash import Lora
 
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-CONFIG_FILE = "adapter_config.json"
 # With any other the base weights were changed before training, or an adapter says so by a word not known here.
 PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal"})
 _ADAPTER = "kvtier"  # what peft calls it while it is read
 _ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError)
-
-
-class UnusableLora(ValueError):
-    """An adapter that cannot be served with this model; the message says why, in one line."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,14 +70,7 @@ def load_adapter(model: PreTrainedModel, name: str, folder: str | Path) -> LoraA
     scales) is what peft means by it. `UnusableLora` for what is no LoRA of this model, ImportError without peft.
     """
     folder = Path(folder).expanduser()
-    try:
-        import peft  # noqa: F401  # takes seconds, and only who has adapters has it
-    except ImportError as error:
-        raise ImportError("lora: needs peft; pip install 'kvtier[lora]', or remove the [lora] tables") from error
-    if not folder.is_dir():
-        raise UnusableLora(f"lora {name}: there is no folder {folder}; give the one that peft's save_pretrained wrote")
-    if not (folder / CONFIG_FILE).is_file():
-        raise UnusableLora(f"lora {name}: {folder} is no adapter (it has no {CONFIG_FILE}); give a folder of peft's")
+    check_adapter_folder(name, folder)
     try:
         deltas = _read(model, folder)
     except UnusableLora as error:

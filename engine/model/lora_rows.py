@@ -10,7 +10,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from kvtier.engine.model.lora_adapter import LoraAdapter, LoraDelta, UnusableLora
+from kvtier.engine.model.adapter_folder import UnusableLora
+from kvtier.engine.model.lora_adapter import LoraAdapter, LoraDelta
 
 ROWS_DIFFER = 0.3  # in norm. Rounding in bfloat16 makes a few hundredths of it, another token's row more than one
 

@@ -1,4 +1,4 @@
-"""The demo, run as people run it: every step's tokens come from where it says, and every answer is right."""
+"""The demo, run as users run it: each step's tokens come from the tier that it names, and each answer is right."""
 
 import json
 import os
@@ -155,7 +155,7 @@ def test_json_of_a_model_and_a_document_of_ones_own_is_one_object_on_stdout(tmp_
     assert [step["name"] for step in found["steps"]] == NAMES
     for step in found["steps"]:
         assert step["answers_equal"] is True
-        assert step["answers_correct"] < step["questions"] == QUESTIONS[step["name"]]  # its weights are random
+        assert step["answers_correct"] < step["questions"] == QUESTIONS[step["name"]]  # the model's weights are random
         assert step["ttft_s"] > 0
         assert list(step["tokens"]) == ["device", "host", "disk", "recomputed"]
         assert sum(step["tokens"].values()) > 1000

@@ -1,4 +1,4 @@
-"""DocumentPins: thousands of documents, some of which are looked at after each step."""
+"""DocumentPins with thousands of documents: each step looks at some of them."""
 
 import time
 

@@ -67,7 +67,7 @@ def test_the_plan_of_a_gguf_file_is_what_the_engine_finds(gguf_file: Path) -> No
 
     with LLM(gguf_file, config) as llm:
         assert plan.longest_request == llm.core.longest_request
-        assert plan.rooms[0].num_blocks == llm.core.cache.free_slots()[0]
+        assert plan.tiers[0].num_blocks == llm.core.cache.free_slots()[0]
     assert plan.dtype == "float32"
     assert plan.model_tokens == 4096
     assert not plan.remarks  # one would be that the tokenizer has no chat template

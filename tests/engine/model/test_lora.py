@@ -16,7 +16,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from kvtier import LLM, AsyncLLM, SamplingParams
 from kvtier.engine.llm import keyed
-from kvtier.engine.model.lora_adapter import UnusableLora, load_adapter
+from kvtier.engine.model.adapter_folder import UnusableLora
+from kvtier.engine.model.lora_adapter import load_adapter
 from kvtier.engine.model.runner import Chunk, ModelRunner
 from kvtier.engine.model.unsupported_model import UnsupportedModel
 from kvtier.engine.scheduling.request import Request

@@ -1,4 +1,4 @@
-"""`kvtier serve` on a disk that goes wrong: clients get right answers, the log a line."""
+"""`kvtier serve` on a failing disk: clients get right answers, the log one line."""
 
 import shutil
 from pathlib import Path
