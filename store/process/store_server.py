@@ -21,7 +21,8 @@ from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.process.channel import Bytes, Mappings, portable, receive, send
 from kvtier.store.record import Fault
 
-WRITER_NICENESS = 10  # writing goes behind computing: nobody waits for it
+# Added to the niceness of the process: writing goes behind computing, as no request waits for it.
+WRITER_NICENESS = 10
 _ITEMS_PER_ANSWER = 4096
 _ANSWER_S = 1.0  # for some items of a walk: to verify them may take long
 _WATCH_S = 0.1
@@ -138,7 +139,7 @@ def _end_with(parent: int) -> None:
 def _serve(server: StoreServer, is_writer: bool) -> None:
     if is_writer:
         with contextlib.suppress(OSError):  # a sandbox may forbid it
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)
+            os.nice(WRITER_NICENESS)  # of this thread, on Linux
     try:
         server.serve()
     finally:
