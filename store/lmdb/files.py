@@ -334,10 +334,12 @@ class LmdbFiles:
             if self._is_dead():
                 self._has_panicked = True
             if isinstance(error, DAMAGE) and self._damage is None:
-                self._damage = error
-                if not self._is_upkeep:
-                    _log.warning("store %s is damaged, the next start is empty: %s", self.name, error)
-                    self._opened.mark(FileState.DAMAGED)
+                try:
+                    if not self._is_upkeep:
+                        _log.warning("store %s is damaged, the next start is empty: %s", self.name, error)
+                        self._opened.mark(FileState.DAMAGED)
+                finally:  # not before: a thread that sees `is_lost` ends the process, marked or not
+                    self._damage = error
             raise OSError(errno.EIO, f"store {self.name}: {error}") from error
 
     def _is_dead(self) -> bool:

@@ -67,11 +67,10 @@ class StoreServer:
     def serve(self) -> None:
         """Until nobody asks any more, or another start would have a better store."""
         with contextlib.suppress(EOFError, OSError):
-            while True:
+            while not self._store.is_lost:
                 number, question = receive(self._socket)
-                send(self._socket, number, self._answer(question))
-                if self._store.is_lost:
-                    return
+                if not self._store.is_lost:  # else another thread is ending the process
+                    send(self._socket, number, self._answer(question))
 
     def _answer(self, question: memoryview) -> bytes:
         try:
