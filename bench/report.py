@@ -57,8 +57,18 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit that is measured; with a mark if the tree has changes besides results."""
-    folder = Path(__file__).parent
-    describe = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
-    done = subprocess.run(describe, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    """The commit that is measured, with "-dirty" if tracked files other than bench/results/ have changed since."""
+    name = _git("describe", "--always", "--exclude=*")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)bench/results")
+    return f"{name}-dirty" if name and changed else name or "unknown"
+
+
+def _git(*command: str) -> str:
+    """What git says of the repository that this file is in; empty where there is none, or no git."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), *command], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()
