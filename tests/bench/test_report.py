@@ -1,4 +1,4 @@
-"""The commit that a benchmark's result names: with a mark where the tree has changes that may have changed the result."""
+"""The commit that a benchmark's result names: marked where the tree has changes that may have changed the result."""
 
 import shutil
 import subprocess
