@@ -26,6 +26,11 @@ class Side:
     after: Callable[[], None] = nothing
 
 
+def ready(work: Work) -> Callable[[], Work]:
+    """For a `Side` that has nothing to prepare: the same *work* in every round."""
+    return lambda: work
+
+
 def seconds(work: Work) -> float:
     """Time that it takes, without a garbage collection in it."""
     gc.disable()

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from kvtier.engine.model import runner
+from kvtier.engine.model.digest import weights_digest
 
 DTYPE = torch.bfloat16
 ROPE_THETA = 500_000.0
@@ -86,8 +89,9 @@ class Shape:
     def build(self, device: torch.device) -> PreTrainedModel:
         """The model on *device*. Its weights are made there: 8 billion of them take a GPU less than a second."""
         torch.manual_seed(0)
+        sizes: dict[str, Any] = dict(self.model)
         config = LlamaConfig(
-            **self.model,
+            **sizes,
             rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
             initializer_range=self.model["hidden_size"] ** -0.5,  # what goes in comes out as large: logits stay finite
             tie_word_embeddings=False,
@@ -203,12 +207,8 @@ class Prompts:
 @contextmanager
 def weights_read_once() -> Iterator[None]:
     """Engines name their blocks after all weights. Here these stay as they are: each engine would read 16 GB again."""
-    read = runner.weights_digest
-    runner.weights_digest = lru_cache(maxsize=1)(read)
-    try:
+    with patch.object(runner, "weights_digest", lru_cache(maxsize=1)(weights_digest)):
         yield
-    finally:
-        runner.weights_digest = read
 
 
 def free_memory() -> None:

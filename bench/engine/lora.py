@@ -27,6 +27,8 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 SETTINGS = LoraConfig(r=16, lora_alpha=32, target_modules=TARGETS, init_lora_weights=False)
 CAPACITY = 128 << 20
 
+Step = Callable[[int, int], object]  # runs one: tokens of each chunk, and how many chunks
+
 
 def build_model() -> LlamaForCausalLM:
     """A Llama with random weights, 25 M parameters: so small that what a step costs beside computing shows."""
@@ -57,6 +59,11 @@ def begin(runner: ModelRunner) -> ModelRunner:
     for i in range(NUM_REQUESTS):
         runner.run([Chunk(range(DEPTH), 0, [tables_of(i)])])
     return runner
+
+
+def steps_of(runner: ModelRunner, keys: Sequence[Lora | None]) -> Step:
+    """Steps of *runner*, whose requests take *keys* in turn."""
+    return lambda num_tokens, num_chunks: runner.run(chunks_of(num_tokens, num_chunks, keys))
 
 
 class PeftSteps:
@@ -105,12 +112,12 @@ def main() -> None:
     without = begin(ModelRunner(copy.deepcopy(model), BLOCK_SIZE, CAPACITY))
     having = begin(ModelRunner(model, BLOCK_SIZE, CAPACITY, adapters))
     peft = PeftSteps(model)
-    kinds: dict[str, Callable[[int, int], object]] = {
-        "without": lambda *size: without.run(chunks_of(*size, [None])),
-        "unused": lambda *size: having.run(chunks_of(*size, [None])),
-        "one adapter": lambda *size: having.run(chunks_of(*size, keys[:1])),
-        f"{NUM_ADAPTERS} adapters": lambda *size: having.run(chunks_of(*size, keys)),
-        "half base": lambda *size: having.run(chunks_of(*size, [None, keys[0], None, keys[1]])),
+    kinds: dict[str, Step] = {
+        "without": steps_of(without, [None]),
+        "unused": steps_of(having, [None]),
+        "one adapter": steps_of(having, keys[:1]),
+        f"{NUM_ADAPTERS} adapters": steps_of(having, keys),
+        "half base": steps_of(having, [None, keys[0], None, keys[1]]),
         "peft, unused": peft.unused,
         f"peft, {NUM_ADAPTERS} adapters": peft.mixed,
     }
@@ -130,9 +137,7 @@ def main() -> None:
     publish("lora", rows, options.json)
 
 
-def _times(
-    kinds: dict[str, Callable[[int, int], object]], size: tuple[int, int], rounds: int
-) -> dict[str, list[float]]:
+def _times(kinds: dict[str, Step], size: tuple[int, int], rounds: int) -> dict[str, list[float]]:
     rng = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in kinds}
     for i in range(rounds + 3):

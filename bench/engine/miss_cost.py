@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from bench.report import Row, arguments, publish
 from kvtier import LLM, SamplingParams
+from kvtier.transfer.transfer_engine import Route
 
 VOCAB = 1000
 PROMPT_TOKENS = 2048
@@ -77,8 +78,8 @@ def main() -> None:
         Row("  third quartile", spread[2], ""),
         Row(f"TTFT of {PROMPT_TOKENS} tokens, tiers off", 1000 * statistics.median(times["off"]), "ms"),
         Row(f"TTFT of {PROMPT_TOKENS} tokens, tiers on", 1000 * statistics.median(times["on"]), "ms"),
-        Row("spilled to host meanwhile", routes["device_to_host"].num_bytes / 1e6, "MB"),
-        Row("written to disk meanwhile", routes["host_to_disk"].num_bytes / 1e6, "MB"),
+        Row("spilled to host meanwhile", routes[Route.DEVICE_TO_HOST].num_bytes / 1e6, "MB"),
+        Row("written to disk meanwhile", routes[Route.HOST_TO_DISK].num_bytes / 1e6, "MB"),
     ]
     publish("miss_cost", rows, options.json)
 

@@ -24,6 +24,7 @@ END_S = 120.0
 BLOCK_SIZE = 32
 # For every server: a virtual machine may give freed pages back, and to touch them again is the largest noise here.
 KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
+NUM_LAYERS, NUM_KV_HEADS = 6, 2
 HEAD_DIM = 64  # vLLM's attention on CPUs takes it
 MODEL = "model"  # the name under which all serve it
 
@@ -38,9 +39,9 @@ def save_model(folder: Path) -> tuple[Path, int, int]:
         vocab_size=len(tokenizer),
         hidden_size=512,
         intermediate_size=1536,
-        num_hidden_layers=6,
+        num_hidden_layers=NUM_LAYERS,
         num_attention_heads=8,
-        num_key_value_heads=2,
+        num_key_value_heads=NUM_KV_HEADS,
         head_dim=HEAD_DIM,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=False,
@@ -57,8 +58,7 @@ def save_model(folder: Path) -> tuple[Path, int, int]:
                 weight.normal_(std=1.0 if "embed" in name else 2 / weight.shape[1] ** 0.5, generator=generator)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    token_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * HEAD_DIM
-    return folder, token_bytes, config.vocab_size
+    return folder, 2 * 4 * NUM_LAYERS * NUM_KV_HEADS * HEAD_DIM, len(tokenizer)
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def _wait_until_it_answers(process: subprocess.Popen[bytes], url: str, log: Path
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.1)
-    raise RuntimeError(f"{' '.join(process.args[:4])} did not start: {log.read_text()[-2000:]}")  # type: ignore[index]
+    raise RuntimeError(f"{process.args!r} did not start: {log.read_text()[-2000:]}")
 
 
 def _end(process: subprocess.Popen[bytes], out: IO[str]) -> None:

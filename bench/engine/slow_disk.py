@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 from bench.report import Row, arguments, publish
 from kvtier import SamplingParams
@@ -56,8 +57,9 @@ class Bed:
         config = self._model.config
         self.documents = [document(number, config.vocab_size) for number in range(NUM_DOCUMENTS)]
         self._new_ones = [document(-number, config.vocab_size) for number in (1, 2)]
+        num_heads = config.num_key_value_heads or config.num_attention_heads
         head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
-        self.token_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+        self.token_bytes = 2 * 4 * config.num_hidden_layers * num_heads * head_dim
         with self.engine("always") as llm:
             done = [llm.generate(document, ONE_TOKEN)[0] for document in self.documents]
         self.cold_s = statistics.median(completion.ttft_s for completion in done)
@@ -92,9 +94,11 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--rounds", type=int, default=2, help="questions about each document (2)")
     options = parser.parse_args()
-    reopening_store.StoreProcess = SlowStore  # type: ignore[misc]
     rows = []
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder,
+        patch.object(reopening_store, "StoreProcess", SlowStore),
+    ):
         bed = Bed(Path(folder))
         rows.append(Row(f"computing a document of {NUM_TOKENS} tokens", bed.cold_s, "s"))
         for name, ratio in RATIOS.items():

@@ -154,7 +154,7 @@ class Bed:
         finished = Finished()
         self.lanes = {route: HeldLane(finished) for route in Route}
         self.store = ZeroStore(num_on_disk)
-        self.disk = DiskTier(self.store, NAMESPACE)
+        self.disk = DiskTier(self.store, NAMESPACE)  # type: ignore[arg-type]  # it has what a tier calls
         self.events = EventLog()
         memory = CpuMemory(np.zeros((num_slots, BLOCK_BYTES), np.uint8), num_slots)
         transfers = TransferEngine(self.lanes, finished)

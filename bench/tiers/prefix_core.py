@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -472,8 +472,9 @@ class Steps:
     """The engine's scheduler with requests that decode, and a model that always says the same token."""
 
     def __init__(self) -> None:
-        self.watch: Any = Stopwatch(KvtierCore(2 * NUM_SLOTS, num_host_slots=2 * NUM_SLOTS).cache)
-        self._scheduler = Scheduler(self.watch, SchedulerConfig(max_running=2 * NUM_RUNNING), LOAD_TIMEOUT_S)
+        self.watch = Stopwatch(KvtierCore(2 * NUM_SLOTS, num_host_slots=2 * NUM_SLOTS).cache)
+        cache, config = cast(TieredCache, self.watch), SchedulerConfig(max_running=2 * NUM_RUNNING)
+        self._scheduler = Scheduler(cache, config, LOAD_TIMEOUT_S)
         for i in range(NUM_RUNNING):  # lengths one apart: in each step some of them fill a block
             self._scheduler.add(request(random_tokens(1 + i)[: 512 + i]))
         first = request(random_tokens(0))
@@ -511,7 +512,7 @@ def request(token_ids: npt.NDArray[np.int32]) -> Request:
     """A request as the engine queues it, named; nothing here makes text."""
     chain = BlockChain(BLOCK_SIZE)
     chain.extend(token_ids)
-    return Request(token_ids.tolist(), SamplingParams(max_tokens=NUM_SLOTS), chain, detokenizer=None)
+    return Request(token_ids.tolist(), SamplingParams(max_tokens=NUM_SLOTS), chain, detokenizer=None)  # type: ignore[arg-type]
 
 
 def whole_step(num_rounds: int) -> list[Row]:

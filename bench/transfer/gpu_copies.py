@@ -16,7 +16,7 @@ import torch
 
 from bench.gpu_report import gpu_arguments, measure, publish_gpu
 from bench.report import Row
-from bench.rounds import KIB, MIB, Side, Work, alternate, at_least, gb_per_s, in_words, ratio_of
+from bench.rounds import KIB, MIB, Side, Work, alternate, at_least, gb_per_s, in_words, ratio_of, ready
 from bench.transfer.gpu_lanes import digests, lanes
 from bench.transfer.gpu_pinning import pinning
 from kvtier.transfer.cuda.copy_choice import COPIES
@@ -93,7 +93,7 @@ def one_way(bed: Bed, size: str, promised: bool, num_rounds: int) -> list[Row]:
         for way in bed.memories:
             works[f"{way}, contiguous"] = bed.copy(way, is_down, scattered=False)
             works[f"{way}, scattered"] = bed.copy(way, is_down, scattered=True)
-        times = alternate([Side(name, lambda work=work: work) for name, work in works.items()], num_rounds)
+        times = alternate([Side(name, ready(work)) for name, work in works.items()], num_rounds)
         name = f"{size} {'down' if is_down else 'up'}"
         rows.append(Row(f"{name}: plain pinned copy", gb_per_s(BATCH_BYTES, times["plain"]), "GB/s"))
         rows.append(Row(f"{name}: chosen, scattered", gb_per_s(BATCH_BYTES, times["chosen, scattered"]), "GB/s"))
@@ -117,7 +117,7 @@ def both_ways(bed: Bed, size: str, promised: bool, num_rounds: int) -> list[Row]
         return copy
 
     plain = at_once([copies(*half) for half in halves])
-    times = alternate([Side("chosen", lambda: ours), Side("plain", lambda: plain)], num_rounds)
+    times = alternate([Side("chosen", ready(ours)), Side("plain", ready(plain))], num_rounds)
     num_bytes = 2 * AT_ONCE * BATCH_BYTES
     return [
         Row(f"{size} both ways: two plain copies", gb_per_s(num_bytes, times["plain"]), "GB/s"),

@@ -5,7 +5,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ import torch
 import xxhash
 
 from bench.report import Row
-from bench.rounds import KIB, MIB, Side, Work, alternate, at_least, gb_per_s, ratio_of, seconds
+from bench.rounds import KIB, MIB, Side, Work, alternate, at_least, gb_per_s, ratio_of, ready, seconds
 from kvtier.store.process.store_process import SWITCH_INTERVAL_S
 from kvtier.store.record import digest
 from kvtier.transfer.cuda.lane import CudaLane
@@ -29,6 +30,7 @@ PROMISED = (4, 16 * MIB, "released")  # what the engine's lanes should be
 LEAST = 0.92
 DEADLINE_S = 60.0
 
+T = TypeVar("T")
 Digest = Callable[[Any], bytes]
 # "kept": in pieces, the interpreter's lock is held. "released": a block at once, without the lock.
 DIGESTS: dict[str, Digest] = {"kept": digest, "released": xxhash.xxh3_128_digest}
@@ -55,9 +57,7 @@ def lanes(gpu: torch.device, num_rounds: int) -> list[Row]:
                 for kind, take_digest in DIGESTS.items():
                     works = _works(memory, above, below, known, batch_bytes // BLOCK_BYTES, take_digest, is_down)
                     name = f"{num_threads} threads, {batch_bytes // MIB} MiB, lock {kind}"
-                    sides.append(
-                        Side(name, lambda works=works, lane=lane, done=finished: lambda: _run(works, lane, done))
-                    )
+                    sides.append(Side(name, ready(partial(_run, works, lane, finished))))
         times = alternate(sides, num_rounds)
         direction = "spill" if is_down else "promote"
         rows.append(Row(f"{direction} with digests: plain copy", gb_per_s(NUM_BYTES, times["plain"]), "GB/s"))
@@ -78,13 +78,12 @@ def digests(num_rounds: int) -> list[Row]:
     rows = []
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with _Spinner() as spinner:
-        undisturbed = spinner.speed_during(lambda: time.sleep(0.5))
+        undisturbed, _ = spinner.speed_during(partial(time.sleep, 0.5))
         for kind, take_digest in DIGESTS.items():
             for num_threads in NUM_THREADS:
                 work = _digests_by(num_threads, take_digest, blocks)
                 name = f"digests of 512 KiB, lock {kind}, {num_threads} threads"
-                times: list[float] = []
-                speed = spinner.speed_during(lambda work=work, times=times: times.extend(_times(work, num_rounds)))
+                speed, times = spinner.speed_during(partial(_times, work, num_rounds))
                 rows.append(Row(f"{name}, beside a busy thread", gb_per_s(blocks.nbytes, times), "GB/s"))
                 rows.append(Row(f"{name}: the busy thread is left", 100 * speed / undisturbed, "%"))
     for kind, take_digest in DIGESTS.items():
@@ -111,11 +110,11 @@ class _Spinner:
         self._stop.set()
         self._thread.join()
 
-    def speed_during(self, work: Callable[[], object]) -> float:
-        """Counts a second while *work* goes on."""
+    def speed_during(self, work: Callable[[], T]) -> tuple[float, T]:
+        """Counts a second while *work* goes on, and what it returned."""
         started, before = time.perf_counter(), self._count
-        work()
-        return (self._count - before) / (time.perf_counter() - started)
+        result = work()
+        return (self._count - before) / (time.perf_counter() - started), result
 
     def _spin(self) -> None:
         while not self._stop.is_set():
@@ -153,7 +152,7 @@ def _plain(device: torch.Tensor, plain: torch.Tensor, is_down: bool) -> Side:
         target.copy_(source, non_blocking=True)
         torch.cuda.current_stream().synchronize()
 
-    return Side("plain", lambda: copy)
+    return Side("plain", ready(copy))
 
 
 def _works(
@@ -178,7 +177,7 @@ def _works(
 
     work = spill if is_down else promote
     parts = [slice(start, start + num_blocks) for start in range(0, NUM_BLOCKS, num_blocks)]
-    return [lambda part=part: work(above[part], below[part]) for part in parts]
+    return [partial(work, above[part], below[part]) for part in parts]
 
 
 def _run(works: list[Callable[[], object]], lane: CudaLane, finished: Finished) -> None:
