@@ -33,7 +33,7 @@ class Folder:
         self.here = Path(f"/proc/self/fd/{self._descriptor}")
 
     @classmethod
-    def made(cls, path: Path) -> Self:
+    def make(cls, path: Path) -> Self:
         """The folder, made if it is not there, for its owner alone."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):

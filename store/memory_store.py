@@ -50,12 +50,12 @@ class MemoryStore:
         self._closed = False
 
     def contains(self, key: bytes) -> bool:
-        with self._open():
+        with self._locked():
             return key in self._rows
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
         refuse_unfit(blobs, self._capacity_bytes, self._cipher)
-        with self._open():
+        with self._locked():
             new = {blob.key: blob for blob in blobs if blob.key not in self._rows}
             rows = {key: self._row(blob) for key, blob in new.items()}  # may fail: before any change
             for blob in blobs:
@@ -70,31 +70,31 @@ class MemoryStore:
         return [self._read(key, out) for key, out in zip(keys, outs, strict=True)]
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        with self._open():
+        with self._locked():
             for key in keys:
                 self._mark(key)
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        with self._open():
+        with self._locked():
             return sum(self._forget(key) for key in keys)
 
     def keys(self) -> Iterator[bytes]:
-        with self._open():
+        with self._locked():
             return iter(list(reversed(self._rows)))
 
     def verify(self) -> Iterator[tuple[bytes, Fault | None]]:
         for key in self.keys():
-            with self._open():
+            with self._locked():
                 row = self._rows.get(key)
             if row is not None:
                 yield key, fault_of(key, row.header, memoryview(row.payload), self._cipher)
 
     def sync(self) -> None:
-        with self._open():
+        with self._locked():
             pass
 
     def statistics(self) -> StoreStatistics:
-        with self._open():
+        with self._locked():
             return StoreStatistics(
                 num_records=len(self._rows),
                 stored_bytes=self._stored_bytes,
@@ -109,7 +109,7 @@ class MemoryStore:
             )
 
     def check(self) -> None:
-        with self._open():
+        with self._locked():
             recount = sum(row.charged_bytes for row in self._rows.values())
             assert recount == self._stored_bytes, f"stored_bytes is {self._stored_bytes}, recount {recount}"
             assert recount <= self._capacity_bytes, f"{recount} bytes exceed {self._capacity_bytes}"
@@ -132,7 +132,7 @@ class MemoryStore:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _open(self) -> threading.RLock:
+    def _locked(self) -> threading.RLock:
         if self._closed:
             raise ValueError("store is closed")
         return self._lock
@@ -189,7 +189,7 @@ class MemoryStore:
         return evicted
 
     def _read(self, key: bytes, out: memoryview) -> bytes | Fault:
-        with self._open():
+        with self._locked():
             row = self._rows.get(key)
         if row is None:
             return Fault.MISSING

@@ -70,7 +70,7 @@ class CodecChoice:
         with self._lock:
             return self._chosen
 
-    def read(self, stored_bytes: int, seconds: float) -> None:
+    def on_read(self, stored_bytes: int, seconds: float) -> None:
         """Take note of a read from the medium; *seconds* without decoding and verifying."""
         with self._lock:
             self._medium.add(stored_bytes, seconds)

@@ -10,13 +10,13 @@ from kvtier.store.blob_store import MAX_KEY_BYTES, TENANT_BYTES, Blob
 from kvtier.store.codec.seal import Sealed
 from kvtier.store.lmdb.index_file import SPARE_PAGES
 from kvtier.store.lmdb.rows import (
+    BYTES_OF_TENANT,
     COUNTERS_KEY,
     FREE,
     HOLE,
-    NOBODY,
+    NO_TENANT,
     SEQUENCE,
     SLOTS,
-    TENANT_BYTES_OF,
     Row,
     checksum,
     verified,
@@ -81,7 +81,7 @@ class Change:
             for key, row in ascending(cursor):
                 if len(to_punch) == most or excess_bytes <= 0:
                     break
-                num_bytes, change, number = FREE.found(key, row)
+                num_bytes, change, number = FREE.unpack_key(key, row)
                 if change <= self._usable_before:
                     found.append(key)
                     to_punch.append(Slot(num_bytes, number))
@@ -95,7 +95,7 @@ class Change:
 
     def add(self, sealed: Sealed, blob: Blob, slot: Slot, coming: Collection[bytes] = ()) -> None:
         """A *blob* whose key is not there is in *slot*: the newest. A parent that is *coming* needs no mark."""
-        tenant = blob.tenant or NOBODY
+        tenant = blob.tenant or NO_TENANT
         self._append(sealed.key, Row(0, sealed.charged_bytes, False, tenant, slot, sealed.header, blob.parent), coming)
         self.counters.num_records += 1
         self.counters.stored_bytes += sealed.charged_bytes
@@ -113,7 +113,7 @@ class Change:
         packed = self._txn.pop(key, db=self._tables.records) if 0 < len(key) <= MAX_KEY_BYTES else None
         if packed is None:
             return False
-        self._left(Row.unpack(key, packed))
+        self._on_removed(Row.unpack(key, packed))
         return True
 
     def evict(self, limit_bytes: int, most: int) -> list[bytes]:
@@ -122,7 +122,7 @@ class Change:
         What is marked gets a second chance instead. Of these, too, there are only so many in one change: look at
         `counters` for whether more changes are needed.
         """
-        return self._turn(lambda: self.counters.stored_bytes > limit_bytes, most, NOBODY)
+        return self._turn(lambda: self.counters.stored_bytes > limit_bytes, most, NO_TENANT)
 
     def evict_tenant(self, tenant: bytes, limit_bytes: int, most: int) -> list[bytes]:
         """The same among the records of one tenant, until that has no more than *limit_bytes*."""
@@ -132,7 +132,7 @@ class Change:
         """What the tenant has, charged as in `Counters.stored_bytes`."""
         if tenant not in self._tenants:
             packed = self._txn.get(tenant, db=self._tables.tenants)
-            self._tenants[tenant] = 0 if packed is None else TENANT_BYTES_OF.unpack(tenant, packed)[0]
+            self._tenants[tenant] = 0 if packed is None else BYTES_OF_TENANT.unpack(tenant, packed)[0]
         return self._tenants[tenant]
 
     def leave_spare_pages(self) -> None:
@@ -149,33 +149,33 @@ class Change:
     def write_accounts(self) -> None:
         """The last act of every change."""
         if self._num_written:
-            self.counters.wrote(self._num_written, time.time())
+            self.counters.on_written(self._num_written, time.time())
         self._txn.put(COUNTERS_KEY, self.counters.pack(), db=self._tables.ledger)
         for tenant, num_bytes in self._tenants.items():
             if num_bytes:
-                self._txn.put(tenant, TENANT_BYTES_OF.pack(tenant, num_bytes), db=self._tables.tenants)
+                self._txn.put(tenant, BYTES_OF_TENANT.pack(tenant, num_bytes), db=self._tables.tenants)
             else:
                 self._txn.delete(tenant, db=self._tables.tenants)
 
     def _turn(self, is_too_much: Callable[[], bool], most: int, tenant: bytes) -> list[bytes]:
-        """Go through the order, oldest first, of one *tenant* or, for NOBODY, of all."""
+        """Go through the order, oldest first, of one *tenant* or, for NO_TENANT, of all."""
         evicted: list[bytes] = []
         num_chances = 0
         order = self._in_order(tenant)
         while len(evicted) < most and is_too_much():
             found = next(order, None)
             if found is None:
-                raise lmdb.CorruptedError("the ledger counts what no record has")
+                raise lmdb.CorruptedError("the ledger counts bytes that no record has")
             position, owner, key = found
             if not key:
-                raise lmdb.CorruptedError("a place in the order is nobody's")
+                raise lmdb.CorruptedError("a place in the order has no key")
             packed = self._txn.get(key, db=self._tables.records)
             row = None if packed is None else Row.unpack(key, packed)
             if row is None or (SEQUENCE.pack(row.sequence), row.tenant) != (position, owner):
-                raise lmdb.CorruptedError("a place in the order is another's")
+                raise lmdb.CorruptedError("a place in the order belongs to another record")
             if not row.is_marked:
                 self._txn.delete(key, db=self._tables.records)
-                self._left(row)
+                self._on_removed(row)
                 evicted.append(key)
             elif num_chances == _MOST_SECOND_CHANCES:
                 break
@@ -188,7 +188,7 @@ class Change:
 
     def _in_order(self, tenant: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
         """Place, owner and key of each record, or of each of a *tenant*, oldest first; they may change meanwhile."""
-        is_all = tenant == NOBODY
+        is_all = tenant == NO_TENANT
         db = self._tables.order if is_all else self._tables.owned
         after = b"" if is_all else tenant
         while True:
@@ -207,10 +207,10 @@ class Change:
 
     def _leave_place(self, position: bytes, owner: bytes) -> None:
         self._txn.delete(position, db=self._tables.order)
-        if owner != NOBODY:
+        if owner != NO_TENANT:
             self._txn.delete(owner + position, db=self._tables.owned)
 
-    def _left(self, row: Row) -> None:
+    def _on_removed(self, row: Row) -> None:
         """A record is gone: so go its place and its charge, and its slot is free."""
         self._leave_place(SEQUENCE.pack(row.sequence), row.tenant)
         freed = FREE.pack(row.slot.num_bytes, self.counters.num_changes, row.slot.number)
@@ -226,7 +226,7 @@ class Change:
         with self._txn.cursor(db=self._tables.free) as cursor:
             if cursor.set_range(start):
                 for key, row in ascending(cursor):
-                    size, change, number = FREE.found(key, row)
+                    size, change, number = FREE.unpack_key(key, row)
                     if len(found) == most or (num_bytes is not None and size != num_bytes):
                         break
                     if change <= self._usable_before:
@@ -244,7 +244,7 @@ class Change:
         with self._txn.cursor(db=self._tables.holes) as cursor:
             is_there = cursor.set_range(HOLE.pack(num_bytes, 0))
             rows = islice(ascending(cursor), num_slots) if is_there else ()
-            slots = [slot for row in rows if (slot := Slot(*HOLE.found(*row))).num_bytes == num_bytes]
+            slots = [slot for row in rows if (slot := Slot(*HOLE.unpack_key(*row))).num_bytes == num_bytes]
         for slot in slots:
             self._txn.delete(HOLE.pack(*slot), db=self._tables.holes)
         size = num_bytes.to_bytes(4, "big")
@@ -255,7 +255,7 @@ class Change:
         return slots + [Slot(num_bytes, number) for number in range(end, end + missing)]
 
     def _charge(self, tenant: bytes, num_bytes: int) -> None:
-        if tenant != NOBODY:
+        if tenant != NO_TENANT:
             self._tenants[tenant] = self.bytes_of(tenant) + num_bytes
 
     def _append(self, key: bytes, row: Row, coming: Collection[bytes] = ()) -> None:
@@ -266,7 +266,7 @@ class Change:
         place, owned = SEQUENCE.pack(sequence), row.tenant + key
         if not self._txn.put(place, owned + checksum(place, owned), append=True, db=self._tables.order):
             raise lmdb.CorruptedError("the newest in the order is newer than all records")
-        if row.tenant != NOBODY:
+        if row.tenant != NO_TENANT:
             self._txn.put(row.tenant + place, key, db=self._tables.owned)
         if row.parent and row.parent not in coming:
             self.mark(row.parent)

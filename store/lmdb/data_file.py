@@ -81,7 +81,7 @@ def recorded_capacity(folder: Folder) -> int:
     """The capacity with which the store in *folder* was last opened; OSError if there is no store to be used."""
     if not (folder.here / DATA).exists():
         raise FileNotFoundError(f"store {folder.name}: there is none; give the folder that [disk] path names")
-    reason = _distrust(folder)
+    reason = _restore_or_refuse(folder)
     if reason is not None:
         raise OSError(f"store {folder.name}: {reason}; the next engine that opens it starts empty")
     lmdb_roots.check(folder.here / DATA)
@@ -102,25 +102,25 @@ def open_trusted(folder: Folder, capacity_bytes: int, durability: Durability) ->
     if not (folder.here / DATA).exists() or (folder.here / DATA).stat().st_size == 0:
         _clear(folder)
     else:
-        reason = _distrust(folder)
+        reason = _restore_or_refuse(folder)
         if reason is not None:
             _start_empty(folder, reason)
     try:
         if (folder.here / DATA).exists():
             lmdb_roots.check(folder.here / DATA)
-        return reopened(folder, capacity_bytes, durability)
+        return reopen(folder, capacity_bytes, durability)
     except DAMAGE as error:
         _start_empty(folder, str(error))
-        return reopened(folder, capacity_bytes, durability)
+        return reopen(folder, capacity_bytes, durability)
 
 
-def reopened(folder: Folder, capacity_bytes: int, durability: Durability) -> Tables:
+def reopen(folder: Folder, capacity_bytes: int, durability: Durability) -> Tables:
     """The tables in *folder*, which are trusted."""
     present = (folder.here / DATA).stat().st_size if (folder.here / DATA).exists() else 0
     return open_tables(folder.here, max(index_bytes(capacity_bytes), present), durability)
 
 
-def compacted(folder: Folder, tables: Tables, capacity_bytes: int, durability: Durability) -> Tables:
+def compact(folder: Folder, tables: Tables, capacity_bytes: int, durability: Durability) -> Tables:
     """The same index in a file without free pages, for a store with a lowered capacity; as it is, if there is no room
     for a copy. The mark must be CLEAN, and it is true of either file."""
     copy = folder.here / _COPY
@@ -157,7 +157,7 @@ def _clear(folder: Folder) -> None:
     BootMark(current_boot_id(), FileState.PROCESS).write(folder.here)
 
 
-def _distrust(folder: Folder) -> str | None:
+def _restore_or_refuse(folder: Folder) -> str | None:
     """Why the data file must not even be opened; None if it may. Takes one back to its last checkpoint if need be."""
     mark = BootMark.read(folder.here)
     if mark is None:

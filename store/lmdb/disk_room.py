@@ -38,11 +38,11 @@ class DiskRoom:
         )
         return True
 
-    def settle(self) -> None:
+    def on_shrunk(self) -> None:
         """The store has shrunk to that size: what the disk has left now is not enough to grow again."""
         self._left_bytes = self._free_bytes()
 
-    def look(self) -> None:
+    def grow_back(self) -> None:
         """Have all of the capacity again, if others have made room since."""
         if self.capacity_bytes == self._most_bytes:
             return

@@ -62,7 +62,7 @@ class LmdbFiles:
         self._num_crashes = 0 if mark is None else mark.num_crashes
         try:
             with self._lmdb_errors():
-                self._promise()
+                self._mark_open()
         except BaseException:
             self._release_checkpoint()
             raise
@@ -86,7 +86,7 @@ class LmdbFiles:
         with self.reading() as txn:
             if self.tables.counters(txn).slab_bytes <= limit_bytes:
                 return
-        self._thaw()
+        self._reclaim()
 
         def give_back_some(change: Change, most: int) -> int:
             slots = change.give_back(limit_bytes, most)
@@ -106,7 +106,7 @@ class LmdbFiles:
                 return
             with closing(self._opened):
                 try:
-                    self._end()
+                    self._mark_closed()
                 finally:
                     self._release_checkpoint()
 
@@ -134,7 +134,7 @@ class LmdbFiles:
         return self._damage is not None and not self._is_upkeep
 
     @contextmanager
-    def in_use(self) -> Iterator[None]:
+    def using(self) -> Iterator[None]:
         """Keeps the map open meanwhile: `close` waits. Never one inside another. ValueError once it is closed."""
         self._refuse_forked()
         self._recover()
@@ -144,7 +144,7 @@ class LmdbFiles:
     @contextmanager
     def reading(self) -> "Iterator[lmdb.Transaction[bytes]]":
         """A read transaction; keep it short: pages freed since it began cannot be reused before it ends."""
-        with self.in_use(), self.tables.env.begin() as txn:
+        with self.using(), self.tables.env.begin() as txn:
             yield txn
 
     @contextmanager
@@ -179,7 +179,7 @@ class LmdbFiles:
         try:
             return self._change_at_once(act, new_bytes)
         except StoreFull:
-            self._thaw()
+            self._reclaim()
             return self._change_at_once(act, new_bytes)
 
     def remove(self, act: Callable[[Change, int], _T]) -> _T:
@@ -190,22 +190,22 @@ class LmdbFiles:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-        self._thaw()
+        self._reclaim()
         with self.changing(LITTLE_BYTES) as change:
             return act(change, _RECORDS_WHEN_FULL)
 
     def free_pages(self, limit_bytes: int) -> None:
         """Let be used again what is free; of slots, whatever their size, as much as one change may need and more, so
         that it fits *limit_bytes*."""
-        self._thaw()
+        self._reclaim()
         self.give_back(max(0, limit_bytes - 2 * data_file.part_bytes(self.capacity_bytes)))
 
     def sync(self) -> None:
         """What has been changed so far is on the medium on return, or OSError."""
         if self.tables.file.is_doubtful:
-            with self.writer, self.in_use():
+            with self.writer, self.using():
                 self.tables.file.write_again()
-        with self.in_use():  # not as the writer: others may go on writing meanwhile
+        with self.using():  # not as the writer: others may go on writing meanwhile
             self.slabs.sync()
             self.tables.file.sync()
         self._take_checkpoint()
@@ -221,7 +221,7 @@ class LmdbFiles:
                 change.leave_spare_pages()
             return result
 
-    def _promise(self) -> None:
+    def _mark_open(self) -> None:
         """Have what is there on the medium, if the level asks for it, and say that it is open. Before the first change:
         until here the old mark is true, and the last checkpoint whole."""
         level = self._opened.durability
@@ -234,7 +234,7 @@ class LmdbFiles:
         if self._damage is None:
             self._opened.mark(FileState(level.value), self._num_crashes)
 
-    def _end(self) -> None:
+    def _mark_closed(self) -> None:
         """Sync what is open, and say in what state the files are left."""
         if not self._opened.is_index_open:  # it could not be opened again: it is as it was, and not synced
             return
@@ -266,7 +266,7 @@ class LmdbFiles:
             return
         try:
             with self.tables.env.begin() as txn:
-                self.slabs.punch(*self.tables.nobodys(txn, self.slabs.written))
+                self.slabs.punch(*self.tables.unallocated(txn, self.slabs.written))
         except (lmdb.Error, OSError):
             self._is_tidy = False
 
@@ -277,12 +277,12 @@ class LmdbFiles:
             self._opened.mark(FileState.CLEAN)
             self._release_checkpoint()
             self._opened.compact_index()
-            self._promise()
+            self._mark_open()
 
-    def _thaw(self) -> None:
+    def _reclaim(self) -> None:
         """Let be used again what was freed, but is held back by a dead reader, the last checkpoint or the last
         change."""
-        with self.writer, self.in_use():
+        with self.writer, self.using():
             self._clear_stale_readers()
         self._take_checkpoint()
         with self.changing(LITTLE_BYTES):
@@ -294,7 +294,7 @@ class LmdbFiles:
 
     def _take_checkpoint(self) -> None:
         if self._checkpoint is not None:
-            with self.writer, self.in_use():
+            with self.writer, self.using():
                 self._checkpoint_now()
 
     def _checkpoint_now(self) -> None:
@@ -362,7 +362,7 @@ class LmdbFiles:
             self._release_checkpoint()
             with self._lmdb_errors():
                 self._opened.reopen_index()
-                self._promise()
+                self._mark_open()
             self._has_panicked = False
         self._tidy_up()
 

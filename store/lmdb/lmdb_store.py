@@ -71,7 +71,7 @@ class LmdbStore:
         self._cipher = cipher
         self._durability = durability
         self._quotas = quotas
-        self._gone: list[bytes] = []  # evicted, and nobody has been told; `files.writer` guards it
+        self._untold: list[bytes] = []  # evicted, and nobody has been told; `files.writer` guards it
         # Index and slabs, also for people who look after the store.
         self.files = open_files(folder, capacity_bytes, durability, interval_s, owner)
         self._capacity_bytes = self.files.capacity_bytes
@@ -81,7 +81,7 @@ class LmdbStore:
         self._group = GroupCommit(self.files.writer, data_file.part_bytes(self._capacity_bytes), self._put_group)
         try:
             self._evict_to(self._capacity_bytes)
-            self._gone.clear()
+            self._untold.clear()
             self.files.settle()
         except BaseException:
             self.close()
@@ -99,10 +99,10 @@ class LmdbStore:
                 gone = self._group.put(part)
             except BaseException as error:
                 with self.files.writer:
-                    self._gone = self._without_those_back(evicted) + self._gone  # the next caller is told
-                    if isinstance(error, OSError) and self._gone:
+                    self._untold = self._still_absent(evicted) + self._untold  # the next caller is told
+                    if isinstance(error, OSError) and self._untold:
                         full = StoreFull(error.errno, error.strerror or str(error))
-                        full.evicted, self._gone = list(dict.fromkeys(self._gone)), []
+                        full.evicted, self._untold = list(dict.fromkeys(self._untold)), []
                         raise full from error
                 raise
             for blob in part:  # evicted by an earlier part, now back
@@ -133,7 +133,7 @@ class LmdbStore:
         return num_deleted
 
     def keys(self) -> Iterator[bytes]:
-        with self.files.in_use():
+        with self.files.using():
             return self._walk()
 
     def verify(self) -> Iterator[tuple[bytes, Fault | None]]:
@@ -217,7 +217,7 @@ class LmdbStore:
 
     def _put_group(self, group: Sequence[Blob]) -> list[bytes]:
         """Store *group*; if there is no room, after making some. All keys evicted that nobody was told of."""
-        self._room.look()
+        self._room.grow_back()
         for is_last in (False, False, True):
             try:
                 self._put_at_once(group)
@@ -229,7 +229,7 @@ class LmdbStore:
                     self._make_room(2 * sum(most_charged_bytes(blob, self._cipher) for blob in group))
                 elif not self._shrink():
                     raise
-        gone, self._gone = self._gone, []
+        gone, self._untold = self._untold, []
         return gone
 
     def _put_at_once(self, group: Sequence[Blob]) -> None:
@@ -261,18 +261,18 @@ class LmdbStore:
                 evicted, new = self.files.change(put, index_bytes)
                 break
             except _StillTooMuch:
-                self._make_way(unique)
+                self._evict_for(unique)
         else:
             raise StoreFull(errno.ENOSPC, f"store: no room for {len(unique)} blocks after {_MOST_TRIES} tries")
-        back = [key for key in self._gone if key in new]
-        self._gone = [key for key in self._gone if key not in new] + evicted
+        back = [key for key in self._untold if key in new]
+        self._untold = [key for key in self._untold if key not in new] + evicted
         try:
             for sync in syncing:
                 sync.result()
         except OSError:
             with suppress(OSError):  # else they are there, and may not survive a crash
                 self.delete(list(new))
-            self._gone += back  # in doubt they are told: who is told too much only looks for less
+            self._untold += back  # in doubt they are told: who is told too much only looks for less
             raise
 
     def _write(self, change: Change, sealed: Sequence[Sealed]) -> list[Slot]:
@@ -303,7 +303,7 @@ class LmdbStore:
             raise _StillTooMuch(evicted)
         return evicted
 
-    def _make_way(self, group: Collection[Blob]) -> None:
+    def _evict_for(self, group: Collection[Blob]) -> None:
         """Make room for *group* in as many changes as it takes. It is marked in each of them, since a mark lasts one
         turn: nobody is evicted for what continues it."""
         is_done = False
@@ -316,7 +316,7 @@ class LmdbStore:
                     evicted, is_done = self._evict(change, new_bytes, _MOST_EVICTED), True
                 except _StillTooMuch as too_much:
                     evicted = too_much.evicted
-            self._gone += evicted
+            self._untold += evicted
 
     def _make_room(self, num_bytes: int) -> None:
         """Evict *num_bytes* more than the capacity asks for; pages and slots are free to use on return."""
@@ -331,14 +331,14 @@ class LmdbStore:
             return False
         self._evict_to(self._room.capacity_bytes)
         self.files.free_pages(self._room.slab_bytes)
-        self._room.settle()
+        self._room.on_shrunk()
         return True
 
     def _evict_to(self, limit_bytes: int) -> None:
         while self.statistics().stored_bytes > limit_bytes:
-            self._gone += self.files.remove(lambda change, most: change.evict(limit_bytes, most))
+            self._untold += self.files.remove(lambda change, most: change.evict(limit_bytes, most))
 
-    def _without_those_back(self, evicted: Iterable[bytes]) -> list[bytes]:
+    def _still_absent(self, evicted: Iterable[bytes]) -> list[bytes]:
         """Those of *evicted* that nobody has put again, as far as that can be found out."""
         with suppress(OSError):
             return [key for key in evicted if not self.contains(key)]

@@ -65,11 +65,11 @@ class OpenFolder:
     def reopen_index(self) -> None:
         """Have the index as it was before, if LMDB gave it up; OSError or lmdb.Error if that is not possible yet."""
         self.tables.file.close()
-        self.tables = data_file.reopened(self._folder, self.capacity_bytes, self.durability)
+        self.tables = data_file.reopen(self._folder, self.capacity_bytes, self.durability)
 
     def compact_index(self) -> None:
         """Have an index without free pages. The mark must be CLEAN."""
-        self.tables = data_file.compacted(self._folder, self.tables, self.capacity_bytes, self.durability)
+        self.tables = data_file.compact(self._folder, self.tables, self.capacity_bytes, self.durability)
 
     def close(self) -> None:
         """Unmap the index, close the slabs, and let others have the folder."""
@@ -86,13 +86,13 @@ def open_folder(path: Path, capacity_bytes: int | None, durability: Durability, 
     Without a capacity it is the one that is recorded; OSError if no store is there, or a broken one.
     """
     with ExitStack() as undo:
-        folder = undo.enter_context(Folder(path) if capacity_bytes is None else Folder.made(path))
+        folder = undo.enter_context(Folder(path) if capacity_bytes is None else Folder.make(path))
         lock = OwnerLock(folder, owner)
         undo.callback(lock.release)
         try:
             if capacity_bytes is None:
                 capacity_bytes = data_file.recorded_capacity(folder)
-                tables = data_file.reopened(folder, capacity_bytes, durability)
+                tables = data_file.reopen(folder, capacity_bytes, durability)
             else:
                 tables = data_file.open_trusted(folder, capacity_bytes, durability)
         except lmdb.Error as error:

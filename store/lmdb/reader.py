@@ -60,7 +60,7 @@ class LmdbReader:
     def verify_one(self, key: bytes) -> tuple[int, Fault | None] | None:
         """Bytes read of a record and what is wrong with it; None if there is none. Deletes and counts nothing."""
         while True:
-            with self._files.in_use():
+            with self._files.using():
                 found = self._located([key])[0]
                 if found is None:
                     return None
@@ -84,7 +84,7 @@ class LmdbReader:
     def _seems_cached(self, key: bytes) -> bool:
         """Whether a block is in the page cache, and so perhaps its neighbours."""
         try:
-            with self._files.in_use():
+            with self._files.using():
                 (found,) = self._located([key])
                 return found is not None and self._files.slabs.is_cached(found[1])
         except OSError:  # who reads it says so
@@ -112,7 +112,7 @@ class LmdbReader:
     def _read_piece(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
         """Read these blocks. Outside of a transaction: who comes between changes what is read, and that shows."""
         try:
-            with self._files.in_use():
+            with self._files.using():
                 found = self._located([key for key, _ in pairs])
                 values = [
                     memoryview(b"") if place is None else _target(*place, out)
@@ -122,7 +122,7 @@ class LmdbReader:
                 started = time.perf_counter()
                 failed = self._fill(there)
                 if self._timed is not None and there:
-                    self._timed.read(sum(slot.num_bytes for slot, _ in there), time.perf_counter() - started)
+                    self._timed.on_read(sum(slot.num_bytes for slot, _ in there), time.perf_counter() - started)
         except OSError:
             return [Fault.IO_ERROR] * len(pairs)
         return [

@@ -76,7 +76,7 @@ class _Counts:
 class _Slots(_Layout):
     """Of rows that are all key, and say something of a slot."""
 
-    def found(self, key: bytes, packed: bytes) -> tuple[int, ...]:
+    def unpack_key(self, key: bytes, packed: bytes) -> tuple[int, ...]:
         """What is in *key*, whose row is *packed*."""
         if packed != checksum(key):
             raise lmdb.CorruptedError("a row makes no sense: its checksum is another")
@@ -87,9 +87,9 @@ SEQUENCE = _Layout(">Q")  # big-endian, so that LMDB's byte order is the order o
 FREE = _Slots(">IQQ")  # size of the slot, the change that freed it, its number
 HOLE = _Slots(">IQ")  # size, number
 SLOTS = _Counts("<Q")
-TENANT_BYTES_OF = _Counts("<Q")
+BYTES_OF_TENANT = _Counts("<Q")
 COUNTERS_KEY = b"counters"
-NOBODY = bytes(TENANT_BYTES)
+NO_TENANT = bytes(TENANT_BYTES)
 # Sequence number, charged bytes, mark, tenant, size and number of the slot; header and parent's key follow.
 _ROW = _Layout(f">QQ?{TENANT_BYTES}sIQ")
 _COUNTERS = _Counts("<7Qd2Q")
@@ -120,7 +120,7 @@ class Counters:
         """As it is kept."""
         return _COUNTERS.pack(COUNTERS_KEY, *(getattr(self, name) for name in self.__slots__))
 
-    def wrote(self, num_bytes: int, now: float) -> None:
+    def on_written(self, num_bytes: int, now: float) -> None:
         """That much has been written."""
         self.written_bytes_total += num_bytes
         self.written_lately_bytes = self.lately_bytes(now) + num_bytes

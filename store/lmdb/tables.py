@@ -16,13 +16,13 @@ from kvtier.store.durability import Durability
 from kvtier.store.folder import open_own
 from kvtier.store.lmdb.index_file import LITTLE_BYTES, IndexFile
 from kvtier.store.lmdb.rows import (
+    BYTES_OF_TENANT,
     COUNTERS_KEY,
     FREE,
     HOLE,
-    NOBODY,
+    NO_TENANT,
     SEQUENCE,
     SLOTS,
-    TENANT_BYTES_OF,
     Counters,
     Row,
     verified,
@@ -90,9 +90,9 @@ class Tables:
 
     def hole_slots(self, txn: "lmdb.Transaction[bytes]") -> Iterator[Slot]:
         """Slots that take no room."""
-        return (Slot(*HOLE.found(*row)) for row in _rows(txn, self.holes))
+        return (Slot(*HOLE.unpack_key(*row)) for row in _rows(txn, self.holes))
 
-    def nobodys(self, txn: "lmdb.Transaction[bytes]", slots: Iterable[Slot]) -> list[Slot]:
+    def unallocated(self, txn: "lmdb.Transaction[bytes]", slots: Iterable[Slot]) -> list[Slot]:
         """Those of *slots* that are to take no room: holes, and what is behind the last slot."""
         ends = self.num_slots(txn)
         return [
@@ -126,7 +126,7 @@ class Tables:
         """What those of *tenants* have that have anything."""
         found = {tenant: txn.get(tenant, db=self.tenants) for tenant in tenants if tenant}
         return {
-            tenant: TENANT_BYTES_OF.unpack(tenant, packed)[0] for tenant, packed in found.items() if packed is not None
+            tenant: BYTES_OF_TENANT.unpack(tenant, packed)[0] for tenant, packed in found.items() if packed is not None
         }
 
     def check(self, txn: "lmdb.Transaction[bytes]") -> None:
@@ -144,14 +144,16 @@ class Tables:
         assert counters.stored_bytes == recount, f"ledger: {counters.stored_bytes} bytes, recount {recount}"
         assert {key: row.tenant for key, row in rows.items()} == owners, "records and order disagree about tenants"
         owned = {key: (place[:TENANT_BYTES], place[TENANT_BYTES:]) for place, key in _rows(txn, self.owned)}
-        expected = {key: (row.tenant, SEQUENCE.pack(row.sequence)) for key, row in rows.items() if row.tenant != NOBODY}
+        expected = {
+            key: (row.tenant, SEQUENCE.pack(row.sequence)) for key, row in rows.items() if row.tenant != NO_TENANT
+        }
         assert owned == expected, "records and the tenants' orders disagree"
         of_tenants: Counter[bytes] = Counter()
         for row in rows.values():
             of_tenants[row.tenant] += row.charged_bytes
-        of_tenants.pop(NOBODY, None)
-        everybody = [tenant for tenant, _ in _rows(txn, self.tenants)]
-        assert self.bytes_of_tenants(txn, everybody) == of_tenants, "a tenant's bytes are miscounted"
+        of_tenants.pop(NO_TENANT, None)
+        all_tenants = [tenant for tenant, _ in _rows(txn, self.tenants)]
+        assert self.bytes_of_tenants(txn, all_tenants) == of_tenants, "a tenant's bytes are miscounted"
         self._check_slots(txn, [row.slot for row in rows.values()], counters.slab_bytes)
         newest = max(order.values(), default=-1)
         assert newest < counters.next_sequence, f"sequence {newest} is not below {counters.next_sequence}"
@@ -162,12 +164,12 @@ class Tables:
 
     def _check_slots(self, txn: "lmdb.Transaction[bytes]", used: list[Slot], slab_bytes: int) -> None:
         """Every slot is a record's, free, or a hole."""
-        free = [Slot(num_bytes, number) for num_bytes, _, number in starmap(FREE.found, _rows(txn, self.free))]
+        free = [Slot(num_bytes, number) for num_bytes, _, number in starmap(FREE.unpack_key, _rows(txn, self.free))]
         slots = used + free + list(self.hole_slots(txn))
         assert len(set(slots)) == len(slots), "a slot is two things at once"
         there = self.num_slots(txn)
         assert all(number < there.get(num_bytes, 0) for num_bytes, number in slots), "a slot is used that is not there"
-        assert len(slots) == sum(there.values()), "a slot is nobody's"
+        assert len(slots) == sum(there.values()), "a slot is neither a record's, nor free, nor a hole"
         taken = sum(slot.num_bytes for slot in used + free)
         assert taken == slab_bytes, f"ledger: {slab_bytes} bytes of slots, recount {taken}"
 

@@ -68,7 +68,7 @@ class StoreProcess:
         self._worker: _Worker | None = None  # the one that was started last
         self._opened: Future[_Worker] = Future()  # what became of the last opening
         self._opened.set_exception(StoreDied(f"store {settings.folder}: not opened yet"))
-        self._opens = True
+        self._may_open = True
         self._closed = False
         self._num_replaced, self._why_replaced = 0, ""
         self.num_starts = 0
@@ -76,12 +76,12 @@ class StoreProcess:
     def open(self) -> None:
         """Have the store open on return, however long it takes to open. What opening raises; `StoreDied` if that hangs,
         or is under way already."""
-        self._running()
+        self._ensure_running()
 
     def stop_opening(self) -> None:
         """Open no more, and end at once what is being opened: for an owner that is about to close."""
         with self._lock:
-            self._opens = False
+            self._may_open = False
             worker = self._worker
         if worker is not None and not worker.is_open:
             worker.end("it was still opening")
@@ -147,7 +147,7 @@ class StoreProcess:
         return int(self._ask_writer("delete", keys))
 
     def keys(self) -> Iterator[bytes]:
-        self._running()
+        self._ensure_running()
         return self._iterate("keys")
 
     def verify(self) -> Iterator[tuple[bytes, Fault | None]]:
@@ -186,7 +186,7 @@ class StoreProcess:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _running(self) -> "_Worker":
+    def _ensure_running(self) -> "_Worker":
         """The process, started if need be; who starts it waits until the store is open, and all others not at all."""
         if os.getpid() != self._pid:
             raise ValueError(
@@ -200,7 +200,7 @@ class StoreProcess:
                 return self._worker
             if not self._opened.done():
                 raise StoreDied(f"store {self.settings.folder}: its process is still opening it")
-            if not self._opens:
+            if not self._may_open:
                 raise StoreDied(f"store {self.settings.folder}: its process has ended, and is not started again")
             opened: Future[_Worker] = Future()
             # A thread, which Ctrl-C does not reach: so an opening always comes to an end that is known.
@@ -226,8 +226,8 @@ class StoreProcess:
                     self._num_replaced, self._why_replaced = self._num_replaced + 1, before.why_ended
                 self.num_starts += 1
                 self._worker = worker
-                opens = self._opens and not self._closed
-            if not opens:
+                may_open = self._may_open and not self._closed
+            if not may_open:
                 raise StoreDied(f"store {self.settings.folder}: closed before it was open")
             worker.open(self.settings)
             opened.set_result(worker)
@@ -238,13 +238,13 @@ class StoreProcess:
             opened.set_exception(error)
 
     def _ask_reader(self, method: str, *arguments: Any) -> Any:
-        return self._running().ask_reader(method, *arguments)
+        return self._ensure_running().ask_reader(method, *arguments)
 
     def _ask_writer(self, method: str, *arguments: Any) -> Any:
-        return self._running().ask_writer(method, *arguments)
+        return self._ensure_running().ask_writer(method, *arguments)
 
     def _fill(self, keys: Sequence[bytes], pieces: Sequence[Place | int]) -> Any:
-        worker = self._running()
+        worker = self._ensure_running()
         try:
             return worker.ask_reader("read_many", keys, pieces)
         except BaseException:
@@ -253,14 +253,14 @@ class StoreProcess:
             raise
 
     def _iterate(self, method: str) -> Iterator[Any]:
-        worker = self._running()
+        worker = self._ensure_running()
         ended = list(worker.ended_walks)
         number = worker.ask_reader("begin", method, ended)
         worker.ended_walks.difference_update(ended)
         try:
             while items := worker.ask_reader("go_on", number):
                 yield from items
-                if self._running() is not worker:
+                if self._ensure_running() is not worker:
                     raise StoreDied(f"store {self.settings.folder}: its process ended, and {method} with it")
         finally:
             worker.ended_walks.add(number)  # no question of its own: this may be the garbage collector's call
@@ -272,7 +272,7 @@ class _Worker:
     def __init__(self, settings: StoreSettings, memories: Sequence[SharedMemory], timeout_s: float) -> None:
         self._folder = settings.folder
         self._timeout_s = timeout_s
-        self._process, channels = _started(memories)
+        self._process, channels = _start_process(memories)
         self._writers = _queue_of(channels[:NUM_WRITERS])
         self._readers = _queue_of(channels[NUM_WRITERS:])
         self.is_open = False
@@ -384,7 +384,7 @@ class _Worker:
         return value
 
 
-def _started(memories: Sequence[SharedMemory]) -> "tuple[subprocess.Popen[bytes], list[Channel]]":
+def _start_process(memories: Sequence[SharedMemory]) -> "tuple[subprocess.Popen[bytes], list[Channel]]":
     """A process that is to serve a store, and the channels to it: those of writers first."""
     pairs = [socket.socketpair() for _ in range(NUM_WRITERS + NUM_READERS)]
     theirs = [there.fileno() for _, there in pairs]

@@ -103,7 +103,7 @@ def main() -> None:
     """Open the store that the first question tells of; answer until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the asker's to handle
     files, memories, num_writers, parent = json.loads(sys.argv[1])
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     sockets = [socket.socket(fileno=file) for file in files]
     try:
         number, question = receive(sockets[0])
@@ -128,7 +128,7 @@ def main() -> None:
         thread.join()
 
 
-def _end_with(parent: int) -> None:
+def _end_with_parent(parent: int) -> None:
     """End with the process that started this one: a child that it forked may keep its ends of the sockets open."""
     while os.getppid() == parent:  # PR_SET_PDEATHSIG would come when the thread ends that started this process
         time.sleep(_WATCH_S)

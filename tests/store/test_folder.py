@@ -119,7 +119,7 @@ def test_documents_follow_no_link(tmp_path: Path) -> None:
 
 
 def test_an_open_folder_stays_the_same_one(tmp_path: Path) -> None:
-    with Folder.made(tmp_path / "folder") as folder:
+    with Folder.make(tmp_path / "folder") as folder:
         (tmp_path / "folder").rename(tmp_path / "elsewhere")
         (tmp_path / "folder").mkdir()
 

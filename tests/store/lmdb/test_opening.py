@@ -145,7 +145,7 @@ def test_an_index_that_could_not_be_synced_is_not_clean(folder: Path, monkeypatc
     store = LmdbStore(folder, CAPACITY_BYTES)
     store.put_many([blob_of(100)])
     with monkeypatch.context() as broken:
-        broken.setattr(data_file, "reopened", fail)
+        broken.setattr(data_file, "reopen", fail)
         panicking.give_up()
         for reason in ("MDB_PANIC", "Too many open files"):
             with pytest.raises(OSError, match=reason):

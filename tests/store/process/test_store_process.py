@@ -677,6 +677,7 @@ def test_a_file_in_the_working_directory_is_no_module_of_the_stores(
     with StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES)) as store:
         store.put_many([blob_of(1)])
 
+
 def niceness_of_threads(pid: int) -> list[int]:
     """The niceness of each thread of a process, the kindest last."""
     stats = [task.read_text().rpartition(")")[2].split() for task in Path(f"/proc/{pid}/task").glob("*/stat")]
