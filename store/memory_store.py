@@ -1,4 +1,4 @@
-"""A store in ordinary memory: the contract in its shortest form, for tests and machines without a disk."""
+"""`MemoryStore`: the contract of a store in its shortest form, in ordinary memory, for tests and without a disk."""
 
 import threading
 from collections import Counter, OrderedDict
@@ -42,7 +42,7 @@ class MemoryStore:
         self._rows: OrderedDict[bytes, _Row] = OrderedDict()  # oldest first
         self._marked: set[bytes] = set()
         self._stored_bytes = 0
-        self._tenants: Counter[bytes] = Counter()  # bytes of each
+        self._tenants: Counter[bytes] = Counter()  # charged bytes of each
         self._written_bytes_total = 0
         self._read_bytes_total = 0
         self._evicted_total = 0
@@ -57,7 +57,7 @@ class MemoryStore:
         refuse_unfit(blobs, self._capacity_bytes, self._cipher)
         with self._locked():
             new = {blob.key: blob for blob in blobs if blob.key not in self._rows}
-            rows = {key: self._row(blob) for key, blob in new.items()}  # may fail: before any change
+            rows = {key: self._row(blob) for key, blob in new.items()}  # before any change, as this may fail
             for blob in blobs:
                 self._mark(blob.parent if blob.key in rows else blob.key)
             tenants = dict.fromkeys(row.tenant for row in rows.values() if row.tenant in self._quotas)
@@ -164,7 +164,7 @@ class MemoryStore:
             self._marked.add(key)
 
     def _make_room(self, rows: Sequence[_Row], tenants: Iterable[bytes]) -> list[bytes]:
-        """Evict until *rows* fit, each of the *tenants*' into its quota and all together into the capacity."""
+        """Evict until *rows* fit: those of each of *tenants* into its quota, and all together into the capacity."""
         evicted = []
         for tenant in tenants:
             quota = self._quotas[tenant]
@@ -174,7 +174,7 @@ class MemoryStore:
         return evicted + self._turn(lambda: self._stored_bytes, limit_bytes, None)
 
     def _turn(self, stored_bytes: Callable[[], int], limit_bytes: int, tenant: bytes | None) -> list[bytes]:
-        """Go through the order, oldest first, of one *tenant* or of all, until no more than that is left."""
+        """Evict by CLOCK from the records of one *tenant*, or of all, until *stored_bytes* is at most *limit_bytes*."""
         evicted = []
         while stored_bytes() > max(0, limit_bytes):
             key, row = next((key, row) for key, row in self._rows.items() if tenant in (None, row.tenant))
@@ -198,7 +198,7 @@ class MemoryStore:
         with self._lock:
             if isinstance(result, Fault):
                 self._faults[result] += 1
-                if result.is_bad_record and self._rows.get(key) is row:  # else replaced by a good one in the meantime
+                if result.is_bad_record and self._rows.get(key) is row:  # else it was replaced by a good one meanwhile
                     self._forget(key)
             else:
                 self._read_bytes_total += out.nbytes
