@@ -1,4 +1,4 @@
-"""Encryption at rest: a reader of the disk learns no keys and values, and records written by others are refused.
+"""Encryption at rest: a reader of the disk learns no keys and values, and a record that it wrote is refused.
 
 The names of blocks, their order and sizes, and the tenants are not encrypted. A name is a hash of token ids: unless the
 seed of the names, or the request's salt, is a secret, a reader that guesses a prompt can see whether it was cached.

@@ -1,4 +1,4 @@
-"""A store of one LMDB index and files of slots beside it: the disk tier of one process."""
+"""`LmdbStore`: one LMDB index and slabs beside it, the disk tier of one process."""
 
 import errno
 import time
@@ -25,16 +25,16 @@ from kvtier.store.lmdb.reader import LmdbReader
 from kvtier.store.record import Fault
 from kvtier.store.slab import PAGE_BYTES, Slot, slot_bytes
 
-_INDEX_PAGES = 8  # that one record's change may make new
-_EVICTED_PAGES = 3  # that an eviction may
-_MOST_EVICTED = 512  # of one change, and as many as it adds: see `REMOVAL_BYTES`
+_INDEX_PAGES = 8  # new pages that the change of one record may need
+_EVICTED_PAGES = 3  # new pages that an eviction may need
+_MOST_EVICTED = 512  # that one change evicts, besides as many as it adds: see `REMOVAL_BYTES`
 _MOST_TRIES = 8  # to make room for one group
 _KEYS_PER_PAGE = 4096
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class _StillTooMuch(Exception):
-    """One change went through as much of the order as it may, and there is still no room."""
+    """One change has evicted and passed over as many records as it may, and there is still no room."""
 
     def __init__(self, evicted: list[bytes]) -> None:
         super().__init__()
@@ -42,18 +42,18 @@ class _StillTooMuch(Exception):
 
 
 class LmdbStore:
-    """See `BlobStore`. One process owns *folder* (`FolderInUse` otherwise); opening takes the same time at any size.
+    """A `BlobStore` on disk. One process owns *folder* (`FolderInUse` otherwise). Opening takes as long at any size.
 
     A payload is written to a slot that no record has. Then record, slot, recency and accounting change in one
-    transaction, so a process killed at any point leaves a whole store. What a crash of the machine leaves is up to the
-    *durability*; *interval_s* is the time between checkpoints.
-    *quotas* are bytes by tenant, of which none is exceeded from the first put of that tenant's on.
-    *owner* is the pid that others are told, this process's by default.
-    The start after a broken tree was met is empty; until then changes raise, and reads go on, each verified.
-    Without *capacity_bytes* it is the one with which the store was last opened; OSError if there is no such store,
-    or a broken one, which stays as it is. A process forked from the owner's may not use it.
+    transaction, so a process killed at any point leaves a whole store. *durability* says what a crash of the machine
+    leaves; *interval_s* is the time between checkpoints.
+    *quotas* are bytes by tenant. From the first put of a tenant on, its quota is not exceeded.
+    *owner* is the pid that other processes are told, this process's by default.
+    After a broken tree was met, changes raise and reads go on, each verified; the next start is empty.
+    Without *capacity_bytes* the store has the capacity with which it was last opened; OSError if there is no store, or
+    a broken one, which stays as it is. A process forked from the owner's may not use it.
     The folder never takes more than `data_file.most_bytes` of the capacity. A medium that fails to read a page of the
-    index ends the process with SIGBUS, as with every program that maps files: that is what `StoreProcess` is for.
+    index ends the process with SIGBUS, as with every program that maps files: `StoreProcess` is there for that.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class LmdbStore:
         self._cipher = cipher
         self._durability = durability
         self._quotas = quotas
-        self._untold: list[bytes] = []  # evicted, and nobody has been told; `files.writer` guards it
-        # Index and slabs, also for people who look after the store.
+        self._untold: list[bytes] = []  # evicted keys that no put has returned yet; `files.writer` guards it
+        # Index and slabs; commands that look after the store use them too.
         self.files = open_files(folder, capacity_bytes, durability, interval_s, owner)
         self._capacity_bytes = self.files.capacity_bytes
         self._room = DiskRoom(self.files.name, self.files.here, self._capacity_bytes)
@@ -99,7 +99,7 @@ class LmdbStore:
                 gone = self._group.put(part)
             except BaseException as error:
                 with self.files.writer:
-                    self._untold = self._still_absent(evicted) + self._untold  # the next caller is told
+                    self._untold = self._still_absent(evicted) + self._untold  # the next put returns them
                     if isinstance(error, OSError) and self._untold:
                         full = StoreFull(error.errno, error.strerror or str(error))
                         full.evicted, self._untold = list(dict.fromkeys(self._untold)), []
@@ -143,11 +143,11 @@ class LmdbStore:
                 yield key, found[1]
 
     def verify_one(self, key: bytes) -> tuple[int, Fault | None] | None:
-        """Bytes read of a record and what is wrong with it; None if there is none. Deletes and counts nothing."""
+        """Read a record; gives the bytes read and its fault, None if there is no record. Deletes and counts nothing."""
         return self._reader.verify_one(key)
 
     def place(self, key: bytes) -> tuple[Path, int, int] | None:
-        """File, offset and length of a record's slot, for who wants to see its bytes; None if there is none."""
+        """File, offset and length of the slot that has the payload of *key*; None if there is no record."""
         with self.files.reading() as txn:
             found = self.files.tables.located(txn, key)
         if found is None:
@@ -157,7 +157,7 @@ class LmdbStore:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it should be closed and opened again: its index is damaged."""
+        """Whether the index is damaged, so that the store should be closed and opened again."""
         return self.files.is_lost
 
     def sync(self) -> None:
@@ -216,7 +216,7 @@ class LmdbStore:
             yield from (key for _, key in page)
 
     def _put_group(self, group: Sequence[Blob]) -> list[bytes]:
-        """Store *group*; if there is no room, after making some. All keys evicted that nobody was told of."""
+        """Store *group*, making room if there is none; returns all evicted keys that no put has returned yet."""
         self._room.grow_back()
         for is_last in (False, False, True):
             try:
@@ -241,13 +241,13 @@ class LmdbStore:
             new = _mark(change, unique)
             coming = {blob.key for blob in new}
             sealed = [seal(blob, self._codec, self._cipher) for blob in new]
-            # First, so that new records come behind those that get a second chance for them.
+            # Before the new records are added, so that these are newer than the records passed over for them.
             new_bytes: Counter[bytes] = Counter()
             for blob, one in zip(new, sealed, strict=True):
                 new_bytes[blob.tenant] += one.charged_bytes
             evicted = self._evict(change, new_bytes, most)
             slots = self._write(change, sealed)
-            if self._durability is Durability.COMMIT:  # beside the commit: their order does not matter, digests tell
+            if self._durability is Durability.COMMIT:  # beside the commit: digests show whether a payload is complete
                 syncing.append(self._syncer.submit(self.files.slabs.sync))
             for blob, one, slot in zip(new, sealed, slots, strict=True):
                 coming.discard(blob.key)
@@ -270,13 +270,13 @@ class LmdbStore:
             for sync in syncing:
                 sync.result()
         except OSError:
-            with suppress(OSError):  # else they are there, and may not survive a crash
+            with suppress(OSError):  # else they stay, and may not survive a crash
                 self.delete(list(new))
-            self._untold += back  # in doubt they are told: who is told too much only looks for less
+            self._untold += back  # returned when in doubt: the caller then looks for less on disk than there is
             raise
 
     def _write(self, change: Change, sealed: Sequence[Sealed]) -> list[Slot]:
-        """Write the payloads to slots that no record has."""
+        """Write the payloads to slots that no record has, and return these."""
         sizes = [slot_bytes(one.payload.nbytes) for one in sealed]
         free: dict[int, Iterator[Slot]] = {}
         for size, num_slots in Counter(sizes).items():
@@ -289,7 +289,7 @@ class LmdbStore:
         return placed
 
     def _evict(self, change: Change, new_bytes: Mapping[bytes, int], most: int) -> list[bytes]:
-        """Make room for that many bytes of each tenant; `_StillTooMuch` if *most* evictions do not."""
+        """Evict until *new_bytes* (by tenant) fit quotas and capacity; `_StillTooMuch` after *most* evictions."""
         evicted: list[bytes] = []
         for tenant, num_bytes in new_bytes.items():
             if tenant in self._quotas and tenant:
@@ -304,8 +304,11 @@ class LmdbStore:
         return evicted
 
     def _evict_for(self, group: Collection[Blob]) -> None:
-        """Make room for *group* in as many changes as it takes. It is marked in each of them, since a mark lasts one
-        turn: nobody is evicted for what continues it."""
+        """Evict until *group* fits, in as many changes as it takes.
+
+        Each change marks the group's records and parents anew, since a mark lasts for one turn of CLOCK: no record is
+        evicted for the sake of one that continues it.
+        """
         is_done = False
         while not is_done:
             with self.files.changing(REMOVAL_BYTES + _EVICTED_PAGES * PAGE_BYTES * len(group)) as change:
@@ -319,12 +322,12 @@ class LmdbStore:
             self._untold += evicted
 
     def _make_room(self, num_bytes: int) -> None:
-        """Evict *num_bytes* more than the capacity asks for; pages and slots are free to use on return."""
+        """Evict *num_bytes* of records, and make their pages and slots usable."""
         self._evict_to(max(0, self.statistics().stored_bytes - num_bytes))
         self.files.free_pages(self._room.slab_bytes)
 
     def _shrink(self) -> bool:
-        """Go on with what the disk has, which is full; False if that is next to nothing."""
+        """Lower the capacity to what a full disk allows; False if that is next to nothing."""
         with self.files.reading() as txn:
             taken_bytes = self.files.tables.counters(txn).slab_bytes
         if not self._room.shrink(taken_bytes):
@@ -339,14 +342,14 @@ class LmdbStore:
             self._untold += self.files.remove(lambda change, most: change.evict(limit_bytes, most))
 
     def _still_absent(self, evicted: Iterable[bytes]) -> list[bytes]:
-        """Those of *evicted* that nobody has put again, as far as that can be found out."""
+        """Those of *evicted* that have no record again; all of them if the index cannot be read."""
         with suppress(OSError):
             return [key for key in evicted if not self.contains(key)]
         return list(evicted)
 
 
 def _mark(change: Change, group: Iterable[Blob]) -> list[Blob]:
-    """Mark those of *group* that are there, and the parents of the others; those others."""
+    """Mark the records of *group* that exist, and the parents of the others; returns these others."""
     new = [blob for blob in group if not change.mark(blob.key)]
     coming = {blob.key for blob in new}
     for blob in new:

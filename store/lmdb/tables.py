@@ -1,4 +1,4 @@
-"""The sub-databases of an LMDB store."""
+"""`Tables`: the sub-databases of an LMDB store."""
 
 import ctypes
 import os
@@ -32,18 +32,18 @@ from kvtier.store.slab import Slot
 _TABLES = (b"records", b"free", b"holes", b"slabs", b"order", b"owned", b"tenants", b"ledger")
 MAX_DBS = len(_TABLES)
 _MOST_READERS = 256
-_LOCK_BYTES = (_MOST_READERS + 64) * 64  # at least: 64 bytes for each reader, 200 for all
-_parents: "weakref.WeakSet[Any]" = weakref.WeakSet()  # what is open here, and a forked process must not close
+_LOCK_BYTES = (_MOST_READERS + 64) * 64  # at least: LMDB takes 64 bytes for each reader, and 200 for the file
+_parents: "weakref.WeakSet[Any]" = weakref.WeakSet()  # open objects that a forked process must not close
 
 
 class Tables:
-    """One LMDB environment with eight sub-databases. Payloads are in slots of the `Slabs` beside it.
+    """One LMDB environment with eight sub-databases. The payloads are in slots of the `Slabs` beside it.
 
     records   key -> sequence number, charged bytes, mark, tenant, slot, header, parent's key
     order     sequence number -> tenant and key, oldest first
-    owned     tenant and sequence number -> key: the same of tenants alone
-    free      slots without a record: size, change that freed it, number
-    holes     those of them that take no room on the medium: size, number
+    owned     tenant and sequence number -> key: the same order for each tenant
+    free      slots without a record that have disk space: size, change that freed it, number
+    holes     slots without a record and without disk space: size, number
     slabs     size -> how many slots there are
     tenants   tenant -> charged bytes
     ledger    `Counters`
@@ -85,15 +85,15 @@ class Tables:
         return Counters() if packed is None else Counters.unpack(bytes(packed))
 
     def num_slots(self, txn: "lmdb.Transaction[bytes]") -> dict[int, int]:
-        """How many slots there are, by their size."""
+        """Number of slots in each slab, by the size of its slots."""
         return {int.from_bytes(size, "big"): SLOTS.unpack(size, packed)[0] for size, packed in _rows(txn, self.slabs)}
 
     def hole_slots(self, txn: "lmdb.Transaction[bytes]") -> Iterator[Slot]:
-        """Slots that take no room."""
+        """The holes: slots without disk space."""
         return (Slot(*HOLE.unpack_key(*row)) for row in _rows(txn, self.holes))
 
     def unallocated(self, txn: "lmdb.Transaction[bytes]", slots: Iterable[Slot]) -> list[Slot]:
-        """Those of *slots* that are to take no room: holes, and what is behind the last slot."""
+        """Those of *slots* that should have no disk space: holes, and slots behind the last one of a slab."""
         ends = self.num_slots(txn)
         return [
             slot
@@ -102,7 +102,7 @@ class Tables:
         ]
 
     def located(self, txn: "lmdb.Transaction[bytes]", key: bytes) -> tuple[bytes, Slot] | None:
-        """Header and slot of *key*."""
+        """Header and slot of the record of *key*; None if there is none."""
         packed = txn.get(key, db=self.records) if 0 < len(key) <= MAX_KEY_BYTES else None
         return None if packed is None else Row.located(key, packed)
 
@@ -118,19 +118,19 @@ class Tables:
                 (SEQUENCE.unpack(place)[0], verified(place, row)[TENANT_BYTES:]) for place, row in islice(rows, most)
             ]
         for before, after in pairwise([(sequence, b""), *page]):
-            if before[0] is not None and before[0] <= after[0]:  # who goes on from the last would never end
+            if before[0] is not None and before[0] <= after[0]:  # going on from the last would never end
                 raise lmdb.CorruptedError("the order is out of order")
         return page
 
     def bytes_of_tenants(self, txn: "lmdb.Transaction[bytes]", tenants: Iterable[bytes]) -> dict[bytes, int]:
-        """What those of *tenants* have that have anything."""
+        """Charged bytes of each of *tenants* that has records."""
         found = {tenant: txn.get(tenant, db=self.tenants) for tenant in tenants if tenant}
         return {
             tenant: BYTES_OF_TENANT.unpack(tenant, packed)[0] for tenant, packed in found.items() if packed is not None
         }
 
     def check(self, txn: "lmdb.Transaction[bytes]") -> None:
-        """AssertionError if ledger, order, records and payloads disagree, or a record might leave before its child."""
+        """Raise AssertionError if tables or slots disagree, or a record may be evicted before one that continues it."""
         counters = self.counters(txn)
         places = {verified(place, row): place for place, row in _rows(txn, self.order)}
         order = {owned[TENANT_BYTES:]: SEQUENCE.unpack(place)[0] for owned, place in places.items()}
@@ -163,7 +163,7 @@ class Tables:
             assert is_safe, "a record would leave before the one that continues it"
 
     def _check_slots(self, txn: "lmdb.Transaction[bytes]", used: list[Slot], slab_bytes: int) -> None:
-        """Every slot is a record's, free, or a hole."""
+        """Raise AssertionError unless every slot has a record, is free, or is a hole."""
         free = [Slot(num_bytes, number) for num_bytes, _, number in starmap(FREE.unpack_key, _rows(txn, self.free))]
         slots = used + free + list(self.hole_slots(txn))
         assert len(set(slots)) == len(slots), "a slot is two things at once"
@@ -175,7 +175,7 @@ class Tables:
 
 
 def open_tables(folder: Path, map_bytes: int, durability: Durability) -> Tables:
-    """The tables of the index in *folder*; what is there already stays as it is. OSError or lmdb.Error."""
+    """Open the tables of the index in *folder*, made if there are none. OSError or lmdb.Error."""
     _take_room(folder / "lock.mdb", _LOCK_BYTES)
     descriptor = open_own(folder / "data.mdb", os.O_RDWR | os.O_CREAT)
     try:
@@ -201,7 +201,7 @@ def open_tables(folder: Path, map_bytes: int, durability: Durability) -> Tables:
 
 
 def _table(env: lmdb.Environment, name: bytes, is_new: bool) -> "lmdb._Database":
-    """A sub-database, which is there unless the environment is new."""
+    """Open a sub-database, which is made if the environment is new. CorruptedError if it is missing otherwise."""
     try:
         return env.open_db(name, create=is_new)
     except lmdb.NotFoundError as error:
@@ -209,8 +209,11 @@ def _table(env: lmdb.Environment, name: bytes, is_new: bool) -> "lmdb._Database"
 
 
 def keep_when_forked(opened: "lmdb.Environment | lmdb.Transaction[bytes]") -> None:
-    """Never free *opened* in a process forked from this one: that would free its slot in the table of readers, which
-    the two share, and LMDB would write over what this one still reads."""
+    """Never free *opened* in a process forked from this one.
+
+    Freeing it there would free this process's slot in the table of readers, which the two share, and LMDB would
+    overwrite pages that this process still reads.
+    """
     _parents.add(opened)
 
 
@@ -223,8 +226,8 @@ os.register_at_fork(after_in_child=_keep_parents)
 
 
 def _opened(folder: Path, map_bytes: int, durability: Durability) -> lmdb.Environment:
-    # Without readahead cold reads are 14 times slower. The map size never changes: LMDB would pull it from under a
-    # reader. For the other two see `Durability`.
+    # Without readahead cold reads are 14 times slower. The map size never changes: LMDB would unmap pages under a
+    # reader. For `writemap` and `sync` see `Durability`.
     return lmdb.open(
         str(folder),
         map_size=map_bytes,
@@ -239,7 +242,7 @@ def _opened(folder: Path, map_bytes: int, durability: Durability) -> lmdb.Enviro
 
 
 def _take_room(path: Path, num_bytes: int) -> None:
-    """Have disk space for a file that is mapped, as `reserve` does; OSError."""
+    """Take disk space for the first *num_bytes* of a mapped file, as `IndexFile.reserve` does; OSError."""
     file = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
         os.posix_fallocate(file, 0, num_bytes)
@@ -248,8 +251,7 @@ def _take_room(path: Path, num_bytes: int) -> None:
 
 
 def ascending(rows: Iterable[tuple[bytes, bytes]], start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
-    """*rows*, as long as each key is above the one before and none is below *start*: a damaged tree may lead round in
-    a circle. CorruptedError then."""
+    """*rows*, whose keys must ascend from *start*; else CorruptedError: a damaged tree may lead round in a circle."""
     last = None
     for key, row in rows:
         if key < start or (last is not None and key <= last):
