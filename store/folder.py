@@ -67,7 +67,7 @@ class Folder:
         if owner != os.geteuid():
             why = f"belongs to user {owner}, this process to {os.geteuid()}; run it as that user"
         elif self.mode & (stat.S_IWGRP | stat.S_IWOTH):
-            why = f"others may write in it (mode {self.mode:04o}); chmod 700 it"
+            why = f"other users may write in it (mode {self.mode:04o}); chmod 700 it"
         if why:
             raise PermissionError(errno.EPERM, why, str(self.name))
 

@@ -1,4 +1,4 @@
-"""Encryption at rest: a reader of the disk learns no keys and values, and a record that it wrote is refused.
+"""Encryption at rest: other users of the disk cannot read keys and values, and their records are refused.
 
 The names of blocks, their order and sizes, and the tenants are not encrypted. A name is a hash of token ids: unless the
 seed of the names, or the request's salt, is a secret, a reader that guesses a prompt can see whether it was cached.
@@ -147,7 +147,7 @@ def _read_private(path: Path) -> bytes:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             if mode & 0o077:
                 remedy = f"chmod 600 {shlex.quote(str(path))}"
-                raise ValueError(f"encryption key {path}: others may use it (mode {mode:04o}); run: {remedy}")
+                raise ValueError(f"encryption key {path}: other users may use it (mode {mode:04o}); run: {remedy}")
             return file.read(_MOST_BYTES)
     except OSError as error:
         raise ValueError(f"encryption key {path}: {error.strerror}; {_HOW_TO_MAKE_ONE}") from error
