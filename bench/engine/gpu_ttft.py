@@ -76,11 +76,11 @@ class Ledger:
     num_compared: int = 0
     num_different: int = 0
 
-    def computed(self, names: Sequence[BlockName], digests: Sequence[bytes]) -> None:
+    def on_computed(self, names: Sequence[BlockName], digests: Sequence[bytes]) -> None:
         """Blocks have been computed."""
         self.known.update(zip(names, digests, strict=True))
 
-    def promoted(self, names: Sequence[BlockName], digests: Sequence[bytes]) -> None:
+    def on_promoted(self, names: Sequence[BlockName], digests: Sequence[bytes]) -> None:
         """Blocks have come back to the device."""
         self.num_compared += len(names)
         self.num_different += sum(self.known[name] != digest for name, digest in zip(names, digests, strict=True))
@@ -122,15 +122,15 @@ class Tiers:
         if LAYER_WISE in self.loadings:
             self._cache._promoter._by_layers = loading == LAYER_WISE
 
-    def leave_device(self, names: Sequence[BlockName]) -> None:
+    def evict_from_device(self, names: Sequence[BlockName]) -> None:
         """Forget the blocks on the device only."""
         device = self._residency.groups[0].slots
         slots = device.pool.find_all(names)
         device.evict(slots[slots != ABSENT])
 
-    def leave_device_and_host(self, names: Sequence[BlockName]) -> None:
+    def evict_from_device_and_host(self, names: Sequence[BlockName]) -> None:
         """Forget the blocks on the device and in host memory."""
-        self.leave_device(names)
+        self.evict_from_device(names)
         host = self._host[0]
         slots = host.pool.find_all(names)
         host.evict(slots[slots != ABSENT])
@@ -168,26 +168,26 @@ class Reader:
             names = self._names_of(document)
             seconds[COLD, WHOLE].append(self._ask(document, COLD))
             if num_more:
-                self.tiers.leave_device_and_host(names)
+                self.tiers.evict_from_device_and_host(names)
         if self._ledger is not None:
-            self._ledger.computed(names, self.tiers.digests(names))
+            self._ledger.on_computed(names, self.tiers.digests(names))
         self.tiers.settle()
         ways = [
             (Tier.DEVICE.value, WHOLE, lambda names: None),
-            *((Tier.HOST.value, loading, self.tiers.leave_device) for loading in self.tiers.loadings),
-            (Tier.DISK.value, WHOLE, self.tiers.leave_device_and_host),
+            *((Tier.HOST.value, loading, self.tiers.evict_from_device) for loading in self.tiers.loadings),
+            (Tier.DISK.value, WHOLE, self.tiers.evict_from_device_and_host),
         ]
-        for tier, loading, leave in ways:
+        for tier, loading, evict in ways:
             self.tiers.load(loading)
             for repetition in range(repetitions(tier, num_tokens)):
                 if repetition and clock.left < 0:
                     break
-                leave(names)
+                evict(names)
                 seconds[tier, loading].append(self._ask(document, tier))
                 if self._ledger is not None and tier != Tier.DEVICE:
-                    self._ledger.promoted(names, self.tiers.digests(names))
+                    self._ledger.on_promoted(names, self.tiers.digests(names))
                 self.tiers.settle()
-        self.tiers.leave_device_and_host(names)
+        self.tiers.evict_from_device_and_host(names)
         found = [Ttft(tier, num_tokens, tuple(times), loading) for (tier, loading), times in seconds.items()]
         clock.note(", ".join(f"{ttft.label} {ttft.median_s:.4g} s" for ttft in found))
         return found

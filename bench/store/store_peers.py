@@ -32,15 +32,15 @@ class FilePerBlock:
 
     def __init__(self, folder: Path, capacity_bytes: int) -> None:
         self._folder = str(folder)
-        self._left = capacity_bytes
-        self._there: deque[tuple[bytes, int]] = deque()
+        self._free_bytes = capacity_bytes
+        self._files: deque[tuple[bytes, int]] = deque()
         for first in HEX:
             for second in HEX:
                 (folder / first / second).mkdir(parents=True)
 
     def keys(self) -> list[bytes]:
         """Oldest first."""
-        return [key for key, _ in self._there]
+        return [key for key, _ in self._files]
 
     def put(self, batch: Batch, durable: bool = False, flags: int = 0) -> None:
         """Store the blocks, each durably or none."""
@@ -56,12 +56,12 @@ class FilePerBlock:
             os.replace(fresh, path)
             if durable:
                 _sync_folder(os.path.dirname(path))
-            self._there.append((key, raw.nbytes))
-            self._left -= raw.nbytes
-            while self._left < 0:
-                oldest, num_bytes = self._there.popleft()
+            self._files.append((key, raw.nbytes))
+            self._free_bytes -= raw.nbytes
+            while self._free_bytes < 0:
+                oldest, num_bytes = self._files.popleft()
                 os.unlink(self._path(oldest))
-                self._left += num_bytes
+                self._free_bytes += num_bytes
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview], flags: int = 0) -> None:
         """Each file into its slot."""

@@ -266,7 +266,7 @@ def requests(bed: Bed, rounds: int) -> None:
         bed.store.is_full = False
 
 
-def holds(bed: Bed, rounds: int) -> None:
+def pinning(bed: Bed, rounds: int) -> None:
     """Pinned documents and prompts, the queue's holds."""
     calls, cache = bed.calls, bed.cache
     pins = TimedPins(cache, time.monotonic)
@@ -275,15 +275,15 @@ def holds(bed: Bed, rounds: int) -> None:
     for _ in range(rounds):
         for make in (bed.chain, partial(on_disk, bed)):
             pin = calls.time("pin", partial(cache.pin, make(), NUM_TOKENS))
-            assert pin is not None, "no room for a hold"
+            assert pin is not None, "no room for a pin"
             for _ in range(100):
                 time.sleep(0.001)
-                calls.time("poll: holds", cache.poll)
+                calls.time("poll: pins", cache.poll)
                 for lane in bed.lanes.values():
                     lane.run()
             calls.time("unpin", partial(cache.unpin, pin))
         calls.time("TimedPins.tick, nothing due", pins.tick)
-    bed.poll("poll: after holds")
+    bed.poll("poll: after pins")
 
 
 def documents(bed: Bed, rounds: int, num_documents: int) -> None:
@@ -380,9 +380,9 @@ class Collections:
         self._calls = calls
         self._started = 0.0
         self._is_idle = False
-        gc.callbacks.append(self._noted)
+        gc.callbacks.append(self._on_collection)
 
-    def _noted(self, phase: str, info: dict[str, int]) -> None:
+    def _on_collection(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
             self._started = time.thread_time()
             return
@@ -390,7 +390,7 @@ class Collections:
         name = f"{kind} garbage collection{', idle' if self._is_idle else ''}"
         self._calls.times.setdefault(name, []).append(1e3 * (time.thread_time() - self._started))
 
-    def idle(self) -> None:
+    def collect(self) -> None:
         """What an engine does that has nothing to do."""
         self._is_idle = True
         gc.collect()
@@ -415,11 +415,11 @@ def ask_all(collections: Collections, calls: Calls, options: argparse.Namespace)
     bed = Bed(options.slots, options.on_disk, calls)
     fill(bed, options.slots)
     requests(bed, options.rounds)
-    holds(bed, options.rounds)
+    pinning(bed, options.rounds)
     documents(bed, options.rounds, min(NUM_PINS, options.slots // 20))
     scheduling(bed, options.rounds)
     tenants(bed, options.rounds, NUM_SALTS)
-    collections.idle()
+    collections.collect()
     events(bed, options.on_disk)
     calls.time("reset", bed.cache.reset)
 
