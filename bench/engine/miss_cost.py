@@ -1,4 +1,4 @@
-"""What do the tiers cost when nothing is ever reused? TTFT with host and disk on, over TTFT without them, in pairs."""
+"""What do the tiers cost when nothing is ever reused? Compares TTFT with host and disk on to TTFT without them."""
 
 import random
 import statistics
@@ -37,9 +37,9 @@ def build_model() -> LlamaForCausalLM:
 
 
 def main() -> None:
-    """Round by round and in random order: each engine gets two new prompts in a row, and the second one counts.
+    """Give each engine two new prompts in a row, round by round and in random order, and time the second one.
 
-    So the second one bears what the first one left to copy; before the other engine's turn all copies end.
+    So the second one bears the copies that the first one left; before the other engine's turn all copies end.
     """
     parser = arguments(__doc__ or "")
     parser.add_argument("--rounds", type=int, default=15, help="pairs of prompts (15)")

@@ -1,7 +1,7 @@
-"""On a disk about as fast as computing: how soon is the first token there if a hit is loaded, planned or split?
+"""On a disk about as fast as computing: how soon does the first token come if a hit is loaded, planned or split?
 
-The real engine and store, the demo's model, documents that only the disk holds; reads take as long as they would on a
-disk that needs half, as much, and twice the time that computing the document takes.
+Uses the real engine and store, the demo's model, and documents that only the disk has. Reads take as long as on disks
+that need half, all, and twice the time of computing the document.
 """
 
 import statistics
@@ -29,7 +29,7 @@ RATIOS = {"half the time": 0.5, "the same time": 1.0, "twice the time": 2.0}
 
 
 class SlowStore(StoreProcess):
-    """A real store whose reads take their time, one after the other."""
+    """A real store whose reads are as slow as on a disk of `bytes_per_s`, one after another."""
 
     bytes_per_s = float("inf")
     _disk = threading.Lock()
@@ -75,7 +75,7 @@ class Bed:
         return LLM(self._model, tables, self._tokenizer)
 
     def ttfts(self, load: str, rounds: int) -> tuple[list[float], float]:
-        """Of questions about each document in turn, after a round to learn the speeds; the share that was loaded."""
+        """TTFTs of questions about each document, after a round to learn the speeds; and the share of tokens loaded."""
         seconds, loaded, asked = [], 0, 0
         with self.engine(load) as llm:
             for new in self._new_ones:  # so that the device's speed is known
