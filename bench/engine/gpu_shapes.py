@@ -93,7 +93,7 @@ class Shape:
         config = LlamaConfig(
             **sizes,
             rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-            initializer_range=self.model["hidden_size"] ** -0.5,  # layers keep the size of their input: logits stay finite
+            initializer_range=self.model["hidden_size"] ** -0.5,  # keeps the size of a layer's input: logits stay finite
             tie_word_embeddings=False,
             bos_token_id=None,
             eos_token_id=None,

@@ -1,4 +1,4 @@
-"""Promote and spill as a lane does them, with the digest of every block; and digests alone, by threads."""
+"""Measures promotions and spills of a lane, with the digest of every block, and digests alone, by threads."""
 
 import queue
 import sys
@@ -26,18 +26,18 @@ NUM_BLOCKS = 1024
 NUM_BYTES = NUM_BLOCKS * BLOCK_BYTES
 NUM_THREADS = (1, 2, 4, 8)
 BATCH_BYTES = (4 * MIB, 16 * MIB)
-PROMISED = (4, 16 * MIB, "released")  # what the engine's lanes should be
+PROMISED = (4, 16 * MIB, "released")  # threads, batch and lock of the engine's lanes
 LEAST = 0.92
 DEADLINE_S = 60.0
 
 T = TypeVar("T")
 Digest = Callable[[Any], bytes]
-# "kept": in pieces, the interpreter's lock is held. "released": a block at once, without the lock.
+# "kept": in pieces, holding the interpreter's lock. "released": a whole block at once, without the lock.
 DIGESTS: dict[str, Digest] = {"kept": digest, "released": xxhash.xxh3_128_digest}
 
 
 def lanes(gpu: torch.device, num_rounds: int) -> list[Row]:
-    """Half a gigabyte of scattered blocks, each verified before it goes up or digested when it has come down."""
+    """Rows of copying half a GiB of scattered blocks, each verified before it goes up or digested after coming down."""
     device = torch.zeros(NUM_BLOCKS, BLOCK_BYTES, dtype=torch.uint8, device=gpu)
     memory = CudaMemory(device, NUM_BLOCKS)
     memory.wait_prepared(DEADLINE_S)
@@ -73,7 +73,7 @@ def lanes(gpu: torch.device, num_rounds: int) -> list[Row]:
 
 
 def digests(num_rounds: int) -> list[Row]:
-    """Digests by threads, alone and beside a thread that computes in Python, as a busy engine does; and its loss."""
+    """Rows of digests by threads, alone and beside a thread that computes in Python, and of the speed left to that."""
     blocks = np.random.default_rng(0).integers(0, 256, (NUM_BLOCKS // 4, BLOCK_BYTES), dtype=np.uint8)
     rows = []
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -95,7 +95,7 @@ def digests(num_rounds: int) -> list[Row]:
 
 
 class _Spinner:
-    """A thread that counts in Python, without a pause."""
+    """A thread that counts in Python without a pause."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -122,7 +122,7 @@ class _Spinner:
 
 
 def _digests_by(num_threads: int, take_digest: Digest, blocks: npt.NDArray[np.uint8]) -> Work:
-    """All blocks' digests, by so many threads."""
+    """Work that takes the digests of all *blocks* by *num_threads* threads."""
 
     def digest_share(share: npt.NDArray[np.int64]) -> None:
         for block_id in share:
@@ -140,7 +140,7 @@ def _digests_by(num_threads: int, take_digest: Digest, blocks: npt.NDArray[np.ui
 
 
 def _times(work: Work, num_rounds: int) -> list[float]:
-    """Seconds of each round, after one that does not count."""
+    """Seconds of *work* in each round. A first round is left out."""
     return [seconds(work) for _ in range(num_rounds + 1)][1:]
 
 
@@ -164,7 +164,7 @@ def _works(
     take_digest: Digest,
     is_down: bool,
 ) -> list[Callable[[], object]]:
-    """What `Spiller` or `upload_blocks` gives to a lane, batch by batch."""
+    """The work of a spill (*is_down*) or promotion that a lane gets, batch by batch."""
 
     def spill(upper: list[int], lower: list[int]) -> list[bytes]:
         memory.to_host(upper, lower)

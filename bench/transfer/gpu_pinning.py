@@ -1,4 +1,4 @@
-"""Pinning host memory in the background: how long it takes, and how long it keeps other CUDA calls waiting."""
+"""Measures how long pinning host memory in the background takes, and how long it delays other CUDA calls."""
 
 import statistics
 import time
@@ -21,7 +21,7 @@ PINNING_S = 90.0
 
 
 def pinning(gpu: torch.device, num_bytes: int) -> list[Row]:
-    """A host tier of *num_bytes* is prepared while small CUDA calls go on, all without a rest between pieces."""
+    """Rows of pinning *num_bytes* of host memory, piece after piece, while small CUDA calls go on."""
     device = torch.zeros(4, BLOCK_BYTES, dtype=torch.uint8, device=gpu)
     small = torch.zeros(1024, device=gpu)
     quiet = _small_calls(small, lambda: False, QUIET_S)
@@ -29,7 +29,7 @@ def pinning(gpu: torch.device, num_bytes: int) -> list[Row]:
     started = time.perf_counter()
     with patch.object(cuda_memory, "cuda_pin", lambda device: _timed(cuda_pin(device), pieces)):
         memory = CudaMemory(device, num_bytes // BLOCK_BYTES, way="loop")
-    memory.to_host([0], [memory.num_host_slots - 1])  # the last to be pinned
+    memory.to_host([0], [memory.num_host_slots - 1])  # the slot that is pinned last
     first_copy_s = time.perf_counter() - started
     stalls = _small_calls(small, lambda: memory.prepared_bytes == num_bytes, PINNING_S)
     took_s = time.perf_counter() - started
