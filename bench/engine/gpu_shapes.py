@@ -93,7 +93,7 @@ class Shape:
         config = LlamaConfig(
             **sizes,
             rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-            initializer_range=self.model["hidden_size"] ** -0.5,  # keeps the size of a layer's input: logits stay finite
+            initializer_range=self.model["hidden_size"] ** -0.5,  # keeps the size of a layer's input: finite logits
             tie_word_embeddings=False,
             bos_token_id=None,
             eos_token_id=None,

@@ -1,4 +1,4 @@
-"""Does a prefix cache whose copies keep up ever lose a block that no other tier has? A replay whose lanes finish at once.
+"""Does a prefix cache whose copies keep up ever lose the last copy of a block? A replay whose lanes finish at once.
 
 Prompts run one after another through a device of 1% of all their blocks, a host of 5% and a disk that holds them all.
 The prompts are made up (chats that grow, and documents up to the device's size that are asked about again and again);
@@ -91,7 +91,7 @@ class Replay:
             end = min(num_tokens, done + CHUNK_BLOCKS * BLOCK_SIZE)
             cache.poll()
             slots = cache.allocate([-(-end // BLOCK_SIZE) - len(tables[0])])
-            assert slots is not None, "the prompt fits alone"
+            assert slots is not None, "the prompt does not fit the device"
             tables[0].extend(slots[0])
             cache.commit(tables, chain, done, end // BLOCK_SIZE * BLOCK_SIZE)
             cache.spill()

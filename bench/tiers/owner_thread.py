@@ -316,7 +316,7 @@ def events(bed: Bed, num_on_disk: int) -> None:
     for _ in range(num_on_disk // PAGE_KEYS):
         bed.calls.time("poll: the disk has changed", bed.cache.poll)
     told = bed.calls.time("EventLog.take", bed.events.take)
-    assert sum(len(event.names) for event in told) >= num_on_disk // PAGE_KEYS * PAGE_KEYS, "not all was told"
+    assert sum(len(event.names) for event in told) >= num_on_disk // PAGE_KEYS * PAGE_KEYS, "the events lack names"
 
 
 def scheduling(bed: Bed, rounds: int) -> None:

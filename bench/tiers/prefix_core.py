@@ -106,7 +106,7 @@ class KvtierCore:
         cache.make_room(hit)
         junction = cache.junction(hit)
         promotion = cache.promote(hit)
-        assert promotion.done, "everything was on the device"
+        assert promotion.done, "a block was not on the device"
         num_hit, tables = promotion.num_tokens, promotion.tables
         cache.forget_read(tables, num_hit)
         slots = cache.allocate([-(-num_tokens // BLOCK_SIZE) - len(table) for table in tables])
@@ -496,8 +496,8 @@ class Steps:
         self._step()
         admitted = self.watch.seconds
         gc.enable()
-        assert long.is_decoding, "a hit leaves one step to the first token"
-        assert len(self._scheduler.running) == NUM_RUNNING + 1, "somebody was preempted"
+        assert long.is_decoding, "a hit took more than one step to its first token"
+        assert len(self._scheduler.running) == NUM_RUNNING + 1, "a request was preempted"
         self.watch.seconds = 0.0
         self._scheduler.retire(long)
         return admitted, self.watch.seconds
