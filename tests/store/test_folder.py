@@ -1,4 +1,4 @@
-"""Nobody else decides which files a store, or the documents, write to and read."""
+"""No other user decides which files a store, or the documents, write to and read."""
 
 import os
 import shutil

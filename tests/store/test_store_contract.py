@@ -1,4 +1,4 @@
-"""What every store promises, asked of every store with every kind of codec."""
+"""The contract of `BlobStore`, tested on every store with every kind of codec."""
 
 import mmap
 import random
@@ -413,7 +413,7 @@ def test_a_quota_with_more_second_chances_than_fit_one_change(case: StoreCase, m
 
 @dataclass
 class Clock:
-    """The order of leaving, written down a second time as plainly as can be."""
+    """The order of eviction, written down a second time as plainly as possible."""
 
     capacity_bytes: int
     charges: dict[bytes, int]
