@@ -168,7 +168,7 @@ class _Slab:
 
     def punch(self, first: int, num_slots: int) -> None:
         if _libc.fallocate(self._file, _PUNCH_HOLE, first * self._num_bytes, num_slots * self._num_bytes):
-            raise OSError(ctypes.get_errno(), "the room of slots cannot be given back")
+            raise OSError(ctypes.get_errno(), "the disk space of slots cannot be given back")
 
     def cut(self, num_slots: int) -> None:
         if os.fstat(self._file).st_size > num_slots * self._num_bytes:

@@ -160,7 +160,7 @@ class LmdbReader:
                 try:
                     self._files.remove(lambda change, _: change.forget(key))
                 except OSError as error:
-                    _log.warning("store: cannot delete a bad record: %s", error)
+                    _log.warning("store %s: cannot delete a bad record: %s", self._files.name, error)
             return result
 
 

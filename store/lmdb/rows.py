@@ -32,7 +32,7 @@ def verified(key: bytes, packed: bytes) -> bytes:
     """*packed* without its checksum. CorruptedError if that is wrong."""
     row = packed[:-_CHECKSUM_BYTES]
     if packed[-_CHECKSUM_BYTES:] != checksum(key, row):
-        raise lmdb.CorruptedError("a row makes no sense: its checksum is another")
+        raise lmdb.CorruptedError("a row makes no sense: its checksum is wrong")
     return row
 
 
@@ -79,7 +79,7 @@ class _Slots(_Layout):
     def unpack_key(self, key: bytes, packed: bytes) -> tuple[int, ...]:
         """The fields of *key*. CorruptedError unless its row *packed* is the checksum of it."""
         if packed != checksum(key):
-            raise lmdb.CorruptedError("a row makes no sense: its checksum is another")
+            raise lmdb.CorruptedError("a row makes no sense: its checksum is wrong")
         return self.unpack(key)
 
 

@@ -119,7 +119,7 @@ class Tables:
             ]
         for before, after in pairwise([(sequence, b""), *page]):
             if before[0] is not None and before[0] <= after[0]:  # going on from the last would never end
-                raise lmdb.CorruptedError("the order is out of order")
+                raise lmdb.CorruptedError("the keys of a table are out of order")
         return page
 
     def bytes_of_tenants(self, txn: "lmdb.Transaction[bytes]", tenants: Iterable[bytes]) -> dict[bytes, int]:
@@ -255,7 +255,7 @@ def ascending(rows: Iterable[tuple[bytes, bytes]], start: bytes = b"") -> Iterat
     last = None
     for key, row in rows:
         if key < start or (last is not None and key <= last):
-            raise lmdb.CorruptedError("the order is out of order")
+            raise lmdb.CorruptedError("the keys of a table are out of order")
         last = key
         yield key, row
 

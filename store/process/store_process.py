@@ -348,7 +348,7 @@ class _Worker:
         try:
             num_crashes = crashes.note(self._folder, self._owner)
         except OSError as error:
-            _log.warning("store %s: its process ended with %s, which cannot be noted: %s", self._folder, how, error)
+            _log.warning("store %s: its process ended with %s, which cannot be counted: %s", self._folder, how, error)
             return
         _log.info(  # the engine logs `why_ended`, and the next start logs that it is empty
             "store %s: its process ended with %s, %d in a row; after %d it starts empty",
@@ -361,7 +361,7 @@ class _Worker:
             if not self.has_ended:
                 self.ask_writer("close")
         except OSError as error:
-            _log.warning("store: not closed properly: %s", error)
+            _log.warning("store %s: not closed properly: %s", self._folder, error)
         finally:
             self.end("it was closed")
 
