@@ -82,7 +82,7 @@ class Flip:
 
 @dataclass
 class Outcome:
-    """What became of a store with a flipped bit."""
+    """The outcome of using a store with a flipped bit."""
 
     num_right: int = 0  # blocks of the store that were read at the first try
     num_wrong: int = 0  # reads of other bytes than were put: must be 0
@@ -249,7 +249,7 @@ class Table:
 
 
 def judge_alone(template: Template, flip: Flip, table: Table) -> None:
-    """One flip in a store of its own."""
+    """Judge one flip in a store of its own."""
     outcome = Trial(template, [flip]).run()
     table.add([flip], outcome, template.name, len(template.there))
 

@@ -1,4 +1,4 @@
-"""What only a store on disk can get wrong: reopening, other processes, kills, crashes, full disks."""
+"""Tests of what only a store on disk can get wrong: reopening, other processes, kills, crashes, full disks."""
 
 import errno
 import logging

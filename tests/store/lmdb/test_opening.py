@@ -54,7 +54,7 @@ def crash(folder: Path) -> None:
 
 
 def excess_bytes(store: LmdbStore) -> int:
-    """What the slabs take that no slot has."""
+    """Bytes of the slabs that belong to no slot."""
     with store.files.reading() as txn:
         return store.files.slabs.file_bytes() - store.files.tables.counters(txn).slab_bytes
 
@@ -82,7 +82,7 @@ def break_the_index(folder: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of a closed store with ten blocks."""
+    """The folder of a closed store with ten blocks."""
     with LmdbStore(tmp_path / "store", CAPACITY_BYTES) as store:
         store.put_many([blob_of(n) for n in range(10)])
     return tmp_path / "store"

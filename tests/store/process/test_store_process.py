@@ -76,7 +76,7 @@ class Unsendable(Exception):
 
 
 class RaisingCodec:
-    """One that raises *error* in the store's process."""
+    """A codec that raises *error* in the store's process."""
 
     codec_id = 0
     name = "none"
