@@ -1,4 +1,4 @@
-"""A store in ordinary memory: the contract in its shortest form, for tests and machines without a disk."""
+"""`MemoryStore`: the contract of a store in its shortest form, in ordinary memory, for tests and without a disk."""
 
 import threading
 from collections import Counter, OrderedDict
@@ -42,7 +42,7 @@ class MemoryStore:
         self._rows: OrderedDict[bytes, _Row] = OrderedDict()  # oldest first
         self._marked: set[bytes] = set()
         self._stored_bytes = 0
-        self._tenants: Counter[bytes] = Counter()  # bytes of each
+        self._tenants: Counter[bytes] = Counter()  # charged bytes of each
         self._written_bytes_total = 0
         self._read_bytes_total = 0
         self._evicted_total = 0
@@ -50,14 +50,14 @@ class MemoryStore:
         self._closed = False
 
     def contains(self, key: bytes) -> bool:
-        with self._open():
+        with self._locked():
             return key in self._rows
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
         refuse_unfit(blobs, self._capacity_bytes, self._cipher)
-        with self._open():
+        with self._locked():
             new = {blob.key: blob for blob in blobs if blob.key not in self._rows}
-            rows = {key: self._row(blob) for key, blob in new.items()}  # may fail: before any change
+            rows = {key: self._row(blob) for key, blob in new.items()}  # before any change, as this may fail
             for blob in blobs:
                 self._mark(blob.parent if blob.key in rows else blob.key)
             tenants = dict.fromkeys(row.tenant for row in rows.values() if row.tenant in self._quotas)
@@ -70,31 +70,31 @@ class MemoryStore:
         return [self._read(key, out) for key, out in zip(keys, outs, strict=True)]
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        with self._open():
+        with self._locked():
             for key in keys:
                 self._mark(key)
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        with self._open():
+        with self._locked():
             return sum(self._forget(key) for key in keys)
 
     def keys(self) -> Iterator[bytes]:
-        with self._open():
+        with self._locked():
             return iter(list(reversed(self._rows)))
 
     def verify(self) -> Iterator[tuple[bytes, Fault | None]]:
         for key in self.keys():
-            with self._open():
+            with self._locked():
                 row = self._rows.get(key)
             if row is not None:
                 yield key, fault_of(key, row.header, memoryview(row.payload), self._cipher)
 
     def sync(self) -> None:
-        with self._open():
+        with self._locked():
             pass
 
     def statistics(self) -> StoreStatistics:
-        with self._open():
+        with self._locked():
             return StoreStatistics(
                 num_records=len(self._rows),
                 stored_bytes=self._stored_bytes,
@@ -109,7 +109,7 @@ class MemoryStore:
             )
 
     def check(self) -> None:
-        with self._open():
+        with self._locked():
             recount = sum(row.charged_bytes for row in self._rows.values())
             assert recount == self._stored_bytes, f"stored_bytes is {self._stored_bytes}, recount {recount}"
             assert recount <= self._capacity_bytes, f"{recount} bytes exceed {self._capacity_bytes}"
@@ -132,7 +132,7 @@ class MemoryStore:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _open(self) -> threading.RLock:
+    def _locked(self) -> threading.RLock:
         if self._closed:
             raise ValueError("store is closed")
         return self._lock
@@ -164,7 +164,7 @@ class MemoryStore:
             self._marked.add(key)
 
     def _make_room(self, rows: Sequence[_Row], tenants: Iterable[bytes]) -> list[bytes]:
-        """Evict until *rows* fit, each of the *tenants*' into its quota and all together into the capacity."""
+        """Evict until *rows* fit: those of each of *tenants* into its quota, and all together into the capacity."""
         evicted = []
         for tenant in tenants:
             quota = self._quotas[tenant]
@@ -174,7 +174,7 @@ class MemoryStore:
         return evicted + self._turn(lambda: self._stored_bytes, limit_bytes, None)
 
     def _turn(self, stored_bytes: Callable[[], int], limit_bytes: int, tenant: bytes | None) -> list[bytes]:
-        """Go through the order, oldest first, of one *tenant* or of all, until no more than that is left."""
+        """Evict by CLOCK from the records of one *tenant*, or of all, until *stored_bytes* is at most *limit_bytes*."""
         evicted = []
         while stored_bytes() > max(0, limit_bytes):
             key, row = next((key, row) for key, row in self._rows.items() if tenant in (None, row.tenant))
@@ -189,7 +189,7 @@ class MemoryStore:
         return evicted
 
     def _read(self, key: bytes, out: memoryview) -> bytes | Fault:
-        with self._open():
+        with self._locked():
             row = self._rows.get(key)
         if row is None:
             return Fault.MISSING
@@ -198,7 +198,7 @@ class MemoryStore:
         with self._lock:
             if isinstance(result, Fault):
                 self._faults[result] += 1
-                if result.is_bad_record and self._rows.get(key) is row:  # else replaced by a good one in the meantime
+                if result.is_bad_record and self._rows.get(key) is row:  # else it was replaced by a good one meanwhile
                     self._forget(key)
             else:
                 self._read_bytes_total += out.nbytes

@@ -142,7 +142,7 @@ BUGS = [
     ),
     Bug(
         "what is put where no reader looks is thought to be there",
-        "store/lmdb/lmdb_store.py",
+        "store/lmdb/writer.py",
         "            change.find_again(blob.key for blob in new)\n",
         "",
         "tests/torture/test_bit_flips.py",

@@ -65,7 +65,7 @@ class DocumentFolder:
         self._tokenizer = tokenizer
         try:
             with ExitStack() as undo:
-                self._folder = undo.enter_context(Folder.made(path))
+                self._folder = undo.enter_context(Folder.make(path))
                 undo.callback(OwnerLock(self._folder).release)
                 if self._folder.mode & (stat.S_IRWXG | stat.S_IRWXO):
                     log.warning("documents %s: other users may read the folder; chmod 700 it", path)

@@ -1,4 +1,4 @@
-"""What only a store on disk can get wrong: reopening, other processes, kills, crashes, full disks."""
+"""Tests of what only a store on disk can get wrong: reopening, other processes, kills, crashes, full disks."""
 
 import errno
 import logging
@@ -397,7 +397,7 @@ def test_an_index_that_cannot_be_opened_again_yet_is_an_error_until_it_can(
     with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
         store.put_many([blob_of(1)])
         with monkeypatch.context() as broken:
-            broken.setattr(data_file, "reopened", fail)
+            broken.setattr(data_file, "reopen", fail)
             panicking.give_up()
             for _ in range(2):
                 assert store.read_many([key_of(1)], [memoryview(bytearray(20_000))]) == [Fault.IO_ERROR]
