@@ -55,7 +55,7 @@ class HostSpill:
         clock: Callable[[], float],
     ) -> None:
         self._groups = residency.groups
-        self._most_in_batch = MOST_WITH_DISK if residency.lower.saving().is_there else MOST_IN_BATCH
+        self._most_in_batch = MOST_WITH_DISK if residency.lower.spill_progress().has_target else MOST_IN_BATCH
         self._transfers = transfers
         self._window = window
         self._clock = clock

@@ -211,7 +211,7 @@ class DiskTier:
             written_bytes_total=self.latest.written_bytes_total,
             known_blocks=self.index.num_blocks,
             is_open=self.is_open,
-            is_known=self.index.is_loaded,
+            is_indexed=self.index.is_loaded,
             breakers={"read": self.reading.state, "write": self.writing.state},
             num_opened={"read": self.reading.num_opened, "write": self.writing.num_opened},
             why_failed=dict(self.why_failed),

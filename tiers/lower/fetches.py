@@ -8,7 +8,7 @@ from kvtier.tiers.device.block_pool import ABSENT
 from kvtier.tiers.lower.disk_reads import DiskReads
 from kvtier.tiers.lower.local_fetch import LocalFetch
 from kvtier.tiers.lower.lower_index import LowerIndex
-from kvtier.tiers.lower.lower_tiers import Places, Tell
+from kvtier.tiers.lower.lower_tiers import OnFetched, Places
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tier import Reason
 
@@ -31,9 +31,11 @@ class Fetches:
         """Whether blocks that are wanted now are waited for."""
         return bool(self._reading)
 
-    def begin(self, group_id: int, blocks: NamedBlocks, tell: Tell, found: Places | None, now: bool) -> LocalFetch:
+    def begin(
+        self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched, found: Places | None, now: bool
+    ) -> LocalFetch:
         """Lease what is in host memory, have the rest read: *now*, or when nothing more urgent is."""
-        fetch = LocalFetch(group_id, blocks, self._index, self._disk_reads, tell, self._came, self._ended)
+        fetch = LocalFetch(group_id, blocks, self._index, self._disk_reads, on_fetched, self._came, self._ended)
         fetch.lease(self._index.host[group_id].pool.find_all(blocks.names) if found is None else found)
         if fetch.num_leased < len(fetch.slots):
             if self._index.disk.is_there:
@@ -53,7 +55,7 @@ class Fetches:
         news, self._news = self._news, []
         for fetch, place, failure in news:
             if failure is not None or fetch.slots[place] != ABSENT:  # else it was released meanwhile
-                fetch.tell(fetch, place, failure)
+                fetch.on_fetched(fetch, place, failure)
 
     def end_all(self) -> None:
         """Release everything."""

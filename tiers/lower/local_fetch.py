@@ -8,7 +8,7 @@ import numpy.typing as npt
 from kvtier.tiers.device.block_pool import ABSENT
 from kvtier.tiers.lower.disk_reads import DiskRead, DiskReads
 from kvtier.tiers.lower.lower_index import LowerIndex
-from kvtier.tiers.lower.lower_tiers import Places, Tell
+from kvtier.tiers.lower.lower_tiers import OnFetched, Places
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tier import Reason
 
@@ -22,16 +22,16 @@ class LocalFetch:
         blocks: NamedBlocks,
         index: LowerIndex,
         disk_reads: DiskReads,
-        tell: Tell,
+        on_fetched: OnFetched,
         came: Callable[["LocalFetch", int, Reason | None], None],
         ended: Callable[["LocalFetch"], None],
     ) -> None:
-        """*tell* is the caller's; *came* is told of each block that was read or could not be, *ended* when nothing is
-        leased any more and nothing to come."""
+        """*on_fetched* is the caller's; *came* is told of each block that was read or could not be, *ended* when
+        nothing is leased any more and nothing to come."""
         self.group_id = group_id
         self.slots: Places = np.full(len(blocks.parents), ABSENT, np.int32)
         self.failures: dict[int, Reason] = {}
-        self.tell = tell
+        self.on_fetched = on_fetched
         self._blocks = blocks
         self._index = index
         self._pool = index.host[group_id].pool

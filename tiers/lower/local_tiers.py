@@ -18,7 +18,7 @@ from kvtier.tiers.lower.fetches import Fetches
 from kvtier.tiers.lower.index_load import IndexLoad
 from kvtier.tiers.lower.local_fetch import LocalFetch
 from kvtier.tiers.lower.lower_index import LowerIndex
-from kvtier.tiers.lower.lower_tiers import Lost, LowerStatistics, LowerTiers, Places, Saving, Tell
+from kvtier.tiers.lower.lower_tiers import Lost, LowerStatistics, LowerTiers, OnFetched, Places, SpillProgress
 from kvtier.tiers.lower.no_tiers import NoTiers
 from kvtier.tiers.lower.statistics import slot_statistics
 from kvtier.tiers.naming.block_hash import BlockName
@@ -98,11 +98,11 @@ class LocalTiers:
         return self.index.epoch
 
     @property
-    def is_known(self) -> bool:
+    def is_indexed(self) -> bool:
         return self.index.disk.index.is_loaded
 
     @property
-    def is_in_order(self) -> bool:
+    def is_readable(self) -> bool:
         return self.index.disk.is_readable
 
     @property
@@ -119,13 +119,13 @@ class LocalTiers:
         self,
         group_id: int,
         blocks: NamedBlocks,
-        tell: Tell,
+        on_fetched: OnFetched,
         found: Places | None = None,
     ) -> LocalFetch:
-        return self._fetches.begin(group_id, blocks, tell, found, now=True)
+        return self._fetches.begin(group_id, blocks, on_fetched, found, now=True)
 
-    def fetch_later(self, group_id: int, blocks: NamedBlocks, tell: Tell) -> LocalFetch:
-        return self._fetches.begin(group_id, blocks, tell, None, now=False)
+    def fetch_later(self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched) -> LocalFetch:
+        return self._fetches.begin(group_id, blocks, on_fetched, None, now=False)
 
     def reserve(self, group_id: int, num_slots: int) -> list[int]:
         host, window = self.index.host[group_id], self._windows[group_id]
@@ -163,7 +163,7 @@ class LocalTiers:
         if keys:  # not done while the lane to disk is full
             self._transfers.submit(Route.HOST_TO_DISK, lambda: disk.touch(keys), 0, lambda transfer: None)
 
-    def keep(self, group_id: int, places: Places) -> None:
+    def evict_last(self, group_id: int, places: Places) -> None:
         self.index.host[group_id].pool.refresh(places[places >= 0][::-1])
 
     def forget(self, group_id: int, names: Sequence[BlockName]) -> None:
@@ -203,10 +203,10 @@ class LocalTiers:
     def queued_read_bytes(self) -> int:
         return self._disk_reads.queued_bytes + self._transfers.pending_bytes(Route.DISK_TO_HOST)
 
-    def saving(self) -> Saving:
+    def spill_progress(self) -> SpillProgress:
         spill = self._disk_spill
-        return Saving(
-            is_there=self.index.disk.is_there,
+        return SpillProgress(
+            has_target=self.index.disk.is_there,
             is_possible=not self.index.disk.is_failing,
             num_left=spill.num_dirty,
             num_done=spill.num_stored,

@@ -64,15 +64,15 @@ class Fetch(Protocol):
         long."""
 
 
-Tell = Callable[[Fetch, int, Reason | None], None]
+OnFetched = Callable[[Fetch, int, Reason | None], None]
 """Told in `poll` that a block, by its place in the fetch, has come (None), or why it never will."""
 
 
 @dataclass(frozen=True, slots=True)
-class Saving:
+class SpillProgress:
     """How far what is below is on its way to where it outlives the process."""
 
-    is_there: bool = False  # there is such a place
+    has_target: bool = False  # there is such a place
     is_possible: bool = False  # and it is not failing
     num_left: int = 0  # blocks that are not there yet
     num_done: int = 0  # blocks that have been written since the start
@@ -113,11 +113,11 @@ class LowerTiers(Protocol):
         them are to be looked through."""
 
     @property
-    def is_known(self) -> bool:
+    def is_indexed(self) -> bool:
         """Whether what was below before this process began has been looked through; until then some of it is a miss."""
 
     @property
-    def is_in_order(self) -> bool:
+    def is_readable(self) -> bool:
         """Whether all that is below can be had."""
 
     @property
@@ -134,13 +134,13 @@ class LowerTiers(Protocol):
         self,
         group_id: int,
         blocks: NamedBlocks,
-        tell: Tell,
+        on_fetched: OnFetched,
         found: Places | None = None,
     ) -> Fetch:
         """Lease these in host memory: those that are there before it returns if that can be, others after they have
         been read. *found*: the slots that `find` has just said they are in, all of them in host memory."""
 
-    def fetch_later(self, group_id: int, blocks: NamedBlocks, tell: Tell) -> Fetch:
+    def fetch_later(self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched) -> Fetch:
         """The same for blocks that will be wanted: they are read when nothing more urgent is."""
 
     def reserve(self, group_id: int, num_slots: int) -> list[int]:
@@ -159,7 +159,7 @@ class LowerTiers(Protocol):
         """These were used, and become the most recent, the last of them the most; *were_read*: from disk, which is told
         too."""
 
-    def keep(self, group_id: int, places: Places) -> None:
+    def evict_last(self, group_id: int, places: Places) -> None:
         """What `find` has just said to be in these host slots is wanted, only not yet: it goes last."""
 
     def forget(self, group_id: int, names: Sequence[BlockName]) -> None:
@@ -184,7 +184,7 @@ class LowerTiers(Protocol):
     def queued_read_bytes(self) -> int:
         """Of blocks on their way from disk."""
 
-    def saving(self) -> Saving:
+    def spill_progress(self) -> SpillProgress:
         """How far `spill` has come."""
 
     def statistics(self) -> LowerStatistics:

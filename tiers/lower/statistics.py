@@ -91,7 +91,7 @@ class DiskStatistics:
     written_bytes_total: int  # since the store was made
     known_blocks: int
     is_open: bool  # whether there is a store to read from and write to
-    is_known: bool  # whether what was there when it was opened has been looked through
+    is_indexed: bool  # whether what was there when it was opened has been looked through
     breakers: Mapping[str, BreakerState]  # of "read" and "write"
     num_opened: Mapping[str, int]
     why_failed: Mapping[str, str]  # of each side its last error, for people; empty if it had none

@@ -86,7 +86,7 @@ class Bed:
     def blocks(self, salt: str, num_blocks: int) -> NamedBlocks:
         return blocks_of(self.chain(salt, num_blocks), GROUPS[0], np.arange(num_blocks))
 
-    def tell(self, fetch: Fetch, place: int, failure: Reason | None) -> None:
+    def on_fetched(self, fetch: Fetch, place: int, failure: Reason | None) -> None:
         self.told.append((fetch, place, failure))
 
     def put(self, salt: str, num_blocks: int) -> None:
@@ -114,7 +114,7 @@ class Bed:
         return self.tiers.find(0, self.names(salt, num_blocks)).tolist()
 
     def fetch(self, salt: str, num_blocks: int) -> Fetch:
-        fetch = self.tiers.fetch(0, self.blocks(salt, num_blocks), self.tell)
+        fetch = self.tiers.fetch(0, self.blocks(salt, num_blocks), self.on_fetched)
         self.settle()
         return fetch
 
@@ -179,7 +179,7 @@ def test_what_was_never_published_is_nowhere(any_lower: Bed) -> None:
 
 
 def test_what_is_nowhere_is_told_once_not_to_come_and_in_a_poll_only(any_lower: Bed) -> None:
-    fetch = any_lower.tiers.fetch(0, any_lower.blocks("a", 3), any_lower.tell)
+    fetch = any_lower.tiers.fetch(0, any_lower.blocks("a", 3), any_lower.on_fetched)
     assert any_lower.told == []
 
     any_lower.settle()
@@ -197,8 +197,8 @@ def test_tiers_that_keep_nothing_take_nothing_and_are_whole_at_once(monkeypatch:
 
     assert tiers.reserve(0, 4) == []
     assert list(tiers.num_slots) == [0, 0]
-    assert (tiers.is_known, tiers.is_in_order, tiers.is_making_room) == (True, True, False)
-    assert not tiers.saving().is_there
+    assert (tiers.is_indexed, tiers.is_readable, tiers.is_making_room) == (True, True, False)
+    assert not tiers.spill_progress().has_target
     assert tiers.statistics().tiers == {}
     assert tiers.clear()
 
@@ -287,7 +287,7 @@ def test_a_place_that_was_found_is_good_while_nothing_has_changed(lower: Bed) ->
     places = lower.tiers.find(0, lower.names("a", 3))
     assert lower.tiers.num_changes == before
 
-    fetch = lower.tiers.fetch(0, lower.blocks("a", 3), lower.tell, found=places)
+    fetch = lower.tiers.fetch(0, lower.blocks("a", 3), lower.on_fetched, found=places)
     lower.settle()
 
     assert fetch.slots.tolist() == places.tolist()
@@ -370,7 +370,7 @@ def test_the_speed_of_reads_is_known_once_something_was_read(with_disk: Bed) -> 
 def test_who_leaves_before_a_read_is_begun_or_done_is_told_nothing(with_disk: Bed) -> None:
     with_disk.push_to_disk("a", 3)
 
-    fetch = with_disk.tiers.fetch(0, with_disk.blocks("a", 3), with_disk.tell)
+    fetch = with_disk.tiers.fetch(0, with_disk.blocks("a", 3), with_disk.on_fetched)
     fetch.release([2, 1, 0])
     with_disk.settle()
 
@@ -394,7 +394,7 @@ def test_a_record_that_is_gone_is_a_block_that_never_comes(with_disk: Bed) -> No
 
 def test_a_fetch_whose_time_is_over_is_told_so_and_the_disk_is_left_alone(with_disk: Bed) -> None:
     with_disk.push_to_disk("a", 3)
-    fetch = with_disk.tiers.fetch(0, with_disk.blocks("a", 3), with_disk.tell)
+    fetch = with_disk.tiers.fetch(0, with_disk.blocks("a", 3), with_disk.on_fetched)
     for _ in range(40):  # nothing comes back from the reader
         with_disk.transfers.poll()
         with_disk.tiers.poll()
@@ -405,7 +405,7 @@ def test_a_fetch_whose_time_is_over_is_told_so_and_the_disk_is_left_alone(with_d
         with_disk.tiers.poll()
 
     assert [reason for _, _, reason in with_disk.told] == [Reason.DEADLINE] * 3
-    assert not with_disk.tiers.is_in_order
+    assert not with_disk.tiers.is_readable
     fetch.release([2, 1, 0])
     with_disk.settle()
     with_disk.tiers.check()
@@ -417,8 +417,8 @@ def test_what_may_come_later_is_read_when_nothing_more_urgent_is(monkeypatch: py
     lower.push_to_disk("b", 2)
     slots = lower.reserve(NUM_SLOTS)  # until there is room nothing is read
 
-    later = lower.tiers.fetch_later(0, lower.blocks("a", 2), lower.tell)
-    now = lower.tiers.fetch(0, lower.blocks("b", 2), lower.tell)
+    later = lower.tiers.fetch_later(0, lower.blocks("a", 2), lower.on_fetched)
+    now = lower.tiers.fetch(0, lower.blocks("b", 2), lower.on_fetched)
     lower.tiers.abandon(0, np.array(slots, np.intp))
     lower.tiers.poll()
 
@@ -433,7 +433,7 @@ def test_a_dying_process_below_fails_what_it_was_asked_and_comes_back_empty(monk
     lower.put("a", 3)
     held = lower.fetch("a", 2)
     epoch, slots = lower.tiers.epoch, held.slots.tolist()
-    asked = lower.tiers.fetch(0, lower.blocks("b", 2), lower.tell)
+    asked = lower.tiers.fetch(0, lower.blocks("b", 2), lower.on_fetched)
 
     lower.tiers.die()
     lower.settle()
