@@ -199,8 +199,8 @@ BUGS = [
     Bug(
         "a block whose read hangs is waited for again",
         "tiers/lower/disk_reads.py",
-        "                self._index.not_on_disk(disk_read.group_id, disk_read.name)\n"
-        "                self._tell(disk_read, Reason.DEADLINE)\n",
+        "                self._index.remove_from_disk_index(disk_read.group_id, disk_read.name)\n"
+        "                self._end(disk_read, Reason.DEADLINE)\n",
         "",
         "tests/engine/scheduling/test_liveness.py",
     ),
@@ -340,21 +340,21 @@ BUGS = [
     Bug(
         "a probe that its lane refused is never tried again",
         "tiers/lower/disk_probe.py",
-        "            del self._under_way[block]\n            disk.reading.withdrawn(attempt)",
+        "            del self._under_way[block]\n            disk.reading.withdraw(attempt)",
         "            pass",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
         "a page of the index that its lane refused keeps the breaker's probe",
         "tiers/lower/index_load.py",
-        "self._disk.reading.withdrawn(attempt)",
+        "self._disk.reading.withdraw(attempt)",
         "pass",
         "tests/tiers/lower/test_disk_tier.py",
     ),
     Bug(
         "a write that its lane refused keeps the breaker's probe",
         "tiers/lower/disk_spill.py",
-        "self._disk.writing.withdrawn(batch.attempt)",
+        "self._disk.writing.withdraw(batch.attempt)",
         "pass",
         "tests/tiers/test_mishaps.py",
     ),
@@ -382,7 +382,7 @@ BUGS = [
     Bug(
         "a device block whose record was found bad is thought to have one still",
         "tiers/lower/disk_reads.py",
-        "self._index.could_not_be_read(disk_read.group_id, disk_read.name, outcome)",
+        "self._index.on_read_failed(disk_read.group_id, disk_read.name, outcome)",
         "pass",
         "tests/tiers/test_mishaps.py",
     ),
@@ -466,14 +466,14 @@ BUGS = [
     Bug(
         "what a full store evicted in vain is looked for there",
         "tiers/lower/disk_spill.py",
-        "self._index.came_to_disk(group_id, (), transfer.error.evicted)",
+        "self._index.on_written(group_id, (), transfer.error.evicted)",
         "pass",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
         "a disk whose writes hang is not left alone",
         "tiers/lower/disk_spill.py",
-        "self._disk.writing.hung(batch.attempt)",
+        "self._disk.writing.on_hung(batch.attempt)",
         "pass",
         "tests/tiers/test_mishaps.py",
     ),
@@ -494,8 +494,8 @@ BUGS = [
     Bug(
         "a device block whose record the disk dropped is thought to have one still",
         "tiers/lower/lower_index.py",
-        "self._lost.append(Lost(group_id, [name], Tier.DISK))\n\n    def not_on_disk(",
-        "pass\n\n    def not_on_disk(",
+        "self._lost.append(Lost(group_id, [name], Tier.DISK))\n\n    def remove_from_disk_index(",
+        "pass\n\n    def remove_from_disk_index(",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(

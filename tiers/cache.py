@@ -294,7 +294,7 @@ class TieredCache:
             assert slots is not None, "fewer free slots than a moment ago"
             tables.append(array("i", slots))
             group.num_held += wanted
-        self._window.allocated(max(num_slots))
+        self._window.on_allocated(max(num_slots))
         return tables
 
     def commit(self, tables: Tables, chain: BlockChain, start: int, end: int, boundaries: Sequence[int] = ()) -> None:

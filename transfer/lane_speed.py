@@ -28,7 +28,7 @@ class LaneSpeed:
         """The speed lately; None before the first transfer."""
         return self._num_bytes / max(self._seconds, _LEAST_S) if self._num_bytes else None
 
-    def finished(self, transfer: Transfer) -> None:
+    def learn_from(self, transfer: Transfer) -> None:
         """Learn from one transfer."""
         if transfer.error is not None or not transfer.num_bytes:
             return

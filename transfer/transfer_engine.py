@@ -62,7 +62,7 @@ class TransferEngine:
 
         def count_and_deliver(transfer: Transfer) -> None:
             self._statistics[route] = self._statistics[route].plus(transfer)
-            self._speeds[route].finished(transfer)
+            self._speeds[route].learn_from(transfer)
             self._pending_bytes[route] -= num_bytes
             deliver(transfer)
 

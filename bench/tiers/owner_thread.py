@@ -368,9 +368,9 @@ def tenants(bed: Bed, rounds: int, num_salts: int) -> None:
         num_bytes = index.quotas.num_bytes[bed.tenant]
         assert num_bytes == NUM_BLOCKS * BLOCK_BYTES, "the tenant's blocks are not in host memory"
         bed.quotas[bed.tenant] = 0
-        bed.calls.time("keep_quota", partial(index.keep_quota, 0, bed.tenant))
+        bed.calls.time("enforce_quota", partial(index.enforce_quota, 0, bed.tenant))
         while index.quotas.excess(bed.tenant):
-            bed.calls.time("keep_quotas", index.keep_quotas)
+            bed.calls.time("enforce_quotas", index.enforce_quotas)
 
 
 class Collections:

@@ -174,7 +174,7 @@ class HostSpill:
         if transfer.error is not None:
             self._end(batch, transfer.error)
             return
-        self._window.spilled(self._clock() - batch.submitted_at)
+        self._window.on_spilled(self._clock() - batch.submitted_at)
         self.copies.end(batch)
         batch.group.below.publish(batch.lower_slots, batch.rows, transfer.result, batch.owners)
         batch.group.slots.dirty.remove(batch.upper_slots)

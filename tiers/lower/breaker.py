@@ -23,10 +23,10 @@ class BreakerState(StrEnum):
 class CircuitBreaker:
     """One kind of operation on one disk: a full disk still reads, so reads and writes have a breaker each.
 
-    Who uses the disk begins an attempt and owes it one of `succeeded`, `failed`, `hung` and `withdrawn`, or no other
-    probe is ever let through. An attempt counts in the period in which it began; opening and closing begin a new one.
-    So what is still under way when the breaker opens can neither close it nor lengthen its rest, nor spoil the time
-    after. Touched by the owner's thread only; starts nothing and waits for nothing.
+    Who uses the disk begins an attempt and owes it one of `on_succeeded`, `on_failed`, `on_hung` and `withdraw`, or no
+    other probe is ever let through. An attempt counts in the period in which it began; opening and closing begin a new
+    one. So what is still under way when the breaker opens can neither close it nor lengthen its rest, nor spoil the
+    time after. Touched by the owner's thread only; starts nothing and waits for nothing.
     """
 
     def __init__(self, clock: Callable[[], float], max_failures: int = MAX_FAILURES) -> None:
@@ -60,7 +60,7 @@ class CircuitBreaker:
         self._is_probing = self._rests_until is not None
         return Attempt(self._period)
 
-    def succeeded(self, attempt: Attempt) -> None:
+    def on_succeeded(self, attempt: Attempt) -> None:
         """The operation did what it should. A probe's success closes the breaker, and all is forgiven."""
         if attempt == self._period:
             self._num_failed = 0
@@ -68,14 +68,14 @@ class CircuitBreaker:
                 self._new_period()
                 self._rests_until, self._next_rest_s = None, REST_S
 
-    def failed(self, attempt: Attempt) -> None:
+    def on_failed(self, attempt: Attempt) -> None:
         """The operation ended with an error that is the disk's. A probe's failure opens the breaker again."""
         if attempt == self._period:
             self._num_failed += 1
             if self._is_probing or self._num_failed == self._max_failures:
                 self._open()
 
-    def hung(self, attempt: Attempt) -> None:
+    def on_hung(self, attempt: Attempt) -> None:
         """The operation has outlived its deadline, which opens the breaker at once.
 
         Its outcome, should there ever be one, may be told or not: it is late.
@@ -83,7 +83,7 @@ class CircuitBreaker:
         if attempt == self._period:
             self._open()
 
-    def withdrawn(self, attempt: Attempt) -> None:
+    def withdraw(self, attempt: Attempt) -> None:
         """The operation was never started, and says nothing about the disk. After a probe, another may be tried."""
         if attempt == self._period and self._is_probing:
             self._new_period()

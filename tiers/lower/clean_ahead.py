@@ -20,13 +20,13 @@ class CleanAhead:
         self._num_new = 0  # blocks taken since then
         self._spill_s = 0.0
 
-    def allocated(self, num_blocks: int) -> None:
+    def on_allocated(self, num_blocks: int) -> None:
         """Blocks were taken from the pool."""
         if self._clock() - self._rate_at >= GRAIN_S:
             self._rate_now()
         self._num_new += num_blocks
 
-    def spilled(self, seconds: float) -> None:
+    def on_spilled(self, seconds: float) -> None:
         """A spill took so long, from its submission to the owner's poll."""
         self._spill_s = seconds if self._spill_s == 0 else 0.8 * self._spill_s + 0.2 * seconds
 

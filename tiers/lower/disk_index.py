@@ -65,7 +65,7 @@ class DiskIndex:
             rows = rows[~gone.holds(rows)]
         return names_of(rows[self._names[group_id].add(rows)])
 
-    def loaded(self) -> None:
+    def finish_loading(self) -> None:
         """That was the last page."""
         self.is_loaded = True
         self._let_go(self._gone)

@@ -39,7 +39,7 @@ class DiskProbe:
             return
         for earlier, since in self._under_way.values():
             if self._clock() - since > HUNG_S:
-                disk.reading.hung(earlier)
+                disk.reading.on_hung(earlier)
         block = disk.index.find_any(besides=self._under_way) if disk.reading.allows() else None
         attempt = None if block is None else disk.reading.begin()
         if block is None or attempt is None:
@@ -50,20 +50,20 @@ class DiskProbe:
             Route.DISK_TO_HOST,
             lambda: disk.read([key], [memory]),
             0,  # says nothing of how fast the disk is
-            lambda transfer: self._probed(block, transfer),
+            lambda transfer: self._on_probed(block, transfer),
         ):
             del self._under_way[block]
-            disk.reading.withdrawn(attempt)
+            disk.reading.withdraw(attempt)
 
-    def _probed(self, block: Block, transfer: Transfer) -> None:
+    def _on_probed(self, block: Block, transfer: Transfer) -> None:
         disk = self._index.disk
         attempt, _ = self._under_way.pop(block)
         (outcome,) = transfer.result if transfer.error is None else [Fault.IO_ERROR]
         if isinstance(transfer.error, LaneClosed):
-            disk.reading.withdrawn(attempt)
+            disk.reading.withdraw(attempt)
         elif outcome is Fault.IO_ERROR:
-            disk.reading.failed(attempt)
+            disk.reading.on_failed(attempt)
         else:
-            disk.reading.succeeded(attempt)
+            disk.reading.on_succeeded(attempt)
         if isinstance(outcome, Fault) and not isinstance(transfer.error, LaneClosed):
-            self._index.could_not_be_read(*block, outcome)
+            self._index.on_read_failed(*block, outcome)

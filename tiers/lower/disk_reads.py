@@ -51,7 +51,7 @@ class DiskRead:
 class Waiter(Protocol):
     """Who waits for reads."""
 
-    def landed(self, place: int, disk_read: DiskRead, failure: Reason | None) -> None:
+    def on_landed(self, place: int, disk_read: DiskRead, failure: Reason | None) -> None:
         """The block of that place has landed (None), or never will."""
 
 
@@ -131,7 +131,7 @@ class DiskReads:
         if not self._reading and not self._wanted_now and not self._wanted_later:
             return
         if any(read.is_for_later and self._clock() - read.submitted_at > HUNG_S for read in self._reading):
-            self.hung()  # no promotion's deadline tells of it
+            self.time_out()  # no promotion's deadline tells of it
         while self._wanted_now and self._submit(self._wanted_now):
             pass
         if self._wanted_later and not self._wanted_now and not any(read.is_for_later for read in self._reading):
@@ -142,16 +142,16 @@ class DiskReads:
         """Of blocks wanted now that wait for a reader."""
         return sum(m.block_bytes * num for m, num in zip(self._memories, self._num_wanted_now, strict=True))
 
-    def hung(self) -> None:
+    def time_out(self) -> None:
         """A deadline has passed: all reads under way count as hung, and all that waits for the disk ends, or every
         request to come would wait as long."""
         hung, self._reading = self._reading, []
         self._hanging += hung
         for read in hung:
-            self._index.disk.reading.hung(read.attempt)
+            self._index.disk.reading.on_hung(read.attempt)
             for disk_read in read.batch:
-                self._index.not_on_disk(disk_read.group_id, disk_read.name)
-                self._tell(disk_read, Reason.DEADLINE)
+                self._index.remove_from_disk_index(disk_read.group_id, disk_read.name)
+                self._end(disk_read, Reason.DEADLINE)
         if hung:
             self._give_up()
 
@@ -200,9 +200,9 @@ class DiskReads:
             Route.DISK_TO_HOST,
             lambda: read_blocks(disk, memory, keys, slots),
             len(keys) * memory.block_bytes,
-            lambda transfer: self._landed(read, transfer),
+            lambda transfer: self._on_read(read, transfer),
         ):
-            disk.reading.withdrawn(attempt)
+            disk.reading.withdraw(attempt)
             host.pool.release(slots)
             return False
         for disk_read, slot in zip(read.batch, slots, strict=True):
@@ -219,36 +219,36 @@ class DiskReads:
         self._wanted_later.clear()
         self._num_wanted_now = [0 for _ in self._memories]
         for disk_read in queued:
-            self._tell(disk_read, Reason.FAILED)
+            self._end(disk_read, Reason.FAILED)
 
-    def _landed(self, read: Read, transfer: Transfer) -> None:
+    def _on_read(self, read: Read, transfer: Transfer) -> None:
         disk = self._index.disk
         outcomes = transfer.result if transfer.error is None else [Fault.IO_ERROR] * len(read.batch)
         is_late = read in self._hanging
         (self._hanging if is_late else self._reading).remove(read)
         if isinstance(transfer.error, LaneClosed):
-            disk.reading.withdrawn(read.attempt)
+            disk.reading.withdraw(read.attempt)
         elif Fault.IO_ERROR in outcomes:
-            disk.reading.failed(read.attempt)
+            disk.reading.on_failed(read.attempt)
         else:
-            disk.reading.succeeded(read.attempt)
+            disk.reading.on_succeeded(read.attempt)
         good = [
             (disk_read, outcome)
             for disk_read, outcome in zip(read.batch, outcomes, strict=True)
             if not isinstance(outcome, Fault)
         ]
-        self._came_to_host(good, is_late)
+        self._add_to_host(good, is_late)
         for disk_read, outcome in zip(read.batch, outcomes, strict=True):
             if isinstance(outcome, Fault) and not is_late:
-                self._index.could_not_be_read(disk_read.group_id, disk_read.name, outcome)
+                self._index.on_read_failed(disk_read.group_id, disk_read.name, outcome)
             if not is_late:
-                self._tell(disk_read, REASONS.get(outcome, Reason.CORRUPT) if isinstance(outcome, Fault) else None)
+                self._end(disk_read, REASONS.get(outcome, Reason.CORRUPT) if isinstance(outcome, Fault) else None)
         slots = [disk_read.host_slot for disk_read in read.batch if disk_read.host_slot is not None]
         self._index.host[read.batch[0].group_id].pool.release(slots)
         for tenant in {disk_read.origin.tenant for disk_read in read.batch}:  # host memory has become fuller
-            self._index.keep_quota(read.batch[0].group_id, tenant)
+            self._index.enforce_quota(read.batch[0].group_id, tenant)
 
-    def _came_to_host(self, landed: Sequence[tuple[DiskRead, bytes]], is_late: bool) -> None:
+    def _add_to_host(self, landed: Sequence[tuple[DiskRead, bytes]], is_late: bool) -> None:
         """These blocks of a batch are in host memory, with these digests."""
         if not landed:
             return
@@ -258,12 +258,12 @@ class DiskReads:
         group_id = disk_reads[0].group_id
         slots = [disk_read.host_slot for disk_read in disk_reads if disk_read.host_slot is not None]
         names, origin = [disk_read.name for disk_read in disk_reads], [disk_read.origin for disk_read in disk_reads]
-        new = self._index.all_came_to_host(group_id, slots, names, digests, origin)
+        new = self._index.add_to_host(group_id, slots, names, digests, origin)
         if is_late:  # they do not count as being on disk
-            self._index.used_in_host(group_id, new)
+            self._index.offer_to_disk(group_id, new)
 
-    def _tell(self, disk_read: DiskRead, failure: Reason | None) -> None:
+    def _end(self, disk_read: DiskRead, failure: Reason | None) -> None:
         """The block is not under way any more, and who waits for it learns of that."""
         del self._under_way[disk_read.group_id][disk_read.name]
         for waiter, place in list(disk_read.waiters.items()):
-            waiter.landed(place, disk_read, failure)
+            waiter.on_landed(place, disk_read, failure)

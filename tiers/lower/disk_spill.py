@@ -60,7 +60,7 @@ class DiskSpill:
         """Start writes that are due."""
         for batch in self.copies.batches:
             if self._clock() - batch.submitted_at > HUNG_S:
-                self._disk.writing.hung(batch.attempt)
+                self._disk.writing.on_hung(batch.attempt)
         for group_id in range(len(self._memories)):
             num_started = 0
             while num_started < MOST_STARTED and (num_more := self._start(group_id)):
@@ -85,7 +85,9 @@ class DiskSpill:
             return 0
         batch = DiskBatch(pool, pool.rows(slots), slots, self._clock(), group_id, pool.spots(slots), attempt)
         num_bytes = len(slots) * self._memories[group_id].block_bytes
-        if not self.copies.start(batch, num_bytes, self._work(batch), lambda transfer: self._written(batch, transfer)):
+        if not self.copies.start(
+            batch, num_bytes, self._work(batch), lambda transfer: self._on_written(batch, transfer)
+        ):
             self._end(batch, LaneClosed())
             return 0
         return len(slots)
@@ -124,23 +126,23 @@ class DiskSpill:
         ]
         return lambda: disk.write(blobs)
 
-    def _written(self, batch: DiskBatch, transfer: Transfer) -> None:
+    def _on_written(self, batch: DiskBatch, transfer: Transfer) -> None:
         group_id = batch.group_id
         if transfer.error is None:
             self._disk.on_written(transfer.result)
             self.num_stored += len(batch.names)
-            self._windows[group_id].spilled(self._clock() - batch.submitted_at)
+            self._windows[group_id].on_spilled(self._clock() - batch.submitted_at)
             is_there = batch.upper.spots(batch.upper_slots) == batch.spots
             self._host[group_id].dirty.remove(batch.upper_slots[is_there])
             there = [name for name in batch.names if name not in batch.pushed_out]
-            self._pushed_out(batch, transfer.result.evicted)
-            self._index.came_to_disk(group_id, there, transfer.result.evicted)
+            self._mark_pushed_out(batch, transfer.result.evicted)
+            self._index.on_written(group_id, there, transfer.result.evicted)
         elif isinstance(transfer.error, StoreFull):
-            self._pushed_out(batch, transfer.error.evicted)
-            self._index.came_to_disk(group_id, (), transfer.error.evicted)
+            self._mark_pushed_out(batch, transfer.error.evicted)
+            self._index.on_written(group_id, (), transfer.error.evicted)
         self._end(batch, transfer.error)
 
-    def _pushed_out(self, batch: DiskBatch, keys: Sequence[bytes]) -> None:
+    def _mark_pushed_out(self, batch: DiskBatch, keys: Sequence[bytes]) -> None:
         """Tell the other batches at writing: two writers' outcomes come in any order."""
         others = [other for other in self.copies.batches if other is not batch]
         if others and keys:
@@ -151,8 +153,8 @@ class DiskSpill:
     def _end(self, batch: DiskBatch, error: BaseException | None) -> None:
         self.copies.end(batch)
         if error is None:
-            self._disk.writing.succeeded(batch.attempt)
+            self._disk.writing.on_succeeded(batch.attempt)
         elif isinstance(error, LaneClosed):
-            self._disk.writing.withdrawn(batch.attempt)
+            self._disk.writing.withdraw(batch.attempt)
         else:
-            self._disk.writing.failed(batch.attempt)
+            self._disk.writing.on_failed(batch.attempt)

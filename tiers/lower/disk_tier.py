@@ -86,7 +86,7 @@ class DiskTier:
         Bytes that were written before it count against the budget, as far as they did not already."""
         self.taken_in = self.opening()
         self.index.begin_again()
-        self.begin_index_again()
+        self.rewind_index()
         if self.taken_in not in (0, self._counted):
             self._counted = self.taken_in
             before, self.latest = self.latest, self._store.statistics()
@@ -165,7 +165,7 @@ class DiskTier:
     def load(self, keys: Sequence[bytes]) -> dict[int, list[BlockName]]:
         """Take a page of the index in; the blocks that are new, by group."""
         if not keys:
-            self.index.loaded()
+            self.index.finish_loading()
         if set(map(len, keys)) != {KEY_BYTES}:  # what is of another length is of another namespace
             keys = [key for key in keys if len(key) == KEY_BYTES]
         # All at once: one by one they take as long as the index does.
@@ -179,7 +179,7 @@ class DiskTier:
         }
         return {group_id: new for group_id, page in pages.items() if (new := self.index.load(group_id, page))}
 
-    def begin_index_again(self) -> None:
+    def rewind_index(self) -> None:
         """The page could not be read: go back to the first."""
         self._walk = None
 
@@ -247,4 +247,4 @@ class NoDisk(DiskTier):
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(MemoryStore(0), bytes(NAMESPACE_BYTES), clock, opening=lambda: 0)
-        self.index.loaded()
+        self.index.finish_loading()

@@ -35,7 +35,7 @@ class Fetches:
         self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched, found: Places | None, now: bool
     ) -> LocalFetch:
         """Lease what is in host memory, have the rest read: *now*, or when nothing more urgent is."""
-        fetch = LocalFetch(group_id, blocks, self._index, self._disk_reads, on_fetched, self._came, self._ended)
+        fetch = LocalFetch(group_id, blocks, self._index, self._disk_reads, on_fetched, self._on_come, self._on_ended)
         fetch.lease(self._index.host[group_id].pool.find_all(blocks.names) if found is None else found)
         if fetch.num_leased < len(fetch.slots):
             if self._index.disk.is_there:
@@ -50,7 +50,7 @@ class Fetches:
             self._fetches.add(fetch)
         return fetch
 
-    def tell(self) -> None:
+    def deliver(self) -> None:
         """Tell what has come since the last call, and what never will."""
         news, self._news = self._news, []
         for fetch, place, failure in news:
@@ -71,13 +71,13 @@ class Fetches:
         assert all(fetch.num_leased or fetch.is_reading for fetch in self._fetches), "a fetch that is over is kept"
         assert self._reading <= self._fetches, "a fetch that is over waits for something"
 
-    def _came(self, fetch: LocalFetch, place: int, failure: Reason | None) -> None:
+    def _on_come(self, fetch: LocalFetch, place: int, failure: Reason | None) -> None:
         self._news.append((fetch, place, failure))
         if not fetch.is_reading:
             self._reading.discard(fetch)
             if not fetch.num_leased:
-                self._ended(fetch)
+                self._on_ended(fetch)
 
-    def _ended(self, fetch: LocalFetch) -> None:
+    def _on_ended(self, fetch: LocalFetch) -> None:
         self._fetches.discard(fetch)
         self._reading.discard(fetch)

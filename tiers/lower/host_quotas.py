@@ -16,7 +16,7 @@ class HostQuotas:
         self._num_bytes = dict.fromkeys(quotas, 0)
 
     @property
-    def any(self) -> bool:
+    def has_any(self) -> bool:
         """Whether anybody's host memory is counted. Without a quota it is not: each salt ever used would stay."""
         return bool(self._quotas)
 

@@ -44,12 +44,12 @@ class IndexLoad:
             self._forsaken = iter(())
             self._withdraw()
         next(self._forsaken, None)
-        self._index.forget_disk()
+        self._index.forget_some_of_disk()
         if not self._disk.is_open or self._disk.index.is_loaded:
             return
         if self._reading is not None and self._clock() - self._reading.submitted_at > HUNG_S:
-            self._disk.reading.hung(self._reading.attempt)
-            self._disk.begin_index_again()
+            self._disk.reading.on_hung(self._reading.attempt)
+            self._disk.rewind_index()
             self._reading = None
         attempt = self._disk.reading.begin() if self._reading is None else None
         if attempt is None:
@@ -58,19 +58,19 @@ class IndexLoad:
         # First: a lane without threads reads while it is given the page.
         self._reading = page
         if not self._transfers.submit(
-            Route.DISK_TO_HOST, self._disk.read_index, 0, lambda transfer: self._page_read(transfer, page)
+            Route.DISK_TO_HOST, self._disk.read_index, 0, lambda transfer: self._on_page_read(transfer, page)
         ):
             self._reading = None
-            self._disk.reading.withdrawn(attempt)
+            self._disk.reading.withdraw(attempt)
 
     def _withdraw(self) -> None:
         """Let the page that is being read tell nothing any more."""
         if self._reading is not None:
-            self._disk.reading.withdrawn(self._reading.attempt)
-            self._disk.begin_index_again()
+            self._disk.reading.withdraw(self._reading.attempt)
+            self._disk.rewind_index()
             self._reading = None
 
-    def _page_read(self, transfer: Transfer, page: _Page) -> None:
+    def _on_page_read(self, transfer: Transfer, page: _Page) -> None:
         if page is not self._reading:
             return  # another walk has begun
         if page.opening != self._disk.opening() or isinstance(transfer.error, LaneClosed | StoreUnavailable):
@@ -78,12 +78,12 @@ class IndexLoad:
             return
         self._reading = None
         if transfer.error is None:
-            self._disk.reading.succeeded(page.attempt)
-            self._index.was_on_disk(transfer.result)
+            self._disk.reading.on_succeeded(page.attempt)
+            self._index.load_index_page(transfer.result)
             if self._disk.index.is_loaded:
                 self._forsaken = self._index.mark_uncopied(SLOTS_AT_ONCE)
             self.go_on()
         else:
-            self._disk.reading.failed(page.attempt)
+            self._disk.reading.on_failed(page.attempt)
             self._disk.faults[Fault.IO_ERROR.value] += 1
-            self._disk.begin_index_again()
+            self._disk.rewind_index()

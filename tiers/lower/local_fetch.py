@@ -23,10 +23,10 @@ class LocalFetch:
         index: LowerIndex,
         disk_reads: DiskReads,
         on_fetched: OnFetched,
-        came: Callable[["LocalFetch", int, Reason | None], None],
-        ended: Callable[["LocalFetch"], None],
+        on_come: Callable[["LocalFetch", int, Reason | None], None],
+        on_ended: Callable[["LocalFetch"], None],
     ) -> None:
-        """*on_fetched* is the caller's; *came* is told of each block that was read or could not be, *ended* when
+        """*on_fetched* is the caller's; *on_come* is told of each block that was read or could not be, *on_ended* when
         nothing is leased any more and nothing to come."""
         self.group_id = group_id
         self.slots: Places = np.full(len(blocks.parents), ABSENT, np.int32)
@@ -36,8 +36,8 @@ class LocalFetch:
         self._index = index
         self._pool = index.host[group_id].pool
         self._disk_reads = disk_reads
-        self._came = came
-        self._ended = ended
+        self._on_come = on_come
+        self._on_ended = on_ended
         self._reads: dict[int, DiskRead] = {}  # under way, by place
         self._were_read: dict[int, DiskRead] = {}  # leased, by place
         self._num_leased = 0
@@ -64,7 +64,7 @@ class LocalFetch:
         places = np.flatnonzero(self.slots == ABSENT).tolist()
         self._reads = self._disk_reads.join(self.group_id, self._blocks, places, self, now)
 
-    def landed(self, place: int, disk_read: DiskRead, failure: Reason | None) -> None:
+    def on_landed(self, place: int, disk_read: DiskRead, failure: Reason | None) -> None:
         """A block has been read, or never will be."""
         del self._reads[place]
         if failure is None and disk_read.host_slot is not None:
@@ -72,14 +72,14 @@ class LocalFetch:
             self.slots[place] = disk_read.host_slot
             self._were_read[place] = disk_read
             self._num_leased += 1
-            self._came(self, place, None)
+            self._on_come(self, place, None)
         else:
             self.fail(place, failure or Reason.FAILED)
 
     def fail(self, place: int, reason: Reason) -> None:
         """A block will not come."""
         self.failures[place] = reason
-        self._came(self, place, reason)
+        self._on_come(self, place, reason)
 
     def digest(self, place: int) -> bytes:
         was_read = self._were_read.get(place)
@@ -97,7 +97,7 @@ class LocalFetch:
         ids = np.asarray(places, np.int64)
         slots = self.slots[ids]
         there = slots[slots != ABSENT]
-        tenants = set(map(self.tenant, ids[slots != ABSENT].tolist())) if self._index.quotas.any else ()
+        tenants = set(map(self.tenant, ids[slots != ABSENT].tolist())) if self._index.quotas.has_any else ()
         if len(there) < len(slots) and self._reads:
             for place in ids[slots == ABSENT].tolist():
                 if (disk_read := self._reads.pop(place, None)) is not None:
@@ -106,10 +106,10 @@ class LocalFetch:
         self._pool.release(there)
         self._num_leased -= len(there)
         for tenant in tenants:  # what was leased could not go
-            self._index.keep_quota(self.group_id, tenant)
+            self._index.enforce_quota(self.group_id, tenant)
         if not self._num_leased and not self._reads:
-            self._ended(self)
+            self._on_ended(self)
 
     def time_out(self) -> None:
         if self._reads:
-            self._disk_reads.hung()
+            self._disk_reads.time_out()

@@ -133,7 +133,7 @@ class LocalTiers:
             slots = host.take_clean(num_slots, window.num_blocks)
         else:
             slots = host.take(min(num_slots, host.pool.num_free), window.num_blocks) or []
-        window.allocated(len(slots))
+        window.on_allocated(len(slots))
         self._unmet[group_id] += num_slots - len(slots)
         self._reserved[group_id] += len(slots)
         return slots
@@ -142,11 +142,11 @@ class LocalTiers:
         self, group_id: int, slots: Ids, rows: Sequence[Row], digests: Sequence[bytes], owners: OwnerNumbers
     ) -> None:
         come = [self._publish_row(group_id, slots, row, digests, owners) for row in rows]
-        self.index.used_in_host(group_id, np.concatenate([NOTHING, *come]).tolist())
+        self.index.offer_to_disk(group_id, np.concatenate([NOTHING, *come]).tolist())
         self.abandon(group_id, slots)
-        if self.index.quotas.any:
+        if self.index.quotas.has_any:
             for number in np.unique(owners).tolist():
-                self.index.keep_quota(group_id, tenant_with(number))
+                self.index.enforce_quota(group_id, tenant_with(number))
 
     def abandon(self, group_id: int, slots: Ids) -> None:
         self._reserved[group_id] -= len(slots)
@@ -157,7 +157,7 @@ class LocalTiers:
         slots = pool.find_all(names)
         in_host = slots[slots != ABSENT]
         pool.refresh(in_host)
-        self.index.used_in_host(group_id, in_host.tolist())
+        self.index.offer_to_disk(group_id, in_host.tolist())
         disk = self.index.disk
         keys = [disk.key(group_id, name) for name, was_read in zip(names, were_read, strict=False) if was_read]
         if keys:  # not done while the lane to disk is full
@@ -190,9 +190,9 @@ class LocalTiers:
     def poll(self) -> None:
         self._index_load.go_on()
         self._disk_probe.go_on()
-        self.index.keep_quotas()
+        self.index.enforce_quotas()
         self._disk_reads.pump()
-        self._fetches.tell()
+        self._fetches.deliver()
 
     def take_lost(self) -> Sequence[Lost]:
         return self.index.take_lost()
@@ -240,7 +240,7 @@ class LocalTiers:
         """The slots of a row's blocks, without those of blocks that another slot has."""
         own = slots[row.start : row.end]
         names = row.names[::-1] if row.parent is None else [row.parent, *reversed(row.names)]
-        taken = self.index.came_to_host(
+        taken = self.index.add_chain_to_host(
             group_id,
             own[::-1],
             names,

@@ -42,7 +42,8 @@ class LowerIndex:
     ) -> None:
         """*num_slots* of host memory, and *block_bytes*, by group; *quotas*: bytes of host memory by tenant."""
         self.host = [  # [group]
-            GroupSlots(num, disk.is_there, partial(self._left_host, group_id)) for group_id, num in enumerate(num_slots)
+            GroupSlots(num, disk.is_there, partial(self._on_left_host, group_id))
+            for group_id, num in enumerate(num_slots)
         ]
         self.corrupt: Counter[str] = Counter()  # blocks in host memory
         self.disk = disk
@@ -88,7 +89,7 @@ class LowerIndex:
         lost, self._lost = self._lost, []
         return lost
 
-    def came_to_host(
+    def add_chain_to_host(
         self, group_id: int, slots: Ids, names: Sequence[BlockName], start: int, digests: bytes, tenants: OwnerNumbers
     ) -> list[int]:
         """Blocks have arrived in leased host slots: those of *names* from *start* on, one after the other in one chain,
@@ -109,7 +110,7 @@ class LowerIndex:
             self._tell_stored(Tier.HOST, group_id, names)
         return taken
 
-    def all_came_to_host(
+    def add_to_host(
         self,
         group_id: int,
         slots: Sequence[int],
@@ -124,7 +125,7 @@ class LowerIndex:
             if end < len(slots) and origin[end] == Origin(names[end - 1], origin[start].tenant):
                 continue
             row, parent = names[start:end], origin[start].parent
-            taken = self.came_to_host(
+            taken = self.add_chain_to_host(
                 group_id,
                 np.array(slots[start:end], np.intp),
                 row if parent is None else [parent, *row],
@@ -141,7 +142,7 @@ class LowerIndex:
         parent = None if self._forgets[group_id] else self.host[group_id].pool.parent(slot)
         return Origin(parent, self.host_blocks[group_id].tenant(slot))
 
-    def used_in_host(self, group_id: int, slots: Sequence[int]) -> None:
+    def offer_to_disk(self, group_id: int, slots: Sequence[int]) -> None:
         """Host blocks have come from above, or were used, tails first: those that may go to disk become dirty."""
         if not self.disk.is_there:
             return
@@ -160,22 +161,22 @@ class LowerIndex:
         admitted = self.admission.admit(group_id, names, parents, self._block_bytes[group_id])
         self.host[group_id].mark_dirty(ids[np.array(admitted, np.bool_)])
 
-    def keep_quota(self, group_id: int, tenant: bytes) -> None:
+    def enforce_quota(self, group_id: int, tenant: bytes) -> None:
         """Have a tenant that is over its quota of host memory lose its own oldest blocks there, tails first.
 
-        A part of the host's order is looked through now, the rest by `keep_quotas`.
+        A part of the host's order is looked through now, the rest by `enforce_quotas`.
         """
         if self.quotas.excess(tenant):
             self._shed(group_id, tenant, self._over_quota.pop((group_id, tenant), 0))
 
-    def keep_quotas(self) -> None:
+    def enforce_quotas(self) -> None:
         """Go on with a tenant that is still over its quota."""
         if self._over_quota:
             (group_id, tenant), start = next(iter(self._over_quota.items()))
             del self._over_quota[group_id, tenant]
             self._shed(group_id, tenant, start)
 
-    def came_to_disk(self, group_id: int, names: Sequence[BlockName], evicted: Sequence[bytes]) -> None:
+    def on_written(self, group_id: int, names: Sequence[BlockName], evicted: Sequence[bytes]) -> None:
         """Blocks are on disk, and the store dropped these keys for them, the oldest it had.
 
         What of them is still in host memory is not written a second time: a disk smaller than the host would never
@@ -193,28 +194,28 @@ class LowerIndex:
             if not self.has(group_id, name):
                 self._lost.append(Lost(group_id, [name], Tier.DISK))
 
-    def not_on_disk(self, group_id: int, name: BlockName) -> None:
+    def remove_from_disk_index(self, group_id: int, name: BlockName) -> None:
         """The store had no good record of a block that it was said to have, and has none now: what relied on it has to
         be copied again."""
         if self.disk.index.remove(group_id, name):
             self._tell(BlockRemoved(Tier.DISK, group_id, [name]))
-        self._lost_on_disk(group_id, name)
+        self._record_lost_on_disk(group_id, name)
 
-    def could_not_be_read(self, group_id: int, name: BlockName, fault: Fault) -> None:
+    def on_read_failed(self, group_id: int, name: BlockName, fault: Fault) -> None:
         """A read of the block gave no bytes. After an error of the disk itself the record may still be good."""
         self.disk.faults[fault.value] += fault is not Fault.MISSING
         if fault is Fault.IO_ERROR:
-            self._lost_on_disk(group_id, name)
+            self._record_lost_on_disk(group_id, name)
         else:
-            self.not_on_disk(group_id, name)
+            self.remove_from_disk_index(group_id, name)
 
-    def was_on_disk(self, keys: Sequence[bytes]) -> None:
+    def load_index_page(self, keys: Sequence[bytes]) -> None:
         """A page of what was on disk before this process started has been read."""
         for group_id, names in sorted(self.disk.load(keys).items()):
             if group_id < len(self._block_sizes):
                 self._tell_stored(Tier.DISK, group_id, names)
 
-    def forget_disk(self) -> None:
+    def forget_some_of_disk(self) -> None:
         """Tell of some blocks that were on disk before it changed, and are not known to be there now."""
         group_id, names = self.disk.index.forget_some() or (0, [])
         if self._events is None or group_id >= len(self._block_sizes):
@@ -229,7 +230,7 @@ class LowerIndex:
         for group_id, pool in enumerate([host.pool for host in self.host]):
             for first in range(0, pool.num_slots if pool.num_named else 0, num_at_once):
                 slots = range(first, min(first + num_at_once, pool.num_slots))
-                self.used_in_host(group_id, [slot for slot in slots if pool.name(slot) is not None])
+                self.offer_to_disk(group_id, [slot for slot in slots if pool.name(slot) is not None])
                 yield
 
     def clear(self) -> None:
@@ -252,7 +253,7 @@ class LowerIndex:
         assert self.quotas.num_bytes == host_bytes, "a tenant's bytes are miscounted"
         self.admission.check()
 
-    def _left_host(
+    def _on_left_host(
         self, group_id: int, slots: Ids, names: Sequence[BlockName], were_dirty: set[BlockName | None]
     ) -> None:
         """The slots' blocks, of these names, cannot be found in host memory any more: draw the consequences."""
@@ -272,7 +273,7 @@ class LowerIndex:
         left = blocks.forget(slots)
         self.quotas.count(blocks.tenants(left), -self._block_bytes[group_id])
 
-    def _lost_on_disk(self, group_id: int, name: BlockName) -> None:
+    def _record_lost_on_disk(self, group_id: int, name: BlockName) -> None:
         slot = self.host[group_id].pool.find(name)
         if slot is not None:
             self.host[group_id].lost_copies([slot])

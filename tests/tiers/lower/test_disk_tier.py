@@ -52,7 +52,7 @@ def test_an_index_agrees_with_a_model_whatever_happens_while_it_is_loaded() -> N
             for group_id in range(2):
                 index.load(group_id, rows_of([name(n) for g, n in page if g == group_id]))
             if not pages:
-                index.loaded()
+                index.finish_loading()
         elif action < 0.7:
             index.add(group, [name(n)])
             disk.add((group, n))
