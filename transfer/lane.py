@@ -70,17 +70,24 @@ class InlineLane:
 
     def __init__(self, finished: Finished) -> None:
         self._finished = finished
+        self._closed = False
 
     @property
     def num_pending(self) -> int:
         return 0
 
     def submit(self, transfer: Transfer) -> bool:
-        transfer.run()
+        if self._closed:
+            return False
+        try:
+            transfer.run()
+        except SystemExit as error:  # a library's ends a copy, as on a thread; Ctrl-C is for the caller, and goes there
+            transfer.error = error
         self._finished.put(transfer)
         return True
 
     def close(self) -> bool:
+        self._closed = True
         return True
 
 
