@@ -506,6 +506,20 @@ BUGS = [
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
+        "a hit that is out of date leases the host slots that its blocks were in",
+        "tiers/up/promoter.py",
+        "        if hit.as_of == self._residency.num_changes:\n            return [\n",
+        "        if True:\n            return [\n",
+        "tests/tiers/test_places_out_of_date.py",
+    ),
+    Bug(
+        "a hit that is out of date refreshes the blocks that are in its host slots now",
+        "tiers/up/promoter.py",
+        "        if hit.as_of != self._residency.num_changes:\n            return\n",
+        "",
+        "tests/tiers/test_places_out_of_date.py",
+    ),
+    Bug(
         "when all below is void the device's blocks are thought to have copies still",
         "tiers/residency.py",
         "if self._epoch != self.lower.epoch:",
