@@ -246,7 +246,7 @@ class DiskReads:
         slots = [disk_read.host_slot for disk_read in read.batch if disk_read.host_slot is not None]
         self._index.host[read.batch[0].group_id].pool.release(slots)
         for tenant in {disk_read.origin.tenant for disk_read in read.batch}:  # host memory has become fuller
-            self._index.enforce_quota(read.batch[0].group_id, tenant)
+            self._index.quotas.enforce(read.batch[0].group_id, tenant)
 
     def _add_to_host(self, landed: Sequence[tuple[DiskRead, bytes]], is_late: bool) -> None:
         """These blocks of a batch are in host memory, with these digests."""

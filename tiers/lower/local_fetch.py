@@ -106,7 +106,7 @@ class LocalFetch:
         self._pool.release(there)
         self._num_leased -= len(there)
         for tenant in tenants:  # what was leased could not go
-            self._index.enforce_quota(self.group_id, tenant)
+            self._index.quotas.enforce(self.group_id, tenant)
         if not self._num_leased and not self._reads:
             self._on_ended(self)
 

@@ -146,7 +146,7 @@ class LocalTiers:
         self.abandon(group_id, slots)
         if self.index.quotas.has_any:
             for number in np.unique(owners).tolist():
-                self.index.enforce_quota(group_id, tenant_with(number))
+                self.index.quotas.enforce(group_id, tenant_with(number))
 
     def abandon(self, group_id: int, slots: Ids) -> None:
         self._reserved[group_id] -= len(slots)
@@ -190,7 +190,7 @@ class LocalTiers:
     def poll(self) -> None:
         self._index_load.go_on()
         self._disk_probe.go_on()
-        self.index.enforce_quotas()
+        self.index.quotas.go_on()
         self._disk_reads.pump()
         self._fetches.deliver()
 

@@ -21,9 +21,6 @@ from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.naming.tenant import Origin, OwnerNumbers, number_of
 from kvtier.tiers.naming.tier import Tier
 
-QUOTA_PART = 1 << 12  # entries of the host's order looked through at once for blocks of a tenant over its quota
-MOST_SHED = 128  # blocks that such a tenant loses at once
-
 
 class LowerIndex:
     """Starts no copy and holds no bytes. Owned by the tiers' thread.
@@ -48,7 +45,7 @@ class LowerIndex:
         self.corrupt: Counter[str] = Counter()  # blocks in host memory
         self.disk = disk
         self.host_blocks = [HostBlocks(num) for num in num_slots]  # [group]
-        self.quotas = HostQuotas(quotas)
+        self.quotas = HostQuotas(quotas, self.host, self.host_blocks, block_bytes)
         num_blocks = disk.latest.capacity_bytes * len(block_bytes) // sum(block_bytes)
         self.admission = Admission(disk.budget, num_blocks, self._will_be_on_disk)
         self.epoch = 0  # see `LowerTiers`
@@ -57,8 +54,6 @@ class LowerIndex:
         self._block_bytes = block_bytes
         self._events = events
         self._lost: list[Lost] = []
-        # Tenants that are over their quota, by group, and up to where in the host's order they have no block.
-        self._over_quota: dict[tuple[int, bytes], int] = {}
 
     def find(self, group_id: int, names: Sequence[BlockName]) -> Places:
         """Where the blocks are."""
@@ -106,7 +101,7 @@ class LowerIndex:
             digests = np.frombuffer(digests, f"V{DIGEST_BYTES}")[is_new].tobytes()
         if len(slots):
             self.host_blocks[group_id].record(slots, digests, tenants)
-            self.quotas.count(tenants, self._block_bytes[group_id])
+            self.quotas.add(group_id, tenants)
             self._tell_stored(Tier.HOST, group_id, names)
         return taken
 
@@ -160,21 +155,6 @@ class LowerIndex:
             names, parents = list(compress(names, asking)), list(compress(parents, asking))
         admitted = self.admission.admit(group_id, names, parents, self._block_bytes[group_id])
         self.host[group_id].mark_dirty(ids[np.array(admitted, np.bool_)])
-
-    def enforce_quota(self, group_id: int, tenant: bytes) -> None:
-        """Have a tenant that is over its quota of host memory lose its own oldest blocks there, tails first.
-
-        A part of the host's order is looked through now, the rest by `enforce_quotas`.
-        """
-        if self.quotas.excess(tenant):
-            self._shed(group_id, tenant, self._over_quota.pop((group_id, tenant), 0))
-
-    def enforce_quotas(self) -> None:
-        """Go on with a tenant that is still over its quota."""
-        if self._over_quota:
-            (group_id, tenant), start = next(iter(self._over_quota.items()))
-            del self._over_quota[group_id, tenant]
-            self._shed(group_id, tenant, start)
 
     def on_written(self, group_id: int, names: Sequence[BlockName], evicted: Sequence[bytes]) -> None:
         """Blocks are on disk, and the store dropped these keys for them, the oldest it had.
@@ -242,15 +222,11 @@ class LowerIndex:
 
     def check(self) -> None:
         """Raise AssertionError if the indexes disagree."""
-        host_bytes = dict.fromkeys(self.quotas.num_bytes, 0)
-        for host, blocks, num_bytes in zip(self.host, self.host_blocks, self._block_bytes, strict=True):
+        for host, blocks in zip(self.host, self.host_blocks, strict=True):
             host.check()
             named = [slot for slot in range(host.pool.num_slots) if host.pool.name(slot) is not None]
             assert named == blocks.slots().tolist(), "a host block without a digest, or a digest without a block"
-            for slot in named:
-                if (tenant := blocks.tenant(slot)) in host_bytes:
-                    host_bytes[tenant] += num_bytes
-        assert self.quotas.num_bytes == host_bytes, "a tenant's bytes are miscounted"
+        self.quotas.check()
         self.admission.check()
 
     def _on_left_host(
@@ -271,7 +247,7 @@ class LowerIndex:
     def _uncount(self, group_id: int, slots: Ids) -> None:
         blocks = self.host_blocks[group_id]
         left = blocks.forget(slots)
-        self.quotas.count(blocks.tenants(left), -self._block_bytes[group_id])
+        self.quotas.remove(group_id, blocks.tenants(left))
 
     def _record_lost_on_disk(self, group_id: int, name: BlockName) -> None:
         slot = self.host[group_id].pool.find(name)
@@ -279,20 +255,6 @@ class LowerIndex:
             self.host[group_id].lost_copies([slot])
         else:
             self._lost.append(Lost(group_id, [name], Tier.DISK))
-
-    def _shed(self, group_id: int, tenant: bytes, start: int) -> None:
-        """Look through a part of the host's order, from its entry *start* on, for what the tenant has too much."""
-        num_blocks = -(-self.quotas.excess(tenant) // self._block_bytes[group_id])
-        slots, end = self.host[group_id].pool.ordered(start, QUOTA_PART)
-        own = slots[self.host_blocks[group_id].of_tenant(slots, tenant)].tolist()
-        dirty = self.host[group_id].dirty
-        clean_first = sorted(own, key=lambda slot: slot in dirty)
-        going = clean_first[: min(num_blocks, MOST_SHED)]
-        self.host[group_id].evict(going)
-        if len(going) < num_blocks:
-            left = start if len(going) < len(own) else end
-            if left is not None:
-                self._over_quota[group_id, tenant] = left
 
     def _will_be_on_disk(self, group_id: int, name: BlockName) -> bool:
         """Whether the disk has the block, or it has been admitted there."""
