@@ -32,13 +32,13 @@ BATCH_BLOCKS = 32  # at most, so that taking in what became of them is short
 def read_blocks(
     disk: DiskTier, memory: BlockMemory, keys: Sequence[bytes], host_slots: Sequence[int]
 ) -> list[bytes | Fault]:
-    """A reader's work: fill the host slots from disk, verified; each block's digest or fault."""
+    """Fill the host slots from disk, verified: a reader's work. Each block's digest or fault."""
     return disk.read(keys, [memory.host_block(slot) for slot in host_slots])
 
 
 @dataclass(eq=False, slots=True)
 class DiskRead:
-    """One block on its way from disk into host memory. While *waiters* are told of its end it leases *host_slot*."""
+    """One block on its way from disk into host memory. It leases *host_slot* until its *waiters* have been told."""
 
     group_id: int
     name: BlockName
@@ -49,15 +49,15 @@ class DiskRead:
 
 
 class Waiter(Protocol):
-    """Who waits for reads."""
+    """A fetch that waits for blocks to be read."""
 
     def on_landed(self, place: int, disk_read: DiskRead, failure: Reason | None) -> None:
-        """The block of that place has landed (None), or never will."""
+        """Take in that the block at that place has landed (*failure* is None), or why it never will."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Read:
-    """A batch at a reader."""
+    """A batch of blocks that a reader is reading."""
 
     batch: tuple[DiskRead, ...]
     attempt: Attempt
@@ -66,11 +66,12 @@ class Read:
 
 
 class DiskReads:
-    """A block is read once, however many wait for it. A batch that finds its lane full waits here, in order. What is
-    wanted now goes before what may come later.
+    """The blocks that fetches wait for, read from disk in batches: those wanted now before those that may come later.
 
-    Nobody waits for a read that hangs, and its blocks count as not on disk; if it comes back after all they are in host
-    memory. Until then it leases its slots. Owned by the cache's thread.
+    A block is read once, however many fetches wait for it. What finds the lane full waits here, in order.
+
+    No fetch waits for a read that hangs, and its blocks count as not on disk; if it comes back after all they are in
+    host memory. Until then it leases its slots. Owned by the tiers' thread.
     """
 
     def __init__(
@@ -96,13 +97,15 @@ class DiskReads:
         self._wanted_later: OrderedDict[DiskRead, None] = OrderedDict()
         self._num_wanted_now = [0 for _ in memories]
         self._reading: list[Read] = []
-        self._hanging: list[Read] = []  # nobody waits for these any more
+        self._hanging: list[Read] = []  # no fetch waits for these any more
 
     def join(
         self, group_id: int, blocks: NamedBlocks, places: Iterable[int], waiter: Waiter, now: bool
     ) -> dict[int, DiskRead]:
-        """Have these of the blocks read that are on disk, by place, in their turn; *now*: before all that may come
-        later."""
+        """Queue the blocks at *places* to be read, and have *waiter* told of each; the reads, by place.
+
+        *now*: before all that may come later.
+        """
         under_way, disk_reads = self._under_way[group_id], {}
         for place in places:
             name = blocks.names[place]
@@ -118,7 +121,10 @@ class DiskReads:
         return disk_reads
 
     def leave(self, disk_read: DiskRead, waiter: Waiter) -> None:
-        """Wait no longer. What nobody waits for is not begun; what is being read lands in host memory nevertheless."""
+        """Let *waiter* wait for the read no longer.
+
+        A read that no fetch waits for is not begun; one that has begun lands in host memory nevertheless.
+        """
         disk_read.waiters.pop(waiter, None)
         for queue in (self._wanted_now, self._wanted_later):
             if not disk_read.waiters and disk_read in queue:
@@ -126,12 +132,14 @@ class DiskReads:
                 self._num_wanted_now[disk_read.group_id] -= queue is self._wanted_now
 
     def pump(self) -> None:
-        """Hand queued blocks to readers that are free: what may come later only where nothing else is to be read, and
-        in one batch at a time."""
+        """Hand queued blocks to readers that are free.
+
+        Those that may come later only where nothing else is to be read, and in one batch at a time.
+        """
         if not self._reading and not self._wanted_now and not self._wanted_later:
             return
         if any(read.is_for_later and self._clock() - read.submitted_at > HUNG_S for read in self._reading):
-            self.time_out()  # no promotion's deadline tells of it
+            self.time_out()  # no promotion waits for it, so no deadline of one ends it
         while self._wanted_now and self._submit(self._wanted_now):
             pass
         if self._wanted_later and not self._wanted_now and not any(read.is_for_later for read in self._reading):
@@ -139,12 +147,14 @@ class DiskReads:
 
     @property
     def queued_bytes(self) -> int:
-        """Of blocks wanted now that wait for a reader."""
+        """Bytes of the blocks wanted now that wait for a reader."""
         return sum(m.block_bytes * num for m, num in zip(self._memories, self._num_wanted_now, strict=True))
 
     def time_out(self) -> None:
-        """A deadline has passed: all reads under way count as hung, and all that waits for the disk ends, or every
-        request to come would wait as long."""
+        """Count all reads under way as hung, and end all that waits for the disk: a request's deadline has passed.
+
+        Otherwise every request to come would wait as long.
+        """
         hung, self._reading = self._reading, []
         self._hanging += hung
         for read in hung:
@@ -162,7 +172,7 @@ class DiskReads:
         )
 
     def check(self) -> None:
-        """Raise AssertionError if a block under way is neither queued nor being read, or waited for by nobody."""
+        """Raise AssertionError if a block under way is neither queued nor being read, or no fetch waits for it."""
         reading = [disk_read for read in self._reading for disk_read in read.batch]
         queued = [*self._wanted_now, *self._wanted_later]
         under_way = [disk_read for disk_reads in self._under_way for disk_read in disk_reads.values()]
@@ -175,12 +185,12 @@ class DiskReads:
         assert num_now == self._num_wanted_now, "the blocks to be read now were miscounted"
 
     def _put(self, disk_read: DiskRead, now: bool) -> None:
-        """At the end of its queue."""
+        """Queue the block behind those that are wanted now, or later."""
         (self._wanted_now if now else self._wanted_later)[disk_read] = None
         self._num_wanted_now[disk_read.group_id] += now
 
     def _submit(self, queue: OrderedDict[DiskRead, None]) -> bool:
-        """Have the first blocks of the queue read that are of one group, up to a batch; False if that cannot be."""
+        """Hand the queue's first blocks of one group, up to a batch, to a reader; False if that cannot be now."""
         disk = self._index.disk
         attempt = disk.reading.begin() if disk.is_readable else None
         if attempt is None:
@@ -213,7 +223,7 @@ class DiskReads:
         return True
 
     def _give_up(self) -> None:
-        """The disk is to be left alone: what is queued fails."""
+        """Fail all that is queued, since the disk is to be left alone."""
         queued = [*self._wanted_now, *self._wanted_later]
         self._wanted_now.clear()
         self._wanted_later.clear()
@@ -249,7 +259,7 @@ class DiskReads:
             self._index.quotas.enforce(read.batch[0].group_id, tenant)
 
     def _add_to_host(self, landed: Sequence[tuple[DiskRead, bytes]], is_late: bool) -> None:
-        """These blocks of a batch are in host memory, with these digests."""
+        """Make blocks of a batch findable that are in their host slots, with these digests."""
         if not landed:
             return
         disk_reads, digests = [disk_read for disk_read, _ in landed], [digest for _, digest in landed]
@@ -263,7 +273,7 @@ class DiskReads:
             self._index.offer_to_disk(group_id, new)
 
     def _end(self, disk_read: DiskRead, failure: Reason | None) -> None:
-        """The block is not under way any more, and who waits for it learns of that."""
+        """Take the block off what is under way, and tell the fetches that wait for it."""
         del self._under_way[disk_read.group_id][disk_read.name]
         for waiter, place in list(disk_read.waiters.items()):
             waiter.on_landed(place, disk_read, failure)

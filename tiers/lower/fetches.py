@@ -1,4 +1,4 @@
-"""Fetches: those of one process that lease or wait for something, and what is to be told of them."""
+"""Fetches: the fetches of `LocalTiers` that lease or wait for a block, and the news that their callers have not had."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ from kvtier.tiers.naming.tier import Reason
 
 
 class Fetches:
-    """A fetch is here until nothing of it is leased any more and nothing to come. Owned by the tiers' thread."""
+    """A fetch is here while it leases a block or waits for one. Owned by the tiers' thread."""
 
     def __init__(self, index: LowerIndex, disk_reads: DiskReads) -> None:
         self._index = index
@@ -28,7 +28,7 @@ class Fetches:
 
     @property
     def any_reading(self) -> bool:
-        """Whether blocks that are wanted now are waited for."""
+        """Whether a fetch waits for blocks that are wanted now."""
         return bool(self._reading)
 
     def begin(
@@ -51,14 +51,14 @@ class Fetches:
         return fetch
 
     def deliver(self) -> None:
-        """Tell what has come since the last call, and what never will."""
+        """Tell the callers which blocks have come since the last call, and which never will."""
         news, self._news = self._news, []
         for fetch, place, failure in news:
-            if failure is not None or fetch.slots[place] != ABSENT:  # else it was released meanwhile
+            if failure is not None or fetch.slots[place] != ABSENT:  # else its caller has released it meanwhile
                 fetch.on_fetched(fetch, place, failure)
 
     def end_all(self) -> None:
-        """Release everything."""
+        """Release all blocks of all fetches."""
         for fetch in self:
             fetch.release(range(len(fetch.slots)))
 
@@ -67,7 +67,7 @@ class Fetches:
         return sum(fetch.num_leased for fetch in self._fetches if fetch.group_id == group_id)
 
     def check(self) -> None:
-        """Raise AssertionError if a fetch that is over is here."""
+        """Raise AssertionError if a fetch is kept that leases and waits for nothing."""
         assert all(fetch.num_leased or fetch.is_reading for fetch in self._fetches), "a fetch that is over is kept"
         assert self._reading <= self._fetches, "a fetch that is over waits for something"
 

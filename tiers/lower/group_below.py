@@ -11,7 +11,7 @@ from kvtier.tiers.naming.tenant import OwnerNumbers
 
 
 class GroupBelow:
-    """What `LowerTiers` does for blocks, asked for those of one group: see there."""
+    """The methods of `LowerTiers` that take a group, for one of them: see there."""
 
     def __init__(self, lower: LowerTiers, group_id: int) -> None:
         self._lower = lower
@@ -19,7 +19,7 @@ class GroupBelow:
 
     @property
     def num_slots(self) -> int:
-        """Of host memory; 0 if nothing can be kept below."""
+        """Slots of host memory; 0 if nothing can be kept below."""
         return self._lower.num_slots[self._group_id]
 
     def find(self, names: Sequence[BlockName]) -> Places:

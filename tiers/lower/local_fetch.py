@@ -14,7 +14,7 @@ from kvtier.tiers.naming.tier import Reason
 
 
 class LocalFetch:
-    """See `Fetch`. It begins with what is in host memory; `read` has the rest read. Owned by the tiers' thread."""
+    """See `Fetch`. `lease` leases what is in host memory, `read` has the rest read. Owned by the tiers' thread."""
 
     def __init__(
         self,
@@ -26,8 +26,8 @@ class LocalFetch:
         on_come: Callable[["LocalFetch", int, Reason | None], None],
         on_ended: Callable[["LocalFetch"], None],
     ) -> None:
-        """*on_fetched* is the caller's; *on_come* is told of each block that was read or could not be, *on_ended* when
-        nothing is leased any more and nothing to come."""
+        """*on_fetched* is the caller's. *on_come* is called for each block that was read or could not be, *on_ended*
+        when the fetch leases nothing any more and waits for nothing."""
         self.group_id = group_id
         self.slots: Places = np.full(len(blocks.parents), ABSENT, np.int32)
         self.failures: dict[int, Reason] = {}
@@ -44,12 +44,12 @@ class LocalFetch:
 
     @property
     def is_reading(self) -> bool:
-        """Whether some of it has still to come."""
+        """Whether some of its blocks have still to come."""
         return bool(self._reads)
 
     @property
     def num_leased(self) -> int:
-        """Blocks that are there and not released."""
+        """Blocks that have come and were not released."""
         return self._num_leased
 
     def lease(self, slots: Places) -> None:
@@ -60,12 +60,12 @@ class LocalFetch:
         self._pool.lease(there)
 
     def read(self, now: bool) -> None:
-        """Have the others read; *now*: before all that may come later."""
+        """Have the blocks that are not leased read; *now*: before those of all that may come later."""
         places = np.flatnonzero(self.slots == ABSENT).tolist()
         self._reads = self._disk_reads.join(self.group_id, self._blocks, places, self, now)
 
     def on_landed(self, place: int, disk_read: DiskRead, failure: Reason | None) -> None:
-        """A block has been read, or never will be."""
+        """Lease a block that has been read, or note why it never will be."""
         del self._reads[place]
         if failure is None and disk_read.host_slot is not None:
             self._pool.lease([disk_read.host_slot])
@@ -77,7 +77,7 @@ class LocalFetch:
             self.fail(place, failure or Reason.FAILED)
 
     def fail(self, place: int, reason: Reason) -> None:
-        """A block will not come."""
+        """Note that a block will not come."""
         self.failures[place] = reason
         self._on_come(self, place, reason)
 
@@ -105,7 +105,7 @@ class LocalFetch:
         self.slots[ids] = ABSENT
         self._pool.release(there)
         self._num_leased -= len(there)
-        for tenant in tenants:  # what was leased could not go
+        for tenant in tenants:  # leased blocks could not be evicted for a quota
             self._index.quotas.enforce(self.group_id, tenant)
         if not self._num_leased and not self._reads:
             self._on_ended(self)

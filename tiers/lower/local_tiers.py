@@ -1,4 +1,4 @@
-"""LocalTiers: host memory and disk in this process."""
+"""LocalTiers: the tiers below the device in this process: host memory, and a disk if there is one."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,9 +44,9 @@ def lower_tiers(
     quotas: Mapping[bytes, int] = MappingProxyType({}),
     events: EventLog | None = None,
 ) -> LowerTiers:
-    """What is below the device in this process: `LocalTiers`, or `NoTiers` without host memory.
+    """The tiers below the device in this process: `LocalTiers`, or `NoTiers` without host memory.
 
-    ValueError for a disk without host memory: it is read into that.
+    ValueError for a disk without host memory: blocks are read into that.
     """
     if all(memory.num_host_slots for memory in memories):
         return LocalTiers(groups, memories, transfers, disk, clock, quotas=quotas, events=events)
@@ -56,8 +56,8 @@ def lower_tiers(
 
 
 class LocalTiers:
-    """See `LowerTiers`. Copies between host memory and disk go by *transfers*, whose owner polls it: the thread that
-    owns these tiers too."""
+    """See `LowerTiers`. Copies between host memory and disk go by *transfers*, which the thread that owns these tiers
+    polls."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class LocalTiers:
         quotas: Mapping[bytes, int] = MappingProxyType({}),
         events: EventLog | None = None,
     ) -> None:
-        """*memories*, by group, have the host slots. *quotas*: bytes of host memory by tenant. *events*: where to tell
-        which block came and went."""
+        """*memories*, by group, have the host slots. *quotas*: bytes of host memory by tenant. *events* is told which
+        blocks came to host memory and disk, and which left."""
         self.num_slots = [memory.num_host_slots for memory in memories]
         self._block_bytes = [memory.block_bytes for memory in memories]
         self._transfers = transfers
@@ -86,7 +86,7 @@ class LocalTiers:
         self._index_load = IndexLoad(self.index, transfers, clock)
         self._fetches = Fetches(self.index, self._disk_reads)
         self._reserved = [0 for _ in memories]
-        self._unmet = [0 for _ in memories]  # slots asked for and not had since `spill`
+        self._unmet = [0 for _ in memories]  # slots that `reserve` could not give since the last `spill`
         self._index_load.go_on()
 
     @property
@@ -160,7 +160,7 @@ class LocalTiers:
         self.index.offer_to_disk(group_id, in_host.tolist())
         disk = self.index.disk
         keys = [disk.key(group_id, name) for name, was_read in zip(names, were_read, strict=False) if was_read]
-        if keys:  # not done while the lane to disk is full
+        if keys:  # left out while the lane to disk is full
             self._transfers.submit(Route.HOST_TO_DISK, lambda: disk.touch(keys), 0, lambda transfer: None)
 
     def evict_last(self, group_id: int, places: Places) -> None:
@@ -237,7 +237,7 @@ class LocalTiers:
             assert host.pool.num_leases == expected, f"host: {host.pool.num_leases} leases, {expected} accounted for"
 
     def _publish_row(self, group_id: int, slots: Ids, row: Row, digests: Sequence[bytes], owners: OwnerNumbers) -> Ids:
-        """The slots of a row's blocks, without those of blocks that another slot has."""
+        """Publish one row's blocks; the slots of those that no other slot had."""
         own = slots[row.start : row.end]
         names = row.names[::-1] if row.parent is None else [row.parent, *reversed(row.names)]
         taken = self.index.add_chain_to_host(
@@ -251,7 +251,7 @@ class LocalTiers:
         return np.delete(own, [len(own) - 1 - place for place in taken]) if taken else own
 
     def _is_roomy(self) -> bool:
-        """Whether each pool could give a window of slots, and what was asked for in vain, and lose no last copy."""
+        """Whether each pool could give a window of slots, and those that it did not give, and lose no last copy."""
         return all(
             host.num_clean(window.num_blocks + unmet) >= window.num_blocks + unmet
             for host, window, unmet in zip(self.index.host, self._windows, self._unmet, strict=True)

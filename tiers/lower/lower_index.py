@@ -23,9 +23,10 @@ from kvtier.tiers.naming.tier import Tier
 
 
 class LowerIndex:
-    """Starts no copy and holds no bytes. Owned by the tiers' thread.
+    """Which block is in which host slot, which is on disk, and what follows when one comes or leaves.
 
-    Of what neither tier has any more it tells in `take_lost`, for who may still have a copy above.
+    It starts no copy and holds no bytes. Blocks that neither tier has any more it hands over in `take_lost`, for the
+    device, which may have a copy. Owned by the tiers' thread.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class LowerIndex:
             GroupSlots(num, disk.is_there, partial(self._on_left_host, group_id))
             for group_id, num in enumerate(num_slots)
         ]
-        self.corrupt: Counter[str] = Counter()  # blocks in host memory
+        self.corrupt: Counter[str] = Counter()  # blocks of host memory whose bytes were wrong, by cause
         self.disk = disk
         self.host_blocks = [HostBlocks(num) for num in num_slots]  # [group]
         self.quotas = HostQuotas(quotas, self.host, self.host_blocks, block_bytes)
@@ -56,7 +57,7 @@ class LowerIndex:
         self._lost: list[Lost] = []
 
     def find(self, group_id: int, names: Sequence[BlockName]) -> Places:
-        """Where the blocks are."""
+        """Where the blocks are, see `LowerTiers.find`."""
         places = self.host[group_id].pool.find_all(names)
         absent = np.flatnonzero(places == ABSENT)
         if len(absent):
@@ -64,7 +65,7 @@ class LowerIndex:
         return places
 
     def find_run(self, group_id: int, names: Sequence[BlockName]) -> Places:
-        """The same up to the first block that is nowhere."""
+        """Where the first of the blocks are, up to the first that is nowhere."""
         places = self.host[group_id].pool.find_all(names)
         absent = np.flatnonzero(places == ABSENT)
         if not len(absent):
@@ -74,11 +75,11 @@ class LowerIndex:
         return places if num_held == len(absent) else places[: int(absent[num_held])]
 
     def has(self, group_id: int, name: BlockName) -> bool:
-        """Whether the block is anywhere."""
+        """Whether the block is in host memory or on disk."""
         return self.host[group_id].pool.find(name) is not None or self.disk.holds(group_id, name)
 
     def take_lost(self) -> Sequence[Lost]:
-        """What neither tier has any more, since the last call."""
+        """Hand over which blocks have left the last of the two tiers since the last call."""
         if not self._lost:
             return ()
         lost, self._lost = self._lost, []
@@ -87,10 +88,10 @@ class LowerIndex:
     def add_chain_to_host(
         self, group_id: int, slots: Ids, names: Sequence[BlockName], start: int, digests: bytes, tenants: OwnerNumbers
     ) -> list[int]:
-        """Blocks have arrived in leased host slots: those of *names* from *start* on, one after the other in one chain,
-        and *names* begins with the first's parent, if it is known. *digests* of all in a row, *tenants* by number.
+        """Make blocks findable that have arrived in leased host slots; the places of those that another slot has.
 
-        The places of those that another slot has already.
+        The blocks are those of *names* from *start* on, one after the other in one chain, and *names* begins with the
+        first one's parent, if that is known. *digests* of all of them joined, *tenants* by number.
         """
         taken = self.host[group_id].pool.commit(slots, names, start)
         names = names[start:]
@@ -113,7 +114,7 @@ class LowerIndex:
         digests: Sequence[bytes],
         origin: Sequence[Origin],
     ) -> list[int]:
-        """The same for blocks of any chains; those of the slots whose block no other slot has already."""
+        """As `add_chain_to_host`, for blocks of any chains; the slots of the blocks that no other slot had."""
         new: list[int] = []
         start = 0
         for end in range(1, len(slots) + 1):
@@ -133,12 +134,16 @@ class LowerIndex:
         return new
 
     def origin_in_host(self, group_id: int, slot: int) -> Origin:
-        """Of the block in the host slot. It has no parent where a group forgets: it needs no more than its window."""
+        """Parent and tenant of the block in the host slot. Where a group forgets there is no parent: the block is of
+        use without it."""
         parent = None if self._forgets[group_id] else self.host[group_id].pool.parent(slot)
         return Origin(parent, self.host_blocks[group_id].tenant(slot))
 
     def offer_to_disk(self, group_id: int, slots: Sequence[int]) -> None:
-        """Host blocks have come from above, or were used, tails first: those that may go to disk become dirty."""
+        """Mark host blocks dirty that may be written to disk: those that are not there, and that `Admission` lets in.
+
+        To be called when blocks have come from the device, and when they were used, tails first.
+        """
         if not self.disk.is_there:
             return
         pool, dirty = self.host[group_id].pool, self.host[group_id].dirty
@@ -157,9 +162,9 @@ class LowerIndex:
         self.host[group_id].mark_dirty(ids[np.array(admitted, np.bool_)])
 
     def on_written(self, group_id: int, names: Sequence[BlockName], evicted: Sequence[bytes]) -> None:
-        """Blocks are on disk, and the store dropped these keys for them, the oldest it had.
+        """Take in that blocks were written to disk, and that the store dropped the keys *evicted* for them, its oldest.
 
-        What of them is still in host memory is not written a second time: a disk smaller than the host would never
+        A dropped block that is in host memory is not written a second time: a disk smaller than the host would never
         rest.
         """
         if names:
@@ -175,14 +180,16 @@ class LowerIndex:
                 self._lost.append(Lost(group_id, [name], Tier.DISK))
 
     def remove_from_disk_index(self, group_id: int, name: BlockName) -> None:
-        """The store had no good record of a block that it was said to have, and has none now: what relied on it has to
-        be copied again."""
+        """Take in that the store has no good record of a block that it was said to have.
+
+        A copy of the block in host memory becomes dirty; without one the block is lost.
+        """
         if self.disk.index.remove(group_id, name):
             self._tell(BlockRemoved(Tier.DISK, group_id, [name]))
         self._record_lost_on_disk(group_id, name)
 
     def on_read_failed(self, group_id: int, name: BlockName, fault: Fault) -> None:
-        """A read of the block gave no bytes. After an error of the disk itself the record may still be good."""
+        """Take in that a read of the block gave no bytes. After an error of the disk itself the record may be good."""
         self.disk.faults[fault.value] += fault is not Fault.MISSING
         if fault is Fault.IO_ERROR:
             self._record_lost_on_disk(group_id, name)
@@ -190,13 +197,16 @@ class LowerIndex:
             self.remove_from_disk_index(group_id, name)
 
     def load_index_page(self, keys: Sequence[bytes]) -> None:
-        """A page of what was on disk before this process started has been read."""
+        """Take in one page of the keys that were on disk before this process began."""
         for group_id, names in sorted(self.disk.load(keys).items()):
             if group_id < len(self._block_sizes):
                 self._tell_stored(Tier.DISK, group_id, names)
 
     def forget_some_of_disk(self) -> None:
-        """Tell of some blocks that were on disk before it changed, and are not known to be there now."""
+        """Forget some blocks that were on disk before its store was opened anew, and tell that they are gone.
+
+        Not those that are known to be there now.
+        """
         group_id, names = self.disk.index.forget_some() or (0, [])
         if self._events is None or group_id >= len(self._block_sizes):
             return
@@ -204,8 +214,10 @@ class LowerIndex:
             self._tell(BlockRemoved(Tier.DISK, group_id, gone))
 
     def mark_uncopied(self, num_at_once: int) -> Iterator[None]:
-        """What is on disk is known now, and may be other than it was: have all blocks of host memory that are not there
-        written; so many slots at each step."""
+        """Offer all blocks of host memory to the disk, so many slots at each step, and begin a new `epoch`.
+
+        To be called when the disk's index has been loaded, whose content may be other than it was.
+        """
         self.epoch += 1
         for group_id, pool in enumerate([host.pool for host in self.host]):
             for first in range(0, pool.num_slots if pool.num_named else 0, num_at_once):
@@ -232,7 +244,7 @@ class LowerIndex:
     def _on_left_host(
         self, group_id: int, slots: Ids, names: Sequence[BlockName], were_dirty: set[BlockName | None]
     ) -> None:
-        """The slots' blocks, of these names, cannot be found in host memory any more: draw the consequences."""
+        """Take in that the slots' blocks, of these names, cannot be found in host memory any more."""
         self._uncount(group_id, slots)
         if not names:
             return
@@ -257,7 +269,7 @@ class LowerIndex:
             self._lost.append(Lost(group_id, [name], Tier.DISK))
 
     def _will_be_on_disk(self, group_id: int, name: BlockName) -> bool:
-        """Whether the disk has the block, or it has been admitted there."""
+        """Whether the block is on disk, or has been admitted there and is on its way."""
         if self.disk.index.holds(group_id, name):
             return True
         slot = self.host[group_id].pool.find(name)
@@ -273,5 +285,5 @@ class LowerIndex:
 
 
 def _picked(names: Sequence[BlockName], places: Ids) -> Sequence[BlockName]:
-    """Those of the names; *places* are distinct."""
+    """The names at these *places*, which are distinct."""
     return names if len(places) == len(names) else [names[i] for i in places.tolist()]

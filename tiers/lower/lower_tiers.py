@@ -191,7 +191,8 @@ class LowerTiers(Protocol):
         """Make the blocks in these reserved slots findable, whose bytes are complete, and end the leases.
 
         *rows* name the blocks in the order of *slots*, each row a run of one chain, tail first; *digests* of their
-        bytes and *owners*, the tenants, are in that order too. A block that host memory has already stays where it is, and the slot that was filled for it is free.
+        bytes and *owners*, the tenants, are in that order too. A block that host memory has already stays where it is,
+        and the slot that was filled for it is free.
         """
 
     def abandon(self, group_id: int, slots: Ids) -> None:

@@ -1,4 +1,4 @@
-"""NoTiers: nothing is below the device."""
+"""NoTiers: the tiers below a device that has nothing below it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +16,7 @@ from kvtier.transfer.lane_speed import LaneSpeed
 
 
 class NoFetch:
-    """Nothing of it ever comes."""
+    """See `Fetch`. None of its blocks ever comes."""
 
     def __init__(self, group_id: int, names: Sequence[BlockName]) -> None:
         self.group_id = group_id

@@ -1,4 +1,4 @@
-"""NamedBlocks: blocks by name, with all that has to be known of them to keep them."""
+"""NamedBlocks: names of blocks, with the parents and the tenant that a tier needs to keep them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ BlockIds = npt.NDArray[np.int64]  # of one chain and group, ascending
 
 @dataclass(frozen=True, slots=True)
 class NamedBlocks:
-    """Some blocks of one tenant. *parents*: for each the block that it continues, if it is of no use without that."""
+    """Some blocks of one tenant. *parents*: for each the block that it continues; None if it is of use without that."""
 
     names: Sequence[BlockName]
     parents: Sequence[BlockName | None]
     tenant: bytes = NOBODY
 
     def origin(self, place: int) -> Origin:
-        """Of one of the blocks."""
+        """The parent and the tenant of the block at *place*."""
         return Origin(self.parents[place], self.tenant)
 
 

@@ -1,4 +1,4 @@
-"""Namespace: everything besides the prompt that decides KV bytes. Another namespace's block is a miss, never a hit."""
+"""Namespace: everything beside the prompt that decides KV bytes. A block of another namespace is never a hit."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Whose a block is, and what it continues."""
+"""The tenant of a block, and the block that it continues."""
 
 import hashlib
 from typing import NamedTuple
@@ -9,12 +9,12 @@ import numpy.typing as npt
 from kvtier.store.blob_store import TENANT_BYTES
 from kvtier.tiers.naming.block_hash import BlockName
 
-NOBODY = b""
-OwnerNumbers = npt.NDArray[np.uint64]  # tenants as numbers, 0 for nobody
+NOBODY = b""  # the tenant of requests without a salt
+OwnerNumbers = npt.NDArray[np.uint64]  # tenants as numbers, 0 for NOBODY
 
 
 def tenant_of(cache_salt: str | None) -> bytes:
-    """The tenant of requests with that salt, 8 bytes that tell nothing of it; NOBODY without a salt.
+    """The tenant of requests with that salt: 8 bytes from which the salt cannot be had; NOBODY without a salt.
 
     One tenant may have many salts: those that begin with the tenant's own and a NUL.
     """
@@ -34,8 +34,10 @@ def tenant_with(number: int) -> bytes:
 
 
 class Origin(NamedTuple):
-    """Where a block comes from: *parent*, the block that it continues, if that has to stay on disk for as long as this
-    one; and the *tenant* whose it is."""
+    """Where a block comes from: the block that it continues, and its tenant.
+
+    *parent* has to stay on disk as long as this block does; None if the block is of use without it.
+    """
 
     parent: BlockName | None = None
     tenant: bytes = NOBODY
