@@ -1,4 +1,4 @@
-"""Lanes: one contract for all of them, and what each kind adds."""
+"""Lanes: the contract that all of them keep, and what each kind adds."""
 
 import itertools
 import queue
@@ -110,7 +110,7 @@ def take(finished: Finished, num_transfers: int) -> list[Transfer]:
 
 
 def close(lane: Lane) -> None:
-    """Close the lane, or fail: a hang would say nothing."""
+    """Close the lane; fails if that hangs."""
     closer = threading.Thread(target=lane.close, name="close", daemon=True)
     closer.start()
     join(closer)
@@ -525,7 +525,7 @@ def test_submit_does_not_wait_for_compute(cuda_lane: CudaLane, finished: Finishe
 def test_what_a_copy_waited_for_compute_is_no_time_of_the_lane_s(
     cuda_lane: CudaLane, finished: Finished, bench: CudaBench
 ) -> None:
-    """A planner would think that the bus is slow."""
+    """If it were, the load planner would take the bus for slow."""
     bench.delay()
     cuda_lane.submit(transfer(lambda: bench.host.copy_(bench.block, non_blocking=True)))
 

@@ -1,4 +1,4 @@
-"""How fast a lane is thought to be."""
+"""LaneSpeed: how fast a lane is thought to be, from the transfers that it has finished."""
 
 import pytest
 

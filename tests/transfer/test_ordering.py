@@ -57,7 +57,7 @@ class Machine:
         assert self.lane.submit(Transfer(work, 1, lambda transfer: None))
 
     def wait(self) -> None:
-        """Until the transfer has come back, as `poll` would hear of it."""
+        """Wait until the transfer has come back, as `poll` would."""
         with self.time_passes():
             assert self.finished.get(timeout=DEADLINE_S).error is None
 

@@ -180,7 +180,7 @@ def test_poll_returns_as_soon_as_something_has_finished(
 
 
 class NotedQueue(queue.SimpleQueue[Transfer]):
-    """Outcomes that nobody has; it notes how long it was waited for them."""
+    """A queue in which no outcome ever is; it notes for how long the engine waits."""
 
     def __init__(self) -> None:
         super().__init__()

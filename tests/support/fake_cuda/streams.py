@@ -1,4 +1,4 @@
-"""Streams and events of a fake device, as `torch.cuda` has them, and which stream is whose current one."""
+"""Streams and events of a fake device, as `torch.cuda` has them, and each thread's current stream."""
 
 import threading
 from collections.abc import Iterator
@@ -83,7 +83,7 @@ class CurrentStreams(threading.local):
 
     @contextmanager
     def using(self, stream: Stream | None) -> Iterator[None]:
-        """Make it the thread's current stream for a while."""
+        """Make *stream* the thread's current one within the block; None changes nothing."""
         self._taken.append(self.current if stream is None else stream)
         try:
             yield

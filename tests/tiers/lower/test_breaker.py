@@ -31,7 +31,7 @@ def open_by_hang(breaker: CircuitBreaker) -> None:
 
 
 def rest_s(breaker: CircuitBreaker, clock: FakeClock) -> float:
-    """How long the breaker, which is open, stays so; the clock then stands at the end of it."""
+    """For how long the breaker, which is open, stays so; moves the clock to the end of that."""
     start = clock.now
     while breaker.state is BreakerState.OPEN:
         clock.now += 0.5

@@ -1,4 +1,4 @@
-"""CleanAhead: the window follows what is allocated while a spill is under way, under a clock of our own."""
+"""CleanAhead: the window follows what is allocated while a spill is under way, by a fake clock."""
 
 import pytest
 

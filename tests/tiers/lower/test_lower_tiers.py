@@ -1,4 +1,4 @@
-"""The contract of `LowerTiers`, for every kind of them."""
+"""The contract of `LowerTiers`: every kind of tiers below the device keeps it."""
 
 import random
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ GROUPS = [FullAttention(SIZE), SlidingWindow(SIZE, 10)]
 
 
 class WaitingLane:
-    """Does what it was given when it is told to."""
+    """A lane that runs its transfers when `work` is called."""
 
     def __init__(self, finished: Finished) -> None:
         self._finished = finished
@@ -58,7 +58,7 @@ class WaitingLane:
 
 @dataclass
 class Bed:
-    """Tiers of one kind, and what a device pool would know."""
+    """Tiers of one kind, and around them what a device pool would have."""
 
     tiers: LowerTiers
     memories: Sequence[CpuMemory]
@@ -101,7 +101,7 @@ class Bed:
         self.settle()
 
     def reserve(self, num_slots: int) -> list[int]:
-        """As many as that: an answer may be less than what was asked for, several are not."""
+        """Reserve exactly so many slots: one answer may be fewer than were asked for, several together are not."""
         slots: list[int] = []
         for _ in range(40):
             slots += self.tiers.reserve(0, num_slots - len(slots))
@@ -155,19 +155,19 @@ def bed(kind: str, monkeypatch: pytest.MonkeyPatch) -> Bed:
 
 @pytest.fixture(params=["host", "host and disk", "unreliable"])
 def lower(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bed:
-    """Tiers that keep something."""
+    """Tiers of each kind that can keep a block."""
     return bed(request.param, monkeypatch)
 
 
 @pytest.fixture(params=["none", "host", "host and disk", "unreliable"])
 def any_lower(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bed:
-    """Tiers of every kind."""
+    """Tiers of every kind, `NoTiers` included."""
     return bed(request.param, monkeypatch)
 
 
 @pytest.fixture(params=["host and disk", "unreliable"])
 def with_disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bed:
-    """Tiers that have a disk."""
+    """Tiers of each kind that has a disk."""
     return bed(request.param, monkeypatch)
 
 

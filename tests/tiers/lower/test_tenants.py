@@ -1,4 +1,4 @@
-"""Tenants: whose blocks are where, what a quota costs its owner and nobody else."""
+"""Tenants: each tenant's blocks are counted, and a quota costs its own tenant blocks and no other."""
 
 import random
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ def world(host: Mapping[bytes, int], disk: Mapping[bytes, int], num_device_slots
 
 
 def push_out(w: World) -> None:
-    """Have the device filled by others."""
+    """Fill the device with other documents."""
     for number in range(3):
         read(w, f"other {number}")
 

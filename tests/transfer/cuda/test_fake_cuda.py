@@ -1,4 +1,4 @@
-"""The fake device that other tests trust: it is late, it orders what must be ordered, and every misuse is an error."""
+"""The fake CUDA device: it runs late, it orders what must be ordered, and every misuse is an error."""
 
 import contextlib
 import threading
@@ -19,7 +19,7 @@ NUM_BYTES = 4096
 
 @pytest.fixture
 def device() -> Iterator[FakeDevice]:
-    """Misuse is what these tests are about, so none of it counts at the end."""
+    """A fake device whose misuses do not count at the end: these tests are about them."""
     with installed(Late()) as device:
         yield device
         for address, _ in device.memory.left_registered:
