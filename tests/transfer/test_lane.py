@@ -66,7 +66,7 @@ class Gate:
 
     def work(self) -> str:
         self.begun.release()
-        assert self.open.wait(DEADLINE_S), "nobody opened the gate"
+        assert self.open.wait(DEADLINE_S), "the gate was never opened"
         return "through"
 
     def wait_until_begun(self, num_transfers: int) -> None:

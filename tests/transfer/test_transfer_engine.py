@@ -80,7 +80,7 @@ def blocked_by(gate: threading.Event, begun: threading.Event | None = None) -> C
     def work() -> str:
         if begun is not None:
             begun.set()
-        assert gate.wait(DEADLINE_S), "nobody opened the gate"
+        assert gate.wait(DEADLINE_S), "the gate was never opened"
         return "through"
 
     return work

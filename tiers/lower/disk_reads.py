@@ -179,7 +179,7 @@ class DiskReads:
         assert set(under_way) == {*reading, *queued}, "the books of what is being read disagree"
         assert len(under_way) == len(reading) + len(queued), "a block is under way twice"
         assert all(disk_read.waiters and disk_read.host_slot is None for disk_read in queued), (
-            "a block is read for nobody"
+            "a block is queued that no fetch waits for"
         )
         num_now = [sum(disk_read.group_id == i for disk_read in self._wanted_now) for i in range(len(self._memories))]
         assert num_now == self._num_wanted_now, "the blocks to be read now were miscounted"

@@ -76,7 +76,7 @@ class HostQuotas:
             for slot in blocks.slots().tolist():
                 if (tenant := blocks.tenant(slot)) in num_bytes:
                     num_bytes[tenant] += block_bytes
-        assert self._num_bytes == num_bytes, "a tenant's bytes are miscounted"
+        assert self._num_bytes == num_bytes, "the bytes of a tenant with a quota were miscounted"
 
     def _count(self, owners: OwnerNumbers, num_bytes: int) -> None:
         if not self._quotas:

@@ -234,7 +234,9 @@ class LocalTiers:
             fetched = self._fetches.num_leased(group_id)
             written, read = self._disk_spill.copies.num_leases(host.pool), self._disk_reads.num_leases(group_id)
             expected = fetched + written + read + self._reserved[group_id]
-            assert host.pool.num_leases == expected, f"host: {host.pool.num_leases} leases, {expected} accounted for"
+            assert host.pool.num_leases == expected, (
+                f"host slots of group {group_id}: {host.pool.num_leases} leases, {expected} accounted for"
+            )
 
     def _publish_row(self, group_id: int, slots: Ids, row: Row, digests: Sequence[bytes], owners: OwnerNumbers) -> Ids:
         """Publish one row's blocks; the slots of those that no other slot had."""

@@ -10,7 +10,7 @@ from kvtier.tiers.device.runs import Row
 from kvtier.tiers.lower.lower_tiers import NOWHERE, Lost, LowerStatistics, OnFetched, Places, SpillProgress
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
-from kvtier.tiers.naming.tenant import NOBODY, OwnerNumbers
+from kvtier.tiers.naming.tenant import NO_TENANT, OwnerNumbers
 from kvtier.tiers.naming.tier import Reason
 from kvtier.transfer.lane_speed import LaneSpeed
 
@@ -27,7 +27,7 @@ class NoFetch:
         raise KeyError(f"block {place}: nothing is below the device")
 
     def tenant(self, place: int) -> bytes:
-        return NOBODY
+        return NO_TENANT
 
     def release(self, places: Sequence[int] | npt.NDArray[np.int64]) -> None:
         pass

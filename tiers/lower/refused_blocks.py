@@ -42,8 +42,8 @@ class RefusedBlocks:
     def check(self) -> None:
         """Raise AssertionError if a key is in a wrong row, twice in its own, or behind an empty place."""
         rows, places = np.nonzero(self._keys)
-        assert (self._keys[rows, places] % np.uint64(len(self._keys)) == rows).all(), "a key in another's row"
-        assert (self._next < WAYS).all(), "a row goes on outside itself"
+        assert (self._keys[rows, places] % np.uint64(len(self._keys)) == rows).all(), "a key is in another key's row"
+        assert (self._next < WAYS).all(), "the next place of a row is outside it"
         for row in np.unique(rows):
             keys = self._keys[row][self._keys[row] != 0]
             assert len(np.unique(keys)) == len(keys), "a block is remembered twice"

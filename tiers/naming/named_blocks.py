@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.groups import AttentionGroup
-from kvtier.tiers.naming.tenant import NOBODY, Origin, tenant_of
+from kvtier.tiers.naming.tenant import NO_TENANT, Origin, tenant_of
 
 BlockIds = npt.NDArray[np.int64]  # of one chain and group, ascending
 
@@ -19,7 +19,7 @@ class NamedBlocks:
 
     names: Sequence[BlockName]
     parents: Sequence[BlockName | None]
-    tenant: bytes = NOBODY
+    tenant: bytes = NO_TENANT
 
     def origin(self, place: int) -> Origin:
         """The parent and the tenant of the block at *place*."""

@@ -139,7 +139,7 @@ class FakeDevice:
             self._look_for_races(operation, sorted_spans(unordered_reads))
             stream.known = {**known, stream.stream_id: operation.number}
             stream.last = operation
-            self.memory.written(writes)
+            self.memory.forget_uploads(writes)
             self._scramble_targets(operation)
             self._open.append(operation)
             stream.queue.append(operation)
@@ -204,7 +204,7 @@ class FakeDevice:
                     operation.run = None  # the memory may be gone when it would run
             return 0
 
-    def misused(self, message: str) -> CudaMisuse:
+    def note_misuse(self, message: str) -> CudaMisuse:
         """Note a misuse, and give the error to raise for it."""
         with self._changed:
             self.violations.append(message)
@@ -220,14 +220,14 @@ class FakeDevice:
     def _look_for_races(self, operation: Operation, unordered_reads: Spans) -> None:
         for one, other in pairwise(operation.writes):
             if other[0] < one[1]:
-                raise self.misused(f"{operation} writes {other[0]:#x} twice")
+                raise self.note_misuse(f"{operation} writes {other[0]:#x} twice")
         for other_operation in self._open:
             if operation.comes_after(other_operation):
                 addresses = first_overlap(unordered_reads, other_operation.writes)
             else:
                 addresses = operation.conflict(other_operation)
             if addresses is not None:
-                raise self.misused(f"{operation} and {other_operation} are unordered; both touch {addresses[0]:#x}")
+                raise self.note_misuse(f"{operation} and {other_operation} are unordered; both touch {addresses[0]:#x}")
 
     def _scramble_targets(self, operation: Operation) -> None:
         """Scramble the host memory that the operation will write, unless another operation needs what is there."""
@@ -262,7 +262,7 @@ class FakeDevice:
                 self._finish(head.waits_for)
             elif head.is_held and self._owner != threading.get_ident() and not self._num_waiting:
                 if not self._changed.wait(DEADLINE_S):
-                    raise self.misused(f"nobody lets time pass for {head}")
+                    raise self.note_misuse(f"no thread lets time pass for {head}")
             else:
                 self._run(head)
 

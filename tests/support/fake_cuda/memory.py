@@ -11,7 +11,7 @@ FRESH = 0xA5  # in each byte of memory that was never written
 
 
 class Memory:
-    """All memory that a device knows. Device memory is ordinary memory, at its real address, and lasts as the device."""
+    """The memory that a device knows. Device memory is ordinary memory, at its real address, as long as the device."""
 
     def __init__(self) -> None:
         self._allocations: list[tuple[int, int]] = []  # by address
@@ -66,11 +66,11 @@ class Memory:
         """Registrations that were not undone; torch's own pinned memory is not among them."""
         return [span for span in self._registrations if span[0] not in self._pinned_by_torch]
 
-    def uploaded(self, address: int, content: bytes) -> None:
+    def remember_upload(self, address: int, content: bytes) -> None:
         """Remember what will be in fresh device memory, so that an operation's tables are known when it is enqueued."""
         self._uploads[address, address + len(content)] = content
 
-    def written(self, spans: Spans) -> None:
+    def forget_uploads(self, spans: Spans) -> None:
         """Forget the uploads to memory that something else is written to now."""
         for span in [span for span in self._uploads if first_overlap((span,), spans)]:
             del self._uploads[span]

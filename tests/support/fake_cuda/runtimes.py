@@ -146,5 +146,5 @@ class Kernel:
         memory = self._device.memory
         for address in addresses:
             if not memory.is_on_device(address, num_bytes) and not memory.is_registered(address, num_bytes):
-                raise self._device.misused(f"a kernel touches {num_bytes} bytes at {address:#x}: illegal access")
+                raise self._device.note_misuse(f"a kernel touches {num_bytes} bytes at {address:#x}: illegal access")
         return tuple((address, address + num_bytes) for address in addresses)

@@ -102,7 +102,7 @@ class Place:
         self._copy(target, source.contiguous(), non_blocking)
         address, num_bytes = source.data_ptr(), _num_bytes(source.shape, source.dtype)
         if self._device.memory.is_pageable(address, num_bytes):
-            self._device.memory.uploaded(target.data_ptr(), read(address, num_bytes))
+            self._device.memory.remember_upload(target.data_ptr(), read(address, num_bytes))
         return target
 
     def to_host(self, source: Any) -> Any:
@@ -140,7 +140,7 @@ class Place:
             return False
         if self._device.memory.is_pageable(address, num_bytes):
             return True
-        raise self._device.misused(f"a copy of {num_bytes} bytes goes over the end of a registration")
+        raise self._device.note_misuse(f"a copy of {num_bytes} bytes goes over the end of a registration")
 
     def _fill(self, target: DeviceTensor, value: float) -> DeviceTensor:
         self._kernel("a fill", lambda: _plain(target).fill_(value), writes=_spans(target)[0])
@@ -175,7 +175,7 @@ class Place:
         content = self._device.memory.upload_at(index.data_ptr(), index.numel() * 8)
         rows = torch.frombuffer(bytearray(content), dtype=torch.int64).tolist() if content else []
         if any(not 0 <= row < len(blocks) for row in rows):
-            raise self._device.misused(f"rows {min(rows)} to {max(rows)} of {len(blocks)}")
+            raise self._device.note_misuse(f"rows {min(rows)} to {max(rows)} of {len(blocks)}")
         (((start, _),), num_bytes) = _spans(blocks)
         row_bytes = num_bytes // len(blocks)
         return tuple((start + row * row_bytes, start + (row + 1) * row_bytes) for row in rows)

@@ -12,7 +12,7 @@ from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.lower import host_quotas
 from kvtier.tiers.naming.groups import FullAttention
-from kvtier.tiers.naming.tenant import NOBODY, tenant_of, tenant_with
+from kvtier.tiers.naming.tenant import NO_TENANT, tenant_of, tenant_with
 from kvtier.tiers.naming.tier import Tier
 
 BLOCK_SIZE = 4
@@ -34,7 +34,7 @@ def push_out(w: World) -> None:
 
 
 def test_a_tenant_is_known_by_its_salt_and_shows_nothing_of_it() -> None:
-    assert tenant_of(None) == tenant_of("") == NOBODY
+    assert tenant_of(None) == tenant_of("") == NO_TENANT
     assert len({tenant_of(salt) for salt in ("a", "b", "ab")}) == 3
     assert all(len(tenant_of(salt)) == 8 and salt.encode() not in tenant_of(salt) for salt in ("secret", "x"))
 
