@@ -543,7 +543,7 @@ BUGS = [
     Bug(
         "what is above is not written to a store that was opened anew",
         "tiers/lower/index_load.py",
-        "self._forsaken = self._index.mark_uncopied(SLOTS_AT_ONCE)",
+        "self._forsaken = self._index.offer_all_to_disk(SLOTS_AT_ONCE)",
         "pass",
         "tests/tiers/test_late_disk.py",
     ),

@@ -82,7 +82,7 @@ class IndexLoad:
             self._disk.reading.on_succeeded(page.attempt)
             self._index.load_index_page(transfer.result)
             if self._disk.index.is_loaded:
-                self._forsaken = self._index.mark_uncopied(SLOTS_AT_ONCE)
+                self._forsaken = self._index.offer_all_to_disk(SLOTS_AT_ONCE)
             self.go_on()
         else:
             self._disk.reading.on_failed(page.attempt)

@@ -197,7 +197,7 @@ class LowerIndex:
             self.remove_from_disk_index(group_id, name)
 
     def load_index_page(self, keys: Sequence[bytes]) -> None:
-        """Take in one page of the keys that were on disk before this process began."""
+        """Take in one page of the keys that were in the store when it was opened."""
         for group_id, names in sorted(self.disk.load(keys).items()):
             if group_id < len(self._block_sizes):
                 self._tell_stored(Tier.DISK, group_id, names)
@@ -213,7 +213,7 @@ class LowerIndex:
         if gone := list(compress(names, ~self.disk.index.are_held(group_id, names))):
             self._tell(BlockRemoved(Tier.DISK, group_id, gone))
 
-    def mark_uncopied(self, num_at_once: int) -> Iterator[None]:
+    def offer_all_to_disk(self, num_at_once: int) -> Iterator[None]:
         """Offer all blocks of host memory to the disk, so many slots at each step, and begin a new `epoch`.
 
         To be called when the disk's index has been loaded, whose content may be other than it was.
