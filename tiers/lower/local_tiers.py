@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from types import MappingProxyType
 
 import numpy as np
@@ -159,7 +160,8 @@ class LocalTiers:
         pool.refresh(in_host)
         self.index.offer_to_disk(group_id, in_host.tolist())
         disk = self.index.disk
-        keys = [disk.key(group_id, name) for name, was_read in zip(names, were_read, strict=False) if was_read]
+        assert len(were_read) in (0, len(names)), f"{len(names)} blocks were used, {len(were_read)} have an origin"
+        keys = [disk.key(group_id, name) for name in compress(names, were_read)]
         if keys:  # left out while the lane to disk is full
             self._transfers.submit(Route.HOST_TO_DISK, lambda: disk.touch(keys), 0, lambda transfer: None)
 

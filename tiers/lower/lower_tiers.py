@@ -201,7 +201,8 @@ class LowerTiers(Protocol):
     def refresh(self, group_id: int, names: Sequence[BlockName], were_read: Sequence[bool]) -> None:
         """Make blocks that were used the most recent ones of host memory, the last of *names* the most recent.
 
-        Those with *were_read* came from disk, and become recent there too. Names that are not there are left out.
+        *were_read*: for each whether it came from disk, where it becomes recent too; empty if none did. Blocks that are
+        not in host memory any more are left out.
         """
 
     def evict_last(self, group_id: int, places: Places) -> None:

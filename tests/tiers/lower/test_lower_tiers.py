@@ -344,6 +344,52 @@ def test_what_was_used_last_goes_last(lower: Bed) -> None:
     assert sum(place >= 0 for place in lower.find("b", 4)) == 2
 
 
+@pytest.mark.parametrize("kind", ["host", "host and disk"])
+def test_what_is_wanted_later_is_the_last_to_be_evicted(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lower = bed(kind, monkeypatch)
+    lower.put("a", 4)
+    lower.put("b", 4)
+    for _ in range(4):
+        lower.tiers.spill()
+        lower.settle()
+
+    places = np.append(lower.tiers.find(0, lower.names("a", 4)), [ON_DISK, NOWHERE])
+    lower.tiers.evict_last(0, places.astype(np.int32))
+    lower.put("c", 3)
+
+    assert min(lower.find("a", 4)) >= 0
+    lower.put("d", 2)  # one of "b" is left: the tail of "a" goes
+    assert [place >= 0 for place in lower.find("a", 4)] == [True, True, True, False]
+    lower.tiers.check()
+
+
+def test_releasing_a_block_twice_does_nothing(lower: Bed) -> None:
+    lower.put("a", 3)
+    fetch, other = lower.fetch("a", 3), lower.fetch("a", 3)
+
+    fetch.release([2, 1, 0])
+    fetch.release([2, 1, 0])
+    lower.settle()
+
+    assert not set(lower.reserve(NUM_SLOTS)) & set(other.slots.tolist())
+    lower.tiers.check()
+    other.release([2, 1, 0])
+    lower.settle()
+    lower.tiers.check()
+
+
+def test_a_fetch_that_waits_for_nothing_has_no_time_to_be_over(with_disk: Bed) -> None:
+    with_disk.put("a", 3)
+    fetch = with_disk.fetch("a", 3)
+
+    fetch.time_out()
+    with_disk.settle()
+
+    assert with_disk.tiers.is_readable
+    assert (fetch.slots != ABSENT).all()
+    fetch.release([2, 1, 0])
+
+
 def test_what_is_on_disk_only_is_read_and_is_what_was_written(with_disk: Bed) -> None:
     with_disk.push_to_disk("a", 3)
 
