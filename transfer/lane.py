@@ -1,4 +1,4 @@
-"""Lanes: they run copies beside the owner's thread, and report each through one queue."""
+"""Lanes: run copies beside the owner's thread, and hand each back through one queue."""
 
 import contextlib
 import queue
@@ -50,7 +50,7 @@ Finished = queue.SimpleQueue[Transfer]
 class Lane(Protocol):
     """Runs transfers and puts each that it took into the owner's `Finished` queue exactly once, in any order.
 
-    It takes so many at a time and touches no state of its owner.
+    It is bounded: at its capacity it refuses. It touches no state of its owner.
     """
 
     def submit(self, transfer: Transfer) -> bool:

@@ -5,8 +5,10 @@ import time
 
 
 class LayerGate:
-    """Blocks arrive in *num_parts*, each some consecutive layers of all of them. A lane's thread opens one part after
-    the other; the thread that computes waits for the part of the layer that it comes to.
+    """Tells the thread that computes which layers of a prompt's blocks have arrived.
+
+    Blocks arrive in *num_parts*, each some consecutive layers of all of them. A lane's thread opens one part after the
+    other; the thread that computes waits for the part of the layer that it comes to.
 
     A gate says that copies have landed, not that they are right: the engine, which computes before everything is
     verified, throws the result away if a block is wrong, or if a wait ended without its layer (`missed`).

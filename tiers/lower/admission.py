@@ -45,8 +45,8 @@ class Admission:
     """
 
     def __init__(self, budget: WriteBudget, num_disk_blocks: int, holds: Callable[[int, BlockName], bool]) -> None:
-        """The disk has room for about *num_disk_blocks*. *holds* says whether a group's block is on disk, or on its way
-        there."""
+        """*num_disk_blocks*: about as many have room on disk. *holds* says whether a group's block is there, or on its
+        way."""
         self._budget = budget
         self._holds = holds
         self._refused = RefusedBlocks(REMEMBERED_PER_BLOCK * num_disk_blocks)

@@ -61,7 +61,7 @@ class CircuitBreaker:
         return Attempt(self._period)
 
     def on_succeeded(self, attempt: Attempt) -> None:
-        """The operation did what it should. A probe's success closes the breaker and forgets the failures before it."""
+        """Note that the operation succeeded. A probe's success closes the breaker and forgets earlier failures."""
         if attempt == self._period:
             self._num_failed = 0
             if self._is_probing:
@@ -69,14 +69,14 @@ class CircuitBreaker:
                 self._rests_until, self._next_rest_s = None, REST_S
 
     def on_failed(self, attempt: Attempt) -> None:
-        """The operation ended with an error that is the disk's. A probe's failure opens the breaker again."""
+        """Note that the operation ended with an error of the disk's. A probe's failure opens the breaker again."""
         if attempt == self._period:
             self._num_failed += 1
             if self._is_probing or self._num_failed == self._max_failures:
                 self._open()
 
     def on_hung(self, attempt: Attempt) -> None:
-        """The operation has outlived its deadline, which opens the breaker at once.
+        """Note that the operation has outlived its deadline, which opens the breaker at once.
 
         Should the operation ever end, its outcome may be told or not: it counts no more.
         """

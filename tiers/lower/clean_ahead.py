@@ -9,7 +9,7 @@ HEADROOM = 2.0  # twice what is allocated while one spill is under way
 
 
 class CleanAhead:
-    """The length of that window, from the measured rate of allocation and the measured time of a spill."""
+    """The length of a pool's clean-ahead window, from the measured rate of allocation and time of a spill."""
 
     def __init__(self, least_blocks: int, most_blocks: int, clock: Callable[[], float]) -> None:
         self._least = least_blocks

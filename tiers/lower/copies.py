@@ -42,8 +42,10 @@ AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 
 class Copies(Generic[AnyBatch]):
-    """The batches under way on one route, and their leases on the slots that they are copied from. Owned by the
-    tiers' thread."""
+    """The batches under way on one route, and their leases on the slots that they are copied from.
+
+    Owned by the tiers' thread.
+    """
 
     def __init__(
         self,
@@ -98,7 +100,9 @@ class Copies(Generic[AnyBatch]):
         return sum(len(batch.upper_slots) for batch in self.batches if batch.upper is upper)
 
     def is_moving(self, since: float) -> bool:
-        """Whether batches are under way and get on: the oldest began after *since*, or another began and one ended
-        after it."""
+        """Whether batches are under way and get on.
+
+        They do if the oldest began after *since*, or since then another has begun and one has ended.
+        """
         submitted = [batch.submitted_at for batch in self.batches]
         return bool(submitted) and (min(submitted) > since or (max(submitted) > since and self.ended_at > since))

@@ -14,7 +14,7 @@ from kvtier.tiers.naming.tier import Reason
 
 
 class Fetches:
-    """A fetch is here while it leases a block or waits for one. Owned by the tiers' thread."""
+    """The fetches that lease a block or wait for one; a fetch that does neither is over. Owned by the tiers' thread."""
 
     def __init__(self, index: LowerIndex, disk_reads: DiskReads) -> None:
         self._index = index

@@ -13,7 +13,10 @@ MOST_SHED = 128  # blocks that such a tenant loses at once
 
 
 class HostQuotas:
-    """A tenant without a quota is exempt, and not counted. Owned by the tiers' thread."""
+    """Counts the bytes of host memory of each tenant with a quota, and evicts what a tenant has too much.
+
+    A tenant without a quota is exempt, and not counted. Owned by the tiers' thread.
+    """
 
     def __init__(
         self,
@@ -51,7 +54,7 @@ class HostQuotas:
         self._count(owners, self._block_bytes[group_id])
 
     def remove(self, group_id: int, owners: OwnerNumbers) -> None:
-        """Count no more blocks of the group that have left host memory; *owners*: the tenant of each."""
+        """Take blocks of the group off the count that have left host memory; *owners*: the tenant of each."""
         self._count(owners, -self._block_bytes[group_id])
 
     def enforce(self, group_id: int, tenant: bytes) -> None:

@@ -17,7 +17,7 @@ class SsdLifeStatistics:
 
 
 class SsdLife:
-    """How far the bytes written are on the way to the drive's endurance. Any thread may ask: it keeps three numbers."""
+    """How far the bytes written are on the way to the drive's endurance. Numbers only: it asks no drive."""
 
     def __init__(self, endurance_terabytes: float, clock: Callable[[], float], written_bytes: int) -> None:
         """*endurance_terabytes* is the maker's TBW figure, decimal; *written_bytes* are those of all starts before this

@@ -37,6 +37,6 @@ class Namespace:
 
     @property
     def digest(self) -> bytes:
-        """16 bytes; equal only for equal fields."""
+        """16 bytes that are equal only for equal fields."""
         canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).digest()[:16]

@@ -8,7 +8,7 @@ from kvtier.transfer.lane import Finished, ThreadLane, Transfer
 
 
 class CudaLane:
-    """A `ThreadLane` each of whose threads works on a CUDA stream of its own.
+    """A `ThreadLane` whose threads copy on CUDA streams, each on one of its own.
 
     Before the copy: the stream waits for everything that compute had enqueued when the transfer was submitted. So a
     spill reads a block after the kernels that wrote it, and a promotion overwrites a slot after the kernels that
