@@ -335,7 +335,7 @@ def test_slots_count_as_pinned_from_the_first_on_as_pieces_are(monkeypatch: pyte
     assert slab.num_pinned_slots == 5
 
 
-def test_a_slab_that_nobody_pins_has_no_pinned_slots() -> None:
+def test_a_slab_without_a_pin_has_no_pinned_slots() -> None:
     slab = HostSlab(5, PAGE)
 
     assert slab.wait_prepared(DEADLINE_S)

@@ -261,7 +261,7 @@ def test_a_block_twice_in_one_call_is_a_mistake(disk: Disk) -> None:
         disk.ask([name, name], [None, None])
 
 
-def test_promises_that_nobody_collects_do_not_pile_up(disk: Disk) -> None:
+def test_promises_that_are_never_kept_do_not_pile_up(disk: Disk) -> None:
     names = names_of("a", 0, 2 * MAX_PROMISED + 2048)
 
     for start in range(0, len(names), 2048):  # each by itself, behind one that never comes

@@ -114,7 +114,7 @@ def test_half_open_exactly_one_probe_is_let_through(breaker: CircuitBreaker, clo
     assert breaker.state is BreakerState.HALF_OPEN
 
 
-def test_asking_whether_it_allows_takes_nobodys_probe(breaker: CircuitBreaker, clock: FakeClock) -> None:
+def test_asking_whether_it_allows_takes_no_probe(breaker: CircuitBreaker, clock: FakeClock) -> None:
     open_by_hang(breaker)
     clock.now += REST_S
 

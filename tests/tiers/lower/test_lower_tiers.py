@@ -227,7 +227,7 @@ def test_a_run_ends_at_the_first_block_that_is_nowhere(lower: Bed) -> None:
     assert run.tolist() == lower.find("a", 3)
 
 
-def test_a_reserved_slot_is_nobody_elses_and_invisible_until_it_is_published(lower: Bed) -> None:
+def test_a_reserved_slot_is_not_given_again_and_holds_nothing_to_find_until_it_is_published(lower: Bed) -> None:
     slots = lower.reserve(NUM_SLOTS)
 
     assert sorted(slots) == list(range(NUM_SLOTS))
@@ -413,7 +413,7 @@ def test_the_speed_of_reads_is_known_once_something_was_read(with_disk: Bed) -> 
     assert with_disk.tiers.queued_read_bytes() == 0
 
 
-def test_who_leaves_before_a_read_is_begun_or_done_is_told_nothing(with_disk: Bed) -> None:
+def test_a_fetch_released_before_its_read_is_begun_or_done_is_told_nothing(with_disk: Bed) -> None:
     with_disk.push_to_disk("a", 3)
 
     fetch = with_disk.tiers.fetch(0, with_disk.blocks("a", 3), with_disk.on_fetched)

@@ -20,7 +20,7 @@ def make_ends() -> Ends:
 
 @pytest.mark.parametrize("kind", EVERY_FAKE)
 @pytest.mark.parametrize(("direction", "fails"), [("down", "a gather"), ("up", "a scatter")])
-def test_a_copy_that_fails_half_way_leaves_its_buffers_to_nobody_before_they_are_still(
+def test_a_copy_that_fails_half_way_gives_its_buffers_back_only_when_they_are_still(
     kind: CudaKind, direction: str, fails: str
 ) -> None:
     """The copy that takes them next is on another stream, which waits for nothing of the first."""
