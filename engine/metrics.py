@@ -132,7 +132,7 @@ def _disk_metrics(statistics: CacheStatistics) -> Iterator[Metric]:
     yield CounterMetricFamily("kvtier_disk_written_bytes", written, disk.written_bytes_total)
     yield GaugeMetricFamily("kvtier_disk_index_blocks", "Blocks known to be on disk", disk.known_blocks)
     loaded = "Whether what was on disk at the start has been looked through"
-    yield GaugeMetricFamily("kvtier_disk_index_loaded", loaded, disk.is_known)
+    yield GaugeMetricFamily("kvtier_disk_index_loaded", loaded, disk.is_indexed)
     state = GaugeMetricFamily(
         "kvtier_disk_breaker", "1 for the state of the circuit breaker of each side", labels=["side", "state"]
     )

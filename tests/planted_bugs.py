@@ -199,8 +199,8 @@ BUGS = [
     Bug(
         "a block whose read hangs is waited for again",
         "tiers/lower/disk_reads.py",
-        "                self._index.not_on_disk(disk_read.group_id, disk_read.name)\n"
-        "                self._tell(disk_read, Reason.DEADLINE)\n",
+        "                self._index.remove_from_disk_index(disk_read.group_id, disk_read.name)\n"
+        "                self._end(disk_read, Reason.DEADLINE)\n",
         "",
         "tests/engine/scheduling/test_liveness.py",
     ),
@@ -340,21 +340,21 @@ BUGS = [
     Bug(
         "a probe that its lane refused is never tried again",
         "tiers/lower/disk_probe.py",
-        "            del self._under_way[block]\n            disk.reading.withdrawn(attempt)",
+        "            del self._under_way[block]\n            disk.reading.withdraw(attempt)",
         "            pass",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
         "a page of the index that its lane refused keeps the breaker's probe",
         "tiers/lower/index_load.py",
-        "self._disk.reading.withdrawn(attempt)",
+        "self._disk.reading.withdraw(attempt)",
         "pass",
         "tests/tiers/lower/test_disk_tier.py",
     ),
     Bug(
         "a write that its lane refused keeps the breaker's probe",
         "tiers/lower/disk_spill.py",
-        "self._disk.writing.withdrawn(batch.attempt)",
+        "self._disk.writing.withdraw(batch.attempt)",
         "pass",
         "tests/tiers/test_mishaps.py",
     ),
@@ -382,7 +382,7 @@ BUGS = [
     Bug(
         "a device block whose record was found bad is thought to have one still",
         "tiers/lower/disk_reads.py",
-        "self._index.could_not_be_read(disk_read.group_id, disk_read.name, outcome)",
+        "self._index.on_read_failed(disk_read.group_id, disk_read.name, outcome)",
         "pass",
         "tests/tiers/test_mishaps.py",
     ),
@@ -403,7 +403,7 @@ BUGS = [
     Bug(
         "host memory may forget what a promotion has still to bring up",
         "tiers/up/backlog.py",
-        "fetch = group.below.fetch(wanted, self._tell, found)",
+        "fetch = group.below.fetch(wanted, self._on_fetched, found)",
         "fetched = fetched[:0]",
         "tests/tiers",
     ),
@@ -466,14 +466,14 @@ BUGS = [
     Bug(
         "what a full store evicted in vain is looked for there",
         "tiers/lower/disk_spill.py",
-        "self._index.came_to_disk(group_id, (), transfer.error.evicted)",
+        "self._index.on_written(group_id, (), transfer.error.evicted)",
         "pass",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
         "a disk whose writes hang is not left alone",
         "tiers/lower/disk_spill.py",
-        "self._disk.writing.hung(batch.attempt)",
+        "self._disk.writing.on_hung(batch.attempt)",
         "pass",
         "tests/tiers/test_mishaps.py",
     ),
@@ -494,8 +494,8 @@ BUGS = [
     Bug(
         "a device block whose record the disk dropped is thought to have one still",
         "tiers/lower/lower_index.py",
-        "self._lost.append(Lost(group_id, [name], Tier.DISK))\n\n    def not_on_disk(",
-        "pass\n\n    def not_on_disk(",
+        "self._lost.append(Lost(group_id, [name], Tier.DISK))\n\n    def remove_from_disk_index(",
+        "pass\n\n    def remove_from_disk_index(",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
@@ -504,6 +504,20 @@ BUGS = [
         "if not is_below.all():",
         "if False:",
         "tests/tiers/test_mishaps.py",
+    ),
+    Bug(
+        "a hit that is out of date leases the host slots that its blocks were in",
+        "tiers/up/promoter.py",
+        "        if hit.as_of == self._residency.num_changes:\n            return [\n",
+        "        if True:\n            return [\n",
+        "tests/tiers/test_places_out_of_date.py",
+    ),
+    Bug(
+        "a hit that is out of date refreshes the blocks that are in its host slots now",
+        "tiers/up/promoter.py",
+        "        if hit.as_of != self._residency.num_changes:\n            return\n",
+        "",
+        "tests/tiers/test_places_out_of_date.py",
     ),
     Bug(
         "when all below is void the device's blocks are thought to have copies still",
@@ -529,7 +543,7 @@ BUGS = [
     Bug(
         "what is above is not written to a store that was opened anew",
         "tiers/lower/index_load.py",
-        "self._forsaken = self._index.mark_uncopied(SLOTS_AT_ONCE)",
+        "self._forsaken = self._index.offer_all_to_disk(SLOTS_AT_ONCE)",
         "pass",
         "tests/tiers/test_late_disk.py",
     ),

@@ -13,7 +13,7 @@ from kvtier.tiers.down.host_spill import HostSpill
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.breaker import HUNG_S
 from kvtier.tiers.lower.clean_ahead import CleanAhead
-from kvtier.tiers.lower.lower_tiers import LowerTiers, Saving
+from kvtier.tiers.lower.lower_tiers import LowerTiers, SpillProgress
 from kvtier.tiers.lower.statistics import CacheStatistics, slot_statistics
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.events import EventLog
@@ -294,7 +294,7 @@ class TieredCache:
             assert slots is not None, "fewer free slots than a moment ago"
             tables.append(array("i", slots))
             group.num_held += wanted
-        self._window.allocated(max(num_slots))
+        self._window.on_allocated(max(num_slots))
         return tables
 
     def commit(self, tables: Tables, chain: BlockChain, start: int, end: int, boundaries: Sequence[int] = ()) -> None:
@@ -370,16 +370,16 @@ class TieredCache:
         Waits, up to *timeout_s*, and not for copies that hang. *progress* gets the number of blocks still to go.
         Without a disk there is nothing to do.
         """
-        saving = self.lower.saving()
-        if not saving.is_there:
+        below = self.lower.spill_progress()
+        if not below.has_target:
             return 0
         began_at = self._clock()
         deadline = began_at + timeout_s
         everything = [group.pool.num_slots for group in self._group_tiers]
         # Each block goes once: a disk smaller than what is above would otherwise push out what was just written.
-        stop_at = saving.num_done + saving.num_left + self._host_spill.num_dirty
-        while (num_left := saving.num_left + self._host_spill.num_dirty) and saving.num_done < stop_at:
-            if self._clock() >= deadline or not saving.is_possible or self._hangs_since(began_at, saving):
+        stop_at = below.num_done + below.num_left + self._host_spill.num_dirty
+        while (num_left := below.num_left + self._host_spill.num_dirty) and below.num_done < stop_at:
+            if self._clock() >= deadline or not below.is_possible or self._hangs_since(began_at, below):
                 break
             progress(num_left)
             self.lower.spill()
@@ -389,18 +389,18 @@ class TieredCache:
             else:
                 time.sleep(0.01)  # a lane that failed is being left alone for a while
                 self.poll()
-            saving = self.lower.saving()
-        while self._host_spill.copies.batches or saving.is_busy:
-            if self._clock() >= deadline or self._hangs_since(began_at, saving):
+            below = self.lower.spill_progress()
+        while self._host_spill.copies.batches or below.is_busy:
+            if self._clock() >= deadline or self._hangs_since(began_at, below):
                 break
             self.wait(0.05)
-            saving = self.lower.saving()
+            below = self.lower.spill_progress()
         return num_left
 
     @property
     def knows_disk(self) -> bool:
         """Whether what was on disk before has been looked through; until then some of it is a miss."""
-        return self.lower.is_known
+        return self.lower.is_indexed
 
     def reset(self) -> bool:
         """Forget every block in every tier, and end all pins; False, and nothing changed, while blocks are leased or
@@ -515,11 +515,11 @@ class TieredCache:
     def _speeds(self) -> LoadSpeeds:
         return LoadSpeeds(self.lower.read_speed(), self._transfers.speed(Route.HOST_TO_DEVICE))
 
-    def _hangs_since(self, began_at: float, saving: Saving) -> bool:
+    def _hangs_since(self, began_at: float, below: SpillProgress) -> bool:
         """Whether copies down are under way, and on each way that has some none has ended for so long, nor since
         *began_at*, that none will."""
         copies = self._host_spill.copies
-        ended_at = [copies.ended_at] * bool(copies.batches) + [saving.ended_at] * saving.is_busy
+        ended_at = [copies.ended_at] * bool(copies.batches) + [below.ended_at] * below.is_busy
         return bool(ended_at) and max(began_at, *ended_at) < self._clock() - HUNG_S
 
     def _hand_over(self, promotion: Promotion) -> None:

@@ -202,7 +202,7 @@ class Residency:
             return
         if not group.slots.is_spilled:
             self._ghosts.remember(names, Tier.DEVICE)
-        elif were_dirty or not self.lower.is_in_order:  # else what is clean on the device is found below
+        elif were_dirty or not self.lower.is_readable:  # else what is clean on the device is found below
             gone = list(compress(names, (group.below.find(names) == NOWHERE).tolist()))
             group.slots.dropped_spills += len(were_dirty.intersection(gone)) if were_dirty else 0
             self._ghosts.remember(gone, Tier.DEVICE)

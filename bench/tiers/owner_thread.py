@@ -354,8 +354,8 @@ def tenants(bed: Bed, rounds: int, num_salts: int) -> None:
     index = bed.lower.index
     for number in range(num_salts):
         salt = np.array([number], np.uint64)
-        index.quotas.count(salt, BLOCK_BYTES)
-        index.quotas.count(salt, -BLOCK_BYTES)
+        index.quotas.add(0, salt)
+        index.quotas.remove(0, salt)
     for _ in range(rounds):
         bed.calls.time("statistics after a million salts", bed.cache.statistics)
     for _ in range(rounds):
@@ -368,9 +368,9 @@ def tenants(bed: Bed, rounds: int, num_salts: int) -> None:
         num_bytes = index.quotas.num_bytes[bed.tenant]
         assert num_bytes == NUM_BLOCKS * BLOCK_BYTES, "the tenant's blocks are not in host memory"
         bed.quotas[bed.tenant] = 0
-        bed.calls.time("keep_quota", partial(index.keep_quota, 0, bed.tenant))
+        bed.calls.time("quotas.enforce", partial(index.quotas.enforce, 0, bed.tenant))
         while index.quotas.excess(bed.tenant):
-            bed.calls.time("keep_quotas", index.keep_quotas)
+            bed.calls.time("quotas.go_on", index.quotas.go_on)
 
 
 class Collections:

@@ -184,7 +184,7 @@ class Loading:
         self._expect({State.ROOM})
         if self._cache.make_room(self._found.hit):
             if self._attempt is not None:
-                breaker.succeeded(self._attempt)
+                breaker.on_succeeded(self._attempt)
                 self._attempt = None
             return True
         if is_first:
@@ -193,7 +193,7 @@ class Loading:
             return True
         if clock() < self._asked_at + ROOM_SHARE * self._around.most_s:
             return False
-        breaker.hung(self._attempt)
+        breaker.on_hung(self._attempt)
         self._attempt = None
         return True
 
@@ -313,7 +313,7 @@ class Loading:
     def _withdraw(self) -> None:
         """It waits for room no more, and that says nothing about room."""
         if self._attempt is not None:
-            self._around.room.withdrawn(self._attempt)
+            self._around.room.withdraw(self._attempt)
             self._attempt = None
 
     def _lookup(self) -> Hit:

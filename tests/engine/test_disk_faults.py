@@ -91,7 +91,7 @@ def wait_for(holds: Callable[[], bool]) -> None:
 def is_open(llm: LLM) -> bool:
     """Whether the disk tier is open and knows what it has."""
     disk = llm.statistics().cache.disk
-    return disk is not None and disk.is_open and disk.is_known
+    return disk is not None and disk.is_open and disk.is_indexed
 
 
 def is_written(llm: LLM) -> bool:

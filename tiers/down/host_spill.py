@@ -55,7 +55,7 @@ class HostSpill:
         clock: Callable[[], float],
     ) -> None:
         self._groups = residency.groups
-        self._most_in_batch = MOST_WITH_DISK if residency.lower.saving().is_there else MOST_IN_BATCH
+        self._most_in_batch = MOST_WITH_DISK if residency.lower.spill_progress().has_target else MOST_IN_BATCH
         self._transfers = transfers
         self._window = window
         self._clock = clock
@@ -174,7 +174,7 @@ class HostSpill:
         if transfer.error is not None:
             self._end(batch, transfer.error)
             return
-        self._window.spilled(self._clock() - batch.submitted_at)
+        self._window.on_spilled(self._clock() - batch.submitted_at)
         self.copies.end(batch)
         batch.group.below.publish(batch.lower_slots, batch.rows, transfer.result, batch.owners)
         batch.group.slots.dirty.remove(batch.upper_slots)

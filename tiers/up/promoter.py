@@ -164,7 +164,7 @@ class Promoter:
         if hit.as_of != self._residency.num_changes:
             return
         for group, places in zip(self._groups, hit.below, strict=True):
-            group.below.keep(places)
+            group.below.evict_last(places)
             self._refreshes.add(hit.chain, group, group.needed(hit.num_tokens))
         self._refreshes.go_on()
 

@@ -1,4 +1,4 @@
-"""KernelCopies: one kernel that reads and writes pinned host memory directly, for blocks too small for a copy each."""
+"""KernelCopies: copies blocks by one kernel on pinned host memory, for blocks too small for a copy each."""
 
 from importlib import import_module
 
@@ -25,7 +25,7 @@ extern "C" __global__ void copy_blocks(
 
 
 class KernelCopies:
-    """All blocks in one launch. It takes some of the device's multiprocessors and no copy engine.
+    """Copies all blocks in one launch. It takes some of the device's multiprocessors and no copy engine.
 
     The host slots must be pinned: on a device that is what lets a kernel reach them.
     """
