@@ -81,9 +81,9 @@ class DocumentWorker:
         """Keep it in host memory for so long from now on. NoRoomToPin, unless it may wait for room."""
         self._pins.pin(document, ttl_s, must_have_room)
 
-    def unpin(self, document: Document) -> None:
-        """Keep it no longer."""
-        self._pins.unpin(document)
+    def unpin(self, document: Document, in_s: float = 0.0) -> None:
+        """End its pin so many seconds from now."""
+        self._pins.unpin(document, in_s)
 
     def pin_prompt(
         self, tenant: str | None, token_ids: Sequence[int], lora: str | None, cache_salt: str | None, ttl_s: float

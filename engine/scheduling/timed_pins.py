@@ -31,14 +31,26 @@ class TimedPins:
         return self._clock()
 
     def pin(
-        self, owner: Hashable, chain: BlockChain, num_tokens: int, most_bytes: int | None = None, *, until: float
+        self,
+        owner: Hashable,
+        chain: BlockChain,
+        num_tokens: int,
+        most_bytes: int | None = None,
+        *,
+        until: float,
+        instead_of: Pin | None = None,
     ) -> Pin | None:
         """Keep what is cached of so many tokens, as `TieredCache.pin` does, until *until*, by `now`.
 
-        None if that is more than *most_bytes*, which is what *owner* may have beside the pins that it has.
+        The new pin takes the place of *instead_of*, an earlier pin of *owner*'s. None if the new pin needs more than
+        *most_bytes* beside the other pins of *owner*; then *instead_of* stays as it was.
         """
+        if most_bytes is not None and instead_of in self._owners:
+            most_bytes += instead_of.num_bytes
         pin = self._cache.pin(chain, num_tokens, most_bytes)
         if pin is not None:
+            if instead_of is not None:
+                self.unpin(instead_of)
             self._owners[pin] = owner
             self._num_bytes[owner] += pin.num_bytes
             if len(self._by_end) >= 2 * len(self._owners) + _MOST_STALE:
