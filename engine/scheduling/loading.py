@@ -108,6 +108,11 @@ class Loading:
     # --- what the scheduler asks
 
     @property
+    def last_hit(self) -> Hit | None:
+        """The hit as it was when it was looked up last; None if nothing is known of it."""
+        return None if self._found is None else self._found.hit
+
+    @property
     def has_come(self) -> bool:
         """Whether the loading can be taken in: nothing of it is under way, and nothing before it left to compute."""
         promotion = self._promotion

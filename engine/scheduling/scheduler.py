@@ -18,6 +18,7 @@ from kvtier.tiers.hit_ratio import HitRatio
 from kvtier.tiers.lower.breaker import CircuitBreaker
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.up.load_planner import LoadPlanner
+from kvtier.tiers.up.promotion import Hit
 from kvtier.transfer.layer_gate import LayerGate
 
 
@@ -200,11 +201,9 @@ class Scheduler:
         if not self._may_one_more_run and not self._give_way(request, step):
             loading.wait_turn()
             return False
-        hit = loading.look_up()
-        while not self._demand.fits(request, hit, [*self.running, *self.promoting]):
-            if not self._give_way(request, step):
-                loading.wait_turn()
-                return False
+        if not self._find_slots(request, loading, step):
+            loading.wait_turn()
+            return False
         if self._asking is not None and self._asking is not loading:
             self._asking.wait_turn()
         self._asking = None
@@ -222,14 +221,37 @@ class Scheduler:
     def _may_one_more_run(self) -> bool:
         return len(self.running) + len(self.promoting) < self._max_running
 
+    def _find_slots(self, request: Request, loading: Loading, step: list[Work]) -> bool:
+        """Whether there are slots for the request, if need be those of less urgent requests, which are preempted.
+
+        A request that has waited for slots is looked up anew only when its last hit would fit now: 8,192 blocks on disk
+        take 36 ms, in each step.
+        """
+        last_hit = loading.last_hit
+        if last_hit is not None and not self._has_slots(request, last_hit) and self._less_urgent(request) is None:
+            return False
+        hit = loading.look_up()
+        while not self._has_slots(request, hit):
+            if not self._give_way(request, step):
+                return False
+        return True
+
+    def _has_slots(self, request: Request, hit: Hit) -> bool:
+        return self._demand.fits(request, hit, [*self.running, *self.promoting])
+
     def _give_way(self, request: Request, step: list[Work]) -> bool:
         """Send a less urgent request back to the queue; False if none runs."""
-        victim = self._victim()
-        if victim is None or victim.options.priority <= request.options.priority:
+        victim = self._less_urgent(request)
+        if victim is None:
             return False
         step[:] = [work for work in step if work.request is not victim]
         self._preempt(victim)
         return True
+
+    def _less_urgent(self, request: Request) -> Request | None:
+        """The running request that has to give way to this one, if one is less urgent."""
+        victim = self._victim()
+        return None if victim is None or victim.options.priority <= request.options.priority else victim
 
     def _busy_s(self, besides: Request) -> float:
         """How long the device will compute the other prompts that have been let in, as far as that is known."""
