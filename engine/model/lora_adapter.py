@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from kvtier.engine.config import LoraConfig
+from kvtier.engine.model.short_memory import short_memory_raised
 from kvtier.engine.model.tensor_digest import tensor_digest
 from kvtier.tiers.naming.block_hash import Lora
 
@@ -83,7 +84,8 @@ def load_adapter(model: PreTrainedModel, name: str, folder: str | Path) -> LoraA
     if not (folder / CONFIG_FILE).is_file():
         raise UnusableLora(f"lora {name}: {folder} is no adapter (it has no {CONFIG_FILE}); give a folder of peft's")
     try:
-        deltas = _read(model, folder)
+        with short_memory_raised(f"loading the adapter {name}"):
+            deltas = _read(model, folder)
     except UnusableLora as error:
         raise UnusableLora(f"lora {name}: {error} ({folder})") from None
     except _ERRORS as error:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from kvtier.engine.model.short_memory import short_memory_raised
+
 LIMIT = 16  # what windows, chunks, top-k, block sizes and the like become: the product of two is far below a run
 VOCAB = 64
 WIDTH = 64  # of what is between two projections of a feed-forward layer
@@ -181,6 +183,7 @@ def _skeleton(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrain
         return _construct(kind, config)
 
 
+@short_memory_raised("making a small copy of the model to compare its attention")
 def _build(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(7)
@@ -200,6 +203,7 @@ def _construct(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrai
     return model
 
 
+@short_memory_raised("running a small copy of the model to compare its attention")
 def _try(model: PreTrainedModel) -> None:
     """Run the model once with its own attention, on more tokens than any number that was cut."""
     with torch.inference_mode():

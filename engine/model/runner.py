@@ -13,6 +13,7 @@ from kvtier.engine.model.digest import config_digest, weights_digest
 from kvtier.engine.model.lora_adapter import LoraAdapter
 from kvtier.engine.model.lora_rows import LoraRows, LoraSpan
 from kvtier.engine.model.paged_model import Chunk, PagedModel
+from kvtier.engine.model.short_memory import short_memory_raised
 from kvtier.tiers.naming.namespace import Namespace
 from kvtier.transfer.block_memory import BlockMemory, CpuMemory
 from kvtier.transfer.poisoned_memory import PoisonedMemory
@@ -37,10 +38,11 @@ class ModelRunner(PagedModel):
         self.end_token_ids = _end_token_ids(model)
         self.max_tokens: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         try:
-            check_model(self)
-            check_miniature(self)
-            if self._lora_rows is not None:
-                self._verify_rows(self._lora_rows)
+            with short_memory_raised("comparing the model's attention with its own"):
+                check_model(self)
+                check_miniature(self)
+                if self._lora_rows is not None:
+                    self._verify_rows(self._lora_rows)
         except BaseException:
             self.close()
             raise
