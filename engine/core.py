@@ -55,7 +55,7 @@ class EngineStatistics:
     num_waiting: int
     num_promoting: int
     num_running: int
-    tenants: Mapping[str, Mapping[Tier, int]]  # bytes of those with a quota, by name and tier
+    tenants: Mapping[str, Mapping[Tier, int]]  # bytes of the tenants with a quota, by name and tier
     host_prepared_bytes: int  # of the host tier: backed by memory, and pinned on CUDA
     plans: PlanStatistics
     store: StoreStanding | None  # the disk tier's; None without one
@@ -73,14 +73,17 @@ class Parts:
     scheduler: Scheduler
     step_times: StepTimes
     load_timeout_s: float
-    events: EventLog | None  # None if nobody listens
+    events: EventLog | None  # None without an [events] table
     publisher: ZmqPublisher | None
     store: ReopeningStore | None  # None without a disk tier
 
 
 class EngineCore:
-    """Add requests, call `step` until `has_work` is False, read the requests. Close it: that is when the disk tier
-    gets everything, so that the next start is warm. `build_core` makes one."""
+    """One engine: add requests, call `step` until `has_work` is False, read the requests.
+
+    Closing it writes everything cached to the disk tier, so that the next start is warm. `build_core` makes one, and
+    one thread owns it.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: Config, parts: Parts) -> None:
         """Takes over the *parts*, see `build_core`; `close` closes them."""
@@ -112,7 +115,7 @@ class EngineCore:
 
     @property
     def waiting_prompts(self) -> list[Sequence[int]]:
-        """The token ids of those requests, as they were given."""
+        """The token ids of the requests that have not started, as their callers gave them."""
         return [request.prompt_token_ids for request in self.scheduler.waiting]
 
     @property
@@ -122,12 +125,12 @@ class EngineCore:
 
     @property
     def bytes_per_token(self) -> float:
-        """Of keys and values, in device and host memory; of the last tokens only where layers have windows."""
+        """Bytes of a token's keys and values on device and host; layers with windows keep the last tokens' only."""
         return sum(m.block_bytes / g.block_size for m, g in zip(self._memories, self._runner.groups, strict=True))
 
     @property
     def cipher(self) -> Cipher | None:
-        """What the disk tier encrypts with."""
+        """The cipher of the disk tier; None without encryption or without a disk tier."""
         return None if self._store is None else self._store.settings.cipher
 
     def add(
@@ -138,8 +141,8 @@ class EngineCore:
         arrived_at: float,
         options: RequestOptions = DEFAULT_OPTIONS,
     ) -> Request:
-        """Queue a prompt. ValueError, with what to do, if it has no tokens or others than the model's, is longer than
-        the model or the device can hold, or the queue is full."""
+        """Queue a prompt; its request. ValueError, with what to do, if it has no tokens or ids that the model does not
+        have, is longer than the model or the device can hold, or if the queue is full."""
         self._check_tokens(token_ids, sampling)
         if extra.lora is not None and extra.lora not in self._runner.adapters:
             raise ValueError(f"lora {extra.lora.name}: no adapter that is loaded; take its key from lora_key")
@@ -150,9 +153,9 @@ class EngineCore:
         return request
 
     def lora_key(self, name: str) -> Lora:
-        """What a request of the adapter *name* has in its `ExtraKeys`: it chooses the adapter and names the blocks.
+        """The adapter *name* as a request's `ExtraKeys` have it: it chooses the weights and is part of block names.
 
-        ValueError if there is none. Any thread may ask.
+        ValueError if no such adapter is loaded. Any thread may ask.
         """
         for key in self._runner.adapters:
             if key.name == name:
@@ -161,7 +164,7 @@ class EngineCore:
         raise ValueError(f"lora {name}: no such adapter; there is {there}: add [lora.{name}] to the configuration")
 
     def where(self, token_ids: Sequence[int], extra: ExtraKeys) -> dict[str, int]:
-        """Tokens of a prompt by the coldest tier that they would come from, or "nowhere"."""
+        """How many of a prompt's tokens would come from which tier, the coldest that they need, or from "nowhere"."""
         block_size = self.config.device.block_size
         counts = dict.fromkeys([*Tier, "nowhere"], 0)
         for tier in self.cache.where(self.chain(token_ids, extra)):
@@ -170,7 +173,7 @@ class EngineCore:
         return {str(place): num_tokens for place, num_tokens in counts.items()}
 
     def chain(self, token_ids: Sequence[int], extra: ExtraKeys) -> BlockChain:
-        """The names of a prompt's blocks."""
+        """The chain that names a prompt's blocks."""
         names = self.config.names
         algorithm = HashAlgorithm(names.algorithm)
         chain = BlockChain(self.config.device.block_size, extra, algorithm=algorithm, seed=names.seed)
@@ -201,9 +204,9 @@ class EngineCore:
             self.scheduler.hurry(request, priority)
 
     def step(self) -> list[Request]:
-        """Compute one batch; the requests that got a token, with `new_text`. Waits a moment if all are parked.
+        """Compute one batch; the requests that got a token, with `new_text`. If all are parked it waits a moment.
 
-        `CopyHangs` if for a minute beyond all deadlines there is nothing that can be computed.
+        `CopyHangs` if nothing could be computed for a minute beyond all deadlines.
         """
         work = self.scheduler.schedule()
         advanced = self._compute(work) if work else []
@@ -214,14 +217,16 @@ class EngineCore:
         if not work and self.cache.num_under_way:
             self.cache.wait(IDLE_WAIT_S)
         elif not work and self.has_work:
-            time.sleep(STALLED_WAIT_S)  # for slots that nothing under way will free; a deadline or an abort will
+            time.sleep(
+                STALLED_WAIT_S
+            )  # no copy under way will free the slots that are missing; a deadline or an abort will
         self._publish_events()
         if not self.has_work or time.monotonic() - self._snapshot_at > SNAPSHOT_EVERY_S:
             self._take_snapshot()
         return advanced
 
     def idle(self) -> None:
-        """Between requests: go on copying cold blocks down."""
+        """Do what is due while no request runs: copy cold blocks down, end pins, take a snapshot."""
         self.cache.wait(0.0)
         self.cache.spill()
         self.pins.tick()
@@ -234,11 +239,11 @@ class EngineCore:
         self.scheduler.check()
 
     def close(self, progress: Callable[[int], None] = lambda num_left: None) -> None:
-        """Abort what runs, write what is cached to disk, end threads. *progress* gets the blocks still to write."""
+        """Abort all requests, write what is cached to disk, end threads. *progress* gets the number of blocks left."""
         if self._closed:
             return
         self._closed = True
-        with ExitStack() as ends:  # whatever one of them raises, the others are closed
+        with ExitStack() as ends:  # each is closed, whatever another one raises
             ends.callback(self._close_tiers)
             ends.callback(self._runner.close)
             if self.publisher is not None:
@@ -259,14 +264,14 @@ class EngineCore:
     def _close_tiers(self) -> None:
         try:
             if self._store is not None:
-                self._store.stop_opening()  # a lane may be waiting for that
+                self._store.stop_opening()  # a lane may be waiting for the store to open
             is_closed = self.cache.close()
             if not is_closed and self._store is not None:
                 self._store.kill()  # a copy hangs, probably in its process
                 is_closed = self.cache.close()
         except BaseException:
             if self._store is not None:
-                self._store.kill()  # or the next start would find it locked
+                self._store.kill()  # or the next start would find its folder locked
             raise
         if not is_closed:
             log.warning("a copy hangs: its memory is left, the next start finds what was written so far")
@@ -315,7 +320,7 @@ class EngineCore:
             request = item.request
             if request in lost:
                 continue
-            if request.num_to_compute == 0:  # else only a part of the prompt is in, and its logits predict nothing new
+            if request.num_to_compute == 0:  # else the prompt goes on, and these logits predict what is known
                 token_id = request.sampler.sample(logits[row])
                 if request.sampling.logprobs is not None:
                     request.logprobs.append(token_logprobs(logits[row], token_id, request.sampling.logprobs))
@@ -323,7 +328,7 @@ class EngineCore:
                 advanced.append(request)
                 if request.finish_reason is not None:
                     self.scheduler.retire(request)
-        if all(chunk.gate is None for chunk in chunks):  # else it has waited for copies
+        if all(chunk.gate is None for chunk in chunks):  # else the time has waits for copies in it
             self._step_times.stepped(work, depths, time.monotonic() - started_at, bool(advanced))
         return advanced
 

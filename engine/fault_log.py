@@ -1,4 +1,4 @@
-"""Faults told: what goes wrong with the tiers, and what is right again, in few lines of the log."""
+"""FaultLog: what goes wrong with the tiers, and what works again, in few lines of the log."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 QUIET_S = 60.0  # after a line about one thing, until there is another about the same
 
-_NO_DAMAGE = {Fault.MISSING, Fault.IO_ERROR}  # evicted meanwhile; and of the other the breaker tells
+_NO_DAMAGE = {
+    Fault.MISSING,
+    Fault.IO_ERROR,
+}  # a missing block was evicted meanwhile; I/O errors open the breaker, which has its own line
 log = logging.getLogger(__name__)
 
 
@@ -28,7 +31,7 @@ class FaultLog:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._told: dict[str, object] = {}  # by thing, its state when there was a line last
+        self._told: dict[str, object] = {}  # by thing, its state in the last line
         self._told_at: dict[str, float] = {}
 
     def look(self, statistics: "EngineStatistics") -> None:
@@ -50,7 +53,7 @@ class FaultLog:
                 folder,
                 _times(standing.num_gone - num_gone),
             )
-        is_told = standing.not_open is NotOpen.GONE  # above
+        is_told = standing.not_open is NotOpen.GONE  # which has the line above
         for _ in () if is_told else self._change("open", standing.not_open, None):
             if standing.not_open is None:
                 log.warning("disk: %s is open; it is used from now on", folder)
@@ -83,7 +86,7 @@ class FaultLog:
             log.warning("%s: bad blocks were found (%s); they are computed anew", tier, causes)
 
     def _change(self, thing: str, state: _T, at_first: _T) -> Iterator[_T]:
-        """What was told last of a thing, if it is another state now and it is time for a line."""
+        """Yield a thing's state in its last line, and take the new one for told, if they differ and a line is due."""
         told: _T = self._told.get(thing, at_first)  # type: ignore[assignment]  # of a thing all states are of one type
         now = self._clock()
         if state != told and now - self._told_at.get(thing, -QUIET_S) >= QUIET_S:

@@ -1,4 +1,4 @@
-"""Metrics: every name in one place, filled from the engine's statistics when Prometheus asks."""
+"""Metrics: the name of every metric, filled from the engine's statistics when Prometheus asks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
@@ -185,7 +185,7 @@ _TOKEN_GAP_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
 class HttpMetrics:
-    """What the HTTP server counts itself, as it happens."""
+    """The metrics that the HTTP server counts itself, as things happen."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
@@ -212,7 +212,7 @@ class HttpMetrics:
 
 
 class MetricsServer(Protocol):
-    """Whatever serves `/metrics`; `close` ends it."""
+    """The server of `/metrics`, or a stand-in where no port is configured; `close` ends it."""
 
     def close(self) -> None:
         """Stop serving. Idempotent."""
