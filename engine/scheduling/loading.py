@@ -368,7 +368,7 @@ class Loading:
             self._become(State.PARKED)
 
     def _arrive(self) -> None:
-        """Hand over as much of the prefix as arrived; if a damaged block cut it short, promote what is below again."""
+        """Hand over as much of the prefix as arrived; if a damaged block cut it short, promote the rest."""
         promotion = self._coming
         if promotion.why_no_more in CUT_SHORT and self._num_promotions < MAX_PROMOTIONS:
             hit = replace(self._lookup(), start=0)  # what has arrived is on the device: there is no front

@@ -170,7 +170,7 @@ class Scheduler:
         self._release(request)
 
     def check(self) -> None:
-        """Raise AssertionError if a request is in another queue than its loading's state says, or the state is wrong."""
+        """Raise AssertionError if a request is in the wrong queue for its loading's state, or that state is wrong."""
         for requests, states in ((self.waiting, WAITING), (self.promoting, COMING - {State.SPLIT})):
             for request in requests:
                 assert _of(request).state in states, f"a loading that is {_of(request).state} stands in the wrong queue"
