@@ -156,7 +156,7 @@ class Scheduler:
                 request.num_committed = request.num_computed
 
     def hurry(self, request: Request, priority: int) -> None:
-        """Give a request that has not finished another priority; a waiting one goes behind all others of it."""
+        """Give a request that has not finished another priority; a waiting one goes behind all that have it."""
         is_waiting = request in self.waiting
         if is_waiting:
             self.waiting.remove(request)
