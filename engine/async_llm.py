@@ -127,9 +127,8 @@ class AsyncLLM:
         arrived_at = time.monotonic()
         options = RequestOptions(priority, not skip_reading_prefix_cache, max_load_tokens)
         token_ids = await self._token_ids(prompt)
-        keys = keyed(
-            self._running().core, extra, lora, cache_salt
-        )  # asked again, since the engine may have been closed meanwhile
+        core = self._loaded_engine().core  # asked for only now: the engine may have been closed meanwhile
+        keys = keyed(core, extra, lora, cache_salt)
         stream = _Stream(asyncio.get_running_loop())
         self._thread.put(
             lambda core: self._add(core, stream, partial(core.add, token_ids, sampling, keys, arrived_at, options)),
@@ -158,16 +157,16 @@ class AsyncLLM:
     @property
     def tokenizers(self) -> TokenizerThreads:
         """The threads in which prompts are tokenized."""
-        return self._running().tokenizers
+        return self._loaded_engine().tokenizers
 
     @property
     def longest_request(self) -> int:
         """Tokens that a prompt and its continuation may have together."""
-        return self._running().core.longest_request
+        return self._loaded_engine().core.longest_request
 
     async def wait_end(self) -> None:
         """Wait until the engine serves no more; raise the error that it failed with, if it did."""
-        self._running()
+        self._loaded_engine()
         await asyncio.wrap_future(self._thread.served)
 
     async def reset_prefix_cache(self) -> bool:
@@ -179,7 +178,7 @@ class AsyncLLM:
 
         RuntimeError if the engine ends before that. If the caller is cancelled before that, *question* is not called.
         """
-        self._running()
+        self._loaded_engine()
         answer: Future[_T] = Future()
 
         def put(core: EngineCore) -> None:
@@ -233,7 +232,7 @@ class AsyncLLM:
 
     def statistics(self) -> EngineStatistics:
         """The engine's last snapshot, by value; at most a quarter of a second old."""
-        return self._running().core.statistics
+        return self._loaded_engine().core.statistics
 
     async def close(self, progress: Progress | None = None) -> None:
         """Abort all requests, write what is cached to disk, end the threads. A second call waits for the first.
@@ -254,7 +253,7 @@ class AsyncLLM:
     ) -> None:
         await self.close()
 
-    def _running(self) -> LoadedEngine:
+    def _loaded_engine(self) -> LoadedEngine:
         if self._closed or self._thread.served.done():
             raise RuntimeError("AsyncLLM: has ended; start a new one")
         if not self._thread.loaded.done():

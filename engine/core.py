@@ -198,10 +198,10 @@ class EngineCore:
         """End a request; nothing of it stays leased."""
         self.scheduler.abort(request)
 
-    def hurry(self, request: Request, priority: int) -> None:
+    def set_priority(self, request: Request, priority: int) -> None:
         """Give a request another priority, unless it has finished."""
         if request.finish_reason is None:
-            self.scheduler.hurry(request, priority)
+            self.scheduler.set_priority(request, priority)
 
     def step(self) -> list[Request]:
         """Compute one batch; the requests that got a token, with `new_text`. If all are parked it waits a moment.
@@ -314,7 +314,7 @@ class EngineCore:
         ]
         logits = self._runner.run(chunks)
         lost = self.scheduler.settle(work)
-        self.scheduler.computed([item for item in work if item.request not in lost])
+        self.scheduler.on_computed([item for item in work if item.request not in lost])
         advanced = []
         for row, item in enumerate(work):
             request = item.request
@@ -329,7 +329,7 @@ class EngineCore:
                 if request.finish_reason is not None:
                     self.scheduler.retire(request)
         if all(chunk.gate is None for chunk in chunks):  # else the time has waits for copies in it
-            self._step_times.stepped(work, depths, time.monotonic() - started_at, bool(advanced))
+            self._step_times.on_step(work, depths, time.monotonic() - started_at, bool(advanced))
         return advanced
 
     def _publish_events(self) -> None:

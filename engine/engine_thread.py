@@ -67,17 +67,17 @@ class EngineThread:
     def __init__(
         self,
         load: Callable[[], LoadedEngine],
-        advanced: Callable[[Request], None],
-        ended: Callable[[str], None],
+        on_advanced: Callable[[Request], None],
+        on_ended: Callable[[str], None],
     ) -> None:
-        """The thread calls all three: *advanced* with each request that a step gave a token, *ended* with the reason
-        when no step comes any more."""
+        """The thread calls all three: *on_advanced* with each request that a step gave a token, *on_ended* with the
+        reason when no step comes any more."""
         self.loaded: Future[LoadedEngine] = promise()
         self.served: Future[None] = promise()
         self.closed: Future[None] = promise()
         self._load = load
-        self._advanced = advanced
-        self._ended = ended
+        self._on_advanced = on_advanced
+        self._on_ended = on_ended
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._attendants: list[Attendant] = []  # owned by the thread
         self._lock = threading.Lock()  # guards the four below
@@ -169,11 +169,11 @@ class EngineThread:
         while self._carry_out(core):
             if core.has_work:
                 for request in core.step():
-                    self._advanced(request)
-                garbage.stepped()
+                    self._on_advanced(request)
+                garbage.on_step()
             else:
                 core.idle()
-                garbage.idle()
+                garbage.on_idle()
             for attendant in self._attendants:
                 attendant.tick()
 
@@ -197,7 +197,7 @@ class EngineThread:
     def _end_commands(self, why: str) -> None:
         with self._lock:  # from here on `put` refuses
             self._why_over = why
-        self._ended(why)
+        self._on_ended(why)
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:

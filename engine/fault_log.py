@@ -47,28 +47,28 @@ class FaultLog:
 
     def _look_at_store(self, standing: StoreStanding) -> None:
         folder = standing.folder
-        for num_gone in self._change("gone", standing.num_gone, 0):
+        for num_gone in self._take_change("gone", standing.num_gone, 0):
             log.warning(
                 "disk: %s was removed or replaced while it was open%s; what was in it is lost, and it is opened anew",
                 folder,
                 _times(standing.num_gone - num_gone),
             )
         is_told = standing.not_open is NotOpen.GONE  # which has the line above
-        for _ in () if is_told else self._change("open", standing.not_open, None):
+        for _ in () if is_told else self._take_change("open", standing.not_open, None):
             if standing.not_open is None:
                 log.warning("disk: %s is open; it is used from now on", folder)
             else:
                 log.warning("disk: %s is not open (%s); serving without it, trying again", folder, standing.why)
-        for num_ended in self._change("ended", standing.num_ended, 0):
+        for num_ended in self._take_change("ended", standing.num_ended, 0):
             times = _times(standing.num_ended - num_ended)
             log.warning("disk: the store's process ended%s (%s)", times, standing.why_ended)
-        for num_restarts in self._change("restarted", standing.num_restarts, 0):
+        for num_restarts in self._take_change("restarted", standing.num_restarts, 0):
             log.warning("disk: the store's process was started again%s", _times(standing.num_restarts - num_restarts))
 
     def _look_at_side(self, side: str, disk: DiskStatistics) -> None:
         doing = {"read": "reading", "write": "writing"}[side]
         rests = disk.breakers[side] is not BreakerState.CLOSED
-        for told in self._change(side, (rests, disk.num_opened[side]), (False, 0)):
+        for told in self._take_change(side, (rests, disk.num_opened[side]), (False, 0)):
             assert isinstance(told, tuple), "what was told of a breaker"
             if rests or not told[0]:  # or it has opened and closed since the last line
                 times = _times(disk.num_opened[side] - told[1])
@@ -79,13 +79,13 @@ class FaultLog:
 
     def _look_at_damage(self, tier: str, counts: Mapping[str, int]) -> None:
         damaged = {cause: number for cause, number in counts.items() if cause not in _NO_DAMAGE}
-        for told in self._change(f"damage {tier}", damaged, {}):
+        for told in self._take_change(f"damage {tier}", damaged, {}):
             assert isinstance(told, dict), "what was told of damage"
             new = {cause: number - told.get(cause, 0) for cause, number in damaged.items()}
             causes = ", ".join(f"{number} {cause}" for cause, number in sorted(new.items()) if number)
             log.warning("%s: bad blocks were found (%s); they are computed anew", tier, causes)
 
-    def _change(self, thing: str, state: _T, at_first: _T) -> Iterator[_T]:
+    def _take_change(self, thing: str, state: _T, at_first: _T) -> Iterator[_T]:
         """Yield a thing's state in its last line, and take the new one for told, if they differ and a line is due."""
         told: _T = self._told.get(thing, at_first)  # type: ignore[assignment]  # of a thing all states are of one type
         now = self._clock()

@@ -51,12 +51,12 @@ class Garbage:
             if cls._num_serving == 0:
                 gc.set_threshold(*cls._thresholds_before)
 
-    def idle(self) -> None:
+    def on_idle(self) -> None:
         """The engine has nothing to do: collect all garbage, if enough has gathered."""
         if gc.isenabled() and gc.get_count()[2] >= ENOUGH:
             gc.collect()
 
-    def stepped(self) -> None:
+    def on_step(self) -> None:
         """A step has ended, and another may follow at once: collect only if there was no idle moment for very long."""
         if gc.isenabled() and gc.get_count()[2] >= TOO_MANY:
             started = time.perf_counter()

@@ -203,13 +203,13 @@ class ReopeningStore:
             try:
                 folder = self._open()
             except Exception as error:  # a thread's top: `standing` tells of it
-                self._failed(error)
+                self._on_failure(error)
                 if self._rest(rest_s):
                     return
                 rest_s = min(2 * rest_s, MAX_REST_S)
             else:
                 rest_s = FIRST_REST_S
-                if self._ends_before(folder):
+                if self._watch(folder):
                     return
             self._begin_again()
 
@@ -228,13 +228,13 @@ class ReopeningStore:
         self._attempted.set()
         return folder
 
-    def _failed(self, error: Exception) -> None:
+    def _on_failure(self, error: Exception) -> None:
         with self._lock:
             self._not_open, self._why = NotOpen.of(error), _in_one_line(error)
         self._process.close()
         self._attempted.set()
 
-    def _ends_before(self, folder: "_Folder") -> bool:
+    def _watch(self, folder: "_Folder") -> bool:
         """Watch the folder until the thread is to stop: True. If the folder is gone before, kill the process: False."""
         with folder:
             while folder.is_there():

@@ -235,7 +235,7 @@ BUGS = [
     Bug(
         "a request that began early in vain keeps the slots of that step",
         "engine/scheduling/loading.py",
-        "        self._cache.release(self._own)\n",
+        "        self._cache.release(self._early_slots)\n",
         "",
         "tests/engine/scheduling/test_loading.py",
     ),
@@ -277,7 +277,7 @@ BUGS = [
     Bug(
         "a document waits behind all others for ever",
         "engine/documents/prefills.py",
-        "core.hurry(running.request, ORDINARY)",
+        "core.set_priority(running.request, ORDINARY)",
         "pass",
         "tests/engine/documents/test_documents.py",
     ),

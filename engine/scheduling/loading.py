@@ -106,7 +106,7 @@ class Loading:
         self._attempt: Attempt | None = None  # the breaker's, while the request waits for room
         self._promotion: Promotion | None = None
         self._num_promotions = 0
-        self._own: Tables = []  # slots for a step that begins early
+        self._early_slots: Tables = []  # slots for a step that begins early
 
     # --- questions of the scheduler
 
@@ -249,7 +249,7 @@ class Loading:
         if slots is None:
             return 0
         self._become(State.EARLY)
-        self._own = slots
+        self._early_slots = slots
         request.tables = [there + own for there, own in zip(promotion.tables, slots, strict=True)]
         request.num_committed, request.num_computed = promotion.num_tokens, start
         return num_tokens
@@ -267,9 +267,9 @@ class Loading:
             self._cache.wait(ARRIVAL_POLL_S)
         came = promotion.num_tokens, promotion.num_copied
         if promotion.done and came == (request.num_committed, request.num_computed - request.num_committed):
-            request.tables = [there + own for there, own in zip(promotion.tables, self._own, strict=True)]
-            self._own = []
-            self._loaded()
+            request.tables = [there + own for there, own in zip(promotion.tables, self._early_slots, strict=True)]
+            self._early_slots = []
+            self._hand_over()
             return True
         self._drop_early()
         if promotion.done:
@@ -297,7 +297,7 @@ class Loading:
         )
         assert self._attempt is None or state is State.ROOM, f"{state}, and waits for room"
         assert (promotion is not None) == (state in COMING or state is State.LOADED), f"{state}, {promotion}"
-        assert bool(self._own) == (state is State.EARLY), f"{state} with slots of its own: {self._own}"
+        assert bool(self._early_slots) == (state is State.EARLY), f"{state} with slots of its own: {self._early_slots}"
         if promotion is not None and state is not State.LOADED:
             assert bool(promotion.start) == (state is State.SPLIT), f"{state}, and loads from {promotion.start} on"
         if state in WAITING or state in (State.PARKED, State.LATE):
@@ -354,7 +354,7 @@ class Loading:
         rest = self._coming
         for table, group, loaded in zip(self._request.tables, self._cache.groups, rest.tables, strict=True):
             table.extend(loaded[rest.start // group.block_size :])
-        self._loaded()
+        self._hand_over()
 
     def _promote(self, hit: Hit) -> None:
         earlier, self._promotion = self._promotion, self._cache.promote(hit, self._left_s())
@@ -376,9 +376,9 @@ class Loading:
                 self._promote(hit)
                 return
         self._request.tables = promotion.tables
-        self._loaded()
+        self._hand_over()
 
-    def _loaded(self) -> None:
+    def _hand_over(self) -> None:
         """Count the promotion's tokens as the request's, whose tables have its slots and leases now."""
         promotion, request = self._coming, self._request
         request.num_committed = promotion.num_tokens
@@ -386,6 +386,6 @@ class Loading:
         self._become(State.LOADED)
 
     def _drop_early(self) -> None:
-        self._cache.release(self._own)
-        self._own, self._request.tables = [], []
+        self._cache.release(self._early_slots)
+        self._early_slots, self._request.tables = [], []
         self._request.num_computed = self._request.num_committed = 0

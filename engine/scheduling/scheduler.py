@@ -132,7 +132,7 @@ class Scheduler:
         """
         lost = []
         for request in [item.request for item in work if item.gate is not None]:
-            loading = _of(request)
+            loading = _loading_of(request)
             if not loading.settle():
                 lost.append(request)
             if loading.state is not State.LATE:
@@ -140,7 +140,7 @@ class Scheduler:
                 self._place(request)
         return lost
 
-    def computed(self, work: Sequence[Work]) -> None:
+    def on_computed(self, work: Sequence[Work]) -> None:
         """Count the step's tokens, which are in their slots now, as computed, and name the blocks that are full."""
         for item in work:
             request = item.request
@@ -155,7 +155,7 @@ class Scheduler:
                 )
                 request.num_committed = request.num_computed
 
-    def hurry(self, request: Request, priority: int) -> None:
+    def set_priority(self, request: Request, priority: int) -> None:
         """Give a request that has not finished another priority; a waiting one goes behind all that have it."""
         is_waiting = request in self.waiting
         if is_waiting:
@@ -173,8 +173,10 @@ class Scheduler:
         """Raise AssertionError if a request is in the wrong queue for its loading's state, or that state is wrong."""
         for requests, states in ((self.waiting, WAITING), (self.promoting, COMING - {State.SPLIT})):
             for request in requests:
-                assert _of(request).state in states, f"a loading that is {_of(request).state} stands in the wrong queue"
-                _of(request).check()
+                assert _loading_of(request).state in states, (
+                    f"a loading that is {_loading_of(request).state} stands in the wrong queue"
+                )
+                _loading_of(request).check()
         for request in self.running:
             if request.loading is not None:
                 assert request.loading.state is State.SPLIT, f"runs with a loading that is {request.loading.state}"
@@ -183,19 +185,19 @@ class Scheduler:
     def _let_in(self, step: list[Work], budget: int, before: float = math.inf) -> int:
         """Admit waiting requests that are more urgent than *before*, in their order; the rest of the budget."""
         while budget > 0 and self.waiting and self.waiting.first.options.priority < before:
-            request = self._next()
+            request = self._next_request()
             if request is None or request.options.priority >= before or not self._admit(request, step):
                 break
             budget -= self._add_work(request, budget, step)
         return budget
 
-    def _next(self) -> Request | None:
+    def _next_request(self) -> Request | None:
         """The first waiting request that need not wait for another one's prefill; those before it stand back."""
         prefilling = [request for request in (*self.running, *self.promoting) if not request.is_decoding]
         for request in islice(self.waiting, self._max_running):
-            if not self._shared_prefill.serves(request, prefilling):
+            if not self._shared_prefill.has_to_wait(request, prefilling):
                 return request
-            _of(request).stand_back()
+            _loading_of(request).stand_back()
         return None
 
     def _admit(self, request: Request, step: list[Work]) -> bool:
@@ -204,7 +206,7 @@ class Scheduler:
         A request that is alone may always start. Otherwise it starts only if it will probably not push out a running
         request that is as urgent.
         """
-        loading = _of(request)
+        loading = _loading_of(request)
         if not self._may_one_more_run and not self._give_way(request, step):
             loading.wait_turn()
             return False
@@ -265,38 +267,38 @@ class Scheduler:
         if self._planner is None:
             return 0.0
         seconds = self._planner.compute_seconds
-        busy_s = sum(seconds(r.num_computed, _left(r)) for r in self.running if not r.is_decoding)
+        busy_s = sum(seconds(r.num_computed, _num_left(r)) for r in self.running if not r.is_decoding)
         for request in self.promoting:
             if request is not besides:
-                depth = _of(request).num_tokens
+                depth = _loading_of(request).num_tokens
                 busy_s += seconds(depth, len(request.token_ids) - depth)
         return busy_s
 
     def _take_in(self) -> None:
         """Take in the prefixes that have come; their requests run from now on."""
-        for request in [parked for parked in self.promoting if _of(parked).has_come]:
-            _of(request).take_in()
+        for request in [parked for parked in self.promoting if _loading_of(parked).has_come]:
+            _loading_of(request).take_in()
             self.promoting.remove(request)
             self._place(request)
         for request in self.running:
             if request.loading is not None and request.loading.has_come:
                 request.loading.take_in()
-                self._admitted(request)
+                self._end_loading(request)
 
     def _place(self, request: Request) -> None:
         """Put a request into the queue that belongs to the state of its loading."""
-        match _of(request).state:
+        match _loading_of(request).state:
             case State.LOADED:
-                self._admitted(request)
+                self._end_loading(request)
                 self.running.append(request)
             case State.SPLIT:
                 self.running.append(request)
             case _:
                 self.promoting.append(request)
 
-    def _admitted(self, request: Request) -> None:
+    def _end_loading(self, request: Request) -> None:
         """End the loading of a request that has its prefix, and count where the prefix came from."""
-        loading, request.loading = _of(request), None
+        loading, request.loading = _loading_of(request), None
         if request.options.reads_cache:
             count = self.hit_ratio.admitted if request.tokens is None else self.hit_ratio.readmitted
             count(len(request.token_ids), loading.num_hit_tokens)
@@ -308,7 +310,7 @@ class Scheduler:
         """Add work of a prompt whose prefix is arriving layer by layer, for a step that is empty otherwise."""
         most_tokens = min(self._config.prefill_chunk, self._config.token_budget)
         for request in self.promoting:
-            if num_tokens := _of(request).begin_early(most_tokens):
+            if num_tokens := _loading_of(request).begin_early(most_tokens):
                 step.append(Work(request, num_tokens))
                 return
 
@@ -316,7 +318,7 @@ class Scheduler:
         """Add work for the request, if it still runs and finds slots; the number of its tokens."""
         if budget <= 0 or request not in self.running:
             return 0
-        num_tokens = min(_left(request), self._config.prefill_chunk, budget)
+        num_tokens = min(_num_left(request), self._config.prefill_chunk, budget)
         if not num_tokens or not self._lease_slots(request, request.num_computed + num_tokens, step):
             return 0
         step.append(Work(request, num_tokens))
@@ -365,12 +367,12 @@ def _priority(request: Request) -> int:
     return request.options.priority
 
 
-def _left(request: Request) -> int:
+def _num_left(request: Request) -> int:
     """Tokens that the request can compute now; those of a split hit that are being loaded do not count."""
     return request.num_to_compute if request.loading is None else request.loading.num_to_compute
 
 
-def _of(request: Request) -> Loading:
+def _loading_of(request: Request) -> Loading:
     """The loading of a request that waits or is being promoted."""
     assert request.loading is not None, "a request that has its prefix already"
     return request.loading

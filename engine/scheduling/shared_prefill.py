@@ -12,7 +12,7 @@ class SharedPrefill:
         """No request waits for less than *least_tokens*, one chunk: it computes them within a step itself."""
         self._least_tokens = least_tokens
 
-    def serves(self, request: Request, prefilling: Collection[Request]) -> bool:
+    def has_to_wait(self, request: Request, prefilling: Collection[Request]) -> bool:
         """Whether one of the *prefilling* requests will soon have computed a beginning that this request needs too.
 
         A less urgent request does not count, as it may have to give way; nor one that does not take all hits, since

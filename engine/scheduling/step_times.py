@@ -22,7 +22,7 @@ class StepTimes:
         self._num_read = 0.0
         self._seconds = 0.0
 
-    def stepped(self, work: Sequence[Work], depths: Sequence[int], seconds: float, has_sampled: bool) -> None:
+    def on_step(self, work: Sequence[Work], depths: Sequence[int], seconds: float, has_sampled: bool) -> None:
         """Count one step, which computed *work* behind *depths* tokens of its requests."""
         self._num_steps += 1
         for item, depth in zip(work, depths, strict=True):

@@ -37,7 +37,7 @@ def test_beside_requests_nothing_is_walked_through_as_a_whole() -> None:
         before, kept = num_full(), []
         for _ in range(50):
             kept.append(make(100))
-            garbage.stepped()
+            garbage.on_step()
 
         assert gc.get_count()[2] > 20  # each of which would have been one
         assert num_full() == before
@@ -47,12 +47,12 @@ def test_what_has_gathered_is_collected_once_the_engine_is_idle(monkeypatch: pyt
     monkeypatch.setattr(garbage_module, "ENOUGH", 20)
     with Garbage() as garbage:
         before = num_full()
-        garbage.idle()
+        garbage.on_idle()
         assert num_full() == before  # nothing has gathered
         kept = make(2000)
 
-        garbage.idle()
-        garbage.idle()
+        garbage.on_idle()
+        garbage.on_idle()
 
         assert len(kept) == 2000
         assert num_full() == before + 1
@@ -66,7 +66,7 @@ def test_garbage_of_an_engine_that_is_never_idle_is_bounded(
         before = num_full()
         kept = make(2000)
 
-        garbage.stepped()
+        garbage.on_step()
 
         assert len(kept) == 2000
         assert num_full() == before + 1
@@ -86,8 +86,8 @@ def test_a_collector_that_is_switched_off_stays_so() -> None:
     try:
         before = num_full()
         with Garbage() as garbage:
-            garbage.idle()
-            garbage.stepped()
+            garbage.on_idle()
+            garbage.on_step()
         assert num_full() == before
         assert not gc.isenabled()
     finally:

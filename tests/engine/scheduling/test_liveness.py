@@ -113,7 +113,7 @@ class Engine(HangingWorld):
         for item in work:
             self.wait_for_layers(item)
         lost = self.scheduler.settle(work)
-        self.scheduler.computed([item for item in work if item.request not in lost])
+        self.scheduler.on_computed([item for item in work if item.request not in lost])
         for item in work:
             if item.request not in lost and item.request.num_to_compute == 0:
                 self.sample(item.request)

@@ -80,7 +80,7 @@ class Machine(World):
         return [(item.request, item.num_tokens) for item in work]
 
     def compute_work(self, work: Sequence[Work]) -> None:
-        self.scheduler.computed(work)
+        self.scheduler.on_computed(work)
         for item in work:
             request = item.request
             if request.num_to_compute == 0:
