@@ -145,7 +145,7 @@ class EngineCore:
         have, is longer than the model or the device can hold, or if the queue is full."""
         self._check_tokens(token_ids, sampling)
         if extra.lora is not None and extra.lora not in self._runner.adapters:
-            raise ValueError(f"lora {extra.lora.name}: no adapter that is loaded; take its key from lora_key")
+            raise ValueError(f"lora {extra.lora.name}: no such adapter is loaded; take the key from lora_key")
         chain = self.chain(token_ids, extra)
         detokenizer = Detokenizer(self.tokenizer, sampling.stop)
         request = Request(token_ids, sampling, chain, detokenizer, options, arrived_at)
@@ -274,7 +274,9 @@ class EngineCore:
                 self._store.kill()  # or the next start would find its folder locked
             raise
         if not is_closed:
-            log.warning("a copy hangs: its memory is left, the next start finds what was written so far")
+            log.warning(
+                "a copy hangs: its memory is not freed; the next start finds the blocks that were written so far"
+            )
         elif self._store is not None:
             self._store.close()
 

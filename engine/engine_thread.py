@@ -135,7 +135,7 @@ class EngineThread:
         if not wait([self.loaded], LOADING_EXIT_WAIT_S).done:
             log.warning("the program ends while the engine is being loaded")
         elif not wait([self.closed], EXIT_WAIT_S).done:
-            log.warning("the engine did not close in %.0f s; what it had not written is lost", EXIT_WAIT_S)
+            log.warning("the engine did not close in %.0f s; blocks that it had not written are lost", EXIT_WAIT_S)
 
     def _live(self) -> None:
         try:

@@ -49,7 +49,7 @@ class FaultLog:
         folder = standing.folder
         for num_gone in self._take_change("gone", standing.num_gone, 0):
             log.warning(
-                "disk: %s was removed or replaced while it was open%s; what was in it is lost, and it is opened anew",
+                "disk: %s was removed or replaced while it was open%s; its blocks are lost, and it is opened anew",
                 folder,
                 _times(standing.num_gone - num_gone),
             )

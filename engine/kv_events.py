@@ -251,7 +251,7 @@ class ZmqPublisher:
             self._give_up_at = time.monotonic() + timeout_s
         self._thread.join(timeout_s + 2 * LINGER_S)
         if self._thread.is_alive():
-            log.warning("events: the publisher hangs and is left alone")
+            log.warning("events: the publisher hangs; it is not waited for any longer")
 
     def __enter__(self) -> Self:
         return self
@@ -271,7 +271,7 @@ class ZmqPublisher:
                     if replay is not None and replay.poll(0):
                         self._answer(replay, replay.recv_multipart())
         except Exception:
-            log.exception("events: no more are published")
+            log.exception("events: the publisher failed and sends no more")
         finally:
             self._num_failed += self._queue.qsize()
 

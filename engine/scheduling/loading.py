@@ -184,7 +184,7 @@ class Loading:
 
         To be called in every step until it returns True; in a step without this call, call `wait_turn`.
         """
-        assert self._found is not None, "room for what?"
+        assert self._found is not None, "room is asked for before a hit was looked up"
         clock, breaker = self._around.clock, self._around.room
         is_first = self.state is State.FOUND
         if is_first:
@@ -209,7 +209,7 @@ class Loading:
     def begin(self) -> None:
         """Lease the hit's blocks on the device, and have the others brought up."""
         self._expect({State.ROOM})
-        assert self._found is not None, "a hit to load"
+        assert self._found is not None, "a load begins before a hit was looked up"
         hit, self._found = self._found.hit, None
         self._withdraw()
         self._request.junction = self._cache.junction(hit)
@@ -224,7 +224,7 @@ class Loading:
 
     def take_in(self) -> None:
         """After `has_come`: hand what has come over to the request, or promote more if a damaged block cut it short."""
-        assert self.has_come, "it is still coming"
+        assert self.has_come, "the prefix is still coming"
         if self.state is State.SPLIT:
             self._join()
         else:
@@ -302,8 +302,8 @@ class Loading:
             assert bool(promotion.start) == (state is State.SPLIT), f"{state}, and loads from {promotion.start} on"
         if state in WAITING or state in (State.PARKED, State.LATE):
             request = self._request
-            assert not request.tables, f"{state}, and has blocks"
-            assert request.num_computed == request.num_committed == 0, f"{state}, and has computed"
+            assert not request.tables, f"{state}, and the request has blocks"
+            assert request.num_computed == request.num_committed == 0, f"{state}, and the request has computed tokens"
 
     # --- how they are done
 
@@ -343,7 +343,7 @@ class Loading:
     def _split(self, hit: Hit) -> None:
         """Start on the hit's blocks on the device, and promote the rest while the tokens between are computed."""
         front = self._cache.promote(self._cache.on_device(hit))
-        assert front.done, "what is on the device has to be waited for"
+        assert front.done, "a promotion of blocks on the device is not done at once"
         self._promotion = self._cache.promote(hit, self._left_s())
         self._request.tables = front.tables
         self._request.num_committed = self._request.num_computed = front.num_tokens

@@ -374,5 +374,5 @@ def _num_left(request: Request) -> int:
 
 def _loading_of(request: Request) -> Loading:
     """The loading of a request that waits or is being promoted."""
-    assert request.loading is not None, "a request that has its prefix already"
+    assert request.loading is not None, "a request without a loading, which has its prefix already"
     return request.loading

@@ -154,7 +154,7 @@ def test_a_folder_removed_while_serving_is_told_of_once_and_opened_anew(
         assert metrics_of(llm)["kvtier_disk_open",] == 1
 
     assert lines_with(caplog, "removed or replaced") == [
-        f"disk: {folder} was removed or replaced while it was open; what was in it is lost, and it is opened anew"
+        f"disk: {folder} was removed or replaced while it was open; its blocks are lost, and it is opened anew"
     ]
     if is_made_anew:
         assert (folder / "letter").read_text() == "not the store's"

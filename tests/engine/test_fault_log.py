@@ -150,9 +150,7 @@ def test_a_folder_that_is_gone_is_told_of_once(engine: Engine) -> None:
     gone = engine.look()
     engine.standing = replace(OPEN, num_gone=1)
 
-    assert gone == [
-        "disk: /kv was removed or replaced while it was open; what was in it is lost, and it is opened anew"
-    ]
+    assert gone == ["disk: /kv was removed or replaced while it was open; its blocks are lost, and it is opened anew"]
     assert engine.look() == []
 
 

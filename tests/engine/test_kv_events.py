@@ -622,7 +622,9 @@ def test_closing_gives_up_after_its_time_limit(
     gate.opened.set()
 
     assert took_s < DEADLINE_S / 2
-    assert [record.message for record in caplog.records] == ["events: the publisher hangs and is left alone"]
+    assert [record.message for record in caplog.records] == [
+        "events: the publisher hangs; it is not waited for any longer"
+    ]
 
 
 def test_a_taken_endpoint_is_one_clear_error(publish: Publish) -> None:

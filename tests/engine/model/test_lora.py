@@ -515,7 +515,7 @@ def test_an_adapter_that_is_not_there_is_the_callers_mistake(saved: Mapping[str,
     with LLM(build("llama"), tables(saved["llama"]), byte_tokenizer()) as llm:
         with pytest.raises(ValueError, match="lora legal: no such adapter; there is all, ranked, mlp"):
             llm.generate("text", lora="legal")
-        with pytest.raises(ValueError, match="no adapter that is loaded"):
+        with pytest.raises(ValueError, match="no such adapter is loaded"):
             llm.generate("text", extra=ExtraKeys(lora=Lora("all", "sha256:of another")))
         llm.check()
 
