@@ -1,4 +1,4 @@
-"""Whatever waits for the engine can be cancelled wherever it waits: the engine goes on, or ends, as a whole."""
+"""A task that waits for the engine can be cancelled at any point: the engine goes on, or ends, as a whole."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ def play(story: Coroutine[object, object, None]) -> None:
 
 
 def device_only(model: PreTrainedModel) -> AsyncLLM:
-    """Without copies, so that at rest nothing is leased."""
+    """An engine without host memory: no copies, so that at rest nothing is leased."""
     device = {"capacity": NUM_SLOTS * BLOCK_BYTES, "block_size": BLOCK_SIZE}
     scheduler = {"prefill_chunk": 64, "token_budget": 128}
     return AsyncLLM(model, {"device": device, "host": {"capacity": 0}, "scheduler": scheduler}, byte_tokenizer())

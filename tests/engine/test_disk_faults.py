@@ -1,4 +1,4 @@
-"""The disk goes wrong while an engine serves, or before it starts: right answers, what fits is cached, a line for each.
+"""A disk that fails while an engine serves, or before it starts: right answers, what fits is cached, a line for each.
 
 Real parts: models, processes, file systems. What takes its time is waited for, up to a deadline that is never reached.
 """
@@ -63,7 +63,7 @@ def ask(llm: LLM, prompt: Sequence[int]) -> Completion:
 
 @pytest.fixture(scope="module")
 def right() -> list[Sequence[int]]:
-    """The answers, without any cache below the device."""
+    """The right answers: those of an engine without a cache below the device."""
     settings = {"device": {"capacity": 30 * BLOCK_BYTES, "block_size": BLOCK_SIZE}, "host": {"capacity": 0}}
     with LLM(build("llama"), settings, byte_tokenizer()) as llm:
         return [ask(llm, prompt).token_ids for prompt in PROMPTS]

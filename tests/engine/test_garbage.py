@@ -1,3 +1,5 @@
+"""Garbage: full collections wait for an idle engine, and the process's collector is given back as it was."""
+
 import gc
 from collections.abc import Iterator
 
@@ -12,7 +14,7 @@ from kvtier.engine.garbage import Garbage
 @pytest.fixture(autouse=True)
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A collector that looks after young objects often, so that a test need not make millions; as it was afterwards.
-    No engine counts that another test has left hanging."""
+    Engines that another test has left hanging do not count."""
     monkeypatch.setattr(Garbage, "_num_serving", 0)
     gc.unfreeze()
     thresholds = gc.get_threshold()
@@ -39,7 +41,7 @@ def test_beside_requests_nothing_is_walked_through_as_a_whole() -> None:
             kept.append(make(100))
             garbage.on_step()
 
-        assert gc.get_count()[2] > 20  # each of which would have been one
+        assert gc.get_count()[2] > 20  # each of which would have been a full collection
         assert num_full() == before
 
 
@@ -97,7 +99,7 @@ def test_a_collector_that_is_switched_off_stays_so() -> None:
 def test_an_engine_that_serves_walks_through_everything_only_when_idle(model: PreTrainedModel) -> None:
     async def story() -> None:
         async with opened(model) as llm:
-            assert gc.get_freeze_count() > 0  # before anybody asked for anything
+            assert gc.get_freeze_count() > 0  # before the first request
             assert await llm.ask(lambda _: gc.get_threshold()[2]) > 1000
             assert await llm.ask(lambda _: gc.get_freeze_count()) > 0
 

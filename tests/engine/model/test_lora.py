@@ -1,4 +1,4 @@
-"""Adapters: the tokens of plain transformers with peft, in one batch, from every tier; and no block is another's."""
+"""Adapters: the tokens of plain transformers with peft, in one batch and from every tier; no two share a block."""
 
 import asyncio
 import random
@@ -45,7 +45,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str,
 
 
 class Plain:
-    """What plain transformers and peft answer, for each adapter."""
+    """The answers of plain transformers and peft, for each adapter."""
 
     def __init__(self, folders: Mapping[str, Mapping[str, Path]]) -> None:
         self._folders = folders
@@ -253,7 +253,7 @@ def test_the_base_models_store_is_the_same_with_and_without_adapters(
 def test_an_adapter_is_its_weights_and_scales_not_only_its_name(
     saved: Mapping[str, Mapping[str, Path]], plain: Plain, tmp_path: Path
 ) -> None:
-    """On one store, under one name: what was trained on, what was scaled otherwise, and a copy in another folder."""
+    """On one store, under one name: an adapter trained on, one scaled otherwise, and a copy in another folder."""
     prompt, store = prompt_of(1), tmp_path / "store"
     settings = ADAPTERS["all"]
     versions = {
@@ -404,7 +404,7 @@ def test_other_layers_get_their_deltas_in_mixed_steps(kind: str, tmp_path: Path)
 
 
 def test_a_layer_that_gets_its_tokens_in_another_order_is_refused(saved: Mapping[str, Mapping[str, Path]]) -> None:
-    """As experts do; who gets whose delta would be left to chance."""
+    """Experts do so; which token gets which delta would be left to chance."""
     model = build("llama")
     mlp = model.model.layers[1].mlp
     plain = mlp.forward

@@ -1,4 +1,4 @@
-"""Scheduler, driven step by step on a real model: who computes what, who waits, and whose slots come back."""
+"""Scheduler, driven step by step on a real model: which requests compute or wait, and which slots come back."""
 
 import random
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from kvtier.tiers.up.promotion import Hit
 
 
 def smallest_engine(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int, token_budget: int) -> EngineCore:
-    """One whose device holds just so many blocks that it accepts the prompt."""
+    """The engine with the smallest device that accepts the prompt."""
     for num_slots in range(2, PLENTY):
         core = engine(model, num_slots, token_budget=token_budget)
         try:

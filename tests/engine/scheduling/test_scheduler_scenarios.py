@@ -44,7 +44,7 @@ def text(seed: int, num_tokens: int) -> list[int]:
 
 
 class Machine(World):
-    """An engine whose model answers every prompt with tokens that nobody had before."""
+    """An engine whose model answers every prompt with tokens that no prompt or answer had before."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Machine(World):
         return request
 
     def step(self) -> list[tuple[Request, int]]:
-        """One step; who computed how many tokens."""
+        """Do one step; which requests computed how many tokens."""
         work = self.scheduler.schedule()
         self.compute_work(work)
         return [(item.request, item.num_tokens) for item in work]
@@ -92,7 +92,7 @@ class Machine(World):
         self.scheduler.check()
 
     def finish(self, *requests: Request) -> None:
-        """Step until these, or all, have their answers; copies arrive between the steps."""
+        """Step until these requests, or all, have their answers; copies arrive between the steps."""
         for _ in range(1000):
             if not (any(r.finish_reason is None for r in requests) if requests else self.scheduler.has_work):
                 return
@@ -101,17 +101,17 @@ class Machine(World):
         raise AssertionError("no end")
 
     def answer(self, prompt: Sequence[int], max_tokens: int = 1, **options: bool) -> Request:
-        """A request from its beginning to its end, alone."""
+        """Run a request alone, from its beginning to its end."""
         request = self.ask(prompt, max_tokens, **options)
         self.finish(request)
         return request
 
     def queue(self, group_id: int = 0) -> list[int]:
-        """The free slots in the order in which they would be given out; nothing changes."""
+        """The free slots in the order in which they would be given out; changes nothing."""
         return self.pools[group_id]._blank[::-1] + self.pools[group_id].cached_slots()
 
     def holders(self, request: Request, group_id: int = 0) -> list[int | None]:
-        """For each full block of the request the device slot in which others find it."""
+        """For each full block of the request, the device slot in which look-ups find it."""
         return [self.pools[group_id].find(name) for name in request.chain.names]
 
     def flush(self) -> None:
@@ -123,7 +123,7 @@ class Machine(World):
         assert self.cache.flush(10, progress) == 0
 
     def push_out(self, request: Request, to: Tier = Tier.HOST) -> None:
-        """Leave the request's full blocks in that tier only."""
+        """Push the request's full blocks out of all other tiers."""
         self.flush()
         groups, below = self.cache.residency.groups, self.host
         assert below is not None
@@ -143,7 +143,7 @@ def with_tiers(groups: Sequence[AttentionGroup] = FULL, num_slots: int = 20, **o
     return Machine(groups, num_slots, num_host_slots=60, store=MemoryStore(1 << 24), **options)
 
 
-# --- who is let in
+# --- which requests are admitted
 
 
 def test_a_request_that_does_not_fit_beside_a_running_one_waits_and_nothing_changes() -> None:  # S10

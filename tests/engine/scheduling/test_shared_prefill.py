@@ -44,7 +44,7 @@ def test_questions_about_a_new_document_that_come_together_compute_it_once(model
         assert_nothing_leased(core)
 
     assert [request.generated for request in asked] == [plain_greedy(model, question(n), 8) for n in range(6)]
-    # Each of the others computes its question, and what of the document was less than a chunk when its turn came.
+    # Each later request computes its question, and the rest of the document, less than a chunk, when its turn came.
     assert recomputed(*asked) <= len(DOCUMENT) + 6 * 20 + 5 * CHUNK
     assert recomputed(asked[0]) == len(question(0))
 

@@ -1,4 +1,4 @@
-"""Tokenizing for many tenants: in turns, and not for those who have left."""
+"""Tokenizing for many tenants: in turns, and not for callers that have left."""
 
 import asyncio
 import random
