@@ -459,7 +459,7 @@ def test_a_late_subscriber_gets_what_it_missed_and_then_what_comes(publish: Publ
     assert stream.num_lost == 0
 
 
-def test_a_whole_buffer_is_replayed_to_one_who_reads_slowly(publish: Publish, listen: Listen) -> None:
+def test_a_whole_buffer_is_replayed_to_a_subscriber_that_reads_slowly(publish: Publish, listen: Listen) -> None:
     publisher = publish()
     publish_and_wait(publisher, range(5000), listen)
     stream = listen(publisher)
@@ -538,7 +538,7 @@ def test_a_batch_that_cannot_be_encoded_is_a_gap_and_not_the_end(publish: Publis
     "request_frames",
     [[b""], [bytes(8)], [b"", b""], [b"", b"1234"], [b"", bytes(9)], [b"x", bytes(8)], [b"", bytes(8), b"more"]],
 )
-def test_a_replay_asked_for_wrongly_is_not_answered_and_harms_nobody(
+def test_a_replay_asked_for_wrongly_is_not_answered_and_harms_no_subscriber(
     publish: Publish, listen: Listen, request_frames: list[bytes]
 ) -> None:
     publisher = publish()

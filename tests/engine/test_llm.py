@@ -82,7 +82,9 @@ def test_text_token_ids_and_lists_of_both_give_the_same_completions(llm: LLM, mo
         assert_balanced(completions[0], len(token_ids))
 
 
-def test_completions_come_in_the_order_of_the_prompts_whoever_finishes_first(llm: LLM, model: PreTrainedModel) -> None:
+def test_completions_come_in_the_order_of_the_prompts_whichever_finishes_first(
+    llm: LLM, model: PreTrainedModel
+) -> None:
     prompts: list[str | Sequence[int]] = [prompt_of(1, 300), TEXT, prompt_of(2, 3), prompt_of(3, 130)]
     token_ids = [byte_tokenizer()(TEXT)["input_ids"] if isinstance(prompt, str) else prompt for prompt in prompts]
 

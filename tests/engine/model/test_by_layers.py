@@ -120,7 +120,7 @@ def test_tokens_are_the_same_and_computing_began_early(name: str, tmp_path: Path
     assert model.config._attn_implementation != IMPLEMENTATION  # the engine is closed
 
 
-def test_without_it_nobody_waits_at_a_layer(tmp_path: Path, waits: list[int]) -> None:
+def test_without_it_no_step_waits_at_a_layer(tmp_path: Path, waits: list[int]) -> None:
     model = build("llama")
     prompt = prompt_of(1)
     tables = without_disk(tmp_path)

@@ -208,7 +208,7 @@ def test_a_prompt_preempted_or_aborted_among_others_changes_no_token(
         assert not llm.core.has_work
         llm.check()
     assert urgent is not None
-    assert went_back, "nobody was preempted"
+    assert went_back, "no request was preempted"
     assert urgent.generated == plain.answer("llama", "mlp", prompt_of(9, 140))
 
     for number, (prompt, lora) in enumerate(asked):
@@ -320,7 +320,7 @@ def test_streams_of_all_adapters_at_once_get_their_own_tokens(
 # The model stays what it is
 
 
-def test_a_model_with_adapters_that_nobody_uses_has_no_hooks_and_is_given_back_as_it_was(
+def test_a_model_with_adapters_that_no_request_uses_has_no_hooks_and_is_given_back_as_it_was(
     saved: Mapping[str, Mapping[str, Path]],
 ) -> None:
     model = build("llama")

@@ -202,7 +202,7 @@ def _small_blocks_come_by_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "BY_LAYERS_BYTES", 0)
 
 
-def test_a_day_without_a_fault_uses_every_lane_and_nobody_waits() -> None:
+def test_a_day_without_a_fault_uses_every_lane_and_no_request_waits() -> None:
     engine = whole_day(None, by_layers=False)
 
     assert max(asked.waited_s for asked in engine.asked) < SHORT_S

@@ -195,7 +195,7 @@ def test_a_request_is_not_let_in_because_its_first_chunk_fits() -> None:  # S19
     assert len(long.tables[0]) == 1
 
 
-def test_one_that_leaves_no_room_is_let_in_only_while_nobody_runs() -> None:  # S21
+def test_a_request_that_leaves_no_room_is_let_in_only_while_no_other_runs() -> None:  # S21
     machine = Machine()
     alone = machine.ask(text(1, 150), max_tokens=10)
     small = machine.ask(text(2, 20), max_tokens=10)
@@ -512,7 +512,7 @@ def test_two_that_wait_for_the_same_blocks_have_them_brought_up_once() -> None: 
     assert (one.tokens.host, two.tokens.host) == (64, 64)
 
 
-def test_while_room_is_made_for_a_hit_running_requests_go_on_and_nobody_overtakes() -> None:  # S63: unlike vLLM
+def test_while_room_is_made_for_a_hit_running_requests_go_on_and_no_request_overtakes() -> None:  # S63: unlike vLLM
     machine = with_tiers(num_slots=12)
     stored = machine.answer(text(1, 64))
     machine.push_out(stored)
@@ -592,7 +592,7 @@ def test_a_copy_that_fails_is_computed_in_all_groups_and_no_error() -> None:  # 
     assert machine.cache.free_slots() == [20, 20]
 
 
-def test_slots_that_a_copy_writes_to_are_nobody_else_s_until_it_has_ended() -> None:  # S67
+def test_slots_that_a_copy_writes_to_are_not_given_out_until_it_has_ended() -> None:  # S67
     machine = with_tiers(num_slots=6)
     stored = machine.answer(text(1, 64))
     machine.push_out(stored)
@@ -610,7 +610,7 @@ def test_slots_that_a_copy_writes_to_are_nobody_else_s_until_it_has_ended() -> N
     assert machine.cache.where(stored.chain) == [Tier.DEVICE] * 4  # it has come, so it may be found
 
 
-def test_slots_that_wait_for_the_disk_are_free_as_soon_as_nobody_wants_the_blocks() -> None:  # S67
+def test_slots_that_wait_for_the_disk_are_free_as_soon_as_no_request_wants_the_blocks() -> None:  # S67
     machine = with_tiers(num_slots=6)
     stored = machine.answer(text(1, 64))
     machine.push_out(stored, Tier.DISK)
