@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.config import Config
@@ -302,37 +303,31 @@ class EngineCore:
             )
 
     def _compute(self, work: Sequence[Work]) -> list[Request]:
+        """Compute the step's work; the requests that got a token."""
         started_at = time.monotonic()
         depths = [item.request.num_computed for item in work]
-        chunks = [
-            Chunk(
-                item.request.token_ids[item.request.num_computed : item.request.num_computed + item.num_tokens],
-                item.request.num_computed,
-                item.request.tables,
-                item.gate,
-                item.request.chain.extra.lora,
-            )
-            for item in work
-        ]
+        chunks = [_chunk(item) for item in work]
         logits = self._runner.run(chunks)
         lost = self.scheduler.settle(work)
         self.scheduler.on_computed([item for item in work if item.request not in lost])
+
         advanced = []
-        for row, item in enumerate(work):
-            request = item.request
-            if request in lost:
-                continue
-            if request.num_to_compute == 0:  # else the prompt goes on, and these logits predict what is known
-                token_id = request.sampler.sample(logits[row])
-                if request.sampling.logprobs is not None:
-                    request.logprobs.append(token_logprobs(logits[row], token_id, request.sampling.logprobs))
-                request.append(token_id, self._runner.end_token_ids)
+        for request, row in zip([item.request for item in work], logits, strict=True):
+            if request not in lost and request.num_to_compute == 0:  # else its prompt goes on, and no token is new
+                self._sample(request, row)
                 advanced.append(request)
-                if request.finish_reason is not None:
-                    self.scheduler.retire(request)
         if all(chunk.gate is None for chunk in chunks):  # else the time has waits for copies in it
             self._step_times.on_step(work, depths, time.monotonic() - started_at, bool(advanced))
         return advanced
+
+    def _sample(self, request: Request, logits: torch.Tensor) -> None:
+        """Give the request its next token, drawn from *logits* `[vocab]`; end its leases if that is the last."""
+        token_id = request.sampler.sample(logits)
+        if request.sampling.logprobs is not None:
+            request.logprobs.append(token_logprobs(logits, token_id, request.sampling.logprobs))
+        request.append(token_id, self._runner.end_token_ids)
+        if request.finish_reason is not None:
+            self.scheduler.retire(request)
 
     def _publish_events(self) -> None:
         if self._events is not None and self.publisher is not None and (events := self._events.take()):
@@ -369,3 +364,10 @@ class EngineCore:
                 Tier.DISK: on_disk.get(key, 0),
             }
         return usage
+
+
+def _chunk(work: Work) -> Chunk:
+    """The next tokens of a request, as the runner computes them."""
+    request, start = work.request, work.request.num_computed
+    token_ids = request.token_ids[start : start + work.num_tokens]
+    return Chunk(token_ids, start, request.tables, work.gate, request.chain.extra.lora)

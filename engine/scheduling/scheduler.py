@@ -207,10 +207,8 @@ class Scheduler:
         request that is as urgent.
         """
         loading = _loading_of(request)
-        if not self._may_one_more_run and not self._give_way(request, step):
-            loading.wait_turn()
-            return False
-        if not self._find_slots(request, loading, step):
+        may_run = self._may_one_more_run or self._give_way(request, step)
+        if not may_run or not self._find_slots(request, loading, step):
             loading.wait_turn()
             return False
         if self._asking is not None and self._asking is not loading:
