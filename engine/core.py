@@ -218,9 +218,8 @@ class EngineCore:
         if not work and self.cache.num_under_way:
             self.cache.wait(IDLE_WAIT_S)
         elif not work and self.has_work:
-            time.sleep(
-                STALLED_WAIT_S
-            )  # no copy under way will free the slots that are missing; a deadline or an abort will
+            # No copy under way will free the slots that are missing; a deadline or an abort will.
+            time.sleep(STALLED_WAIT_S)
         self._publish_events()
         if not self.has_work or time.monotonic() - self._snapshot_at > SNAPSHOT_EVERY_S:
             self._take_snapshot()

@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 QUIET_S = 60.0  # after a line about one thing, until there is another about the same
 
-_NO_DAMAGE = {
-    Fault.MISSING,
-    Fault.IO_ERROR,
-}  # a missing block was evicted meanwhile; I/O errors open the breaker, which has its own line
+# A missing block was evicted meanwhile; I/O errors open the breaker, which has its own line.
+_NO_DAMAGE = {Fault.MISSING, Fault.IO_ERROR}
 log = logging.getLogger(__name__)
 
 

@@ -39,9 +39,8 @@ class GroupStep:
     write_offsets: torch.Tensor  # [num_tokens] int64: its place within the block
     segments: tuple[Segment, ...]
     scratch: Scratch = field(default_factory=Scratch)
-    paths: dict[tuple[int, bool, bool], Paths] = field(
-        default_factory=dict
-    )  # filled by the first layer, for all layers
+    # Filled by the first layer, for all layers.
+    paths: dict[tuple[int, bool, bool], Paths] = field(default_factory=dict)
 
     def paths_of(self, num_heads: int, has_softcap: bool, has_sinks: bool) -> Paths:
         """The path of each segment, for layers with so many query heads, with or without softcap and sinks."""

@@ -13,11 +13,8 @@ from kvtier.engine.model.miniature import LIMIT, VOCAB, NoMiniature, miniatures
 from kvtier.engine.model.paged_model import Chunk, PagedModel
 from kvtier.engine.model.unsupported_model import UnsupportedModel
 
-TOLERANCE = {
-    torch.float32: 1e-3,
-    torch.bfloat16: 0.1,
-    torch.float16: 0.02,
-}  # share of the largest logit, for the model itself
+# Share of the largest logit, for the model itself.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 EXACT = 1e-4  # share of a miniature's largest logit: float32 rounding is 1e-6 of it, a key more or less 1e-2
 BLOCK_SIZE = 16
 # Tokens of two requests in each step. Each comes to 330, more than LIMIT times LIMIT: a top-k of so many blocks of so
@@ -26,9 +23,8 @@ STEPS = ((70, 33, 1, 100, 1, 125), (1, 60, 140, 1, 127, 1))
 
 NUM_BLOCKS = 64  # blocks of the cache, over which those of the two requests are scattered
 
-_checked: set[tuple[type[PreTrainedModel], str]] = (
-    set()
-)  # in this process: classes with the digests of their configurations
+# In this process: classes with the digests of their configurations.
+_checked: set[tuple[type[PreTrainedModel], str]] = set()
 
 
 def check_model(paged: PagedModel) -> None:

@@ -16,9 +16,8 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from kvtier.engine.model.tensor_digest import tensor_digest
 from kvtier.engine.model.unsupported_model import UnsupportedModel
 
-LOADING = frozenset(
-    {"architectures", "dtype", "torch_dtype", "transformers_version"}
-)  # fields that do not change keys and values
+# Fields that do not change keys and values.
+LOADING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
 _BARE = frozenset(vars(TorchModule()))  # of every module: dicts of parts and hooks, and whether it trains
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # Hooks that change nothing beyond what a block's name says: those of transformers that only look, and those of
@@ -70,9 +69,8 @@ class _Digest:
                 self._refuse(name, f"has a hook ({_function_name(hook)})", "remove it")
         if hasattr(module, "adapter_layer_names"):  # peft's layers
             self._refuse(name, "is a layer of an adapter that can be switched", "merge it, or name it in [lora]")
-        if (
-            "forward" in own and "_hf_hook" not in own
-        ):  # accelerate's forwards are known: they move tensors between devices
+        # The forwards of accelerate are known: they move tensors between devices.
+        if "forward" in own and "_hf_hook" not in own:
             self._refuse(name, f"has another forward ({_function_name(own['forward'])})", "remove it")
         self._line(name, _type_name(module))
         for part, value in sorted({**own["_parameters"], **own["_buffers"]}.items()):
@@ -171,11 +169,8 @@ class _Digest:
             self._refuse(name, f"is a {_type_name(value)}, whose content cannot be read", "load it unpacked")
 
     def _line(self, name: str, what: str, digest: bytes = b"") -> None:
-        for part in (
-            name.encode(),
-            what.encode(),
-            digest,
-        ):  # with their lengths, so that no two sequences of parts read alike
+        # With their lengths, so that no two sequences of parts read alike.
+        for part in (name.encode(), what.encode(), digest):
             self._total.update(len(part).to_bytes(8, "little") + part)
 
     def _refuse(self, name: str, what: str, advice: str) -> Any:

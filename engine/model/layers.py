@@ -25,9 +25,8 @@ STEPS_AROUND = (-2, -1, 0, 1, 2)  # positions around the edges of a window or ch
 FAR = 1_000_003  # a position behind every limit of known models
 _ERRORS = (ValueError, TypeError, KeyError, RuntimeError, AttributeError, IndexError)
 
-MaskFunction = Callable[
-    ..., Any
-]  # (batch, head, query, key) -> whether the query reads the key, as transformers has it
+# (batch, head, query, key) -> whether the query reads the key, as transformers has it.
+MaskFunction = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,10 +33,8 @@ log = logging.getLogger(__name__)
 NUM_QUERIES, QUERY_BOUNDS = (1, 64, 1024), (1, 256)
 ENDS, KEY_BOUNDS = (512, 4096, 32768), (1448, 11585)
 NUM_DECODING = 8
-NUM_ROUNDS, CALLS_PER_ROUND = (
-    5,
-    4,
-)  # calls in a row, as layers follow each other, so that launching counts where it is slower
+# Calls in a row, as layers follow each other, so that launching counts where it is slower.
+NUM_ROUNDS, CALLS_PER_ROUND = 5, 4
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest value
 
 
@@ -96,9 +94,8 @@ def _measured(shape: Shape, slab: torch.Tensor) -> Choice:
         shape.device, shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.group
     ):
         return ALL_GATHERED
-    state = torch.cuda.get_rng_state(
-        shape.device
-    )  # a model that is being loaded must draw the same numbers as without this
+    # A model that is being loaded must draw the same numbers as without this.
+    state = torch.cuda.get_rng_state(shape.device)
     try:
         error = _largest_error(shape)
         if not error <= TOLERANCE[shape.dtype]:

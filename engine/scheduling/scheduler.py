@@ -115,9 +115,8 @@ class Scheduler:
             budget = self._let_in(step, budget, before=request.options.priority)
             budget -= self._add_work(request, budget, step)
         self._let_in(step, budget)
-        if (
-            asked is not None and asked is not self._asking
-        ):  # else the time of its load would pass while another request asks
+        # Otherwise the time of its load would pass while another request asks for room.
+        if asked is not None and asked is not self._asking:
             asked.wait_turn()
         if self._look_ahead is not None and self.waiting:
             self._look_ahead.look(self.waiting)
@@ -229,10 +228,10 @@ class Scheduler:
         return len(self.running) + len(self.promoting) < self._max_running
 
     def _find_slots(self, request: Request, loading: Loading, step: list[Work]) -> bool:
-        """Whether there are slots for the request, if need be those of less urgent requests, which are preempted.
+        """See that there are slots for the request, if need be by preempting less urgent ones; False if there are none.
 
         A request that has waited for slots is looked up anew only when its last hit would fit now: 8,192 blocks on disk
-        take 36 ms, in each step.
+        take 36 ms, which would be spent in each step.
         """
         last_hit = loading.last_hit
         if last_hit is not None and not self._has_slots(request, last_hit) and self._less_urgent(request) is None:

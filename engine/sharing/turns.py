@@ -49,9 +49,8 @@ class Turns:
 
     def _serve(self) -> None:
         while self.num_taken < self.share.total and (tenants := self._tenants_to_serve()):
-            tenant = min(
-                tenants, key=lambda each: self._taken[each]
-            )  # of several the first, which was served longest ago
+            # Of several the first, which was served longest ago.
+            tenant = min(tenants, key=lambda each: self._taken[each])
             queue = self._waiting.pop(tenant)
             queue.popleft().set_result(None)
             self._taken[tenant] += 1
