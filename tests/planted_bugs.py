@@ -781,6 +781,27 @@ BUGS = [
         "tests/transfer/cuda/test_pinned_slots.py",
     ),
     Bug(
+        "a pin that may not be made longer ends",
+        "engine/documents/pins.py",
+        "        if pin is None and must_have_room:\n            return False\n",
+        "",
+        "tests/engine/documents/test_document_pins.py",
+    ),
+    Bug(
+        "a request that waits for slots is looked up in every step",
+        "engine/scheduling/scheduler.py",
+        "if last_hit is not None and not self._has_slots(request, last_hit)",
+        "if False and not self._has_slots(request, last_hit)",
+        "tests/engine/scheduling/test_scheduler.py",
+    ),
+    Bug(
+        "memory that is short is taken for a model that cannot be used",
+        "engine/model/short_memory.py",
+        "if isinstance(error, MemoryError) or not _SHORT.search(str(error)):",
+        "if isinstance(error, MemoryError) or error:",
+        "tests/engine/model/test_short_memory.py",
+    ),
+    Bug(
         "pins are kept although their time is over",
         "engine/scheduling/timed_pins.py",
         "while self._by_end and now >= self._by_end[0][0]",
