@@ -235,7 +235,7 @@ BUGS = [
     Bug(
         "a request that began early in vain keeps the slots of that step",
         "engine/scheduling/loading.py",
-        "        self._cache.release(self._own)\n",
+        "        self._cache.release(self._early_slots)\n",
         "",
         "tests/engine/scheduling/test_loading.py",
     ),
@@ -277,7 +277,7 @@ BUGS = [
     Bug(
         "a document waits behind all others for ever",
         "engine/documents/prefills.py",
-        "core.hurry(running.request, ORDINARY)",
+        "core.set_priority(running.request, ORDINARY)",
         "pass",
         "tests/engine/documents/test_documents.py",
     ),
@@ -793,6 +793,27 @@ BUGS = [
         " | (host[1:] % slots_per_piece == 0)",
         "",
         "tests/transfer/cuda/test_pinned_slots.py",
+    ),
+    Bug(
+        "a pin that may not be made longer ends",
+        "engine/documents/pins.py",
+        "        if pin is None and must_have_room:\n            return False\n",
+        "",
+        "tests/engine/documents/test_document_pins.py",
+    ),
+    Bug(
+        "a request that waits for slots is looked up in every step",
+        "engine/scheduling/scheduler.py",
+        "if last_hit is not None and not self._has_slots(request, last_hit)",
+        "if False and not self._has_slots(request, last_hit)",
+        "tests/engine/scheduling/test_scheduler.py",
+    ),
+    Bug(
+        "memory that is short is taken for a model that cannot be used",
+        "engine/model/short_memory.py",
+        "if isinstance(error, MemoryError) or not _SHORT.search(str(error)):",
+        "if isinstance(error, MemoryError) or error:",
+        "tests/engine/model/test_short_memory.py",
     ),
     Bug(
         "pins are kept although their time is over",

@@ -336,7 +336,7 @@ def scheduling(bed: Bed, rounds: int) -> None:
         hit = bed.cache.no_hit(long.chain, NUM_TOKENS)
         calls.time("SlotDemand.fits", partial(demand.fits, long, hit, others))
         calls.time("SlotDemand, a window", partial(most_blocks, groups, NUM_TOKENS + number, config.prefill_chunk))
-        calls.time("SharedPrefill.serves", partial(shared.serves, long, others))
+        calls.time("SharedPrefill.has_to_wait", partial(shared.serves, long, others))
         calls.time("LookAhead.look", partial(look_ahead.look, queue))
         calls.time("WaitingQueue.remove", partial(queue.remove, list(queue)[-1]))
     for waiting in list(queue):

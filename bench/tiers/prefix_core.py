@@ -504,7 +504,7 @@ class Steps:
 
     def _step(self) -> None:
         work = self._scheduler.schedule()
-        self._scheduler.computed(work)
+        self._scheduler.on_computed(work)
         for item in work:
             if item.request.num_to_compute == 0:
                 item.request.token_ids.append(1)

@@ -100,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except MemoryError as error:
         print(
-            f"kvtier: not enough memory ({error}); lower device.capacity, host.capacity or disk.capacity",
+            f"kvtier: not enough memory ({error}); take a smaller model, or lower device.capacity, host.capacity or "
+            "disk.capacity",
             file=sys.stderr,
         )
         return 2

@@ -240,7 +240,7 @@ class Documents:
         try:
             await self._set_pin(document, time.time() + ttl_s)
         except OSError:
-            await self._ask(lambda worker: worker.unpin(document))
+            await self._ask(lambda worker: worker.unpin(document, _pinned_s(document)))  # the earlier end
             raise
 
     async def _unpin(self, document: Document) -> None:
@@ -272,7 +272,7 @@ class Documents:
             await self._take_in(document, is_of_tokenizer)
 
     async def _take_in(self, document: Document, is_of_tokenizer: bool) -> None:
-        left_s = 0.0 if document.pinned_until is None else document.pinned_until - time.time()
+        left_s = _pinned_s(document)
 
         def take(worker: DocumentWorker) -> None:
             worker.extra_of(document)
@@ -336,6 +336,11 @@ class Documents:
                 await self._folder.write(document)
             except OSError as error:  # no more is lost than this: after a restart the document is computed once more
                 log.warning("documents: the file of one that has become ready could not be written: %s", error)
+
+
+def _pinned_s(document: Document) -> float:
+    """For how many seconds more the document is pinned; 0 if it is not."""
+    return 0.0 if document.pinned_until is None else max(0.0, document.pinned_until - time.time())
 
 
 async def _open_folder(llm: AsyncLLM, config: Config) -> DocumentFiles:

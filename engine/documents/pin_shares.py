@@ -23,7 +23,19 @@ class PinShares:
         """Bytes that one tenant may have pinned."""
         return FairShare(self._core.cache.pinnable_bytes, self.num_tenants).each
 
-    def pin(self, tenant: str | None, chain: BlockChain, num_tokens: int, *, until: float) -> Pin | None:
-        """Pin what is cached of the first *num_tokens* until *until*; None if the tenant's share has no room."""
+    def pin(
+        self,
+        tenant: str | None,
+        chain: BlockChain,
+        num_tokens: int,
+        *,
+        until: float,
+        instead_of: Pin | None = None,
+    ) -> Pin | None:
+        """Keep what is cached of so many tokens until then, in the place of the tenant's earlier pin *instead_of*.
+
+        None if the tenant's share has no room; then the earlier pin stays as it was.
+        """
         pins = self._core.pins
-        return pins.pin(tenant, chain, num_tokens, self.share_bytes - pins.num_bytes(tenant), until=until)
+        left_bytes = self.share_bytes - pins.num_bytes(tenant)
+        return pins.pin(tenant, chain, num_tokens, left_bytes, until=until, instead_of=instead_of)

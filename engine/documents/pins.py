@@ -71,14 +71,15 @@ class DocumentPins:
         self._keep(document, replace(self._ends(document), warming=self._core.pins.now() + WARM_S))
 
     def pin(self, document: Document, ttl_s: float, must_have_room: bool = True) -> None:
-        """Keep a document in host memory for *ttl_s* seconds from now. NoRoomToPin, unless it may wait for room."""
+        """Keep it in host memory for so long from now on. NoRoomToPin, unless it may wait for room; an earlier pin
+        then stays as it was."""
         self._keep(document, replace(self._ends(document), pinned=self._core.pins.now() + ttl_s), must_have_room)
 
-    def unpin(self, document: Document) -> None:
-        """End a document's pin, if it has one."""
+    def unpin(self, document: Document, in_s: float = 0.0) -> None:
+        """End its pin so many seconds from now; a document that is not kept is left alone."""
         if document in self._kept:
             kept = self._kept[document]
-            kept.ends = replace(kept.ends, pinned=0.0)
+            kept.ends = replace(kept.ends, pinned=self._core.pins.now() + in_s)
             self._look_at(document, kept)
 
     def drop(self, document: Document) -> None:
@@ -119,7 +120,7 @@ class DocumentPins:
             self.drop(document)
             return True
         if now >= kept.renew_at:
-            self._pin_anew(document, kept)
+            self._renew(document, kept, kept.ends, must_have_room=False)
             return True
         return False
 
@@ -130,10 +131,7 @@ class DocumentPins:
         if self._core.config.host is None and must_have_room:
             raise NoRoomToPin("host tier: there is none; give host.capacity a size")
         kept = self._kept.get(document) or _Kept()
-        before, kept.ends = kept.ends, ends
-        self._pin_anew(document, kept)
-        if kept.pin is None and must_have_room:
-            kept.ends = before
+        if not self._renew(document, kept, ends, must_have_room):
             needed = document.num_tokens * self._core.bytes_per_token / 2**20
             share = self._shares.share_bytes / 2**20
             raise NoRoomToPin(
@@ -145,14 +143,20 @@ class DocumentPins:
             self._kept[document] = kept
             self._turns.append((document, kept))
 
-    def _pin_anew(self, document: Document, kept: _Kept) -> None:
-        """Pin the document anew, and have it computed if blocks of it are in no tier."""
-        pins, cache = self._core.pins, self._core.cache
-        if kept.pin is not None:  # ended first, so that it does not count twice; no slot is taken meanwhile
+    def _renew(self, document: Document, kept: _Kept, ends: _Ends, must_have_room: bool) -> bool:
+        """Pin the document anew until *ends*, as if for the first time, and compute what of it is in no tier.
+
+        If its tenant's share has no room and *must_have_room*, it changes nothing and returns False. Otherwise the
+        earlier pin ends, and the next renewal tries again.
+        """
+        pins, chain = self._core.pins, self._chain_of(document)
+        pin = self._shares.pin(document.tenant, chain, document.num_tokens, until=ends.last, instead_of=kept.pin)
+        if pin is None and must_have_room:
+            return False
+        if pin is None and kept.pin is not None:
             pins.unpin(kept.pin)
-        chain = self._chain_of(document)
-        kept.pin = self._shares.pin(document.tenant, chain, document.num_tokens, until=kept.ends.last)
-        kept.renew_at = pins.now() + RENEW_S
-        hit = cache.lookup(chain, document.num_tokens + 1)
+        kept.ends, kept.pin, kept.renew_at = ends, pin, pins.now() + RENEW_S
+        hit = self._core.cache.lookup(chain, document.num_tokens + 1)
         if hit.num_tokens < hit.limit:
             self._compute(document)
+        return True

@@ -118,4 +118,4 @@ class DocumentPrefills:
         if num_computed > running.num_computed:
             running.num_computed, running.patient_until = num_computed, self._clock() + PATIENCE_S
         elif running.request.options.priority > ORDINARY and self._clock() >= running.patient_until:
-            self._core.hurry(running.request, ORDINARY)
+            self._core.set_priority(running.request, ORDINARY)

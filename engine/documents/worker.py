@@ -82,9 +82,9 @@ class DocumentWorker:
         """Keep a document in host memory for *ttl_s* seconds from now. NoRoomToPin, unless it may wait for room."""
         self._pins.pin(document, ttl_s, must_have_room)
 
-    def unpin(self, document: Document) -> None:
-        """End a document's pin, if it has one."""
-        self._pins.unpin(document)
+    def unpin(self, document: Document, in_s: float = 0.0) -> None:
+        """End its pin so many seconds from now."""
+        self._pins.unpin(document, in_s)
 
     def pin_prompt(
         self, tenant: str | None, token_ids: Sequence[int], lora: str | None, cache_salt: str | None, ttl_s: float

@@ -635,6 +635,28 @@ def test_a_file_that_cannot_be_written_is_the_caller_s_error_and_nothing_has_cha
     play(model, tables(tmp_path), story)
 
 
+def test_a_pin_whose_new_end_cannot_be_written_keeps_the_old_one(model: PreTrainedModel, tmp_path: Path) -> None:
+    now = 1000.0
+
+    async def story(llm: AsyncLLM, documents: Documents) -> None:
+        nonlocal now
+        await llm.ask(with_pins_by(lambda: now))
+        document = await put(documents, "report", tokens_draft(1, 100))
+        await documents.pin(document, 600.0)
+        pinned_until = document.pinned_until
+        shutil.rmtree(tmp_path / "store-documents")
+
+        with pytest.raises(OSError, match="No such file"):
+            await documents.pin(document, 9000.0)
+
+        assert document.pinned_until == pinned_until
+        await until(documents, document, lambda it: it.is_held)
+        now += 601.0
+        await until(documents, document, lambda it: not it.is_held)
+
+    play(model, tables(tmp_path), story)
+
+
 def test_documents_of_several_tenants_are_computed_in_turns(model: PreTrainedModel) -> None:
     done: list[str] = []
     with build_core(model, chat_tokenizer(), as_config(tables())) as core:

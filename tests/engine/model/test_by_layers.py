@@ -28,7 +28,7 @@ def _small_blocks_come_by_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_disk(folder: Path) -> dict[str, object]:
-    """All that has left the device is in host memory."""
+    """An engine without a disk: blocks that leave the device are in host memory."""
     tables = configuration(folder, 1.5, 6.0)
     del tables["disk"]
     return tables
@@ -36,7 +36,7 @@ def without_disk(folder: Path) -> dict[str, object]:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The layers that computing has waited at."""
+    """The layers at which a step has waited."""
     seen: list[int] = []
     wait = LayerGate.wait
 
@@ -120,7 +120,7 @@ def test_tokens_are_the_same_and_computing_began_early(name: str, tmp_path: Path
     assert model.config._attn_implementation != IMPLEMENTATION  # the engine is closed
 
 
-def test_without_it_nobody_waits_at_a_layer(tmp_path: Path, waits: list[int]) -> None:
+def test_without_it_no_step_waits_at_a_layer(tmp_path: Path, waits: list[int]) -> None:
     model = build("llama")
     prompt = prompt_of(1)
     tables = without_disk(tmp_path)
@@ -135,7 +135,7 @@ def test_without_it_nobody_waits_at_a_layer(tmp_path: Path, waits: list[int]) ->
 
 
 def test_what_was_computed_on_a_damaged_block_counts_for_nothing(tmp_path: Path, waits: list[int]) -> None:
-    """The digest is known only after computing has begun: nothing of it may get out."""
+    """The digest is known only after computing has begun; no token of that may come out."""
     model = build("llama")
     prompt = prompt_of(1)
     expected = plain_greedy(model, prompt, NUM_NEW)

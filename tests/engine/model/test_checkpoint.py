@@ -1,4 +1,4 @@
-"""What a model may be given as: a folder, a GGUF file, "smollm2" or a name on the hub; mistakes are one line."""
+"""Checkpoint: a model is given as a folder, a GGUF file, "smollm2" or a name on the hub; mistakes are one line."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Which way attention goes is decided once for a class of segments; where the kernel cannot be used, it gathers."""
+"""Choice: attention's path is decided once for a class of segments; without a usable kernel it gathers."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -69,7 +69,7 @@ def test_a_shape_is_measured_once_in_a_process(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def _pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as choosing goes: what is measured is replaced by each test."""
+    """Have choosing take the device for CUDA; each test replaces what is measured."""
     pytest.importorskip("triton", reason="Triton is not installed (it is no part of torch for the CPU)")
     nothing = SimpleNamespace(
         get_rng_state=lambda device: None, set_rng_state=lambda state, device: None, empty_cache=lambda: None

@@ -1,4 +1,4 @@
-"""Scheduler, driven step by step on a real model: who computes what, who waits, and whose slots come back."""
+"""Scheduler, driven step by step on a real model: which requests compute or wait, and which slots come back."""
 
 import random
 from collections.abc import Sequence
@@ -25,13 +25,16 @@ from transformers import PreTrainedModel
 
 from kvtier.engine import core as engine_core
 from kvtier.engine.core import EngineCore
+from kvtier.engine.scheduling import loading
 from kvtier.engine.scheduling.request import FinishReason, Request
 from kvtier.engine.scheduling.stall import LEAST_S, CopyHangs, Stall
+from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.tier import Reason
+from kvtier.tiers.up.promotion import Hit
 
 
 def smallest_engine(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int, token_budget: int) -> EngineCore:
-    """One whose device holds just so many blocks that it accepts the prompt."""
+    """The engine with the smallest device that accepts the prompt."""
     for num_slots in range(2, PLENTY):
         core = engine(model, num_slots, token_budget=token_budget)
         try:
@@ -150,6 +153,33 @@ def test_a_request_whose_prefix_is_being_promoted_is_parked_while_others_go_on(
     assert [request.generated for request in (parked, *requests)] == expected
     assert parked.tokens.disk == 144
     assert parked.tokens.reasons == {Reason.LAST_BLOCK: 6}
+
+
+def test_a_prompt_that_waits_for_slots_is_looked_up_again_only_when_enough_of_them_are_free(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "HIT_LASTS_S", 0.0)
+    prompt = prompt_of(2, 12 * BLOCK_SIZE)
+    with engine(model, num_slots=26) as core:
+        lookup = core.cache.lookup
+        num_lookups = 0
+
+        def counted(chain: BlockChain, num_tokens: int) -> Hit:
+            nonlocal num_lookups
+            num_lookups += chain is waiting.chain
+            return lookup(chain, num_tokens)
+
+        monkeypatch.setattr(core.cache, "lookup", counted)
+        running = add(core, prompt_of(1, 20 * BLOCK_SIZE), max_tokens=40)
+        small = add(core, prompt_of(3, 10), max_tokens=3)  # its end frees slots, and too few of them
+        waiting = add(core, prompt)
+        step_until(core, lambda: running.finish_reason is not None)
+        assert small.finish_reason is not None
+        assert (num_lookups, waiting.first_token_at) == (1, None)
+        finish(core)
+
+    assert num_lookups == 2
+    assert waiting.generated == plain_greedy(model, prompt, 8)
 
 
 def test_a_promotion_that_is_late_is_recomputed_for_the_reason_deadline(model: PreTrainedModel, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ HIT = 18 * BLOCK_SIZE
 
 
 def split_engine(model: PreTrainedModel, folder: Path, share: float = 0.5, **options: float) -> EngineCore:
-    """One that splits every hit that is not on the device, there, whatever would be faster."""
+    """An engine that splits every hit below the device, whether or not that is faster."""
     core = engine(model, folder=folder, load="split", **options)
 
     def best(demand: Demand, *_: object) -> Plan:
@@ -94,7 +94,7 @@ def test_the_front_is_computed_while_the_disk_reads_and_others_go_on_decoding(
         with reads_hang(core):
             request = add(core, PROMPT)
             step_until(core, lambda: request.num_computed == HIT // 2)
-            for _ in range(5):  # it waits for the rest, and nobody for it
+            for _ in range(5):  # it waits for the rest, and no other request for it
                 assert [share.request for share in step(core)] == [other]
             assert request.tokens is None
         finish(core)
