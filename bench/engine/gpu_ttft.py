@@ -97,7 +97,7 @@ class Tiers:
         self._residency = llm.core.cache.residency
         assert isinstance(llm.core.cache.lower, LocalTiers), "an engine without host memory"
         self._host = llm.core.cache.lower.index.host
-        (slab,) = llm.core._runner._slabs
+        (slab,) = llm.core.runner.slabs
         self._blocks = slab.blocks  # [num_slots, block_bytes]
         block_bytes = self._blocks.shape[1]
         num_read = max(1, read_bytes // block_bytes)
@@ -112,15 +112,9 @@ class Tiers:
         if num_left or self._cache.num_under_way:
             raise RuntimeError(f"{num_left} blocks did not reach the disk in {SETTLED_S:g} s")
 
-    @property
-    def loadings(self) -> tuple[str, ...]:
-        """The ways to load from host memory that there are."""
-        return (WHOLE, LAYER_WISE) if hasattr(self._cache._promoter, "_by_layers") else (WHOLE,)
-
     def load(self, loading: str) -> None:
         """Load like this from now on: `scheduler.by_layers` of a running engine. Another one would not fit beside."""
-        if LAYER_WISE in self.loadings:
-            self._cache._promoter._by_layers = loading == LAYER_WISE
+        self._cache._promoter._by_layers = loading == LAYER_WISE  # noqa: SLF001  no caller of the cache changes it
 
     def leave_device(self, names: Sequence[BlockName]) -> None:
         """Forget the blocks on the device only."""
@@ -174,7 +168,7 @@ class Reader:
         self.tiers.settle()
         ways = [
             (Tier.DEVICE.value, WHOLE, lambda names: None),
-            *((Tier.HOST.value, loading, self.tiers.leave_device) for loading in self.tiers.loadings),
+            *((Tier.HOST.value, loading, self.tiers.leave_device) for loading in (WHOLE, LAYER_WISE)),
             (Tier.DISK.value, WHOLE, self.tiers.leave_device_and_host),
         ]
         for tier, loading, leave in ways:

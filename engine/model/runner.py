@@ -69,7 +69,7 @@ class ModelRunner(PagedModel):
             )
         memories: list[BlockMemory] = []
         with ExitStack() as undo:  # if one cannot be made, those before it give back what they have
-            for slab in self._slabs:
+            for slab in self.slabs:
                 if self.device.type == "cuda":
                     from kvtier.transfer.cuda.memory import CudaMemory
 
@@ -82,7 +82,7 @@ class ModelRunner(PagedModel):
 
     def poisoned(self, memories: Sequence[BlockMemory]) -> list[BlockMemory]:
         """The same memories, whose slots that hold nothing are not a number."""
-        return [PoisonedMemory(memory, slab.blocks) for memory, slab in zip(memories, self._slabs, strict=True)]
+        return [PoisonedMemory(memory, slab.blocks) for memory, slab in zip(memories, self.slabs, strict=True)]
 
     def close(self) -> None:
         """Give the model its own attention back; the caller may go on using it."""
