@@ -18,6 +18,9 @@ NUM_TOKENS = 300
 NUM_NEW = 12
 
 
+READ_TIMEOUT_S = 60.0  # of what takes milliseconds: an answer that recomputed for being late is another test's
+
+
 GREEDY = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
 
 
@@ -31,7 +34,7 @@ def configuration(folder: Path, prompts_on_device: float, prompts_in_host: float
     return {
         "device": {"capacity": int(prompts_on_device * prompt), "block_size": BLOCK_SIZE},
         "host": {"capacity": int(prompts_in_host * prompt)},
-        "disk": {"path": str(folder / "store"), "capacity": "64MiB"},
+        "disk": {"path": str(folder / "store"), "capacity": "64MiB", "read_timeout_s": READ_TIMEOUT_S},
         "scheduler": {"prefill_chunk": 64, "token_budget": 128, "load": "always"},
     }
 
