@@ -42,10 +42,15 @@ def configuration(folder: Path, prompts_on_device: float, prompts_in_host: float
 def push_down(
     llm: LLM, prompt: list[int], tier: Tier, num_tokens: int = NUM_TOKENS, sampling: SamplingParams = GREEDY
 ) -> None:
-    """Answer other prompts, of *num_tokens* each, until nothing of *prompt* is left in *tier*."""
+    """Answer other prompts, of *num_tokens* each, until nothing of *prompt* is left in *tier*.
+
+    Then every block has its copies: a request that had to wait for room would have what it needs read from disk
+    meanwhile, and find it in host memory.
+    """
     for seed in range(100, 160):
         warm = [there for there in llm.core.cache.where(chain_of(llm, prompt)) if there is not None]
         if all(there.depth > tier.depth for there in warm):
+            assert llm.core.cache.flush(READ_TIMEOUT_S) == 0, "blocks without a copy on disk"
             return
         llm.generate(prompt_of(seed + random.randrange(10**6), num_tokens), sampling)
     raise AssertionError(f"the prompt never left the {tier} tier")
