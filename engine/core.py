@@ -95,7 +95,7 @@ class EngineCore:
         self.planner = parts.planner
         self.scheduler = parts.scheduler
         self.publisher = parts.publisher
-        self._runner = parts.runner
+        self.runner = parts.runner
         self._memories = parts.memories
         self._store = parts.store
         self._events = parts.events
@@ -127,7 +127,7 @@ class EngineCore:
     @property
     def bytes_per_token(self) -> float:
         """Bytes of a token's keys and values on device and host; layers with windows keep the last tokens' only."""
-        return sum(m.block_bytes / g.block_size for m, g in zip(self._memories, self._runner.groups, strict=True))
+        return sum(m.block_bytes / g.block_size for m, g in zip(self._memories, self.runner.groups, strict=True))
 
     @property
     def cipher(self) -> Cipher | None:
@@ -145,7 +145,7 @@ class EngineCore:
         """Queue a prompt; its request. ValueError, with what to do, if it has no tokens or ids that the model does not
         have, is longer than the model or the device can hold, or if the queue is full."""
         self._check_tokens(token_ids, sampling)
-        if extra.lora is not None and extra.lora not in self._runner.adapters:
+        if extra.lora is not None and extra.lora not in self.runner.adapters:
             raise ValueError(f"lora {extra.lora.name}: no such adapter is loaded; take the key from lora_key")
         chain = self.chain(token_ids, extra)
         detokenizer = Detokenizer(self.tokenizer, sampling.stop)
@@ -158,10 +158,10 @@ class EngineCore:
 
         ValueError if no such adapter is loaded. Any thread may ask.
         """
-        for key in self._runner.adapters:
+        for key in self.runner.adapters:
             if key.name == name:
                 return key
-        there = ", ".join(key.name for key in self._runner.adapters) or "none"
+        there = ", ".join(key.name for key in self.runner.adapters) or "none"
         raise ValueError(f"lora {name}: no such adapter; there is {there}: add [lora.{name}] to the configuration")
 
     def where(self, token_ids: Sequence[int], extra: ExtraKeys) -> dict[str, int]:
@@ -245,7 +245,7 @@ class EngineCore:
         self._closed = True
         with ExitStack() as ends:  # each is closed, whatever another one raises
             ends.callback(self._close_tiers)
-            ends.callback(self._runner.close)
+            ends.callback(self.runner.close)
             if self.publisher is not None:
                 ends.callback(self.publisher.close)
             for request in [*self.scheduler.waiting, *self.scheduler.promoting, *self.scheduler.running]:
@@ -292,10 +292,10 @@ class EngineCore:
         ids = np.asarray(token_ids)
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
             raise ValueError(f"prompt: token ids are of type {ids.dtype}; give a text or a flat list of integers")
-        if not 0 <= ids.min() <= ids.max() < self._runner.vocab_size:
+        if not 0 <= ids.min() <= ids.max() < self.runner.vocab_size:
             worst = int(ids.min() if ids.min() < 0 else ids.max())
-            raise ValueError(f"prompt: token id {worst}; the model knows 0 to {self._runner.vocab_size - 1}")
-        limit, wanted = self._runner.max_tokens, len(ids) + sampling.max_tokens
+            raise ValueError(f"prompt: token id {worst}; the model knows 0 to {self.runner.vocab_size - 1}")
+        limit, wanted = self.runner.max_tokens, len(ids) + sampling.max_tokens
         if limit is not None and wanted > limit:
             raise ValueError(
                 f"prompt of {len(ids)} tokens and {sampling.max_tokens} more: the model takes {limit}; shorten it"
@@ -306,7 +306,7 @@ class EngineCore:
         started_at = time.monotonic()
         depths = [item.request.num_computed for item in work]
         chunks = [_chunk(item) for item in work]
-        logits = self._runner.run(chunks)
+        logits = self.runner.run(chunks)
         lost = self.scheduler.settle(work)
         self.scheduler.on_computed([item for item in work if item.request not in lost])
 
@@ -324,7 +324,7 @@ class EngineCore:
         token_id = request.sampler.sample(logits)
         if request.sampling.logprobs is not None:
             request.logprobs.append(token_logprobs(logits, token_id, request.sampling.logprobs))
-        request.append(token_id, self._runner.end_token_ids)
+        request.append(token_id, self.runner.end_token_ids)
         if request.finish_reason is not None:
             self.scheduler.retire(request)
 

@@ -50,7 +50,7 @@ class Slabs:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._slabs: dict[int, _Slab] = {}
+        self._slabs: dict[int, SlabFile] = {}
         self._num_named = -1  # files whose names are on the medium
         self.written: list[Slot] = []
         for path in _files(folder):
@@ -115,7 +115,7 @@ class Slabs:
 
     def _runs(
         self, slots: Sequence[Slot], buffers: Sequence[memoryview]
-    ) -> "Iterator[tuple[_Slab, int, list[memoryview]]]":
+    ) -> "Iterator[tuple[SlabFile, int, list[memoryview]]]":
         """Runs of neighbouring slots: their slab, the first slot's number, and their buffers."""
         pairs = sorted(zip(slots, buffers, strict=True), key=lambda pair: pair[0])
         for (num_bytes, _), run in groupby(
@@ -126,14 +126,16 @@ class Slabs:
                 part = found[start : start + _MOST_BUFFERS // 2]
                 yield self._slab(num_bytes), part[0][0].number, [buffer for _, buffer in part]
 
-    def _slab(self, num_bytes: int) -> "_Slab":
+    def _slab(self, num_bytes: int) -> "SlabFile":
         slab = self._slabs.get(num_bytes)
         if slab is None:
-            slab = self._slabs.setdefault(num_bytes, _Slab(self._folder / f"{_PREFIX}{num_bytes}", num_bytes))
+            slab = self._slabs.setdefault(num_bytes, SlabFile(self._folder / f"{_PREFIX}{num_bytes}", num_bytes))
         return slab
 
 
-class _Slab:
+class SlabFile:
+    """The file of one slab, open."""
+
     def __init__(self, path: Path, num_bytes: int) -> None:
         self._num_bytes = num_bytes
         self._file = open_own(path, os.O_RDWR | os.O_CREAT)

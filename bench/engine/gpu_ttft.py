@@ -97,7 +97,7 @@ class Tiers:
         self._residency = llm.core.cache.residency
         assert isinstance(llm.core.cache.lower, LocalTiers), "an engine without host memory"
         self._host = llm.core.cache.lower.index.host
-        (slab,) = llm.core._runner._slabs
+        (slab,) = llm.core.runner.slabs
         self._blocks = slab.blocks  # [num_slots, block_bytes]
         block_bytes = self._blocks.shape[1]
         num_read = max(1, read_bytes // block_bytes)
@@ -112,15 +112,9 @@ class Tiers:
         if num_left or self._cache.num_under_way:
             raise RuntimeError(f"{num_left} blocks did not reach the disk in {SETTLED_S:g} s")
 
-    @property
-    def loadings(self) -> tuple[str, ...]:
-        """The ways to load from host memory that the cache has."""
-        return (WHOLE, LAYER_WISE) if hasattr(self._cache._promoter, "_by_layers") else (WHOLE,)
-
     def load(self, loading: str) -> None:
         """Load this way from now on, by changing `scheduler.by_layers` of a running engine: two would not fit."""
-        if LAYER_WISE in self.loadings:
-            self._cache._promoter._by_layers = loading == LAYER_WISE
+        self._cache._promoter._by_layers = loading == LAYER_WISE  # noqa: SLF001  no caller of the cache changes it
 
     def evict_from_device(self, names: Sequence[BlockName]) -> None:
         """Evict the blocks *names* from the device."""
@@ -174,7 +168,7 @@ class Reader:
         self.tiers.settle()
         ways = [
             (Tier.DEVICE.value, WHOLE, lambda names: None),
-            *((Tier.HOST.value, loading, self.tiers.evict_from_device) for loading in self.tiers.loadings),
+            *((Tier.HOST.value, loading, self.tiers.evict_from_device) for loading in (WHOLE, LAYER_WISE)),
             (Tier.DISK.value, WHOLE, self.tiers.evict_from_device_and_host),
         ]
         for tier, loading, evict in ways:

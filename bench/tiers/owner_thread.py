@@ -336,7 +336,7 @@ def scheduling(bed: Bed, rounds: int) -> None:
         hit = bed.cache.no_hit(long.chain, NUM_TOKENS)
         calls.time("SlotDemand.fits", partial(demand.fits, long, hit, others))
         calls.time("SlotDemand, a window", partial(most_blocks, groups, NUM_TOKENS + number, config.prefill_chunk))
-        calls.time("SharedPrefill.has_to_wait", partial(shared.serves, long, others))
+        calls.time("SharedPrefill.has_to_wait", partial(shared.has_to_wait, long, others))
         calls.time("LookAhead.look", partial(look_ahead.look, queue))
         calls.time("WaitingQueue.remove", partial(queue.remove, list(queue)[-1]))
     for waiting in list(queue):
@@ -360,10 +360,14 @@ def tenants(bed: Bed, rounds: int, num_salts: int) -> None:
         bed.calls.time("statistics after a million salts", bed.cache.statistics)
     for _ in range(rounds):
         bed.quotas[bed.tenant] = 1 << 40
-        tables = bed.compute(bed.chain(salt="with a quota"), ("allocate a chunk", "commit a chunk"), "spill")
-        for start in range(0, NUM_BLOCKS, CHUNK_BLOCKS):
-            bed.cache._host_spill.copy_down(bed.cache.residency.groups[0], tables[0][start : start + CHUNK_BLOCKS])
+        chain = bed.chain(salt="with a quota")
+        tables = bed.compute(chain, ("allocate a chunk", "commit a chunk"), "spill")
+        pin = bed.cache.pin(chain, NUM_TOKENS)  # which copies it down
+        assert pin is not None, "more than may be pinned"
+        while not pin.is_whole:
+            bed.cache.poll()
             bed.poll("poll: copies to host and disk")
+        bed.cache.unpin(pin)
         bed.cache.release(tables)
         num_bytes = index.quotas.num_bytes[bed.tenant]
         assert num_bytes == NUM_BLOCKS * BLOCK_BYTES, "the tenant's blocks are not in host memory"

@@ -97,7 +97,7 @@ def _measured(shape: Shape, slab: torch.Tensor) -> Choice:
     # A model that is being loaded must draw the same numbers as without this.
     state = torch.cuda.get_rng_state(shape.device)
     try:
-        error = _largest_error(shape)
+        error = largest_error(shape)
         if not error <= TOLERANCE[shape.dtype]:
             log.warning("attention in place differs from gathered by %.1e for %s: not used", error, shape)
             return ALL_GATHERED
@@ -121,12 +121,12 @@ def _slower_in_place(shape: Shape, slab: torch.Tensor) -> list[Class]:
         segments = _segments(shape, slab.shape[0], num_queries, end, NUM_DECODING if num_queries == 1 else 1)
         kind = class_of(segments[0])
         if kind not in slower:
-            in_place, gathered = _calls(shape, slab, segments)
-            slower[kind] = _seconds(in_place) > _seconds(gathered)
+            in_place, gathered = both_ways(shape, slab, segments)
+            slower[kind] = median_seconds(in_place) > median_seconds(gathered)
     return [kind for kind, is_slower in slower.items() if is_slower]
 
 
-def _largest_error(shape: Shape) -> float:
+def largest_error(shape: Shape) -> float:
     """The largest difference of the two paths, as a share of the largest value: a short prompt and a decoding."""
     sizes = (40, 1, 2, shape.group.block_size, shape.num_kv_heads, shape.head_dim)
     slab = torch.randn(sizes, dtype=shape.dtype, device=shape.device)
@@ -134,7 +134,7 @@ def _largest_error(shape: Shape) -> float:
     decoding = _segments(shape, len(slab), 1, min(301, 40 * shape.group.block_size), 1)
     worst = 0.0
     for parts in (segments, decoding):
-        in_place, gathered = (call() for call in _calls(shape, slab, parts))
+        in_place, gathered = (call() for call in both_ways(shape, slab, parts))
         error = float((in_place - gathered).abs().max() / gathered.abs().max())
         worst = error if not error <= worst else worst  # NaN stays
     return worst
@@ -157,7 +157,7 @@ def _segments(shape: Shape, num_slots: int, num_queries: int, end: int, count: i
     ]
 
 
-def _calls(
+def both_ways(
     shape: Shape, slab: torch.Tensor, segments: list[Segment]
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
     """One layer's attention by both paths, in place first. Work that a step does once for all layers is done here."""
@@ -185,7 +185,7 @@ def plan_for(shape: Shape, segments: list[Segment]) -> Plan:
     return plan(segments, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype.itemsize, shape.device)
 
 
-def _seconds(call: Callable[[], torch.Tensor]) -> float:
+def median_seconds(call: Callable[[], torch.Tensor]) -> float:
     """The median seconds of a round of calls; infinite if memory is short."""
     rounds = []
     try:

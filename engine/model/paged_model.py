@@ -53,7 +53,7 @@ class PagedModel:
         self._scratch = Scratch()
         try:
             self.num_slots = self._layout.num_slots(capacity_bytes)
-            self._slabs = self._layout.slabs(capacity_bytes, self.device)
+            self.slabs = self._layout.slabs(capacity_bytes, self.device)  # by group
         except BaseException:
             self.close()
             raise
@@ -105,7 +105,7 @@ class PagedModel:
             rows = slice(end - num_tokens, end)
             segments.append(segment(self.groups[group_id], table, rows, chunk.start, num_tokens, self.device))
         return GroupStep(
-            self._slabs[group_id].tensor,
+            self.slabs[group_id].tensor,
             torch.tensor(slots, device=self.device),
             torch.tensor(offsets, device=self.device),
             tuple(segments),

@@ -71,7 +71,7 @@ class ModelRunner(PagedModel):
             )
         memories: list[BlockMemory] = []
         with ExitStack() as undo:  # if one cannot be made, those before it are closed
-            for slab in self._slabs:
+            for slab in self.slabs:
                 if self.device.type == "cuda":
                     from kvtier.transfer.cuda.memory import CudaMemory
 
@@ -84,7 +84,7 @@ class ModelRunner(PagedModel):
 
     def poisoned(self, memories: Sequence[BlockMemory]) -> list[BlockMemory]:
         """The memories, wrapped so that their empty slots hold NaN."""
-        return [PoisonedMemory(memory, slab.blocks) for memory, slab in zip(memories, self._slabs, strict=True)]
+        return [PoisonedMemory(memory, slab.blocks) for memory, slab in zip(memories, self.slabs, strict=True)]
 
     def close(self) -> None:
         """Give the model its own attention back; the caller may go on using it."""

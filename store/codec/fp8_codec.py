@@ -60,7 +60,7 @@ class Fp8Codec:
             with np.errstate(all="ignore"):  # NaN and infinities
                 scaled = self._widen(runs) * (1 / _widen_bfloat16(scale_bits))[:, np.newaxis]
             # The upper half decides: the steps of e4m3 and their middles have no bits in the lower one.
-            codes[part] = _CODES.take(scaled.view(np.uint16)[:, 1::2], mode="clip").ravel()[: part.stop - start]
+            codes[part] = CODES.take(scaled.view(np.uint16)[:, 1::2], mode="clip").ravel()[: part.stop - start]
         return payload.data
 
     def decode(self, payload: memoryview, out: memoryview) -> None:
@@ -76,7 +76,7 @@ class Fp8Codec:
             runs = _in_runs(codes[part])
             scale = _widen_bfloat16(scales[start // _RUN :][: len(runs)])
             with np.errstate(all="ignore"):  # a damaged scale
-                values = _VALUES.take(runs, mode="clip") * scale[:, np.newaxis]
+                values = VALUES.take(runs, mode="clip") * scale[:, np.newaxis]
                 self._narrow(values.ravel()[: part.stop - start], elements[part])
 
     def _elements_of(self, raw: memoryview) -> _Bits:
@@ -145,5 +145,5 @@ def _codes_of_upper_halves(values: _Floats) -> npt.NDArray[np.uint8]:
     return np.concatenate([codes, codes | np.uint8(0x80)])
 
 
-_VALUES = _values_of_codes()
-_CODES = _codes_of_upper_halves(_VALUES)
+VALUES = _values_of_codes()
+CODES = _codes_of_upper_halves(VALUES)

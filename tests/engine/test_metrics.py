@@ -21,7 +21,7 @@ from kvtier.tiers.naming.tier import Tier
 BLOCK_SIZE = 16
 BLOCK_BYTES = BLOCK_SIZE * 1024  # of every small model
 GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
-HTTP_TIMEOUT_S = 10.0
+HTTP_TIMEOUT_S = 60.0
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

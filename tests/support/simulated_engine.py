@@ -145,7 +145,7 @@ class SimulatedEngine:
         done_at: dict[Request, float] = {}
         while len(done_at) < len(prompts):
             while len(requests) < len(waiting) and waiting[len(requests)].at <= self.now:
-                requests.append(self._ask(waiting[len(requests)]))
+                requests.append(self.ask(waiting[len(requests)]))
             work = self._scheduler.schedule()
             if work:
                 self._advance(self.now + self._seconds(work))
@@ -165,7 +165,8 @@ class SimulatedEngine:
     def _clock(self) -> float:
         return self.now
 
-    def _ask(self, prompt: Arriving) -> Request:
+    def ask(self, prompt: Arriving) -> Request:
+        """Queue a prompt."""
         chain = BlockChain(BLOCK_SIZE)
         chain.extend(prompt.token_ids)
         request = Request(prompt.token_ids, ONE_TOKEN, chain, Detokenizer(self._tokenizer, []), arrived_at=prompt.at)

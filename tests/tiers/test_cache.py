@@ -88,6 +88,11 @@ def test_an_allocation_does_not_wait_for_a_copy_and_counts_what_it_drops() -> No
     assert w.cache.statistics().tiers[Tier.DEVICE].dropped_spills > 0
 
 
+def blocks_leaving(w: World) -> int:
+    """On their way from the device to host memory."""
+    return sum(transfer.num_bytes for transfer in w.lanes[Route.DEVICE_TO_HOST].held) // BLOCK_BYTES
+
+
 def test_copies_ahead_of_need_leave_the_bus_to_promotions() -> None:
     w = world(num_device_slots=32, num_host_slots=60)
     read(w, "a")
@@ -98,18 +103,18 @@ def test_copies_ahead_of_need_leave_the_bus_to_promotions() -> None:
         assert table is not None
         w.compute(table, w.chain(document, DOCUMENT), 0, DOCUMENT)
         w.cache.release(table)
-    window = w.cache._window.num_blocks
+    window = w.cache.statistics().clean_ahead_blocks
     assert window == 8
 
     promotion = w.cache.promote(w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1))
     assert w.lanes[Route.HOST_TO_DEVICE].num_pending
     w.cache.spill()
-    meanwhile = w.cache._host_spill.copies.num_leases(w.cache.residency.groups[0].pool)
+    meanwhile = blocks_leaving(w)
     w.settle()
     w.cache.spill()
 
     assert meanwhile == window // 2
-    assert w.cache._host_spill.copies.num_leases(w.cache.residency.groups[0].pool) >= window // 2  # the other half
+    assert blocks_leaving(w) >= window // 2  # the other half
     w.settle()
     w.cache.release(promotion.tables)
     w.check()
@@ -506,13 +511,13 @@ def two_writes_under_way(w: World) -> list[Transfer]:
         assert table is not None
         w.compute(table, chain, 0, 2 * BLOCK_SIZE)
         w.cache.release(table)
-        w.cache._host_spill.copy_down(
-            w.cache.residency.groups[0], w.cache.residency.groups[0].pool.find_all(chain.names).tolist()
-        )
+        pin = w.cache.pin(chain, 2 * BLOCK_SIZE)  # copies down what is on the device only
+        assert pin is not None
+        w.cache.unpin(pin)
         w.lanes[Route.DEVICE_TO_HOST].stir(1.0)
         w.cache.poll()
         w.cache.spill()
-    writes, lane._held = lane._held, []
+    writes, lane.held = lane.held, []
     assert len(writes) >= 2
     return writes
 
@@ -564,14 +569,13 @@ def test_what_a_full_store_evicted_in_vain_is_dirty_again() -> None:
             return super().put_many(blobs)
 
     store = FullStore(100 * CHARGE)
-    w = world(num_device_slots=16, num_host_slots=12, store=store)
+    w = world(num_device_slots=16, num_host_slots=12, store=store, least_clean_ahead=16)
     read(w, "a")
     w.cache.flush(10, stirring(w))
     store.is_full = True
     read(w, "other", DOCUMENT // 2 + 1)
     for _ in range(12):
-        w.cache._host_spill.spill([16])
-        w.cache.lower.spill()
+        w.cache.spill()
         w.settle()
 
     w.check()
@@ -585,7 +589,7 @@ def test_what_a_full_store_evicted_in_vain_is_dirty_again() -> None:
 
 
 def test_a_block_that_left_host_memory_on_its_way_up_and_came_again_is_not_taken_for_the_one_that_left() -> None:
-    w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 40, None, random.Random(1))
+    w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 40, None, random.Random(1), least_clean_ahead=16)
     for document in "abc":
         read(w, document)
     chain = w.chain("a", DOCUMENT + 1)
@@ -598,7 +602,7 @@ def test_a_block_that_left_host_memory_on_its_way_up_and_came_again_is_not_taken
     w.compute(slots, chain, 0, BLOCK_SIZE)
     w.cache.release(slots)
     for _ in range(8):
-        w.cache._host_spill.spill([16])
+        w.cache.spill()
         w.lanes[Route.DEVICE_TO_HOST].stir(1.0)
         w.cache.poll()
     host = w.index.host

@@ -7,6 +7,7 @@ import pytest
 from chaos import World
 from pinned_blocks import held, host_blocks, on_disk_only, until_whole
 from small_cache import BLOCK_BYTES, BLOCK_SIZE, CHARGE, DOCUMENT, balance, read, world
+from store_cases import rot
 
 from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.store.memory_store import MemoryStore
@@ -188,7 +189,8 @@ def test_a_device_block_whose_record_was_found_bad_is_copied_down_again_before_i
     if fault == "missing":
         store.delete(list(store.keys()))
     else:
-        rot(store)
+        for key in list(store.keys()):
+            rot(store, key, w.rng)
 
     pin = held(w, "a")
     w.settle()  # the records are read, and found bad
@@ -201,14 +203,6 @@ def test_a_device_block_whose_record_was_found_bad_is_copied_down_again_before_i
     assert all(tier is not None for tier in places(w, "a"))
     assert w.cache.statistics().tiers[Tier.DEVICE].dropped_spills == 0
     assert balance(read(w, "a"))[3] == 1
-
-
-def rot(store: MemoryStore) -> None:
-    """Damage every record."""
-    for key, row in store._rows.items():
-        payload = bytearray(row.payload)
-        payload[0] ^= 1
-        store._rows[key] = type(row)(row.header, bytes(payload), row.charged_bytes, row.parent, row.tenant)
 
 
 def test_a_held_block_whose_read_failed_is_not_whole_and_is_read_again() -> None:

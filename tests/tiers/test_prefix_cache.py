@@ -201,8 +201,7 @@ class Desk(World):
 
     def queue(self, group_id: int = 0) -> list[int]:
         """The free slots in the order in which they would be given out; nothing changes."""
-        pool = self.pools[group_id]
-        return pool._blank[::-1] + pool.cached_slots()
+        return self.pools[group_id].blank_slots() + self.pools[group_id].cached_slots()
 
     def holders(self, reader: Reader, group_id: int = 0) -> list[int | None]:
         """For each full block of the request the device slot in which others find it."""

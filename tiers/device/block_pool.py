@@ -413,6 +413,10 @@ class BlockPool:
         self._all_leases[victims] = 1
         return self._with_blank(evicted, num_slots), names
 
+    def blank_slots(self) -> list[int]:
+        """All slots that are free and hold nothing, in the order in which they are given out."""
+        return self._blank[::-1]
+
     def cached_slots(self) -> list[int]:
         """All slots that are free and hold a block, oldest first."""
         return cast(list[int], self.victims(self.num_slots).tolist())

@@ -77,6 +77,7 @@ def test_every_answer_is_the_word_and_then_the_end():
     assert answers == [f" {fact.word}</s>" for fact in reader.document.facts]
 
 
+@pytest.mark.long
 def test_every_answer_is_right_after_a_long_text():
     model, tokenizer = build_demo_model()
     document = make_document(seed=8, num_tokens=8000)

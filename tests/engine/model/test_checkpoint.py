@@ -49,6 +49,7 @@ def test_a_gguf_file_answers_as_the_folder_of_the_same_model(gguf_file: Path, tm
     assert answers[0] == plain_greedy(model, PROMPT, 8)
 
 
+@pytest.mark.long
 def test_what_a_gguf_file_leaves_on_disk_is_found_by_the_next_engine(gguf_file: Path, tmp_path: Path) -> None:
     tables = {**TINY, "disk": {"path": str(tmp_path / "store"), "capacity": "64MiB"}}
     with LLM(str(gguf_file), tables) as llm:

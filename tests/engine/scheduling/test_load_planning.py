@@ -74,4 +74,4 @@ def test_steps_are_told_when_a_token_was_sampled_and_only_with_prefill(request_o
 @pytest.fixture
 def request_of() -> Request:
     machine = Machine(device_blocks=16, host_blocks=16)
-    return SimulatedEngine(machine, "always", with_disk=False)._ask(documents(1, num_blocks=2)[0])
+    return SimulatedEngine(machine, "always", with_disk=False).ask(documents(1, num_blocks=2)[0])

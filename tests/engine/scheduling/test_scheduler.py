@@ -120,7 +120,7 @@ def test_no_more_requests_are_active_than_max_running(model: PreTrainedModel, tm
         scheduler = core.scheduler
         num_active = []
 
-        with reads_hang(core):  # the first one is parked, and counts
+        with reads_hang():  # the first one is parked, and counts
             for _ in range(6):
                 step(core)
                 num_active.append(len(scheduler.promoting) + len(scheduler.running))
@@ -140,7 +140,7 @@ def test_a_request_whose_prefix_is_being_promoted_is_parked_while_others_go_on(
     store_prompt(model, tmp_path, stored)
 
     with engine(model, folder=tmp_path) as core:
-        with reads_hang(core):
+        with reads_hang():
             parked = add(core, stored)
             requests = [add(core, prompt) for prompt in others]
             steps = step_until(core, lambda: all(request.finish_reason for request in requests))
@@ -188,11 +188,11 @@ def test_a_promotion_that_is_late_is_recomputed_for_the_reason_deadline(model: P
     store_prompt(model, tmp_path, stored)
 
     with engine(model, folder=tmp_path, read_timeout_s=0.05) as core:
-        with reads_hang(core):
+        with reads_hang():
             request = add(core, stored)
             finish(core)
             core.check()
-            assert num_hanging(core) > 0
+            assert num_hanging() > 0
         assert_nothing_leased(core)
         again = add(core, stored)
         finish(core)
@@ -209,7 +209,7 @@ def test_a_disk_that_hangs_keeps_no_device_slots_from_the_request_that_gave_it_u
     expected = plain_greedy(model, stored, 8)
     store_prompt(model, tmp_path, stored)
 
-    with engine(model, num_slots=12, folder=tmp_path, read_timeout_s=0.05) as core, reads_hang(core):
+    with engine(model, num_slots=12, folder=tmp_path, read_timeout_s=0.05) as core, reads_hang():
         request = add(core, stored)
         for _ in range(60):
             if core.has_work:
@@ -310,10 +310,10 @@ def test_aborting_frees_every_lease_and_leaves_the_others_alone(state: str, name
 
     with engine(model, folder=tmp_path) as core:
         scheduler = core.scheduler
-        with reads_hang(core):
+        with reads_hang():
             aborted, stays = add(core, stored), add(core, other)
             if state == "promoting":
-                step_until(core, lambda: aborted in scheduler.promoting and num_hanging(core) > 0)
+                step_until(core, lambda: aborted in scheduler.promoting and num_hanging() > 0)
             elif state == "prefilling":
                 step_until(core, lambda: aborted.num_computed > 0)
                 assert not aborted.generated
@@ -337,7 +337,7 @@ def test_aborting_one_of_two_that_wait_for_the_same_blocks_takes_nothing_from_th
     store_prompt(model, tmp_path, stored)
 
     with engine(model, folder=tmp_path) as core:
-        with reads_hang(core):
+        with reads_hang():
             first, second = add(core, stored), add(core, stored)
             step_until(core, lambda: len(core.scheduler.promoting) == 2)
             core.abort(first)

@@ -108,7 +108,7 @@ class Machine(World):
 
     def queue(self, group_id: int = 0) -> list[int]:
         """The free slots in the order in which they would be given out; changes nothing."""
-        return self.pools[group_id]._blank[::-1] + self.pools[group_id].cached_slots()
+        return self.pools[group_id].blank_slots() + self.pools[group_id].cached_slots()
 
     def holders(self, request: Request, group_id: int = 0) -> list[int | None]:
         """For each full block of the request, the device slot in which look-ups find it."""

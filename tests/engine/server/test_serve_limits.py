@@ -102,7 +102,7 @@ def test_a_client_that_does_not_wait_for_its_answer_takes_its_leases_along(small
     body = {"model": MODEL, "prompt": "Hello " * 20, "max_tokens": 3500, "ignore_eos": True}
 
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{small.url}/v1/completions", json=body, timeout=0.3)
+        httpx.post(f"{small.url}/v1/completions", json=body, timeout=httpx.Timeout(DEADLINE_S, read=0.3))
 
     come_true(small.is_at_rest)
     small.ask(lambda core: core.cache.check())

@@ -29,6 +29,7 @@ from kvtier.store.lmdb import reader as lmdb_reader
 from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.lmdb.files import LmdbFiles
 from kvtier.store.lmdb.lmdb_store import LmdbStore
+from kvtier.store.lmdb.map_users import MapUsers
 from kvtier.store.owner_lock import FolderInUse
 from kvtier.store.record import Fault, digest
 from kvtier.store.slab import Slabs, Slot
@@ -276,7 +277,7 @@ def test_closing_waits_for_a_read_under_way(tmp_path: Path, monkeypatch: pytest.
 
     def read_while_closing(slabs: Slabs, slots: list[Slot], outs: list[memoryview]) -> None:
         closer.start()
-        closer.join(timeout=0.2)
+        wait_for(lambda: is_in(closer.ident or 0, MapUsers.close) or not closer.is_alive())
         assert closer.is_alive()  # else the files are no longer open
         read(slabs, slots, outs)
 

@@ -455,19 +455,19 @@ def test_a_lowered_capacity_takes_small_changes_and_few_punches(
             store.put_many([blob_of(n, 4096) for n in range(first, first + 200)])
     taken: list[int] = []
     punched: list[int] = []
-    give_back, punch = Change.give_back, slab._Slab.punch
+    give_back, punch = Change.give_back, slab.SlabFile.punch
 
     def note(change: Change, limit_bytes: int, most: int = 128) -> list[Slot]:
         slots = give_back(change, limit_bytes, most)
         taken.append(len(slots))
         return slots
 
-    def note_punch(of: "slab._Slab", first: int, num_slots: int) -> None:
+    def note_punch(of: "slab.SlabFile", first: int, num_slots: int) -> None:
         punched.append(num_slots)
         punch(of, first, num_slots)
 
     monkeypatch.setattr(Change, "give_back", note)
-    monkeypatch.setattr(slab._Slab, "punch", note_punch)
+    monkeypatch.setattr(slab.SlabFile, "punch", note_punch)
     with LmdbStore(tmp_path, 1 << 20) as store:
         store.check()
 

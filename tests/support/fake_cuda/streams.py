@@ -44,7 +44,7 @@ class Event:
 
     def __init__(self, device: FakeDevice, enable_timing: bool = False) -> None:
         self._device = device
-        self._has_time = enable_timing
+        self.has_time = enable_timing
         self.recorded: Operation | None = None
 
     def record(self, stream: Stream) -> None:
@@ -63,7 +63,7 @@ class Event:
     def elapsed_time(self, end_event: "Event") -> float:
         """Milliseconds of the device's time; CudaMisuse if either has not happened yet, or has no time."""
         first, last = self.recorded, end_event.recorded
-        if first is None or last is None or not (self._has_time and end_event._has_time):
+        if first is None or last is None or not (self.has_time and end_event.has_time):
             raise self._device.note_misuse("the time between events that were not recorded, or without timing")
         if not (first.is_done and last.is_done):
             raise self._device.note_misuse("the time between events before they have happened")

@@ -12,7 +12,6 @@ import pytest
 
 from kvtier.tiers.device import block_pool
 from kvtier.tiers.device.block_pool import BlockPool
-from kvtier.tiers.device.runs import ALONE, NO_SPOT
 from kvtier.tiers.naming.block_hash import BlockName
 
 
@@ -763,32 +762,3 @@ def test_the_order_is_put_together_a_part_at_a_time() -> None:
     assert num_moved > num_slots  # the order had to be put together
     assert most_moved <= 2 * (block_pool.SWEPT * 10 + block_pool.MANY)  # lease and release
     pool.check()
-
-
-def exchange_names(pool: BlockPool) -> None:
-    index = pool._slots
-    index.remove_all(names("ab"))
-    index.give_all(names("ab"), (1, 0))
-
-
-def test_check_finds_a_book_that_was_cooked() -> None:
-    damages = {
-        "a slot is blank twice": lambda pool: pool._blank.append(pool._blank[-1]),
-        "the lent slots were miscounted": lambda pool: setattr(pool, "_num_lent", 1),
-        "the slots in the order were miscounted": lambda pool: setattr(pool, "_num_ordered", 1),
-        "a slot is not where its place says": lambda pool: pool._order.items.__setitem__(0, 3),
-        "a slot is leased and free, or neither": lambda pool: pool._leases.__setitem__(4, 1),
-        "a slot was released more often": lambda pool: pool._leases.__setitem__(0, -1),
-        "a blank slot has a name": lambda pool: pool._spots.__setitem__(4, ALONE),
-        "a cached slot has no name": lambda pool: pool._spots.__setitem__(0, NO_SPOT),
-        "names and slots disagree": lambda pool: pool._slots.remove_all(names("a")),
-        "a name points to another's slot": exchange_names,
-    }
-    for message, damage in damages.items():
-        pool = BlockPool(5)
-        free(pool, admit(pool, "ab"))
-
-        damage(pool)
-
-        with pytest.raises(AssertionError, match=message):
-            pool.check()

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from chaos import NAMESPACE, FakeClock, World
+from late_store import LateStore, empty
 from small_cache import BLOCK_BYTES, CHARGE, DOCUMENT, balance, read
 
 from kvtier.store.blob_store import Blob, StoreFull
@@ -294,11 +295,12 @@ def test_batches_that_land_in_another_order_never_count_backwards() -> None:
 
 def test_a_store_that_begins_again_gives_no_budget_back() -> None:
     clock = FakeClock()
-    disk = DiskTier(MemoryStore(1000 * CHARGE), bytes(16), clock, 1000)
+    store = LateStore(empty())
+    disk = DiskTier(store, bytes(16), clock, 1000)  # type: ignore[arg-type]  # it has what a tier asks for
     disk.life = SsdLife(1, clock, 0)
     clock.now += 1.0
     disk.on_written(disk.write([Blob(disk.key(0, BlockName(bytes(32))), digest(b"k" * 600), memoryview(b"k" * 600))]))
-    disk._store = MemoryStore(1000 * CHARGE)  # as after damage
+    store.begin_again()
 
     disk.on_written(disk.write([Blob(disk.key(0, BlockName(bytes(32))), digest(b"k" * 300), memoryview(b"k" * 300))]))
 

@@ -149,7 +149,7 @@ def test_a_chains_first_blocks_are_its_parents_on_disk() -> None:
     w.flush()
 
     disk, names = w.index.disk, w.names("ann", DOCUMENT)
-    parents = {key: row.parent for key, row in w.store._rows.items()}
+    parents = {key: row.parent for key, row in w.store.rows.items()}
     assert [parents[disk.key(0, name)] for name in names] == [b"", *(disk.key(0, name) for name in names[:-1])]
 
 

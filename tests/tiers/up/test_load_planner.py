@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 from chaos import FakeClock
-from small_cache import BLOCK_BYTES, DOCUMENT, balance, read, world
+from small_cache import BLOCK_BYTES, DOCUMENT, balance, demand_of, read, world
 
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.up.load_planner import Demand, LoadPlanner, LoadSpeeds, Plan
@@ -208,13 +208,11 @@ def test_nothing_is_split_for_a_small_gain(disk_bytes_per_s: float, tokens: int)
 
 
 def test_a_hit_not_worth_loading_is_computed_and_says_why() -> None:
-    w = world(num_device_slots=16, num_host_slots=24)
+    clock = FakeClock()
+    w = world(16, 24, clock=clock, planner=LoadPlanner(learnt(), CHUNK, clock))
     for document in "abcdefgh":
         read(w, document)
-    slow = learnt()
-    planner = LoadPlanner(slow, CHUNK, w.clock)
-    w.cache._planner = planner
-    moved(Route.DISK_TO_HOST, 1, 1000.0, w.clock.now, w.cache._transfers)
+    moved(Route.DISK_TO_HOST, 1, 1000.0, w.clock.now, w.transfers)
     hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
     assert hit.num_tokens == DOCUMENT
 
@@ -239,7 +237,7 @@ def test_demand_is_what_each_prefix_has_to_move() -> None:
     host[0].evict(host[0].pool.find_all(names[7:]).tolist())
     hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
 
-    demand = w.cache._promoter.demand(hit, w.cache.alignment)
+    demand = demand_of(w, hit)
 
     assert demand is not None
     assert demand.ends.tolist() == [16, 20, 24, 28, 32, 36, 40]
@@ -253,7 +251,7 @@ def test_a_hit_that_is_all_on_the_device_needs_no_plan() -> None:
     read(w, "a")
     hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
 
-    assert w.cache._promoter.demand(hit, w.cache.alignment) is None
+    assert demand_of(w, hit) is None
 
 
 def test_every_missed_token_has_the_reason_that_made_the_prefix_shorter_there() -> None:

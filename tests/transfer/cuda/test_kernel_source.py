@@ -13,7 +13,7 @@ FREE = 0xEE
 
 @pytest.fixture(scope="module")
 def kernel() -> HostKernel:
-    return HostKernel(kernel_module._SOURCE, "copy_blocks")
+    return HostKernel(kernel_module.SOURCE, "copy_blocks")
 
 
 def words(num_bytes: int, value: int = FREE) -> np.ndarray:
