@@ -403,7 +403,7 @@ BUGS = [
     Bug(
         "host memory may forget what a promotion has still to bring up",
         "tiers/up/backlog.py",
-        "fetch = group.below.fetch(wanted, self._tell, found)",
+        "fetch = self._lower.fetch(group.id, wanted, self._tell, found)",
         "fetched = fetched[:0]",
         "tests/tiers",
     ),

@@ -267,7 +267,7 @@ class TieredCache:
     @property
     def pinnable_bytes(self) -> int:
         """Half of host memory: so much may be pinned, the rest is for what comes and goes."""
-        return sum(group.below.num_slots * group.memory.block_bytes for group in self._group_tiers) // 2
+        return sum(self.lower.num_slots[group.id] * group.memory.block_bytes for group in self._group_tiers) // 2
 
     @property
     def free_to_pin(self) -> int:

@@ -1,4 +1,4 @@
-"""GroupTiers: all that is one attention group's: its slots on the device, its memory, and its part of what is below."""
+"""GroupTiers: all that is one attention group's on the device: its slots, its memory, and whose its blocks are."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -7,8 +7,6 @@ from kvtier.tiers.device.block_pool import Ids
 from kvtier.tiers.device.group_slots import GroupSlots
 from kvtier.tiers.device.partial_matches import PartialMatches
 from kvtier.tiers.device.slot_owners import SlotOwners
-from kvtier.tiers.lower.group_below import GroupBelow
-from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, TokenIds
 from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.naming.named_blocks import BlockIds, NamedBlocks, blocks_of, names_of
@@ -27,18 +25,17 @@ class GroupTiers:
         group_id: int,
         attention: AttentionGroup,
         memory: BlockMemory,
-        lower: LowerTiers,
         left_device: LeftDevice,
+        is_spilled: bool,
         is_matched_in_part: bool,
     ) -> None:
-        """*memory* has the group's slots. *is_matched_in_part*: whether it is known of the group's device blocks which
-        tokens they begin with."""
+        """*memory* has the group's slots. *is_spilled*: whether there are tiers below the device. *is_matched_in_part*:
+        whether it is known of the group's device blocks which tokens they begin with."""
         self.id = group_id  # its place wherever there is something for each group: tables, demands, hits
         self.attention = attention
         self.block_size = attention.block_size
         self.memory = memory
-        self.below = GroupBelow(lower, group_id)
-        self.slots = GroupSlots(memory.num_device_slots, all(lower.num_slots), partial(left_device, self))
+        self.slots = GroupSlots(memory.num_device_slots, is_spilled, partial(left_device, self))
         self.pool = self.slots.pool
         self.owners = SlotOwners(memory.num_device_slots)
         self.partial_matches = PartialMatches(memory.num_device_slots, self.block_size) if is_matched_in_part else None

@@ -84,6 +84,7 @@ class Pins:
         clock: Callable[[], float],
     ) -> None:
         self._groups = residency.groups
+        self._lower = residency.lower
         self._host_spill = host_spill
         self._clock = clock
         self._pins: dict[Pin, None] = {}
@@ -102,7 +103,7 @@ class Pins:
             return None
         self._pins[pin] = None
         self._num_bytes += pin.num_bytes
-        if pin.num_absent and all(group.below.num_slots for group in self._groups):
+        if pin.num_absent and all(self._lower.num_slots):
             self._absent[pin] = None
             self._look(pin, PART)
         return pin
@@ -154,7 +155,7 @@ class Pins:
         group = leases.group
         places = places[~leases.is_coming[places]]
         names = group.names_of(pin.chain, leases.blocks.start + places)
-        found = group.below.find(names)
+        found = self._lower.find(group.id, names)
         is_read = found != NOWHERE
         is_read &= (found >= 0) | (np.cumsum(found < 0) <= MOST_UNDER_WAY - leases.num_coming)
         if is_read.any():
@@ -166,7 +167,7 @@ class Pins:
 
     def _fetch(self, pin: Pin, leases: Leases, places: BlockIds) -> None:
         wanted = leases.group.blocks_of(pin.chain, leases.blocks.start + places)
-        fetch = leases.group.below.fetch_later(wanted, partial(self._come, pin, leases, places))
+        fetch = self._lower.fetch_later(leases.group.id, wanted, partial(self._come, pin, leases, places))
         is_here = fetch.slots != ABSENT
         leases.is_coming[places[~is_here]] = True
         leases.fetched.update((block, (fetch, number)) for number, block in enumerate(places.tolist()))

@@ -46,8 +46,9 @@ class Residency:
         """*memories* have the device slots, by group. *partial_blocks*: whether blocks are to be found by their first
         tokens."""
         in_part = _matched_in_part(groups) if partial_blocks else None
+        is_spilled = all(lower.num_slots)
         self.groups = [
-            GroupTiers(group_id, group, memory, lower, self._left_device, group_id == in_part)
+            GroupTiers(group_id, group, memory, self._left_device, is_spilled, group_id == in_part)
             for group_id, (group, memory) in enumerate(zip(groups, memories, strict=True))
         ]
         self.lower = lower
@@ -83,7 +84,7 @@ class Residency:
         """The warmest tier that has the block."""
         if group.pool.find(name) is not None:
             return Tier.DEVICE
-        place = group.below.find([name]).item()
+        place = self.lower.find(group.id, [name]).item()
         return None if place == NOWHERE else Tier.DISK if place == ON_DISK else Tier.HOST
 
     def why_missing(self, names: Iterable[BlockName]) -> Reason:
@@ -131,7 +132,7 @@ class Residency:
             for place in places:
                 one = slice(place, place + 1)
                 self._is_up(group, ids[one], names[one], tenants[place], chain, start + place)
-        is_below = group.below.find(names) != NOWHERE  # what has left meanwhile is the last copy
+        is_below = self.lower.find(group.id, names) != NOWHERE  # what has left meanwhile is the last copy
         if not is_below.all():
             group.slots.lost_copies([slots[place] for place in places if not is_below[place]])
         return used
@@ -180,7 +181,7 @@ class Residency:
                     assert place < parents_place, "a parent is evicted before its child"
 
     def _find_run(self, group: GroupTiers, names: Sequence[BlockName]) -> Places:
-        return np.empty(0, np.int32) if self.is_cut_off else group.below.find_run(names)
+        return np.empty(0, np.int32) if self.is_cut_off else self.lower.find_run(group.id, names)
 
     def _is_up(
         self,
@@ -203,7 +204,7 @@ class Residency:
         if not group.slots.is_spilled:
             self._ghosts.remember(names, Tier.DEVICE)
         elif were_dirty or not self.lower.is_in_order:  # else what is clean on the device is found below
-            gone = list(compress(names, (group.below.find(names) == NOWHERE).tolist()))
+            gone = list(compress(names, (self.lower.find(group.id, names) == NOWHERE).tolist()))
             group.slots.dropped_spills += len(were_dirty.intersection(gone)) if were_dirty else 0
             self._ghosts.remember(gone, Tier.DEVICE)
         if group.tails and (tails := group.tails.intersection(names)):
@@ -219,7 +220,7 @@ class Residency:
             for first in range(0, pool.num_slots if pool.num_named else 0, SLOTS_AT_ONCE):
                 slots = range(first, min(first + SLOTS_AT_ONCE, pool.num_slots))
                 there = [(slot, name) for slot in slots if (name := pool.name(slot)) is not None]
-                found = group.below.find([name for _, name in there])
+                found = self.lower.find(group.id, [name for _, name in there])
                 uncopied = [each for each, place in zip(there, found.tolist(), strict=True) if place == NOWHERE]
                 group.slots.lost_copies([slot for slot, name in uncopied if name not in group.tails])
                 yield

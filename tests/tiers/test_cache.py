@@ -577,7 +577,8 @@ def test_what_a_full_store_evicted_in_vain_is_dirty_again() -> None:
     w.check()
     group = w.cache.residency.groups[0]
     on_device = [name for name in w.names("a", DOCUMENT) if group.pool.find(name) is not None]
-    below = [name for name, place in zip(on_device, group.below.find(on_device), strict=True) if place != NOWHERE]
+    found = w.cache.lower.find(group.id, on_device)
+    below = [name for name, place in zip(on_device, found, strict=True) if place != NOWHERE]
     dirty = [group.pool.name(slot) for slot in group.slots.dirty.oldest(16)]
     last_copies = set(on_device) - set(below)
     assert last_copies

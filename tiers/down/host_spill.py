@@ -55,7 +55,8 @@ class HostSpill:
         clock: Callable[[], float],
     ) -> None:
         self._groups = residency.groups
-        self._most_in_batch = MOST_WITH_DISK if residency.lower.saving().is_there else MOST_IN_BATCH
+        self._lower = residency.lower
+        self._most_in_batch = MOST_WITH_DISK if self._lower.saving().is_there else MOST_IN_BATCH
         self._transfers = transfers
         self._window = window
         self._clock = clock
@@ -145,10 +146,10 @@ class HostSpill:
         was all: not if there are no slots, the host has too few, or the lane is full."""
         if not len(slots):
             return False
-        slots, rows = _without_copies(group, slots)
+        slots, rows = self._without_copies(group, slots)
         if not len(slots):
             return True
-        lower_slots = group.below.reserve(len(slots))
+        lower_slots = self._lower.reserve(group.id, len(slots))
         is_all = len(lower_slots) == len(slots)
         if not is_all:
             slots = slots[: len(lower_slots)]
@@ -176,7 +177,7 @@ class HostSpill:
             return
         self._window.spilled(self._clock() - batch.submitted_at)
         self.copies.end(batch)
-        batch.group.below.publish(batch.lower_slots, batch.rows, transfer.result, batch.owners)
+        self._lower.publish(batch.group.id, batch.lower_slots, batch.rows, transfer.result, batch.owners)
         batch.group.slots.dirty.remove(batch.upper_slots)
 
     def _end(self, batch: HostBatch, error: BaseException) -> None:
@@ -184,18 +185,17 @@ class HostSpill:
         self._clean_fronts[batch.group] = CleanFront()
         if not isinstance(error, LaneClosed):
             self._not_before = self._clock() + BACK_OFF_S
-        batch.group.below.abandon(batch.lower_slots)
+        self._lower.abandon(batch.group.id, batch.lower_slots)
 
-
-def _without_copies(group: GroupTiers, slots: Ids) -> tuple[Ids, list[Row]]:
-    """The device slots whose blocks have no copy below, and what is in them. The others are clean."""
-    rows = group.pool.rows(slots)
-    names = [name for row in rows for name in row.names]
-    have = group.below.find(names) != NOWHERE
-    if not have.any():
-        return slots, rows
-    group.slots.dirty.remove(slots[have])
-    return slots[~have], group.pool.rows(slots[~have])
+    def _without_copies(self, group: GroupTiers, slots: Ids) -> tuple[Ids, list[Row]]:
+        """The device slots whose blocks have no copy below, and what is in them. The others are clean."""
+        rows = group.pool.rows(slots)
+        names = [name for row in rows for name in row.names]
+        have = self._lower.find(group.id, names) != NOWHERE
+        if not have.any():
+            return slots, rows
+        group.slots.dirty.remove(slots[have])
+        return slots[~have], group.pool.rows(slots[~have])
 
 
 def _work(batch: HostBatch) -> Callable[[], list[bytes]]:

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.group_tiers import GroupTiers
-from kvtier.tiers.lower.lower_tiers import Fetch, Places, Tell
+from kvtier.tiers.lower.lower_tiers import Fetch, LowerTiers, Places, Tell
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.named_blocks import BlockIds
 from kvtier.tiers.up.promotion import Promotion
@@ -75,9 +75,10 @@ class Backlogs:
     or here, never both.
     """
 
-    def __init__(self, groups: Sequence[GroupTiers], tell: Tell) -> None:
+    def __init__(self, groups: Sequence[GroupTiers], lower: LowerTiers, tell: Tell) -> None:
         """*tell* learns what comes of blocks that are fetched, see `LowerTiers.fetch`."""
         self._groups = groups
+        self._lower = lower
         self._tell = tell
         self._backlogs: dict[Promotion, list[Backlog]] = {}  # of each group; not those of which nothing is left
 
@@ -97,7 +98,7 @@ class Backlogs:
             fetched, fetch = ids[is_in_host], None
             if len(fetched):
                 wanted, found = group.blocks_of(promotion.chain, fetched), places[is_in_host]
-                fetch = group.below.fetch(wanted, self._tell, found)
+                fetch = self._lower.fetch(group.id, wanted, self._tell, found)
             backlogs.append(Backlog(group, ids, fetch, fetched))
         if any(backlog.num_left for backlog in backlogs):
             self._backlogs[promotion] = backlogs
@@ -126,7 +127,7 @@ class Backlogs:
         lacking = [place for place, source in enumerate(found) if source is None]
         if lacking:
             wanted_blocks = group.blocks_of(promotion.chain, ids[lacking])
-            fetch = group.below.fetch(wanted_blocks, self._tell)
+            fetch = self._lower.fetch(group.id, wanted_blocks, self._tell)
             for number, place in enumerate(lacking):
                 found[place] = fetch, number
         wanted = self._leave(promotion, group, ids)

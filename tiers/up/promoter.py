@@ -46,8 +46,8 @@ class Promoter:
         self._by_layers = by_layers
         self._alignment = alignment(self._attentions)
         self._uploads = Uploads(residency, transfers, self._resolved, clock)
-        self._backlogs = Backlogs(self._groups, self._uploads.landed)
-        self._refreshes = Refreshes()
+        self._backlogs = Backlogs(self._groups, residency.lower, self._uploads.landed)
+        self._refreshes = Refreshes(residency.lower)
         self._waiting: set[Promotion] = set()
         # Blocks under way of promotions that are to come layer by layer, until none is in the backlog: then they start.
         self._kept_back: dict[Promotion, list[Upload]] = {}
@@ -164,7 +164,7 @@ class Promoter:
         if hit.as_of != self._residency.num_changes:
             return
         for group, places in zip(self._groups, hit.below, strict=True):
-            group.below.keep(places)
+            self._residency.lower.keep(group.id, places)
             self._refreshes.add(hit.chain, group, group.needed(hit.num_tokens))
         self._refreshes.go_on()
 
@@ -257,7 +257,8 @@ class Promoter:
                 for group, places, ids in zip(self._groups, hit.below, blocks, strict=True)
             ]
         return [
-            group.below.find(group.names_of(hit.chain, ids)) for group, ids in zip(self._groups, blocks, strict=True)
+            self._residency.lower.find(group.id, group.names_of(hit.chain, ids))
+            for group, ids in zip(self._groups, blocks, strict=True)
         ]
 
     def _are_coming(self, hit: Hit, group: GroupTiers, ids: BlockIds) -> npt.NDArray[np.bool_]:

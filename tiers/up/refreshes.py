@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from kvtier.tiers.group_tiers import GroupTiers
+from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.naming.block_hash import BlockChain
 
 PART = 64  # blocks at once
@@ -25,7 +26,8 @@ class Refreshes:
     """A queue of prefixes, each gone through from its tail on, so that it is forgotten from there. Owned by the cache's
     thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, lower: LowerTiers) -> None:
+        self._lower = lower
         self._waiting: deque[_Refresh] = deque(maxlen=MOST_WAITING)
 
     def add(self, chain: BlockChain, group: GroupTiers, blocks: range, from_disk: bytes = b"") -> None:
@@ -40,15 +42,15 @@ class Refreshes:
         while self._waiting and num_left > 0:
             refresh = self._waiting.popleft()
             first = max(refresh.blocks.start, refresh.blocks.stop - num_left)
-            _refresh(refresh, range(first, refresh.blocks.stop))
+            self._refresh(refresh, range(first, refresh.blocks.stop))
             num_left -= refresh.blocks.stop - first
             if first > refresh.blocks.start:
                 rest = range(refresh.blocks.start, first)
                 self._waiting.appendleft(replace(refresh, blocks=rest))
 
-
-def _refresh(refresh: _Refresh, blocks: range) -> None:
-    names = refresh.group.names_in(refresh.chain, blocks)[::-1]
-    step = refresh.group.block_size // refresh.chain.block_size
-    from_disk = islice(refresh.from_disk, (blocks.start + 1) * step - 1, blocks.stop * step, step)
-    refresh.group.below.refresh(names, list(map(bool, from_disk))[::-1])
+    def _refresh(self, refresh: _Refresh, blocks: range) -> None:
+        group, chain = refresh.group, refresh.chain
+        names = group.names_in(chain, blocks)[::-1]
+        step = group.block_size // chain.block_size
+        from_disk = islice(refresh.from_disk, (blocks.start + 1) * step - 1, blocks.stop * step, step)
+        self._lower.refresh(group.id, names, list(map(bool, from_disk))[::-1])

@@ -259,7 +259,7 @@ class Uploads:
             if is_good is None:
                 self._resolve([upload], Reason.FAILED)
             elif not is_good:
-                upload.group.below.forget([upload.name])
+                self._residency.lower.forget(upload.group.id, [upload.name])
                 self._resolve([upload], Reason.CORRUPT)
 
     def _publish(self, row: Sequence[Upload]) -> None:
