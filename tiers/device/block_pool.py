@@ -85,6 +85,7 @@ class BlockPool:
         self._order = GrowingRows(np.int32, 1)  # slots by the time they became free; places are counted in it
         self._num_entries = 0  # of the order
         self._before = 0  # places before the order's first entry, which are in use no more
+        self._num_recounted = 0  # places that were left out whenever places were counted anew
         self._most_entries = 2 * num_slots + MANY  # of the order, before those that do not count are left out
         self._sweep: Sweep | None = None
         self._head = 0  # before it no entry counts
@@ -376,12 +377,15 @@ class BlockPool:
 
     def ordered(self, start: int, most: int) -> tuple[Ids, int | None]:
         """The cached slots, oldest first, among *most* entries of the order from its entry *start* on, and the entry
-        after these, None at the end. Entries only move to the end, where nothing comes between them."""
-        start = max(start, self._head)
+        after these, None at the end. An entry's number may be kept for a later call: entries only move to the end, where
+        nothing comes between them, and the numbers go on when places are counted anew."""
+        start = max(start - self._num_recounted, self._head)
         entries = self._entries(start, start + most)
         is_cached = self._all_places[entries] == np.arange(start, start + len(entries), dtype=np.int32)
         end = start + len(entries)
-        return entries[is_cached & (self._all_leases[entries] == 0)], end if end < self._end else None
+        return entries[
+            is_cached & (self._all_leases[entries] == 0)
+        ], end + self._num_recounted if end < self._end else None
 
     def evict(self, slots: Slots) -> list[BlockName]:
         """Forget the blocks in the slots; their names, without those that had none.
@@ -584,6 +588,7 @@ class BlockPool:
         if self._before > MOST_PLACES:
             np.maximum(self._all_places - self._before, NOWHERE, out=self._all_places)
             self._head -= self._before
+            self._num_recounted += self._before
             self._before = self._front_end = 0
 
 

@@ -765,6 +765,29 @@ def test_the_order_is_put_together_a_part_at_a_time() -> None:
     pool.check()
 
 
+def test_a_walk_over_the_order_goes_on_where_it_was_after_the_places_are_counted_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(block_pool, "MOST_PLACES", 1000)
+    pool = BlockPool(20)
+    slots = admit(pool, "abcdefghijklmnopqrst")
+    free(pool, slots)
+    for _ in range(500):
+        pool.refresh(slots)
+    first, place = pool.ordered(0, 5)
+    assert first.tolist() == slots[:5]
+
+    for _ in range(500):  # many times as many places
+        pool.refresh(first.tolist())
+    walked: list[int] = []
+    while place is not None:
+        some, place = pool.ordered(place, 5)
+        walked += some.tolist()
+
+    assert [slot for slot in walked if slot not in first] == slots[5:]
+    pool.check()
+
+
 def exchange_names(pool: BlockPool) -> None:
     index = pool._slots
     index.remove_all(names("ab"))
