@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.block_pool import ABSENT, Ids
+from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.down.host_spill import HostSpill
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.breaker import HUNG_S

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvtier.tiers.device.block_pool import Ids
 from kvtier.tiers.device.group_slots import GroupSlots
 from kvtier.tiers.device.partial_matches import PartialMatches
+from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.device.slot_owners import SlotOwners
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, TokenIds
 from kvtier.tiers.naming.groups import AttentionGroup

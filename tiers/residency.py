@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.block_pool import ABSENT, Ids
 from kvtier.tiers.device.ghosts import Ghosts
+from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, LowerTiers, Places
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName

@@ -10,18 +10,14 @@ import numpy.typing as npt
 
 from kvtier.tiers.device.growing_rows import GrowingRows
 from kvtier.tiers.device.runs import NO_SPOT, Row, Runs, Span
+from kvtier.tiers.device.slot_ids import ABSENT, MANY, NOTHING, Ids, Slots, as_ids, as_ints, view_of
 from kvtier.tiers.device.slot_index import SlotIndex
 from kvtier.tiers.naming.block_hash import BlockName
 
-Ids = npt.NDArray[np.intp]  # slots as numpy indexes with; from any other integers it makes these each time, in 1.3 us
-Slots = Sequence[int] | npt.NDArray[np.integer[Any]]  # distinct slots
-ABSENT = -1  # in place of a slot: the block is not here
-NOTHING = np.empty(0, np.intp)
 NOWHERE = -1  # a place that is not in the order
 FEW = 16
 SWEPT = 2  # entries for each that is released: while the order is swept it grows by half of what it has
 MOST_PLACES = 1 << 30
-MANY = 128  # slots; from about here on numpy calls beat a loop over ints (measured)
 LOOKED_AHEAD = 16  # times as many slots at the eviction end are looked at as are wanted now
 MOST_LOOKED_AT = 1024
 
@@ -79,8 +75,8 @@ class BlockPool:
         self._spots = self._runs.spots
         self._leases = array("i", bytes(4 * num_slots))
         self._places = array("i", [NOWHERE]) * num_slots
-        self._all_leases = _view(self._leases)  # the same memory, for many at once
-        self._all_places = _view(self._places)
+        self._all_leases = view_of(self._leases)  # the same memory, for many at once
+        self._all_places = view_of(self._places)
         self._all_spots = np.frombuffer(self._spots, np.int64) if num_slots else np.empty(0, np.int64)
         self._order = GrowingRows(np.int32, 1)  # slots by the time they became free; places are counted in it
         self._num_entries = 0  # of the order
@@ -96,7 +92,7 @@ class BlockPool:
         self._num_lent = 0
         self.num_reserved = 0  # free slots that are spoken for
         self._copies = array("i", bytes(4 * num_slots))  # how many of each slot's leases are copies
-        self._all_copies = _view(self._copies)
+        self._all_copies = view_of(self._copies)
         self._num_copies = 0  # all of them
         self.num_departures = 0  # of slots from the order
         self._blank = list(range(num_slots - 1, -1, -1))
@@ -229,7 +225,7 @@ class BlockPool:
                         assert count, f"slot {slot} is blank: there is nothing to lease it for"
                 leases[slot] = count + 1
             return
-        ids = _ids(slots)
+        ids = as_ids(slots)
         ordered = self._all_places[ids] >= self._head
         self._leave_front(ids[ordered])
         assert (ordered | (self._all_leases[ids] > 0)).all(), "a slot is blank: there is nothing to lease it for"
@@ -247,7 +243,7 @@ class BlockPool:
         if len(slots) < MANY:
             leases, spots, blank = self._leases, self._spots, self._blank
             copies, num_before = self._copies if self._num_copies else None, self._num_entries
-            for slot in slots if type(slots) is list else _ints(slots):
+            for slot in slots if type(slots) is list else as_ints(slots):
                 left = leases[slot] - 1
                 if left:
                     assert left > 0, f"slot {slot} is not leased"
@@ -269,7 +265,7 @@ class BlockPool:
             if self._num_entries == num_before:  # nothing has come into the order
                 return
         else:
-            ids = _ids(slots)
+            ids = as_ids(slots)
             counts = self._all_leases[ids] - 1
             assert counts.min() >= 0, "a slot is not leased"
             self._all_leases[ids] = counts
@@ -296,7 +292,7 @@ class BlockPool:
 
         One that somebody leases too gets its place when those leases end, whether the copy is over or not.
         """
-        ids = _ids(slots)
+        ids = as_ids(slots)
         free = ids[self._all_leases[ids] == 0]
         assert (self._all_places[free] >= self._head).all(), "a slot is blank: there is nothing to copy"
         self._leave_front(free)
@@ -307,7 +303,7 @@ class BlockPool:
 
     def put_back(self, slots: Slots) -> None:
         """The copy is over."""
-        ids = _ids(slots)
+        ids = as_ids(slots)
         assert (self._all_copies[ids] > 0).all(), "a slot is not lent"
         self._num_copies -= len(ids)
         self._all_copies[ids] -= 1
@@ -325,7 +321,7 @@ class BlockPool:
         """
         if len(slots) == 1:
             return self._commit_one(int(slots[0]), names, start)
-        wanted, ids = _ints(slots), _ids(slots)
+        wanted, ids = as_ints(slots), as_ids(slots)
         all_names, names = names, names[start : start + len(wanted)] if len(wanted) < len(names) else names
         holders = self._slots.give_all(names, wanted)
         self.num_changes += 1
@@ -377,8 +373,8 @@ class BlockPool:
 
     def ordered(self, start: int, most: int) -> tuple[Ids, int | None]:
         """The cached slots, oldest first, among *most* entries of the order from its entry *start* on, and the entry
-        after these, None at the end. An entry's number may be kept for a later call: entries only move to the end, where
-        nothing comes between them, and the numbers go on when places are counted anew."""
+        after these, None at the end. An entry's number may be kept for a later call: entries only move to the end,
+        where nothing comes between them, and the numbers go on when places are counted anew."""
         start = max(start - self._num_recounted, self._head)
         entries = self._entries(start, start + most)
         is_cached = self._all_places[entries] == np.arange(start, start + len(entries), dtype=np.int32)
@@ -393,7 +389,7 @@ class BlockPool:
         Free slots become blank, the last to be reused among the blank ones and in the order given; leased ones do when
         their last lease ends.
         """
-        named = _ids(slots)
+        named = as_ids(slots)
         named = named[self._all_spots[named] != NO_SPOT]
         names = self._forget(named)
         freed = named[self._all_leases[named] == 0]
@@ -590,17 +586,3 @@ class BlockPool:
             self._head -= self._before
             self._num_recounted += self._before
             self._before = self._front_end = 0
-
-
-def _view(numbers: "array[int]") -> npt.NDArray[np.int32]:
-    return np.frombuffer(numbers, np.int32) if numbers else np.empty(0, np.int32)
-
-
-def _ids(slots: Slots) -> Ids:
-    return np.asarray(_view(slots) if isinstance(slots, array) else slots, np.intp)
-
-
-def _ints(slots: Slots) -> list[int]:
-    if isinstance(slots, list):
-        return slots
-    return cast(list[int], slots.tolist()) if isinstance(slots, (np.ndarray, array)) else list(slots)

@@ -5,7 +5,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.block_pool import NOTHING, Ids
+from kvtier.tiers.device.slot_ids import NOTHING, Ids
 
 MOST_ENTRIES = 4  # times as many as there are slots: then what is marked longest is queued anew
 CLEAN = 0

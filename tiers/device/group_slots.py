@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.block_pool import NOTHING, BlockPool, Ids, Slots
+from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.device.dirty_marks import DirtyMarks
+from kvtier.tiers.device.slot_ids import NOTHING, Ids, Slots
 from kvtier.tiers.naming.block_hash import BlockName
 
 Forgotten = Callable[[Ids, Sequence[BlockName], set[BlockName | None]], None]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvtier.tiers.device.block_pool import Ids
+from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.naming.tenant import OwnerNumbers, number_of
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtier.store.record import digest_among
-from kvtier.tiers.device.block_pool import Ids
 from kvtier.tiers.device.runs import Row
+from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.clean_ahead import CleanAhead
 from kvtier.tiers.lower.copies import PATIENCE_S, Batch, Copies, blocks_in_batch

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.store.record import digest_among
-from kvtier.tiers.device.block_pool import ABSENT
+from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.copies import blocks_in_batch
 from kvtier.tiers.lower.lower_tiers import Fetch
