@@ -58,8 +58,8 @@ BUGS = [
     ),
     Bug(
         "a slot that is being spilled may be given away",
-        "tiers/device/block_pool.py",
-        "        self._num_lent += len(free)\n",
+        "tiers/device/eviction_order.py",
+        "        self._is_lent[ids] = True\n",
         "",
         "tests/tiers/device/test_block_pool.py",
     ),
@@ -430,7 +430,7 @@ BUGS = [
     ),
     Bug(
         "a block that leaves the eviction end for a request is evicted with those around it",
-        "tiers/device/block_pool.py",
+        "tiers/device/eviction_order.py",
         "self._front_end = min(self._front_end, place)",
         "pass",
         "tests/tiers/device/test_block_pool.py",

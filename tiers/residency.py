@@ -176,7 +176,7 @@ class Residency:
             if group.partial_matches is None or group.attention.forgets:
                 continue
             for slot, parent in group.partial_matches.parents(group.pool):
-                place, parents_place = group.pool.place(slot), group.pool.place(parent)
+                place, parents_place = group.pool.order.place(slot), group.pool.order.place(parent)
                 if place is not None and parents_place is not None:
                     assert place < parents_place, "a parent is evicted before its child"
 

@@ -72,7 +72,7 @@ class GroupSlots:
         pool = self.pool
         if not self.is_spilled:
             return pool.num_blank
-        oldest = pool.oldest(window + len(besides))
+        oldest = pool.order.oldest(window + len(besides))
         if len(besides):
             counts = np.ones(pool.num_slots, np.bool_)
             counts[besides] = False
@@ -102,7 +102,7 @@ class GroupSlots:
 
         A dirty one is passed over for a clean one that comes at most *window* later, as `num_clean` counts.
         """
-        oldest = self.pool.victims(num_slots)
+        oldest = self.pool.order.victims(num_slots)
         if not self.dirty.any_among(oldest):
             return oldest
         clean = self._oldest_clean(num_slots + window, num_slots)
@@ -113,7 +113,7 @@ class GroupSlots:
         """Of the *window* oldest cached slots up to *most* whose block may go: it will still be found below."""
         if not self.is_spilled:
             return NOTHING
-        oldest = self.pool.oldest(window)
+        oldest = self.pool.order.oldest(window)
         return oldest[~self.dirty.among(oldest)][:most]
 
     def _clean(self, slots: Ids) -> set[BlockName | None]:

@@ -109,13 +109,13 @@ class HostSpill:
     def _is_clean(self, group: GroupTiers, window: int) -> bool:
         """Whether the *window* slots to be evicted next are known to be clean or on their way, without a look."""
         known = self._clean_fronts[group]
-        num_gone = group.pool.num_departures - known.num_departures
+        num_gone = group.pool.order.num_departures - known.num_departures
         return known.num_slots - num_gone >= window and known.num_lost == group.slots.num_lost
 
     def _clean(self, group: GroupTiers, window: int, beyond: int) -> None:
         """Start copying what is dirty among so many slots at the eviction end."""
         num_lost = group.slots.num_lost
-        oldest = group.pool.oldest(window + beyond)
+        oldest = group.pool.order.oldest(window + beyond)
         dirty = oldest[group.slots.dirty.among(oldest)]
         is_all = len(dirty) <= MOST_STARTED
         dirty = dirty[:MOST_STARTED]
@@ -125,7 +125,7 @@ class HostSpill:
                 return
             dirty = dirty[most:]
         if is_all:
-            self._clean_fronts[group] = CleanFront(len(oldest), group.pool.num_departures, num_lost)
+            self._clean_fronts[group] = CleanFront(len(oldest), group.pool.order.num_departures, num_lost)
 
     def _batch_blocks(self, group: GroupTiers) -> int:
         return blocks_in_batch(group.memory.block_bytes, group.memory.num_copiers, self._most_in_batch)

@@ -282,7 +282,7 @@ class LowerIndex:
     def _shed(self, group_id: int, tenant: bytes, start: int) -> None:
         """Look through a part of the host's order, from its entry *start* on, for what the tenant has too much."""
         num_blocks = -(-self.quotas.excess(tenant) // self._block_bytes[group_id])
-        slots, end = self.host[group_id].pool.ordered(start, QUOTA_PART)
+        slots, end = self.host[group_id].pool.order.part(start, QUOTA_PART)
         own = slots[self.host_blocks[group_id].of_tenant(slots, tenant)].tolist()
         dirty = self.host[group_id].dirty
         clean_first = sorted(own, key=lambda slot: slot in dirty)
