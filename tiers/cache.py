@@ -85,6 +85,7 @@ class TieredCache:
         self._window = CleanAhead(options.least_clean_ahead, most, clock)
         self._host_spill = HostSpill(self.residency, transfers, self._window, clock)
         self._promoter = Promoter(self.residency, transfers, clock, self._hand_over, options.by_layers)
+        self._hits = self._promoter.hits
         self._pins = Pins(self.residency, self._host_spill, clock)
         self._is_spilled = all(lower.num_slots)
         self._nothing = [0 for _ in groups]
@@ -149,7 +150,7 @@ class TieredCache:
 
     def num_leased(self, hit: Hit) -> list[int]:
         """For each group, how many of the hit's blocks are in device slots that somebody leases already."""
-        slots = self._promoter.device_slots(hit)
+        slots = self._hits.device_slots(hit)
         return [g.pool.num_leased(found[found != ABSENT]) for g, found in zip(self._group_tiers, slots, strict=True)]
 
     def no_hit(self, chain: BlockChain, num_tokens: int) -> Hit:
@@ -163,29 +164,29 @@ class TieredCache:
         *busy_s*: how long the device will be computing for others first. A hit that comes back split (`Hit.start`) is
         begun with what is `on_device` of it; promoting it brings the rest.
         """
-        demand = None if self._planner is None else self._promoter.demand(hit, self.alignment)
+        demand = None if self._planner is None else self._hits.demand(hit, self.alignment)
         if self._planner is None or demand is None:
             return hit
         plan = self._planner.best(demand, num_tokens, busy_s, self._speeds)
         if plan.end == hit.num_tokens:
             return replace(hit, start=plan.start) if plan.start else hit
-        return replace(self._promoter.shorter(hit, plan.end), misses=hit.misses.cut(hit.num_tokens, Reason.COST))
+        return replace(self._hits.shorter(hit, plan.end), misses=hit.misses.cut(hit.num_tokens, Reason.COST))
 
     def load_seconds(self, hit: Hit, planner: LoadPlanner) -> float | None:
         """To bring all of the hit to the device, after what is queued; None if the speed of a lane is not known yet."""
-        demand = self._promoter.demand(hit, self.alignment)
+        demand = self._hits.demand(hit, self.alignment)
         return 0.0 if demand is None else planner.load_seconds(demand, self._speeds)
 
     def loading_at_most(self, hit: Hit, num_tokens: int) -> Hit:
         """As much of the hit as can be had by loading that many tokens at most from colder tiers."""
-        most = self._promoter.on_device(hit).num_tokens + num_tokens
+        most = self._hits.on_device(hit).num_tokens + num_tokens
         if hit.num_tokens <= most:
             return hit
-        return replace(self._promoter.shorter(hit, most), misses=hit.misses.cut(hit.num_tokens, Reason.SKIPPED))
+        return replace(self._hits.shorter(hit, most), misses=hit.misses.cut(hit.num_tokens, Reason.SKIPPED))
 
     def on_device(self, hit: Hit) -> Hit:
         """As much of the hit as is on the device: promoting that is done at once."""
-        return self._promoter.on_device(hit)
+        return self._hits.on_device(hit)
 
     def make_room(self, hit: Hit) -> bool:
         """Whether promoting the hit would now push out no block without a copy below; if not, such copies are started.
@@ -193,11 +194,11 @@ class TieredCache:
         Also True when nothing more can be done about it. Ask again after a `poll`; promoting without asking is
         allowed, and drops what is in the way.
         """
-        if all((found != ABSENT).all() for found in self._promoter.device_slots(hit)):
+        if all((found != ABSENT).all() for found in self._hits.device_slots(hit)):
             return True
         demand, short = [], []
         rest_tokens = hit.limit - hit.num_tokens
-        pairs = zip(self._group_tiers, self._promoter.resident_and_missing(hit), strict=True)
+        pairs = zip(self._group_tiers, self._hits.resident_and_missing(hit), strict=True)
         for group, (resident, missing) in pairs:
             demand.append(missing + len(resident))  # the hit's own blocks may be among the oldest
             now = missing + (hit.partial is not None)

@@ -370,7 +370,7 @@ def test_what_a_look_up_found_is_not_looked_for_again(where: Tier, monkeypatch: 
     find_all = BlockPool.find_all
     monkeypatch.setattr(BlockPool, "find_all", lambda self, names: asked.append(len(names)) or find_all(self, names))
 
-    demand = w.cache._promoter.demand(hit, BLOCK_SIZE)
+    demand = w.cache._hits.demand(hit, BLOCK_SIZE)
     fits = w.cache.make_room(hit)
     begins_with = w.cache.on_device(hit)
     num_asked = sum(asked)
@@ -394,8 +394,8 @@ def test_what_is_to_come_is_counted_by_who_asks_for_slots_and_by_who_plans_a_loa
     w.lanes[Route.DISK_TO_HOST].capacity = 0
 
     first = promote(w, "a")
-    demand = w.cache._promoter.demand(hit, BLOCK_SIZE)
-    again = w.cache._promoter.demand(w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1), BLOCK_SIZE)
+    demand = w.cache._hits.demand(hit, BLOCK_SIZE)
+    again = w.cache._hits.demand(w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1), BLOCK_SIZE)
 
     assert w.cache.num_to_come(first) == [NUM_BLOCKS - 4]
     assert w.cache.free_slots() == [NUM_BLOCKS]

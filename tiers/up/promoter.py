@@ -2,7 +2,6 @@
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -10,16 +9,16 @@ import numpy.typing as npt
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.lower_tiers import Places
-from kvtier.tiers.naming.groups import alignment, longest_hit
+from kvtier.tiers.naming.groups import longest_hit
 from kvtier.tiers.naming.named_blocks import BlockIds
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.residency import Residency
 from kvtier.tiers.up.backlog import Backlogs
-from kvtier.tiers.up.load_planner import Demand
+from kvtier.tiers.up.hits import Hits, absent_blocks
 from kvtier.tiers.up.promotion import COMPUTED, NO_SLOT, Hit, Promotion, Upload
 from kvtier.tiers.up.refreshes import Refreshes
 from kvtier.tiers.up.uploads import Uploads
-from kvtier.transfer.transfer_engine import Route, TransferEngine
+from kvtier.transfer.transfer_engine import TransferEngine
 
 PART = 48  # blocks put under way at once: half a millisecond's work
 MOST_UNDER_WAY = 160  # blocks of one promotion: 8 MiB if they are of 52 KiB, and little to give up
@@ -40,13 +39,12 @@ class Promoter:
         self._residency = residency
         self._groups = residency.groups
         self._attentions = [group.attention for group in residency.groups]
-        self._transfers = transfers
         self._clock = clock
         self._hand_over = hand_over
         self._by_layers = by_layers
-        self._alignment = alignment(self._attentions)
         self._uploads = Uploads(residency, transfers, self._resolved, clock)
         self._backlogs = Backlogs(self._groups, residency.lower, self._uploads.landed)
+        self.hits = Hits(residency, self._uploads, self._backlogs, transfers)
         self._refreshes = Refreshes(residency.lower)
         self._waiting: set[Promotion] = set()
         # Blocks under way of promotions that are to come layer by layer, until none is in the backlog: then they start.
@@ -60,17 +58,7 @@ class Promoter:
 
     def promote(self, hit: Hit, window: int, deadline: float | None = None) -> Promotion:
         """Start bringing the hit up; done at once if all of it is on the device."""
-        if hit.as_of != self._residency.num_changes or self._residency.is_cut_off:
-            shorter = self.shorter(hit, hit.num_tokens)
-            if shorter.num_tokens < hit.num_tokens:
-                why = self._residency.why_missing([hit.chain.names[shorter.num_blocks]])
-                shorter = replace(shorter, misses=hit.misses.cut(hit.num_tokens, why))
-            hit = shorter
-        slots = self._slots_from_start(hit)
-        while (deficit := self._deficit(hit, slots)) > 0:
-            misses = hit.misses.cut(hit.num_tokens, Reason.CAPACITY)
-            hit = replace(self.shorter(hit, hit.num_tokens - deficit), misses=misses)
-            slots = self._slots_from_start(hit)
+        hit, slots = self.hits.fitting(self.hits.still_there(hit))
         promotion = Promotion(
             hit.chain,
             hit.limit,
@@ -82,10 +70,10 @@ class Promoter:
             hit.start,
         )
         if hit.start:
-            computed = range(self.on_device(hit).num_blocks, hit.start // hit.chain.block_size)
+            computed = range(self.hits.on_device(hit).num_blocks, hit.start // hit.chain.block_size)
             promotion.depths[computed.start : computed.stop] = bytes([COMPUTED]) * len(computed)
         blocks = self._lease_what_is_there(promotion, slots)
-        below = self._below(hit, blocks)
+        below = self.hits.below(hit, blocks)
         self._backlogs.add(promotion, blocks, below)
         self._note_depths(promotion, blocks, below)
         self._copy_partial(promotion, hit, window)
@@ -98,65 +86,6 @@ class Promoter:
             self.pump(window)
         self._finish_if_arrived(promotion)
         return promotion
-
-    def device_slots(self, hit: Hit) -> Sequence[npt.NDArray[np.int32]]:
-        """For each group the device slots of the blocks that the hit needs, ABSENT for those further down."""
-        if hit.as_of == self._residency.num_changes:
-            return hit.device_slots
-        return [group.pool.find_all(group.names_in(hit.chain, group.needed(hit.num_tokens))) for group in self._groups]
-
-    def on_device(self, hit: Hit) -> Hit:
-        """As much of the hit as is on the device."""
-        end = hit.num_tokens
-        for group, found in zip(self._groups, self.device_slots(hit), strict=True):
-            absent = found == ABSENT
-            if absent.any():
-                end = min(end, (group.needed(hit.num_tokens).start + int(absent.argmax())) * group.block_size)
-        return self.shorter(replace(hit, start=0), end)
-
-    def resident_and_missing(self, hit: Hit) -> list[tuple[npt.NDArray[np.int32], int]]:
-        """For each group: the device slots that the hit's blocks are in already, and how many slots it would take."""
-        result = []
-        for group, found in zip(self._groups, self.device_slots(hit), strict=True):
-            absent = _absent(found, group.needed(hit.num_tokens))
-            missing = len(absent) - int(np.count_nonzero(self._are_coming(hit, group, absent)))
-            result.append((found[found != ABSENT], missing))
-        return result
-
-    def demand(self, hit: Hit, step: int) -> Demand | None:
-        """What the hit's prefixes have to move, those that end at a multiple of *step* tokens; None if nothing.
-
-        Where a group forgets, every prefix is taken to need as much of its blocks as the whole hit.
-        """
-        absent = [
-            _absent(found, group.needed(hit.num_tokens))
-            for group, found in zip(self._groups, self.device_slots(hit), strict=True)
-        ]
-        firsts = [
-            0 if group.attention.forgets else int(ids[0]) * group.block_size // step
-            for group, ids in zip(self._groups, absent, strict=True)
-            if len(ids)
-        ]
-        if not firsts:
-            return None
-        start = min(firsts)
-        ends = np.arange(start, hit.num_tokens // step + 1, dtype=np.float64) * step
-        moved = np.zeros((2, len(ends)))  # from disk, to the device
-        for group, ids, below in zip(self._groups, absent, self._below(hit, absent), strict=True):
-            if len(ids):
-                # The first prefix that needs each block.
-                places = ids * group.block_size // step + 1 - start
-                places = np.ones_like(places) if group.attention.forgets else places
-                for row, num_bytes in enumerate(self._to_move(hit, group, ids, below)):
-                    moved[row] += np.bincount(places, num_bytes, len(ends))
-        disk_bytes, device_bytes = moved.cumsum(axis=1)
-        queued_disk_bytes = self._residency.lower.queued_read_bytes()
-        queued_device_bytes = self._uploads.queued_bytes + self._transfers.pending_bytes(Route.HOST_TO_DEVICE)
-        for group in self._groups:
-            num_read, num_copied = self._backlogs.num_queued(group)
-            queued_disk_bytes += num_read * group.memory.block_bytes
-            queued_device_bytes += num_copied * group.memory.block_bytes
-        return Demand(ends, disk_bytes, device_bytes, queued_disk_bytes, queued_device_bytes)
 
     def keep_warm(self, hit: Hit) -> None:
         """Make the hit's host blocks the last to be evicted there: they are wanted, only not yet. Not those of a hit
@@ -241,86 +170,12 @@ class Promoter:
         assert set(self._backlogs) <= self._waiting, "a promotion that is done has something to come"
         assert self._kept_back.keys() <= set(self._backlogs), "blocks are kept back for nothing"
 
-    def _slots_from_start(self, hit: Hit) -> list[npt.NDArray[np.int32]]:
-        """`device_slots` without those before the start of a split hit."""
-        return [
-            found[group.needed(hit.num_tokens, hit.start).start - group.needed(hit.num_tokens).start :]
-            for group, found in zip(self._groups, self.device_slots(hit), strict=True)
-        ]
-
-    def _below(self, hit: Hit, blocks: Sequence[BlockIds]) -> list[Places]:
-        """For each group where below these blocks of the hit are, none of them on the device. What was found, and is
-        nowhere any more, is looked for on disk."""
-        if hit.as_of == self._residency.num_changes:
-            return [
-                places[ids - group.needed(hit.num_tokens).start]
-                for group, places, ids in zip(self._groups, hit.below, blocks, strict=True)
-            ]
-        return [
-            self._residency.lower.find(group.id, group.names_of(hit.chain, ids))
-            for group, ids in zip(self._groups, blocks, strict=True)
-        ]
-
-    def _are_coming(self, hit: Hit, group: GroupTiers, ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """For each of these blocks of the hit whether it will have a slot on the device without this hit's doing."""
-        coming = self._backlogs.coming(hit.chain, group, ids)
-        if self._uploads.any(group):
-            coming |= self._uploads.are_coming(group, group.names_of(hit.chain, ids))
-        return coming
-
-    def _to_move(
-        self, hit: Hit, group: GroupTiers, ids: BlockIds, below: Places
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """For each of the blocks, none on the device, the bytes to read from disk and those to copy to the device."""
-        disk_bytes = np.where(below < 0, group.memory.block_bytes, 0)
-        device_bytes = np.full(len(ids), group.memory.block_bytes)
-        coming = self._are_coming(hit, group, ids)  # counted with what is queued, which it waits for
-        disk_bytes[coming] = np.minimum(disk_bytes[coming], 1)
-        device_bytes[coming] = 1
-        return disk_bytes, device_bytes
-
-    def _deficit(self, hit: Hit, slots: Sequence[npt.NDArray[np.int32]]) -> int:
-        """How many tokens fewer the hit must have, for the group that lacks most slots to hold it on the device."""
-        worst = 0
-        for group, found in zip(self._groups, slots, strict=True):
-            absent = _absent(found, group.needed(hit.num_tokens, hit.start))
-            if len(absent):
-                present = found[found != ABSENT]
-                new = len(absent) - int(np.count_nonzero(self._are_coming(hit, group, absent)))
-                taken = new + len(present) - group.pool.num_leased(present)
-                worst = max(worst, (taken - group.pool.num_free) * group.block_size)
-        return worst
-
-    def shorter(self, hit: Hit, num_tokens: int) -> Hit:
-        """The same hit with at most that many tokens, and no partial block; of a split one its beginning stays."""
-
-        def first_hole(group_id: int, start: int, end: int) -> int:
-            group = self._groups[group_id]
-            return start + self._residency.locate(group, group.names_in(hit.chain, range(start, end))).num_found
-
-        is_fresh = hit.as_of == self._residency.num_changes and not self._residency.is_cut_off
-        if is_fresh and not any(
-            attention.forgets for attention in self._attentions
-        ):  # then every prefix of a hit is one
-            longest = max(hit.start, min(hit.num_tokens, num_tokens) // self._alignment * self._alignment)
-            ends = [longest // group.block_size for group in self._groups]
-            hit = replace(
-                hit,
-                device_slots=[slots[:end] for slots, end in zip(hit.device_slots, ends, strict=True)],
-                below=[places[:end] for places, end in zip(hit.below, ends, strict=True)],
-            )
-            return hit if longest == hit.num_tokens else replace(hit, num_tokens=longest, partial=None)
-        longest = max(hit.start, longest_hit(max(0, num_tokens), self._attentions, first_hole))
-        if longest == hit.num_tokens:
-            return replace(hit, as_of=-1)
-        return replace(hit, num_tokens=longest, partial=None, as_of=-1)
-
     def _lease_what_is_there(self, promotion: Promotion, slots: Sequence[npt.NDArray[np.int32]]) -> list[BlockIds]:
         """Lease device blocks and join uploads, in all groups, before a slot is taken; the blocks that are neither."""
         missing: list[BlockIds] = []
         for group, found in zip(self._groups, slots, strict=True):
             promotion.tables[group.id].frombytes(found.tobytes())
-            absent = _absent(found, group.needed(promotion.num_tokens, promotion.start))
+            absent = absent_blocks(found, group.needed(promotion.num_tokens, promotion.start))
             group.pool.lease(found[found != ABSENT] if len(absent) else found)
             if len(absent) and self._uploads.any(group):
                 names = group.names_of(promotion.chain, absent)
@@ -524,8 +379,3 @@ def _refresh_device(promotion: Promotion, group: GroupTiers, blocks: range) -> N
     """Make those of the prefix's device blocks that nobody leases the most recent, the tail the least."""
     slots = group.pool.find_all(group.names_in(promotion.chain, blocks))[::-1]
     group.pool.refresh(slots[slots != ABSENT])
-
-
-def _absent(found: npt.NDArray[np.int32], needed: range) -> BlockIds:
-    """Those of the needed blocks that are not on the device, where they were found or not."""
-    return needed.start + np.flatnonzero(found == ABSENT)

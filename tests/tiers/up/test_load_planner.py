@@ -239,7 +239,7 @@ def test_demand_is_what_each_prefix_has_to_move() -> None:
     host[0].evict(host[0].pool.find_all(names[7:]).tolist())
     hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
 
-    demand = w.cache._promoter.demand(hit, w.cache.alignment)
+    demand = w.cache._hits.demand(hit, w.cache.alignment)
 
     assert demand is not None
     assert demand.ends.tolist() == [16, 20, 24, 28, 32, 36, 40]
@@ -253,7 +253,7 @@ def test_a_hit_that_is_all_on_the_device_needs_no_plan() -> None:
     read(w, "a")
     hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
 
-    assert w.cache._promoter.demand(hit, w.cache.alignment) is None
+    assert w.cache._hits.demand(hit, w.cache.alignment) is None
 
 
 def test_every_missed_token_has_the_reason_that_made_the_prefix_shorter_there() -> None:
