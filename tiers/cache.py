@@ -122,6 +122,184 @@ class TieredCache:
         partial = self._partial_hit(chain, num_found, num_tokens)
         return Hit(chain, limit, num_found, misses, partial, device_slots, below, self.residency.num_changes)
 
+    def make_room(self, hit: Hit) -> bool:
+        """Whether promoting the hit would now push out no block without a copy below; if not, such copies are started.
+
+        Also True when nothing more can be done about it. Ask again after a `poll`; promoting without asking is
+        allowed, and drops what is in the way.
+        """
+        if all((found != ABSENT).all() for found in self._hits.device_slots(hit)):
+            return True
+        demand, short = [], []
+        rest_tokens = hit.limit - hit.num_tokens
+        pairs = zip(self._group_tiers, self._hits.resident_and_missing(hit), strict=True)
+        for group, (resident, missing) in pairs:
+            demand.append(missing + len(resident))  # the hit's own blocks may be among the oldest
+            now = missing + (hit.partial is not None)
+            # Then its request takes slots to compute in, before a copy that is started now has been taken in.
+            soon = min(self._window.depth, -(-rest_tokens // group.block_size) + 1)
+            short.append(max(self._lacking(group, n, resident) for n in (now, now + soon)) if missing else 0)
+        if not any(short):
+            return True
+        self._promoter.keep_warm(hit)
+        self._spill(demand)
+        return not self._host_spill.is_moving and not self.lower.is_making_room
+
+    def promote(self, hit: Hit, timeout_s: float | None = None) -> Promotion:
+        """Bring the hit's blocks up to the device: lease what is there, copy the rest. Returns at once.
+
+        The promotion is `done` now or after some `poll`. After *timeout_s* it is done with what has arrived.
+        """
+        deadline = None if timeout_s is None else self._clock() + timeout_s
+        return self._promoter.promote(hit, self._window.num_blocks, deadline)
+
+    def cancel(self, promotion: Promotion) -> None:
+        """End a promotion that nobody waits for any more, with all its leases."""
+        if not promotion.done:
+            self._promoter.give_up(promotion, Reason.DEADLINE)
+        self.release(promotion.tables)
+        self._promoter.released(promotion)
+
+    def poll(self) -> None:
+        """Take in what the lanes have finished: publish blocks, finish promotions, go on with queued copies."""
+        self.wait(0.0)
+
+    def wait(self, timeout_s: float) -> None:
+        """Like `poll`, but wait up to *timeout_s* for a copy to finish.
+
+        What has finished is taken in for `TAKING_IN_S` only; the rest stays for the next call, which does not wait."""
+        until: float | None = None
+
+        def goes_on() -> bool:
+            nonlocal until
+            now = self._clock()
+            until = now + TAKING_IN_S if until is None else until  # the wait for the first does not count
+            return now < until
+
+        self._transfers.poll(0.0 if self._promoter.could_start_more else timeout_s, goes_on)
+        self._promoter.pump(self._window.num_blocks)
+        self.residency.take_in_lost()
+        self._pins.pump()
+
+    def allocate(self, num_slots: Sequence[int]) -> Tables | None:
+        """Lease that many device slots of each group, for blocks about to be computed; None if one has too few.
+
+        Evicts the oldest blocks that have a copy below; a dirty one that has to go is dropped and counted. Never
+        waits for a copy.
+        """
+        self.residency.take_in_lost()
+        for wanted, group in zip(num_slots, self._group_tiers, strict=True):
+            if wanted > group.pool.num_free:
+                return None
+        tables: Tables = []
+        for wanted, group in zip(num_slots, self._group_tiers, strict=True):
+            slots = group.slots.take(wanted, self._window.num_blocks if group.slots.dirty else 0)
+            assert slots is not None, "fewer free slots than a moment ago"
+            tables.append(array("i", slots))
+            group.num_held += wanted
+        self._window.allocated(max(num_slots))
+        return tables
+
+    def commit(self, tables: Tables, chain: BlockChain, start: int, end: int, boundaries: Sequence[int] = ()) -> None:
+        """Name the computed tokens *start* to *end* of a request, where whole blocks are full, so that they are found.
+
+        *tables* are the request's own: where another slot has a block of that name already, its bytes are equal, and
+        the request goes on with that one. So everything in the order of eviction is in one chain, and a prefix outlives
+        what continues it. *boundaries*: where later prompts may resume, see `Retention.kept`.
+        """
+        for group, table in zip(self._group_tiers, tables, strict=True):
+            first, last = start // group.block_size, end // group.block_size
+            if not group.attention.forgets:
+                if first < last:
+                    self._commit_run(group, table, chain, first, _ids(table[first:last]))
+                continue
+            for blocks in self._retention.kept(group.attention, first, last, boundaries):
+                slots = _ids(table[blocks.start : blocks.stop])
+                if (slots != NO_SLOT).all():
+                    self._commit_run(group, table, chain, blocks.start, slots)
+                    continue
+                for place in np.flatnonzero(slots != NO_SLOT).tolist():
+                    self._commit_run(group, table, chain, blocks.start + place, slots[place : place + 1])
+
+    def commit_tail(self, tables: Tables, chain: BlockChain, num_computed: int) -> None:
+        """Let others have copies of the last block's first tokens, although it is not full: call it before `release`.
+
+        So the next turn of a chat finds all that was computed, as long as it is on the device: such a block is not
+        spilled. Who goes on from all of it offers a longer one in its turn, and this one is forgotten.
+        """
+        block_id = num_computed // self.block_size
+        token_ids = chain.token_ids[block_id * self.block_size : num_computed]
+        if (
+            self.residency.partial_group is None
+            or not len(token_ids)
+            or any(len(table) <= block_id for table in tables)
+        ):
+            return
+        key, name = chain.continued_key(block_id), chain.tail_name(num_computed)
+        for group, table in zip(self._group_tiers, tables, strict=True):
+            group.commit_tail(table[block_id], name, key, token_ids)
+
+    def forget_read(self, tables: Tables, num_tokens: int) -> None:
+        """End the leases on blocks that no token after *num_tokens* reads (sliding windows, chunks), in place."""
+        for group, table in zip(self._group_tiers, tables, strict=True):
+            if not group.attention.forgets:
+                continue
+            passed = []
+            for block_id in range(min(group.attention.first_needed(num_tokens), len(table)) - 1, -1, -1):
+                if table[block_id] == NO_SLOT:
+                    break
+                passed.append(table[block_id])
+                table[block_id] = NO_SLOT
+            group.num_held -= len(passed)
+            group.pool.release(passed)
+
+    def release(self, tables: Tables) -> None:
+        """End a request's leases, the prefix's tail first, so that the tail is evicted first."""
+        for group, table in zip(self._group_tiers, tables, strict=True):
+            slots = _ids(table)[::-1]
+            leased = slots[slots != NO_SLOT]
+            group.num_held -= len(leased)
+            group.pool.release(leased)
+
+    def spill(self) -> None:
+        """Keep the device's oldest blocks copied to host memory, as far ahead as the measured speeds ask for, and what
+        is in host memory copied to disk."""
+        if self._is_spilled:
+            self._spill(self._nothing)
+
+    def flush(self, timeout_s: float, progress: Callable[[int], None] = lambda num_left: None) -> int:
+        """Copy every block that is nobody's lease down to disk, so that a restart is warm; the number left over.
+
+        Waits, up to *timeout_s*, and not for copies that hang. *progress* gets the number of blocks still to go.
+        Without a disk there is nothing to do.
+        """
+        saving = self.lower.saving()
+        if not saving.is_there:
+            return 0
+        began_at = self._clock()
+        deadline = began_at + timeout_s
+        everything = [group.pool.num_slots for group in self._group_tiers]
+        # Each block goes once: a disk smaller than what is above would otherwise push out what was just written.
+        stop_at = saving.num_done + saving.num_left + self._host_spill.num_dirty
+        while (num_left := saving.num_left + self._host_spill.num_dirty) and saving.num_done < stop_at:
+            if self._clock() >= deadline or not saving.is_possible or self._hangs_since(began_at, saving):
+                break
+            progress(num_left)
+            self.lower.spill()
+            self._host_spill.spill(everything)
+            if self._transfers.in_flight:
+                self.wait(0.05)
+            else:
+                time.sleep(0.01)  # a lane that failed is being left alone for a while
+                self.poll()
+            saving = self.lower.saving()
+        while self._host_spill.copies.batches or saving.is_busy:
+            if self._clock() >= deadline or self._hangs_since(began_at, saving):
+                break
+            self.wait(0.05)
+            saving = self.lower.saving()
+        return num_left
+
     def junction(self, hit: Hit) -> int | None:
         """Tokens of the prompt after which only groups that forget lack something: the prefix has come a second time,
         so their blocks there are worth keeping. None if there is no such place beyond the hit."""
@@ -188,44 +366,6 @@ class TieredCache:
         """As much of the hit as is on the device: promoting that is done at once."""
         return self._hits.on_device(hit)
 
-    def make_room(self, hit: Hit) -> bool:
-        """Whether promoting the hit would now push out no block without a copy below; if not, such copies are started.
-
-        Also True when nothing more can be done about it. Ask again after a `poll`; promoting without asking is
-        allowed, and drops what is in the way.
-        """
-        if all((found != ABSENT).all() for found in self._hits.device_slots(hit)):
-            return True
-        demand, short = [], []
-        rest_tokens = hit.limit - hit.num_tokens
-        pairs = zip(self._group_tiers, self._hits.resident_and_missing(hit), strict=True)
-        for group, (resident, missing) in pairs:
-            demand.append(missing + len(resident))  # the hit's own blocks may be among the oldest
-            now = missing + (hit.partial is not None)
-            # Then its request takes slots to compute in, before a copy that is started now has been taken in.
-            soon = min(self._window.depth, -(-rest_tokens // group.block_size) + 1)
-            short.append(max(self._lacking(group, n, resident) for n in (now, now + soon)) if missing else 0)
-        if not any(short):
-            return True
-        self._promoter.keep_warm(hit)
-        self._spill(demand)
-        return not self._host_spill.is_moving and not self.lower.is_making_room
-
-    def promote(self, hit: Hit, timeout_s: float | None = None) -> Promotion:
-        """Bring the hit's blocks up to the device: lease what is there, copy the rest. Returns at once.
-
-        The promotion is `done` now or after some `poll`. After *timeout_s* it is done with what has arrived.
-        """
-        deadline = None if timeout_s is None else self._clock() + timeout_s
-        return self._promoter.promote(hit, self._window.num_blocks, deadline)
-
-    def cancel(self, promotion: Promotion) -> None:
-        """End a promotion that nobody waits for any more, with all its leases."""
-        if not promotion.done:
-            self._promoter.give_up(promotion, Reason.DEADLINE)
-        self.release(promotion.tables)
-        self._promoter.released(promotion)
-
     def free_slots(self) -> list[int]:
         """For each group, how many device slots `allocate` could give now."""
         return [max(0, group.pool.num_free) for group in self._group_tiers]
@@ -233,27 +373,6 @@ class TieredCache:
     def num_to_come(self, promotion: Promotion) -> list[int]:
         """For each group, how many blocks of the promotion have no device slot yet; those are kept for them."""
         return self._promoter.num_to_come(promotion)
-
-    def poll(self) -> None:
-        """Take in what the lanes have finished: publish blocks, finish promotions, go on with queued copies."""
-        self.wait(0.0)
-
-    def wait(self, timeout_s: float) -> None:
-        """Like `poll`, but wait up to *timeout_s* for a copy to finish.
-
-        What has finished is taken in for `TAKING_IN_S` only; the rest stays for the next call, which does not wait."""
-        until: float | None = None
-
-        def goes_on() -> bool:
-            nonlocal until
-            now = self._clock()
-            until = now + TAKING_IN_S if until is None else until  # the wait for the first does not count
-            return now < until
-
-        self._transfers.poll(0.0 if self._promoter.could_start_more else timeout_s, goes_on)
-        self._promoter.pump(self._window.num_blocks)
-        self.residency.take_in_lost()
-        self._pins.pump()
 
     def pin(self, chain: BlockChain, num_tokens: int, most_bytes: int | None = None) -> Pin | None:
         """Keep in host memory what a prompt needs that goes on after these tokens, whole blocks of them: what is there
@@ -265,6 +384,10 @@ class TieredCache:
         whole = min(num_tokens, len(chain.names) * self.block_size) // self.alignment * self.alignment
         return self._pins.begin(chain, whole, self.free_to_pin if most_bytes is None else most_bytes)
 
+    def unpin(self, pin: Pin) -> None:
+        """End the pin; a second time does nothing."""
+        self._pins.end(pin)
+
     @property
     def pinnable_bytes(self) -> int:
         """Half of host memory: so much may be pinned, the rest is for what comes and goes."""
@@ -275,133 +398,15 @@ class TieredCache:
         """What is left of that; less than nothing while a pin was made beside those of the queue."""
         return self.pinnable_bytes - self._pins.num_bytes
 
-    def unpin(self, pin: Pin) -> None:
-        """End the pin; a second time does nothing."""
-        self._pins.end(pin)
-
-    def allocate(self, num_slots: Sequence[int]) -> Tables | None:
-        """Lease that many device slots of each group, for blocks about to be computed; None if one has too few.
-
-        Evicts the oldest blocks that have a copy below; a dirty one that has to go is dropped and counted. Never
-        waits for a copy.
-        """
-        self.residency.take_in_lost()
-        for wanted, group in zip(num_slots, self._group_tiers, strict=True):
-            if wanted > group.pool.num_free:
-                return None
-        tables: Tables = []
-        for wanted, group in zip(num_slots, self._group_tiers, strict=True):
-            slots = group.slots.take(wanted, self._window.num_blocks if group.slots.dirty else 0)
-            assert slots is not None, "fewer free slots than a moment ago"
-            tables.append(array("i", slots))
-            group.num_held += wanted
-        self._window.allocated(max(num_slots))
-        return tables
-
-    def commit(self, tables: Tables, chain: BlockChain, start: int, end: int, boundaries: Sequence[int] = ()) -> None:
-        """Name the computed tokens *start* to *end* of a request, where whole blocks are full, so that they are found.
-
-        *tables* are the request's own: where another slot has a block of that name already, its bytes are equal, and
-        the request goes on with that one. So everything in the order of eviction is in one chain, and a prefix outlives
-        what continues it. *boundaries*: where later prompts may resume, see `Retention.kept`.
-        """
-        for group, table in zip(self._group_tiers, tables, strict=True):
-            first, last = start // group.block_size, end // group.block_size
-            if not group.attention.forgets:
-                if first < last:
-                    self._commit_run(group, table, chain, first, _ids(table[first:last]))
-                continue
-            for blocks in self._retention.kept(group.attention, first, last, boundaries):
-                slots = _ids(table[blocks.start : blocks.stop])
-                if (slots != NO_SLOT).all():
-                    self._commit_run(group, table, chain, blocks.start, slots)
-                    continue
-                for place in np.flatnonzero(slots != NO_SLOT).tolist():
-                    self._commit_run(group, table, chain, blocks.start + place, slots[place : place + 1])
-
-    def commit_tail(self, tables: Tables, chain: BlockChain, num_computed: int) -> None:
-        """Let others have copies of the last block's first tokens, although it is not full: call it before `release`.
-
-        So the next turn of a chat finds all that was computed, as long as it is on the device: such a block is not
-        spilled. Who goes on from all of it offers a longer one in its turn, and this one is forgotten.
-        """
-        block_id = num_computed // self.block_size
-        token_ids = chain.token_ids[block_id * self.block_size : num_computed]
-        if (
-            self.residency.partial_group is None
-            or not len(token_ids)
-            or any(len(table) <= block_id for table in tables)
-        ):
-            return
-        key, name = chain.continued_key(block_id), chain.tail_name(num_computed)
-        for group, table in zip(self._group_tiers, tables, strict=True):
-            group.commit_tail(table[block_id], name, key, token_ids)
-
-    def release(self, tables: Tables) -> None:
-        """End a request's leases, the prefix's tail first, so that the tail is evicted first."""
-        for group, table in zip(self._group_tiers, tables, strict=True):
-            slots = _ids(table)[::-1]
-            leased = slots[slots != NO_SLOT]
-            group.num_held -= len(leased)
-            group.pool.release(leased)
-
-    def forget_read(self, tables: Tables, num_tokens: int) -> None:
-        """End the leases on blocks that no token after *num_tokens* reads (sliding windows, chunks), in place."""
-        for group, table in zip(self._group_tiers, tables, strict=True):
-            if not group.attention.forgets:
-                continue
-            passed = []
-            for block_id in range(min(group.attention.first_needed(num_tokens), len(table)) - 1, -1, -1):
-                if table[block_id] == NO_SLOT:
-                    break
-                passed.append(table[block_id])
-                table[block_id] = NO_SLOT
-            group.num_held -= len(passed)
-            group.pool.release(passed)
-
-    def spill(self) -> None:
-        """Keep the device's oldest blocks copied to host memory, as far ahead as the measured speeds ask for, and what
-        is in host memory copied to disk."""
-        if self._is_spilled:
-            self._spill(self._nothing)
-
-    def flush(self, timeout_s: float, progress: Callable[[int], None] = lambda num_left: None) -> int:
-        """Copy every block that is nobody's lease down to disk, so that a restart is warm; the number left over.
-
-        Waits, up to *timeout_s*, and not for copies that hang. *progress* gets the number of blocks still to go.
-        Without a disk there is nothing to do.
-        """
-        saving = self.lower.saving()
-        if not saving.is_there:
-            return 0
-        began_at = self._clock()
-        deadline = began_at + timeout_s
-        everything = [group.pool.num_slots for group in self._group_tiers]
-        # Each block goes once: a disk smaller than what is above would otherwise push out what was just written.
-        stop_at = saving.num_done + saving.num_left + self._host_spill.num_dirty
-        while (num_left := saving.num_left + self._host_spill.num_dirty) and saving.num_done < stop_at:
-            if self._clock() >= deadline or not saving.is_possible or self._hangs_since(began_at, saving):
-                break
-            progress(num_left)
-            self.lower.spill()
-            self._host_spill.spill(everything)
-            if self._transfers.in_flight:
-                self.wait(0.05)
-            else:
-                time.sleep(0.01)  # a lane that failed is being left alone for a while
-                self.poll()
-            saving = self.lower.saving()
-        while self._host_spill.copies.batches or saving.is_busy:
-            if self._clock() >= deadline or self._hangs_since(began_at, saving):
-                break
-            self.wait(0.05)
-            saving = self.lower.saving()
-        return num_left
-
     @property
     def knows_disk(self) -> bool:
         """Whether what was on disk before has been looked through; until then some of it is a miss."""
         return self.lower.is_known
+
+    @property
+    def num_under_way(self) -> int:
+        """Copies started and not taken in yet, on all routes."""
+        return self._transfers.in_flight
 
     def reset(self) -> bool:
         """Forget every block in every tier, and end all pins; False, and nothing changed, while blocks are leased or
@@ -420,11 +425,6 @@ class TieredCache:
         self._pins.end_all()
         self.residency.clear()
         return True
-
-    @property
-    def num_under_way(self) -> int:
-        """Copies started and not taken in yet, on all routes."""
-        return self._transfers.in_flight
 
     def check(self) -> None:
         """Raise AssertionError if any two books disagree: pools, marks, leases, blocks under way."""
