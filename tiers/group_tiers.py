@@ -43,7 +43,7 @@ class GroupTiers:
         self.num_held = 0  # leases on device slots that callers of the cache hold
 
     def needed(self, num_tokens: int, start: int = 0) -> range:
-        """Ids of the blocks that a request reads to go on after *num_tokens* tokens, without those before token *start*."""
+        """Ids of the blocks that a request reads to go on after *num_tokens*, without those before token *start*."""
         end = num_tokens // self.block_size
         return range(min(end, max(self.attention.first_needed(num_tokens), start // self.block_size)), end)
 
@@ -60,7 +60,7 @@ class GroupTiers:
         return blocks_of(chain, self.attention, ids)
 
     def record_origin(self, slots: Ids, tenant: bytes, chain: BlockChain | None, start: int) -> None:
-        """Note that the device slots hold blocks of the tenant now: those of *chain* from *start* on, if it is known."""
+        """Note that the device slots hold the tenant's blocks now: those of *chain* from *start* on, if it is known."""
         self.owners.record(slots, tenant)
         if self.partial_matches is not None:
             if chain is not None:

@@ -72,9 +72,9 @@ class Pin:
 
 
 class Pins:
-    """Brings the blocks of pins to host memory, from disk when nothing more urgent is read, from the device when the bus
-    is free, and keeps the fetches that lease them. A pin is looked through in parts, the pin that has waited longest
-    first. Owned by the cache's thread.
+    """Brings the blocks of pins to host memory, and keeps the fetches that lease them there. Blocks come from disk when
+    nothing more urgent is read, from the device when the bus is free. A pin is looked through in parts, the pin that
+    has waited longest first. Owned by the cache's thread.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class Residency:
             for group_id, (group, memory) in enumerate(zip(groups, memories, strict=True))
         ]
         self.lower = lower
-        self.partial_group = None if in_part is None else self.groups[in_part]  # the group whose blocks are found by their first tokens
+        self.partial_group = None if in_part is None else self.groups[in_part]  # its blocks are found by first tokens
         self.is_cut_off = False  # the lane to the device hangs: no block can come up
         self._events = events
         self._ghosts = Ghosts(NUM_GHOSTS)
@@ -94,7 +94,7 @@ class Residency:
         return Reason.NEVER_SEEN if tier is None else Reason.evicted_from(tier)
 
     def committed(self, group: GroupTiers, slots: Ids, chain: BlockChain, start: int) -> None:
-        """Take in that the chain's blocks from block *start* of the group on have been computed and named in these slots."""
+        """Take in that the chain's blocks from block *start* of the group on were computed and named in these slots."""
         group.slots.mark_dirty(slots)
         group.record_origin(slots, tenant_of(chain.extra.cache_salt), chain, start)
         if self._events is not None:
@@ -239,7 +239,7 @@ class Residency:
 
 
 def _matched_in_part(groups: Sequence[AttentionGroup]) -> int | None:
-    """Id of the group whose blocks are to be found by their first tokens; None if no request can go on inside a block."""
+    """Id of the group whose blocks are found by their first tokens; None if no request can go on inside a block."""
     if name_block_size(groups) != alignment(groups) or not all(group.resumes_inside for group in groups):
         return None
     return next((group_id for group_id, group in enumerate(groups) if not group.forgets), 0)

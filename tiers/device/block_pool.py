@@ -31,7 +31,7 @@ class BlockPool:
         self._blank = list(range(num_slots - 1, -1, -1))
         self._slots = SlotIndex(num_slots)
         self._runs = Runs(num_slots)
-        self.order = EvictionOrder(num_slots, self._runs)  # of cached slots and lent ones; others only ask it
+        self.order = EvictionOrder(num_slots, self._runs)  # of cached and lent slots. Written by the pool only
         self._leases = array("i", bytes(4 * num_slots))
         self._copies = array("i", bytes(4 * num_slots))  # how many of each slot's leases are copies
         self._num_copies = 0  # all of them
@@ -42,8 +42,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Slots that `allocate` could give now, evicting if it must. Less than none while copies down lease what is
-        reserved."""
+        """Slots that `allocate` could give now, evicting if it must. Below 0 while copies down lease reserved slots."""
         return len(self._blank) + self.order.num_slots - self.order.num_lent - self.num_reserved
 
     @property
@@ -53,12 +52,12 @@ class BlockPool:
 
     @property
     def num_named(self) -> int:
-        """Blocks that can be found here."""
+        """Number of blocks that can be found here."""
         return len(self._slots)
 
     @property
     def num_leases(self) -> int:
-        """All leases on all slots."""
+        """Number of leases on all slots."""
         return int(self._all_leases.sum())
 
     def parent(self, slot: int) -> BlockName | None:
@@ -95,11 +94,11 @@ class BlockPool:
         return self._slots.has_none(names)
 
     def name(self, slot: int) -> BlockName | None:
-        """The name of the block in the slot, or None if nobody can find it."""
+        """The name of the block in the slot, or None if it has none and cannot be found."""
         return self._runs.name(slot)
 
     def rows(self, slots: Ids) -> list[Row]:
-        """What is in the slots, which hold named blocks: rows of blocks of one chain."""
+        """The named blocks in the slots, as rows of blocks of one chain."""
         return self._runs.rows(slots)
 
     def are_named(self, slots: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
@@ -111,11 +110,11 @@ class BlockPool:
         return self._all_spots[slots]
 
     def is_free(self, slot: int) -> bool:
-        """Whether nobody leases the slot."""
+        """Whether the slot has no lease."""
         return self._leases[slot] == 0
 
     def num_leased(self, slots: npt.NDArray[np.integer[Any]]) -> int:
-        """How many of the slots somebody leases."""
+        """How many of the slots are leased."""
         return int(np.count_nonzero(self._all_leases[slots]))
 
     def allocate(self, num_slots: int) -> list[int] | None:
@@ -144,11 +143,11 @@ class BlockPool:
         return slots
 
     def reserve(self, num_slots: int) -> None:
-        """Keep so many of the free slots, whichever, for who ends the reservation and takes them."""
+        """Keep that many of the free slots, any of them, until `unreserve`: `num_free` does not count them."""
         self.num_reserved += num_slots
 
     def unreserve(self, num_slots: int) -> None:
-        """So many are no longer kept."""
+        """Keep that many slots fewer."""
         self.num_reserved -= num_slots
 
     def lease(self, slots: Slots) -> None:
@@ -208,14 +207,14 @@ class BlockPool:
             self.order.lend(ids[self._all_leases[ids] > 0])
 
     def refresh(self, slots: Slots) -> None:
-        """Make the cached ones among these blocks the most recent, the first of them still being evicted first."""
+        """Make the cached blocks among these the most recent. The first of them is still evicted before the others."""
         self.lease(slots)
         self.release(slots)
 
     def lend(self, slots: Slots) -> None:
-        """Lease the slots to a copy: cached ones keep their place in the order, and nobody is given them meanwhile.
+        """Lease the slots to a copy. Cached ones keep their place in the order, and are not evicted meanwhile.
 
-        One that somebody leases too gets its place when those leases end, whether the copy is over or not.
+        A slot that a request leases too gets its place when the request's lease ends, whether the copy is over or not.
         """
         ids = as_ids(slots)
         self.order.lend(ids[self._all_leases[ids] == 0])
@@ -224,7 +223,7 @@ class BlockPool:
         self._all_copies[ids] += 1
 
     def put_back(self, slots: Slots) -> None:
-        """The copy is over."""
+        """End the leases of a copy on these slots."""
         ids = as_ids(slots)
         assert (self._all_copies[ids] > 0).all(), "a slot is not lent"
         self._num_copies -= len(ids)
@@ -236,10 +235,10 @@ class BlockPool:
         self._blank += free[~is_cached].tolist()
 
     def commit(self, slots: Slots, names: Sequence[BlockName], start: int = 0) -> list[int]:
-        """Name the blocks in the leased slots, so that they can be found: by *names* from *start* on.
+        """Name the blocks in the leased slots, so that they can be found. The places in *slots* of those not named.
 
-        Give the list of all names of a chain, which may only grow: blocks of one list in a row are found fastest. Where
-        another slot has a name already, the one given stays without; the result are their places in *slots*.
+        They get *names* from *start* on. Give the list of all names of a chain, which may only grow: blocks of one list
+        in a row are found fastest. A slot gets no name if another slot has that name already.
         """
         if len(slots) == 1:
             return self._commit_one(int(slots[0]), names, start)
@@ -279,7 +278,7 @@ class BlockPool:
         return names
 
     def evict_for(self, num_slots: int, victims: Ids) -> tuple[list[int], list[BlockName]]:
-        """Lease all blank slots and after them these cached ones, *num_slots* together; also the names these lose."""
+        """Lease all blank slots and these cached *victims*, *num_slots* together. The slots, and the victims' names."""
         spans = self.order.take(victims)
         names = self._runs.remove(victims) if spans is None else self._runs.remove_spans(victims, spans)
         self._unindex(names)
@@ -309,7 +308,7 @@ class BlockPool:
         lent = ordered - free
         assert len(lent) == self.order.num_lent, "the lent slots were miscounted"
         assert free == blank | (ordered - lent), "a slot is leased and free, or neither"
-        assert all(self._leases[slot] == self._copies[slot] for slot in lent), "a lent slot is leased by others too"
+        assert all(self._leases[slot] == self._copies[slot] for slot in lent), "a lent slot is leased by a request too"
         assert all(count <= self._leases[slot] for slot, count in enumerate(self._copies)), "a copy has no lease"
         assert sum(self._copies) == self._num_copies, "the copies were miscounted"
         named = {slot for slot in range(self.num_slots) if self._spots[slot] != NO_SPOT}
@@ -320,7 +319,7 @@ class BlockPool:
         assert all(self.name(slot) == name for name, slot in self._slots.items()), "a name points to another's slot"
 
     def _commit_one(self, slot: int, names: Sequence[BlockName], start: int) -> list[int]:
-        assert self._leases[slot], "only a leased slot's bytes are anyone's to name"
+        assert self._leases[slot], "a slot that is not leased cannot be named"
         assert self._spots[slot] == NO_SPOT, "a slot has a name already"
         name = names[start]
         if self._slots.give(name, slot) != slot:
@@ -333,7 +332,7 @@ class BlockPool:
         return []
 
     def _let_go(self, ids: Ids, counts: npt.NDArray[np.int32]) -> Ids:
-        """Those of the slots, with so many leases left, that nobody but copies leases, and that become free or lent."""
+        """The slots that become free or lent: no request leases them any more. *counts*: the leases each has left."""
         if not self._num_copies:
             return cast(Ids, ids[counts == 0])
         is_named = self._all_spots[ids] != NO_SPOT

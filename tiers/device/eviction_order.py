@@ -1,4 +1,4 @@
-"""EvictionOrder: the free slots that hold a block, in the order in which they became free: the first goes next."""
+"""EvictionOrder: the slots whose blocks may be evicted, in the order in which they became free."""
 
 from array import array
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ MOST_LOOKED_AT = 1024
 
 @dataclass(slots=True)
 class Front:
-    """The slots at the eviction end, first one first, looked through once for many evictions. *begin* is the first
-    one's place in the order, *spans* are their blocks in pieces of runs."""
+    """The next slots to evict, looked through once for many evictions. *begin* is the place of the first one in the
+    order, *spans* are their blocks in pieces of runs."""
 
     begin: int
     ids: Ids
@@ -44,41 +44,42 @@ class Front:
 
 @dataclass(slots=True)
 class Sweep:
-    """How far the entries that count have been moved together: all from place *read* on are from *written* on; between
-    the two none counts."""
+    """How far the entries that count have been moved together: those from place *read* on stand from *written* on, and
+    between the two none counts."""
 
     read: int
     written: int
 
 
 class EvictionOrder:
-    """A queue of slots. Each is in it once or not at all; a lent one is in it and is passed over. Owned by its pool.
+    """A queue of slots; the first is evicted next. A slot is in it once or not at all; a lent slot is in it and is
+    passed over. Owned by its pool.
 
     An entry counts only if it is where `_places` says, and not before the queue's head. So leaving the order costs
     nothing, and chains of thousands of blocks come and go at numpy's speed, while single slots are array items, at the
-    speed of a list's. When entries that do not count are as many as the slots, those that count are moved together to
-    the end, a part with each call.
+    speed of a list's. When the entries that do not count are as many as the slots, a part of the others is moved
+    towards the end with each call.
     """
 
     def __init__(self, num_slots: int, runs: Runs) -> None:
         """*runs* has the blocks of the slots in the order."""
-        self.num_slots = 0  # in the order, with those lent
+        self.num_slots = 0  # in the order, the lent ones too
         self.num_lent = 0
         self.num_departures = 0  # of slots from the order, ever
         self._runs = runs
         self._places = array("i", [NO_PLACE]) * num_slots
         self._all_places = view_of(self._places)
         self._is_lent = np.zeros(num_slots, np.bool_)
-        self._rows = GrowingRows(np.int32, 1)  # entries: slots by the time they became free; places are counted in it
+        self._rows = GrowingRows(np.int32, 1)  # entries: slots by the time when they became free
         self._num_entries = 0
-        self._before = 0  # places before the first entry, which are in use no more
-        self._num_recounted = 0  # places that were left out whenever places were counted anew
-        self._most_entries = 2 * num_slots + MANY  # before those that do not count are left out
+        self._before = 0  # places before the first entry
+        self._num_recounted = 0  # places that were dropped when places were counted anew
+        self._most_entries = 2 * num_slots + MANY  # more of them, and a sweep begins
         self._sweep: Sweep | None = None
         self._head = 0  # before it no entry counts
         self._front = Front(0, NOTHING, [])
-        self._front_end = 0  # place before which what `_front` says still holds; from the head on
-        self._given = NOTHING  # what `victims` gave of it last
+        self._front_end = 0  # place up to which `_front` still holds, from the head on
+        self._given = NOTHING  # the part of `_front` that `victims` gave last
 
     def append_few(self, slots: list[int]) -> None:
         """Put these slots, which are not in the order, at its end."""
@@ -103,7 +104,7 @@ class EvictionOrder:
         self._tidy(SWEPT * len(ids) + MANY)
 
     def remove_few(self, slots: list[int]) -> None:
-        """Take those of the slots that are in the order out of it."""
+        """Take the slots out of the order, if they are in it."""
         places, head = self._places, self._head
         for slot in slots:
             place = places[slot]
@@ -147,11 +148,11 @@ class EvictionOrder:
         return self._all_places[ids] >= self._head
 
     def place(self, slot: int) -> int | None:
-        """Where a slot of the order stands, lower first; None for others."""
+        """The slot's place in the order, the lowest is evicted first; None if it has none."""
         return self._places[slot] + self._num_recounted if self._places[slot] >= self._head else None
 
     def victims(self, num_slots: int) -> Ids:
-        """Up to that many slots that are not lent, first one first. They stay in the order; see `take`."""
+        """The next slots to evict, up to *num_slots*. They stay in the order until `take`."""
         start = self._head - self._front.begin
         if self._head + num_slots > self._front_end:
             self._look_ahead(num_slots)
@@ -163,13 +164,12 @@ class EvictionOrder:
         return oldest if len(oldest) <= num_slots else oldest[:num_slots]
 
     def take(self, victims: Ids) -> list[Span] | None:
-        """Take these slots, none of them lent, out of the order. Their blocks as spans, if `victims` has just given
-        exactly them."""
+        """Take these slots, none of them lent, out of the order. Their blocks as spans if `victims` gave just these."""
         num_taken, spans = len(victims), None
         if victims is self._given and num_taken:
             start = self._head - self._front.begin
             self._given = NOTHING
-            self._head += num_taken  # which takes all of them out of the order
+            self._head += num_taken  # so that their entries count no more
             spans = self._front.take(start, start + num_taken)
         elif self._all_places[victims].tobytes() == _row_of_places(self._head, num_taken).tobytes():
             self._head += num_taken
@@ -181,7 +181,7 @@ class EvictionOrder:
         return spans
 
     def oldest(self, window: int) -> Ids:
-        """The slots in the first *window* places of the order, without those lent."""
+        """The slots in the first *window* places of the order, without the lent ones among them."""
         found: list[Ids] = []
         missing, start = min(window, self.num_slots), self._head
         if self._end - start == self.num_slots:  # every entry from the head on counts
@@ -236,7 +236,7 @@ class EvictionOrder:
         return ids[~self._is_lent[ids]] if self.num_lent else ids
 
     def _look_ahead(self, num_slots: int) -> None:
-        """Look through the eviction end, for this eviction and the next ones."""
+        """Find the next slots to evict, for this eviction and many more."""
         self._head = self._past_gap(self._head)
         start, most = self._head, min(max(FEW, LOOKED_AHEAD * num_slots), max(MOST_LOOKED_AT, num_slots))
         ids = self._entries(start, start + most)
@@ -249,12 +249,14 @@ class EvictionOrder:
             self._front_end = start + len(ids)
 
     def _leave_front(self, ids: Ids) -> None:
-        """Cut the front off before these slots of the order: they leave it, or are lent."""
+        """Cut the front off before these slots of the order, which leave it or are lent."""
         if len(ids) and self._head < self._front_end:
             self._front_end = min(self._front_end, int(self._all_places[ids].min()))
 
     def _tidy(self, num_entries: int) -> None:
-        """Look through so many entries, if there are many or the first ones do not count."""
+        """Go on with a sweep if there are many entries, and move the head past entries that do not count.
+
+        *num_entries* are looked through at most."""
         if self._num_entries > self._most_entries:
             self._sweep_some(num_entries)
         if self._head < self._end and self._places[self._rows.items[self._head - self._before]] != self._head:
@@ -264,7 +266,7 @@ class EvictionOrder:
             self._head = start + (int(counts.argmax()) if counts.any() else len(entries))
 
     def _sweep_some(self, num_entries: int) -> None:
-        """Move what counts of so many entries towards the end; in the end cut off what was before."""
+        """Move the entries that count, of the next *num_entries*, towards the end; after the last one drop the gap."""
         sweep = self._sweep
         if sweep is None:
             self._recount()
@@ -285,7 +287,7 @@ class EvictionOrder:
             self._sweep = None
 
     def _past_gap(self, place: int) -> int:
-        """The place, or where the entries go on if a sweep has left none there."""
+        """The place, or the end of the gap that a sweep has left there."""
         sweep = self._sweep
         return place if sweep is None or not sweep.read <= place < sweep.written else sweep.written
 

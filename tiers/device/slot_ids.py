@@ -1,4 +1,4 @@
-"""Slot ids: the slots that a call is about, as a list, an array or numpy's own index array."""
+"""Slot ids, as calls take and give them: lists, arrays, and numpy's own index arrays."""
 
 from array import array
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-Ids = npt.NDArray[np.intp]  # slots as numpy indexes with; from any other integers it makes these each time, in 1.3 us
+Ids = npt.NDArray[np.intp]  # the integers that numpy indexes with; it converts all other ones each time, in 1.3 us
 Slots = Sequence[int] | npt.NDArray[np.integer[Any]]  # distinct slots
 ABSENT = -1  # in place of a slot: the block is not here
 NOTHING = np.empty(0, np.intp)
