@@ -34,7 +34,7 @@ class GrowingRows:
             self._resize(-(-num_bytes // step_bytes) * step_bytes)
 
     def drop(self, num_rows: int, num_kept: int) -> None:
-        """Drop the first *num_rows* rows: *num_kept* ones after them move to the front, 0.2 ms for a million numbers."""
+        """Drop the first *num_rows* rows: *num_kept* after them move to the front, 0.2 ms for a million numbers."""
         self.memory.move(0, num_rows * self._row_bytes, num_kept * self._row_bytes)
 
     def give_back(self) -> bool:

@@ -79,7 +79,7 @@ class PartialMatches:
         return num_tokens == int(self._num_tokens[slot]) < int(self._token_ids.shape[1])
 
     def parents(self, pool: BlockPool) -> Iterator[tuple[int, int]]:
-        """Slots whose block's parent is in the pool too, and the parent's slot; no blocks with extra keys. For checks."""
+        """Slots whose block has its parent in the pool, with the parent's slot; not of blocks with extra keys."""
         self._take_in()
         for slot in range(pool.num_slots):
             if pool.name(slot) is not None:

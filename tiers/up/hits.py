@@ -1,4 +1,4 @@
-"""Hits: what can be asked of a hit: where its blocks are now, how much of it fits, what it has to move."""
+"""Hits: the questions about a hit: where its blocks are now, how much of it fits, what it has to move."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ class Hits:
         self._transfers = transfers
 
     def device_slots(self, hit: Hit) -> Sequence[npt.NDArray[np.int32]]:
-        """For each group the device slots of the blocks that the hit needs, ABSENT for those further down."""
+        """For each group the device slots of the blocks that the hit needs, ABSENT for blocks in a tier below."""
         if hit.as_of == self._residency.num_changes:
             return hit.device_slots
         return [group.pool.find_all(group.names_in(hit.chain, group.needed(hit.num_tokens))) for group in self._groups]
@@ -47,8 +47,8 @@ class Hits:
         ]
 
     def below(self, hit: Hit, blocks: Sequence[BlockIds]) -> list[Places]:
-        """For each group where below these blocks of the hit are, none of them on the device. What was found, and is
-        nowhere any more, is looked for on disk."""
+        """For each group the places below of these blocks of the hit, none of which is on the device. A block that has
+        left since it was found is looked for on disk."""
         if hit.as_of == self._residency.num_changes:
             return [
                 places[ids - group.needed(hit.num_tokens).start]
@@ -69,7 +69,7 @@ class Hits:
         return self.shorter(replace(hit, start=0), end)
 
     def shorter(self, hit: Hit, num_tokens: int) -> Hit:
-        """The same hit with at most that many tokens, and no partial block; of a split one its beginning stays."""
+        """The same hit with at most *num_tokens* tokens, and without a partial block. A split hit keeps its start."""
 
         def first_hole(group_id: int, start: int, end: int) -> int:
             group = self._groups[group_id]
@@ -112,7 +112,7 @@ class Hits:
         return hit, slots
 
     def resident_and_missing(self, hit: Hit) -> list[tuple[npt.NDArray[np.int32], int]]:
-        """For each group: the device slots that the hit's blocks are in already, and how many slots it would take."""
+        """For each group the device slots that have blocks of the hit, and how many slots promoting it would take."""
         result = []
         for group, found in zip(self._groups, self.device_slots(hit), strict=True):
             absent = absent_blocks(found, group.needed(hit.num_tokens))
@@ -121,9 +121,9 @@ class Hits:
         return result
 
     def demand(self, hit: Hit, step: int) -> Demand | None:
-        """What the hit's prefixes have to move, those that end at a multiple of *step* tokens; None if nothing.
+        """What each prefix of the hit has to move; None if nothing. Prefixes end at multiples of *step* tokens.
 
-        Where a group forgets, every prefix is taken to need as much of its blocks as the whole hit.
+        Of a group that forgets every prefix is taken to need as many blocks as the whole hit.
         """
         absent = [
             absent_blocks(found, group.needed(hit.num_tokens))
@@ -168,7 +168,7 @@ class Hits:
         return worst
 
     def _are_coming(self, hit: Hit, group: GroupTiers, ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """For each of these blocks of the hit whether it will have a slot on the device without this hit's doing."""
+        """For each of these blocks of the hit whether another promotion brings it to the device."""
         coming = self._backlogs.coming(hit.chain, group, ids)
         if self._uploads.any(group):
             coming |= self._uploads.are_coming(group, group.names_of(hit.chain, ids))
@@ -177,7 +177,7 @@ class Hits:
     def _to_move(
         self, hit: Hit, group: GroupTiers, ids: BlockIds, below: Places
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """For each of the blocks, none on the device, the bytes to read from disk and those to copy to the device."""
+        """For each of the blocks, none on the device, the bytes to read from disk and the bytes to copy up."""
         disk_bytes = np.where(below < 0, group.memory.block_bytes, 0)
         device_bytes = np.full(len(ids), group.memory.block_bytes)
         coming = self._are_coming(hit, group, ids)  # counted with what is queued, which it waits for

@@ -1,4 +1,4 @@
-"""Promoter: gives a hit device slots, has what is missing brought up, and tells who waits."""
+"""Promoter: brings the blocks of hits to the device: leases, slots, copies up, and the end of each promotion."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -25,8 +25,8 @@ MOST_UNDER_WAY = 160  # blocks of one promotion: 8 MiB if they are of 52 KiB, an
 
 
 class Promoter:
-    """Leases every source, then takes destinations, then has them filled (`Uploads`), a part at a time: the rest is a
-    promotion's backlog. Owned by the cache's thread."""
+    """Leases every source, then takes device slots, then has them filled (`Uploads`), a part at a time. The rest of a
+    promotion waits in its backlog. Owned by the cache's thread."""
 
     def __init__(
         self,
@@ -47,9 +47,9 @@ class Promoter:
         self.hits = Hits(residency, self._uploads, self._backlogs, transfers)
         self._refreshes = Refreshes(residency.lower)
         self._waiting: set[Promotion] = set()
-        # Blocks under way of promotions that are to come layer by layer, until none is in the backlog: then they start.
+        # Blocks of promotions that are to come layer by layer. Their copies start when no block is left in the backlog.
         self._kept_back: dict[Promotion, list[Upload]] = {}
-        self.could_start_more = False  # but for `PART`
+        self.could_start_more = False  # the last call ended because of `PART`
 
     @property
     def num_waiting(self) -> int:
@@ -88,8 +88,8 @@ class Promoter:
         return promotion
 
     def keep_warm(self, hit: Hit) -> None:
-        """Make the hit's host blocks the last to be evicted there: they are wanted, only not yet. Not those of a hit
-        that is out of date, which have been."""
+        """Make the hit's host blocks the last to be evicted: a request will want them soon. A hit that is out of date
+        is left alone: an earlier call has done it."""
         if hit.as_of != self._residency.num_changes:
             return
         for group, places in zip(self._groups, hit.below, strict=True):
@@ -116,7 +116,7 @@ class Promoter:
             self.give_up(promotion, Reason.DEADLINE)
 
     def give_up(self, promotion: Promotion, reason: Reason) -> None:
-        """Stop waiting: what has not arrived is left out."""
+        """End a promotion without the blocks that have not arrived."""
         if self._backlogs.drop(promotion):
             promotion.failure = reason
         left: dict[GroupTiers, list[tuple[int, Upload]]] = {group: [] for group in self._groups}
@@ -136,42 +136,42 @@ class Promoter:
         self._finish_if_arrived(promotion)
 
     def _uploads_hang(self) -> None:
-        """All that is brought up goes by one lane: nobody waits behind what holds it up."""
+        """Give up every promotion: all blocks come up by one lane, and it hangs."""
         for promotion in list(self._waiting):
             self.give_up(promotion, Reason.DEADLINE)
         self._uploads.hung()
 
     def released(self, promotion: Promotion) -> None:
-        """A promotion's leases have ended before its caller had the beginning of a split prefix: what is on the device
-        of that, whoever left it there, must outlive the rest."""
+        """Make the beginning of a split prefix more recent than its rest. The promotion's leases have ended before its
+        caller had computed that beginning, and the blocks of it on the device must outlive the rest."""
         for group in self._groups if promotion.start else ():
             _refresh_device(promotion, group, range(promotion.num_tokens // group.block_size))
 
     def num_leases(self, group: GroupTiers) -> int:
-        """Leases that blocks to come hold on device slots, beside those of the promotions that wait for them."""
+        """Leases of transfers on the group's device slots, beside the leases of the promotions that wait for them."""
         return self._uploads.num_leases(group)
 
     def num_waiting_leases(self, group: GroupTiers) -> int:
-        """Leases on device slots that belong to promotions not done yet."""
+        """Leases of promotions that are not done on the group's device slots."""
         return sum(slot != NO_SLOT for promotion in self._waiting for slot in promotion.tables[group.id])
 
     def num_to_come(self, promotion: Promotion) -> list[int]:
-        """For each group, how many of a promotion's blocks have no slot yet, but are sure of one."""
+        """For each group, how many of a promotion's blocks have no slot yet, but one reserved."""
         return self._backlogs.num_left(promotion)
 
     def check(self) -> None:
-        """Raise AssertionError if a block under way can be found already, or a promotion waits for what is not."""
+        """Raise AssertionError if a block under way can be found already, or a promotion waits for one that is not."""
         self._uploads.check()
         self._backlogs.check()
         under_way = set(self._uploads)
         for promotion in self._waiting:
             assert promotion.waiting or promotion in self._backlogs, "a promotion waits for nothing"
             assert promotion.waiting <= under_way, "a promotion waits for a block that is not under way"
-        assert set(self._backlogs) <= self._waiting, "a promotion that is done has something to come"
+        assert set(self._backlogs) <= self._waiting, "a promotion that is done has blocks to come"
         assert self._kept_back.keys() <= set(self._backlogs), "blocks are kept back for nothing"
 
     def _lease_what_is_there(self, promotion: Promotion, slots: Sequence[npt.NDArray[np.int32]]) -> list[BlockIds]:
-        """Lease device blocks and join uploads, in all groups, before a slot is taken; the blocks that are neither."""
+        """Lease device blocks and join uploads, in all groups, before a slot is taken. The blocks that are missing."""
         missing: list[BlockIds] = []
         for group, found in zip(self._groups, slots, strict=True):
             promotion.tables[group.id].frombytes(found.tobytes())
@@ -197,7 +197,7 @@ class Promoter:
         sources = [(group, slot) for group in self._groups if (slot := group.pool.find(name)) is not None]
         if len(sources) < len(self._groups):
             return
-        for group, source in sources:  # lent: a word in common makes no document a recent one
+        for group, source in sources:  # lent, not leased: a word in common makes no document a recent one
             group.pool.lend([source])
         if all(group.pool.num_free > 0 for group in self._groups):
             for group, source in sources:
@@ -214,7 +214,7 @@ class Promoter:
                     group.slots.evict([source])
 
     def _start_more(self, window: int) -> None:
-        """Put more of the backlogs under way, those first that began first."""
+        """Put more blocks of backlogs under way, the oldest promotion first."""
         num_left = PART
         for promotion in self._backlogs:
             while num_left > 0 and promotion in self._backlogs:
@@ -235,11 +235,11 @@ class Promoter:
                 del self._kept_back[promotion]
 
     def _start_part(self, promotion: Promotion, most: int, window: int) -> int:
-        """Put the first blocks of a backlog under way; how many left it."""
+        """Put the first blocks of a backlog under way; how many have left it."""
         group, ids = self._backlogs.first(promotion, most)
         names = group.names_of(promotion.chain, ids)
         here = group.pool.find_all(names)
-        if (here != ABSENT).any():  # they were computed meanwhile
+        if (here != ABSENT).any():  # a request has computed them meanwhile
             self._use(promotion, group, ids[here != ABSENT], here[here != ABSENT])
             return int(np.count_nonzero(here != ABSENT))
         if group.pool.num_free < 0:  # copies down lease some of what is reserved, for a moment
@@ -264,7 +264,7 @@ class Promoter:
         return len(ids)
 
     def _use(self, promotion: Promotion, group: GroupTiers, ids: BlockIds, slots: npt.NDArray[np.int32]) -> None:
-        """Blocks of backlogs are on the device, in these slots."""
+        """Give promotions blocks of their backlogs that are on the device, in these slots."""
         wanted = self._backlogs.discard(promotion, group, ids)
         for waiter, is_wanted in wanted:
             group.pool.lease(slots[is_wanted])
@@ -273,11 +273,11 @@ class Promoter:
             self._finish_if_arrived(waiter)
 
     def _come_as_usual(self, promotion: Promotion) -> None:
-        """A promotion's blocks do not come layer by layer."""
+        """Start the copies of a promotion whose blocks do not come layer by layer after all."""
         self._uploads.copy_up(upload for upload in self._kept_back.pop(promotion, ()) if upload.waiters)
 
     def _note_depths(self, promotion: Promotion, blocks: Sequence[BlockIds], below: Sequence[Places]) -> None:
-        """Where the blocks come from: those that are under way already, and those of the backlog."""
+        """Note which tier the blocks come from, of uploads that were joined and of the backlog."""
         depths = np.frombuffer(promotion.depths, np.uint8)
         under_way = [
             (block_id, upload)
@@ -306,19 +306,19 @@ class Promoter:
             promotion.depths[:first] = bytes([promotion.depths[first]]) * first
 
     def _resolved(self, upload: Upload, failure: Reason | None) -> None:
-        """A block has arrived, or never will."""
+        """Take a block that has arrived, or never will, off the promotions that wait for it."""
         for promotion, block_id in upload.waiters:
             promotion.waiting.discard(upload)
             if failure is not None:
                 _leave_out(promotion, upload, block_id, failure)
-                # Whatever the groups are: no prefix that goes beyond this block can be resumed any more.
+                # For every kind of group: no prefix that goes beyond this block can be resumed any more.
                 self._backlogs.drop(promotion, block_id * upload.group.block_size)
                 if promotion not in self._backlogs:
                     self._come_as_usual(promotion)
             self._finish_if_arrived(promotion)
 
     def _finish_if_arrived(self, promotion: Promotion) -> None:
-        """Once nothing is under way: cut the prefix at what cannot be resumed, and hand its leases to the caller."""
+        """If no block is to come any more: cut the prefix to what can be resumed, and hand its leases to the caller."""
         if promotion.waiting or promotion.done or promotion in self._backlogs:
             return
         if promotion.failure is not None:
@@ -346,11 +346,11 @@ class Promoter:
             unneeded = table.copy()
             unneeded[needed.start : needed.stop] = NO_SLOT
             group.pool.release(unneeded[unneeded != NO_SLOT][::-1])
-            end = promotion.num_tokens // group.block_size  # then a copy may follow, of no name
+            end = promotion.num_tokens // group.block_size  # a copied block without a name may follow
             behind = np.flatnonzero(unneeded[needed.stop : end] != NO_SLOT) + needed.stop
             table[: needed.start] = NO_SLOT
             promotion.tables[group.id] = array("i", table[: needed.stop].tobytes())
-            # Meanwhile somebody may have filled the hole, and left: what is behind it must not outlive that.
+            # A request may have filled the hole meanwhile, and left: the blocks behind it must not outlive it.
             if promotion.start:
                 _refresh_device(promotion, group, range(usable // group.block_size))
             if len(behind):
@@ -360,7 +360,7 @@ class Promoter:
 
 
 def _join(promotion: Promotion, group: GroupTiers, ids: BlockIds, uploads: Sequence[Upload]) -> None:
-    """Have a promotion wait for these, which bring its blocks *ids*."""
+    """Have a promotion wait for these uploads, which bring its blocks *ids*."""
     slots = np.array([upload.device_slot for upload in uploads], np.int32)
     group.pool.lease(slots)
     np.frombuffer(promotion.tables[group.id], np.int32)[ids] = slots
@@ -376,6 +376,6 @@ def _leave_out(promotion: Promotion, upload: Upload, block_id: int, failure: Rea
 
 
 def _refresh_device(promotion: Promotion, group: GroupTiers, blocks: range) -> None:
-    """Make those of the prefix's device blocks that nobody leases the most recent, the tail the least."""
+    """Make the prefix's device blocks that are not leased the most recent, its tail the least of them."""
     slots = group.pool.find_all(group.names_in(promotion.chain, blocks))[::-1]
     group.pool.refresh(slots[slots != ABSENT])

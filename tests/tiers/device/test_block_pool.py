@@ -572,7 +572,7 @@ def test_giving_back_a_slot_once_too_often_in_one_call_fails() -> None:
 
 
 def test_naming_a_free_slot_fails() -> None:
-    with pytest.raises(AssertionError, match="only a leased slot's bytes"):
+    with pytest.raises(AssertionError, match="a slot that is not leased cannot be named"):
         BlockPool(3).commit([1], names("a"))
 
 
