@@ -31,8 +31,8 @@ BUGS = [
     Bug(
         "a promoted block is published although its copy failed",
         "tiers/up/uploads.py",
-        "self._came_to_device(batch, transfer.result if transfer.error is None else [None] * len(batch))",
-        "self._came_to_device(batch, transfer.result if transfer.error is None else [True] * len(batch))",
+        "self._finish(batch, transfer.result if transfer.error is None else [None] * len(batch))",
+        "self._finish(batch, transfer.result if transfer.error is None else [True] * len(batch))",
         "tests/tiers",
     ),
     Bug(
@@ -312,7 +312,7 @@ BUGS = [
     Bug(
         "the rest of a split prefix is released as if its beginning were younger",
         "tiers/cache.py",
-        "        self._promoter.released(promotion)\n",
+        "        self._promoter.on_released(promotion)\n",
         "",
         "tests/tiers/test_splits.py",
     ),
@@ -361,8 +361,8 @@ BUGS = [
     Bug(
         "a block that could not be verified beside its copy counts as right",
         "tiers/up/uploads.py",
-        "layered.verified(batch, transfer.result if transfer.error is None else [None] * len(batch))",
-        "layered.verified(batch, transfer.result if transfer.error is None else [True] * len(batch))",
+        "layered.on_verified(batch, transfer.result if transfer.error is None else [None] * len(batch))",
+        "layered.on_verified(batch, transfer.result if transfer.error is None else [True] * len(batch))",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
@@ -410,7 +410,7 @@ BUGS = [
     Bug(
         "who leaves a promotion takes the slots of another's blocks with it",
         "tiers/up/backlog.py",
-        "is_unwanted = ~self.coming(promotion.chain, group, ids)",
+        "is_unwanted = ~self.are_coming(promotion.chain, group, ids)",
         "is_unwanted = np.ones(len(ids), np.bool_)",
         "tests/tiers/test_parts.py",
     ),
@@ -480,8 +480,8 @@ BUGS = [
     Bug(
         "a copy by layers that failed counts as one that went well",
         "tiers/up/uploads.py",
-        "layered.copied(transfer.error is None)",
-        "layered.copied(True)",
+        "layered.on_copied(transfer.error is None)",
+        "layered.on_copied(True)",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(

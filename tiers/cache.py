@@ -158,7 +158,7 @@ class TieredCache:
         if not promotion.done:
             self._promoter.give_up(promotion, Reason.DEADLINE)
         self.release(promotion.tables)
-        self._promoter.released(promotion)
+        self._promoter.on_released(promotion)
 
     def poll(self) -> None:
         """Take in what the lanes have finished: publish blocks, finish promotions, go on with queued copies."""
@@ -506,7 +506,7 @@ class TieredCache:
         first = 0
         for end in [*taken, len(slots)]:
             if first < end:
-                self.residency.committed(group, slots[first:end], chain, start + first)
+                self.residency.on_committed(group, slots[first:end], chain, start + first)
             first = end + 1
 
     def _lacking(self, group: GroupTiers, num_slots: int, besides: npt.NDArray[np.int32]) -> int:

@@ -12,8 +12,8 @@ from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.naming.named_blocks import BlockIds, NamedBlocks, blocks_of, names_of
 from kvtier.transfer.block_memory import BlockMemory
 
-LeftDevice = Callable[["GroupTiers", Ids, Sequence[BlockName], set[BlockName | None]], None]
-"""Called when blocks of a group have left the device, see `Forgotten`."""
+OnLeftDevice = Callable[["GroupTiers", Ids, Sequence[BlockName], set[BlockName | None]], None]
+"""Called when blocks of a group have left the device, see `OnForgotten`."""
 
 
 class GroupTiers:
@@ -25,7 +25,7 @@ class GroupTiers:
         group_id: int,
         attention: AttentionGroup,
         memory: BlockMemory,
-        left_device: LeftDevice,
+        on_left_device: OnLeftDevice,
         is_spilled: bool,
         is_matched_in_part: bool,
     ) -> None:
@@ -35,7 +35,7 @@ class GroupTiers:
         self.attention = attention
         self.block_size = attention.block_size
         self.memory = memory
-        self.slots = GroupSlots(memory.num_device_slots, is_spilled, partial(left_device, self))
+        self.slots = GroupSlots(memory.num_device_slots, is_spilled, partial(on_left_device, self))
         self.pool = self.slots.pool
         self.owners = SlotOwners(memory.num_device_slots)
         self.partial_matches = PartialMatches(memory.num_device_slots, self.block_size) if is_matched_in_part else None

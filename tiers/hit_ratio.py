@@ -14,7 +14,7 @@ class HitRatio:
         self._recent_queries = self._recent_hits = 0
         self._totals = PrefixStatistics()
 
-    def admitted(self, queries: int, hits: int) -> None:
+    def on_admitted(self, queries: int, hits: int) -> None:
         """Count a request that was admitted for the first time: *hits* of its *queries* tokens were found."""
         if len(self._recent) == self._recent.maxlen:
             old_queries, old_hits = self._recent[0]
@@ -28,7 +28,7 @@ class HitRatio:
             totals, num_requests=totals.num_requests + 1, queries=totals.queries + queries, hits=totals.hits + hits
         )
 
-    def readmitted(self, queries: int, hits: int) -> None:
+    def on_readmitted(self, queries: int, hits: int) -> None:
         """Count a preempted request that was admitted again."""
         totals = self._totals
         self._totals = replace(

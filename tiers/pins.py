@@ -140,7 +140,7 @@ class Pins:
         number, start = pin.look_from
         absent = pin.leases[number].missing(start, most)
         if len(absent):
-            self._try(pin, pin.leases[number], absent)
+            self._seek(pin, pin.leases[number], absent)
         if len(absent) == most:
             pin.look_from = number, int(absent[-1]) + 1
         elif number + 1 < len(pin.leases):
@@ -150,7 +150,7 @@ class Pins:
             pin.look_at = self._clock() + RETRY_S
         return max(1, len(absent))
 
-    def _try(self, pin: Pin, leases: Leases, places: BlockIds) -> None:
+    def _seek(self, pin: Pin, leases: Leases, places: BlockIds) -> None:
         """Fetch the blocks that are below, and start copying down those that are on the device only."""
         group = leases.group
         places = places[~leases.is_coming[places]]
@@ -167,19 +167,19 @@ class Pins:
 
     def _fetch(self, pin: Pin, leases: Leases, places: BlockIds) -> None:
         wanted = leases.group.blocks_of(pin.chain, leases.blocks.start + places)
-        fetch = self._lower.fetch_later(leases.group.id, wanted, partial(self._come, pin, leases, places))
+        fetch = self._lower.fetch_later(leases.group.id, wanted, partial(self._on_fetched, pin, leases, places))
         is_here = fetch.slots != ABSENT
         leases.is_coming[places[~is_here]] = True
         leases.fetched.update((block, (fetch, number)) for number, block in enumerate(places.tolist()))
-        self._are_here(pin, leases, places[is_here])
+        self._mark_here(pin, leases, places[is_here])
 
-    def _are_here(self, pin: Pin, leases: Leases, places: BlockIds) -> None:
+    def _mark_here(self, pin: Pin, leases: Leases, places: BlockIds) -> None:
         leases.is_here[places] = True
         pin.num_absent -= len(places)
         if not pin.num_absent:
             self._absent.pop(pin, None)
 
-    def _come(
+    def _on_fetched(
         self, pin: Pin, leases: Leases, places: BlockIds, fetch: Fetch, number: int, failure: Reason | None
     ) -> None:
         """Note that a block on its way has come, or will not by this fetch."""
@@ -188,6 +188,6 @@ class Pins:
             return
         leases.is_coming[place] = False
         if failure is None:
-            self._are_here(pin, leases, places[number : number + 1])
+            self._mark_here(pin, leases, places[number : number + 1])
         else:
             del leases.fetched[place]

@@ -48,7 +48,7 @@ class Residency:
         in_part = _matched_in_part(groups) if partial_blocks else None
         is_spilled = all(lower.num_slots)
         self.groups = [
-            GroupTiers(group_id, group, memory, self._left_device, is_spilled, group_id == in_part)
+            GroupTiers(group_id, group, memory, self._on_left_device, is_spilled, group_id == in_part)
             for group_id, (group, memory) in enumerate(zip(groups, memories, strict=True))
         ]
         self.lower = lower
@@ -57,7 +57,7 @@ class Residency:
         self._events = events
         self._ghosts = Ghosts(NUM_GHOSTS)
         self._epoch = lower.epoch
-        self._relying: Iterator[None] = iter(())  # marks device blocks without copies below dirty, some at each step
+        self._marking: Iterator[None] = iter(())  # marks device blocks without copies below dirty, some at each step
 
     @property
     def num_changes(self) -> int:
@@ -89,11 +89,11 @@ class Residency:
 
     def why_missing(self, names: Iterable[BlockName]) -> Reason:
         """Why no tier has one of these blocks: which tier dropped its last copy, if that is remembered."""
-        tiers = (self._ghosts.who_dropped(name) for name in names)
+        tiers = (self._ghosts.dropped_by(name) for name in names)
         tier = next((tier for tier in tiers if tier is not None), None)
         return Reason.NEVER_SEEN if tier is None else Reason.evicted_from(tier)
 
-    def committed(self, group: GroupTiers, slots: Ids, chain: BlockChain, start: int) -> None:
+    def on_committed(self, group: GroupTiers, slots: Ids, chain: BlockChain, start: int) -> None:
         """Take in that the chain's blocks from block *start* of the group on were computed and named in these slots."""
         group.slots.mark_dirty(slots)
         group.record_origin(slots, tenant_of(chain.extra.cache_salt), chain, start)
@@ -102,7 +102,7 @@ class Residency:
             names = chain.names[(start + 1) * step - 1 : (start + len(slots)) * step : step]
             self._tell_stored(group, names, chain, start)
 
-    def came_up(
+    def publish(
         self,
         group: GroupTiers,
         slots: Sequence[int],
@@ -127,14 +127,14 @@ class Residency:
             used[place] = holder
         places = [place for place in range(len(ids)) if place not in taken] if taken else range(len(ids))
         if not taken and tenants.count(tenants[0]) == len(tenants):
-            self._is_up(group, ids, names, tenants[0], chain, start)
+            self._record_arrival(group, ids, names, tenants[0], chain, start)
         else:
             for place in places:
                 one = slice(place, place + 1)
-                self._is_up(group, ids[one], names[one], tenants[place], chain, start + place)
+                self._record_arrival(group, ids[one], names[one], tenants[place], chain, start + place)
         is_below = self.lower.find(group.id, names) != NOWHERE  # what has left meanwhile is the last copy
         if not is_below.all():
-            group.slots.lost_copies([slots[place] for place in places if not is_below[place]])
+            group.slots.on_copies_lost([slots[place] for place in places if not is_below[place]])
         return used
 
     def take_in_lost(self) -> None:
@@ -147,18 +147,18 @@ class Residency:
                 continue
             slots = group.pool.find_all(names)
             is_here = slots != ABSENT
-            group.slots.lost_copies(slots[is_here])
+            group.slots.on_copies_lost(slots[is_here])
             self._ghosts.remember(list(compress(names, (~is_here).tolist())), tier)
         if self._epoch != self.lower.epoch:
             self._epoch = self.lower.epoch
-            self._relying = self._mark_uncopied()
-        next(self._relying, None)
+            self._marking = self._mark_uncopied()
+        next(self._marking, None)
 
     def clear(self) -> None:
         """Forget every block of the device, after the tiers below have forgotten theirs; nothing may be leased."""
         for group in self.groups:
             group.clear()
-        self._relying = iter(())
+        self._marking = iter(())
         if self._events is not None:
             self._events.append(AllBlocksCleared())
 
@@ -183,7 +183,7 @@ class Residency:
     def _find_run(self, group: GroupTiers, names: Sequence[BlockName]) -> Places:
         return np.empty(0, np.int32) if self.is_cut_off else self.lower.find_run(group.id, names)
 
-    def _is_up(
+    def _record_arrival(
         self,
         group: GroupTiers,
         slots: Ids,
@@ -195,7 +195,7 @@ class Residency:
         group.record_origin(slots, tenant, chain, start)
         self._tell_stored(group, names, chain, start)
 
-    def _left_device(
+    def _on_left_device(
         self, group: GroupTiers, slots: Ids, names: Sequence[BlockName], were_dirty: set[BlockName | None]
     ) -> None:
         """Take in that the slots' blocks, of these names, have left the device: remember and tell what is lost."""
@@ -222,7 +222,7 @@ class Residency:
                 there = [(slot, name) for slot in slots if (name := pool.name(slot)) is not None]
                 found = self.lower.find(group.id, [name for _, name in there])
                 uncopied = [each for each, place in zip(there, found.tolist(), strict=True) if place == NOWHERE]
-                group.slots.lost_copies([slot for slot, name in uncopied if name not in group.tails])
+                group.slots.on_copies_lost([slot for slot, name in uncopied if name not in group.tails])
                 yield
 
     def _tell_stored(self, group: GroupTiers, names: Sequence[BlockName], chain: BlockChain | None, start: int) -> None:

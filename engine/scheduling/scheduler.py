@@ -269,7 +269,7 @@ class Scheduler:
         """The request has its prefix: count where that came from."""
         loading, request.loading = _of(request), None
         if request.options.reads_cache:
-            count = self.hit_ratio.admitted if request.tokens is None else self.hit_ratio.readmitted
+            count = self.hit_ratio.on_admitted if request.tokens is None else self.hit_ratio.on_readmitted
             count(len(request.token_ids), loading.num_hit_tokens)
         if request.tokens is None:
             request.tokens = loading.balance()

@@ -340,7 +340,7 @@ def test_what_the_host_had_no_slot_for_is_copied_down_when_it_has() -> None:
     lost = w.cache.residency.groups[0].pool.cached_slots()[:6]
     w.store.delete(list(w.store.keys()))
     w.index.disk.index.clear()
-    w.cache.residency.groups[0].slots.lost_copies(lost)
+    w.cache.residency.groups[0].slots.on_copies_lost(lost)
 
     for _ in range(12):  # nothing is allocated meanwhile
         w.cache.spill()
@@ -359,7 +359,7 @@ def test_nobody_waits_for_room_behind_a_disk_that_hangs() -> None:
     assert table is not None
     w.compute(table, w.chain("new", 24), 0, 24)
     w.cache.release(table)
-    w.index.host[0].lost_copies(w.index.host[0].pool.cached_slots()[:2])
+    w.index.host[0].on_copies_lost(w.index.host[0].pool.cached_slots()[:2])
     w.store.delete(list(w.store.keys()))
     w.index.disk.index.clear()
     w.cache.spill()  # a write to disk that will not end: nobody stirs its lane

@@ -37,7 +37,7 @@ class Ghosts:
         if self._num_pending >= MOST_PENDING:
             self._take_in()
 
-    def who_dropped(self, name: BlockName) -> Tier | None:
+    def dropped_by(self, name: BlockName) -> Tier | None:
         """The tier that dropped the block's last copy; None if there was none, or it is too long ago."""
         self._take_in()
         places = np.flatnonzero(self._prefixes == np.frombuffer(name[:8], np.uint64))

@@ -11,7 +11,7 @@ from kvtier.tiers.device.dirty_marks import DirtyMarks
 from kvtier.tiers.device.slot_ids import NOTHING, Ids, Slots
 from kvtier.tiers.naming.block_hash import BlockName
 
-Forgotten = Callable[[Ids, Sequence[BlockName], set[BlockName | None]], None]
+OnForgotten = Callable[[Ids, Sequence[BlockName], set[BlockName | None]], None]
 """Called when slots have lost their blocks: with the slots, the blocks' names, and the names of those that had no copy
 below."""
 
@@ -19,7 +19,7 @@ below."""
 class GroupSlots:
     """A pool of slots, and marks on the *dirty* ones: their blocks have no copy below. Owned by the cache's thread."""
 
-    def __init__(self, num_slots: int, is_spilled: bool, forgotten: Forgotten) -> None:
+    def __init__(self, num_slots: int, is_spilled: bool, on_forgotten: OnForgotten) -> None:
         """*is_spilled*: whether there is a tier below; without one no slot is ever dirty."""
         self.pool = BlockPool(num_slots)
         self.dirty = DirtyMarks(num_slots)
@@ -27,14 +27,14 @@ class GroupSlots:
         self.num_lost = 0  # times that blocks lost their copies below
         self.num_evicted = 0
         self.dropped_spills = 0  # blocks evicted without a copy below
-        self._forgotten = forgotten
+        self._on_forgotten = on_forgotten
 
     def mark_dirty(self, slots: Ids) -> None:
         """Mark these slots: their blocks have no copy below yet."""
         if self.is_spilled:
             self.dirty.add(slots)
 
-    def lost_copies(self, slots: Sequence[int] | Ids) -> None:
+    def on_copies_lost(self, slots: Sequence[int] | Ids) -> None:
         """Mark these slots: their blocks have no copy below any more."""
         if self.is_spilled and len(slots):
             self.num_lost += 1
@@ -125,4 +125,4 @@ class GroupSlots:
 
     def _tell(self, slots: Ids, names: Sequence[BlockName], were_dirty: set[BlockName | None]) -> None:
         self.num_evicted += len(names)
-        self._forgotten(slots, names, were_dirty)
+        self._on_forgotten(slots, names, were_dirty)

@@ -68,11 +68,6 @@ class PartialMatches:
         self._take_in()
         self._first[slots] = 0
 
-    def is_part(self, slot: int) -> bool:
-        """Whether the slot holds a block of which only the first tokens are computed."""
-        self._take_in()
-        return bool(self._first[slot]) and int(self._num_tokens[slot]) < int(self._token_ids.shape[1])
-
     def is_used_up(self, slot: int, num_tokens: int) -> bool:
         """Whether *num_tokens* are all tokens of a block that is not full: one that goes on from them replaces it."""
         self._take_in()

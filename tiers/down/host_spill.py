@@ -167,12 +167,12 @@ class HostSpill:
             group.owners.of(slots),
         )
         num_bytes = len(slots) * group.memory.block_bytes
-        if not self.copies.start(batch, num_bytes, _work(batch), lambda transfer: self._copied(batch, transfer)):
+        if not self.copies.start(batch, num_bytes, _work(batch), lambda transfer: self._on_copied(batch, transfer)):
             self._end(batch, LaneClosed())
             return False
         return is_all
 
-    def _copied(self, batch: HostBatch, transfer: Transfer) -> None:
+    def _on_copied(self, batch: HostBatch, transfer: Transfer) -> None:
         if transfer.error is not None:
             self._end(batch, transfer.error)
             return

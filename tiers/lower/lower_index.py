@@ -275,7 +275,7 @@ class LowerIndex:
     def _lost_on_disk(self, group_id: int, name: BlockName) -> None:
         slot = self.host[group_id].pool.find(name)
         if slot is not None:
-            self.host[group_id].lost_copies([slot])
+            self.host[group_id].on_copies_lost([slot])
         else:
             self._lost.append(Lost(group_id, [name], Tier.DISK))
 

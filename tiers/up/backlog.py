@@ -92,7 +92,7 @@ class Backlogs:
         """Lease the blocks that *below* finds in host memory, and reserve device slots for all *blocks*."""
         backlogs = []
         for group, ids, places in zip(self._groups, blocks, below, strict=True):
-            is_new = ~self.coming(promotion.chain, group, ids)
+            is_new = ~self.are_coming(promotion.chain, group, ids)
             group.pool.reserve(int(np.count_nonzero(is_new)))
             is_in_host = places >= 0
             fetched, fetch = ids[is_in_host], None
@@ -103,7 +103,7 @@ class Backlogs:
         if any(backlog.num_left for backlog in backlogs):
             self._backlogs[promotion] = backlogs
 
-    def coming(self, chain: BlockChain, group: GroupTiers, ids: BlockIds) -> npt.NDArray[np.bool_]:
+    def are_coming(self, chain: BlockChain, group: GroupTiers, ids: BlockIds) -> npt.NDArray[np.bool_]:
         """For each of the chain's blocks whether some promotion has it still to bring up."""
         found = np.zeros(len(ids), np.bool_)
         for promotion, backlogs in self._backlogs.items():
@@ -154,7 +154,7 @@ class Backlogs:
                 any_dropped = True
                 backlog.release(ids)
                 self._remove(promotion, group, ids)
-                is_unwanted = ~self.coming(promotion.chain, group, ids)
+                is_unwanted = ~self.are_coming(promotion.chain, group, ids)
                 group.pool.unreserve(int(np.count_nonzero(is_unwanted)))
         return any_dropped
 

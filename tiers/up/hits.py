@@ -169,8 +169,8 @@ class Hits:
 
     def _are_coming(self, hit: Hit, group: GroupTiers, ids: BlockIds) -> npt.NDArray[np.bool_]:
         """For each of these blocks of the hit whether another promotion brings it to the device."""
-        coming = self._backlogs.coming(hit.chain, group, ids)
-        if self._uploads.any(group):
+        coming = self._backlogs.are_coming(hit.chain, group, ids)
+        if self._uploads.has_any(group):
             coming |= self._uploads.are_coming(group, group.names_of(hit.chain, ids))
         return coming
 

@@ -34,12 +34,12 @@ class LayeredUpload:
         finally:
             self.gate.open_all()
 
-    def copied(self, is_copied: bool) -> None:
+    def on_copied(self, is_copied: bool) -> None:
         """Note that the copies have ended: *is_copied* if without an error."""
         self.gate.open_all()  # a lane that was closed has not begun `copy`
         self._is_copied = is_copied
 
-    def verified(self, uploads: Sequence[Upload], outcomes: Sequence[bool | None]) -> None:
+    def on_verified(self, uploads: Sequence[Upload], outcomes: Sequence[bool | None]) -> None:
         """Note whether these blocks' bytes in host memory are right; None if their verification failed."""
         self._outcomes.update(zip(uploads, outcomes, strict=True))
 

@@ -25,7 +25,7 @@ class PrefillSpeed:
         """Whether enough has been measured to say anything."""
         return self._num_steps >= _LEAST_STEPS
 
-    def computed(self, num_tokens: int, num_read: float, seconds: float, num_steps: int = 1) -> None:
+    def on_computed(self, num_tokens: int, num_read: float, seconds: float, num_steps: int = 1) -> None:
         """Note that *num_steps* steps took *seconds* for tokens that read *num_read* tokens, see `tokens_read`."""
         features = np.array([num_steps, num_tokens, num_read], np.float64)
         weight = 1.0 / max(num_tokens, 1) ** 2  # the error by token counts, or long steps would decide alone

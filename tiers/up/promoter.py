@@ -42,8 +42,8 @@ class Promoter:
         self._clock = clock
         self._hand_over = hand_over
         self._by_layers = by_layers
-        self._uploads = Uploads(residency, transfers, self._resolved, clock)
-        self._backlogs = Backlogs(self._groups, residency.lower, self._uploads.landed)
+        self._uploads = Uploads(residency, transfers, self._on_resolved, clock)
+        self._backlogs = Backlogs(self._groups, residency.lower, self._uploads.on_fetched)
         self.hits = Hits(residency, self._uploads, self._backlogs, transfers)
         self._refreshes = Refreshes(residency.lower)
         self._waiting: set[Promotion] = set()
@@ -111,8 +111,8 @@ class Promoter:
         for promotion in [late for late in self._waiting if late.deadline is not None and late.deadline <= now]:
             for fetch in {upload.fetch for upload in promotion.waiting if upload.host_slot is None}:
                 fetch.time_out()
-            if self._uploads.hang(promotion.waiting):
-                self._uploads_hang()
+            if self._uploads.is_any_hung(promotion.waiting):
+                self._give_up_all()
             self.give_up(promotion, Reason.DEADLINE)
 
     def give_up(self, promotion: Promotion, reason: Reason) -> None:
@@ -132,16 +132,16 @@ class Promoter:
                 group.pool.release(table[ids])
                 table[ids] = NO_SLOT
                 self._uploads.drop([upload for _, upload in blocks if not upload.waiters])
-        self._come_as_usual(promotion)
+        self._copy_kept_back(promotion)
         self._finish_if_arrived(promotion)
 
-    def _uploads_hang(self) -> None:
+    def _give_up_all(self) -> None:
         """Give up every promotion: all blocks come up by one lane, and it hangs."""
         for promotion in list(self._waiting):
             self.give_up(promotion, Reason.DEADLINE)
-        self._uploads.hung()
+        self._uploads.on_lane_hung()
 
-    def released(self, promotion: Promotion) -> None:
+    def on_released(self, promotion: Promotion) -> None:
         """Make the beginning of a split prefix more recent than its rest. The promotion's leases have ended before its
         caller had computed that beginning, and the blocks of it on the device must outlive the rest."""
         for group in self._groups if promotion.start else ():
@@ -177,7 +177,7 @@ class Promoter:
             promotion.tables[group.id].frombytes(found.tobytes())
             absent = absent_blocks(found, group.needed(promotion.num_tokens, promotion.start))
             group.pool.lease(found[found != ABSENT] if len(absent) else found)
-            if len(absent) and self._uploads.any(group):
+            if len(absent) and self._uploads.has_any(group):
                 names = group.names_of(promotion.chain, absent)
                 coming = self._uploads.are_coming(group, names)
                 joined = [self._uploads.find(group, names[place]) for place in np.flatnonzero(coming).tolist()]
@@ -228,9 +228,9 @@ class Promoter:
         self.could_start_more = num_left <= 0
         for promotion in [there for there in self._kept_back if there not in self._backlogs]:
             if promotion.waiting:
-                promotion.gate = self._uploads.by_layers(self._kept_back[promotion])
+                promotion.gate = self._uploads.start_by_layers(self._kept_back[promotion])
             if promotion.gate is None:
-                self._come_as_usual(promotion)
+                self._copy_kept_back(promotion)
             else:
                 del self._kept_back[promotion]
 
@@ -254,9 +254,9 @@ class Promoter:
                 joined = [uploads[place] for place in np.flatnonzero(is_wanted).tolist()]
             _join(waiter, group, ids[is_wanted], joined)
             if waiter is not promotion:
-                self._come_as_usual(waiter)
+                self._copy_kept_back(waiter)
         if any(upload.host_slot is None for upload in uploads):  # not all is in host memory after all
-            self._come_as_usual(promotion)
+            self._copy_kept_back(promotion)
         if promotion in self._kept_back:
             self._kept_back[promotion] += uploads
         else:
@@ -272,7 +272,7 @@ class Promoter:
         for waiter, _ in wanted:
             self._finish_if_arrived(waiter)
 
-    def _come_as_usual(self, promotion: Promotion) -> None:
+    def _copy_kept_back(self, promotion: Promotion) -> None:
         """Start the copies of a promotion whose blocks do not come layer by layer after all."""
         self._uploads.copy_up(upload for upload in self._kept_back.pop(promotion, ()) if upload.waiters)
 
@@ -305,7 +305,7 @@ class Promoter:
         if first < promotion.num_blocks:
             promotion.depths[:first] = bytes([promotion.depths[first]]) * first
 
-    def _resolved(self, upload: Upload, failure: Reason | None) -> None:
+    def _on_resolved(self, upload: Upload, failure: Reason | None) -> None:
         """Take a block that has arrived, or never will, off the promotions that wait for it."""
         for promotion, block_id in upload.waiters:
             promotion.waiting.discard(upload)
@@ -314,7 +314,7 @@ class Promoter:
                 # For every kind of group: no prefix that goes beyond this block can be resumed any more.
                 self._backlogs.drop(promotion, block_id * upload.group.block_size)
                 if promotion not in self._backlogs:
-                    self._come_as_usual(promotion)
+                    self._copy_kept_back(promotion)
             self._finish_if_arrived(promotion)
 
     def _finish_if_arrived(self, promotion: Promotion) -> None:

@@ -123,7 +123,7 @@ class Promotion:
         """Tokens before *start* that the caller computes although they are cached."""
         return self.depths.count(COMPUTED) * self.chain.block_size
 
-    def continues(self, earlier: "Promotion") -> None:
+    def take_over(self, earlier: "Promotion") -> None:
         """Take over from *earlier*, which was cut short, where the blocks came from that it brought up."""
         both = zip(self.depths, earlier.depths, strict=False)
         self.depths[: len(earlier.depths)] = bytes(map(max, both))

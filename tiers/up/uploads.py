@@ -50,7 +50,7 @@ def upload_blocks(
 
 class Uploads:
     """A block is under way once, however many promotions want it. A batch that finds its lane full waits here, in
-    order. *resolved* is called for each block that has arrived (with None) or never will (with the reason).
+    order. *on_resolved* is called for each block that has arrived (with None) or never will (with the reason).
 
     A block on a lane that hangs counts as under way no more, but leases both of its slots until it comes back.
     Owned by the cache's thread.
@@ -60,12 +60,12 @@ class Uploads:
         self,
         residency: Residency,
         transfers: TransferEngine,
-        resolved: Callable[[Upload, Reason | None], None],
+        on_resolved: Callable[[Upload, Reason | None], None],
         clock: Callable[[], float],
     ) -> None:
         self._residency = residency
         self._transfers = transfers
-        self._resolved = resolved
+        self._on_resolved = on_resolved
         self._clock = clock
         self._uploads: dict[GroupTiers, dict[BlockName, Upload]] = {group: {} for group in residency.groups}
         self._coming: dict[Source, Upload] = {}  # blocks that are not in host memory yet
@@ -82,7 +82,7 @@ class Uploads:
         """The block, if it is under way."""
         return self._uploads[group].get(name)
 
-    def any(self, group: GroupTiers) -> bool:
+    def has_any(self, group: GroupTiers) -> bool:
         """Whether any block of the group is under way."""
         return bool(self._uploads[group])
 
@@ -108,7 +108,7 @@ class Uploads:
             uploads.append(upload)
         return uploads
 
-    def landed(self, fetch: Fetch, place: int, failure: Reason | None) -> None:
+    def on_fetched(self, fetch: Fetch, place: int, failure: Reason | None) -> None:
         """Queue a block that has come to host memory, or end it if it never will."""
         upload = self._coming.pop((fetch, place), None)
         if upload is None:
@@ -126,7 +126,7 @@ class Uploads:
                 self._to_upload[upload] = None
                 self.queued_bytes += upload.group.memory.block_bytes
 
-    def by_layers(self, uploads: Sequence[Upload]) -> LayerGate | None:
+    def start_by_layers(self, uploads: Sequence[Upload]) -> LayerGate | None:
         """Start copying these blocks layer by layer, so that computing can begin before all have arrived. None if they
         cannot come so. They were just started, and all are in host memory.
 
@@ -138,7 +138,7 @@ class Uploads:
             return None
         layered = LayeredUpload(uploads, num_parts)
         if self._to_upload or not self._transfers.submit(
-            Route.HOST_TO_DEVICE, layered.copy, num_bytes, lambda transfer: self._copied_layers(layered, transfer)
+            Route.HOST_TO_DEVICE, layered.copy, num_bytes, lambda transfer: self._on_layers_copied(layered, transfer)
         ):
             return None
         self._on_lane.update(dict.fromkeys(uploads, self._clock()))
@@ -163,12 +163,12 @@ class Uploads:
                 self.queued_bytes -= upload.group.memory.block_bytes
         self._end(dropped)
 
-    def hang(self, uploads: Iterable[Upload]) -> bool:
+    def is_any_hung(self, uploads: Iterable[Upload]) -> bool:
         """Whether one of these hangs on the lane to the device."""
         since = self._clock() - LATE_S
         return any(self._on_lane.get(upload, since + 1) <= since for upload in uploads)
 
-    def hung(self) -> None:
+    def on_lane_hung(self) -> None:
         """Write off the blocks on the lane to the device, which hangs; they have no waiters. Until the lane has moved,
         no block is looked for below the device: every request to come would wait as long."""
         for upload in self._on_lane.keys() - self._hanging:
@@ -177,7 +177,7 @@ class Uploads:
             self._hanging.add(upload)
         self._residency.is_cut_off = True
         # Other threads of the lane may be well; if it is full, something on it comes back or nothing ever will.
-        self._transfers.submit(Route.HOST_TO_DEVICE, lambda: None, 0, lambda transfer: self._moved())
+        self._transfers.submit(Route.HOST_TO_DEVICE, lambda: None, 0, lambda transfer: self._on_lane_moved())
 
     def num_leases(self, group: GroupTiers) -> int:
         """Leases of transfers on the group's device slots, beside the leases of the promotions that wait for them."""
@@ -202,7 +202,7 @@ class Uploads:
             Route.HOST_TO_DEVICE,
             lambda: upload_blocks(memory, host_slots, digests, device_slots),
             len(batch) * memory.block_bytes,
-            lambda transfer: self._uploaded(batch, transfer),
+            lambda transfer: self._on_uploaded(batch, transfer),
         )
         if submitted:
             self._on_lane.update(dict.fromkeys(batch, self._clock()))
@@ -220,36 +220,36 @@ class Uploads:
             Route.HOST_TO_DEVICE,
             lambda: verify_blocks(memory, host_slots, digests),
             0,
-            lambda transfer: self._verified(layered, batch, transfer),
+            lambda transfer: self._on_verified(layered, batch, transfer),
         )
         if submitted:
             self._to_verify.popleft()
         return submitted
 
-    def _moved(self) -> None:
+    def _on_lane_moved(self) -> None:
         """Note that a copy came back from the lane to the device: it does not hang, or not all of its threads."""
         self._residency.is_cut_off = False
 
-    def _copied_layers(self, layered: LayeredUpload, transfer: Transfer) -> None:
-        self._moved()
-        layered.copied(transfer.error is None)
+    def _on_layers_copied(self, layered: LayeredUpload, transfer: Transfer) -> None:
+        self._on_lane_moved()
+        layered.on_copied(transfer.error is None)
         self._take_in(layered)
 
-    def _verified(self, layered: LayeredUpload, batch: Sequence[Upload], transfer: Transfer) -> None:
-        self._moved()
-        layered.verified(batch, transfer.result if transfer.error is None else [None] * len(batch))
+    def _on_verified(self, layered: LayeredUpload, batch: Sequence[Upload], transfer: Transfer) -> None:
+        self._on_lane_moved()
+        layered.on_verified(batch, transfer.result if transfer.error is None else [None] * len(batch))
         self._take_in(layered)
 
     def _take_in(self, layered: LayeredUpload) -> None:
         if (outcomes := layered.outcomes()) is not None:
             for batch in _batches(list(outcomes)):
-                self._came_to_device(batch, [outcomes[upload] for upload in batch])
+                self._finish(batch, [outcomes[upload] for upload in batch])
 
-    def _uploaded(self, batch: Sequence[Upload], transfer: Transfer) -> None:
-        self._moved()
-        self._came_to_device(batch, transfer.result if transfer.error is None else [None] * len(batch))
+    def _on_uploaded(self, batch: Sequence[Upload], transfer: Transfer) -> None:
+        self._on_lane_moved()
+        self._finish(batch, transfer.result if transfer.error is None else [None] * len(batch))
 
-    def _came_to_device(self, batch: Sequence[Upload], outcomes: Sequence[bool | None]) -> None:
+    def _finish(self, batch: Sequence[Upload], outcomes: Sequence[bool | None]) -> None:
         """End these uploads. *outcomes*: for each block whether its bytes are right; None if its copy failed."""
         good = [upload for upload, is_good in zip(batch, outcomes, strict=True) if is_good]
         for row in _rows(good):
@@ -271,7 +271,7 @@ class Uploads:
         names = [upload.name for upload in row]
         tenants = [upload.fetch.tenant(upload.place) for upload in row]
         group = row[0].group
-        used = self._residency.came_up(group, slots, names, tenants, chain, block_id)
+        used = self._residency.publish(group, slots, names, tenants, chain, block_id)
         for upload, slot in zip(row, used, strict=True):
             if slot != upload.device_slot:
                 for waiter, place in upload.waiters:
@@ -280,10 +280,10 @@ class Uploads:
                     waiter.tables[group.id][place] = slot
 
     def _resolve(self, uploads: Sequence[Upload], failure: Reason | None) -> None:
-        """End the uploads of blocks that have arrived or never will, and tell `resolved` of each."""
+        """End the uploads of blocks that have arrived or never will, and tell `on_resolved` of each."""
         self._end(uploads)
         for upload in uploads:
-            self._resolved(upload, failure)
+            self._on_resolved(upload, failure)
 
     def _end(self, uploads: Sequence[Upload]) -> None:
         """Take the uploads out and end their transfers' leases, in host memory the tail first."""
