@@ -431,8 +431,8 @@ BUGS = [
     Bug(
         "a block that leaves the eviction end for a request is evicted with those around it",
         "tiers/device/eviction_order.py",
-        "self._front_end = min(self._front_end, place)",
-        "pass",
+        "if place < self._front_end:  # noqa",
+        "if False:  # noqa",
         "tests/tiers/device/test_block_pool.py",
     ),
     Bug(

@@ -154,11 +154,12 @@ class BlockPool:
         """Add a lease to each slot; cached ones leave the free list. Only for slots that hold a block."""
         if len(slots) < MANY:
             leases, any_copies = self._leases, self._num_copies
-            cached = []
+            cached: list[int] | None = None
             for slot in slots:
                 count = leases[slot]
                 if not count or any_copies:  # else it has no place in the order
                     assert count or self._spots[slot] != NO_SPOT, f"slot {slot} is blank: there is nothing to lease"
+                    cached = cached or []  # only now: for one blank slot a list is 4% of the time
                     cached.append(slot)
                 leases[slot] = count + 1
             if cached:
@@ -173,7 +174,8 @@ class BlockPool:
         """End one lease of each slot; the first of them to become free will be the first evicted."""
         if len(slots) < MANY:
             leases, spots, blank = self._leases, self._spots, self._blank
-            copies, cached = self._copies if self._num_copies else None, []
+            copies = self._copies if self._num_copies else None
+            cached: list[int] | None = None
             for slot in slots if type(slots) is list else as_ints(slots):
                 left = leases[slot] - 1
                 if left:
@@ -184,6 +186,7 @@ class BlockPool:
                 else:
                     leases[slot] = 0
                 if spots[slot] != NO_SPOT:
+                    cached = cached or []  # only now: for one blank slot a list is 4% of the time
                     cached.append(slot)
                 elif not left:
                     blank.append(slot)

@@ -109,7 +109,8 @@ class EvictionOrder:
         for slot in slots:
             place = places[slot]
             if place >= head:
-                self._front_end = min(self._front_end, place)
+                if place < self._front_end:  # noqa: PLR1730  # min takes as long as the rest of this loop
+                    self._front_end = place
                 places[slot] = NO_PLACE
                 self.num_slots -= 1
                 self.num_departures += 1
