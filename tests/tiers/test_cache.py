@@ -150,7 +150,7 @@ def test_a_promotion_through_a_host_smaller_than_the_document_arrives_in_portion
 
 
 def stirring(world: World):
-    """What `flush` calls while it waits: here copies finish only when stirred."""
+    """A callback for `flush` that lets copies finish: the world's lanes do that only when stirred."""
 
     def progress(num_left: int) -> None:
         world.clock.now += 0.01
@@ -362,7 +362,7 @@ def test_nobody_waits_for_room_behind_a_disk_that_hangs() -> None:
     w.index.host[0].on_copies_lost(w.index.host[0].pool.cached_slots()[:2])
     w.store.delete(list(w.store.keys()))
     w.index.disk.index.clear()
-    w.cache.spill()  # a write to disk that will not end: nobody stirs its lane
+    w.cache.spill()  # a write to disk that will not end: the test does not stir its lane
     hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
 
     at_first = w.cache.make_room(hit)
@@ -544,7 +544,7 @@ def test_the_reasons_of_a_hit_that_went_out_of_date_add_up() -> None:
     w.compute(tables, chain, 0, 18)
     w.cache.release(tables)
     hit = w.cache.lookup(chain, 18)
-    w.cache.release(w.cache.allocate([8]))  # somebody else takes the slots
+    w.cache.release(w.cache.allocate([8]))  # another request takes the slots
 
     tokens = w.cache.promote(hit).balance(18)
 

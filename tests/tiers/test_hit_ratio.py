@@ -1,4 +1,4 @@
-"""HitRatio: totals, what is preempted apart, and a ratio that slides."""
+"""HitRatio: totals, preempted requests apart, and the ratio of the last requests."""
 
 from kvtier.tiers.hit_ratio import HitRatio
 

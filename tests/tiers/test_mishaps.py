@@ -141,7 +141,7 @@ def test_a_prefix_whose_layer_was_not_waited_for_counts_for_nothing(by_layers: W
     promotion = promote(w, "a")
     assert promotion.gate is not None
 
-    promotion.gate.wait(0, 4, give_up_at=0.0)  # the time is over: who computes goes on with what is in the slots
+    promotion.gate.wait(0, 4, give_up_at=0.0)  # the time is over: the step goes on with what is in the slots
     w.settle()
 
     assert promotion.done

@@ -1,4 +1,4 @@
-"""Long prefixes, of which no call does more than a part."""
+"""Long prefixes come up in parts: no call does more than one."""
 
 import random
 
@@ -327,7 +327,7 @@ def test_a_long_prefix_pushes_out_only_what_has_a_copy_below() -> None:
 
 
 class TickingClock(FakeClock):
-    """Each look at it takes so long as taking a batch in may last."""
+    """A clock that moves on with each look by the time for which a poll takes copies in."""
 
     def __call__(self) -> float:
         self.now += cache.TAKING_IN_S

@@ -1,4 +1,4 @@
-"""Ghosts: the last lost blocks, and who lost them."""
+"""Ghosts: the last lost blocks, and the tier that lost each."""
 
 import hashlib
 

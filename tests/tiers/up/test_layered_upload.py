@@ -50,7 +50,7 @@ class Watched(CpuMemory):
 
 
 def of(memory: BlockMemory) -> GroupTiers:
-    """A group whose slots that memory has."""
+    """A group that has its slots in this memory."""
     return GroupTiers(0, FullAttention(1), memory, lambda *left: None, is_spilled=False, is_matched_in_part=False)
 
 

@@ -68,7 +68,7 @@ def moved(route: Route, num_bytes: int, seconds: float, finished_at: float, tran
 
 
 class Case:
-    """A planner whose device is known, and lanes that moved so many bytes a second."""
+    """A planner that knows the device's speed, and lanes that moved so many bytes a second."""
 
     def __init__(
         self, disk_bytes_per_s: float | None, device_bytes_per_s: float | None, with_splits: bool = False
@@ -105,7 +105,7 @@ def test_a_lane_slower_than_computing_loads_nothing() -> None:
 
 
 def test_deep_tokens_are_loaded_where_shallow_ones_would_not_be() -> None:
-    """Loading all beats loading a part: the last tokens are the dearest to compute."""
+    """Loading all beats loading a part: the last tokens cost most to compute."""
     assert Case(0.9e7, 1e10).best(8500) == 0 or Case(0.9e7, 1e10).best(8500) == 8000
     seconds = learnt().seconds(0, 8500, CHUNK)
     loads_in = 8_000_000 / 1e7 + learnt().seconds(8000, 500, CHUNK)
