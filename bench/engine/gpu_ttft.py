@@ -18,7 +18,7 @@ from bench.gpu_progress import Clock, failure
 from bench.report import Row
 from bench.rounds import at_least, at_most
 from kvtier import LLM, SamplingParams
-from kvtier.tiers.device.block_pool import ABSENT
+from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, HashAlgorithm
 from kvtier.tiers.naming.tier import Tier

@@ -360,7 +360,7 @@ class Loading:
         earlier, self._promotion = self._promotion, self._cache.promote(hit, self._left_s())
         self._num_promotions += 1
         if earlier is not None:
-            self._promotion.continues(earlier)
+            self._promotion.take_over(earlier)
             self._cache.cancel(earlier)
         if self._promotion.done:
             self._arrive()

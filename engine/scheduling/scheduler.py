@@ -297,7 +297,7 @@ class Scheduler:
         """End the loading of a request that has its prefix, and count where the prefix came from."""
         loading, request.loading = _loading_of(request), None
         if request.options.reads_cache:
-            count = self.hit_ratio.admitted if request.tokens is None else self.hit_ratio.readmitted
+            count = self.hit_ratio.on_admitted if request.tokens is None else self.hit_ratio.on_readmitted
             count(len(request.token_ids), loading.num_hit_tokens)
         if request.tokens is None:
             request.tokens = loading.balance()

@@ -32,7 +32,7 @@ class StepTimes:
         self._seconds += seconds
         if has_sampled:
             if self._is_prefill:
-                self._prefill.computed(self._num_tokens, self._num_read, self._seconds, self._num_steps)
+                self._prefill.on_computed(self._num_tokens, self._num_read, self._seconds, self._num_steps)
             self._is_prefill = False
             self._num_steps = self._num_tokens = 0
             self._num_read = self._seconds = 0.0

@@ -10,8 +10,8 @@ from unreliable_tiers import UnreliableTiers
 
 from kvtier.store.blob_store import BlobStore
 from kvtier.tiers.cache import CacheOptions, TieredCache
-from kvtier.tiers.device.block_pool import ABSENT
 from kvtier.tiers.device.group_slots import GroupSlots
+from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers, lower_tiers
 from kvtier.tiers.lower.lower_index import LowerIndex

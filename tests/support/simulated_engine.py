@@ -184,7 +184,7 @@ class SimulatedEngine:
     def _computed(self, work: Sequence[Work]) -> list[Request]:
         num_tokens = sum(item.num_tokens for item in work)
         num_read = sum(tokens_read(item.request.num_computed, item.num_tokens) for item in work)
-        self.planner.prefill.computed(num_tokens, num_read, self._seconds(work))
+        self.planner.prefill.on_computed(num_tokens, num_read, self._seconds(work))
         self._scheduler.on_computed(work)
         done = [item.request for item in work if item.request.num_to_compute == 0]
         for request in done:

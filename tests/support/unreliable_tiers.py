@@ -7,8 +7,8 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.block_pool import ABSENT, Ids
 from kvtier.tiers.device.runs import Row
+from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.lower.lower_tiers import NOWHERE, Fetch, Lost, LowerStatistics, OnFetched, Places, SpillProgress
 from kvtier.tiers.naming.block_hash import BlockName

@@ -155,7 +155,7 @@ def test_a_promotion_through_a_host_smaller_than_the_document_arrives_in_portion
 
 
 def stirring(world: World):
-    """What `flush` calls while it waits: here copies finish only when stirred."""
+    """A callback for `flush` that lets copies finish: the world's lanes do that only when stirred."""
 
     def progress(num_left: int) -> None:
         world.clock.now += 0.01
@@ -345,7 +345,7 @@ def test_what_the_host_had_no_slot_for_is_copied_down_when_it_has() -> None:
     lost = w.cache.residency.groups[0].pool.cached_slots()[:6]
     w.store.delete(list(w.store.keys()))
     w.index.disk.index.clear()
-    w.cache.residency.groups[0].slots.lost_copies(lost)
+    w.cache.residency.groups[0].slots.on_copies_lost(lost)
 
     for _ in range(12):  # nothing is allocated meanwhile
         w.cache.spill()
@@ -364,10 +364,10 @@ def test_nobody_waits_for_room_behind_a_disk_that_hangs() -> None:
     assert table is not None
     w.compute(table, w.chain("new", 24), 0, 24)
     w.cache.release(table)
-    w.index.host[0].lost_copies(w.index.host[0].pool.cached_slots()[:2])
+    w.index.host[0].on_copies_lost(w.index.host[0].pool.cached_slots()[:2])
     w.store.delete(list(w.store.keys()))
     w.index.disk.index.clear()
-    w.cache.spill()  # a write to disk that will not end: nobody stirs its lane
+    w.cache.spill()  # a write to disk that will not end: the test does not stir its lane
     hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
 
     at_first = w.cache.make_room(hit)
@@ -549,7 +549,7 @@ def test_the_reasons_of_a_hit_that_went_out_of_date_add_up() -> None:
     w.compute(tables, chain, 0, 18)
     w.cache.release(tables)
     hit = w.cache.lookup(chain, 18)
-    w.cache.release(w.cache.allocate([8]))  # somebody else takes the slots
+    w.cache.release(w.cache.allocate([8]))  # another request takes the slots
 
     tokens = w.cache.promote(hit).balance(18)
 
@@ -581,7 +581,8 @@ def test_what_a_full_store_evicted_in_vain_is_dirty_again() -> None:
     w.check()
     group = w.cache.residency.groups[0]
     on_device = [name for name in w.names("a", DOCUMENT) if group.pool.find(name) is not None]
-    below = [name for name, place in zip(on_device, group.below.find(on_device), strict=True) if place != NOWHERE]
+    found = w.cache.lower.find(group.id, on_device)
+    below = [name for name, place in zip(on_device, found, strict=True) if place != NOWHERE]
     dirty = [group.pool.name(slot) for slot in group.slots.dirty.oldest(16)]
     last_copies = set(on_device) - set(below)
     assert last_copies

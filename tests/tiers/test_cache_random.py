@@ -58,7 +58,7 @@ class Simulation:
         self.hits = 0
         self.copies = 0
         self.splits = 0
-        self.whole = 0  # prefixes that were held as a whole
+        self.whole = 0  # pins that were whole
 
     def step(self) -> None:
         operations = [

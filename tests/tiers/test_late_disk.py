@@ -118,6 +118,25 @@ def test_what_is_above_is_written_again_to_a_store_that_was_opened_anew() -> Non
     assert {(0, name) for name in above} <= on_disk
 
 
+def test_device_blocks_whose_only_copies_were_in_a_store_that_is_gone_are_copied_down_again() -> None:
+    late = LateStore(empty())
+    w = world(late)
+    read(w, "a")
+    w.flush()
+    host, device, names = w.index.host[0], w.cache.residency.groups[0].slots, w.names("a", DOCUMENT)
+    host.evict(host.pool.find_all(names))
+    assert w.cache.where(w.chain("a", DOCUMENT)) == [Tier.DEVICE] * len(names)
+    again = empty()
+
+    late.change(again)
+    step(w)
+    w.flush()
+
+    device.evict(device.pool.find_all(names))
+    assert {disk_of(w).block_of(key) for key in again.keys()} == {(0, name) for name in names}  # noqa: SIM118  # no dict
+    assert balance(read(w, "a"))[3] == 1
+
+
 def test_a_page_of_a_store_that_is_gone_tells_nothing_of_the_next_one() -> None:
     full = empty()
     before = world(LateStore(full))

@@ -142,7 +142,7 @@ def test_a_prefix_whose_layer_was_not_waited_for_counts_for_nothing(by_layers: W
     promotion = promote(w, "a")
     assert promotion.gate is not None
 
-    promotion.gate.wait(0, 4, give_up_at=0.0)  # the time is over: who computes goes on with what is in the slots
+    promotion.gate.wait(0, 4, give_up_at=0.0)  # the time is over: the step goes on with what is in the slots
     w.settle()
 
     assert promotion.done
@@ -244,7 +244,8 @@ def test_a_block_that_was_forgotten_on_its_way_to_disk_leaves_no_mark_on_who_com
     w.check()
 
 
-def test_a_block_that_leaves_host_memory_while_it_comes_up_is_copied_down_again() -> None:
+@pytest.mark.parametrize("is_told_before_it_comes", [False, True])
+def test_a_block_whose_copy_below_went_while_it_came_up_is_copied_down_again(is_told_before_it_comes: bool) -> None:
     w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 40, None, world().rng)
     read(w, "a")
     until_whole(w, held(w, "a"))
@@ -255,12 +256,15 @@ def test_a_block_that_leaves_host_memory_while_it_comes_up_is_copied_down_again(
     assert w.lanes[Route.HOST_TO_DEVICE].num_pending > 0
 
     host[0].evict(host[0].pool.find_all(chain.names))
+    if is_told_before_it_comes:
+        w.cache.poll()  # the cache learns of the loss while the device cannot find the block yet
     w.settle()
 
     assert promotion.num_blocks == NUM_BLOCKS
-    assert len(device.dirty) == NUM_BLOCKS
     w.cache.release(promotion.tables)
     w.check()
+    leave_the_device(w, "a")
+    assert places(w, "a") == [Tier.HOST] * NUM_BLOCKS
 
 
 def test_what_failed_to_leave_the_device_is_copied_down_when_the_bus_is_tried_again() -> None:

@@ -1,4 +1,4 @@
-"""Long prefixes, of which no call does more than a part."""
+"""Long prefixes come up in parts: no call does more than one."""
 
 import random
 
@@ -230,6 +230,23 @@ def test_who_leaves_a_long_prefix_before_it_comes_by_layers_leaves_nothing(monke
     assert other.done
     assert other.num_blocks == NUM_BLOCKS
     w.check()
+
+
+def test_host_memory_keeps_what_a_promotion_has_still_to_bring_up() -> None:
+    w = world(num_host_slots=100)
+    in_host(w, "a")
+    promotion = promote(w, "a")
+    num_read = w.cache.statistics().routes[Route.DISK_TO_HOST].num_transfers
+    assert len(promotion.waiting) == 4
+
+    taken = w.cache.lower.reserve(0, 100)  # by copies down of all that the device has
+
+    assert len(taken) == 100 - NUM_BLOCKS
+    until_done(w, promotion)
+    assert promotion.balance(DOCUMENT + 1).host == DOCUMENT
+    assert w.cache.statistics().routes[Route.DISK_TO_HOST].num_transfers == num_read
+    w.cache.lower.abandon(0, taken)
+    w.cache.release(promotion.tables)
 
 
 def test_of_a_long_prefix_that_came_up_host_memory_forgets_the_tail_first() -> None:

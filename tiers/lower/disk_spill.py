@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.store.blob_store import Blob, StoreFull
-from kvtier.tiers.device.block_pool import NOTHING, Ids
+from kvtier.tiers.device.slot_ids import NOTHING, Ids
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt
 from kvtier.tiers.lower.clean_ahead import CleanAhead
 from kvtier.tiers.lower.copies import PATIENCE_S, Batch, Copies, blocks_in_batch

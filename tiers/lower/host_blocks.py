@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.store.record import DIGEST_BYTES
-from kvtier.tiers.device.block_pool import Ids
+from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.naming.tenant import OwnerNumbers, number_of, tenant_with
 
 

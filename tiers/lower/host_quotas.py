@@ -93,7 +93,7 @@ class HostQuotas:
         """Evict from a part of the host's order, from its entry *start* on, what the tenant has too much."""
         host = self._host[group_id]
         num_blocks = -(-self.excess(tenant) // self._block_bytes[group_id])
-        slots, end = host.pool.ordered(start, QUOTA_PART)
+        slots, end = host.pool.order.part(start, QUOTA_PART)
         own = slots[self._host_blocks[group_id].of_tenant(slots, tenant)].tolist()
         dirty = host.dirty
         clean_first = sorted(own, key=lambda slot: slot in dirty)

@@ -8,8 +8,8 @@ from types import MappingProxyType
 import numpy as np
 
 from kvtier.store.record import Fault
-from kvtier.tiers.device.block_pool import ABSENT, NOTHING, Ids
 from kvtier.tiers.device.runs import Row
+from kvtier.tiers.device.slot_ids import ABSENT, NOTHING, Ids
 from kvtier.tiers.lower.clean_ahead import CleanAhead
 from kvtier.tiers.lower.disk_probe import DiskProbe
 from kvtier.tiers.lower.disk_reads import DiskReads

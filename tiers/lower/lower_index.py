@@ -8,8 +8,8 @@ from itertools import compress
 import numpy as np
 
 from kvtier.store.record import DIGEST_BYTES, Fault
-from kvtier.tiers.device.block_pool import ABSENT, Ids
 from kvtier.tiers.device.group_slots import GroupSlots
+from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.admission import Admission
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.host_blocks import HostBlocks
@@ -264,7 +264,7 @@ class LowerIndex:
     def _record_lost_on_disk(self, group_id: int, name: BlockName) -> None:
         slot = self.host[group_id].pool.find(name)
         if slot is not None:
-            self.host[group_id].lost_copies([slot])
+            self.host[group_id].on_copies_lost([slot])
         else:
             self._lost.append(Lost(group_id, [name], Tier.DISK))
 

@@ -60,7 +60,7 @@ def test_steps_are_told_when_a_token_was_sampled_and_only_with_prefill(request_o
     told: list[tuple[int, float, float, int]] = []
 
     class Listening(PrefillSpeed):
-        def computed(self, num_tokens: int, num_read: float, seconds: float, num_steps: int = 1) -> None:
+        def on_computed(self, num_tokens: int, num_read: float, seconds: float, num_steps: int = 1) -> None:
             told.append((num_tokens, num_read, seconds, num_steps))
 
     times = StepTimes(Listening(), 16)

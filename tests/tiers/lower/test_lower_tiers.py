@@ -11,8 +11,8 @@ from unreliable_tiers import UnreliableTiers
 
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
-from kvtier.tiers.device.block_pool import ABSENT
 from kvtier.tiers.device.runs import Row
+from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers, lower_tiers
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, Fetch, LowerTiers

@@ -9,7 +9,7 @@ from chaos import World
 from small_cache import BLOCK_BYTES, CHARGE, DOCUMENT, read
 
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers.device.block_pool import BlockPool
+from kvtier.tiers.device.eviction_order import EvictionOrder
 from kvtier.tiers.lower import host_quotas
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tenant import NO_TENANT, tenant_of, tenant_with
@@ -82,8 +82,8 @@ def test_a_tenants_own_blocks_are_looked_for_in_parts_of_the_hosts_order(monkeyp
     monkeypatch.setattr(host_quotas, "QUOTA_PART", 5)
     monkeypatch.setattr(host_quotas, "MOST_SHED", 2)
     looked_at: list[int] = []
-    ordered = BlockPool.ordered
-    monkeypatch.setattr(BlockPool, "ordered", lambda *a: [looked_at.append(a[2]), ordered(*a)][1])
+    part = EvictionOrder.part
+    monkeypatch.setattr(EvictionOrder, "part", lambda *a: [looked_at.append(a[2]), part(*a)][1])
     w = world({ANN: 4 * BLOCK_BYTES, BOB: 1 << 30}, {})
     for number in range(3):
         read(w, f"other {number}")  # stand before hers

@@ -28,7 +28,7 @@ def learnt(noise: float = 0.0, num_steps: int = 100) -> PrefillSpeed:
     for _ in range(num_steps):
         num_tokens, depth = rng.choice([32, 200, CHUNK]), rng.randrange(30_000)
         seconds = device_seconds(depth, num_tokens) * rng.uniform(1 - noise, 1 + noise)
-        prefill.computed(num_tokens, tokens_read(depth, num_tokens), seconds)
+        prefill.on_computed(num_tokens, tokens_read(depth, num_tokens), seconds)
     return prefill
 
 
@@ -45,7 +45,7 @@ def test_the_time_to_compute_is_learnt_from_steps(depth: int, num_tokens: int) -
 def test_steps_of_one_kind_predict_that_kind_and_nothing_negative() -> None:
     prefill = PrefillSpeed()
     for seconds in (0.05, 0.051, 0.049):
-        prefill.computed(CHUNK, tokens_read(0, CHUNK), seconds)
+        prefill.on_computed(CHUNK, tokens_read(0, CHUNK), seconds)
 
     assert prefill.seconds(0, CHUNK, CHUNK) == pytest.approx(0.05, rel=0.02)
     assert prefill.seconds(0, 10, CHUNK) >= 0
@@ -56,7 +56,7 @@ def test_a_device_that_becomes_slower_is_believed_after_some_steps() -> None:
     prefill = learnt()
 
     for _ in range(200):
-        prefill.computed(CHUNK, tokens_read(0, CHUNK), 10 * device_seconds(0, CHUNK))
+        prefill.on_computed(CHUNK, tokens_read(0, CHUNK), 10 * device_seconds(0, CHUNK))
 
     assert prefill.seconds(0, CHUNK, CHUNK) == pytest.approx(10 * device_seconds(0, CHUNK), rel=0.05)
 
@@ -68,7 +68,7 @@ def moved(route: Route, num_bytes: int, seconds: float, finished_at: float, tran
 
 
 class Case:
-    """A planner whose device is known, and lanes that moved so many bytes a second."""
+    """A planner that knows the device's speed, and lanes that moved so many bytes a second."""
 
     def __init__(
         self, disk_bytes_per_s: float | None, device_bytes_per_s: float | None, with_splits: bool = False
@@ -105,7 +105,7 @@ def test_a_lane_slower_than_computing_loads_nothing() -> None:
 
 
 def test_deep_tokens_are_loaded_where_shallow_ones_would_not_be() -> None:
-    """Loading all beats loading a part: the last tokens are the dearest to compute."""
+    """Loading all beats loading a part: the last tokens cost most to compute."""
     assert Case(0.9e7, 1e10).best(8500) == 0 or Case(0.9e7, 1e10).best(8500) == 8000
     seconds = learnt().seconds(0, 8500, CHUNK)
     loads_in = 8_000_000 / 1e7 + learnt().seconds(8000, 500, CHUNK)
