@@ -507,7 +507,7 @@ BUGS = [
     ),
     Bug(
         "a hit that is out of date leases the host slots that its blocks were in",
-        "tiers/up/promoter.py",
+        "tiers/up/hits.py",
         "        if hit.as_of == self._residency.num_changes:\n            return [\n",
         "        if True:\n            return [\n",
         "tests/tiers/test_places_out_of_date.py",
