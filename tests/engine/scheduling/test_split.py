@@ -240,10 +240,10 @@ def is_split(core: EngineCore) -> bool:
     """Whether the engine's planner computes the front of a hit where loading takes as long as computing."""
     tokens_per_s = 1000
     for num_tokens in (64, 64, 64):
-        core.planner.prefill.computed(num_tokens, 0, num_tokens / tokens_per_s)
+        core.planner.prefill.on_computed(num_tokens, 0, num_tokens / tokens_per_s)
     ends = np.arange(0, 1024, BLOCK_SIZE, dtype=np.float64)
     lane = LaneSpeed()
-    lane.finished(Transfer(int, tokens_per_s, lambda transfer: None, seconds=1.0, finished_at=time.monotonic()))
+    lane.learn_from(Transfer(int, tokens_per_s, lambda transfer: None, seconds=1.0, finished_at=time.monotonic()))
     return core.planner.best(Demand(ends, ends, ends, 0, 0), 1024, 0.0, LoadSpeeds(lane, lane)).start > 0
 
 
