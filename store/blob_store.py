@@ -64,19 +64,8 @@ class StoreStatistics:
     faults: Mapping[Fault, int]  # failed reads by cause; `missing` is no failure and not counted
 
 
-class BlobStore(Protocol):
-    """Bytes at rest: a key gives back exactly the bytes that were put, or nothing.
-
-    The bytes of a key never change. At any moment `stored_bytes <= capacity_bytes`. Records leave by
-    CLOCK: the oldest goes unless it was touched, then it loses its mark and counts as new. No record leaves
-    for room before one that continues it, so what stays is prefix-closed. All methods may be called from
-    any thread: reads run side by side, changes one after another. A tenant with a quota never has more than that;
-    for what is beyond it, its own records leave, in the same order. OSError means that the change did not
-    happen. ValueError after `close`.
-    """
-
-    def contains(self, key: bytes) -> bool:
-        """Whether *key* has a record; looks at no payload, so it is cheap and vouches for nothing."""
+class Records(Protocol):
+    """What a tier asks of a store: see `BlobStore`."""
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
         """Store *blobs*, the last one becoming the newest; the keys evicted for them.
@@ -103,13 +92,28 @@ class BlobStore(Protocol):
     def keys(self) -> Iterator[bytes]:
         """All keys, newest first; what comes, goes or gets new meanwhile may be missing or there twice."""
 
+    def statistics(self) -> StoreStatistics: ...
+
+
+class BlobStore(Records, Protocol):
+    """Bytes at rest: a key gives back exactly the bytes that were put, or nothing.
+
+    The bytes of a key never change. At any moment `stored_bytes <= capacity_bytes`. Records leave by
+    CLOCK: the oldest goes unless it was touched, then it loses its mark and counts as new. No record leaves
+    for room before one that continues it, so what stays is prefix-closed. All methods may be called from
+    any thread: reads run side by side, changes one after another. A tenant with a quota never has more than that;
+    for what is beyond it, its own records leave, in the same order. OSError means that the change did not
+    happen. ValueError after `close`.
+    """
+
+    def contains(self, key: bytes) -> bool:
+        """Whether *key* has a record; looks at no payload, so it is cheap and vouches for nothing."""
+
     def verify(self) -> Iterator[tuple[bytes, Fault | None]]:
         """Read every record, newest first, and say what is wrong with it; deletes and counts nothing."""
 
     def sync(self) -> None:
         """Return when everything put so far is on the medium."""
-
-    def statistics(self) -> StoreStatistics: ...
 
     def check(self) -> None:
         """AssertionError if accounting, order and records disagree; compares a full count, reads no payload."""

@@ -12,7 +12,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.store.blob_store import Blob, BlobStore, StoreStatistics, StoreUnavailable
+from kvtier.store.blob_store import Blob, Records, StoreStatistics, StoreUnavailable
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.breaker import BreakerState, CircuitBreaker
@@ -42,7 +42,8 @@ class Written:
 class DiskTier:
     """Key = namespace (16 B) ‖ block name ‖ group id (4 B, big endian).
 
-    The store is asked on lanes' threads only, by `read`, `write`, `touch` and `read_index`; everything else is the
+    The store is asked on lanes' threads only, by `read`, `write`, `touch`, `delete` and
+    `read_index`; everything else is the
     owner's and waits for nothing, but for `clear`. While a breaker is open its side of the disk is left alone.
     A store may open later than the tier begins, and be opened anew with other content: see `IndexLoad`. While it is not
     open the tier has no blocks and takes none.
@@ -52,7 +53,7 @@ class DiskTier:
 
     def __init__(
         self,
-        store: BlobStore,
+        store: Records,
         namespace: bytes,
         clock: Callable[[], float] = time.monotonic,
         written_bytes_per_day: int | None = None,
@@ -155,6 +156,10 @@ class DiskTier:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Let these outlive what nobody asks for. What the store raises."""
         self._store.touch(keys)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Forget these records. What the store raises."""
+        self._store.delete(keys)
 
     def read_index(self) -> list[bytes]:
         """The next page of what was there before us, newest first; none at the end. What the store raises."""
