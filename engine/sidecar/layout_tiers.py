@@ -114,6 +114,21 @@ class LayoutTiers:
         """Bytes of the segment that are this layout's now."""
         return sum(len(self._extents.extents_of(rank)) for rank in self._ranks) * self._extents.extent_bytes
 
+    @property
+    def num_leased(self) -> int:
+        """Chunks and reserved slots of all ranks that are leased now."""
+        pools = [host.pool for host in self.tiers.index.host]
+        return sum(
+            pool.num_leases - (memory.num_host_slots - self.num_slots(rank))
+            for rank, (pool, memory) in enumerate(zip(pools, self.memories, strict=True))
+        )
+
+    @property
+    def num_unsaved(self) -> int:
+        """Chunks that are in host memory only, and are to be written to disk."""
+        progress = self.tiers.saving()
+        return progress.num_left if progress.is_there else 0
+
     def check(self) -> None:
         """Raise AssertionError if any two books disagree."""
         self.tiers.check()
