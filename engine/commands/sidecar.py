@@ -2,7 +2,10 @@
 
 import json
 import logging
+import os
+import signal
 from collections.abc import Mapping
+from types import FrameType
 
 from kvtier.engine.byte_size import size_text
 from kvtier.engine.sidecar.build import build_sidecar
