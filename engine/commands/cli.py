@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from kvtier.engine.commands.doc_arguments import add_doc
+from kvtier.engine.commands.sidecar_arguments import add_sidecar, given_tables
 
 EXAMPLES = """examples:
   kvtier demo                                  the bundled model, offline, on the CPU; about a minute
@@ -23,6 +24,7 @@ MORE_EXAMPLES = """  kvtier check ~/.cache/kvtier                 verify every b
   kvtier store rm ~/.cache/kvtier --all-but 3f2a
   kvtier serve --model Qwen/Qwen3-0.6B         an OpenAI-compatible server
   kvtier doc add report.txt                    a document that it keeps warm
+  kvtier sidecar --host 32GiB                  host memory and disk for vLLM, by a flag of its own
 """
 CHECK_EXAMPLES = """examples:
   kvtier check ~/.cache/kvtier                 the accounting, and every record
@@ -112,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_store(commands)
     _add_serve(commands)
     add_doc(commands, _doc)
+    add_sidecar(commands, _sidecar)
     return parser
 
 
@@ -284,6 +287,12 @@ def _doc(options: argparse.Namespace) -> int:
     from kvtier.engine.commands.doc import run
 
     return run(options)
+
+
+def _sidecar(options: argparse.Namespace) -> int:
+    from kvtier.engine.commands.sidecar import run_sidecar
+
+    return run_sidecar(options.config, given_tables(options), options.check_config)
 
 
 # Imported there: rich and LMDB take a quarter of a second.

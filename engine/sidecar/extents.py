@@ -75,11 +75,13 @@ class Extents:
         return self._num_given - 1
 
     def _take_oldest(self, taker: Holder) -> int | None:
-        """The extent that was used least lately and can be emptied, of another holder than *taker*."""
+        """The extent that was used least lately and can be emptied, of another holder than *taker*. Of several that
+        were used last at the same time the one that its holder would evict first: a document's tail."""
         own = taker.oldest_extent()
         limit = self._clock() if own is None else self._used_at[own]
+        first_to_go = {holder.oldest_extent() for holder in self._holders.values() if holder is not taker}
         others = [extent for extent, holder in self._holders.items() if holder is not taker]
-        for extent in sorted(others, key=self._used_at.__getitem__):
+        for extent in sorted(others, key=lambda extent: (self._used_at[extent], extent not in first_to_go)):
             if self._used_at[extent] > limit:
                 return None
             if self._holders[extent].take_back(extent):

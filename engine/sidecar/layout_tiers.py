@@ -10,7 +10,8 @@ from kvtier.engine.sidecar.layout import Layout
 from kvtier.engine.sidecar.shared_store import StoreView
 from kvtier.tiers.device.block_pool import Ids
 from kvtier.tiers.lower.local_tiers import LocalTiers
-from kvtier.tiers.lower.lower_tiers import ON_DISK, Fetch, Tell
+from kvtier.tiers.lower.lower_tiers import Fetch, Tell
+from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 
 
@@ -70,10 +71,18 @@ class LayoutTiers:
         self.touch(rank, np.array(slots, np.intp))
         return slots
 
+    def find_run(self, rank: int, names: Sequence[BlockName]) -> int:
+        """How many of the first chunks are below and have room in host memory side by side. What is read of them takes
+        the slots of others, of chunks of the same prompt that come later too."""
+        places = self.tiers.find_run(rank, names)
+        in_host = places[places >= 0].astype(np.intp)
+        self._get_room(rank, len(places) - len(in_host))
+        pool = self.tiers.index.host[rank].pool
+        return min(len(places), pool.num_free + pool.num_leased(in_host))
+
     def fetch(self, rank: int, blocks: NamedBlocks, on_fetched: Tell) -> Fetch:
-        """See `LowerTiers.fetch`."""
+        """See `LowerTiers.fetch`; for the first chunks that `find_run` has just found."""
         places = self.tiers.find(rank, blocks.names)
-        self._get_room(rank, int(np.count_nonzero(places == ON_DISK)))
         self.touch(rank, places[places >= 0].astype(np.intp))
         return self.tiers.fetch(rank, blocks, on_fetched)
 
@@ -91,14 +100,34 @@ class LayoutTiers:
         self.tiers.spill()
 
     def clear(self) -> None:
-        """Forget every chunk of the layout from now on. What is leased stays where it is until it is released."""
+        """Forget every chunk of the layout. What is leased stays where it is until it is released, and what is being
+        read from disk still comes."""
         self.tiers.forget_all()
         self.tiers.take_lost()
+
+    def num_slots(self, rank: int) -> int:
+        """Slots of a rank in extents that are its own now."""
+        return len(self._extents.extents_of(self._ranks[rank])) * self.memories[rank].slots_per_extent
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the segment that are this layout's now."""
         return sum(len(self._extents.extents_of(rank)) for rank in self._ranks) * self._extents.extent_bytes
+
+    @property
+    def num_leased(self) -> int:
+        """Chunks and reserved slots of all ranks that are leased now."""
+        pools = [host.pool for host in self.tiers.index.host]
+        return sum(
+            pool.num_leases - (memory.num_host_slots - self.num_slots(rank))
+            for rank, (pool, memory) in enumerate(zip(pools, self.memories, strict=True))
+        )
+
+    @property
+    def num_unsaved(self) -> int:
+        """Chunks that are in host memory only, and are to be written to disk."""
+        progress = self.tiers.saving()
+        return progress.num_left if progress.is_there else 0
 
     def check(self) -> None:
         """Raise AssertionError if any two books disagree."""

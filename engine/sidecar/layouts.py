@@ -78,6 +78,16 @@ class Layouts:
         for layout_tiers in self:
             layout_tiers.poll()
 
+    @property
+    def num_unsaved(self) -> int:
+        """Chunks that are in host memory only, and are to be written to disk."""
+        return sum(tiers.num_unsaved for tiers in self)
+
+    @property
+    def is_saving_possible(self) -> bool:
+        """Whether there is a disk, and writing to it does not fail now."""
+        return all(tiers.tiers.saving().is_there and tiers.tiers.saving().is_possible for tiers in self)
+
     def clear(self) -> None:
         """Forget every chunk of every layout."""
         for layout_tiers in self:

@@ -122,7 +122,7 @@ class RawClient:
     def send(self, op: str | int, *payload: Any) -> int:
         """Ask; the number of the request."""
         self._uid += 1
-        number = OPS[op] if op in OPS else op
+        number = OPS.get(op, op) if isinstance(op, str) else op
         self.socket.send_multipart([msgspec.msgpack.encode(value) for value in (self._uid, number, *payload)])
         return self._uid
 

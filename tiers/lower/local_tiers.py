@@ -199,8 +199,8 @@ class LocalTiers:
         return True
 
     def forget_all(self) -> None:
-        """Forget every block from this call on, also those that are leased or on their way to disk; the disk's records
-        are deleted later. Waits for nothing, unlike `clear`, and ends no fetch."""
+        """Forget every block, also those that are leased or on their way to disk; the disk's records are deleted later.
+        Waits for nothing, unlike `clear`, and ends no fetch: what is being read still comes to host memory."""
         for host in self.index.host:
             host.evict(np.arange(host.pool.num_slots))
         for batch in self._disk_spill.copies.batches:

@@ -1,4 +1,4 @@
-"""Connections: the ZeroMQ wire by real sockets of libzmq and by hand, clients that behave badly, memory that stays flat."""
+"""Connections: the wire spoken by libzmq and by hand, clients that behave badly, memory that stays flat."""
 
 import contextlib
 import os

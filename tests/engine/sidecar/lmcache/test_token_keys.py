@@ -93,7 +93,7 @@ def test_what_are_no_token_ids_is_refused(ids: object) -> None:
 
 
 @pytest.mark.long
-def test_a_long_key_is_read_once(record_property: pytest.RecordProperty) -> None:
+def test_a_long_key_is_read_once() -> None:
     rng = random.Random(1)
     encoded = msgspec.msgpack.encode(key([rng.randrange(128_000) for _ in range(131_072)], "r"))
     keys = TokenKeys(256)
