@@ -1,5 +1,6 @@
 """A door of LMCache's protocol over real tiers and real shared memory, and clients of raw ZeroMQ frames."""
 
+import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -66,7 +67,7 @@ def key(
         "model_name": "m",
         "world_size": 1,
         "worker_id": worker,
-        "token_ids": list(tokens),
+        "token_ids": tokens,
         "start": start,
         "end": len(tokens) // CHUNK * CHUNK if end is None else end,
         "request_id": request,
@@ -233,8 +234,6 @@ class Bed:
         """A chunk as a worker sees it, which has mapped the segment by its name."""
         assert slot["length"] == CHUNK_BYTES
         with open(f"/dev/shm/{self.segment.name}", "r+b") as file:
-            import mmap
-
             mapped = mmap.mmap(file.fileno(), self.segment.num_bytes)
         return memoryview(mapped)[slot["offset"] : slot["offset"] + slot["length"]]
 

@@ -80,8 +80,8 @@ class DoorStatistics:
 
 class Door:
     """Every operation is answered, always: what is refused with what does no harm. Answers wait for nothing but
-    promises, which are bounded in time. Owned by the sidecar's thread, whose loop calls `receive` when the port is
-    readable or has more, then `poll` of transfers and tiers, then `tick`.
+    promises, which are bounded in time. Owned by the sidecar's thread, whose loop calls `receive` when `file` is
+    readable or there was more, then `poll` of transfers and tiers, then `tick`.
 
     The protocol: an engine's scheduler asks how much of a prompt is here (`lookup`, then `query_prefetch_status`), its
     workers map the segment, copy out what was promised (between `prepare_retrieve` and `commit_retrieve`) and in what
@@ -131,9 +131,14 @@ class Door:
         }
 
     @property
-    def due_at(self) -> float | None:
-        """When an answer has waited long enough, None if none waits: `tick` by then."""
-        return min((held.until for held in self._held), default=None)
+    def file(self) -> int:
+        """Readable when frames have come, and until all have been taken in."""
+        return self._port.fileno()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether answers wait for what is not ready, or for their time."""
+        return bool(self._held)
 
     def receive(self) -> bool:
         """Serve what has come; whether more has, and waits for its turn."""
@@ -151,6 +156,12 @@ class Door:
         self._verifying.pump()
         self._taking.pump()
         self._answer_held()
+
+    def close(self) -> None:
+        """Take no more frames, and end every connection."""
+        self._port.close()
+        for client in self._port.take_gone():
+            self._end_client(client)
 
     def statistics(self) -> DoorStatistics:
         """Everything counted, by value."""

@@ -122,6 +122,7 @@ class Port:
             self._end(client)
         for listener in self._listeners:
             listener.close()
+        self._listeners = []
         self._selector.close()
 
     def __enter__(self) -> Self:

@@ -334,7 +334,7 @@ class Promises:
     def _begin_chunks(self, promise: Promise) -> bool:
         """Lease what is there for all ranks; False if a chunk that is missing will be there in a moment."""
         names, tiers = promise.blocks.names, promise.tiers
-        num_there = min(len(tiers.tiers.find_run(rank, names)) for rank in promise.ranks)
+        num_there = min(tiers.find_run(rank, names) for rank in promise.ranks)
         if num_there < len(names) and self._clock() < promise.give_up_at:
             missing = names[num_there]
             if any(self._stores.is_coming(tiers, rank, missing) for rank in promise.ranks):

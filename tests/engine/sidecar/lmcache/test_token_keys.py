@@ -15,7 +15,7 @@ from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
 
 def raw(token_ids: list[int]) -> msgspec.Raw:
     """As a key has them."""
-    encoded = msgspec.msgpack.encode(key(token_ids, "r"))
+    encoded = msgspec.msgpack.encode(key(token_ids, "r", end=0))
     return OPERATIONS[8].decode([encoded, b"\1"])[0].token_ids
 
 
