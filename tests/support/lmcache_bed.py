@@ -85,7 +85,7 @@ class Lane:
         self._finished = finished
         self.waiting: list[Transfer] = []
         self.is_stopped = False
-        self.num_done = 0
+        self.num_rests = 0  # times that it is told to work and does not
 
     @property
     def num_pending(self) -> int:
@@ -98,14 +98,16 @@ class Lane:
         return True
 
     def work(self) -> None:
-        waiting, self.waiting = ([], self.waiting) if self.is_stopped else (self.waiting, [])
+        if self.is_stopped or self.num_rests:
+            self.num_rests = max(0, self.num_rests - 1)
+            return
+        waiting, self.waiting = self.waiting, []
         for transfer in waiting:
             transfer.run()
-            self.num_done += 1
             self._finished.put(transfer)
 
     def close(self) -> bool:
-        self.is_stopped = False
+        self.is_stopped, self.num_rests = False, 0
         self.work()
         return True
 
@@ -153,7 +155,9 @@ class RawClient:
 
     def lookup(self, tokens: Sequence[int], request: str, **more: Any) -> Any:
         self.ask("lookup", key(tokens, request, worker=None, **more), 1)
-        return self.ask("status", request)
+        while (found := self.ask("status", request)) is None:
+            pass
+        return found
 
     def store(self, tokens: Sequence[int], request: str, instance: int = 1, **more: Any) -> list[int]:
         """Store what is wanted of the tokens, each chunk with bytes made of its tokens; which chunks were wanted."""
@@ -193,6 +197,7 @@ class Bed:
 
     def __init__(self, folder: Path, stack: ExitStack, num_extents: int, store: MemoryStore | None) -> None:
         self.clock = FakeClock()
+        self.turn_s = 0.0  # that passes with each turn
         self.context = stack.enter_context(zmq.Context())
         self.url = f"ipc://{folder}/door.sock"
         self.segment = stack.enter_context(Segment(num_extents * EXTENT_BYTES))
@@ -206,6 +211,7 @@ class Bed:
         self.door = Door(self.port, self.layouts, self.transfers, CHUNK, self.refusals, self.clock)
 
     def turn(self) -> None:
+        self.clock.now += self.turn_s
         self.door.receive()
         for lane in self.lanes.values():
             lane.work()

@@ -330,7 +330,7 @@ class Door:
         return None
 
     def _clear(self, call: Call, force: bool) -> object:
-        self._promises.end_all()
+        """Nothing that is here now is found from now on. What was promised is kept: another engine may count on it."""
         self._stores.void_all()
         for tiers in self._layouts:
             tiers.clear()

@@ -289,12 +289,6 @@ class Promises:
                 promise.end()
         self._forget_those_over()
 
-    def end_all(self) -> None:
-        """Nothing more is promised from what is there now."""
-        for promise in self:
-            promise.end()
-        self._forget_those_over()
-
     def tick(self) -> None:
         """Go on with all that are not settled, and end those whose time is over."""
         now = self._clock()

@@ -478,6 +478,18 @@ def test_what_was_committed_before_everything_was_cleared_is_not_found(bed: Bed,
     assert client.lookup(DOCUMENT, "later") == 6
 
 
+def test_what_was_promised_before_everything_was_cleared_is_loaded(bed: Bed, client: RawClient) -> None:
+    client.store(DOCUMENT, "first")
+    assert client.lookup(DOCUMENT, "second") == 6
+    other = RawClient(bed)
+    other.ask("clear", True)
+    other.register(instance_id=2)
+    other.store(list(range(90 * CHUNK)), "much")
+
+    assert client.retrieve(DOCUMENT, "second")
+    assert client.lookup(DOCUMENT, "third") == 0
+
+
 def test_every_operation_is_answered_whatever_it_carries(bed: Bed, client: RawClient) -> None:
     harmless = {
         "status": 0,
