@@ -4,6 +4,7 @@ import contextlib
 import os
 import selectors
 import socket
+import stat
 import struct
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -235,7 +236,7 @@ class Port:
 def listen(url: str) -> socket.socket:
     """A socket that listens at `tcp://HOST:PORT` or `ipc://PATH`, the URLs of ZeroMQ; at a path for this user only.
 
-    OSError if that cannot be, ValueError for another URL. A path that a killed process left is taken over.
+    OSError if that cannot be, ValueError for another URL. A socket that a process has left is taken over.
     """
     kind, _, place = url.partition("://")
     if kind == "ipc" and place:
@@ -253,7 +254,8 @@ def _listen_at_path(path: str) -> socket.socket:
             try:
                 probe.connect(path)
             except ConnectionRefusedError:
-                os.unlink(path)  # of a process that has ended
+                if stat.S_ISSOCK(os.lstat(path).st_mode):  # a plain file refuses too
+                    os.unlink(path)
             except FileNotFoundError:
                 pass
         before = os.umask(0o177)

@@ -218,6 +218,15 @@ def test_a_path_is_its_users_alone(tmp_path: Path) -> None:
     listen(f"ipc://{path}").close()
 
 
+def test_a_path_with_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+
+    with pytest.raises(OSError, match="in use"):
+        listen(f"ipc://{tmp_path}/notes")
+
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
 @pytest.mark.parametrize("url", ["", "tcp://", "tcp://localhost", "ipc://", "udp://a:1", "grpc://a:1"])
 def test_an_address_that_is_none_is_told(url: str) -> None:
     with pytest.raises(ValueError, match="give tcp://"):
