@@ -1,7 +1,7 @@
 """Benchmarks, one question a file, run from the repository's top: `python -m bench.engine.demo_ttft`.
 
-The folders are the rooms that they measure; what is measured across them, and the report, stands here. Models, stores
-and engines that the tests have too are theirs, in tests/support and tests/torture; no test imports a benchmark.
+Each folder measures one room; benchmarks of several rooms, and the report, are at the top. Models, stores and engines
+that tests use too are in tests/support and tests/torture. No test imports a benchmark.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Everything that is measured on a GPU, in under nine minutes: JSON files and plots, in bench/results/<the GPU>/."""
+"""Runs every benchmark of a GPU in under nine minutes: JSON files and plots, in bench/results/<the GPU>/."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ BENCH = Path(__file__).resolve().parent
 TOTAL_S = 530.0
 COPIES_S = 240.0  # about 120 on an H200
 SERVING_S = 390.0
-AROUND_S = 25.0  # to import torch and transformers, to end processes, to draw
+AROUND_S = 25.0  # for importing torch and transformers, ending processes and drawing
 
 
 def folder_name(gpu: str) -> str:
@@ -20,7 +20,7 @@ def folder_name(gpu: str) -> str:
 
 
 def run(module: str, *arguments: str, timeout_s: float) -> bool:
-    """Run one benchmark from the repository's top, where kvtier is found; whether it came to a good end."""
+    """Run one benchmark from the repository's top, where kvtier is found; returns whether it succeeded in time."""
     argv = [sys.executable, "-m", module, *arguments]
     try:
         return subprocess.run(argv, timeout=timeout_s, check=False, cwd=BENCH.parent).returncode == 0

@@ -1,4 +1,4 @@
-"""Draws what gpu_copies and gpu_serving measured: `python -m bench.gpu_plots FOLDER`, where their JSON files are."""
+"""Draws the figures of gpu_copies and gpu_serving: `python -m bench.gpu_plots FOLDER`, which has their JSON files."""
 
 import json
 import re
@@ -15,7 +15,7 @@ DPI = 120
 
 
 def plot(rows: Rows, folder: Path) -> list[Path]:
-    """Draw whatever the rows have figures for; the files. Without matplotlib one line says so."""
+    """Draw all plots for which *rows* have figures, and return the files. Without matplotlib one line says so."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -34,7 +34,7 @@ def plot(rows: Rows, folder: Path) -> list[Path]:
 
 
 def copy_lines(rows: Rows) -> Lines:
-    """GB/s by KiB of a block: the plain copy and kvtier's, each way."""
+    """GB/s by the block's size in KiB: of the plain copy and of kvtier's, up and down."""
     lines: Lines = defaultdict(dict)
     for row in rows:
         found = re.fullmatch(r"(\d+) (KiB|MiB) (up|down): (plain pinned copy|chosen, scattered)", row["name"])
@@ -45,7 +45,7 @@ def copy_lines(rows: Rows) -> Lines:
 
 
 def ttft_lines(rows: Rows) -> Lines:
-    """Milliseconds by length, for each tier, and each way to load if there are several."""
+    """Milliseconds to the first token by prefix length, for each tier and way to load."""
     lines: Lines = defaultdict(dict)
     for row in rows:
         found = re.fullmatch(r"(cold|device|host|disk) TTFT, (\d+)(k?)((?:, .*)?)", row["name"])
@@ -55,7 +55,7 @@ def ttft_lines(rows: Rows) -> Lines:
 
 
 def decode_bars(rows: Rows) -> dict[str, float]:
-    """Tokens a second of each engine."""
+    """Tokens a second that each engine decodes."""
     return {row["name"].removeprefix("decode, "): row["value"] for row in rows if _is_decoding(row)}
 
 

@@ -1,4 +1,4 @@
-"""The time that a long benchmark has, what it says meanwhile, and a row for what failed."""
+"""The deadline of a long benchmark, its progress on stderr, and rows for parts that failed."""
 
 import sys
 import time
@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 
 from bench.report import Row
 
-FAILED = "failed"  # the unit of a row for what did
+FAILED = "failed"  # unit of the row of a part that failed
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Started then, should be done by then; monotonic seconds."""
+    """The start of a benchmark, and the end that it should keep; monotonic seconds."""
 
     started: float
     ends: float
 
     @classmethod
     def of(cls, seconds: float) -> "Clock":
-        """One that starts now."""
+        """A clock that starts now and ends in *seconds*."""
         now = time.monotonic()
         return cls(now, now + seconds)
 
@@ -35,20 +35,20 @@ class Clock:
         return self.ends - time.monotonic()
 
     def part(self, share: float) -> "Clock":
-        """A nearer end: that share of what is left."""
+        """A clock whose end leaves *share* of the time that is left."""
         return replace(self, ends=time.monotonic() + share * max(0.0, self.left))
 
     def note(self, text: str) -> None:
-        """Say what goes on."""
+        """Print *text* to stderr, with the time since the start."""
         print(f"[{self.elapsed:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
 def failure(what: str, error: Exception) -> Row:
-    """The row for what could not be measured; the whole story goes to stderr."""
+    """The row for a part that failed with *error*; the traceback goes to stderr."""
     traceback.print_exception(error)
     return Row(f"{what}: {type(error).__name__}", 1, FAILED, "0", False)
 
 
 def has_failed(rows: Sequence[Row]) -> bool:
-    """Whether anything could not be measured."""
+    """Whether a part failed."""
     return any(row.unit == FAILED for row in rows)

@@ -1,4 +1,4 @@
-"""What the benchmarks of a GPU share: their arguments, the machine they need, the file they write."""
+"""Arguments, machine and result file of the benchmarks of a GPU."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from bench.report import Row, commit, machine, publish
 
 
 def gpu_arguments(question: str) -> Namespace:
-    """The arguments; ends the program with status 2 where there is no CUDA."""
+    """Parse the arguments; ends the program with status 2 where there is no CUDA device."""
     parser = ArgumentParser(description=question)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as one JSON object too")
     parser.add_argument("--quick", action="store_true", help="little and seldom: does it run? The figures mean nothing")
@@ -26,7 +26,7 @@ def gpu_arguments(question: str) -> Namespace:
 
 
 def measure(bench: str, parts: Mapping[str, Callable[[], list[Row]]], file: Path | None) -> list[Row]:
-    """The rows of all parts, written after each. One that fails is a row that says so; the next ones are measured."""
+    """Measure all parts, writing the rows after each. A part that fails gives a row that says so."""
     rows: list[Row] = []
     for name, part in parts.items():
         try:
@@ -46,7 +46,7 @@ def write_gpu(bench: str, rows: Sequence[Row], file: Path) -> None:
 
 
 def publish_gpu(bench: str, rows: Sequence[Row]) -> None:
-    """Print the rows as a table; ends the program with status 1 if something could not be measured."""
+    """Print the rows as a table; ends the program with status 1 if a part failed."""
     publish(bench, rows, as_json=False)
     print(f"on {_gpu()}")
     if has_failed(rows):

@@ -1,4 +1,4 @@
-"""What every benchmark prints: one table, or with --json one object in the schema of DESIGN.md section 8."""
+"""The report of a benchmark: one table, or with --json one object in the schema of DESIGN.md section 8."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. *target* is what was promised, as a person would write it; *ok* whether it was kept, None without."""
+    """One figure. *target* is the promised value in words, *ok* whether it was kept; "" and None without a promise."""
 
     name: str
     value: float
@@ -25,14 +25,14 @@ class Row:
 
 
 def arguments(question: str) -> argparse.ArgumentParser:
-    """A parser with what every benchmark takes; the *question* is its first line."""
+    """A parser with the options of every benchmark; the *question* is its description."""
     parser = argparse.ArgumentParser(description=question)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     return parser
 
 
 def publish(bench: str, rows: Sequence[Row], as_json: bool) -> None:
-    """Print the rows."""
+    """Print *rows* as a table, or as JSON."""
     if as_json:
         facts = {"bench": bench, "machine": machine(), "commit": commit()}
         print(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1))
@@ -48,7 +48,7 @@ def publish(bench: str, rows: Sequence[Row], as_json: bool) -> None:
 
 
 def machine() -> str:
-    """Processor and operating system in a few words."""
+    """The machine in a few words: its processor, and the version of Python."""
     model = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.machine(),
@@ -57,8 +57,18 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit that is measured; with a mark if the tree has changes besides results."""
-    folder = Path(__file__).parent
-    describe = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
-    done = subprocess.run(describe, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    """The commit that is measured, with "-dirty" if tracked files other than bench/results/ have changed since."""
+    name = _git("describe", "--always", "--exclude=*")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)bench/results")
+    return f"{name}-dirty" if name and changed else name or "unknown"
+
+
+def _git(*command: str) -> str:
+    """What git says of the repository that this file is in; empty where there is none, or no git."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), *command], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()

@@ -1,4 +1,4 @@
-"""Measuring in rounds, each batch of each side in random order; and what such rounds give as rows."""
+"""Measures several ways to do the same in rounds, in random order, and makes rows of the results."""
 
 import gc
 import random
@@ -14,20 +14,25 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 def nothing() -> None:
-    """Does it."""
+    """Do nothing: the default end of a `Side`."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One way to move the same bytes: *prepare* makes the next work, *after* ends it; neither is timed."""
+    """One way to move the same bytes: *prepare* makes the next work, *after* follows it; neither is timed."""
 
     name: str
     prepare: Callable[[], Work]
     after: Callable[[], None] = nothing
 
 
+def ready(work: Work) -> Callable[[], Work]:
+    """For a `Side` that has nothing to prepare: the same *work* in every round."""
+    return lambda: work
+
+
 def seconds(work: Work) -> float:
-    """Time that it takes, without a garbage collection in it."""
+    """Seconds that *work* takes, with garbage collection off."""
     gc.disable()
     started = time.perf_counter()
     work()
@@ -37,7 +42,7 @@ def seconds(work: Work) -> float:
 
 
 def alternate(sides: Sequence[Side], num_rounds: int, num_batches: int = 1) -> dict[str, list[float]]:
-    """Seconds of each side in each round, after a round that does not count."""
+    """Seconds that each side takes in each round. A first round is left out."""
     rng = random.Random(0)
     times: dict[str, list[float]] = {side.name: [] for side in sides}
     for round_id in range(num_rounds + 1):
@@ -60,9 +65,9 @@ def compared(
     num_bytes: int,
     least: float | None,
 ) -> list[Row]:
-    """Two sides that moved *num_bytes* in each round: both speeds, the median of the rounds' ratios, its spread.
+    """Rows that compare two sides which moved *num_bytes* in each round: speeds, median ratio, and its spread.
 
-    *others* are the baseline's name and seconds; *least* is what the ratio should be.
+    *others* are the baseline's name and seconds; *least* is the promised ratio, None without a promise.
     """
     label, baseline = others
     ratios = [theirs / mine for theirs, mine in zip(baseline, ours, strict=True)]
@@ -75,46 +80,46 @@ def compared(
 
 
 def ratio_of(ours: Sequence[float], others: Sequence[float]) -> float:
-    """Median of the rounds' ratios of seconds."""
+    """Median over the rounds of the seconds of *ours* over those of *others*."""
     return statistics.median(mine / theirs for mine, theirs in zip(ours, others, strict=True))
 
 
 def gb_per_s(num_bytes: int, times: Sequence[float]) -> float:
-    """In 10^9 bytes, of the median."""
+    """Speed at the median of *times*, in 10^9 bytes a second."""
     return num_bytes / statistics.median(times) / 1e9
 
 
 def at_least(name: str, ratio: float, least: float | None) -> Row:
-    """A ratio that was promised to be no less than that, if anything was."""
+    """The row of a ratio that was promised to be at least *least*, or of one without a promise (None)."""
     return Row(name, ratio, "") if least is None else Row(name, ratio, "", f">= {least:g}", ratio >= least)
 
 
 def at_most(name: str, value: float, unit: str, most: float) -> Row:
-    """A value that was promised to be no more than that."""
+    """The row of a value that was promised to be at most *most*."""
     return Row(name, value, unit, f"<= {most:g}", value <= most)
 
 
 def spread(values: Sequence[float]) -> float:
-    """From the first quartile to the third, in per cent of the median."""
+    """Distance from the first quartile to the third, in per cent of the median."""
     quartiles = statistics.quantiles(values, n=4)
     return 100 * (quartiles[2] - quartiles[0]) / quartiles[1]
 
 
 def in_words(num_bytes: int) -> str:
-    """A block's size."""
+    """A block's size in words: "64 KiB"."""
     return f"{num_bytes // MIB} MiB" if num_bytes >= MIB else f"{num_bytes // KIB} KiB"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The rows asked for: those whose names begin with *only*."""
+    """The rows that --only asks for: those whose names begin with *only*."""
 
     only: str
 
     def has(self, beginning: str) -> bool:
-        """Whether rows that begin like this may be among them."""
+        """Whether rows whose names begin with *beginning* may be asked for."""
         return beginning.startswith(self.only) or self.only.startswith(beginning)
 
     def of(self, rows: Sequence[Row]) -> list[Row]:
-        """Those of *rows* that are."""
+        """Those of *rows* that are asked for."""
         return [row for row in rows if row.name.startswith(self.only)]

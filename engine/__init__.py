@@ -1,1 +1,1 @@
-"""Everything with an outside: models, scheduler, servers, command line, metrics, files."""
+"""The engine and all that users see of it: models, scheduler, servers, command line, metrics, documents."""

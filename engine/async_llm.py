@@ -44,7 +44,10 @@ class Piece:
 
 @dataclass(eq=False, slots=True)
 class _Stream:
-    """One caller: where its pieces go, on its event loop. *request* is the engine thread's."""
+    """The stream of one caller: a queue on its event loop, into which the engine's thread puts the pieces.
+
+    The engine's thread owns *request*.
+    """
 
     loop: asyncio.AbstractEventLoop
     pieces: asyncio.Queue[Piece | Exception] = field(default_factory=asyncio.Queue)
@@ -52,16 +55,18 @@ class _Stream:
 
     def send(self, piece: Piece | Exception) -> None:
         """Hand a piece over to the caller's event loop, from the engine's thread."""
-        with suppress(RuntimeError):  # the loop has been closed: nobody reads
+        with suppress(RuntimeError):  # the caller's loop has been closed
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)
 
     def refuse(self, why: str) -> None:
-        """Tell the caller that there is no engine any more."""
+        """Tell the caller why the engine has ended."""
         self.send(RuntimeError(why))
 
 
 class AsyncLLM:
-    """Use it with `async with`; arguments as for `LLM`. Loading, flushing and tokenizing never block the event loop.
+    """An `LLM` for many callers at once. Loading, flushing and tokenizing never block the event loop.
+
+    Use it with `async with`; the arguments are those of `LLM`.
 
     async with AsyncLLM(model, config) as llm:
         async for piece in llm.generate("…"):
@@ -78,17 +83,19 @@ class AsyncLLM:
         tokenizer: PreTrainedTokenizerBase | None = None,
         progress: Callable[[str], None] = lambda stage: None,
     ) -> None:
-        """*progress* is told what is being done while the engine starts, in the engine's thread."""
+        """While the engine starts, its thread calls *progress* with the name of each stage."""
         self.config = as_config({} if config is None else config)
-        self._streams: dict[Request, _Stream] = {}  # the engine thread's
+        self._streams: dict[Request, _Stream] = {}  # owned by the engine's thread
         # All that touches the engine happens in this thread.
         load = partial(LoadedEngine.load, model, self.config, tokenizer, progress)
         self._thread = EngineThread(load, self._send, self._end_streams)
         self._closed = False
 
     async def start(self) -> None:
-        """Load the model and start serving, once. Errors are those of `LLM`. Cancelled, it ends as by `close`: what is
-        being loaded is closed when it has loaded."""
+        """Load the model and start serving; to be called once. Errors are those of `LLM`.
+
+        If the caller is cancelled, the engine ends as by `close`: it is closed when it has loaded.
+        """
         self._thread.start()
         at_exit = weakref.finalize(self, self._thread.end_at_exit)
         self._thread.closed.add_done_callback(lambda _: at_exit.detach())
@@ -113,14 +120,15 @@ class AsyncLLM:
         max_load_tokens: int | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[Piece, None]:
-        """Stream the continuation of one prompt, by the adapter *lora* if it is named.
+        """Stream the continuation of one prompt, with the adapter *lora* if one is named.
 
-        ValueError for a prompt that cannot run, an adapter that is not there, or when the queue is full.
+        ValueError for a prompt that cannot run, an adapter that is not loaded, or a full queue.
         """
         arrived_at = time.monotonic()
         options = RequestOptions(priority, not skip_reading_prefix_cache, max_load_tokens)
         token_ids = await self._token_ids(prompt)
-        keys = keyed(self._running().core, extra, lora, cache_salt)  # again: it may have been closed meanwhile
+        core = self._loaded_engine().core  # asked for only now: the engine may have been closed meanwhile
+        keys = keyed(core, extra, lora, cache_salt)
         stream = _Stream(asyncio.get_running_loop())
         self._thread.put(
             lambda core: self._add(core, stream, partial(core.add, token_ids, sampling, keys, arrived_at, options)),
@@ -143,23 +151,22 @@ class AsyncLLM:
         return prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
 
     async def with_tokenizer(self, work: Callable[[PreTrainedTokenizerBase], _T], tenant: str | None = None) -> _T:
-        """The result of *work* with the tokenizer, in a thread in which prompts are tokenized, when it is *tenant*'s
-        turn."""
+        """Call *work* with the tokenizer in one of its threads, when it is *tenant*'s turn; return the result."""
         return await self.tokenizers.run(work, tenant)
 
     @property
     def tokenizers(self) -> TokenizerThreads:
         """The threads in which prompts are tokenized."""
-        return self._running().tokenizers
+        return self._loaded_engine().tokenizers
 
     @property
     def longest_request(self) -> int:
         """Tokens that a prompt and its continuation may have together."""
-        return self._running().core.longest_request
+        return self._loaded_engine().core.longest_request
 
     async def wait_end(self) -> None:
-        """Until the engine has been closed; raises what it failed of."""
-        self._running()
+        """Wait until the engine serves no more; raise the error that it failed with, if it did."""
+        self._loaded_engine()
         await asyncio.wrap_future(self._thread.served)
 
     async def reset_prefix_cache(self) -> bool:
@@ -167,11 +174,11 @@ class AsyncLLM:
         return await self.ask(lambda core: core.reset())
 
     async def ask(self, question: Callable[[EngineCore], _T]) -> _T:
-        """What *question* returns, or raises, in the engine's thread, between two steps: keep it short.
+        """Call *question* in the engine's thread, between two steps, and return or raise what it does. Keep it short.
 
-        RuntimeError if the engine ends before. Not asked any more if the caller is cancelled before its turn.
+        RuntimeError if the engine ends before that. If the caller is cancelled before that, *question* is not called.
         """
-        self._running()
+        self._loaded_engine()
         answer: Future[_T] = Future()
 
         def put(core: EngineCore) -> None:
@@ -190,14 +197,17 @@ class AsyncLLM:
         return await asyncio.wrap_future(answer)
 
     def tell(self, do: Callable[[EngineCore], None]) -> None:
-        """Have *do* called in the engine's thread, between two steps, if the engine does not end before; nothing waits
-        for that. It raises nothing."""
+        """Have *do* called in the engine's thread, between two steps, unless the engine ends before. Returns at once.
+
+        *do* must raise nothing.
+        """
         self._thread.put(do)
 
     async def attend(self, make: Callable[[EngineCore], _A]) -> _A:
-        """What *make* returns: made in the engine's thread, which looks after it from then on, and alone may touch it.
+        """Have *make* called in the engine's thread, and return the attendant that it makes.
 
-        RuntimeError if the engine ends before. Cancelled, it is ended if it was made already.
+        The thread calls the attendant between steps from then on, and alone may touch it. RuntimeError if the engine
+        ends before. If the caller is cancelled, an attendant that was made already is ended.
         """
         made: list[_A] = []
 
@@ -217,17 +227,18 @@ class AsyncLLM:
             raise
 
     def neglect(self, attendant: Attendant) -> None:
-        """End what the engine's thread looks after; nothing waits for that."""
+        """Have the engine's thread end an attendant. Returns at once."""
         self._thread.put(lambda _: self._thread.neglect(attendant))
 
     def statistics(self) -> EngineStatistics:
         """The engine's last snapshot, by value; at most a quarter of a second old."""
-        return self._running().core.statistics
+        return self._loaded_engine().core.statistics
 
     async def close(self, progress: Progress | None = None) -> None:
-        """Abort what runs, write what is cached to disk, end the threads. Again, it waits for the same.
+        """Abort all requests, write what is cached to disk, end the threads. A second call waits for the first.
 
-        *progress* gets the number of blocks still to write, in the engine's thread. Cancelled, closing goes on.
+        The engine's thread calls *progress* with the number of blocks still to write. If the caller is cancelled,
+        closing goes on.
         """
         self._end(progress)
         if self._thread.has_begun:
@@ -242,7 +253,7 @@ class AsyncLLM:
     ) -> None:
         await self.close()
 
-    def _running(self) -> LoadedEngine:
+    def _loaded_engine(self) -> LoadedEngine:
         if self._closed or self._thread.served.done():
             raise RuntimeError("AsyncLLM: has ended; start a new one")
         if not self._thread.loaded.done():
@@ -254,7 +265,7 @@ class AsyncLLM:
         self._thread.end(progress)
 
     def _end_streams(self, why: str) -> None:
-        """The engine's thread steps no more, as it was told or by an error: all who still wait learn of it."""
+        """The engine's thread steps no more, as it was told or by an error: end every stream with the reason."""
         for stream in self._streams.values():
             stream.refuse(why)
 

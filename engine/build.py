@@ -32,15 +32,15 @@ from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.lane import Finished, Lane, ThreadLane
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-# A host tier of a gigabyte or two is ready by then. Beside a first load, preparing made it up to three times slower.
+# By then a host tier of a gigabyte or two is prepared. Preparing beside a first load made it up to three times slower.
 STARTUP_WAIT_S = 1.0
-# A process that starts on a busy machine takes seconds. A disk that hangs for longer is joined once it is there.
+# On a busy machine the store's process takes seconds to start. A disk that hangs for longer joins when it is open.
 OPENING_WAIT_S = 30.0
 INDEX_WAIT_S = 5.0  # a million blocks on disk are looked through in about three
 INDEX_LOOK_S = 0.05
 LOAD_TIMEOUT_S = 10.0  # of a hit without a disk
 NUM_READERS = 4  # reads from disk at a time
-NUM_WRITERS = 2  # writes: one at work and one that gathers behind it
+NUM_WRITERS = 2  # writes to disk at a time: one at work and one that gathers behind it
 
 
 def build_core(
@@ -49,12 +49,12 @@ def build_core(
     config: Config,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> EngineCore:
-    """An engine for the model, as the configuration has it. *progress* is told what is being done, in order.
+    """Build the engine that the configuration describes. *progress* is called with the name of each stage.
 
     Raises `UnsupportedModel` for a model whose attention cannot be paged, ValueError for sizes that cannot work,
-    `UnusableLora` for an adapter of another model, and what `ZmqPublisher` raises if its endpoints cannot be had; what
-    was made until then is closed. What keeps the disk's store from opening is no error: it is logged, and the disk tier
-    joins once the store is open.
+    `UnusableLora` for an adapter of another model, and what `ZmqPublisher` raises for endpoints that it cannot use; the
+    parts made until then are closed. A store that cannot be opened is no error: that is logged, and the disk tier joins
+    once the store is open.
     """
     with ExitStack() as undo:
         progress("looking at the model's attention")
@@ -155,7 +155,7 @@ def _cache(
             retention_tokens=config.device.retention_tokens,
             partial_blocks=config.device.partial_blocks,
             by_layers=config.scheduler.by_layers,
-            # A copy started after one step is taken in after the next: both take from what is clean.
+            # A copy started after one step is taken in after the next, and both steps take slots of clean blocks.
             least_clean_ahead=2 * -(-config.scheduler.token_budget // config.device.block_size),
         ),
         events=events,
@@ -176,7 +176,7 @@ def _lower(
 
 
 def _wait_prepared(memories: Sequence[BlockMemory], store: ReopeningStore | None, cache: TieredCache) -> None:
-    """Wait a little for what makes the first requests faster."""
+    """Wait a little for prepared host memory and the disk's index, which make the first requests faster."""
     for memory in memories:
         memory.wait_prepared(STARTUP_WAIT_S / len(memories))
     give_up_at = time.monotonic() + INDEX_WAIT_S

@@ -1,4 +1,4 @@
-"""Numbers of bytes for people."""
+"""Numbers of bytes, written as people read them."""
 
 
 def size_text(num_bytes: float) -> str:

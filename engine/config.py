@@ -13,7 +13,7 @@ import msgspec
 from kvtier.tiers.naming.block_hash import HashAlgorithm
 from kvtier.tiers.naming.request_text import check_text
 
-# What could be chosen once, by path, and what to choose instead.
+# Values that earlier versions had, by path, and what to choose instead.
 _GONE = {
     ("$.names.algorithm", "xxh3_128"): "xxh3_128 is gone, as two prompts with one name can be made in seconds; "
     "use sha256, and what is stored under the old names leaves in its turn"
@@ -134,7 +134,7 @@ class TenantConfig(Table, frozen=True, kw_only=True):
 
 
 class LoraConfig(Table, frozen=True, kw_only=True):
-    """`[lora.NAME]`: an adapter of the model's; *path* is a folder that `peft` wrote. Requests name it by NAME."""
+    """`[lora.NAME]`: a LoRA adapter of the model; *path* is a folder that `peft` wrote. Requests name it by NAME."""
 
     path: Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -209,9 +209,10 @@ class EventsConfig(Table, frozen=True, kw_only=True):
 
 
 class DocumentsConfig(Table, frozen=True, kw_only=True):
-    """`[documents]`: those that `kvtier serve` keeps warm by name. Each is a file in the folder *path*, by default
-    one beside `disk.path`, with "-documents" behind its name; without a [disk] they end with the process. They are
-    encrypted if [disk] has a key. A tenant may have *max_per_tenant*.
+    """`[documents]`: the documents that `kvtier serve` keeps warm by name. A tenant may have *max_per_tenant*.
+
+    Each is a file in the folder *path*, by default one beside `disk.path`, with "-documents" behind its name; without a
+    [disk] they end with the process. They are encrypted if [disk] has a key.
     """
 
     path: Annotated[str, msgspec.Meta(min_length=1)] | None = None
@@ -223,13 +224,13 @@ class DocumentsConfig(Table, frozen=True, kw_only=True):
 
 
 class ServerConfig(Table, frozen=True, kw_only=True):
-    """`[server]`: what `kvtier serve` does; its command line counts more.
+    """`[server]`: settings of `kvtier serve`; options of its command line override them.
 
     The model is served under *model_name*, by default its own. *api_keys* is a file of keys and their tenants. With
     *tenant_isolation* "strict" they share no cached block, and only *metrics_tenants* may read `/metrics`; with "off"
     they share those of requests without a cache_salt. *max_queued* completions wait behind the *scheduler.max_running*
     that run; what comes then is answered with 429, as a body of more than *max_body* bytes is with 413 and a prompt of
-    more than *max_prompt_tokens* with 400. *tokenizer_threads* tokenize, and one tenant never has all of them.
+    more than *max_prompt_tokens* with 400. *tokenizer_threads* threads tokenize, and one tenant never has all of them.
 
     Before a client is known by its key: a request's line and headers have *max_header* bytes at most and come within
     *header_timeout_s*, its body within *body_timeout_s*; there are *max_connections* at once, of them
@@ -262,7 +263,7 @@ class ServerConfig(Table, frozen=True, kw_only=True):
 
 
 class Config(Table, frozen=True, kw_only=True):
-    """The whole tree. A tier that is None is absent; *metrics_port* None serves no metrics, 0 picks a free port."""
+    """The whole configuration. A tier of None is absent; *metrics_port* None serves no metrics, 0 picks a free port."""
 
     model: ModelConfig = ModelConfig()
     device: DeviceConfig = DeviceConfig()
@@ -297,7 +298,7 @@ class Config(Table, frozen=True, kw_only=True):
 
 
 def as_config(value: Config | Mapping[str, object] | str | Path) -> Config:
-    """A checked `Config` from one, from a dict of tables, from a TOML file, or from the name of a shipped one."""
+    """A checked `Config` from another one, a dict of tables, a TOML file, or the name of a shipped configuration."""
     if isinstance(value, Config):
         return config_from_dict(msgspec.to_builtins(value, enc_hook=int))
     return load_config(value) if isinstance(value, str | Path) else config_from_dict(value)
@@ -339,7 +340,7 @@ def tree_from_dict(kind: type[_Tree], data: Mapping[str, object], source: str) -
 
 
 def _explain(message: str, choices: Mapping[str, Sequence[str]]) -> str:
-    """msgspec's "what - at `$.path`" as "$.path: what", with what of the *choices* could stand there instead."""
+    """msgspec's "what - at `$.path`" as "$.path: what", with those of the *choices* that are allowed there."""
     located = re.fullmatch(r"(.*) - at `(\$[^`]*)`", message, re.DOTALL)  # the top table's own mistakes have no path
     what, path = located.groups() if located else (message, "$")
 

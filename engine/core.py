@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.config import Config
@@ -55,7 +56,7 @@ class EngineStatistics:
     num_waiting: int
     num_promoting: int
     num_running: int
-    tenants: Mapping[str, Mapping[Tier, int]]  # bytes of those with a quota, by name and tier
+    tenants: Mapping[str, Mapping[Tier, int]]  # bytes of the tenants with a quota, by name and tier
     host_prepared_bytes: int  # of the host tier: backed by memory, and pinned on CUDA
     plans: PlanStatistics
     store: StoreStanding | None  # the disk tier's; None without one
@@ -73,14 +74,17 @@ class Parts:
     scheduler: Scheduler
     step_times: StepTimes
     load_timeout_s: float
-    events: EventLog | None  # None if nobody listens
+    events: EventLog | None  # None without an [events] table
     publisher: ZmqPublisher | None
     store: ReopeningStore | None  # None without a disk tier
 
 
 class EngineCore:
-    """Add requests, call `step` until `has_work` is False, read the requests. Close it: that is when the disk tier
-    gets everything, so that the next start is warm. `build_core` makes one."""
+    """One engine: add requests, call `step` until `has_work` is False, read the requests.
+
+    Closing it writes everything cached to the disk tier, so that the next start is warm. `build_core` makes one, and
+    one thread owns it.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: Config, parts: Parts) -> None:
         """Takes over the *parts*, see `build_core`; `close` closes them."""
@@ -91,7 +95,7 @@ class EngineCore:
         self.planner = parts.planner
         self.scheduler = parts.scheduler
         self.publisher = parts.publisher
-        self._runner = parts.runner
+        self.runner = parts.runner
         self._memories = parts.memories
         self._store = parts.store
         self._events = parts.events
@@ -112,7 +116,7 @@ class EngineCore:
 
     @property
     def waiting_prompts(self) -> list[Sequence[int]]:
-        """The token ids of those requests, as they were given."""
+        """The token ids of the requests that have not started, as their callers gave them."""
         return [request.prompt_token_ids for request in self.scheduler.waiting]
 
     @property
@@ -122,12 +126,12 @@ class EngineCore:
 
     @property
     def bytes_per_token(self) -> float:
-        """Of keys and values, in device and host memory; of the last tokens only where layers have windows."""
-        return sum(m.block_bytes / g.block_size for m, g in zip(self._memories, self._runner.groups, strict=True))
+        """Bytes of a token's keys and values on device and host; layers with windows keep the last tokens' only."""
+        return sum(m.block_bytes / g.block_size for m, g in zip(self._memories, self.runner.groups, strict=True))
 
     @property
     def cipher(self) -> Cipher | None:
-        """What the disk tier encrypts with."""
+        """The cipher of the disk tier; None without encryption or without a disk tier."""
         return None if self._store is None else self._store.settings.cipher
 
     def add(
@@ -138,11 +142,11 @@ class EngineCore:
         arrived_at: float,
         options: RequestOptions = DEFAULT_OPTIONS,
     ) -> Request:
-        """Queue a prompt. ValueError, with what to do, if it has no tokens or others than the model's, is longer than
-        the model or the device can hold, or the queue is full."""
+        """Queue a prompt; its request. ValueError, with what to do, if it has no tokens or ids that the model does not
+        have, is longer than the model or the device can hold, or if the queue is full."""
         self._check_tokens(token_ids, sampling)
-        if extra.lora is not None and extra.lora not in self._runner.adapters:
-            raise ValueError(f"lora {extra.lora.name}: no adapter that is loaded; take its key from lora_key")
+        if extra.lora is not None and extra.lora not in self.runner.adapters:
+            raise ValueError(f"lora {extra.lora.name}: no such adapter is loaded; take the key from lora_key")
         chain = self.chain(token_ids, extra)
         detokenizer = Detokenizer(self.tokenizer, sampling.stop)
         request = Request(token_ids, sampling, chain, detokenizer, options, arrived_at)
@@ -150,18 +154,18 @@ class EngineCore:
         return request
 
     def lora_key(self, name: str) -> Lora:
-        """What a request of the adapter *name* has in its `ExtraKeys`: it chooses the adapter and names the blocks.
+        """The adapter *name* as a request's `ExtraKeys` have it: it chooses the weights and is part of block names.
 
-        ValueError if there is none. Any thread may ask.
+        ValueError if no such adapter is loaded. Any thread may ask.
         """
-        for key in self._runner.adapters:
+        for key in self.runner.adapters:
             if key.name == name:
                 return key
-        there = ", ".join(key.name for key in self._runner.adapters) or "none"
+        there = ", ".join(key.name for key in self.runner.adapters) or "none"
         raise ValueError(f"lora {name}: no such adapter; there is {there}: add [lora.{name}] to the configuration")
 
     def where(self, token_ids: Sequence[int], extra: ExtraKeys) -> dict[str, int]:
-        """Tokens of a prompt by the coldest tier that they would come from, or "nowhere"."""
+        """How many of a prompt's tokens would come from which tier, the coldest that they need, or from "nowhere"."""
         block_size = self.config.device.block_size
         counts = dict.fromkeys([*Tier, "nowhere"], 0)
         for tier in self.cache.where(self.chain(token_ids, extra)):
@@ -170,7 +174,7 @@ class EngineCore:
         return {str(place): num_tokens for place, num_tokens in counts.items()}
 
     def chain(self, token_ids: Sequence[int], extra: ExtraKeys) -> BlockChain:
-        """The names of a prompt's blocks."""
+        """The chain that names a prompt's blocks."""
         names = self.config.names
         algorithm = HashAlgorithm(names.algorithm)
         chain = BlockChain(self.config.device.block_size, extra, algorithm=algorithm, seed=names.seed)
@@ -195,15 +199,15 @@ class EngineCore:
         """End a request; nothing of it stays leased."""
         self.scheduler.abort(request)
 
-    def hurry(self, request: Request, priority: int) -> None:
+    def set_priority(self, request: Request, priority: int) -> None:
         """Give a request another priority, unless it has finished."""
         if request.finish_reason is None:
-            self.scheduler.hurry(request, priority)
+            self.scheduler.set_priority(request, priority)
 
     def step(self) -> list[Request]:
-        """Compute one batch; the requests that got a token, with `new_text`. Waits a moment if all are parked.
+        """Compute one batch; the requests that got a token, with `new_text`. If all are parked it waits a moment.
 
-        `CopyHangs` if for a minute beyond all deadlines there is nothing that can be computed.
+        `CopyHangs` if nothing could be computed for a minute beyond all deadlines.
         """
         work = self.scheduler.schedule()
         advanced = self._compute(work) if work else []
@@ -214,14 +218,15 @@ class EngineCore:
         if not work and self.cache.num_under_way:
             self.cache.wait(IDLE_WAIT_S)
         elif not work and self.has_work:
-            time.sleep(STALLED_WAIT_S)  # for slots that nothing under way will free; a deadline or an abort will
+            # No copy under way will free the slots that are missing; a deadline or an abort will.
+            time.sleep(STALLED_WAIT_S)
         self._publish_events()
         if not self.has_work or time.monotonic() - self._snapshot_at > SNAPSHOT_EVERY_S:
             self._take_snapshot()
         return advanced
 
     def idle(self) -> None:
-        """Between requests: go on copying cold blocks down."""
+        """Do what is due while no request runs: copy cold blocks down, end pins, take a snapshot."""
         self.cache.wait(0.0)
         self.cache.spill()
         self.pins.tick()
@@ -234,13 +239,13 @@ class EngineCore:
         self.scheduler.check()
 
     def close(self, progress: Callable[[int], None] = lambda num_left: None) -> None:
-        """Abort what runs, write what is cached to disk, end threads. *progress* gets the blocks still to write."""
+        """Abort all requests, write what is cached to disk, end threads. *progress* gets the number of blocks left."""
         if self._closed:
             return
         self._closed = True
-        with ExitStack() as ends:  # whatever one of them raises, the others are closed
+        with ExitStack() as ends:  # each is closed, whatever another one raises
             ends.callback(self._close_tiers)
-            ends.callback(self._runner.close)
+            ends.callback(self.runner.close)
             if self.publisher is not None:
                 ends.callback(self.publisher.close)
             for request in [*self.scheduler.waiting, *self.scheduler.promoting, *self.scheduler.running]:
@@ -259,17 +264,19 @@ class EngineCore:
     def _close_tiers(self) -> None:
         try:
             if self._store is not None:
-                self._store.stop_opening()  # a lane may be waiting for that
+                self._store.stop_opening()  # a lane may be waiting for the store to open
             is_closed = self.cache.close()
             if not is_closed and self._store is not None:
                 self._store.kill()  # a copy hangs, probably in its process
                 is_closed = self.cache.close()
         except BaseException:
             if self._store is not None:
-                self._store.kill()  # or the next start would find it locked
+                self._store.kill()  # or the next start would find its folder locked
             raise
         if not is_closed:
-            log.warning("a copy hangs: its memory is left, the next start finds what was written so far")
+            log.warning(
+                "a copy hangs: its memory is not freed; the next start finds the blocks that were written so far"
+            )
         elif self._store is not None:
             self._store.close()
 
@@ -285,47 +292,41 @@ class EngineCore:
         ids = np.asarray(token_ids)
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
             raise ValueError(f"prompt: token ids are of type {ids.dtype}; give a text or a flat list of integers")
-        if not 0 <= ids.min() <= ids.max() < self._runner.vocab_size:
+        if not 0 <= ids.min() <= ids.max() < self.runner.vocab_size:
             worst = int(ids.min() if ids.min() < 0 else ids.max())
-            raise ValueError(f"prompt: token id {worst}; the model knows 0 to {self._runner.vocab_size - 1}")
-        limit, wanted = self._runner.max_tokens, len(ids) + sampling.max_tokens
+            raise ValueError(f"prompt: token id {worst}; the model knows 0 to {self.runner.vocab_size - 1}")
+        limit, wanted = self.runner.max_tokens, len(ids) + sampling.max_tokens
         if limit is not None and wanted > limit:
             raise ValueError(
                 f"prompt of {len(ids)} tokens and {sampling.max_tokens} more: the model takes {limit}; shorten it"
             )
 
     def _compute(self, work: Sequence[Work]) -> list[Request]:
+        """Compute the step's work; the requests that got a token."""
         started_at = time.monotonic()
         depths = [item.request.num_computed for item in work]
-        chunks = [
-            Chunk(
-                item.request.token_ids[item.request.num_computed : item.request.num_computed + item.num_tokens],
-                item.request.num_computed,
-                item.request.tables,
-                item.gate,
-                item.request.chain.extra.lora,
-            )
-            for item in work
-        ]
-        logits = self._runner.run(chunks)
+        chunks = [_chunk(item) for item in work]
+        logits = self.runner.run(chunks)
         lost = self.scheduler.settle(work)
-        self.scheduler.computed([item for item in work if item.request not in lost])
+        self.scheduler.on_computed([item for item in work if item.request not in lost])
+
         advanced = []
-        for row, item in enumerate(work):
-            request = item.request
-            if request in lost:
-                continue
-            if request.num_to_compute == 0:  # else only a part of the prompt is in, and its logits predict nothing new
-                token_id = request.sampler.sample(logits[row])
-                if request.sampling.logprobs is not None:
-                    request.logprobs.append(token_logprobs(logits[row], token_id, request.sampling.logprobs))
-                request.append(token_id, self._runner.end_token_ids)
+        for request, row in zip([item.request for item in work], logits, strict=True):
+            if request not in lost and request.num_to_compute == 0:  # else its prompt goes on, and no token is new
+                self._sample(request, row)
                 advanced.append(request)
-                if request.finish_reason is not None:
-                    self.scheduler.retire(request)
-        if all(chunk.gate is None for chunk in chunks):  # else it has waited for copies
-            self._step_times.stepped(work, depths, time.monotonic() - started_at, bool(advanced))
+        if all(chunk.gate is None for chunk in chunks):  # else the time has waits for copies in it
+            self._step_times.on_step(work, depths, time.monotonic() - started_at, bool(advanced))
         return advanced
+
+    def _sample(self, request: Request, logits: torch.Tensor) -> None:
+        """Give the request its next token, drawn from *logits* `[vocab]`; end its leases if that is the last."""
+        token_id = request.sampler.sample(logits)
+        if request.sampling.logprobs is not None:
+            request.logprobs.append(token_logprobs(logits, token_id, request.sampling.logprobs))
+        request.append(token_id, self.runner.end_token_ids)
+        if request.finish_reason is not None:
+            self.scheduler.retire(request)
 
     def _publish_events(self) -> None:
         if self._events is not None and self.publisher is not None and (events := self._events.take()):
@@ -362,3 +363,10 @@ class EngineCore:
                 Tier.DISK: on_disk.get(key, 0),
             }
         return usage
+
+
+def _chunk(work: Work) -> Chunk:
+    """The next tokens of a request, as the runner computes them."""
+    request, start = work.request, work.request.num_computed
+    token_ids = request.token_ids[start : start + work.num_tokens]
+    return Chunk(token_ids, start, request.tables, work.gate, request.chain.extra.lora)

@@ -1,4 +1,4 @@
-"""The disk tier as the configuration asks for it."""
+"""The disk tier, made as the configuration asks for it: its store, codec, cipher and budget of writes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,10 +27,11 @@ _ELEMENTS = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32":
 def open_store(
     config: DiskConfig, dtype: str, memories: Sequence[BlockMemory], tenants: Mapping[str, TenantConfig]
 ) -> ReopeningStore:
-    """A store, in a process of its own, whose folder stays within the configured capacity. It is being opened.
+    """Begin to open the configured store, in a process of its own; its folder stays within the capacity.
 
-    What the configuration has wrong is an error at once: ValueError, with what to do, for a capacity that holds next to
-    nothing or a key that cannot be had. What keeps the store from opening is not: see `ReopeningStore`."""
+    A mistake in the configuration raises at once: ValueError, with what to do, for a capacity that holds next to
+    nothing or a key that cannot be read. A folder that cannot be opened does not: see `ReopeningStore`.
+    """
     block_bytes = sum(memory.block_bytes for memory in memories)
     capacity_bytes = capacity_within(config.capacity)
     if capacity_bytes < LEAST_BLOCKS * block_bytes:
@@ -70,7 +71,7 @@ def disk_tier(store: ReopeningStore, config: DiskConfig, namespace: Namespace) -
 
 
 def cipher_of(config: DiskConfig) -> Cipher | None:
-    """The configured encryption. ValueError if its key cannot be had, ImportError without the package."""
+    """The configured encryption. ValueError if its key cannot be read, ImportError without the package."""
     if config.encryption_key_file is not None:
         return Cipher.from_file(Path(config.encryption_key_file).expanduser())
     if config.encryption_key_command is not None:

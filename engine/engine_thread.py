@@ -1,4 +1,4 @@
-"""EngineThread: an engine's life in a thread of its own, whatever becomes of those who wait for it."""
+"""EngineThread: loads, steps and closes an engine in a thread of its own, which no cancelled caller interrupts."""
 
 import logging
 import queue
@@ -18,22 +18,22 @@ log = logging.getLogger(__name__)
 
 IDLE_S = 0.1  # how often an engine without requests looks after its tiers …
 COPYING_S = 0.005  # … and while it has something to copy down
-EXIT_WAIT_S = FLUSH_TIMEOUT_S + 60.0  # what hangs for longer does not keep a program from ending …
-LOADING_EXIT_WAIT_S = 10.0  # … nor does what loads for longer: it is cut off, and leaves nothing behind
+EXIT_WAIT_S = FLUSH_TIMEOUT_S + 60.0  # for so long at most a program that ends waits for closing …
+LOADING_EXIT_WAIT_S = 10.0  # … and before that for loading, which is then cut off and leaves nothing behind
 
 Progress = Callable[[int], None]
 _T = TypeVar("_T")
 
 
 def promise() -> "Future[Any]":
-    """A future that its maker alone settles: who is cancelled while waiting for it leaves it as it is."""
+    """A future that only its maker settles: cancelling a task that waits for it leaves it as it is."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
 def fail(future: "Future[_T]", error: BaseException) -> None:
-    """Let *future* raise the error, as a coroutine can be given it."""
+    """Settle *future* with the error, in a form that a coroutine can be given."""
     future.set_exception(as_exception(error))
 
 
@@ -44,43 +44,43 @@ class _Command:
 
 
 class Attendant(Protocol):
-    """What the thread looks after between steps, and alone touches."""
+    """An object that the engine's thread calls between steps; no other thread touches it."""
 
     def tick(self) -> None:
-        """Go on with what is to be done; called after every step, and every 0.1 s while there are none."""
+        """Do some of the work that is due; called after every step, and every 0.1 s while there are none."""
 
     def end(self) -> None:
-        """It is not called any more: let go of what it holds of the engine."""
+        """Let go of all that it holds of the engine; it is not called any more."""
 
 
 class EngineThread:
     """A daemon thread that loads an engine, steps it, carries out commands between the steps until it is told to end,
-    and then closes the engine, each in its turn and all calls that still wait.
+    and then closes the engine.
 
-    *loaded* (with the engine), *served* (no command is carried out any more) and *closed* are kept in this order, also
-    if something fails: *served* then has what the engine failed of, *closed* what closing it did. Every command that
-    `put` takes is carried out or refused. All methods may be called from any thread.
+    It keeps three promises, in this order, also if something fails: *loaded* (with the engine), *served* (no command is
+    carried out any more) and *closed*. *served* has the error that the engine failed with, *closed* that of closing.
+    Every command that `put` takes is carried out or refused. Any thread may call all methods but `attend`, `neglect`.
 
-    Python waits for the threads of a ThreadPoolExecutor before it ends, so a program that forgot to close would not.
+    No ThreadPoolExecutor: Python waits for its threads before it ends, so a program that forgot to close never would.
     """
 
     def __init__(
         self,
         load: Callable[[], LoadedEngine],
-        advanced: Callable[[Request], None],
-        ended: Callable[[str], None],
+        on_advanced: Callable[[Request], None],
+        on_ended: Callable[[str], None],
     ) -> None:
-        """All three are called in the thread: *advanced* with each request that a step gave a token, *ended* with why
-        when no step comes any more."""
+        """The thread calls all three: *on_advanced* with each request that a step gave a token, *on_ended* with the
+        reason when no step comes any more."""
         self.loaded: Future[LoadedEngine] = promise()
         self.served: Future[None] = promise()
         self.closed: Future[None] = promise()
         self._load = load
-        self._advanced = advanced
-        self._ended = ended
+        self._on_advanced = on_advanced
+        self._on_ended = on_ended
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
-        self._attendants: list[Attendant] = []  # the thread's
-        self._lock = threading.Lock()  # of the four below
+        self._attendants: list[Attendant] = []  # owned by the thread
+        self._lock = threading.Lock()  # guards the four below
         self._has_begun = False
         self._is_ending = False
         self._why_over: str | None = None
@@ -88,11 +88,11 @@ class EngineThread:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it was started: then all three promises will be kept."""
+        """Whether the thread was started: then all three promises will be kept."""
         return self._has_begun
 
     def start(self) -> None:
-        """Begin to load. RuntimeError if it has been started, or told to end, before."""
+        """Begin to load. RuntimeError if the thread has been started, or told to end, before."""
         with self._lock:
             if self._has_begun or self._is_ending:
                 raise RuntimeError("AsyncLLM: has been started or closed before; make a new one")
@@ -100,7 +100,7 @@ class EngineThread:
         threading.Thread(target=self._live, name="kvtier-engine", daemon=True).start()
 
     def put(self, do: Callable[[EngineCore], None], refuse: Callable[[str], None] = lambda why: None) -> None:
-        """Have *do* called in the thread between two steps; or *refuse*, with why, if the engine ends before."""
+        """Have *do* called in the thread between two steps; or *refuse*, with the reason, if the engine ends before."""
         with self._lock:
             why = self._why_over
             if why is None:
@@ -109,17 +109,19 @@ class EngineThread:
             refuse(why)
 
     def attend(self, attendant: Attendant) -> None:
-        """Look after it from now on. In the thread only."""
+        """Call the attendant between steps from now on. Only the thread itself may call this."""
         self._attendants.append(attendant)
 
     def neglect(self, attendant: Attendant) -> None:
-        """End it, and look after it no more. In the thread only."""
+        """End the attendant and call it no more. Only the thread itself may call this."""
         self._attendants.remove(attendant)
         attendant.end()
 
     def end(self, progress: Progress | None = None) -> None:
-        """Have it end after the commands put so far, once it has loaded; only the first call does something more than
-        tell who gets the *progress* of closing."""
+        """Tell the thread to end after the commands put so far, once it has loaded. Closing calls *progress*.
+
+        A later call only changes the *progress* that is called.
+        """
         with self._lock:
             if progress is not None:
                 self._progress = progress
@@ -128,23 +130,23 @@ class EngineThread:
                 self._commands.put(None)
 
     def end_at_exit(self) -> None:
-        """End it, and wait until it has closed, which it cannot before it has loaded; neither for ever."""
+        """End the thread; wait `LOADING_EXIT_WAIT_S` at most until it has loaded, `EXIT_WAIT_S` until it has closed."""
         self.end()
         if not wait([self.loaded], LOADING_EXIT_WAIT_S).done:
             log.warning("the program ends while the engine is being loaded")
         elif not wait([self.closed], EXIT_WAIT_S).done:
-            log.warning("the engine did not close in %.0f s; what it had not written is lost", EXIT_WAIT_S)
+            log.warning("the engine did not close in %.0f s; blocks that it had not written are lost", EXIT_WAIT_S)
 
     def _live(self) -> None:
         try:
             engine = self._load()
-        except BaseException as error:  # the thread's top: the call that waits learns of it
+        except BaseException as error:  # the thread's top: the promise carries it to the caller
             self._end_commands("AsyncLLM: could not be started")
             fail(self.loaded, error)
             self.served.set_result(None)
             self.closed.set_result(None)
             return
-        with Garbage() as garbage:  # before the first call: it begins by stopping all threads for a moment
+        with Garbage() as garbage:  # before *loaded*: it begins by stopping all threads for a moment
             self.loaded.set_result(engine)
             try:
                 self._serve(engine.core, garbage)
@@ -167,16 +169,16 @@ class EngineThread:
         while self._carry_out(core):
             if core.has_work:
                 for request in core.step():
-                    self._advanced(request)
-                garbage.stepped()
+                    self._on_advanced(request)
+                garbage.on_step()
             else:
                 core.idle()
-                garbage.idle()
+                garbage.on_idle()
             for attendant in self._attendants:
                 attendant.tick()
 
     def _carry_out(self, core: EngineCore) -> bool:
-        """Carry out commands; wait for one a moment if there is nothing else to do. False: end."""
+        """Carry out the commands put so far; without requests, wait a moment for one. False if the thread is to end."""
         waits = not core.has_work
         while True:
             try:
@@ -187,15 +189,15 @@ class EngineThread:
             if command is None:
                 return False
             command.do(core)
-            waits = False  # for one only: who asks again and again must not keep the engine from looking after itself
+            waits = False  # for one only: a caller that asks again and again must not keep the engine from its own work
 
     def _tell_progress(self, num_left: int) -> None:
-        self._progress(num_left)  # whose it is may change while it closes
+        self._progress(num_left)  # looked up each time: `end` may change it while the engine closes
 
     def _end_commands(self, why: str) -> None:
         with self._lock:  # from here on `put` refuses
             self._why_over = why
-        self._ended(why)
+        self._on_ended(why)
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:

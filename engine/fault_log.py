@@ -1,4 +1,4 @@
-"""Faults told: what goes wrong with the tiers, and what is right again, in few lines of the log."""
+"""FaultLog: what goes wrong with the tiers, and what works again, in few lines of the log."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 QUIET_S = 60.0  # after a line about one thing, until there is another about the same
 
-_NO_DAMAGE = {Fault.MISSING, Fault.IO_ERROR}  # evicted meanwhile; and of the other the breaker tells
+# A missing block was evicted meanwhile; I/O errors open the breaker, which has its own line.
+_NO_DAMAGE = {Fault.MISSING, Fault.IO_ERROR}
 log = logging.getLogger(__name__)
 
 
@@ -28,7 +29,7 @@ class FaultLog:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._told: dict[str, object] = {}  # by thing, its state when there was a line last
+        self._told: dict[str, object] = {}  # by thing, its state in the last line
         self._told_at: dict[str, float] = {}
 
     def look(self, statistics: "EngineStatistics") -> None:
@@ -44,28 +45,28 @@ class FaultLog:
 
     def _look_at_store(self, standing: StoreStanding) -> None:
         folder = standing.folder
-        for num_gone in self._change("gone", standing.num_gone, 0):
+        for num_gone in self._take_change("gone", standing.num_gone, 0):
             log.warning(
-                "disk: %s was removed or replaced while it was open%s; what was in it is lost, and it is opened anew",
+                "disk: %s was removed or replaced while it was open%s; its blocks are lost, and it is opened anew",
                 folder,
                 _times(standing.num_gone - num_gone),
             )
-        is_told = standing.not_open is NotOpen.GONE  # above
-        for _ in () if is_told else self._change("open", standing.not_open, None):
+        is_told = standing.not_open is NotOpen.GONE  # which has the line above
+        for _ in () if is_told else self._take_change("open", standing.not_open, None):
             if standing.not_open is None:
                 log.warning("disk: %s is open; it is used from now on", folder)
             else:
                 log.warning("disk: %s is not open (%s); serving without it, trying again", folder, standing.why)
-        for num_ended in self._change("ended", standing.num_ended, 0):
+        for num_ended in self._take_change("ended", standing.num_ended, 0):
             times = _times(standing.num_ended - num_ended)
             log.warning("disk: the store's process ended%s (%s)", times, standing.why_ended)
-        for num_restarts in self._change("restarted", standing.num_restarts, 0):
+        for num_restarts in self._take_change("restarted", standing.num_restarts, 0):
             log.warning("disk: the store's process was started again%s", _times(standing.num_restarts - num_restarts))
 
     def _look_at_side(self, side: str, disk: DiskStatistics) -> None:
         doing = {"read": "reading", "write": "writing"}[side]
         rests = disk.breakers[side] is not BreakerState.CLOSED
-        for told in self._change(side, (rests, disk.num_opened[side]), (False, 0)):
+        for told in self._take_change(side, (rests, disk.num_opened[side]), (False, 0)):
             assert isinstance(told, tuple), "what was told of a breaker"
             if rests or not told[0]:  # or it has opened and closed since the last line
                 times = _times(disk.num_opened[side] - told[1])
@@ -76,14 +77,14 @@ class FaultLog:
 
     def _look_at_damage(self, tier: str, counts: Mapping[str, int]) -> None:
         damaged = {cause: number for cause, number in counts.items() if cause not in _NO_DAMAGE}
-        for told in self._change(f"damage {tier}", damaged, {}):
+        for told in self._take_change(f"damage {tier}", damaged, {}):
             assert isinstance(told, dict), "what was told of damage"
             new = {cause: number - told.get(cause, 0) for cause, number in damaged.items()}
             causes = ", ".join(f"{number} {cause}" for cause, number in sorted(new.items()) if number)
             log.warning("%s: bad blocks were found (%s); they are computed anew", tier, causes)
 
-    def _change(self, thing: str, state: _T, at_first: _T) -> Iterator[_T]:
-        """What was told last of a thing, if it is another state now and it is time for a line."""
+    def _take_change(self, thing: str, state: _T, at_first: _T) -> Iterator[_T]:
+        """Yield a thing's state in its last line, and take the new one for told, if they differ and a line is due."""
         told: _T = self._told.get(thing, at_first)  # type: ignore[assignment]  # of a thing all states are of one type
         now = self._clock()
         if state != told and now - self._told_at.get(thing, -QUIET_S) >= QUIET_S:

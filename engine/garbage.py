@@ -1,4 +1,4 @@
-"""Garbage: full garbage collections, which stop every thread, happen while the engine has nothing to do."""
+"""Garbage: has full garbage collections, which stop every thread, happen while the engine has no request."""
 
 import gc
 import logging
@@ -11,16 +11,18 @@ log = logging.getLogger(__name__)
 
 NEVER = 1 << 30
 ENOUGH = 100  # collections of younger objects, 700,000 new ones at least: worth a full one when idle …
-TOO_MANY = 2000  # … and beside requests: who is never idle must not keep garbage for ever
+TOO_MANY = 2000  # … and beside requests: an engine that is never idle must not keep garbage for ever
 
 
 class Garbage:
-    """Python walks through all objects whenever some have come: 0.2 s with torch and transformers alone. While this
-    lasts, what there was when it began is left out of that (`gc.freeze`), younger objects are collected as always, and
-    all together when the engine is idle. Beside requests only after 14 million new objects without an idle moment.
+    """A context manager for the thread that serves: meanwhile full collections happen when the engine is idle.
 
-    A context manager for the thread that serves. The collector is the process's: the last of several engines to end
-    leaves it as the first found it. One that is switched off stays so.
+    A full collection walks through all objects: 0.2 s with torch and transformers alone. Objects that are older than
+    this context are left out of it (`gc.freeze`), younger ones are collected as always, and all together when the
+    engine is idle. Beside requests that happens only after 14 million new objects without an idle moment.
+
+    The collector is the process's: the last of several engines to end leaves it as the first found it. A collector that
+    is switched off stays so.
     """
 
     _lock = threading.Lock()
@@ -49,13 +51,13 @@ class Garbage:
             if cls._num_serving == 0:
                 gc.set_threshold(*cls._thresholds_before)
 
-    def idle(self) -> None:
-        """Nothing is to be done: collect what has gathered, if it is worth it."""
+    def on_idle(self) -> None:
+        """The engine has nothing to do: collect all garbage, if enough has gathered."""
         if gc.isenabled() and gc.get_count()[2] >= ENOUGH:
             gc.collect()
 
-    def stepped(self) -> None:
-        """There may be more to do at once: collect only what has gathered for very long."""
+    def on_step(self) -> None:
+        """A step has ended, and another may follow at once: collect only if there was no idle moment for very long."""
         if gc.isenabled() and gc.get_count()[2] >= TOO_MANY:
             started = time.perf_counter()
             gc.collect()

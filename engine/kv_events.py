@@ -28,11 +28,11 @@ RANK = 0  # of data parallel engines; here is only one
 SEQ_BYTES = 8  # big-endian
 END_OF_REPLAY = (-1).to_bytes(SEQ_BYTES, "big", signed=True)
 BOUND = ("*", "::", "ipc://", "inproc://")  # an endpoint with one of these is bound; others are connected to
-REPLAY_EVERY_S = 0.05  # how often an idle publisher looks for those who missed something
-# Of one batch, whose encoding keeps every other thread from running: 8 million names on disk are 8,000 events.
+REPLAY_EVERY_S = 0.05  # how often an idle publisher looks for requests of subscribers that missed something
+# In one batch, whose encoding keeps every other thread from running: 8 million names on disk are 8,000 events.
 MOST_EVENTS = 64
 CLOSE_TIMEOUT_S = 2.0
-LINGER_S = 1.0  # for what subscribers have not taken when all is sent
+LINGER_S = 1.0  # for messages that subscribers have not taken when all are sent
 
 Hash = int | bytes
 
@@ -80,7 +80,7 @@ class _Batch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EventEncoder:
-    """Batches of events as vLLM's `KVEventBatch` in msgpack. The groups are those that the events' ids count."""
+    """Encodes batches of events as vLLM's `KVEventBatch`, in msgpack. An event's group id is a place in *groups*."""
 
     def __init__(self, groups: Sequence[AttentionGroup], int_block_hashes: bool = True) -> None:
         self._groups = groups
@@ -140,7 +140,7 @@ def _kind(group: AttentionGroup) -> str:
 
 
 def _extra_keys(event: BlockStored) -> list[tuple[object, ...] | None]:
-    """For each block what decides its KV beside its tokens, without tags and a LoRA's path; None for most."""
+    """For each block the keys that decide its KV beside its tokens, without tags and a LoRA's path; None for most."""
     starts = (event.first_token + i * event.block_size for i in range(len(event.names)))
     keys_of_blocks = (event.extra.keys_of_block(start, start + event.block_size) for start in starts)
     return [None if keys is None else tuple(map(_untagged, keys)) for keys in keys_of_blocks]
@@ -163,7 +163,7 @@ class _Queued:
 
 @dataclass(frozen=True, slots=True)
 class _Sockets:
-    """The publisher's, with what ends them."""
+    """The publisher's open sockets, and the stack that closes them."""
 
     publishing: "zmq.Socket[bytes]"
     replay: "zmq.Socket[bytes] | None"
@@ -171,7 +171,7 @@ class _Sockets:
 
     @classmethod
     def open(cls, config: EventsConfig) -> Self:
-        """As the configuration has them. ImportError without pyzmq, OSError if an endpoint cannot be had."""
+        """Open the configured sockets. ImportError without pyzmq, OSError for an endpoint that cannot be used."""
         try:
             import zmq
         except ImportError as error:
@@ -179,7 +179,7 @@ class _Sockets:
         with ExitStack() as undo:
             context: zmq.Context[zmq.Socket[bytes]]
             if config.endpoint.startswith("inproc://"):
-                context = zmq.Context.instance()  # whose else could such a subscriber's be?
+                context = zmq.Context.instance()  # the process's own, which an inproc subscriber uses too
             else:
                 context = zmq.Context()
                 undo.callback(context.term)  # waits until everything is sent, LINGER_S at most
@@ -194,17 +194,17 @@ class _Sockets:
 
 
 class ZmqPublisher:
-    """Sends batches of events to all subscribers, and the newest ones again to who asks for them.
+    """Sends batches of events to all subscribers, and the newest ones again to a subscriber that asks for them.
 
     Batches are numbered from 0 when they are published. One that finds the queue full is dropped and counted; its
-    number stays missing, so that subscribers see what they lost. `publish` is the engine thread's and never blocks;
-    all else happens in a thread of the publisher's own, to which the sockets belong.
+    number stays missing, so that subscribers see what they lost. The engine's thread calls `publish`, which never
+    blocks; all else happens in a thread of the publisher's own, which owns the sockets.
 
     Messages are (topic, number as 8 bytes big-endian, payload). To the replay socket a subscriber sends (b"", number);
     it is answered (b"", topic, number, payload) for every batch from that number on that is still buffered, then
     (b"", b"", -1, b"").
 
-    Raises ImportError without pyzmq, OSError if an endpoint cannot be had.
+    Raises ImportError without pyzmq, OSError for an endpoint that cannot be used.
     """
 
     def __init__(self, config: EventsConfig, groups: Sequence[AttentionGroup]) -> None:
@@ -212,7 +212,7 @@ class ZmqPublisher:
         self._encoder = EventEncoder(groups, config.int_block_hashes)
         self._topic = config.topic.encode()
         self._queue: queue.Queue[_Queued] = queue.Queue(config.hwm)
-        self._num_refused = self._num_failed = 0  # the first is the engine thread's, the second the publisher's
+        self._num_refused = self._num_failed = 0  # the engine's thread counts the first, the publisher's the second
         self._give_up_at: float | None = None  # set when it is to end
         self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)  # number and payload
         self._sockets = _Sockets.open(config)
@@ -228,7 +228,7 @@ class ZmqPublisher:
         return self._num_refused + self._num_failed
 
     def publish(self, events: list[Event]) -> None:
-        """Send these soon, as batches of `MOST_EVENTS` at most. The list is the publisher's from here on."""
+        """Queue the events to be sent, as batches of `MOST_EVENTS` at most. The publisher keeps the list."""
         for start in range(0, max(1, len(events)), MOST_EVENTS):
             self._publish_batch(events[start : start + MOST_EVENTS])
 
@@ -246,12 +246,12 @@ class ZmqPublisher:
                 log.warning("events: %d batches wait, number %d is dropped; raise events.hwm", self._queue.maxsize, seq)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Send what is queued, for *timeout_s* at most, and end. Idempotent."""
+        """Send the queued batches, for *timeout_s* at most, and end. Idempotent."""
         if self._give_up_at is None:
             self._give_up_at = time.monotonic() + timeout_s
         self._thread.join(timeout_s + 2 * LINGER_S)
         if self._thread.is_alive():
-            log.warning("events: the publisher hangs and is left alone")
+            log.warning("events: the publisher hangs; it is not waited for any longer")
 
     def __enter__(self) -> Self:
         return self
@@ -267,11 +267,11 @@ class ZmqPublisher:
                 while not self._is_over():
                     with suppress(queue.Empty):
                         self._send(self._queue.get(timeout=REPLAY_EVERY_S))
-                    # One at a time: who asks again and again delays the others' new batches only so much.
+                    # One at a time: a subscriber that asks again and again delays new batches only so much.
                     if replay is not None and replay.poll(0):
                         self._answer(replay, replay.recv_multipart())
         except Exception:
-            log.exception("events: no more are published")
+            log.exception("events: the publisher failed and sends no more")
         finally:
             self._num_failed += self._queue.qsize()
 
@@ -283,7 +283,7 @@ class ZmqPublisher:
     def _send(self, batch: _Queued) -> None:
         try:
             payload = self._encoder.encode(batch.timestamp, batch.events)
-        except Exception:  # one that cannot be encoded must not end the others
+        except Exception:  # a batch that cannot be encoded must not end the publisher
             self._num_failed += 1
             log.exception("events: batch %d is dropped", batch.seq)
             return
@@ -326,7 +326,7 @@ def _open(
 
 
 def _address(socket: "zmq.Socket[bytes]") -> str:
-    """Where the socket is, with the port that it got."""
+    """The socket's address, with the port that it got."""
     import zmq
 
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)

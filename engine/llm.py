@@ -23,6 +23,7 @@ from kvtier.engine.core import EngineCore, EngineStatistics
 from kvtier.engine.metrics import serve_metrics
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.model.short_memory import short_memory_raised
 from kvtier.engine.scheduling.request import Completion, Request
 from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, ExtraKeys
@@ -74,7 +75,7 @@ class LLM:
 
         *lora* names an adapter of the configuration. Prompts share cached blocks only with prompts of the same adapter
         and *cache_salt*. *progress* shows a bar; None: for many prompts on a terminal. ValueError for a prompt that
-        cannot fit the device pool, and for an adapter that is not there.
+        cannot fit the device pool, and for an adapter that is not loaded.
         """
         arrived_at = time.monotonic()
         keys = keyed(self.core, extra, lora, cache_salt)
@@ -104,7 +105,7 @@ class LLM:
         cache_salt: str | None = None,
         extra: ExtraKeys = NO_EXTRA_KEYS,
     ) -> dict[str, int]:
-        """How many of the prompt's tokens are in which tier now; under "nowhere" those that would be computed."""
+        """How many of the prompt's tokens are in which tier now; "nowhere" counts those that would be computed."""
         token_ids = encode(self.core.tokenizer, prompt)
         return self.core.where(token_ids, keyed(self.core, extra, lora, cache_salt))
 
@@ -151,7 +152,8 @@ def load_model(
     checkpoint = Checkpoint.of(model)
     loaded = checkpoint.model(config.dtype)
     tokenizer = tokenizer or checkpoint.tokenizer()
-    torch.nn.Module.to(loaded, device)
+    with short_memory_raised(f"moving the model {model} to {device}"):
+        torch.nn.Module.to(loaded, device)
     return loaded, tokenizer
 
 
@@ -165,10 +167,10 @@ def torch_device(name: str) -> torch.device:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list: a text, token ids (a list or an array), or a sequence of these."""
+    """One prompt or many as a list of prompts, each a text or token ids (a list or an array)."""
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
-        return [prompts]  # type: ignore[list-item]  # what starts with a number is one prompt's tokens
-    return list(prompts)  # any other sequence is one of prompts
+        return [prompts]  # type: ignore[list-item]  # a sequence that starts with a number is one prompt's tokens
+    return list(prompts)  # any other sequence has prompts in it
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Sequence[int]:
@@ -181,7 +183,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Sequence[int]:
 
 
 def keyed(core: EngineCore, extra: ExtraKeys, lora: str | None, cache_salt: str | None) -> ExtraKeys:
-    """*extra* with the adapter and the salt of this call. ValueError if there is no such adapter."""
+    """*extra* with the adapter and the salt of one call. ValueError if no such adapter is loaded."""
     if cache_salt is not None:
         extra = replace(extra, cache_salt=cache_salt)
     return extra if lora is None else replace(extra, lora=core.lora_key(lora))

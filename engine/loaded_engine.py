@@ -1,4 +1,4 @@
-"""LoadedEngine: all that a model is served with, whole: its core, the threads that tokenize, the server of metrics."""
+"""LoadedEngine: an engine with all that serves it: its core, the threads that tokenize, the server of metrics."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ from kvtier.engine.text.tokenizer_threads import TokenizerThreads
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """Made, and closed, in the engine's thread, which owns the *core*."""
+    """An engine that is ready to serve. The engine's thread makes it, closes it and owns the *core*."""
 
     core: EngineCore
     tokenizers: TokenizerThreads
@@ -32,7 +32,7 @@ class LoadedEngine:
         tokenizer: PreTrainedTokenizerBase | None,
         progress: Callable[[str], None],
     ) -> Self:
-        """Arguments and errors as of `LLM`; *progress* is told what is being done."""
+        """Load a model and build its engine. Arguments and errors as of `LLM`; *progress* is called with each stage."""
         progress("loading the weights")
         loaded, its_tokenizer = load_model(model, config.model, tokenizer)
         with ExitStack() as undo:
@@ -46,7 +46,7 @@ class LoadedEngine:
 
     def close(self, progress: Callable[[int], None]) -> None:
         """End the threads and write what is cached to disk; *progress* gets the number of blocks still to write."""
-        with ExitStack() as ends:  # whatever one of them raises, the others are closed
+        with ExitStack() as ends:  # each is closed, whatever another one raises
             ends.callback(self.core.close, progress)
             ends.callback(self.metrics.close)
             ends.callback(self.tokenizers.close)

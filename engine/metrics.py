@@ -1,4 +1,4 @@
-"""Metrics: every name in one place, filled from the engine's statistics when Prometheus asks."""
+"""Metrics: the name of every metric, filled from the engine's statistics when Prometheus asks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
@@ -38,14 +38,14 @@ class EngineCollector(Collector):
         requests.add_metric(["promoting"], statistics.num_promoting)
         requests.add_metric(["running"], statistics.num_running)
         yield requests
-        window = "Blocks at the device's eviction end that are kept copied down"
+        window = "Blocks next to be evicted on the device that are kept copied down"
         yield GaugeMetricFamily("kvtier_clean_ahead_blocks", window, statistics.cache.clean_ahead_blocks)
 
 
 def _token_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
     tokens = statistics.tokens
     yield CounterMetricFamily("kvtier_prompt_tokens", "Prompt tokens of admitted requests", tokens.num_tokens)
-    hits = CounterMetricFamily("kvtier_hit_tokens", "Prompt tokens that were loaded, by tier", labels=["tier"])
+    hits = CounterMetricFamily("kvtier_hit_tokens", "Prompt tokens that came from the cache, by tier", labels=["tier"])
     for tier in Tier:
         hits.add_metric([tier], getattr(tokens, tier))
     yield hits
@@ -60,7 +60,9 @@ def _token_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
     )
     prefix = statistics.prefix
     again = CounterMetricFamily(
-        "kvtier_preempted_tokens", "Tokens of preempted requests when let in again", labels=["result"]
+        "kvtier_preempted_tokens",
+        "Tokens of preempted requests when they were admitted again, hit or missed",
+        labels=["result"],
     )
     again.add_metric(["hit"], prefix.preempted_hits)
     again.add_metric(["miss"], prefix.preempted_queries - prefix.preempted_hits)
@@ -69,20 +71,20 @@ def _token_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
         "kvtier_dropped_event_batches", "Batches of KV events that could not be sent", statistics.num_dropped_events
     )
     yield GaugeMetricFamily(
-        "kvtier_recent_hit_ratio", "Share of prompt tokens found, last 1,000 requests", prefix.recent_hit_ratio
+        "kvtier_recent_hit_ratio", "Share of the last 1,000 requests' tokens that were hits", prefix.recent_hit_ratio
     )
 
 
 def _tier_metrics(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Metric]:
-    blocks = GaugeMetricFamily("kvtier_resident_blocks", "Blocks that can be found, by tier", labels=["tier"])
-    resident = GaugeMetricFamily("kvtier_resident_bytes", "Their bytes, by tier", labels=["tier"])
-    capacity = GaugeMetricFamily("kvtier_capacity_bytes", "Size of the tier", labels=["tier"])
-    evicted = CounterMetricFamily("kvtier_evicted_blocks", "Blocks forgotten for others, by tier", labels=["tier"])
+    blocks = GaugeMetricFamily("kvtier_resident_blocks", "Blocks in the tier, which look-ups find", labels=["tier"])
+    resident = GaugeMetricFamily("kvtier_resident_bytes", "Bytes of the blocks in the tier", labels=["tier"])
+    capacity = GaugeMetricFamily("kvtier_capacity_bytes", "Bytes of blocks that the tier can hold", labels=["tier"])
+    evicted = CounterMetricFamily("kvtier_evicted_blocks", "Blocks evicted to make room, by tier", labels=["tier"])
     dropped = CounterMetricFamily(
-        "kvtier_dropped_spills", "Evicted blocks that had no copy in a lower tier yet", labels=["tier"]
+        "kvtier_dropped_spills", "Blocks evicted without a copy in a lower tier", labels=["tier"]
     )
     corrupt = CounterMetricFamily(
-        "kvtier_corrupt_blocks", "Loads that gave no valid bytes, by tier and cause", labels=["tier", "cause"]
+        "kvtier_corrupt_blocks", "Blocks whose load gave no valid bytes, by tier and cause", labels=["tier", "cause"]
     )
     for tier, statistics in tiers.items():
         blocks.add_metric([tier], statistics.num_blocks)
@@ -97,9 +99,9 @@ def _tier_metrics(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Metric]:
 
 def _route_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
     moved = CounterMetricFamily("kvtier_moved_bytes", "Bytes copied between tiers, by route", labels=["route"])
-    seconds = CounterMetricFamily("kvtier_moved_seconds", "Time the copies ran, by route", labels=["route"])
+    seconds = CounterMetricFamily("kvtier_moved_seconds", "Seconds for which copies ran, by route", labels=["route"])
     failed = CounterMetricFamily("kvtier_failed_transfers", "Copies that failed, by route", labels=["route"])
-    lately = "How fast the route was lately, while there was something to copy"
+    lately = "Bytes per second of the route's latest copies"
     speed = GaugeMetricFamily("kvtier_route_bytes_per_second", lately, labels=["route"])
     for route, totals in statistics.cache.routes.items():
         moved.add_metric([route], totals.num_bytes)
@@ -108,18 +110,18 @@ def _route_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
         if totals.bytes_per_s is not None:
             speed.add_metric([route], totals.bytes_per_s)
     yield from (moved, seconds, failed, speed)
-    prepared = "Bytes of the host tier that are backed by memory, and pinned on CUDA"
+    prepared = "Bytes of the host tier that have memory behind them, pinned on CUDA"
     yield GaugeMetricFamily("kvtier_host_prepared_bytes", prepared, statistics.host_prepared_bytes)
     plans = CounterMetricFamily(
         "kvtier_load_plans",
-        "Hits in colder tiers by what was loaded of them: all, split, part, nothing",
+        "Hits below the device, by how much of them was loaded: all, split, part, nothing",
         labels=["loaded"],
     )
     for loaded, num_plans in statistics.plans.num_plans.items():
         plans.add_metric([loaded], num_plans)
     yield plans
     if statistics.plans.prefill_tokens_per_s is not None:
-        prefill = "Tokens computed a second, of the first 1,000 of a prompt"
+        prefill = "Tokens computed per second, for the first 1,000 tokens of a prompt"
         yield GaugeMetricFamily("kvtier_prefill_tokens_per_second", prefill, statistics.plans.prefill_tokens_per_s)
 
 
@@ -127,28 +129,36 @@ def _disk_metrics(statistics: CacheStatistics) -> Iterator[Metric]:
     disk = statistics.disk
     if disk is None:
         return
-    yield GaugeMetricFamily("kvtier_disk_file_bytes", "Bytes the store takes on the medium", disk.file_bytes)
-    written = "Bytes written to the store since it was made"
+    yield GaugeMetricFamily("kvtier_disk_file_bytes", "Bytes that the store takes on the disk", disk.file_bytes)
+    written = "Bytes written to the store since it was created"
     yield CounterMetricFamily("kvtier_disk_written_bytes", written, disk.written_bytes_total)
-    yield GaugeMetricFamily("kvtier_disk_index_blocks", "Blocks known to be on disk", disk.known_blocks)
-    loaded = "Whether what was on disk at the start has been looked through"
-    yield GaugeMetricFamily("kvtier_disk_index_loaded", loaded, disk.is_known)
+    yield GaugeMetricFamily(
+        "kvtier_disk_index_blocks", "Blocks on disk that the index in memory knows", disk.known_blocks
+    )
+    loaded = "1 when the index knows all blocks that were on disk at the start, else 0"
+    yield GaugeMetricFamily("kvtier_disk_index_loaded", loaded, disk.is_indexed)
     state = GaugeMetricFamily(
         "kvtier_disk_breaker", "1 for the state of the circuit breaker of each side", labels=["side", "state"]
     )
-    opened = CounterMetricFamily("kvtier_disk_breaker_opened", "Times the breaker has opened", labels=["side"])
+    opened = CounterMetricFamily(
+        "kvtier_disk_breaker_opened", "Times that the circuit breaker of the side has opened", labels=["side"]
+    )
     for side, current in disk.breakers.items():
         for possible in BreakerState:
             state.add_metric([side, possible], possible is current)
         opened.add_metric([side], disk.num_opened[side])
     yield from (state, opened)
     if statistics.admission is not None:
-        blocks = CounterMetricFamily("kvtier_disk_admission_blocks", "Blocks admitted or refused", labels=["decision"])
+        blocks = CounterMetricFamily(
+            "kvtier_disk_admission_blocks",
+            "Blocks by whether they were admitted to the disk or refused",
+            labels=["decision"],
+        )
         blocks.add_metric(["admitted"], statistics.admission.num_admitted)
         blocks.add_metric(["refused"], statistics.admission.num_refused)
         yield blocks
     if disk.budget_left_bytes is not None:
-        left = "Bytes that may be written now under max_written_bytes_per_day; below 0 overdrawn"
+        left = "Bytes that may be written now under max_written_bytes_per_day; below 0: too much was written"
         yield GaugeMetricFamily("kvtier_disk_budget_left_bytes", left, disk.budget_left_bytes)
     if disk.life is not None:
         used = "Share of the drive's endurance that this store has written"
@@ -158,7 +168,7 @@ def _disk_metrics(statistics: CacheStatistics) -> Iterator[Metric]:
 
 
 def _store_metrics(store: StoreStanding) -> Iterator[Metric]:
-    is_open = "Whether the disk tier's store is open; if not, kvtier serves without it and tries again"
+    is_open = "1 while the disk tier's store is open; at 0 kvtier serves without it and tries again"
     yield GaugeMetricFamily("kvtier_disk_open", is_open, store.not_open is None)
     reasons = GaugeMetricFamily(
         "kvtier_disk_not_open", "1 for the reason why the disk tier's store is not open", labels=["reason"]
@@ -173,7 +183,9 @@ def _store_metrics(store: StoreStanding) -> Iterator[Metric]:
 
 
 def _tenant_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
-    held = GaugeMetricFamily("kvtier_tenant_bytes", "Bytes of tenants with a quota", labels=["tier", "tenant"])
+    held = GaugeMetricFamily(
+        "kvtier_tenant_bytes", "Bytes of blocks of tenants with a quota, by tier", labels=["tier", "tenant"]
+    )
     for tenant, usage in statistics.tenants.items():
         for tier, num_bytes in usage.items():
             held.add_metric([tier, tenant], num_bytes)
@@ -185,7 +197,7 @@ _TOKEN_GAP_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
 class HttpMetrics:
-    """What the HTTP server counts itself, as it happens."""
+    """The metrics that the HTTP server counts itself, as things happen."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
@@ -193,26 +205,26 @@ class HttpMetrics:
         )
         self.connections_refused = Counter(
             "kvtier_http_connections_refused",
-            "Connections turned away or cut before their request was read, by what they had too much of",
+            "Connections refused or cut before their request was read, by the limit that they exceeded",
             ["why"],
             registry=registry,
         )
         self.ttft = Histogram(
             "kvtier_http_ttft_seconds",
-            "From a request's tokenized prompt to its first token",
+            "Seconds from a request's tokenized prompt to its first token",
             buckets=_TTFT_S,
             registry=registry,
         )
         self.token_gap = Histogram(
             "kvtier_http_token_gap_seconds",
-            "Between two tokens of a completion",
+            "Seconds between two tokens of a completion",
             buckets=_TOKEN_GAP_S,
             registry=registry,
         )
 
 
 class MetricsServer(Protocol):
-    """Whatever serves `/metrics`; `close` ends it."""
+    """The server of `/metrics`, or a stand-in where no port is configured; `close` ends it."""
 
     def close(self) -> None:
         """Stop serving. Idempotent."""

@@ -1,4 +1,4 @@
-"""A store that may not be there yet, or not any more: what keeps it from opening keeps nobody from serving."""
+"""ReopeningStore: a store that is opened by a thread, and anew when its folder is gone, while the engine serves."""
 
 import errno
 import os
@@ -20,8 +20,8 @@ from kvtier.store.store_settings import StoreSettings
 
 FIRST_REST_S = 1.0  # after an attempt to open the store; doubles with each that fails …
 MAX_REST_S = 60.0  # … up to this
-WATCH_S = 1.0  # how often it is looked whether the folder is still there
-_END_TIMEOUT_S = 10.0  # of the thread, whose process has ended by then
+WATCH_S = 1.0  # how often the thread looks whether the folder is still there
+_END_TIMEOUT_S = 10.0  # for the thread to end, after its process has
 
 
 class NotOpen(StrEnum):
@@ -70,7 +70,7 @@ class StoreStanding:
 
 
 class ReopeningStore:
-    """See `BlobStore`: a `StoreProcess` that a thread of its own opens, and tries to open again until that succeeds.
+    """A `BlobStore`: a `StoreProcess` that a thread of its own opens, and tries to open again until that succeeds.
 
     While the store is not open every call raises `StoreUnavailable` at once. When the folder is removed or replaced
     under the open store, its process is killed, since what it writes is nowhere any more, and the store is opened anew.
@@ -83,14 +83,14 @@ class ReopeningStore:
         memories: Sequence[SharedMemory] = (),
         rest: Callable[[threading.Event, float], bool] = threading.Event.wait,
     ) -> None:
-        """*rest* waits for an event or so many seconds, and says whether it is the event."""
+        """*rest* waits for the event, so many seconds at most, and returns whether the event came."""
         self.settings = settings
         self._memories = memories
         self._closing = threading.Event()
         self._rest = partial(rest, self._closing)
         self._attempted = threading.Event()
         self._lock = threading.Lock()  # guards the next six
-        self._process = StoreProcess(settings, memories)  # that is open, or being opened, or could not be opened
+        self._process = StoreProcess(settings, memories)  # open, or being opened, or one that could not be opened
         self._num_openings = 0
         self._not_open: NotOpen | None = NotOpen.OPENING
         self._why = "it is still being opened"
@@ -162,7 +162,7 @@ class ReopeningStore:
         self._open_process().check()
 
     def stop_opening(self) -> None:
-        """Open no more, and end at once what is being opened: for an owner that is about to close."""
+        """Open no process any more, and end at once one that is being opened; for an owner that is about to close."""
         self._closing.set()
         with self._lock:
             process = self._process
@@ -197,24 +197,24 @@ class ReopeningStore:
             self._statistics = process.statistics()
 
     def _keep_open(self) -> None:
-        """The thread: open the store, and again when that failed or its folder is gone, until told to stop."""
+        """Run the thread: open the store, and again when that failed or its folder is gone, until told to stop."""
         rest_s = FIRST_REST_S
         while not self._closing.is_set():
             try:
                 folder = self._open()
-            except Exception as error:  # a thread's top: told by `standing`
-                self._failed(error)
+            except Exception as error:  # a thread's top: `standing` tells of it
+                self._on_failure(error)
                 if self._rest(rest_s):
                     return
                 rest_s = min(2 * rest_s, MAX_REST_S)
             else:
                 rest_s = FIRST_REST_S
-                if self._ends_before(folder):
+                if self._watch(folder):
                     return
             self._begin_again()
 
     def _open(self) -> "_Folder":
-        """The folder of the store, which is open now. What opening raises."""
+        """Open the store; its folder, held. Raises what opening raises."""
         self._process.open()
         folder = _Folder(self.settings.folder)
         try:
@@ -228,14 +228,14 @@ class ReopeningStore:
         self._attempted.set()
         return folder
 
-    def _failed(self, error: Exception) -> None:
+    def _on_failure(self, error: Exception) -> None:
         with self._lock:
             self._not_open, self._why = NotOpen.of(error), _in_one_line(error)
         self._process.close()
         self._attempted.set()
 
-    def _ends_before(self, folder: "_Folder") -> bool:
-        """Watch until this is to stop, or (False) the folder is gone: then the process has ended."""
+    def _watch(self, folder: "_Folder") -> bool:
+        """Watch the folder until the thread is to stop: True. If the folder is gone before, kill the process: False."""
         with folder:
             while folder.is_there():
                 if self._rest(WATCH_S):
@@ -247,7 +247,7 @@ class ReopeningStore:
         return False
 
     def _begin_again(self) -> None:
-        """A process that was never told to stop, in place of the one that was."""
+        """Put a new process in the place of the one that was told to stop."""
         with self._lock:
             restarts, ended = self._before
             self._before = restarts + max(0, self._process.num_starts - 1), ended + self._process.num_ended
@@ -268,14 +268,14 @@ class _Folder:
             raise
 
     def is_there(self) -> bool:
-        """Whether the path still leads to it, and what the store's process has locked is still in it."""
+        """Whether the path still leads to the folder, and the file that the store's process has locked is in it."""
         try:
             return samestat(os.stat(self._path), os.fstat(self._file)) and samestat(
                 os.stat(LOCK_FILE, dir_fd=self._file), self._lock
             )
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except OSError:  # of the medium: says nothing of the folder
+        except OSError:  # an error of the medium says nothing about the folder
             return True
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Work that a thread does for a coroutine: whatever it raises reaches the coroutine, and nothing else."""
+"""Errors of threads, in a form in which a coroutine that waits for the thread's work can be given them."""
 
 from collections.abc import Callable
 from concurrent.futures import CancelledError
@@ -21,7 +21,7 @@ def as_exception(error: BaseException) -> Exception:
 
 
 def guarded(work: Callable[[], _T]) -> Callable[[], _T]:
-    """*work* that raises only what a coroutine can be given."""
+    """*work*, made to raise only what a coroutine can be given."""
 
     def guarded_work() -> _T:
         try:

@@ -1,4 +1,4 @@
-"""Asks questions of a long PDF or text: the first one reads it, the others find it in the cache.
+"""Asks questions about a long PDF or text: the first question has it computed, the others find it in the cache.
 
 pip install 'kvtier[examples]'
 kvtier serve --model smollm2 --config laptop

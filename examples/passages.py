@@ -1,4 +1,4 @@
-"""Passages: a text in pieces, and those of them that share most words with a question. No model, no download."""
+"""best_passages: finds the paragraphs of a text that share most words with a question. No model, no download."""
 
 import re
 
@@ -11,7 +11,7 @@ def passages(text: str) -> list[str]:
 def best_passages(text: str, question: str, count: int = 3) -> list[str]:
     """The *count* passages with the most of the question's rarer words, in the text's order.
 
-    In its order, so that two questions that need the same passages have prompts that begin alike.
+    The text's order gives two questions that need the same passages prompts that begin alike.
     """
     pieces = passages(text)
     words = [set(_words(piece)) for piece in pieces]

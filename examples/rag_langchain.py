@@ -1,6 +1,6 @@
-"""Retrieval with LangChain's ChatOpenAI: the passages that fit a question go before it.
+"""Answers questions with LangChain's ChatOpenAI: the passages that fit a question go before it.
 
-LangChain hands on OpenAI's own usage fields, so this prints how many tokens were cached, not in which tier.
+LangChain hands on OpenAI's usage fields only, so this prints how many tokens were cached, not in which tier.
 
     python examples/rag_langchain.py report.txt "Who wrote it?" "What does it cost?"
 """

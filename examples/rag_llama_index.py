@@ -1,4 +1,4 @@
-"""Retrieval with LlamaIndex: its OpenAILike asks kvtier, a retriever of our own finds the passages.
+"""Answers questions with LlamaIndex: its OpenAILike asks kvtier, and the retriever below finds the passages.
 
 python examples/rag_llama_index.py report.txt "Who wrote it?" "What does it cost?"
 """

@@ -1,4 +1,4 @@
-"""Ten users ask about one document at once: it is computed once, and nobody waits for more than that.
+"""Ten users ask about one document at once: it is computed once, and each waits for that and no more.
 
 python examples/ten_users.py report.txt "Who wrote it?" "What does it cost?"
 """

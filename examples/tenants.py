@@ -1,4 +1,4 @@
-"""Tenants with keys: what one has asked makes nothing faster for another, so that nobody learns of it.
+"""Asks the same for several tenants: no tenant is faster because of another, so none learns what another asked.
 
 printf '[keys]\n"sk-of-ann" = "ann"\n"sk-of-bob" = "bob"\n' > keys.toml; chmod 600 keys.toml
 kvtier serve --model smollm2 --config laptop --api-keys keys.toml
@@ -13,7 +13,9 @@ from server import arguments, origin
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--key", action="append", required=True, metavar="KEY", help="a tenant's; may be repeated")
+    parser.add_argument(
+        "--key", action="append", required=True, metavar="KEY", help="the API key of a tenant; may be repeated"
+    )
     parser.add_argument("document", type=Path, help="a text file")
     parser.add_argument("question")
     options = parser.parse_args()

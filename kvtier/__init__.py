@@ -1,4 +1,4 @@
-"""kvtier: a tiered KV cache for LLM inference. What most programs need is here, and loaded when it is first used.
+"""kvtier: a tiered KV cache for LLM inference. The names that most programs need are here, and load on first use.
 
 The rooms `store`, `transfer`, `tiers`, `engine` and `configs` are folders at the repository's top; links to them are
 here, so that editors, type checkers and a fresh clone find `kvtier.*`.

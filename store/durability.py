@@ -1,14 +1,14 @@
-"""What a store survives, in three named levels."""
+"""Durability: which accidents the records of a store survive, in three named levels."""
 
 from enum import StrEnum
 
 
 class Durability(StrEnum):
-    """What is still there after which accident. No level ever gives wrong bytes; they differ in what is lost.
+    """Which finished changes survive which accident. No level ever gives wrong bytes; they differ in what is lost.
 
     PROCESS   Every finished change survives kill -9: LMDB maps the file for writing (`writemap`, 1.2 to 1.8 times the
-              speed of pwrite) and syncs nothing, the kernel has the pages. After a crash of the machine nobody can
-              vouch for the file, so the store starts empty and says so.
+              speed of pwrite) and syncs nothing, the kernel has the pages. After a crash of the machine the file may
+              be damaged anywhere, so the store starts empty and says so.
     INTERVAL  As PROCESS, and every few seconds a checkpoint: the file is synced and its root kept (`checkpoint.py`).
               After a crash of the machine the store is what it was at the last checkpoint.
     COMMIT    Every finished change survives a crash of the machine: LMDB writes and syncs before it returns (no
@@ -21,5 +21,5 @@ class Durability(StrEnum):
 
     @property
     def is_mapped(self) -> bool:
-        """Whether LMDB writes through its map and leaves syncing to us."""
+        """Whether LMDB writes through its map and never syncs by itself: the store decides when to sync."""
         return self is not Durability.COMMIT

@@ -1,8 +1,8 @@
 """A folder that belongs to this program alone, used by its descriptor.
 
-Who could write in it, or plant links there, would choose which files are overwritten and read. So the folder must be
-the user's own, writable by no one else, and neither it nor a file in it a link. And it stays the same folder: one that
-is removed, and made again by another process, gets nothing.
+Another user that could write in it, or plant links there, would choose which files are overwritten and read. So the
+folder must be the user's own, writable by no other user, and neither it nor a file in it may be a link. It also stays
+the same folder: if its path is removed and made again by another process, nothing is written to the new one.
 """
 
 import errno
@@ -14,8 +14,11 @@ from typing import Self
 
 
 class Folder:
-    """An open folder; `close` it. *name* is the path that people know, *here* one that leads to this folder as long as
-    it is open, whatever *name* leads to then. OSError, one line that says what to do, if it cannot be trusted."""
+    """An open folder; its owner must `close` it.
+
+    *name* is the path that it was opened by. *here* is a path that leads to this folder as long as it is open, whatever
+    *name* leads to by then. OSError, one line that says what to do, if the folder cannot be trusted.
+    """
 
     def __init__(self, path: Path) -> None:
         self.name = path
@@ -33,8 +36,8 @@ class Folder:
         self.here = Path(f"/proc/self/fd/{self._descriptor}")
 
     @classmethod
-    def made(cls, path: Path) -> Self:
-        """The folder, made if it is not there, for its owner alone."""
+    def make(cls, path: Path) -> Self:
+        """Open the folder at *path*. If there is none, make one that only its owner may use."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -42,11 +45,11 @@ class Folder:
 
     @property
     def mode(self) -> int:
-        """Who may do what with it."""
+        """The permission bits of the folder."""
         return stat.S_IMODE(os.fstat(self._descriptor).st_mode)
 
     def close(self) -> None:
-        """Let go of it; *here* leads nowhere any more. Once more does nothing."""
+        """Close the descriptor: *here* leads nowhere any more. A second call does nothing."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -64,16 +67,16 @@ class Folder:
         if owner != os.geteuid():
             why = f"belongs to user {owner}, this process to {os.geteuid()}; run it as that user"
         elif self.mode & (stat.S_IWGRP | stat.S_IWOTH):
-            why = f"others may write in it (mode {self.mode:04o}); chmod 700 it"
+            why = f"other users may write in it (mode {self.mode:04o}); chmod 700 it"
         if why:
             raise PermissionError(errno.EPERM, why, str(self.name))
 
 
 def open_own(path: "Path | str", flags: int) -> int:
-    """Descriptor of a file that only its owner may use, made with O_CREAT if it is not there; an opener for `open`.
+    """Open a file that only its owner may use and return its descriptor; an opener for `open`.
 
-    PermissionError if the file at *path* is not a plain one of this user's with this one name: a link, symbolic or
-    hard, would have another file changed.
+    With O_CREAT in *flags* the file is made if there is none. PermissionError if the file at *path* is not a plain
+    file of this user's with this one name: through a link, symbolic or hard, another file would be changed.
     """
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     found = os.fstat(file)
@@ -85,7 +88,7 @@ def open_own(path: "Path | str", flags: int) -> int:
 
 
 def open_or_make(path: str, flags: int) -> int:
-    """`open_own`, for `open`, of a file that may not be there yet."""
+    """`open_own` of a file that is made if there is none; an opener for `open`."""
     return open_own(path, flags | os.O_CREAT)
 
 

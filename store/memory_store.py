@@ -1,4 +1,4 @@
-"""A store in ordinary memory: the contract in its shortest form, for tests and machines without a disk."""
+"""`MemoryStore`: the contract of a store in its shortest form, in ordinary memory, for tests and without a disk."""
 
 import threading
 from collections import Counter, OrderedDict
@@ -16,7 +16,9 @@ from kvtier.store.record import Fault
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class Row:
+    """One record as it is stored."""
+
     header: bytes
     payload: bytes
     charged_bytes: int
@@ -39,10 +41,10 @@ class MemoryStore:
         self._cipher = cipher
         self._quotas = quotas
         self._lock = threading.RLock()  # guards everything below; a row itself never changes
-        self._rows: OrderedDict[bytes, _Row] = OrderedDict()  # oldest first
+        self.rows: OrderedDict[bytes, Row] = OrderedDict()  # by key, oldest first; a test damages records here
         self._marked: set[bytes] = set()
         self._stored_bytes = 0
-        self._tenants: Counter[bytes] = Counter()  # bytes of each
+        self._tenants: Counter[bytes] = Counter()  # charged bytes of each
         self._written_bytes_total = 0
         self._read_bytes_total = 0
         self._evicted_total = 0
@@ -50,14 +52,14 @@ class MemoryStore:
         self._closed = False
 
     def contains(self, key: bytes) -> bool:
-        with self._open():
-            return key in self._rows
+        with self._locked():
+            return key in self.rows
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
         refuse_unfit(blobs, self._capacity_bytes, self._cipher)
-        with self._open():
-            new = {blob.key: blob for blob in blobs if blob.key not in self._rows}
-            rows = {key: self._row(blob) for key, blob in new.items()}  # may fail: before any change
+        with self._locked():
+            new = {blob.key: blob for blob in blobs if blob.key not in self.rows}
+            rows = {key: self._row(blob) for key, blob in new.items()}  # before any change, as this may fail
             for blob in blobs:
                 self._mark(blob.parent if blob.key in rows else blob.key)
             tenants = dict.fromkeys(row.tenant for row in rows.values() if row.tenant in self._quotas)
@@ -70,33 +72,33 @@ class MemoryStore:
         return [self._read(key, out) for key, out in zip(keys, outs, strict=True)]
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        with self._open():
+        with self._locked():
             for key in keys:
                 self._mark(key)
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        with self._open():
+        with self._locked():
             return sum(self._forget(key) for key in keys)
 
     def keys(self) -> Iterator[bytes]:
-        with self._open():
-            return iter(list(reversed(self._rows)))
+        with self._locked():
+            return iter(list(reversed(self.rows)))
 
     def verify(self) -> Iterator[tuple[bytes, Fault | None]]:
         for key in self.keys():
-            with self._open():
-                row = self._rows.get(key)
+            with self._locked():
+                row = self.rows.get(key)
             if row is not None:
                 yield key, fault_of(key, row.header, memoryview(row.payload), self._cipher)
 
     def sync(self) -> None:
-        with self._open():
+        with self._locked():
             pass
 
     def statistics(self) -> StoreStatistics:
-        with self._open():
+        with self._locked():
             return StoreStatistics(
-                num_records=len(self._rows),
+                num_records=len(self.rows),
                 stored_bytes=self._stored_bytes,
                 capacity_bytes=self._capacity_bytes,
                 file_bytes=0,
@@ -109,22 +111,22 @@ class MemoryStore:
             )
 
     def check(self) -> None:
-        with self._open():
-            recount = sum(row.charged_bytes for row in self._rows.values())
+        with self._locked():
+            recount = sum(row.charged_bytes for row in self.rows.values())
             assert recount == self._stored_bytes, f"stored_bytes is {self._stored_bytes}, recount {recount}"
             assert recount <= self._capacity_bytes, f"{recount} bytes exceed {self._capacity_bytes}"
             for tenant, quota in self._quotas.items():
                 assert self._tenants[tenant] <= quota, f"a tenant has {self._tenants[tenant]} bytes of {quota}"
-            assert self._marked <= self._rows.keys(), "a mark on no record"
-            places = {key: place for place, key in enumerate(self._rows)}
-            for key, row in self._rows.items():
+            assert self._marked <= self.rows.keys(), "a mark on no record"
+            places = {key: place for place, key in enumerate(self.rows)}
+            for key, row in self.rows.items():
                 is_safe = row.parent not in places or row.parent in self._marked or places[row.parent] > places[key]
                 assert is_safe, "a record would leave before the one that continues it"
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            self._rows.clear()
+            self.rows.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -132,17 +134,17 @@ class MemoryStore:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _open(self) -> threading.RLock:
+    def _locked(self) -> threading.RLock:
         if self._closed:
             raise ValueError("store is closed")
         return self._lock
 
-    def _row(self, blob: Blob) -> _Row:
+    def _row(self, blob: Blob) -> Row:
         sealed = seal(blob, self._codec, self._cipher)
-        return _Row(sealed.header, bytes(sealed.payload), sealed.charged_bytes, blob.parent, blob.tenant)
+        return Row(sealed.header, bytes(sealed.payload), sealed.charged_bytes, blob.parent, blob.tenant)
 
-    def _add(self, key: bytes, row: _Row) -> None:
-        self._rows[key] = row
+    def _add(self, key: bytes, row: Row) -> None:
+        self.rows[key] = row
         self._mark(row.parent)
         self._stored_bytes += row.charged_bytes
         if row.tenant:
@@ -150,7 +152,7 @@ class MemoryStore:
         self._written_bytes_total += len(row.payload)
 
     def _forget(self, key: bytes) -> bool:
-        row = self._rows.pop(key, None)
+        row = self.rows.pop(key, None)
         if row is None:
             return False
         self._marked.discard(key)
@@ -160,11 +162,11 @@ class MemoryStore:
         return True
 
     def _mark(self, key: bytes) -> None:
-        if key in self._rows:
+        if key in self.rows:
             self._marked.add(key)
 
-    def _make_room(self, rows: Sequence[_Row], tenants: Iterable[bytes]) -> list[bytes]:
-        """Evict until *rows* fit, each of the *tenants*' into its quota and all together into the capacity."""
+    def _make_room(self, rows: Sequence[Row], tenants: Iterable[bytes]) -> list[bytes]:
+        """Evict until *rows* fit: those of each of *tenants* into its quota, and all together into the capacity."""
         evicted = []
         for tenant in tenants:
             quota = self._quotas[tenant]
@@ -174,13 +176,13 @@ class MemoryStore:
         return evicted + self._turn(lambda: self._stored_bytes, limit_bytes, None)
 
     def _turn(self, stored_bytes: Callable[[], int], limit_bytes: int, tenant: bytes | None) -> list[bytes]:
-        """Go through the order, oldest first, of one *tenant* or of all, until no more than that is left."""
+        """Evict by CLOCK from the records of one *tenant*, or of all, until *stored_bytes* is at most *limit_bytes*."""
         evicted = []
         while stored_bytes() > max(0, limit_bytes):
-            key, row = next((key, row) for key, row in self._rows.items() if tenant in (None, row.tenant))
+            key, row = next((key, row) for key, row in self.rows.items() if tenant in (None, row.tenant))
             if key in self._marked:
                 self._marked.discard(key)
-                self._rows.move_to_end(key)
+                self.rows.move_to_end(key)
                 self._mark(row.parent)
             else:
                 self._forget(key)
@@ -189,8 +191,8 @@ class MemoryStore:
         return evicted
 
     def _read(self, key: bytes, out: memoryview) -> bytes | Fault:
-        with self._open():
-            row = self._rows.get(key)
+        with self._locked():
+            row = self.rows.get(key)
         if row is None:
             return Fault.MISSING
         result = open_record(key, row.header, memoryview(row.payload), out, self._cipher)
@@ -198,7 +200,7 @@ class MemoryStore:
         with self._lock:
             if isinstance(result, Fault):
                 self._faults[result] += 1
-                if result.is_bad_record and self._rows.get(key) is row:  # else replaced by a good one in the meantime
+                if result.is_bad_record and self.rows.get(key) is row:  # else it was replaced by a good one meanwhile
                     self._forget(key)
             else:
                 self._read_bytes_total += out.nbytes

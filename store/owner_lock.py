@@ -1,4 +1,4 @@
-"""One process owns a folder."""
+"""`OwnerLock`: the lock by which one process owns a folder."""
 
 import fcntl
 import os
@@ -8,18 +8,20 @@ from pathlib import Path
 from kvtier.store.folder import Folder, open_own
 
 LOCK_FILE = "owner.lock"
-_PATIENCE_S = 10.0  # with what a process that is no more has left behind: a store's own may still be writing
+# For a lock whose owner has ended: the store's process that the owner had started may still be writing.
+_PATIENCE_S = 10.0
 
 
 class FolderInUse(OSError):
-    """Another process has the folder open; says which one, and what to do."""
+    """Another process has the folder open. The message names that process and says what to do."""
 
 
 class OwnerLock:
-    """Holds `owner.lock` in *folder* until `release`, or the process ends.
+    """Holds `owner.lock` in *folder* until `release` or the end of the process.
 
-    `flock`, so kill -9 frees it and no stale file can bar the way. In the file is the pid of the *owner*, for whom a
-    process of the store's own may hold it. FolderInUse if another owner that is alive has it.
+    The lock is a `flock`, so kill -9 frees it and a file left behind locks nothing. The file has the pid of the
+    *owner*: the engine's process, for which the store's process may hold the lock. FolderInUse if another owner that is
+    alive holds it.
     """
 
     def __init__(self, folder: Folder, owner: int | None = None) -> None:
@@ -46,12 +48,12 @@ class OwnerLock:
                 time.sleep(0.02)
 
     def release(self) -> None:
-        """Let others in; the file stays, removing it would let two owners lock two files."""
+        """Free the lock. The file stays: were it removed, two owners could lock two files."""
         os.close(self._file)
 
 
 def _is_alive(pid: str) -> bool:
-    """Whether there is such a process that has not ended; True for what is no pid."""
+    """Whether the process *pid* exists and has not ended; True for a text that is no pid."""
     try:
         status = Path(f"/proc/{int(pid)}/stat").read_text()
     except ValueError:

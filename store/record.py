@@ -1,4 +1,4 @@
-"""The header kept with every payload, and why reading one may give nothing."""
+"""The header that is stored with every payload, and the faults that a read may meet."""
 
 import struct
 from enum import StrEnum
@@ -13,34 +13,34 @@ if TYPE_CHECKING:
 
 NAMESPACE_BYTES = 16
 DIGEST_BYTES = 16
-NO_DIGEST = bytes(DIGEST_BYTES)  # of an encrypted record, whose digest is encrypted with the payload
+NO_DIGEST = bytes(DIGEST_BYTES)  # in the header of an encrypted record, whose digest is encrypted with the payload
 NO_CIPHER_ID = 0
 NO_KEY_ID = bytes(8)
 
 _MAGIC = b"KVTR"
 _VERSION = 2
-# magic, version, codec id, cipher id, key id, namespace, raw length, stored length, digest of what decodes
+# magic, version, codec id, cipher id, key id, namespace, raw length, stored length, digest of the decoded bytes
 _FIELDS = struct.Struct("<4sHHB8s16sQQ16s")
-_START = struct.pack("<4sH", _MAGIC, _VERSION)  # where both stand in every version
+_START = struct.pack("<4sH", _MAGIC, _VERSION)  # magic and version stand here in every version
 _CHECKSUM_BYTES = 8
 _PIECE_BYTES = 64 << 10
 HEADER_BYTES = _FIELDS.size + _CHECKSUM_BYTES  # 73
 
 
 class Fault(StrEnum):
-    """Why a read gave nothing."""
+    """Why a read gave no block."""
 
     MISSING = "missing"  # no such key: the ordinary miss
     CORRUPT = "corrupt"  # bytes of the header or the payload are not those that were put
     TORN = "torn"  # a length is not the one expected: the payload's, or the block's
     FOREIGN = "foreign"  # a record of another namespace under this key
     VERSION = "version"  # header format, codec or cipher that this program does not know
-    KEY = "key"  # encrypted with another key than the one here, or one of both is not encrypted
+    KEY = "key"  # encrypted with another key than the store has, or encrypted in a store without a key, or the reverse
     IO_ERROR = "io_error"  # the store could not be read; the record may be fine
 
     @property
     def is_bad_record(self) -> bool:
-        """Whether there is a record that no call will ever read again, so that the one that met it deletes it."""
+        """Whether the record can never be read again, so that the call that met it deletes it."""
         return self not in _RECORD_MAY_BE_FINE
 
 
@@ -48,10 +48,10 @@ _RECORD_MAY_BE_FINE = frozenset({Fault.MISSING, Fault.KEY, Fault.IO_ERROR})
 
 
 def digest(data: "ReadableBuffer") -> bytes:
-    """Digest of *data* (xxh3_128, 16 bytes; contiguous), read in place; 0.38 of the time of copying it.
+    """Digest of *data* (xxh3_128, 16 bytes; contiguous), read in place; takes 0.38 of the time of copying it.
 
-    Finds damage, not malice: xxh3 is no cryptographic hash. In pieces so small that the interpreter's lock is kept:
-    giving it up for 30 us a megabyte, and waiting for it beside a busy thread, took five times as long.
+    It finds damage, not malice: xxh3 is no cryptographic hash. It is fed pieces so small that the interpreter's lock is
+    kept: giving the lock up for 30 us a megabyte, and waiting for it beside a busy thread, took five times as long.
     """
     view = memoryview(data)
     if view.nbytes <= _PIECE_BYTES:
@@ -63,15 +63,15 @@ def digest(data: "ReadableBuffer") -> bytes:
 
 
 def digest_among(num_threads: int) -> "Callable[[ReadableBuffer], bytes]":
-    """`digest` where so many threads do it at a time: of several each gives up the interpreter's lock for a block."""
+    """`digest` for *num_threads* threads at a time: each of several gives up the interpreter's lock for a block."""
     return digest if num_threads == 1 else xxhash.xxh3_128_digest
 
 
 class Record(NamedTuple):
-    """What the header says about one payload; lengths in bytes.
+    """The header of one payload, unpacked; lengths in bytes.
 
-    *stored_length* is that of the encoded, perhaps encrypted, payload, without what pads it (see
-    `seal.value_bytes`). *digest* is that of the bytes which decoding gives, `NO_DIGEST` if encrypted.
+    *stored_length* is the length of the encoded, perhaps encrypted, payload without its padding (see
+    `seal.value_bytes`). *digest* is that of the decoded bytes, `NO_DIGEST` if encrypted.
     """
 
     namespace: bytes
@@ -83,7 +83,7 @@ class Record(NamedTuple):
     key_id: bytes = NO_KEY_ID
 
     def pack(self, key: bytes) -> bytes:
-        """The header (73 bytes) under which the payload is kept at *key*, and at no other key."""
+        """The header (73 bytes) of the payload at *key*. It is valid at no other key."""
         fields = _FIELDS.pack(
             _MAGIC,
             _VERSION,
@@ -99,7 +99,7 @@ class Record(NamedTuple):
 
     @classmethod
     def unpack(cls, key: bytes, header: bytes) -> "Record | Fault":
-        """The record of *header* found at *key*, or what is wrong with it."""
+        """The record that *header*, found at *key*, describes, or the fault in it."""
         if len(header) != HEADER_BYTES or not header.startswith(_START):
             return _fault_of_start(header)
         _, _, codec_id, cipher_id, key_id, namespace, raw_length, stored_length, known = _FIELDS.unpack_from(header)
@@ -111,7 +111,7 @@ class Record(NamedTuple):
 
 
 def _fault_of_start(header: bytes) -> Fault:
-    """What is wrong with a *header* of another length, magic or version; the length depends on the version."""
+    """The fault in a *header* of a wrong length, magic or version. The right length depends on the version."""
     if len(header) < len(_START):
         return Fault.TORN
     if not header.startswith(_MAGIC):
@@ -124,7 +124,7 @@ def _checksum(fields: bytes, key: bytes) -> bytes:
 
 
 def is_plain(header: bytes, num_bytes: int) -> bool:
-    """Whether a header that can be believed says that the value is the block itself, of *num_bytes*. Not verified."""
+    """Whether *header* says that the value is the block itself, of *num_bytes*. Its checksum is not verified here."""
     if len(header) != HEADER_BYTES:
         return False
     _, _, codec_id, cipher_id, _, _, raw_length, stored_length, _ = _FIELDS.unpack_from(header)

@@ -1,4 +1,4 @@
-"""Slabs: files of equal slots, where payloads are."""
+"""Slabs: files of slots of one size, which hold the payloads of a store."""
 
 import contextlib
 import ctypes
@@ -28,61 +28,63 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 class Slot(NamedTuple):
-    """Room for one payload: the *number*-th of its size, in bytes, whole pages."""
+    """Room for one payload in a slab: the *number*-th slot of *num_bytes* (whole pages)."""
 
     num_bytes: int
     number: int
 
 
 def slot_bytes(value_bytes: int) -> int:
-    """Size of the slots for values of that length."""
+    """Size of the slots for values of *value_bytes*: rounded up to whole pages."""
     return -(-value_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class Slabs:
-    """All slabs of a store's folder, one file for each size of slots. Which slot is whose is not known here.
+    """All slabs of a store's folder, one file for each size of slots. The index knows which record has which slot.
 
-    Reads may run beside anything; what is read during a write there is neither the old nor the new payload.
-    What is in the page cache is copied from a map of the file, at the speed of memory; the rest is read past the cache
-    into the caller's memory, where that is aligned: what is above this store is the cache.
-    *written* is what was written to since it was last cleared.
+    Reads may run beside any other call; a read of a slot that is being written gives a mixture of both payloads.
+    Payloads in the page cache are copied from a map of the file, at the speed of memory. Others are read past the page
+    cache into the caller's memory, where that is aligned: host memory above the store is their cache.
+    *written* lists the slots written to since it was last cleared.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._slabs: dict[int, _Slab] = {}
-        self._num_named = -1  # of the files whose names are on the medium
+        self._slabs: dict[int, SlabFile] = {}
+        self._num_named = -1  # files whose names are on the medium
         self.written: list[Slot] = []
         for path in _files(folder):
             self._slab(int(path.name.removeprefix(_PREFIX)))
 
     def write(self, slots: Sequence[Slot], values: Sequence[memoryview]) -> None:
-        """Fill each slot with its value; neighbours by one system call. OSError."""
+        """Write each value to its slot, neighbouring slots by one system call. OSError."""
         self.written += slots
         for slab, first, run in self._runs(slots, values):
             slab.write(first, run)
 
     def read(self, slots: Sequence[Slot], outs: Sequence[memoryview]) -> None:
-        """Fill each *out*, at most a slot long, from its slot; neighbours by one system call. OSError."""
+        """Fill each *out*, at most a slot long, from its slot, neighbouring slots by one system call. OSError."""
         for slab, first, run in self._runs(slots, outs):
             slab.read(first, run)
 
     def is_cached(self, slot: Slot) -> bool:
-        """Whether all of the slot is in the page cache now."""
+        """Whether all pages of the slot are in the page cache now."""
         return self._slab(slot.num_bytes).cached(slot.number * slot.num_bytes, slot.num_bytes) is not None
 
     def place(self, slot: Slot) -> tuple[Path, int, int]:
-        """The slot's file, where it begins there, and its length."""
+        """The file that has the slot, the slot's offset in it, and its length."""
         return self._folder / f"{_PREFIX}{slot.num_bytes}", slot.number * slot.num_bytes, slot.num_bytes
 
     def punch(self, *slots: Slot) -> None:
-        """Give the room of *slots* on the medium back, neighbours by one system call; writing takes it again. OSError
-        if that is not possible."""
+        """Give the disk space of *slots* back, neighbouring slots by one system call. Writing takes it again.
+
+        OSError if that is not possible.
+        """
         for slab, first, run in self._runs(slots, [_NOTHING] * len(slots)):
             slab.punch(first, len(run))
 
     def cut(self, num_slots: Mapping[int, int]) -> None:
-        """Give back what is behind that many slots, by their size; nobody may be reading there. OSError."""
+        """Cut each file behind its first *num_slots* (by their size). No read may be under way there. OSError."""
         for num_bytes, slab in self._slabs.items():
             slab.cut(num_slots.get(num_bytes, 0))
 
@@ -96,25 +98,25 @@ class Slabs:
             self._num_named = len(slabs)
 
     def file_bytes(self) -> int:
-        """What the files take on the medium."""
+        """Bytes that the files take on the medium."""
         return sum(slab.file_bytes() for slab in list(self._slabs.values()))
 
     @staticmethod
     def remove(folder: Path) -> None:
-        """Remove what no store has open."""
+        """Remove the slabs in *folder*, which no store has open."""
         for path in _files(folder):
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """No read or write may be under way."""
+        """Close the files. No read or write may be under way."""
         for slab in self._slabs.values():
             slab.close()
         self._slabs.clear()
 
     def _runs(
         self, slots: Sequence[Slot], buffers: Sequence[memoryview]
-    ) -> "Iterator[tuple[_Slab, int, list[memoryview]]]":
-        """Slots that lie in a row, with their buffers."""
+    ) -> "Iterator[tuple[SlabFile, int, list[memoryview]]]":
+        """Runs of neighbouring slots: their slab, the first slot's number, and their buffers."""
         pairs = sorted(zip(slots, buffers, strict=True), key=lambda pair: pair[0])
         for (num_bytes, _), run in groupby(
             enumerate(pairs), lambda place: (place[1][0].num_bytes, place[1][0].number - place[0])
@@ -124,19 +126,21 @@ class Slabs:
                 part = found[start : start + _MOST_BUFFERS // 2]
                 yield self._slab(num_bytes), part[0][0].number, [buffer for _, buffer in part]
 
-    def _slab(self, num_bytes: int) -> "_Slab":
+    def _slab(self, num_bytes: int) -> "SlabFile":
         slab = self._slabs.get(num_bytes)
         if slab is None:
-            slab = self._slabs.setdefault(num_bytes, _Slab(self._folder / f"{_PREFIX}{num_bytes}", num_bytes))
+            slab = self._slabs.setdefault(num_bytes, SlabFile(self._folder / f"{_PREFIX}{num_bytes}", num_bytes))
         return slab
 
 
-class _Slab:
+class SlabFile:
+    """The file of one slab, open."""
+
     def __init__(self, path: Path, num_bytes: int) -> None:
         self._num_bytes = num_bytes
         self._file = open_own(path, os.O_RDWR | os.O_CREAT)
         self._direct: int | None = None
-        with contextlib.suppress(OSError):  # tmpfs has no way past the cache: it is one
+        with contextlib.suppress(OSError):  # tmpfs, itself a page cache, refuses O_DIRECT
             self._direct = open_own(path, os.O_RDONLY | os.O_DIRECT)
         self._map: mmap.mmap | None = None
 
@@ -166,7 +170,7 @@ class _Slab:
 
     def punch(self, first: int, num_slots: int) -> None:
         if _libc.fallocate(self._file, _PUNCH_HOLE, first * self._num_bytes, num_slots * self._num_bytes):
-            raise OSError(ctypes.get_errno(), "the room of slots cannot be given back")
+            raise OSError(ctypes.get_errno(), "the disk space of slots cannot be given back")
 
     def cut(self, num_slots: int) -> None:
         if os.fstat(self._file).st_size > num_slots * self._num_bytes:
@@ -184,12 +188,12 @@ class _Slab:
             os.close(self._direct)
 
     def cached(self, start: int, num_bytes: int) -> npt.NDArray[np.uint8] | None:
-        """These bytes, if all of them are in the page cache now."""
+        """The bytes at *start* as a view of the map, if all of them are in the page cache now; else None."""
         mapped = self._map
         if mapped is None or len(mapped) < start + num_bytes:
             size = os.fstat(self._file).st_size
             if size < start + num_bytes:
-                return None  # a slot never written; reading says so
+                return None  # a slot that was never written; the read finds that out
             mapped = self._map = mmap.mmap(self._file, size, prot=mmap.PROT_READ)
         found = np.frombuffer(mapped, np.uint8, num_bytes, start)
         in_cache = bytearray(num_bytes // PAGE_BYTES)
@@ -199,7 +203,7 @@ class _Slab:
         return found
 
     def _copy_cached(self, start: int, outs: list[memoryview]) -> bool:
-        """Copy from the page cache, if all of it is there."""
+        """Fill *outs* from the page cache, if all their bytes are there; whether it did."""
         found = self.cached(start, len(outs) * self._num_bytes)
         if found is None:
             return False
@@ -210,7 +214,7 @@ class _Slab:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those of slabs; what else there may be is not ours."""
+    """The slabs in *folder*. Files with other names are left alone."""
     return [path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdecimal()]
 
 
@@ -219,13 +223,13 @@ def _is_aligned(view: memoryview) -> bool:
 
 
 def _fill(read: Callable[[list[memoryview], int], int], buffers: list[memoryview], at: int) -> None:
-    """Have all *buffers* filled; with zeros from beyond the file's end."""
+    """Fill all *buffers* by *read*; with zeros from beyond the end of the file."""
     for buffer in _transfer(read, buffers, at):
         np.frombuffer(buffer, np.uint8)[:] = 0
 
 
 def _transfer(act: Callable[[list[memoryview], int], int], buffers: list[memoryview], at: int) -> list[memoryview]:
-    """Have all *buffers* read or written, in as many calls as the kernel likes; what is left when it does no more."""
+    """Read or write all *buffers* by as many calls of *act* as it takes, and return those left when it does no more."""
     while buffers:
         done = act(buffers, at)
         if done <= 0:

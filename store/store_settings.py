@@ -1,4 +1,4 @@
-"""What a store is opened with."""
+"""`StoreSettings`: the settings with which a store is opened."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,9 +13,10 @@ from kvtier.store.lmdb.lmdb_store import LmdbStore
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """See `LmdbStore`; *owner* is the pid of the process for whom the store is open, None for this one.
+    """The arguments of `LmdbStore`, by value. *owner* is the pid of the process that the store is opened for.
 
-    The folder is absolute from here on: it may be opened later, or in another working directory.
+    None stands for this process. The folder is made absolute, as the store may be opened later, or by a process with
+    another working directory.
     """
 
     folder: Path
@@ -31,7 +32,7 @@ class StoreSettings:
         object.__setattr__(self, "folder", self.folder.absolute())  # frozen
 
     def open(self) -> LmdbStore:
-        """The store. What `LmdbStore` raises."""
+        """Open the store. Raises what `LmdbStore` raises."""
         return LmdbStore(
             self.folder,
             self.capacity_bytes,

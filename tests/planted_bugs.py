@@ -31,8 +31,8 @@ BUGS = [
     Bug(
         "a promoted block is published although its copy failed",
         "tiers/up/uploads.py",
-        "self._came_to_device(batch, transfer.result if transfer.error is None else [None] * len(batch))",
-        "self._came_to_device(batch, transfer.result if transfer.error is None else [True] * len(batch))",
+        "self._finish(batch, transfer.result if transfer.error is None else [None] * len(batch))",
+        "self._finish(batch, transfer.result if transfer.error is None else [True] * len(batch))",
         "tests/tiers",
     ),
     Bug(
@@ -58,8 +58,8 @@ BUGS = [
     ),
     Bug(
         "a slot that is being spilled may be given away",
-        "tiers/device/block_pool.py",
-        "        self._num_lent += len(free)\n",
+        "tiers/device/eviction_order.py",
+        "        self._is_lent[ids] = True\n",
         "",
         "tests/tiers/device/test_block_pool.py",
     ),
@@ -142,7 +142,7 @@ BUGS = [
     ),
     Bug(
         "what is put where no reader looks is thought to be there",
-        "store/lmdb/lmdb_store.py",
+        "store/lmdb/writer.py",
         "            change.find_again(blob.key for blob in new)\n",
         "",
         "tests/torture/test_bit_flips.py",
@@ -199,8 +199,8 @@ BUGS = [
     Bug(
         "a block whose read hangs is waited for again",
         "tiers/lower/disk_reads.py",
-        "                self._index.not_on_disk(disk_read.group_id, disk_read.name)\n"
-        "                self._tell(disk_read, Reason.DEADLINE)\n",
+        "                self._index.remove_from_disk_index(disk_read.group_id, disk_read.name)\n"
+        "                self._end(disk_read, Reason.DEADLINE)\n",
         "",
         "tests/engine/scheduling/test_liveness.py",
     ),
@@ -235,7 +235,7 @@ BUGS = [
     Bug(
         "a request that began early in vain keeps the slots of that step",
         "engine/scheduling/loading.py",
-        "        self._cache.release(self._own)\n",
+        "        self._cache.release(self._early_slots)\n",
         "",
         "tests/engine/scheduling/test_loading.py",
     ),
@@ -277,7 +277,7 @@ BUGS = [
     Bug(
         "a document waits behind all others for ever",
         "engine/documents/prefills.py",
-        "core.hurry(running.request, ORDINARY)",
+        "core.set_priority(running.request, ORDINARY)",
         "pass",
         "tests/engine/documents/test_documents.py",
     ),
@@ -312,7 +312,7 @@ BUGS = [
     Bug(
         "the rest of a split prefix is released as if its beginning were younger",
         "tiers/cache.py",
-        "        self._promoter.released(promotion)\n",
+        "        self._promoter.on_released(promotion)\n",
         "",
         "tests/tiers/test_splits.py",
     ),
@@ -340,29 +340,29 @@ BUGS = [
     Bug(
         "a probe that its lane refused is never tried again",
         "tiers/lower/disk_probe.py",
-        "            del self._under_way[block]\n            disk.reading.withdrawn(attempt)",
+        "            del self._under_way[block]\n            disk.reading.withdraw(attempt)",
         "            pass",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
         "a page of the index that its lane refused keeps the breaker's probe",
         "tiers/lower/index_load.py",
-        "self._disk.reading.withdrawn(attempt)",
+        "self._disk.reading.withdraw(attempt)",
         "pass",
         "tests/tiers/lower/test_disk_tier.py",
     ),
     Bug(
         "a write that its lane refused keeps the breaker's probe",
         "tiers/lower/disk_spill.py",
-        "self._disk.writing.withdrawn(batch.attempt)",
+        "self._disk.writing.withdraw(batch.attempt)",
         "pass",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
         "a block that could not be verified beside its copy counts as right",
         "tiers/up/uploads.py",
-        "layered.verified(batch, transfer.result if transfer.error is None else [None] * len(batch))",
-        "layered.verified(batch, transfer.result if transfer.error is None else [True] * len(batch))",
+        "layered.on_verified(batch, transfer.result if transfer.error is None else [None] * len(batch))",
+        "layered.on_verified(batch, transfer.result if transfer.error is None else [True] * len(batch))",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
@@ -382,7 +382,7 @@ BUGS = [
     Bug(
         "a device block whose record was found bad is thought to have one still",
         "tiers/lower/disk_reads.py",
-        "self._index.could_not_be_read(disk_read.group_id, disk_read.name, outcome)",
+        "self._index.on_read_failed(disk_read.group_id, disk_read.name, outcome)",
         "pass",
         "tests/tiers/test_mishaps.py",
     ),
@@ -403,14 +403,14 @@ BUGS = [
     Bug(
         "host memory may forget what a promotion has still to bring up",
         "tiers/up/backlog.py",
-        "fetch = group.below.fetch(wanted, self._tell, found)",
+        "fetch = self._lower.fetch(group.id, wanted, self._on_fetched, found)",
         "fetched = fetched[:0]",
-        "tests/tiers",
+        "tests/tiers/test_parts.py",
     ),
     Bug(
         "who leaves a promotion takes the slots of another's blocks with it",
         "tiers/up/backlog.py",
-        "is_unwanted = ~self.coming(promotion.chain, group, ids)",
+        "is_unwanted = ~self.are_coming(promotion.chain, group, ids)",
         "is_unwanted = np.ones(len(ids), np.bool_)",
         "tests/tiers/test_parts.py",
     ),
@@ -430,9 +430,9 @@ BUGS = [
     ),
     Bug(
         "a block that leaves the eviction end for a request is evicted with those around it",
-        "tiers/device/block_pool.py",
-        "self._front_end = min(self._front_end, place)",
-        "pass",
+        "tiers/device/eviction_order.py",
+        "if place < self._front_end:  # noqa",
+        "if False:  # noqa",
         "tests/tiers/device/test_block_pool.py",
     ),
     Bug(
@@ -466,22 +466,22 @@ BUGS = [
     Bug(
         "what a full store evicted in vain is looked for there",
         "tiers/lower/disk_spill.py",
-        "self._index.came_to_disk(group_id, (), transfer.error.evicted)",
+        "self._index.on_written(group_id, (), transfer.error.evicted)",
         "pass",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
         "a disk whose writes hang is not left alone",
         "tiers/lower/disk_spill.py",
-        "self._disk.writing.hung(batch.attempt)",
+        "self._disk.writing.on_hung(batch.attempt)",
         "pass",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
         "a copy by layers that failed counts as one that went well",
         "tiers/up/uploads.py",
-        "layered.copied(transfer.error is None)",
-        "layered.copied(True)",
+        "layered.on_copied(transfer.error is None)",
+        "layered.on_copied(True)",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
@@ -494,8 +494,8 @@ BUGS = [
     Bug(
         "a device block whose record the disk dropped is thought to have one still",
         "tiers/lower/lower_index.py",
-        "self._lost.append(Lost(group_id, [name], Tier.DISK))\n\n    def not_on_disk(",
-        "pass\n\n    def not_on_disk(",
+        "self._lost.append(Lost(group_id, [name], Tier.DISK))\n\n    def remove_from_disk_index(",
+        "pass\n\n    def remove_from_disk_index(",
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
@@ -506,11 +506,25 @@ BUGS = [
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
+        "a hit that is out of date leases the host slots that its blocks were in",
+        "tiers/up/hits.py",
+        "        if hit.as_of == self._residency.num_changes:\n            return [\n",
+        "        if True:\n            return [\n",
+        "tests/tiers/test_places_out_of_date.py",
+    ),
+    Bug(
+        "a hit that is out of date refreshes the blocks that are in its host slots now",
+        "tiers/up/promoter.py",
+        "        if hit.as_of != self._residency.num_changes:\n            return\n",
+        "",
+        "tests/tiers/test_places_out_of_date.py",
+    ),
+    Bug(
         "when all below is void the device's blocks are thought to have copies still",
         "tiers/residency.py",
         "if self._epoch != self.lower.epoch:",
         "if False:",
-        "tests/tiers",
+        "tests/tiers/test_late_disk.py",
     ),
     Bug(
         "a fetch that is let go of before it is answered keeps its reads",
@@ -529,7 +543,7 @@ BUGS = [
     Bug(
         "what is above is not written to a store that was opened anew",
         "tiers/lower/index_load.py",
-        "self._forsaken = self._index.mark_uncopied(SLOTS_AT_ONCE)",
+        "self._forsaken = self._index.offer_all_to_disk(SLOTS_AT_ONCE)",
         "pass",
         "tests/tiers/test_late_disk.py",
     ),
@@ -779,6 +793,27 @@ BUGS = [
         " | (host[1:] % slots_per_piece == 0)",
         "",
         "tests/transfer/cuda/test_pinned_slots.py",
+    ),
+    Bug(
+        "a pin that may not be made longer ends",
+        "engine/documents/pins.py",
+        "        if pin is None and must_have_room:\n            return False\n",
+        "",
+        "tests/engine/documents/test_document_pins.py",
+    ),
+    Bug(
+        "a request that waits for slots is looked up in every step",
+        "engine/scheduling/scheduler.py",
+        "if last_hit is not None and not self._has_slots(request, last_hit)",
+        "if False and not self._has_slots(request, last_hit)",
+        "tests/engine/scheduling/test_scheduler.py",
+    ),
+    Bug(
+        "memory that is short is taken for a model that cannot be used",
+        "engine/model/short_memory.py",
+        "if isinstance(error, MemoryError) or not _SHORT.search(str(error)):",
+        "if isinstance(error, MemoryError) or error:",
+        "tests/engine/model/test_short_memory.py",
     ),
     Bug(
         "pins are kept although their time is over",

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.block_pool import ABSENT, Ids
+from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.down.host_spill import HostSpill
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.breaker import HUNG_S
 from kvtier.tiers.lower.clean_ahead import CleanAhead
-from kvtier.tiers.lower.lower_tiers import LowerTiers, Saving
+from kvtier.tiers.lower.lower_tiers import LowerTiers, SpillProgress
 from kvtier.tiers.lower.statistics import CacheStatistics, slot_statistics
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.events import EventLog
@@ -28,32 +28,32 @@ from kvtier.tiers.up.promotion import NO_SLOT, Hit, Misses, PartialHit, Promotio
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-TAKING_IN_S = 0.0003  # of a poll, after the first batch: so that it is short whatever has finished
+TAKING_IN_S = 0.0003  # for which a poll takes in finished copies, after the first batch: every poll is short
 NOTHING = np.empty(0, np.int32)
 NOT_LOOKED_FOR = Located(NOTHING, NOTHING, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """What a `TieredCache` can be told beside what it is made of."""
+    """Settings of a `TieredCache`."""
 
     retention_tokens: int | None = None  # see `Retention`
     partial_blocks: bool = True  # reuse the first tokens of a block that shares them
     by_layers: bool = False  # whether host blocks may come layer by layer (`Promotion.gate`)
-    # Blocks at the eviction end that have a copy below at any rate; what is allocated before a copy that was started
-    # now has been taken in. The default is one prefill chunk's worth, before anything has been measured.
+    # Blocks at the eviction end that are kept copied below at the least: as many as are allocated while a copy takes.
+    # The default is one prefill chunk's worth, before anything has been measured.
     least_clean_ahead: int = 32
 
 
 class TieredCache:
-    """Which block is where, what goes down, what comes up.
+    """Finds the longest cached prefix of a prompt, brings it to the device, and keeps what the device has copied below.
 
     One thread owns it; no method waits for a copy except `wait` and `flush`. A request's life here: `lookup`,
     `promote`, `poll` until the promotion is done, `allocate` and `commit` as it computes, `release`. A failed, late or
-    corrupt copy is a shorter prefix, never an exception. The bytes are the *memories*', one for each group.
+    corrupt copy is a shorter prefix, never an exception. The bytes are in *memories*, one for each attention group.
 
-    Blocks have a size for each group. Names have one size, `block_size`, in which blocks of all groups end; a block's
-    name is that of its last tokens.
+    Each group has a block size of its own. A name stands for `block_size` tokens, which divides all of them; a block
+    has the name of its last tokens.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class TieredCache:
         events: EventLog | None = None,
         planner: LoadPlanner | None = None,
     ) -> None:
-        """*memories*, by group, have the device's slots, and are where *lower* has its host slots. *events*: where to
-        tell which block came and went. *planner*: see `worth_loading`; without one all of every hit is."""
+        """*memories*, one for each group, have the device slots, and the host slots that *lower* uses. *events*: log
+        of blocks that come to the device and leave it. *planner*: says what is `worth_loading`; without one all is."""
         self.groups = tuple(groups)
         self.block_size = name_block_size(groups)
         self.alignment = alignment(groups)
@@ -85,6 +85,7 @@ class TieredCache:
         self._window = CleanAhead(options.least_clean_ahead, most, clock)
         self._host_spill = HostSpill(self.residency, transfers, self._window, clock)
         self._promoter = Promoter(self.residency, transfers, clock, self._hand_over, options.by_layers)
+        self._hits = self._promoter.hits
         self._pins = Pins(self.residency, self._host_spill, clock)
         self._is_spilled = all(lower.num_slots)
         self._nothing = [0 for _ in groups]
@@ -121,83 +122,17 @@ class TieredCache:
         partial = self._partial_hit(chain, num_found, num_tokens)
         return Hit(chain, limit, num_found, misses, partial, device_slots, below, self.residency.num_changes)
 
-    def junction(self, hit: Hit) -> int | None:
-        """Tokens of the prompt after which only groups that forget lack something: the prefix has come a second time,
-        so their blocks there are worth keeping. None if there is no such place beyond the hit."""
-
-        def first_hole(group_id: int, start: int, end: int) -> int:
-            group = self._group_tiers[group_id]
-            return start + self.residency.locate(group, group.names_in(hit.chain, range(start, end))).num_found
-
-        if self._retention.interval_tokens is None or len(self.groups) == 1:
-            return None  # every block is kept anyway
-        num_tokens = longest_single(hit.limit, self.groups, first_hole)
-        return num_tokens if num_tokens > hit.num_tokens else None
-
-    def where(self, chain: BlockChain) -> list[Tier | None]:
-        """For each name the coldest tier that a group must fetch its block from; None if some group has it nowhere."""
-        result: list[Tier | None] = []
-        for place in range(len(chain.names)):
-            found = []
-            for group in self._group_tiers:
-                block_id = place * self.block_size // group.block_size
-                names = group.names_in(chain, range(block_id, block_id + 1))
-                found.append(self.residency.tier_of(group, names[0]) if names else None)
-            tiers = [tier for tier in found if tier is not None]
-            result.append(max(tiers, key=lambda tier: tier.depth) if len(tiers) == len(found) else None)
-        return result
-
-    def num_leased(self, hit: Hit) -> list[int]:
-        """For each group, how many of the hit's blocks are in device slots that somebody leases already."""
-        slots = self._promoter.device_slots(hit)
-        return [g.pool.num_leased(found[found != ABSENT]) for g, found in zip(self._group_tiers, slots, strict=True)]
-
-    def no_hit(self, chain: BlockChain, num_tokens: int) -> Hit:
-        """The hit of a request that does not want to read the cache."""
-        limit = self._limit(chain, num_tokens)
-        return Hit(chain, limit, 0, Misses(((limit, Reason.SKIPPED),)))
-
-    def worth_loading(self, hit: Hit, num_tokens: int, busy_s: float = 0.0) -> Hit:
-        """As much of the hit as is faster loaded than computed, for a prompt of *num_tokens*.
-
-        *busy_s*: how long the device will be computing for others first. A hit that comes back split (`Hit.start`) is
-        begun with what is `on_device` of it; promoting it brings the rest.
-        """
-        demand = None if self._planner is None else self._promoter.demand(hit, self.alignment)
-        if self._planner is None or demand is None:
-            return hit
-        plan = self._planner.best(demand, num_tokens, busy_s, self._speeds)
-        if plan.end == hit.num_tokens:
-            return replace(hit, start=plan.start) if plan.start else hit
-        return replace(self._promoter.shorter(hit, plan.end), misses=hit.misses.cut(hit.num_tokens, Reason.COST))
-
-    def load_seconds(self, hit: Hit, planner: LoadPlanner) -> float | None:
-        """To bring all of the hit to the device, after what is queued; None if the speed of a lane is not known yet."""
-        demand = self._promoter.demand(hit, self.alignment)
-        return 0.0 if demand is None else planner.load_seconds(demand, self._speeds)
-
-    def loading_at_most(self, hit: Hit, num_tokens: int) -> Hit:
-        """As much of the hit as can be had by loading that many tokens at most from colder tiers."""
-        most = self._promoter.on_device(hit).num_tokens + num_tokens
-        if hit.num_tokens <= most:
-            return hit
-        return replace(self._promoter.shorter(hit, most), misses=hit.misses.cut(hit.num_tokens, Reason.SKIPPED))
-
-    def on_device(self, hit: Hit) -> Hit:
-        """As much of the hit as is on the device: promoting that is done at once."""
-        return self._promoter.on_device(hit)
-
     def make_room(self, hit: Hit) -> bool:
-        """Whether promoting the hit would now push out no block without a copy below; if not, such copies are started.
+        """Start copying down the blocks that promoting the hit would push out; True if there is nothing to wait for.
 
-        Also True when nothing more can be done about it. Ask again after a `poll`; promoting without asking is
-        allowed, and drops what is in the way.
+        True also when nothing more can be done about it. If False, ask again after a `poll`. Promoting without asking
+        is allowed, and drops blocks that have no copy below.
         """
-        if all((found != ABSENT).all() for found in self._promoter.device_slots(hit)):
+        if all((found != ABSENT).all() for found in self._hits.device_slots(hit)):
             return True
         demand, short = [], []
         rest_tokens = hit.limit - hit.num_tokens
-        pairs = zip(self._group_tiers, self._promoter.resident_and_missing(hit), strict=True)
+        pairs = zip(self._group_tiers, self._hits.resident_and_missing(hit), strict=True)
         for group, (resident, missing) in pairs:
             demand.append(missing + len(resident))  # the hit's own blocks may be among the oldest
             now = missing + (hit.partial is not None)
@@ -211,7 +146,7 @@ class TieredCache:
         return not self._host_spill.is_moving and not self.lower.is_making_room
 
     def promote(self, hit: Hit, timeout_s: float | None = None) -> Promotion:
-        """Bring the hit's blocks up to the device: lease what is there, copy the rest. Returns at once.
+        """Bring the hit's blocks to the device: lease the ones that are there, copy up the others. Returns at once.
 
         The promotion is `done` now or after some `poll`. After *timeout_s* it is done with what has arrived.
         """
@@ -219,28 +154,21 @@ class TieredCache:
         return self._promoter.promote(hit, self._window.num_blocks, deadline)
 
     def cancel(self, promotion: Promotion) -> None:
-        """End a promotion that nobody waits for any more, with all its leases."""
+        """End a promotion that its caller gives up, with all its leases."""
         if not promotion.done:
             self._promoter.give_up(promotion, Reason.DEADLINE)
         self.release(promotion.tables)
-        self._promoter.released(promotion)
-
-    def free_slots(self) -> list[int]:
-        """For each group, how many device slots `allocate` could give now."""
-        return [max(0, group.pool.num_free) for group in self._group_tiers]
-
-    def num_to_come(self, promotion: Promotion) -> list[int]:
-        """For each group, how many blocks of the promotion have no device slot yet; those are kept for them."""
-        return self._promoter.num_to_come(promotion)
+        self._promoter.on_released(promotion)
 
     def poll(self) -> None:
         """Take in what the lanes have finished: publish blocks, finish promotions, go on with queued copies."""
         self.wait(0.0)
 
     def wait(self, timeout_s: float) -> None:
-        """Like `poll`, but wait up to *timeout_s* for a copy to finish.
+        """Wait up to *timeout_s* for a copy to finish, and take in what has.
 
-        What has finished is taken in for `TAKING_IN_S` only; the rest stays for the next call, which does not wait."""
+        Taking in ends after `TAKING_IN_S`; the rest stays for the next call, which does not wait.
+        """
         until: float | None = None
 
         def goes_on() -> bool:
@@ -254,35 +182,11 @@ class TieredCache:
         self.residency.take_in_lost()
         self._pins.pump()
 
-    def pin(self, chain: BlockChain, num_tokens: int, most_bytes: int | None = None) -> Pin | None:
-        """Keep in host memory what a prompt needs that goes on after these tokens, whole blocks of them: what is there
-        already now, what is on disk or on the device as soon as nothing more urgent is copied.
-
-        None if that is more than *most_bytes*, by default `free_to_pin`. A caller that gives a number of its own
-        answers for their sum. The caller ends the pin.
-        """
-        whole = min(num_tokens, len(chain.names) * self.block_size) // self.alignment * self.alignment
-        return self._pins.begin(chain, whole, self.free_to_pin if most_bytes is None else most_bytes)
-
-    @property
-    def pinnable_bytes(self) -> int:
-        """Half of host memory: so much may be pinned, the rest is for what comes and goes."""
-        return sum(group.below.num_slots * group.memory.block_bytes for group in self._group_tiers) // 2
-
-    @property
-    def free_to_pin(self) -> int:
-        """What is left of that; less than nothing while a pin was made beside those of the queue."""
-        return self.pinnable_bytes - self._pins.num_bytes
-
-    def unpin(self, pin: Pin) -> None:
-        """End the pin; a second time does nothing."""
-        self._pins.end(pin)
-
     def allocate(self, num_slots: Sequence[int]) -> Tables | None:
         """Lease that many device slots of each group, for blocks about to be computed; None if one has too few.
 
-        Evicts the oldest blocks that have a copy below; a dirty one that has to go is dropped and counted. Never
-        waits for a copy.
+        Evicts the oldest blocks that have a copy below; one without a copy that has to go is dropped and counted.
+        Never waits for a copy.
         """
         self.residency.take_in_lost()
         for wanted, group in zip(num_slots, self._group_tiers, strict=True):
@@ -294,14 +198,14 @@ class TieredCache:
             assert slots is not None, "fewer free slots than a moment ago"
             tables.append(array("i", slots))
             group.num_held += wanted
-        self._window.allocated(max(num_slots))
+        self._window.on_allocated(max(num_slots))
         return tables
 
     def commit(self, tables: Tables, chain: BlockChain, start: int, end: int, boundaries: Sequence[int] = ()) -> None:
-        """Name the computed tokens *start* to *end* of a request, where whole blocks are full, so that they are found.
+        """Name the full blocks among a request's computed tokens *start* to *end*, so that later requests find them.
 
         *tables* are the request's own: where another slot has a block of that name already, its bytes are equal, and
-        the request goes on with that one. So everything in the order of eviction is in one chain, and a prefix outlives
+        the table gets that slot. So everything in the order of eviction is in one chain, and a prefix outlives
         what continues it. *boundaries*: where later prompts may resume, see `Retention.kept`.
         """
         for group, table in zip(self._group_tiers, tables, strict=True):
@@ -319,10 +223,10 @@ class TieredCache:
                     self._commit_run(group, table, chain, blocks.start + place, slots[place : place + 1])
 
     def commit_tail(self, tables: Tables, chain: BlockChain, num_computed: int) -> None:
-        """Let others have copies of the last block's first tokens, although it is not full: call it before `release`.
+        """Offer a request's last block, which is not full, to later requests, which copy it. Call it before `release`.
 
         So the next turn of a chat finds all that was computed, as long as it is on the device: such a block is not
-        spilled. Who goes on from all of it offers a longer one in its turn, and this one is forgotten.
+        spilled. A request that goes on from all of its tokens offers a longer one at its end; this one is forgotten.
         """
         block_id = num_computed // self.block_size
         token_ids = chain.token_ids[block_id * self.block_size : num_computed]
@@ -335,14 +239,6 @@ class TieredCache:
         key, name = chain.continued_key(block_id), chain.tail_name(num_computed)
         for group, table in zip(self._group_tiers, tables, strict=True):
             group.commit_tail(table[block_id], name, key, token_ids)
-
-    def release(self, tables: Tables) -> None:
-        """End a request's leases, the prefix's tail first, so that the tail is evicted first."""
-        for group, table in zip(self._group_tiers, tables, strict=True):
-            slots = _ids(table)[::-1]
-            leased = slots[slots != NO_SLOT]
-            group.num_held -= len(leased)
-            group.pool.release(leased)
 
     def forget_read(self, tables: Tables, num_tokens: int) -> None:
         """End the leases on blocks that no token after *num_tokens* reads (sliding windows, chunks), in place."""
@@ -358,6 +254,14 @@ class TieredCache:
             group.num_held -= len(passed)
             group.pool.release(passed)
 
+    def release(self, tables: Tables) -> None:
+        """End a request's leases, the prefix's tail first, so that the tail is evicted first."""
+        for group, table in zip(self._group_tiers, tables, strict=True):
+            slots = _ids(table)[::-1]
+            leased = slots[slots != NO_SLOT]
+            group.num_held -= len(leased)
+            group.pool.release(leased)
+
     def spill(self) -> None:
         """Keep the device's oldest blocks copied to host memory, as far ahead as the measured speeds ask for, and what
         is in host memory copied to disk."""
@@ -365,21 +269,21 @@ class TieredCache:
             self._spill(self._nothing)
 
     def flush(self, timeout_s: float, progress: Callable[[int], None] = lambda num_left: None) -> int:
-        """Copy every block that is nobody's lease down to disk, so that a restart is warm; the number left over.
+        """Copy every block that no request leases down to disk, so that a restart is warm; the number not copied.
 
         Waits, up to *timeout_s*, and not for copies that hang. *progress* gets the number of blocks still to go.
         Without a disk there is nothing to do.
         """
-        saving = self.lower.saving()
-        if not saving.is_there:
+        below = self.lower.spill_progress()
+        if not below.has_target:
             return 0
         began_at = self._clock()
         deadline = began_at + timeout_s
         everything = [group.pool.num_slots for group in self._group_tiers]
         # Each block goes once: a disk smaller than what is above would otherwise push out what was just written.
-        stop_at = saving.num_done + saving.num_left + self._host_spill.num_dirty
-        while (num_left := saving.num_left + self._host_spill.num_dirty) and saving.num_done < stop_at:
-            if self._clock() >= deadline or not saving.is_possible or self._hangs_since(began_at, saving):
+        stop_at = below.num_done + below.num_left + self._host_spill.num_dirty
+        while (num_left := below.num_left + self._host_spill.num_dirty) and below.num_done < stop_at:
+            if self._clock() >= deadline or not below.is_possible or self._hangs_since(began_at, below):
                 break
             progress(num_left)
             self.lower.spill()
@@ -389,18 +293,123 @@ class TieredCache:
             else:
                 time.sleep(0.01)  # a lane that failed is being left alone for a while
                 self.poll()
-            saving = self.lower.saving()
-        while self._host_spill.copies.batches or saving.is_busy:
-            if self._clock() >= deadline or self._hangs_since(began_at, saving):
+            below = self.lower.spill_progress()
+        while self._host_spill.copies.batches or below.is_busy:
+            if self._clock() >= deadline or self._hangs_since(began_at, below):
                 break
             self.wait(0.05)
-            saving = self.lower.saving()
+            below = self.lower.spill_progress()
         return num_left
+
+    def junction(self, hit: Hit) -> int | None:
+        """Tokens of the prompt, more than the hit's, after which only groups that forget lack blocks; None if none.
+
+        Such a prefix has come a second time, so the forgetting groups' blocks at its end are worth keeping.
+        """
+
+        def first_hole(group_id: int, start: int, end: int) -> int:
+            group = self._group_tiers[group_id]
+            return start + self.residency.locate(group, group.names_in(hit.chain, range(start, end))).num_found
+
+        if self._retention.interval_tokens is None or len(self.groups) == 1:
+            return None  # every block is kept anyway
+        num_tokens = longest_single(hit.limit, self.groups, first_hole)
+        return num_tokens if num_tokens > hit.num_tokens else None
+
+    def where(self, chain: BlockChain) -> list[Tier | None]:
+        """For each name the coldest tier from which a group would get its block; None if no tier has some group's."""
+        result: list[Tier | None] = []
+        for place in range(len(chain.names)):
+            found = []
+            for group in self._group_tiers:
+                block_id = place * self.block_size // group.block_size
+                names = group.names_in(chain, range(block_id, block_id + 1))
+                found.append(self.residency.tier_of(group, names[0]) if names else None)
+            tiers = [tier for tier in found if tier is not None]
+            result.append(max(tiers, key=lambda tier: tier.depth) if len(tiers) == len(found) else None)
+        return result
+
+    def num_leased(self, hit: Hit) -> list[int]:
+        """For each group, how many of the hit's blocks are in device slots that requests lease already."""
+        slots = self._hits.device_slots(hit)
+        return [g.pool.num_leased(found[found != ABSENT]) for g, found in zip(self._group_tiers, slots, strict=True)]
+
+    def no_hit(self, chain: BlockChain, num_tokens: int) -> Hit:
+        """The hit of a request that does not want to read the cache."""
+        limit = self._limit(chain, num_tokens)
+        return Hit(chain, limit, 0, Misses(((limit, Reason.SKIPPED),)))
+
+    def worth_loading(self, hit: Hit, num_tokens: int, busy_s: float = 0.0) -> Hit:
+        """As much of the hit as is faster loaded than computed, for a prompt of *num_tokens*.
+
+        *busy_s*: how long the device will be computing for other requests first. The request begins a split hit
+        (`Hit.start`) with what is `on_device` of it; promoting the hit brings the rest.
+        """
+        demand = None if self._planner is None else self._hits.demand(hit, self.alignment)
+        if self._planner is None or demand is None:
+            return hit
+        plan = self._planner.best(demand, num_tokens, busy_s, self._speeds)
+        if plan.end == hit.num_tokens:
+            return replace(hit, start=plan.start) if plan.start else hit
+        return replace(self._hits.shorter(hit, plan.end), misses=hit.misses.cut(hit.num_tokens, Reason.COST))
+
+    def load_seconds(self, hit: Hit, planner: LoadPlanner) -> float | None:
+        """Seconds to bring all of the hit to the device, after what is queued; None while a lane's speed is unknown."""
+        demand = self._hits.demand(hit, self.alignment)
+        return 0.0 if demand is None else planner.load_seconds(demand, self._speeds)
+
+    def loading_at_most(self, hit: Hit, num_tokens: int) -> Hit:
+        """As much of the hit as can be had by loading at most *num_tokens* tokens from colder tiers."""
+        most = self._hits.on_device(hit).num_tokens + num_tokens
+        if hit.num_tokens <= most:
+            return hit
+        return replace(self._hits.shorter(hit, most), misses=hit.misses.cut(hit.num_tokens, Reason.SKIPPED))
+
+    def on_device(self, hit: Hit) -> Hit:
+        """As much of the hit as is on the device. Promoting it is done at once."""
+        return self._hits.on_device(hit)
+
+    def free_slots(self) -> list[int]:
+        """For each group, how many device slots `allocate` could give now."""
+        return [max(0, group.pool.num_free) for group in self._group_tiers]
+
+    def num_to_come(self, promotion: Promotion) -> list[int]:
+        """For each group, how many blocks of the promotion have no device slot yet; slots are reserved for them."""
+        return self._promoter.num_to_come(promotion)
+
+    def pin(self, chain: BlockChain, num_tokens: int, most_bytes: int | None = None) -> Pin | None:
+        """Keep the blocks that a prompt needs to go on after these tokens in host memory, until `unpin`.
+
+        Blocks that are there are leased now; blocks on disk or on the device only are copied there as soon as nothing
+        more urgent is copied. None if all of them are more than *most_bytes*, by default `free_to_pin`. A caller that
+        gives a number of its own answers for the sum of its pins.
+        """
+        whole = min(num_tokens, len(chain.names) * self.block_size) // self.alignment * self.alignment
+        return self._pins.begin(chain, whole, self.free_to_pin if most_bytes is None else most_bytes)
+
+    def unpin(self, pin: Pin) -> None:
+        """End the pin; a second time does nothing."""
+        self._pins.end(pin)
+
+    @property
+    def pinnable_bytes(self) -> int:
+        """Bytes that may be pinned: half of host memory. The other half is for blocks that come and go."""
+        return sum(self.lower.num_slots[group.id] * group.memory.block_bytes for group in self._group_tiers) // 2
+
+    @property
+    def free_to_pin(self) -> int:
+        """Bytes that may still be pinned; below 0 while a caller has pinned more by a number of its own."""
+        return self.pinnable_bytes - self._pins.num_bytes
 
     @property
     def knows_disk(self) -> bool:
-        """Whether what was on disk before has been looked through; until then some of it is a miss."""
-        return self.lower.is_known
+        """Whether the blocks that were on disk at the start are all known; until then some of them are misses."""
+        return self.lower.is_indexed
+
+    @property
+    def num_under_way(self) -> int:
+        """Copies started and not taken in yet, on all routes."""
+        return self._transfers.in_flight
 
     def reset(self) -> bool:
         """Forget every block in every tier, and end all pins; False, and nothing changed, while blocks are leased or
@@ -419,11 +428,6 @@ class TieredCache:
         self._pins.end_all()
         self.residency.clear()
         return True
-
-    @property
-    def num_under_way(self) -> int:
-        """Copies started and not taken in yet, on all routes."""
-        return self._transfers.in_flight
 
     def check(self) -> None:
         """Raise AssertionError if any two books disagree: pools, marks, leases, blocks under way."""
@@ -463,7 +467,7 @@ class TieredCache:
         return True
 
     def _spill(self, demand: Sequence[int]) -> None:
-        """*demand*: for each group, how many device blocks a promotion that wants room reaches."""
+        """Start copies down that are due. *demand*: for each group, slots about to be taken beyond the usual."""
         self._host_spill.spill(demand)
         self.lower.spill()
 
@@ -485,7 +489,7 @@ class TieredCache:
         return None
 
     def _commit_run(self, group: GroupTiers, table: Table, chain: BlockChain, start: int, slots: Ids) -> None:
-        """Name the blocks of *table* from *start* on, in these slots; adopt those that are somewhere else already."""
+        """Name the blocks of *table* from *start* on, in these slots, or use the slots that have them already."""
         pool = group.pool
         # The chain's own list makes one run of a request. Not where a group forgets: two blocks of a window would keep
         # all the names of a long prompt.
@@ -495,14 +499,14 @@ class TieredCache:
         taken = pool.commit(slots, names, offset)
         for place in taken:
             holder = pool.find(names[offset + place])
-            assert holder is not None, "a name was taken by nobody"
+            assert holder is not None, "a name is taken, but no slot has it"
             pool.lease([holder])
             pool.release([table[start + place]])
             table[start + place] = holder
         first = 0
         for end in [*taken, len(slots)]:
             if first < end:
-                self.residency.committed(group, slots[first:end], chain, start + first)
+                self.residency.on_committed(group, slots[first:end], chain, start + first)
             first = end + 1
 
     def _lacking(self, group: GroupTiers, num_slots: int, besides: npt.NDArray[np.int32]) -> int:
@@ -515,15 +519,14 @@ class TieredCache:
     def _speeds(self) -> LoadSpeeds:
         return LoadSpeeds(self.lower.read_speed(), self._transfers.speed(Route.HOST_TO_DEVICE))
 
-    def _hangs_since(self, began_at: float, saving: Saving) -> bool:
-        """Whether copies down are under way, and on each way that has some none has ended for so long, nor since
-        *began_at*, that none will."""
+    def _hangs_since(self, began_at: float, below: SpillProgress) -> bool:
+        """Whether copies down are under way and hang: none has ended for `HUNG_S`, nor since *began_at*."""
         copies = self._host_spill.copies
-        ended_at = [copies.ended_at] * bool(copies.batches) + [saving.ended_at] * saving.is_busy
+        ended_at = [copies.ended_at] * bool(copies.batches) + [below.ended_at] * below.is_busy
         return bool(ended_at) and max(began_at, *ended_at) < self._clock() - HUNG_S
 
     def _hand_over(self, promotion: Promotion) -> None:
-        """A promotion is done: its leases are the caller's from here on."""
+        """Count the leases of a promotion that is done as the caller's."""
         for group, table in zip(self._group_tiers, promotion.tables, strict=True):
             group.num_held += int(np.count_nonzero(np.array(table, np.int32) != NO_SLOT))
 

@@ -1,52 +1,49 @@
-"""GroupTiers: all that is one attention group's: its slots on the device, its memory, and its part of what is below."""
+"""GroupTiers: one attention group's part of the cache: device slots, memory, and the tenants of its blocks."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvtier.tiers.device.block_pool import Ids
 from kvtier.tiers.device.group_slots import GroupSlots
 from kvtier.tiers.device.partial_matches import PartialMatches
+from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.device.slot_owners import SlotOwners
-from kvtier.tiers.lower.group_below import GroupBelow
-from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, TokenIds
 from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.naming.named_blocks import BlockIds, NamedBlocks, blocks_of, names_of
 from kvtier.transfer.block_memory import BlockMemory
 
-LeftDevice = Callable[["GroupTiers", Ids, Sequence[BlockName], set[BlockName | None]], None]
-"""Told that blocks of a group cannot be found on the device any more, see `Forgotten`."""
+OnLeftDevice = Callable[["GroupTiers", Ids, Sequence[BlockName], set[BlockName | None]], None]
+"""Called when blocks of a group have left the device, see `OnForgotten`."""
 
 
 class GroupTiers:
-    """One attention group of a cache: its blocks have one size, and a request has one table of them. Owned by the
-    cache's thread."""
+    """All that one attention group has on the device. Its blocks have one size, and a request has one table of them.
+    Owned by the cache's thread."""
 
     def __init__(
         self,
         group_id: int,
         attention: AttentionGroup,
         memory: BlockMemory,
-        lower: LowerTiers,
-        left_device: LeftDevice,
+        on_left_device: OnLeftDevice,
+        is_spilled: bool,
         is_matched_in_part: bool,
     ) -> None:
-        """*memory* has the group's slots. *is_matched_in_part*: whether it is known of the group's device blocks which
-        tokens they begin with."""
-        self.id = group_id  # its place wherever there is something for each group: tables, demands, hits
+        """*memory* has the group's slots. *is_spilled*: whether there are tiers below the device. *is_matched_in_part*:
+        whether the group's device blocks can be found by their first tokens."""
+        self.id = group_id  # index of the group in every list by group: tables, demands, hits
         self.attention = attention
         self.block_size = attention.block_size
         self.memory = memory
-        self.below = GroupBelow(lower, group_id)
-        self.slots = GroupSlots(memory.num_device_slots, all(lower.num_slots), partial(left_device, self))
+        self.slots = GroupSlots(memory.num_device_slots, is_spilled, partial(on_left_device, self))
         self.pool = self.slots.pool
         self.owners = SlotOwners(memory.num_device_slots)
         self.partial_matches = PartialMatches(memory.num_device_slots, self.block_size) if is_matched_in_part else None
-        self.tails: set[BlockName] = set()  # blocks on the device that are not full: they stay there, and are untold of
+        self.tails: set[BlockName] = set()  # device blocks that are not full: not spilled, and no event tells of them
         self.num_held = 0  # leases on device slots that callers of the cache hold
 
     def needed(self, num_tokens: int, start: int = 0) -> range:
-        """The blocks that a request reads which goes on after that many tokens, but for those before *start*."""
+        """Ids of the blocks that a request reads to go on after *num_tokens*, without those before token *start*."""
         end = num_tokens // self.block_size
         return range(min(end, max(self.attention.first_needed(num_tokens), start // self.block_size)), end)
 
@@ -59,11 +56,11 @@ class GroupTiers:
         return names_of(chain, self.attention, ids)
 
     def blocks_of(self, chain: BlockChain, ids: BlockIds) -> NamedBlocks:
-        """These blocks of the chain, with what they continue and whose they are."""
+        """These blocks of the chain, with their parents and their tenant."""
         return blocks_of(chain, self.attention, ids)
 
     def record_origin(self, slots: Ids, tenant: bytes, chain: BlockChain | None, start: int) -> None:
-        """The device slots hold the tenant's blocks now: those of the chain from *start* on, if that is known."""
+        """Note that the device slots hold the tenant's blocks now: those of *chain* from *start* on, if it is known."""
         self.owners.record(slots, tenant)
         if self.partial_matches is not None:
             if chain is not None:
@@ -72,7 +69,7 @@ class GroupTiers:
                 self.partial_matches.forget(slots)
 
     def commit_tail(self, slot: int, name: BlockName, key: bytes, token_ids: TokenIds) -> None:
-        """Name the slot's block, of which only these tokens are computed, unless another slot has it already."""
+        """Name a block of which only these tokens are computed, unless another slot has it already."""
         if self.pool.commit([slot], [name]):
             return
         if self.partial_matches is not None:
@@ -80,6 +77,6 @@ class GroupTiers:
         self.tails.add(name)
 
     def clear(self) -> None:
-        """Forget every block of the device, and tell nobody of it; nothing may be leased."""
+        """Forget every block of the device, without telling of it; nothing may be leased."""
         self.slots.clear()
         self.tails.clear()

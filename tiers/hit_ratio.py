@@ -1,4 +1,4 @@
-"""HitRatio: how much of the prompts was found, over all requests and over the last ones."""
+"""HitRatio: the share of prompt tokens that were found in the cache, over all requests and over the last ones."""
 
 from collections import deque
 from dataclasses import replace
@@ -7,15 +7,15 @@ from kvtier.tiers.lower.statistics import PrefixStatistics
 
 
 class HitRatio:
-    """Counts in tokens. The sliding ratio is that of the last *num_recent* requests together; preempted ones not."""
+    """Counts in tokens. The recent ratio is that of the last *num_recent* requests together, without preempted ones."""
 
     def __init__(self, num_recent: int = 1000) -> None:
         self._recent: deque[tuple[int, int]] = deque(maxlen=num_recent)
         self._recent_queries = self._recent_hits = 0
         self._totals = PrefixStatistics()
 
-    def admitted(self, queries: int, hits: int) -> None:
-        """A request was let in for the first time: *hits* of its *queries* tokens were found."""
+    def on_admitted(self, queries: int, hits: int) -> None:
+        """Count a request that was admitted for the first time: *hits* of its *queries* tokens were found."""
         if len(self._recent) == self._recent.maxlen:
             old_queries, old_hits = self._recent[0]
             self._recent_queries -= old_queries
@@ -28,8 +28,8 @@ class HitRatio:
             totals, num_requests=totals.num_requests + 1, queries=totals.queries + queries, hits=totals.hits + hits
         )
 
-    def readmitted(self, queries: int, hits: int) -> None:
-        """A preempted request was let in again."""
+    def on_readmitted(self, queries: int, hits: int) -> None:
+        """Count a preempted request that was admitted again."""
         totals = self._totals
         self._totals = replace(
             totals,
@@ -39,7 +39,7 @@ class HitRatio:
         )
 
     def forget_recent(self) -> None:
-        """The cache was emptied: what was found before says nothing of now."""
+        """Begin the recent ratio anew: the cache was emptied."""
         self._recent.clear()
         self._recent_queries = self._recent_hits = 0
 

@@ -1,4 +1,4 @@
-"""Pins: prefixes kept in host memory because they will be wanted: of prompts in a queue, of pinned documents."""
+"""Pins: prefixes kept in host memory for later requests: of prompts in the queue, and of pinned documents."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -7,7 +7,7 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.block_pool import ABSENT
+from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.down.host_spill import HostSpill
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.lower_tiers import NOWHERE, Fetch
@@ -16,37 +16,37 @@ from kvtier.tiers.naming.named_blocks import BlockIds
 from kvtier.tiers.naming.tier import Reason
 from kvtier.tiers.residency import Residency
 
-RETRY_S = 0.02  # how often it is looked whether a block has come to host memory
+RETRY_S = 0.02  # between two looks for blocks that have not come to host memory
 PART = 48  # blocks looked at in one go
 MOST_UNDER_WAY = 256  # blocks of a pin on their way from disk: many times what a reader is given at once
 
 
 class Leases:
-    """A pin's blocks of one group: in which fetch each is, leased or on its way."""
+    """A pin's blocks of one group. A block's fetch leases it, or has it on its way."""
 
     def __init__(self, group: GroupTiers, blocks: range) -> None:
         self.group = group
         self.blocks = blocks
         self.is_here = np.zeros(len(blocks), np.bool_)  # [block] leased
         self.is_coming = np.zeros(len(blocks), np.bool_)
-        self.fetched: dict[int, tuple[Fetch, int]] = {}  # by block; and its place in that
+        self.fetched: dict[int, tuple[Fetch, int]] = {}  # by block: its fetch, and its place there
 
     @property
     def num_bytes(self) -> int:
-        """Of all the blocks."""
+        """Bytes of all the blocks."""
         return len(self.blocks) * self.group.memory.block_bytes
 
     @property
     def num_coming(self) -> int:
-        """Blocks on their way."""
+        """Number of blocks on their way."""
         return int(np.count_nonzero(self.is_coming))
 
     def missing(self, start: int, most: int) -> npt.NDArray[np.int64]:
-        """Up to *most* blocks from *start* on that are not here."""
+        """Up to *most* blocks from *start* on that are not leased."""
         return start + np.flatnonzero(~self.is_here[start:])[:most]
 
     def release(self) -> None:
-        """Let all of them go, the tail first, so that it is evicted first."""
+        """End all leases and reads, the tail first, so that it is evicted first."""
         from_tail = [self.fetched[place] for place in sorted(self.fetched, reverse=True)]
         for fetch, places in groupby(from_tail, lambda each: each[0]):
             fetch.release([place for _, place in places])
@@ -55,26 +55,26 @@ class Leases:
 
 
 class Pin:
-    """The blocks of one prefix that are, or will be, in host memory until the pin ends. Its owner ends it."""
+    """A prefix whose blocks are, or will be, in host memory until its owner ends the pin."""
 
     def __init__(self, chain: BlockChain, leases: Sequence[Leases]) -> None:
         self.chain = chain
         self.num_bytes = sum(each.num_bytes for each in leases)
         self.leases = leases  # of each group
-        self.num_absent = sum(len(each.blocks) for each in leases)  # not there yet
-        self.look_from = (0, 0)  # where in the leases, and at which block, looking for what is absent goes on
-        self.look_at = 0.0  # not before
+        self.num_absent = sum(len(each.blocks) for each in leases)  # blocks that are not leased yet
+        self.look_from = (0, 0)  # index in `leases`, and block there, from which the next look for absent blocks begins
+        self.look_at = 0.0  # when the next look may begin
 
     @property
     def is_whole(self) -> bool:
-        """Whether every block is there."""
+        """Whether every block is in host memory."""
         return not self.num_absent
 
 
 class Pins:
-    """Fetches that are not released, and how they come to be: from disk when nothing more urgent is read, from the
-    device when the bus is free. A pin is looked through in parts, those before others that were not looked at for
-    longest. Owned by the cache's thread.
+    """Brings the blocks of pins to host memory, and keeps the fetches that lease them there. Blocks come from disk when
+    nothing more urgent is read, from the device when the bus is free. A pin is looked through in parts, the pin that
+    has waited longest first. Owned by the cache's thread.
     """
 
     def __init__(
@@ -84,31 +84,32 @@ class Pins:
         clock: Callable[[], float],
     ) -> None:
         self._groups = residency.groups
+        self._lower = residency.lower
         self._host_spill = host_spill
         self._clock = clock
         self._pins: dict[Pin, None] = {}
-        self._absent: dict[Pin, None] = {}  # of which something is absent, in the order in which they have their turn
+        self._absent: dict[Pin, None] = {}  # pins that are not whole, in the order of their turns
         self._num_bytes = 0
 
     @property
     def num_bytes(self) -> int:
-        """Of host memory that all pins take when they are whole."""
+        """Bytes of host memory that all pins take when they are whole."""
         return self._num_bytes
 
     def begin(self, chain: BlockChain, num_tokens: int, most_bytes: int) -> Pin | None:
-        """Pin what a request needs that goes on after so many of the chain's tokens; None if that is more bytes."""
+        """Pin the blocks that a request needs to go on after *num_tokens* tokens; None if they have more bytes."""
         pin = Pin(chain, [Leases(group, group.needed(num_tokens)) for group in self._groups])
         if pin.num_bytes > most_bytes:
             return None
         self._pins[pin] = None
         self._num_bytes += pin.num_bytes
-        if pin.num_absent and all(group.below.num_slots for group in self._groups):
+        if pin.num_absent and all(self._lower.num_slots):
             self._absent[pin] = None
             self._look(pin, PART)
         return pin
 
     def end(self, pin: Pin) -> None:
-        """Let go: the leases end, and what is only queued is not read. A second time does nothing."""
+        """End the pin: its leases end, and what is only queued is not read. A second time does nothing."""
         if pin not in self._pins:
             return
         del self._pins[pin]
@@ -119,12 +120,12 @@ class Pins:
         pin.num_absent = sum(len(leases.blocks) for leases in pin.leases)  # it is not whole any more
 
     def end_all(self) -> None:
-        """Let everything go."""
+        """End every pin."""
         for pin in list(self._pins):
             self.end(pin)
 
     def pump(self) -> None:
-        """Look for what is not there yet: for some of it, now and then."""
+        """Look for some of the blocks that are not leased yet, of pins whose turn has come."""
         num_left, now = PART, self._clock()
         for pin in [pin for pin in self._absent if pin.look_at <= now]:
             if num_left <= 0:
@@ -135,11 +136,11 @@ class Pins:
                 self._absent[pin] = None
 
     def _look(self, pin: Pin, most: int) -> int:
-        """Go on looking through a pin, for up to *most* blocks; how many that were. At its end it rests."""
+        """Look for up to *most* absent blocks of a pin; how many they were. After the last one the pin rests."""
         number, start = pin.look_from
         absent = pin.leases[number].missing(start, most)
         if len(absent):
-            self._try(pin, pin.leases[number], absent)
+            self._seek(pin, pin.leases[number], absent)
         if len(absent) == most:
             pin.look_from = number, int(absent[-1]) + 1
         elif number + 1 < len(pin.leases):
@@ -149,12 +150,12 @@ class Pins:
             pin.look_at = self._clock() + RETRY_S
         return max(1, len(absent))
 
-    def _try(self, pin: Pin, leases: Leases, places: BlockIds) -> None:
-        """Fetch what is below, have copied down what is on the device only."""
+    def _seek(self, pin: Pin, leases: Leases, places: BlockIds) -> None:
+        """Fetch the blocks that are below, and start copying down those that are on the device only."""
         group = leases.group
         places = places[~leases.is_coming[places]]
         names = group.names_of(pin.chain, leases.blocks.start + places)
-        found = group.below.find(names)
+        found = self._lower.find(group.id, names)
         is_read = found != NOWHERE
         is_read &= (found >= 0) | (np.cumsum(found < 0) <= MOST_UNDER_WAY - leases.num_coming)
         if is_read.any():
@@ -166,27 +167,27 @@ class Pins:
 
     def _fetch(self, pin: Pin, leases: Leases, places: BlockIds) -> None:
         wanted = leases.group.blocks_of(pin.chain, leases.blocks.start + places)
-        fetch = leases.group.below.fetch_later(wanted, partial(self._come, pin, leases, places))
+        fetch = self._lower.fetch_later(leases.group.id, wanted, partial(self._on_fetched, pin, leases, places))
         is_here = fetch.slots != ABSENT
         leases.is_coming[places[~is_here]] = True
         leases.fetched.update((block, (fetch, number)) for number, block in enumerate(places.tolist()))
-        self._are_here(pin, leases, places[is_here])
+        self._mark_here(pin, leases, places[is_here])
 
-    def _are_here(self, pin: Pin, leases: Leases, places: BlockIds) -> None:
+    def _mark_here(self, pin: Pin, leases: Leases, places: BlockIds) -> None:
         leases.is_here[places] = True
         pin.num_absent -= len(places)
         if not pin.num_absent:
             self._absent.pop(pin, None)
 
-    def _come(
+    def _on_fetched(
         self, pin: Pin, leases: Leases, places: BlockIds, fetch: Fetch, number: int, failure: Reason | None
     ) -> None:
-        """A block that was on its way has come, or never will by this fetch."""
+        """Note that a block on its way has come, or will not by this fetch."""
         place = int(places[number])
         if pin not in self._pins:
             return
         leases.is_coming[place] = False
         if failure is None:
-            self._are_here(pin, leases, places[number : number + 1])
+            self._mark_here(pin, leases, places[number : number + 1])
         else:
             del leases.fetched[place]

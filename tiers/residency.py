@@ -1,4 +1,4 @@
-"""Residency: which block is on the device, which is below, and what follows when one leaves."""
+"""Residency: where each block is, on the device or below, and what to do when it leaves."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.block_pool import ABSENT, Ids
 from kvtier.tiers.device.ghosts import Ghosts
+from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, LowerTiers, Places
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
@@ -23,8 +23,8 @@ SLOTS_AT_ONCE = 256  # of the device that are looked through in one call: 0.1 ms
 
 
 class Located(NamedTuple):
-    """Where blocks are: their slots on the device, ABSENT for those elsewhere; for these where below; and how many come
-    before one that no tier has."""
+    """Where blocks are: the device slot of each, or ABSENT; then its place below; and how many come before the first
+    block that no tier has."""
 
     device_slots: npt.NDArray[np.int32]
     below: Places
@@ -32,8 +32,8 @@ class Located(NamedTuple):
 
 
 class Residency:
-    """The device's index, together with what the tiers below say of theirs. Owned by the cache's thread; holds no bytes
-    and starts no copy."""
+    """The device's index joined with what the tiers below say of theirs. It holds no bytes and starts no copy. Owned by
+    the cache's thread."""
 
     def __init__(
         self,
@@ -43,30 +43,31 @@ class Residency:
         partial_blocks: bool,
         events: EventLog | None,
     ) -> None:
-        """*memories* have the device slots, by group. *partial_blocks*: whether blocks are to be found by their first
-        tokens."""
+        """*memories* have the device slots, by group. *partial_blocks*: whether blocks are to be found by
+        their first tokens too."""
         in_part = _matched_in_part(groups) if partial_blocks else None
+        is_spilled = all(lower.num_slots)
         self.groups = [
-            GroupTiers(group_id, group, memory, lower, self._left_device, group_id == in_part)
+            GroupTiers(group_id, group, memory, self._on_left_device, is_spilled, group_id == in_part)
             for group_id, (group, memory) in enumerate(zip(groups, memories, strict=True))
         ]
         self.lower = lower
-        self.partial_group = None if in_part is None else self.groups[in_part]  # whose blocks are found so
-        self.is_cut_off = False  # the lane to the device hangs: what is below it cannot be had
+        self.partial_group = None if in_part is None else self.groups[in_part]  # its blocks are found by first tokens
+        self.is_cut_off = False  # the lane to the device hangs: no block can come up
         self._events = events
         self._ghosts = Ghosts(NUM_GHOSTS)
         self._epoch = lower.epoch
-        self._relying: Iterator[None] = iter(())  # device blocks whose copies below may be gone, some at each step
+        self._marking: Iterator[None] = iter(())  # marks device blocks without copies below dirty, some at each step
 
     @property
     def num_changes(self) -> int:
-        """Grows with every change of which block is in which slot of device and host."""
+        """Grows whenever a block comes to a slot of device or host, or leaves it."""
         return sum(group.pool.num_changes for group in self.groups) + self.lower.num_changes
 
     def locate(self, group: GroupTiers, names: Sequence[BlockName]) -> Located:
         """Where the group's blocks of these names are."""
         nowhere = np.full(len(names), NOWHERE, np.int32)
-        # A prompt never seen costs one question.
+        # A prompt that was never seen costs one question.
         if names and group.pool.find(names[0]) is None and not len(self._find_run(group, names[:1])):
             return Located(nowhere, nowhere, 0)
         slots = group.pool.find_all(names)
@@ -83,17 +84,17 @@ class Residency:
         """The warmest tier that has the block."""
         if group.pool.find(name) is not None:
             return Tier.DEVICE
-        place = group.below.find([name]).item()
+        place = self.lower.find(group.id, [name]).item()
         return None if place == NOWHERE else Tier.DISK if place == ON_DISK else Tier.HOST
 
     def why_missing(self, names: Iterable[BlockName]) -> Reason:
-        """Why no tier has one of these blocks: the tier that dropped the last copy, as far as is remembered."""
-        tiers = (self._ghosts.who_dropped(name) for name in names)
+        """Why no tier has one of these blocks: which tier dropped its last copy, if that is remembered."""
+        tiers = (self._ghosts.dropped_by(name) for name in names)
         tier = next((tier for tier in tiers if tier is not None), None)
         return Reason.NEVER_SEEN if tier is None else Reason.evicted_from(tier)
 
-    def committed(self, group: GroupTiers, slots: Ids, chain: BlockChain, start: int) -> None:
-        """The chain's blocks from *start* on, in this group's count, have been computed and named, in these slots."""
+    def on_committed(self, group: GroupTiers, slots: Ids, chain: BlockChain, start: int) -> None:
+        """Take in that the chain's blocks from block *start* of the group on were computed and named in these slots."""
         group.slots.mark_dirty(slots)
         group.record_origin(slots, tenant_of(chain.extra.cache_salt), chain, start)
         if self._events is not None:
@@ -101,7 +102,7 @@ class Residency:
             names = chain.names[(start + 1) * step - 1 : (start + len(slots)) * step : step]
             self._tell_stored(group, names, chain, start)
 
-    def came_up(
+    def publish(
         self,
         group: GroupTiers,
         slots: Sequence[int],
@@ -110,10 +111,10 @@ class Residency:
         chain: BlockChain | None,
         start: int,
     ) -> list[int]:
-        """Blocks have arrived in leased device slots: those of *chain* from *start* on, if a promotion still wants
-        them.
+        """Name blocks that have arrived in leased device slots. The slots to use: where a block was computed in another
+        slot meanwhile, that one.
 
-        The slots to use: another one, where the block was computed there meanwhile.
+        They are those of *chain* from block *start* on, if a promotion still wants them.
         """
         pool, ids, used = group.pool, np.array(slots, np.intp), list(slots)
         if chain is not None and chain.block_size == group.block_size:
@@ -122,23 +123,23 @@ class Residency:
             taken = pool.commit(slots, names)
         for place in taken:
             holder = pool.find(names[place])
-            assert holder is not None, "a name was taken by nobody"
+            assert holder is not None, "a name is taken, but no slot has it"
             used[place] = holder
         places = [place for place in range(len(ids)) if place not in taken] if taken else range(len(ids))
         if not taken and tenants.count(tenants[0]) == len(tenants):
-            self._is_up(group, ids, names, tenants[0], chain, start)
+            self._record_arrival(group, ids, names, tenants[0], chain, start)
         else:
             for place in places:
                 one = slice(place, place + 1)
-                self._is_up(group, ids[one], names[one], tenants[place], chain, start + place)
-        is_below = group.below.find(names) != NOWHERE  # what has left meanwhile is the last copy
+                self._record_arrival(group, ids[one], names[one], tenants[place], chain, start + place)
+        is_below = self.lower.find(group.id, names) != NOWHERE  # what has left meanwhile is the last copy
         if not is_below.all():
-            group.slots.lost_copies([slots[place] for place in places if not is_below[place]])
+            group.slots.on_copies_lost([slots[place] for place in places if not is_below[place]])
         return used
 
     def take_in_lost(self) -> None:
-        """Learn what has gone below: the device's copies of that are dirty again. Where everything may have gone, they
-        are looked through, some at each call."""
+        """Take in which blocks are lost below: on the device they are dirty again. When all that was known of the tiers
+        below is void, the device's blocks are looked through, some at each call."""
         for group_id, names, tier in self.lower.take_lost():
             group = self.groups[group_id]
             if group.pool.has_none(names):
@@ -146,43 +147,43 @@ class Residency:
                 continue
             slots = group.pool.find_all(names)
             is_here = slots != ABSENT
-            group.slots.lost_copies(slots[is_here])
+            group.slots.on_copies_lost(slots[is_here])
             self._ghosts.remember(list(compress(names, (~is_here).tolist())), tier)
         if self._epoch != self.lower.epoch:
             self._epoch = self.lower.epoch
-            self._relying = self._mark_uncopied()
-        next(self._relying, None)
+            self._marking = self._mark_uncopied()
+        next(self._marking, None)
 
     def clear(self) -> None:
         """Forget every block of the device, after the tiers below have forgotten theirs; nothing may be leased."""
         for group in self.groups:
             group.clear()
-        self._relying = iter(())
+        self._marking = iter(())
         if self._events is not None:
             self._events.append(AllBlocksCleared())
 
     def check(self) -> None:
-        """Raise AssertionError if the device's books disagree."""
+        """Raise AssertionError if the books of a group's device slots disagree."""
         for group in self.groups:
             group.slots.check()
 
     def check_tails_first(self) -> None:
         """Raise AssertionError if a device block would be evicted before one that continues it.
 
-        So what is cached stays prefix-closed. Not so where a group forgets: it lets go of the beginning first.
+        So what is cached stays prefix-closed. A group that forgets is left out: it releases the beginning first.
         """
         for group in self.groups:
             if group.partial_matches is None or group.attention.forgets:
                 continue
             for slot, parent in group.partial_matches.parents(group.pool):
-                place, parents_place = group.pool.place(slot), group.pool.place(parent)
+                place, parents_place = group.pool.order.place(slot), group.pool.order.place(parent)
                 if place is not None and parents_place is not None:
                     assert place < parents_place, "a parent is evicted before its child"
 
     def _find_run(self, group: GroupTiers, names: Sequence[BlockName]) -> Places:
-        return np.empty(0, np.int32) if self.is_cut_off else group.below.find_run(names)
+        return np.empty(0, np.int32) if self.is_cut_off else self.lower.find_run(group.id, names)
 
-    def _is_up(
+    def _record_arrival(
         self,
         group: GroupTiers,
         slots: Ids,
@@ -194,16 +195,16 @@ class Residency:
         group.record_origin(slots, tenant, chain, start)
         self._tell_stored(group, names, chain, start)
 
-    def _left_device(
+    def _on_left_device(
         self, group: GroupTiers, slots: Ids, names: Sequence[BlockName], were_dirty: set[BlockName | None]
     ) -> None:
-        """The slots' blocks, of these names, cannot be found on the device any more: draw the consequences."""
+        """Take in that the slots' blocks, of these names, have left the device: remember and tell what is lost."""
         if not names:
             return
         if not group.slots.is_spilled:
             self._ghosts.remember(names, Tier.DEVICE)
-        elif were_dirty or not self.lower.is_in_order:  # else what is clean on the device is found below
-            gone = list(compress(names, (group.below.find(names) == NOWHERE).tolist()))
+        elif were_dirty or not self.lower.is_readable:  # else what is clean on the device is found below
+            gone = list(compress(names, (self.lower.find(group.id, names) == NOWHERE).tolist()))
             group.slots.dropped_spills += len(were_dirty.intersection(gone)) if were_dirty else 0
             self._ghosts.remember(gone, Tier.DEVICE)
         if group.tails and (tails := group.tails.intersection(names)):
@@ -213,15 +214,15 @@ class Residency:
             self._events.append(BlockRemoved(Tier.DEVICE, group.id, names))
 
     def _mark_uncopied(self) -> Iterator[None]:
-        """Have all device blocks that are nowhere below copied down; some slots at each step."""
+        """Mark all device blocks that are nowhere below dirty; some slots at each step."""
         for group in self.groups:
             pool = group.pool
             for first in range(0, pool.num_slots if pool.num_named else 0, SLOTS_AT_ONCE):
                 slots = range(first, min(first + SLOTS_AT_ONCE, pool.num_slots))
                 there = [(slot, name) for slot in slots if (name := pool.name(slot)) is not None]
-                found = group.below.find([name for _, name in there])
+                found = self.lower.find(group.id, [name for _, name in there])
                 uncopied = [each for each, place in zip(there, found.tolist(), strict=True) if place == NOWHERE]
-                group.slots.lost_copies([slot for slot, name in uncopied if name not in group.tails])
+                group.slots.on_copies_lost([slot for slot, name in uncopied if name not in group.tails])
                 yield
 
     def _tell_stored(self, group: GroupTiers, names: Sequence[BlockName], chain: BlockChain | None, start: int) -> None:
@@ -238,12 +239,12 @@ class Residency:
 
 
 def _matched_in_part(groups: Sequence[AttentionGroup]) -> int | None:
-    """Whose blocks are to be found by their first tokens; None where a request cannot go on inside a block."""
+    """Id of the group whose blocks are found by their first tokens; None if no request can go on inside a block."""
     if name_block_size(groups) != alignment(groups) or not all(group.resumes_inside for group in groups):
         return None
     return next((group_id for group_id, group in enumerate(groups) if not group.forgets), 0)
 
 
 def _picked(names: Sequence[BlockName], places: Ids) -> Sequence[BlockName]:
-    """Those of the names; *places* are distinct."""
+    """The names at these *places*, which are distinct."""
     return names if len(places) == len(names) else [names[i] for i in places.tolist()]

@@ -1,1 +1,1 @@
-"""Bytes in motion: moves blocks between slots, device or host, over lanes."""
+"""Bytes in motion: copies of blocks between slots of device, host and disk, over lanes."""

@@ -14,8 +14,8 @@ from kvtier.transfer.host_slab import HostSlab
 class BlockMemory(HostMemory, Protocol):
     """Device and host slots of one attention group; a block has the same bytes in both.
 
-    The copies are called on lanes' threads, several at once, with both ends leased; they return when the bytes have
-    landed. ValueError if slots do not pair up, IndexError for a slot that is not there.
+    Lanes' threads call the copies, several at once, with both ends leased; they return when the bytes have landed.
+    ValueError if slots do not pair up, IndexError for a slot that does not exist.
     """
 
     num_device_slots: int
@@ -23,7 +23,7 @@ class BlockMemory(HostMemory, Protocol):
 
     @property
     def prepared_bytes(self) -> int:
-        """Bytes of the host slots that are as fast as they get; the others work meanwhile."""
+        """Bytes of the host slots that are backed, and pinned with CUDA; the others can be used, and are slower."""
 
     def to_host(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
         """Copy device slot i to host slot i, pair by pair."""
@@ -32,7 +32,7 @@ class BlockMemory(HostMemory, Protocol):
         """Copy host slot i to device slot i, pair by pair."""
 
     def to_device_layers(self, host_slots: Sequence[int], device_slots: Sequence[int], layers: range) -> None:
-        """The same for some consecutive layers only."""
+        """Copy some consecutive layers of host slot i to device slot i, pair by pair."""
 
     def copy(self, source: int, target: int) -> None:
         """Copy one device slot to another, in order with what the calling thread computes on the device."""
@@ -41,20 +41,20 @@ class BlockMemory(HostMemory, Protocol):
         """The host slots as a file, which other processes may map: its descriptor, their address here, bytes."""
 
     def wait_prepared(self, timeout_s: float) -> bool:
-        """Wait until the host slots are as fast as they get, for *timeout_s* at most; whether they are."""
+        """Wait until all host slots are backed, and pinned with CUDA, for *timeout_s* at most; whether they are."""
 
     def close(self) -> None:
         """Give up the host slots."""
 
 
 def layer_bytes(layers: range, num_layers: int, block_bytes: int) -> slice:
-    """Where in a block these layers are."""
+    """The bytes of a block that are these layers'."""
     each = block_bytes // num_layers
     return slice(layers.start * each, layers.stop * each)
 
 
 class CpuMemory:
-    """Device slots in ordinary memory: `device_blocks` is a [num_slots, block_bytes] uint8 view of the slab."""
+    """A `BlockMemory` without a GPU: `device_blocks`, [num_slots, block_bytes] uint8, is a view of the device slab."""
 
     num_copiers = 1  # one thread saturates memory
 

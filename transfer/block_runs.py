@@ -1,4 +1,4 @@
-"""Block runs: the contiguous copies that a batch of scattered slot pairs comes to."""
+"""Block runs: a batch of pairs of slots as few contiguous copies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class BlockRuns:
 def slot_pairs(
     device_slots: Sequence[int], host_slots: Sequence[int], num_device_slots: int, num_host_slots: int
 ) -> tuple[Slots, Slots]:
-    """The slots of a copy as arrays, in the order given.
+    """The slots of a copy as two arrays, checked, in the order given.
 
-    ValueError if they do not pair up, IndexError for a slot that is not there: they become addresses, and what a
+    ValueError if they do not pair up, IndexError for a slot that does not exist: slots become addresses, and what a
     wrong one overwrites would be found much later.
     """
     device, host = np.asarray(device_slots, np.int64), np.asarray(host_slots, np.int64)
@@ -36,7 +36,7 @@ def slot_pairs(
 
 
 def merge_neighbours(device: Slots, host: Slots, slots_per_piece: int) -> BlockRuns:
-    """Pairs that follow each other on both sides as one copy, never beyond the end of a piece of host memory.
+    """Join pairs that follow each other on both sides into one copy, never beyond the end of a piece of host memory.
 
     CUDA refuses a copy that begins in one registration and ends in another (cudaErrorInvalidValue).
     """

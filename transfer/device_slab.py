@@ -4,7 +4,7 @@ import torch
 
 
 class DeviceSlab:
-    """`tensor` is [num_slots, num_layers, 2, block_size, num_kv_heads, head_dim]; index 2 is keys, then values.
+    """One tensor, [num_slots, num_layers, 2, block_size, num_kv_heads, head_dim]; index 2 is keys, then values.
 
     On a CPU this is ordinary memory. A slot's bytes belong to the lease's owner.
     """

@@ -1,4 +1,4 @@
-"""HostSlab: block slots in one anonymous memory file, backed (and pinned, with CUDA) piece by piece."""
+"""HostSlab: the host's block slots in one anonymous memory file, backed and, with CUDA, pinned piece by piece."""
 
 import logging
 import math
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 # Pins num_bytes of memory at an address; gives the function that undoes it.
 Pin = Callable[[int, int], Callable[[], None]]
-# Every CUDA call of the process waits while a piece is registered: 34 ms at 1 GB/s, the slowest that people report,
+# Every CUDA call of the process waits while a piece is registered: 34 ms at 1 GB/s, the slowest speed reported,
 # against the 50 ms promised (bench/transfer/gpu_copies.py measures it). One registration of >= 512 GiB fails: the
 # driver keeps 16 bytes a page in one allocation of 2 GiB at most.
 PIECE_BYTES = 32 << 20
@@ -25,7 +25,7 @@ YIELD_S = 0.001  # between registrations, for the calls that queue at the driver
 
 
 class HostSlab:
-    """*num_slots* slots of *block_bytes* each in a memory file (`memfd`): nothing is left behind by a killed process.
+    """*num_slots* slots of *block_bytes* each in a memory file (`memfd`), of which a killed process leaves nothing.
 
     The bytes of a slot belong to the lease's owner. Memory touched for the first time is 8 to 18 times slower
     than reused memory (measured; DESIGN.md section 10), so a background thread backs the file piece by piece and,
@@ -71,16 +71,16 @@ class HostSlab:
 
     @property
     def span(self) -> tuple[int, int, int]:
-        """File descriptor, address in this process, and bytes: for a process that maps the same memory."""
+        """The memory file's descriptor, its address in this process, and its bytes: for a process that maps it too."""
         return self._file, self.blocks.ctypes.data, self.num_bytes
 
     def wait_prepared(self, timeout_s: float) -> bool:
-        """Wait for `prepared`, for *timeout_s* at most; whether it is."""
+        """Wait until the slab is `prepared`, for *timeout_s* at most; whether it is."""
         self._thread.join(timeout_s)
         return self.prepared
 
     def close(self) -> None:
-        """End the background work, unpin. The memory goes when the last view of `blocks` does."""
+        """End the background thread and unpin. The memory is freed when the last view of `blocks` is."""
         self._stop.set()
         self._thread.join()
         while self._unpins:
@@ -125,5 +125,5 @@ def slots_per_piece(block_bytes: int, piece_bytes: int) -> int:
 
 
 def pause_s(took_s: float, copied: bool) -> float:
-    """How long to rest after a piece: as long as it took if blocks were copied meanwhile, else a moment."""
+    """Seconds to rest after a piece: as long as it took if blocks were copied meanwhile, else `YIELD_S`."""
     return took_s if copied else YIELD_S

@@ -1,4 +1,4 @@
-"""Lanes: where copies run. A lane is bounded, touches no state of its owner, and reports through one queue."""
+"""Lanes: run copies beside the owner's thread, and hand each back through one queue."""
 
 import contextlib
 import queue
@@ -20,7 +20,7 @@ class LaneClosed(Exception):
 class Transfer:
     """One piece of work for a lane and, once finished, its outcome: a `result` or an `error`.
 
-    Made by the owner, run by the lane, handed back through the `finished` queue; `deliver` is called by the owner.
+    The owner makes it, the lane runs it and hands it back through the `finished` queue, and the owner calls `deliver`.
     """
 
     work: Callable[[], Any]
@@ -28,12 +28,12 @@ class Transfer:
     deliver: Callable[["Transfer"], None]
     result: Any = None
     error: BaseException | None = None
-    seconds: float = 0.0  # that it ran, without *waited_s*
-    waited_s: float = 0.0  # that it was held up by what is not the lane's: says nothing of how fast that is
+    seconds: float = 0.0  # that the work ran, without *waited_s*
+    waited_s: float = 0.0  # that it waited for compute: no time of the lane's
     finished_at: float = 0.0  # monotonic
 
     def run(self) -> None:
-        """Do the work where we stand; the only place where a copy's error is caught."""
+        """Do the work on the calling thread. The only place where a copy's error is caught."""
         started_at = time.monotonic()
         try:
             self.result = self.work()
@@ -48,17 +48,20 @@ Finished = queue.SimpleQueue[Transfer]
 
 
 class Lane(Protocol):
-    """Runs transfers and puts each into the owner's `Finished` queue exactly once, in any order."""
+    """Runs transfers and puts each that it took into the owner's `Finished` queue exactly once, in any order.
+
+    It is bounded: at its capacity it refuses. It touches no state of its owner.
+    """
 
     def submit(self, transfer: Transfer) -> bool:
-        """Take the transfer; False if the lane is full. Never blocks."""
+        """Take the transfer; False if the lane is full or closed. Waits for nothing."""
 
     @property
     def num_pending(self) -> int:
-        """Transfers taken and not finished."""
+        """Transfers that were taken and have not finished."""
 
     def close(self) -> bool:
-        """Finish the running transfer, fail the queued ones with `LaneClosed`, end the threads. Idempotent.
+        """Finish the running transfers, fail the queued ones with `LaneClosed`, and end the threads. Idempotent.
 
         False if a running transfer did not finish in `CLOSE_TIMEOUT_S`; its thread is left to the process's end. The
         queued ones come back nevertheless.
@@ -70,17 +73,24 @@ class InlineLane:
 
     def __init__(self, finished: Finished) -> None:
         self._finished = finished
+        self._closed = False
 
     @property
     def num_pending(self) -> int:
         return 0
 
     def submit(self, transfer: Transfer) -> bool:
-        transfer.run()
+        if self._closed:
+            return False
+        try:
+            transfer.run()
+        except SystemExit as error:  # a library's ends a copy, as on a thread; Ctrl-C is for the caller, and goes there
+            transfer.error = error
         self._finished.put(transfer)
         return True
 
     def close(self) -> bool:
+        self._closed = True
         return True
 
 
@@ -150,7 +160,7 @@ class ThreadLane:
         self._finished.put(transfer)
 
     def _fail_queued(self) -> None:
-        """The threads hang, and will not take what is queued."""
+        """Hand back what is queued as failed: the threads hang, and will not take it."""
         queued: list[Transfer | None] = []
         with contextlib.suppress(queue.Empty):
             while True:

@@ -2,15 +2,15 @@
 
 from kvtier.transfer.lane import Transfer
 
-_MEMORY_S = 0.5  # of moving, after which a measurement counts half
+_MEMORY_S = 0.5  # of copying, after which a measurement counts half
 _LEAST_S = 1e-6
 
 
 class LaneSpeed:
-    """Learns from finished transfers, in the order in which they finish. Owned by the lane's owner.
+    """The speed of one lane, learned from its transfers in the order in which they finish. Owned by the lane's owner.
 
-    Threads that move at the same time count once: what is measured is the lane, not a transfer. Failed transfers and
-    those without bytes say nothing.
+    Seconds in which several threads copy count once: what is measured is the lane, not a transfer. Failed transfers and
+    those without bytes do not count.
     """
 
     def __init__(self) -> None:
@@ -25,11 +25,11 @@ class LaneSpeed:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """The speed lately; None before the first transfer."""
+        """The speed of late, in which newer transfers count more; None before the first."""
         return self._num_bytes / max(self._seconds, _LEAST_S) if self._num_bytes else None
 
-    def finished(self, transfer: Transfer) -> None:
-        """Learn from one transfer."""
+    def learn_from(self, transfer: Transfer) -> None:
+        """Take one finished transfer into the speed."""
         if transfer.error is not None or not transfer.num_bytes:
             return
         started_at = max(self._until, transfer.finished_at - transfer.seconds)

@@ -1,15 +1,17 @@
-"""LayerGate: lets the computing of a layer wait until the layer's blocks have arrived."""
+"""LayerGate: has the computing of a layer wait until the layer's part of the blocks has arrived."""
 
 import threading
 import time
 
 
 class LayerGate:
-    """Blocks arrive in *num_parts*, each some consecutive layers of all of them. A lane's thread opens one part after
-    the other; the thread that computes waits for that of the layer it comes to.
+    """Tells the thread that computes which layers of a prompt's blocks have arrived.
 
-    A gate says that copies have landed, not that they are right: who computed before everything was verified must
-    throw the result away if something was not, or if a wait ended without its layer (`missed`).
+    Blocks arrive in *num_parts*, each some consecutive layers of all of them. A lane's thread opens one part after the
+    other; the thread that computes waits for the part of the layer that it comes to.
+
+    A gate says that copies have landed, not that they are right: the engine, which computes before everything is
+    verified, throws the result away if a block is wrong, or if a wait ended without its layer (`missed`).
     """
 
     def __init__(self, num_parts: int) -> None:
@@ -19,23 +21,23 @@ class LayerGate:
         self._condition = threading.Condition()
 
     def layers(self, part: int, num_layers: int) -> range:
-        """The layers, of a group's *num_layers*, that arrive in that part; there may be none."""
+        """Which of a group's *num_layers* layers arrive in that part; there may be none."""
         return range(-(-part * num_layers // self.num_parts), -(-(part + 1) * num_layers // self.num_parts))
 
     def open_next(self) -> None:
-        """One more part has arrived."""
+        """Open the next part: it has arrived."""
         with self._condition:
             self._num_open += 1
             self._condition.notify_all()
 
     def open_all(self) -> None:
-        """Nothing more will arrive: let nobody wait."""
+        """Open all parts, so that the computing thread waits for none: nothing more will arrive."""
         with self._condition:
             self._num_open = self.num_parts
             self._condition.notify_all()
 
     def wait(self, layer: int, num_layers: int, give_up_at: float) -> None:
-        """Until the layer's part has arrived, or that monotonic time has come."""
+        """Wait until the layer's part has arrived, or that monotonic time has come, which sets `missed`."""
         part = layer * self.num_parts // num_layers
         if part < self._num_open:
             return

@@ -1,4 +1,4 @@
-"""Pages: on which memory node the kernel puts them, and entering them in the page table before they are needed."""
+"""Pages of memory: asks the kernel for a memory node to put them on, and has them mapped before they are needed."""
 
 import ctypes
 import functools
@@ -13,7 +13,7 @@ _LONG_BITS = 64
 
 
 def node_of_device(pci_address: str, sysfs: Path = Path("/sys")) -> int | None:
-    """Memory node next to a PCI device (such as `0000:1b:00.0`); None if it is unknown or there is only one."""
+    """The memory node next to a PCI device (such as `0000:1b:00.0`); None if it is unknown or there is only one."""
     if not (sysfs / "devices/system/node/node1").exists():
         return None
     try:
@@ -24,10 +24,10 @@ def node_of_device(pci_address: str, sysfs: Path = Path("/sys")) -> int | None:
 
 
 def prefer_node(address: int, num_bytes: int, node: int) -> bool:
-    """Ask for the pages of a mapping, from those not backed yet on, to come from *node*; whether the kernel agreed.
+    """Ask the kernel to take the pages of a mapping that it does not back yet from *node*; whether it agreed.
 
-    *address* is page-aligned. For shared memory the wish stays with the file, so `posix_fallocate` follows it too. A
-    node that is full gives pages of another: slower, as without the wish. Sandboxes may forbid the call.
+    *address* is page-aligned. For shared memory the wish stays with the file, so `posix_fallocate` follows it too. When
+    the node is full the pages come from another: slower, as without the wish. Sandboxes may forbid the call.
     """
     number = _SYS_MBIND.get(platform.machine())
     if number is None:

@@ -1,4 +1,4 @@
-"""PoisonedMemory: a debug mode in which device slots that hold nothing are NaN, so that a foreign read shows."""
+"""PoisonedMemory: a debug mode in which device slots that hold no block are NaN, so that a wrong read shows."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,9 @@ POISON = 0xFF
 class PoisonedMemory:
     """A `BlockMemory` that fills fresh slots, slots given to `poison`, and slots being promoted with NaN.
 
-    A copy or kernel that reads a slot before its bytes are there, or after they went, gives NaN instead of the former
-    content, which is mostly right by chance. *device_blocks* is the memory's own slab, [num_slots, block_bytes] uint8.
+    A copy or kernel that reads a slot before its bytes have come, or after they are void, gives NaN instead of the
+    former content, which is mostly right by chance. *device_blocks* is the memory's own slab, [num_slots, block_bytes]
+    uint8.
     """
 
     def __init__(self, memory: BlockMemory, device_blocks: torch.Tensor) -> None:
@@ -32,7 +33,7 @@ class PoisonedMemory:
         return self._memory.prepared_bytes
 
     def poison(self, device_slots: Sequence[int]) -> None:
-        """Fill slots that were freed, or handed out to be written; in order with what the calling thread computes."""
+        """Fill slots with NaN that were freed, or are to be written; in order with what the calling thread computes."""
         for slot in device_slots:  # no list of slots to upload: that could wait for compute and hide a missing event
             self._device[slot].fill_(POISON)
 

@@ -1,4 +1,4 @@
-"""TransferEngine: the four routes between tiers, each on a lane of its own, measured."""
+"""TransferEngine: hands transfers to the lanes of the four routes between tiers, and measures them."""
 
 import queue
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from kvtier.transfer.lane_speed import LaneSpeed
 
 
 class Route(StrEnum):
-    """From which tier to which; loads and spills never share a lane, so a spill delays no load."""
+    """From which tier to which a transfer goes. Loads and spills never share a lane, so that a spill delays no load."""
 
     DEVICE_TO_HOST = "device_to_host"
     HOST_TO_DEVICE = "host_to_device"
@@ -30,7 +30,7 @@ class RouteStatistics:
     bytes_per_s: float | None = None  # lately, while there was something to move
 
     def plus(self, transfer: Transfer) -> "RouteStatistics":
-        """These totals and one more finished transfer."""
+        """The totals with one more finished transfer."""
         failed = transfer.error is not None
         return replace(
             self,
@@ -58,11 +58,14 @@ class TransferEngine:
     def submit(
         self, route: Route, work: Callable[[], Any], num_bytes: int, deliver: Callable[[Transfer], None]
     ) -> bool:
-        """Queue *work*; *deliver* gets the finished transfer inside a later `poll`. False if the lane is full."""
+        """Hand *work* to the route's lane; *deliver* gets the finished transfer in a later `poll`.
+
+        False, and nothing happens, if the lane is full or closed.
+        """
 
         def count_and_deliver(transfer: Transfer) -> None:
             self._statistics[route] = self._statistics[route].plus(transfer)
-            self._speeds[route].finished(transfer)
+            self._speeds[route].learn_from(transfer)
             self._pending_bytes[route] -= num_bytes
             deliver(transfer)
 
@@ -73,9 +76,10 @@ class TransferEngine:
         return True
 
     def poll(self, timeout_s: float = 0.0, goes_on: Callable[[], bool] = lambda: True) -> int:
-        """Deliver every finished transfer; wait up to *timeout_s* for the first. Returns how many there were.
+        """Deliver every finished transfer, and wait up to *timeout_s* for the first; how many there were.
 
-        *goes_on* is asked after each; when it says no, the rest stays for the next time."""
+        *goes_on* is asked after each; when it says no, the rest stays for the next poll.
+        """
         num_delivered = 0
         while self._in_flight:
             try:
@@ -99,7 +103,7 @@ class TransferEngine:
         return self._pending_bytes[route]
 
     def speed(self, route: Route) -> LaneSpeed:
-        """How fast the route's lane was lately."""
+        """How fast the route's lane has been lately."""
         return self._speeds[route]
 
     @property
@@ -115,7 +119,7 @@ class TransferEngine:
         }
 
     def close(self) -> bool:
-        """Close the lanes and deliver what they had left, queued transfers as failed; False if one of them hangs."""
+        """Close the lanes and deliver what they had left, what was queued as failed; False if one of them hangs."""
         closed = [lane.close() for lane in self._lanes.values()]
         self.poll()
         return all(closed)

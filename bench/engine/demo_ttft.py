@@ -1,4 +1,4 @@
-"""How much sooner does the first token of a long document's question come from each tier? The demo, several times."""
+"""How much sooner does a question's first token come if its document is in a tier? Runs the demo several times."""
 
 import json
 import statistics
@@ -11,7 +11,7 @@ TARGETS = {"device": 20, "host": 15, "disk": 8, "restart": 8}  # at most 1/N of 
 
 
 def main() -> None:
-    """Run `kvtier demo --json`, each time in new processes on a new store; medians of the ratios within a run."""
+    """Run `kvtier demo --json`, each time in new processes on a new store; gives medians of the ratios in a run."""
     parser = arguments(__doc__ or "")
     parser.add_argument("--runs", type=int, default=5, help="how often (5)")
     options = parser.parse_args()

@@ -18,7 +18,7 @@ GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
 def worst_logit(name: str) -> float:
-    """Largest difference to plain logits, in chunks over shuffled blocks, with weights as transformers draws them."""
+    """Largest difference from plain logits, computed in chunks over shuffled blocks, with transformers' own weights."""
     model = build(name, spread=0.02)
     runner = ModelRunner(model, BLOCK_SIZE, 4 << 20)
     rng = random.Random(3)
@@ -37,7 +37,7 @@ def worst_logit(name: str) -> float:
 
 
 def equal_answers(name: str) -> tuple[int, int, int]:
-    """Greedy answers equal to plain transformers', of how many; and tokens that came from host or disk meanwhile."""
+    """How many greedy answers equal plain transformers', how many there were, and tokens loaded from host or disk."""
     model = build(name)
     rng = random.Random(4)
     prompts = [[rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
@@ -63,7 +63,7 @@ def equal_answers(name: str) -> tuple[int, int, int]:
 
 
 def main() -> None:
-    """All models that the tests use."""
+    """Compare all models that the tests use."""
     options = arguments(__doc__ or "").parse_args()
     rows = []
     for name in [*MODELS, *MORE_MODELS]:

@@ -22,16 +22,16 @@ from kvtier.tiers.naming.tier import Tier
 from kvtier.transfer.transfer_engine import Route
 
 NO_SPILL, CLEAN_AHEAD, ON_EVICT = "no spill", "clean-ahead", "spill-on-evict"
-LEAST = 0.97  # of decoding without spilling
+LEAST = 0.97  # promised share of the speed without spilling
 ENOUGH = 4  # measurements for a spread
 
 
 @dataclass(frozen=True)
 class Spilled:
-    """What an engine has pushed out and copied down so far, or between two moments."""
+    """Blocks that an engine has evicted and bytes that it has copied down, so far or between two moments."""
 
-    evicted: int = 0  # blocks, from the device
-    dropped: int = 0  # of them, those that nobody had a copy of
+    evicted: int = 0  # blocks, on the device
+    dropped: int = 0  # of these, blocks that no other tier had
     num_bytes: int = 0
 
     def since(self, earlier: "Spilled") -> "Spilled":
@@ -45,7 +45,7 @@ class Spilled:
 
 @dataclass
 class Side:
-    """One engine. With *waits*, every step ends when its copies have: what spilling at the last moment would cost."""
+    """One engine. With *waits* each step waits for its copies, as if blocks were spilled only when they are evicted."""
 
     name: str
     llm: LLM
@@ -55,7 +55,7 @@ class Side:
     prefilling: Spilled = Spilled()
 
     def prefill(self, prompts: Sequence[list[int]], max_tokens: int) -> None:
-        """Compute new prompts until all of them are being continued."""
+        """Compute new *prompts* until all of these requests decode."""
         before = self._spilled()
         core, sampling = self.llm.core, SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         self.requests = [core.add(prompt, sampling, NO_EXTRA_KEYS, time.monotonic()) for prompt in prompts]
@@ -64,7 +64,7 @@ class Side:
         self.prefilling = self.prefilling.plus(self._spilled().since(before))
 
     def decode(self, num_steps: int) -> float:
-        """Tokens a second. RuntimeError if a request could not go on."""
+        """Decode *num_steps* steps; tokens a second. RuntimeError if a request was preempted."""
         before, started = self._spilled(), time.perf_counter()
         num_tokens = sum(self._step() for _ in range(num_steps))
         took_s = time.perf_counter() - started
@@ -91,7 +91,7 @@ class Side:
 
 
 def decoding_speed(model: PreTrainedModel, shape: Shape, clock: Clock) -> list[Row]:
-    """Part (c): batches of new prompts on all engines, which then decode in turn, in random order."""
+    """Part (c): all engines compute batches of new prompts, and then decode in turn, in random order."""
     decoding, tokenizer = shape.decoding, tokenizer_of_one_word()
     prompts, rng = Prompts(shape.model["vocab_size"]), random.Random(0)
     speeds: dict[str, list[float]] = defaultdict(list)
@@ -136,7 +136,7 @@ def _round(
     rng: random.Random,
     speeds: dict[str, list[float]],
 ) -> None:
-    # The first to decode does so until the last one has been computed: about a step for each request.
+    # The first request decodes until the prompt of the last is computed: about one step for each request.
     max_tokens = 2 * decoding.num_requests + decoding.steps * decoding.turns + 1
     for side in rng.sample(list(sides), len(sides)):
         side.prefill([prompts.new(decoding.context) for _ in range(decoding.num_requests)], max_tokens)
@@ -148,7 +148,7 @@ def _round(
 
 
 def decoding_rows(speeds: dict[str, list[float]], spilled: dict[str, tuple[Spilled, Spilled]]) -> list[Row]:
-    """Tokens a second, ratios of neighbours in time, and what went down: *spilled* while decoding, and prefilling."""
+    """Rows of tokens a second, ratios of turns that follow each other, and *spilled* while decoding and prefilling."""
     rows = [
         Row(f"decode, {name}", statistics.median(speeds[name]), "tokens/s")
         for name in (NO_SPILL, CLEAN_AHEAD, ON_EVICT)

@@ -22,21 +22,21 @@ from kvtier.transfer.transfer_engine import Route
 
 ON, OFF = "on", "off"
 COST = 0.02
-WARM_UP_ROUNDS = 3  # fill every tier, so that each block pushes out another; fewer if time is short
+WARM_UP_ROUNDS = 3  # fill every tier, so that each block evicts another; fewer if time is short
 SETTLED_S = 20.0
 ENOUGH = 4  # measurements for a spread
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one engine did in one round."""
+    """Figures of one engine in one round."""
 
     ttft_s: float
     tokens_per_s: float
 
 
 def cost_of_misses(model: PreTrainedModel, shape: Shape, clock: Clock) -> list[Row]:
-    """Part (d): in each round, in random order, both engines get new prompts."""
+    """Part (d): both engines get new prompts, in random order in each round."""
     misses, tokenizer = shape.misses, tokenizer_of_one_word()
     prompts, rng = Prompts(shape.model["vocab_size"]), random.Random(0)
     turns: dict[str, list[Turn]] = defaultdict(list)
@@ -73,7 +73,7 @@ def cost_of_misses(model: PreTrainedModel, shape: Shape, clock: Clock) -> list[R
 
 
 def _turn(llm: LLM, prompts: Prompts, misses: Misses) -> Turn:
-    """Two prompts in a row, of which the second counts, which bears what the first left to copy; then some at once."""
+    """Time the second of two prompts in a row, which bears the copies left by the first; then several at once."""
     for _ in range(2):
         done = llm.generate([prompts.new(misses.alone)], SamplingParams(max_tokens=1), progress=False)[0]
         if done.tokens.recomputed != misses.alone:
@@ -87,7 +87,7 @@ def _turn(llm: LLM, prompts: Prompts, misses: Misses) -> Turn:
 
 
 def _settle(llm: LLM) -> None:
-    """Let an idle engine copy what it would, before the other one's turn."""
+    """Let the idle engine finish its copies before the other one's turn."""
     give_up_at = time.monotonic() + SETTLED_S
     llm.core.idle()
     while llm.core.cache.num_under_way and time.monotonic() < give_up_at:
@@ -96,7 +96,7 @@ def _settle(llm: LLM) -> None:
 
 
 def miss_rows(turns: Mapping[str, Sequence[Turn]]) -> list[Row]:
-    """Both engines' figures and the ratios of the rounds."""
+    """Rows of both engines' figures, and of the ratios in each round."""
     pairs = list(zip(turns[ON], turns[OFF], strict=True))
     slower = [on.ttft_s / off.ttft_s for on, off in pairs]
     throughput = [on.tokens_per_s / off.tokens_per_s for on, off in pairs]

@@ -1,7 +1,7 @@
 """What do the tiers give, and cost, with a model of Llama-3.1-8B's shape on a GPU?
 
-TTFT cold and from each tier by length (b), decoding while blocks are spilled (c), prompts that nobody asked before (d),
-and whether every promoted block has the bytes that were computed (e). Random weights. Six and a half minutes at most.
+TTFT cold and from each tier by length (b), decoding while blocks are spilled (c), prompts without a hit (d), and
+whether every promoted block has the bytes that were computed (e). Random weights. Six and a half minutes at most.
 """
 
 import json
@@ -24,12 +24,12 @@ from bench.report import Row, commit, machine, publish
 
 BENCH = "gpu_serving"
 PARTS = "b,c,d,e"
-SHARES = {"b": 0.55, "c": 0.25, "d": 0.20}  # of the time; what a part leaves over is the next ones'
+SHARES = {"b": 0.55, "c": 0.25, "d": 0.20}  # of the time; later parts get what a part leaves over
 SECONDS = 390.0
 
 
 def parse(arguments: Sequence[str] | None = None) -> Namespace:
-    """The arguments; ends the program where they cannot work."""
+    """Parse the arguments; ends the program where they cannot work."""
     parser = ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b", help="tiny runs on a CPU, and means nothing")
     parser.add_argument("--parts", default=PARTS, help=f"which of them ({PARTS})")
@@ -49,9 +49,9 @@ def parse(arguments: Sequence[str] | None = None) -> Namespace:
 
 
 def measure(options: Namespace, clock: Clock) -> list[Row]:
-    """The rows of all parts that were asked for, written after each.
+    """Measure all parts that were asked for, writing the rows after each.
 
-    A part that fails is a row that says so, and the next one is measured all the same: the machine is lent.
+    A part that fails gives a row that says so, and the next one is measured all the same: time on a GPU is short.
     """
     shape, device = SHAPES[options.shape], torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = shape.build(device)
@@ -77,14 +77,14 @@ def measure(options: Namespace, clock: Clock) -> list[Row]:
 
 
 def write(rows: Sequence[Row], file: Path) -> None:
-    """The rows in the schema of DESIGN.md section 8."""
+    """Write the rows to *file* in the schema of DESIGN.md section 8."""
     facts = {"bench": BENCH, "machine": where(), "commit": commit(), "rows": [asdict(row) for row in rows]}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def where() -> str:
-    """The machine, with the GPU if it has one."""
+    """The machine in a few words, with its GPU if it has one."""
     gpu = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
     return ", ".join([machine(), *gpu, f"torch {torch.__version__}"])
 

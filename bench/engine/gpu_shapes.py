@@ -1,6 +1,6 @@
 """The models of gpu_serving, with random weights: one of Llama-3.1-8B's shape, and a tiny one for any machine.
 
-How much of everything is measured with each goes with it, so that both run the same code.
+Each comes with the sizes and counts of what is measured with it, so that both run the same code.
 """
 
 import gc
@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from kvtier.engine.model import runner
+from kvtier.engine.model.digest import weights_digest
 
 DTYPE = torch.bfloat16
 ROPE_THETA = 500_000.0
@@ -32,22 +35,22 @@ class Pools:
 
 @dataclass(frozen=True)
 class Documents:
-    """Part (b): the lengths to ask about, and with how many tokens."""
+    """Part (b): lengths of the documents, and of the question about them, in tokens."""
 
     lengths: tuple[int, ...]  # tokens, whole blocks
-    promised: int  # the one of them for which something was promised
+    promised: int  # the one of the lengths that promises are about
     question: int
-    chunk: int  # tokens to compute in a step: large, so that recomputing is as fast as it gets
+    chunk: int  # tokens computed in a step: many, so that recomputing is as fast as it gets
     pools: Pools
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """Part (c): a batch whose decoding pushes out the blocks of the batch before it."""
+    """Part (c): a batch whose decoding evicts the blocks of the batch before it."""
 
     num_requests: int
     context: int
-    steps: int  # of one engine before it is the next one's turn
+    steps: int  # of one engine before the next one's turn
     turns: int  # of each engine with one batch
     rounds: int  # batches, at most
     pools: Pools
@@ -55,7 +58,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Misses:
-    """Part (d): prompts that nobody asked before, one alone and several at once."""
+    """Part (d): new prompts, one alone and several at once."""
 
     alone: int
     at_once: int
@@ -67,10 +70,10 @@ class Misses:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's sizes, and what is measured with it."""
+    """The sizes of a model, and of what is measured with it."""
 
     name: str
-    model: Mapping[str, int]  # of a `LlamaConfig`
+    model: Mapping[str, int]  # arguments of a `LlamaConfig`
     block_size: int
     documents: Documents
     decoding: Decoding
@@ -78,18 +81,19 @@ class Shape:
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one token."""
+        """Bytes of the keys and values of one token."""
         sizes = self.model
         heads_bytes = sizes["num_key_value_heads"] * sizes["head_dim"] * DTYPE.itemsize
         return 2 * sizes["num_hidden_layers"] * heads_bytes
 
     def build(self, device: torch.device) -> PreTrainedModel:
-        """The model on *device*. Its weights are made there: 8 billion of them take a GPU less than a second."""
+        """Build the model on *device*, which draws the weights: 8 billion of them take a GPU less than a second."""
         torch.manual_seed(0)
+        sizes: dict[str, Any] = dict(self.model)
         config = LlamaConfig(
-            **self.model,
+            **sizes,
             rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-            initializer_range=self.model["hidden_size"] ** -0.5,  # what goes in comes out as large: logits stay finite
+            initializer_range=self.model["hidden_size"] ** -0.5,  # keeps the size of a layer's input: finite logits
             tie_word_embeddings=False,
             bos_token_id=None,
             eos_token_id=None,
@@ -99,13 +103,13 @@ class Shape:
             return AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
 
     def tiers(self, pools: Pools, folder: str | None = None) -> dict[str, dict[str, object]]:
-        """Their part of a configuration; no disk without a *folder*, no host tier where it has no tokens."""
+        """The tiers' tables of a configuration; no disk without *folder*, no host tier if it has no tokens."""
         tables: dict[str, dict[str, object]] = {
             "device": {"capacity": pools.device * self.token_bytes, "block_size": self.block_size},
             "host": {"capacity": pools.host * self.token_bytes},
         }
         if folder is not None:
-            # A read that takes long is a long TTFT here, not a miss.
+            # With this timeout a slow read is a long TTFT here, not a miss.
             tables["disk"] = {"path": folder, "capacity": pools.disk * self.token_bytes, "read_timeout_s": 600.0}
         return tables
 
@@ -180,20 +184,20 @@ SHAPES = {
 
 
 def tokenizer_of_one_word() -> PreTrainedTokenizerFast:
-    """Prompts are token ids here; engines want a tokenizer all the same."""
+    """A tokenizer for engines whose prompts are token ids: they require one all the same."""
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")))
 
 
 @dataclass
 class Prompts:
-    """Prompts that share no token at their beginning: none of them finds a block, or a part of one, of another."""
+    """Makes prompts that begin with different tokens: none finds a block, or a part of one, of another."""
 
     vocab_size: int
     _num_made: int = 0
     _rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def new(self, num_tokens: int) -> list[int]:
-        """One that nobody has seen."""
+        """A new prompt of *num_tokens*."""
         token_ids: list[int] = self._rng.integers(self.vocab_size, size=num_tokens).tolist()
         token_ids[0] = self._num_made % self.vocab_size
         self._num_made += 1
@@ -202,17 +206,13 @@ class Prompts:
 
 @contextmanager
 def weights_read_once() -> Iterator[None]:
-    """Engines name their blocks after all weights. Here these stay as they are: each engine would read 16 GB again."""
-    read = runner.weights_digest
-    runner.weights_digest = lru_cache(maxsize=1)(read)
-    try:
+    """Compute the digest of a model's weights once, not for each engine: each would read 16 GB again."""
+    with patch.object(runner, "weights_digest", lru_cache(maxsize=1)(weights_digest)):
         yield
-    finally:
-        runner.weights_digest = read
 
 
 def free_memory() -> None:
-    """Give back what closed engines had on the device."""
+    """Free the device memory of engines that were closed."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""How soon does the first token come from each tier, by the document's length? Are the bytes those computed first?"""
+"""How soon does the first token come from each tier, by document length? Are loaded bytes those that were computed?"""
 
 import statistics
 import tempfile
@@ -18,21 +18,21 @@ from bench.gpu_progress import Clock, failure
 from bench.report import Row
 from bench.rounds import at_least, at_most
 from kvtier import LLM, SamplingParams
-from kvtier.tiers.device.block_pool import ABSENT
+from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, HashAlgorithm
 from kvtier.tiers.naming.tier import Tier
 
 COLD = "cold"
 TIERS = (COLD, Tier.DEVICE.value, Tier.HOST.value, Tier.DISK.value)
-# How a hit is loaded: all of it before the question is computed, or, from host memory only, layer by layer meanwhile.
+# Ways to load a hit: all of it before the question is computed, or, from host memory, layer by layer meanwhile.
 WHOLE, LAYER_WISE = "whole", "layer-wise"
-LEAST_FASTER = 12.0  # a host hit, than recomputing
-MOST_COPY = 1.15  # of the plain copy's time, what a host hit takes besides computing the question
+LEAST_FASTER = 12.0  # promised: cold TTFT / TTFT of a host hit
+MOST_COPY = 1.15  # promised: time of a host hit besides computing the question / time of a plain copy
 REPETITIONS = {COLD: 5, Tier.DEVICE.value: 5, Tier.HOST.value: 5, Tier.DISK.value: 3}
-FEWER = {COLD: {16: 3, 32: 2, 64: 1}, Tier.HOST.value: {64: 3}, Tier.DISK.value: {32: 2, 64: 2}}  # by thousands
+FEWER = {COLD: {16: 3, 32: 2, 64: 1}, Tier.HOST.value: {64: 3}, Tier.DISK.value: {32: 2, 64: 2}}  # by 1024 tokens
 SAFETY = 1.3  # the next length takes longer than its tokens say: attention is quadratic
-PINNED_S = 60.0  # what is waited for host memory to be pinned
+PINNED_S = 60.0  # longest wait for host memory to be pinned
 SETTLED_S = 120.0
 COPY_ROUNDS = 5
 READ_BYTES = 256 << 20
@@ -55,14 +55,14 @@ class Ttft:
 
     @property
     def label(self) -> str:
-        """What it is called in rows."""
+        """The name of its rows."""
         name = f"{self.tier} TTFT, {in_k(self.num_tokens)}"
         return name if self.loading == WHOLE else f"{name}, {self.loading}"
 
 
 @dataclass(frozen=True)
 class Roof:
-    """The bytes of the promised length's blocks as one copy out of pinned memory."""
+    """Bytes of the blocks of the promised length, and seconds to copy as many from pinned memory at once."""
 
     num_bytes: int
     seconds: float
@@ -70,18 +70,18 @@ class Roof:
 
 @dataclass
 class Ledger:
-    """What each block's bytes were when it was first computed, and how many that were promoted differ."""
+    """Digests of blocks when they were computed, and the number of promoted blocks that differ from them."""
 
     known: dict[BlockName, bytes] = field(default_factory=dict)
     num_compared: int = 0
     num_different: int = 0
 
-    def computed(self, names: Sequence[BlockName], digests: Sequence[bytes]) -> None:
-        """Blocks have been computed."""
+    def on_computed(self, names: Sequence[BlockName], digests: Sequence[bytes]) -> None:
+        """Keep the digests of blocks that were computed."""
         self.known.update(zip(names, digests, strict=True))
 
-    def promoted(self, names: Sequence[BlockName], digests: Sequence[bytes]) -> None:
-        """Blocks have come back to the device."""
+    def on_promoted(self, names: Sequence[BlockName], digests: Sequence[bytes]) -> None:
+        """Compare the digests of blocks that were promoted to the device."""
         self.num_compared += len(names)
         self.num_different += sum(self.known[name] != digest for name, digest in zip(names, digests, strict=True))
 
@@ -89,7 +89,7 @@ class Ledger:
 class Tiers:
     """Moves blocks between the tiers of an idle engine, and reads those on the device.
 
-    All that benchmarks know of the cache's inside is here. The model has one group of layers.
+    Only this class uses private parts of the cache. The model has one group of layers.
     """
 
     def __init__(self, llm: LLM, read_bytes: int = READ_BYTES) -> None:
@@ -97,7 +97,7 @@ class Tiers:
         self._residency = llm.core.cache.residency
         assert isinstance(llm.core.cache.lower, LocalTiers), "an engine without host memory"
         self._host = llm.core.cache.lower.index.host
-        (slab,) = llm.core._runner._slabs
+        (slab,) = llm.core.runner.slabs
         self._blocks = slab.blocks  # [num_slots, block_bytes]
         block_bytes = self._blocks.shape[1]
         num_read = max(1, read_bytes // block_bytes)
@@ -112,25 +112,19 @@ class Tiers:
         if num_left or self._cache.num_under_way:
             raise RuntimeError(f"{num_left} blocks did not reach the disk in {SETTLED_S:g} s")
 
-    @property
-    def loadings(self) -> tuple[str, ...]:
-        """The ways to load from host memory that there are."""
-        return (WHOLE, LAYER_WISE) if hasattr(self._cache._promoter, "_by_layers") else (WHOLE,)
-
     def load(self, loading: str) -> None:
-        """Load like this from now on: `scheduler.by_layers` of a running engine. Another one would not fit beside."""
-        if LAYER_WISE in self.loadings:
-            self._cache._promoter._by_layers = loading == LAYER_WISE
+        """Load this way from now on, by changing `scheduler.by_layers` of a running engine: two would not fit."""
+        self._cache._promoter._by_layers = loading == LAYER_WISE  # noqa: SLF001  no caller of the cache changes it
 
-    def leave_device(self, names: Sequence[BlockName]) -> None:
-        """Forget the blocks on the device only."""
+    def evict_from_device(self, names: Sequence[BlockName]) -> None:
+        """Evict the blocks *names* from the device."""
         device = self._residency.groups[0].slots
         slots = device.pool.find_all(names)
         device.evict(slots[slots != ABSENT])
 
-    def leave_device_and_host(self, names: Sequence[BlockName]) -> None:
-        """Forget the blocks on the device and in host memory."""
-        self.leave_device(names)
+    def evict_from_device_and_host(self, names: Sequence[BlockName]) -> None:
+        """Evict the blocks *names* from the device and from host memory."""
+        self.evict_from_device(names)
         host = self._host[0]
         slots = host.pool.find_all(names)
         host.evict(slots[slots != ABSENT])
@@ -150,7 +144,7 @@ class Tiers:
 
 
 class Reader:
-    """Asks documents on one engine, and sees to it that their tokens come from where they should."""
+    """Asks questions about documents on one engine, and checks that the tokens come from the intended tier."""
 
     def __init__(self, llm: LLM, prompts: Prompts, documents: Documents, ledger: Ledger | None) -> None:
         self.tiers = Tiers(llm)
@@ -161,39 +155,39 @@ class Reader:
         self._names = llm.config.names
 
     def times(self, num_tokens: int, clock: Clock) -> list[Ttft]:
-        """All tiers' for one length. What it took is forgotten afterwards, but for what is on disk."""
+        """TTFTs of all tiers for one document length. Afterwards its blocks are evicted but from the disk."""
         seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
         for num_more in reversed(range(repetitions(COLD, num_tokens))):
             document = self._prompts.new(num_tokens)
             names = self._names_of(document)
             seconds[COLD, WHOLE].append(self._ask(document, COLD))
             if num_more:
-                self.tiers.leave_device_and_host(names)
+                self.tiers.evict_from_device_and_host(names)
         if self._ledger is not None:
-            self._ledger.computed(names, self.tiers.digests(names))
+            self._ledger.on_computed(names, self.tiers.digests(names))
         self.tiers.settle()
         ways = [
             (Tier.DEVICE.value, WHOLE, lambda names: None),
-            *((Tier.HOST.value, loading, self.tiers.leave_device) for loading in self.tiers.loadings),
-            (Tier.DISK.value, WHOLE, self.tiers.leave_device_and_host),
+            *((Tier.HOST.value, loading, self.tiers.evict_from_device) for loading in (WHOLE, LAYER_WISE)),
+            (Tier.DISK.value, WHOLE, self.tiers.evict_from_device_and_host),
         ]
-        for tier, loading, leave in ways:
+        for tier, loading, evict in ways:
             self.tiers.load(loading)
             for repetition in range(repetitions(tier, num_tokens)):
                 if repetition and clock.left < 0:
                     break
-                leave(names)
+                evict(names)
                 seconds[tier, loading].append(self._ask(document, tier))
                 if self._ledger is not None and tier != Tier.DEVICE:
-                    self._ledger.promoted(names, self.tiers.digests(names))
+                    self._ledger.on_promoted(names, self.tiers.digests(names))
                 self.tiers.settle()
-        self.tiers.leave_device_and_host(names)
+        self.tiers.evict_from_device_and_host(names)
         found = [Ttft(tier, num_tokens, tuple(times), loading) for (tier, loading), times in seconds.items()]
         clock.note(", ".join(f"{ttft.label} {ttft.median_s:.4g} s" for ttft in found))
         return found
 
     def _ask(self, document: list[int], tier: str) -> float:
-        """A new question's TTFT. RuntimeError unless all of the document was in that tier."""
+        """TTFT of a new question about *document*. RuntimeError unless all of that came from *tier*."""
         question = self._prompts.new(self._documents.question)
         done = self._llm.generate([document + question], ONE_TOKEN, progress=False)[0]
         expected = dict.fromkeys(TIERS, 0)
@@ -216,7 +210,7 @@ class Reader:
 
 
 def ttft_by_tier(model: PreTrainedModel, shape: Shape, clock: Clock, with_digests: bool) -> list[Row]:
-    """Part (b), and (e) if asked for: every length from every tier, as far as the time goes."""
+    """Part (b), and (e) if *with_digests*: TTFT of every length from every tier, as far as time allows."""
     documents, ledger = shape.documents, Ledger() if with_digests else None
     prompts, found, roof = Prompts(shape.model["vocab_size"]), list[Ttft](), None
     scheduler = {"load": "always", "token_budget": documents.chunk, "prefill_chunk": documents.chunk}
@@ -229,7 +223,7 @@ def ttft_by_tier(model: PreTrainedModel, shape: Shape, clock: Clock, with_digest
             reader = Reader(llm, prompts, documents, None)
             reader.times(documents.lengths[0], clock)
             reader = Reader(llm, prompts, documents, ledger)
-            token_s = 0.0  # of the last length that was measured
+            token_s = 0.0  # a token, at the last length measured
             for num_tokens in documents.lengths:
                 expected_s = SAFETY * token_s * num_tokens
                 if clock.left < expected_s:
@@ -240,7 +234,7 @@ def ttft_by_tier(model: PreTrainedModel, shape: Shape, clock: Clock, with_digest
                     found += reader.times(num_tokens, clock)
                     if num_tokens == documents.promised:
                         roof = pinned_copy(num_tokens * shape.token_bytes, model.device)
-                except RuntimeError as error:  # also too little memory; the shorter ones were measured
+                except RuntimeError as error:  # such as too little memory; shorter lengths are measured by now
                     rows.append(failure(in_k(num_tokens), error))
                 token_s = (time.monotonic() - started) / num_tokens
             llm.reset_prefix_cache()  # else closing would write what is left to disk
@@ -250,7 +244,7 @@ def ttft_by_tier(model: PreTrainedModel, shape: Shape, clock: Clock, with_digest
 
 
 def wait_pinned(llm: LLM, clock: Clock) -> list[Row]:
-    """Wait for the host tier, if there is one, to be as fast as it gets, but not for long."""
+    """Wait up to `PINNED_S` until all memory of the host tier, if there is one, is pinned."""
     started, tiers = time.monotonic(), llm.statistics().cache.tiers
     if Tier.HOST not in tiers:
         return []
@@ -266,7 +260,7 @@ def wait_pinned(llm: LLM, clock: Clock) -> list[Row]:
 
 
 def pinned_copy(num_bytes: int, device: torch.device) -> Roof:
-    """So many bytes in one copy to the device: the fastest that a hit could come up."""
+    """Time a single copy of *num_bytes* to the device: no hit could be loaded faster."""
     source = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     times = []
@@ -280,13 +274,13 @@ def pinned_copy(num_bytes: int, device: torch.device) -> Roof:
 
 
 def repetitions(tier: str, num_tokens: int) -> int:
-    """How often; long documents less often."""
+    """How often *tier* is measured; less often for long documents."""
     fewer = [count for thousands, count in FEWER.get(tier, {}).items() if num_tokens >= thousands << 10]
     return min([REPETITIONS[tier], *fewer])
 
 
 def ttft_rows(found: Sequence[Ttft], roof: Roof | None, promised: int, token_bytes: int) -> list[Row]:
-    """Every TTFT, what cold is of it, and what was promised of a host hit."""
+    """Rows of each TTFT, of cold TTFT over it, and of the promises about a host hit."""
     rows = []
     cold_s = {ttft.num_tokens: ttft.median_s for ttft in found if ttft.tier == COLD}
     question_s = {ttft.num_tokens: ttft.median_s for ttft in found if ttft.tier == Tier.DEVICE}
@@ -315,7 +309,7 @@ def ttft_rows(found: Sequence[Ttft], roof: Roof | None, promised: int, token_byt
 
 
 def equality_rows(ledger: Ledger) -> list[Row]:
-    """How many promoted blocks are not what was computed."""
+    """Rows of how many promoted blocks were compared, and how many differ from the computed ones."""
     compared, different = ledger.num_compared, ledger.num_different
     return [
         Row("promoted blocks compared", compared, "", ">= 1", compared >= 1),
@@ -324,12 +318,12 @@ def equality_rows(ledger: Ledger) -> list[Row]:
 
 
 def left_out(num_tokens: int, is_promised: bool, expected_s: float, clock: Clock) -> Row:
-    """A length that there is no time for; a promise that is not measured is not kept."""
+    """The row of a length that there is no time for. A promise about it counts as not kept."""
     clock.note(f"{in_k(num_tokens)} left out: it would take {expected_s:.0f} s, {clock.left:.0f} s are left")
     name = f"{in_k(num_tokens)} left out, would take"
     return Row(name, expected_s, "s", "to be measured", False) if is_promised else Row(name, expected_s, "s")
 
 
 def in_k(num_tokens: int) -> str:
-    """A length in words."""
+    """A length in words: "32k"."""
     return f"{num_tokens >> 10}k" if num_tokens >= 1 << 10 else str(num_tokens)

@@ -1,7 +1,7 @@
-"""Is a hit on disk ever slower than computing it? Simulated time; cache, scheduler, planner and store are real ones.
+"""Is a hit on disk ever slower than computing it? Time is simulated; cache, scheduler, planner and store are real.
 
-Mean time to first token of many prompts at a device that is busy most of the time: without a disk, loading every hit
-from it, and loading what the planner says; by the disk's speed. With --trace FILE (JSON lines: timestamp in ms,
+Mean time to first token of many prompts on a device that is busy most of the time, by the disk's speed: without a disk,
+loading every hit from it, and loading what the planner decides. With --trace FILE (JSON lines: timestamp in ms,
 input_length, hash_ids of blocks of 512 tokens) for its prompts too, stretched to what the device can compute.
 """
 
@@ -18,11 +18,11 @@ from kvtier.tiers.lower import disk_reads
 from kvtier.tiers.up import uploads
 
 SPEEDS = {"1 GB/s": 1e9, "3 GB/s": 3e9, "6 GB/s": 6e9, "50 GB/s": 50e9}
-ROUNDING = 1.02  # a planner that loads all of a hit may still be that much slower: it learns while it works
+ROUNDING = 1.02  # the planner may be that much slower than the better way: it learns while it works
 
 
 def traced(file: Path, num_prompts: int, machine: Machine) -> list[Arriving]:
-    """The first prompts of a trace, stretched so that computing all of them takes as long as they take to come."""
+    """The first *num_prompts* of a trace, with times stretched so that computing all takes as long as they arrive."""
     lines = list(islice(file.open(), num_prompts))
     rows = [json.loads(line) for line in lines]
     seconds = sum(
@@ -38,7 +38,7 @@ def traced(file: Path, num_prompts: int, machine: Machine) -> list[Arriving]:
 
 
 def rows_of(name: str, prompts: Sequence[Arriving], blocks: int) -> list[Row]:
-    """Mean TTFT of the three ways, for every disk."""
+    """Rows of the mean TTFT of each way, for each speed of the disk."""
     rows = []
     for speed, bytes_per_s in SPEEDS.items():
         means = {}

@@ -1,4 +1,4 @@
-"""What do adapters cost? A step with adapters loaded and unused, and used by its requests, over one without any."""
+"""What do adapters cost? Compares steps with adapters, unused and used by their requests, to steps without any."""
 
 import copy
 import random
@@ -21,15 +21,17 @@ from kvtier.tiers.naming.block_hash import Lora
 BLOCK_SIZE = 32
 NUM_REQUESTS = 8
 NUM_ADAPTERS = 4
-DEPTH = 256  # tokens before those of the step
-MOST_BLOCKS = 12  # of a request
+DEPTH = 256  # tokens of each request before those of the step
+MOST_BLOCKS = 12  # slots of a request
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SETTINGS = LoraConfig(r=16, lora_alpha=32, target_modules=TARGETS, init_lora_weights=False)
 CAPACITY = 128 << 20
 
+Step = Callable[[int, int], object]  # runs one: tokens of each chunk, and how many chunks
+
 
 def build_model() -> LlamaForCausalLM:
-    """A Llama with random weights, 25 M parameters: so small that what a step costs beside computing shows."""
+    """A Llama with random weights, 25 M parameters: so small that the costs of a step besides computing show."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=1000,
@@ -43,24 +45,29 @@ def build_model() -> LlamaForCausalLM:
 
 
 def chunks_of(num_tokens: int, num_chunks: int, keys: Sequence[Lora | None]) -> list[Chunk]:
-    """Of each request the next *num_tokens* after its first; the requests take *keys* in turn."""
+    """One chunk of *num_tokens* for each request, after its first tokens. The requests take *keys* in turn."""
     return [Chunk(range(num_tokens), DEPTH, [tables_of(i)], lora=keys[i % len(keys)]) for i in range(num_chunks)]
 
 
 def tables_of(request_id: int) -> range:
-    """The request's slots."""
+    """The slots of a request."""
     return range(request_id * MOST_BLOCKS, (request_id + 1) * MOST_BLOCKS)
 
 
 def begin(runner: ModelRunner) -> ModelRunner:
-    """The runner, with the first tokens of all requests computed."""
+    """Compute the first tokens of all requests; returns *runner*."""
     for i in range(NUM_REQUESTS):
         runner.run([Chunk(range(DEPTH), 0, [tables_of(i)])])
     return runner
 
 
+def steps_of(runner: ModelRunner, keys: Sequence[Lora | None]) -> Step:
+    """Steps of *runner*, whose requests take *keys* in turn."""
+    return lambda num_tokens, num_chunks: runner.run(chunks_of(num_tokens, num_chunks, keys))
+
+
 class PeftSteps:
-    """The other way: peft's own layers in the model, and a pass for each adapter."""
+    """The baseline: peft's own layers in the model, and a pass for each adapter."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = copy.deepcopy(model)
@@ -70,13 +77,13 @@ class PeftSteps:
         self._runner = begin(ModelRunner(self._model, BLOCK_SIZE, CAPACITY))
 
     def unused(self, num_tokens: int, num_chunks: int) -> None:
-        """A step of the base model."""
+        """Run a step of the base model."""
         for layer in self._layers:
             layer._disable_adapters = True  # what enable_adapters(False) does, without its loops
         self._runner.run(chunks_of(num_tokens, num_chunks, [None]))
 
     def mixed(self, num_tokens: int, num_chunks: int) -> None:
-        """A step of all adapters."""
+        """Run a step whose requests use all adapters."""
         chunks = chunks_of(num_tokens, num_chunks, [None])
         for i in range(min(NUM_ADAPTERS, num_chunks)):
             for layer in self._layers:
@@ -86,7 +93,7 @@ class PeftSteps:
 
 
 def adapters_of(model: PreTrainedModel) -> list[LoraAdapter]:
-    """Adapters with random weights, as they are loaded."""
+    """Save and load adapters with random weights for *model*."""
     with tempfile.TemporaryDirectory() as folder:
         for i in range(NUM_ADAPTERS):
             get_peft_model(copy.deepcopy(model), SETTINGS).save_pretrained(f"{folder}/a{i}")
@@ -94,7 +101,7 @@ def adapters_of(model: PreTrainedModel) -> list[LoraAdapter]:
 
 
 def main() -> None:
-    """Round by round, in random order, each kind of step once; ratios within a round."""
+    """Run each kind of step once a round, in random order; gives medians of the ratios in a round."""
     parser = arguments(__doc__ or "")
     parser.add_argument("--rounds", type=int, default=25, help="steps of each kind (25)")
     options = parser.parse_args()
@@ -105,12 +112,12 @@ def main() -> None:
     without = begin(ModelRunner(copy.deepcopy(model), BLOCK_SIZE, CAPACITY))
     having = begin(ModelRunner(model, BLOCK_SIZE, CAPACITY, adapters))
     peft = PeftSteps(model)
-    kinds: dict[str, Callable[[int, int], object]] = {
-        "without": lambda *size: without.run(chunks_of(*size, [None])),
-        "unused": lambda *size: having.run(chunks_of(*size, [None])),
-        "one adapter": lambda *size: having.run(chunks_of(*size, keys[:1])),
-        f"{NUM_ADAPTERS} adapters": lambda *size: having.run(chunks_of(*size, keys)),
-        "half base": lambda *size: having.run(chunks_of(*size, [None, keys[0], None, keys[1]])),
+    kinds: dict[str, Step] = {
+        "without": steps_of(without, [None]),
+        "unused": steps_of(having, [None]),
+        "one adapter": steps_of(having, keys[:1]),
+        f"{NUM_ADAPTERS} adapters": steps_of(having, keys),
+        "half base": steps_of(having, [None, keys[0], None, keys[1]]),
         "peft, unused": peft.unused,
         f"peft, {NUM_ADAPTERS} adapters": peft.mixed,
     }
@@ -130,14 +137,12 @@ def main() -> None:
     publish("lora", rows, options.json)
 
 
-def _times(
-    kinds: dict[str, Callable[[int, int], object]], size: tuple[int, int], rounds: int
-) -> dict[str, list[float]]:
+def _times(kinds: dict[str, Step], size: tuple[int, int], rounds: int) -> dict[str, list[float]]:
     rng = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in kinds}
     for i in range(rounds + 3):
         for name in rng.sample(list(kinds), len(kinds)):
-            kinds[name](*size)  # the hooks, or peft's switches, are set; steps of one kind follow each other
+            kinds[name](*size)  # untimed: sets the hooks, or peft's switches, as an engine's step before it does
             began_at = time.perf_counter()
             kinds[name](*size)
             if i >= 3:

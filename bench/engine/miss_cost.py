@@ -1,4 +1,4 @@
-"""What do the tiers cost when nothing is ever reused? TTFT with host and disk on, over TTFT without them, in pairs."""
+"""What do the tiers cost when nothing is ever reused? Compares TTFT with host and disk on to TTFT without them."""
 
 import random
 import statistics
@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from bench.report import Row, arguments, publish
 from kvtier import LLM, SamplingParams
+from kvtier.transfer.transfer_engine import Route
 
 VOCAB = 1000
 PROMPT_TOKENS = 2048
@@ -36,9 +37,9 @@ def build_model() -> LlamaForCausalLM:
 
 
 def main() -> None:
-    """Round by round and in random order: each engine gets two new prompts in a row, and the second one counts.
+    """Give each engine two new prompts in a row, round by round and in random order, and time the second one.
 
-    So the second one bears what the first one left to copy; before the other engine's turn all copies end.
+    So the second one bears the copies that the first one left; before the other engine's turn all copies end.
     """
     parser = arguments(__doc__ or "")
     parser.add_argument("--rounds", type=int, default=15, help="pairs of prompts (15)")
@@ -77,8 +78,8 @@ def main() -> None:
         Row("  third quartile", spread[2], ""),
         Row(f"TTFT of {PROMPT_TOKENS} tokens, tiers off", 1000 * statistics.median(times["off"]), "ms"),
         Row(f"TTFT of {PROMPT_TOKENS} tokens, tiers on", 1000 * statistics.median(times["on"]), "ms"),
-        Row("spilled to host meanwhile", routes["device_to_host"].num_bytes / 1e6, "MB"),
-        Row("written to disk meanwhile", routes["host_to_disk"].num_bytes / 1e6, "MB"),
+        Row("spilled to host meanwhile", routes[Route.DEVICE_TO_HOST].num_bytes / 1e6, "MB"),
+        Row("written to disk meanwhile", routes[Route.HOST_TO_DISK].num_bytes / 1e6, "MB"),
     ]
     publish("miss_cost", rows, options.json)
 

@@ -1,8 +1,8 @@
-"""Is attention faster that reads the slab in place, or over gathered blocks? And does kvtier choose the faster?
+"""Is attention faster when it reads the slab in place, or over gathered blocks? And does kvtier choose the faster way?
 
-One layer of Llama 3.1 8B (32 heads, 8 of keys, of 128) in bfloat16 on a CUDA device: a suffix after a cached prefix,
-and decoding. Medians of rounds in which both take turns, with the blocks of a prompt all over the slab. To gather is to
-copy first and then call torch's attention, request by request.
+One layer of Llama 3.1 8B (32 heads, 8 of keys, of 128) in bfloat16 on a CUDA device computes a suffix after a cached
+prefix, and decodes. Medians of rounds in which both ways take turns, with the blocks of a prompt all over the slab.
+Gathering copies the blocks first and then calls torch's attention, request by request.
 """
 
 import random
@@ -24,7 +24,7 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, DTYPE = 32, 8, 128, torch.bfloat16
 BLOCK_SIZES = (16, 64)
 SUFFIXES, PREFIXES = (128, 1024, 4096), (4096, 32768, 131072)
 BATCHES, CONTEXTS = (1, 8, 64), (4096, 32768)
-NUM_LAYERS, LAYER = 2, 1  # a block's layers lie beside each other; two are enough to see it
+NUM_LAYERS, LAYER = 2, 1  # the layers of a block are beside each other; two are enough to show that
 TOKEN_BYTES = 2 * NUM_KV_HEADS * HEAD_DIM * DTYPE.itemsize
 NUM_ROUNDS, CALLS_PER_ROUND = 9, 4  # calls in a row, as layers follow each other
 COPY_BYTES = 1 << 30
@@ -33,7 +33,7 @@ KIB = 1024
 
 
 def seconds(calls: list[Callable[[], None]]) -> list[float]:
-    """Median time of a call of each; they take turns. Launching counts where it is what takes longest."""
+    """Median seconds of each of *calls*, which take turns. Time to launch shows where it is the longest part."""
     rounds: list[list[float]] = [[] for _ in calls]
     for _ in range(NUM_ROUNDS + 1):
         for call, times in zip(calls, rounds, strict=True):
@@ -49,7 +49,7 @@ def seconds(calls: list[Callable[[], None]]) -> list[float]:
 
 
 def copy_speed(device: torch.device) -> float:
-    """GB/s of a copy on the device, read and written: the roof for what is bound by memory."""
+    """GB/s of a copy on the device, read and written: the roof of attention that is bound by memory."""
     source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
 
@@ -61,14 +61,14 @@ def copy_speed(device: torch.device) -> float:
 
 
 def new_slab(block_size: int, num_tokens: int, device: torch.device) -> torch.Tensor:
-    """Random keys and values for so many tokens, or for as many as half of the free memory holds."""
+    """A slab of random keys and values for *num_tokens*, or for as many as half of the free memory holds."""
     free, _ = torch.cuda.mem_get_info(device)
     num_slots = min(num_tokens, free // 2 // (TOKEN_BYTES * NUM_LAYERS)) // block_size
     return torch.randn(num_slots, NUM_LAYERS, 2, block_size, NUM_KV_HEADS, HEAD_DIM, device=device, dtype=DTYPE)
 
 
 def compare(name: str, slab: torch.Tensor, count: int, start: int, num_tokens: int, roof: float) -> list[Row]:
-    """*count* requests that compute *num_tokens* tokens from *start* on, both ways. *roof* is the speed of a copy."""
+    """Rows of *count* requests that compute *num_tokens* from *start* on, both ways. *roof* is the speed of a copy."""
     group, device = FullAttention(slab.shape[3]), slab.device
     shape = Shape(device, DTYPE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, group, has_softcap=False, has_sinks=False)
     end = start + num_tokens
@@ -110,7 +110,7 @@ def compare(name: str, slab: torch.Tensor, count: int, start: int, num_tokens: i
 
 @torch.inference_mode()
 def main() -> None:
-    """All shapes."""
+    """Compare both ways for all shapes."""
     options = arguments((__doc__ or "").partition("\n")[0]).parse_args()
     if not torch.cuda.is_available():
         print("paged_attention: needs a CUDA device, and torch sees none", file=sys.stderr)

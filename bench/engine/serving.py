@@ -1,4 +1,4 @@
-"""What a question-answering application sees: `kvtier serve` with its tiers, without them, and vLLM's server.
+"""How fast are answers of `kvtier serve` with its tiers, without them, and of vLLM's server, about long documents?
 
 Twenty documents, ten questions each, a device pool that holds two of the documents; the same after a restart; prompts
 with nothing to reuse; streams that run while other prompts are promoted; a preempted request. With --vllm PYTHON (of an
@@ -34,8 +34,8 @@ NUM_TOKENS = 2048  # of a document
 QUESTION_TOKENS = 24
 ANSWER_TOKENS = 8
 NUM_CLIENTS = 2
-DISK_BYTES = 512 << 20  # room for all documents, and soon full, as after days
-NEW_PROMPTS = 24  # of a round in which nothing is reused
+DISK_BYTES = 512 << 20  # has room for all documents, and is soon full, as after days
+NEW_PROMPTS = 24  # that a round without reuse asks
 NEW_TOKENS = 512
 TURNS = 3  # of each server in a round
 NUM_STREAMS = 4
@@ -44,7 +44,7 @@ PREEMPTED_TOKENS = 4096
 
 
 class Texts:
-    """Token ids that nobody has seen before, and questions about documents."""
+    """Makes new prompts of random token ids, and questions about documents."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -58,14 +58,14 @@ class Texts:
         return self.documents[document] + self.new(QUESTION_TOKENS)
 
     def questions(self) -> list[list[int]]:
-        """Ten about each document, in any order."""
+        """Ten questions about each document, shuffled."""
         order = [number for number in range(NUM_DOCUMENTS) for _ in range(NUM_QUESTIONS)]
         self._rng.shuffle(order)
         return [self.question(number) for number in order]
 
 
 class Bed:
-    """A model's folder, and the two configurations that are compared."""
+    """The folder of a model, and the configurations that are compared."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -78,7 +78,7 @@ class Bed:
             "device": {"capacity": self.capacity, "block_size": BLOCK_SIZE},
             "host": {"capacity": 0},
         }
-        if with_tiers:  # ten documents in host memory, the others on disk
+        if with_tiers:  # ten documents fit in host memory, the others are on disk
             tables["host"] = {"capacity": 10 * NUM_TOKENS * self.token_bytes}
             tables["disk"] = {"path": str(self.folder / "store"), "capacity": DISK_BYTES}
         return tables
@@ -89,7 +89,7 @@ def mean_ttft(url: str, questions: Sequence[Sequence[int]]) -> float:
 
 
 def questions_and_answers(bed: Bed, vllm: Path | None) -> list[Row]:
-    """Mean TTFT of all questions: device only, with tiers, after a restart, and from vLLM's server."""
+    """Rows of the mean TTFT of all questions: device only, with tiers, after a restart, and by vLLM's server."""
     means, questions = {}, bed.texts.questions()
     with kvtier_server(bed.model, bed.folder, bed.tables(with_tiers=False)) as url:
         means["device only"] = mean_ttft(url, questions)
@@ -110,10 +110,10 @@ def questions_and_answers(bed: Bed, vllm: Path | None) -> list[Row]:
 
 
 def nothing_to_reuse(bed: Bed, num_rounds: int, vllm: Path | None) -> list[Row]:
-    """Tokens a second of prompts that share nothing, once the disk is full: both servers up, asked in turn.
+    """Rows of tokens a second for prompts that share nothing, once the disk is full. Both servers run, asked in turn.
 
-    While the disk is still filling up more is lost (0.94 was kept, in four rounds with a store of 4 GiB), nearly all of
-    it the kernel's first touch of memory for its cache. Every round starts the servers anew: two of the same kind
+    While the disk fills up more is lost (0.94 of the speed was kept, in four rounds with a store of 4 GiB), nearly all
+    of it by the kernel's first touch of memory for its cache. Every round starts the servers anew: two of the same kind
     differ by some per cent as long as they live.
     """
     kinds = {"with tiers": True, "device only": False}
@@ -146,7 +146,7 @@ def nothing_to_reuse(bed: Bed, num_rounds: int, vllm: Path | None) -> list[Row]:
 
 
 async def gaps(url: str, streams: Sequence[Sequence[int]], beside: Iterator[Sequence[int]]) -> list[float]:
-    """Seconds between tokens of streams, while one client asks what is *beside* them."""
+    """Seconds between the tokens of *streams*, while one client asks the prompts *beside* them."""
     done = asyncio.Event()
 
     async def run_streams() -> list[Seen]:
@@ -160,10 +160,10 @@ async def gaps(url: str, streams: Sequence[Sequence[int]], beside: Iterator[Sequ
 
 
 def streams_while_others_promote(bed: Bed, num_rounds: int) -> list[Row]:
-    """The 99th percentile of the time between tokens, beside questions that are answered from the device, and beside
-    questions whose documents come up from host memory and disk.
+    """Rows of the 99th percentile of the time between tokens, beside hits on the device and beside promotions.
 
-    Not beside nothing: a question's own prefill lengthens a step, on both sides, and more often where it comes sooner.
+    The baseline is not an idle server: a question's own prefill lengthens a step on both sides, and more often where
+    its answer comes sooner. Promoted documents come from host memory and disk.
     """
     texts = bed.texts
     worst: dict[str, list[float]] = {"beside hits on the device": [], "beside promotions": []}
@@ -187,8 +187,7 @@ def streams_while_others_promote(bed: Bed, num_rounds: int) -> list[Row]:
 
 
 def preempted(bed: Bed, num_rounds: int) -> list[Row]:
-    """A request of 4k tokens that has to give way to an older one: from its turn to its next token, next to computing
-    its prompt."""
+    """Rows of a preempted request of 4k tokens: from its turn to its next token, against computing its prompt."""
     blocks = PREEMPTED_TOKENS // BLOCK_SIZE + 30
     tables = {
         "device": {"capacity": blocks * BLOCK_SIZE * bed.token_bytes, "block_size": BLOCK_SIZE},
@@ -218,7 +217,7 @@ def preempted(bed: Bed, num_rounds: int) -> list[Row]:
 
 
 def _resume_s(core: EngineCore, request: Request) -> float:
-    """Run until the request has been preempted and has its next token; from its turn to that."""
+    """Seconds from the turn of a preempted request to its next token; runs the engine until then."""
     scheduler = core.scheduler
     while request not in scheduler.waiting or not request.generated:
         core.step()

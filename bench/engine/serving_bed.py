@@ -1,4 +1,4 @@
-"""Servers to measure, each a process of its own on a free loopback port, ended when its block ends."""
+"""Starts servers to measure, each in a process of its own on a free loopback port, for the time of a block."""
 
 import json
 import os
@@ -22,14 +22,15 @@ from kvtier.engine.commands.demo.model import MAX_POSITIONS, build_tokenizer
 START_S = 180.0
 END_S = 120.0
 BLOCK_SIZE = 32
-# For every server: a virtual machine may give freed pages back, and to touch them again is the largest noise here.
+# For every server: freed pages may go back to the virtual machine's host, and touching them again is the largest noise.
 KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
-HEAD_DIM = 64  # vLLM's attention on CPUs takes it
-MODEL = "model"  # the name under which all serve it
+NUM_LAYERS, NUM_KV_HEADS = 6, 2
+HEAD_DIM = 64  # that vLLM's attention on CPUs supports
+MODEL = "model"  # its name in the API of each server
 
 
 def save_model(folder: Path) -> tuple[Path, int, int]:
-    """A model as a folder that every server can load; bytes of KV a token, and the size of its vocabulary.
+    """Save a model that every server can load; returns its folder, its bytes of KV a token, and its vocabulary's size.
 
     A Llama of 19 million random weights, drawn so that its answers are words in no order, with the demo's tokenizer.
     """
@@ -38,9 +39,9 @@ def save_model(folder: Path) -> tuple[Path, int, int]:
         vocab_size=len(tokenizer),
         hidden_size=512,
         intermediate_size=1536,
-        num_hidden_layers=6,
+        num_hidden_layers=NUM_LAYERS,
         num_attention_heads=8,
-        num_key_value_heads=2,
+        num_key_value_heads=NUM_KV_HEADS,
         head_dim=HEAD_DIM,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=False,
@@ -53,17 +54,16 @@ def save_model(folder: Path) -> tuple[Path, int, int]:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim == 2:  # else a norm's
+            if weight.ndim == 2:  # else it is a norm's
                 weight.normal_(std=1.0 if "embed" in name else 2 / weight.shape[1] ** 0.5, generator=generator)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    token_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * HEAD_DIM
-    return folder, token_bytes, config.vocab_size
+    return folder, 2 * 4 * NUM_LAYERS * NUM_KV_HEADS * HEAD_DIM, len(tokenizer)
 
 
 @contextmanager
 def kvtier_server(model: Path, folder: Path, tables: Mapping[str, Mapping[str, object]]) -> Iterator[str]:
-    """`kvtier serve` with these tables; its URL."""
+    """Run `kvtier serve` with the configuration *tables*; gives its URL."""
     port = _free_port()
     config = folder / f"server-{port}.toml"
     config.write_text("\n".join(_toml(name, table) for name, table in tables.items()))
@@ -83,7 +83,7 @@ def kvtier_server(model: Path, folder: Path, tables: Mapping[str, Mapping[str, o
 
 @contextmanager
 def vllm_server(python: Path, model: Path, folder: Path, capacity: int, max_model_len: int) -> Iterator[str]:
-    """vLLM's own server, with its prefix cache in so many bytes; *python* is that of an environment with vLLM."""
+    """Run vLLM's server with *capacity* bytes of prefix cache; *python* belongs to an environment with vLLM."""
     port = _free_port()
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager"]
@@ -98,7 +98,7 @@ def vllm_server(python: Path, model: Path, folder: Path, capacity: int, max_mode
 def _process(
     command: Sequence[str], port: int, path: str, folder: Path, environment: Mapping[str, str]
 ) -> Iterator[str]:
-    """Run a server until its block ends; its URL once *path* answers. RuntimeError with its last words if it dies."""
+    """Run a server for the time of a block; gives its URL once *path* answers. RuntimeError with its log if it ends."""
     url, log = f"http://127.0.0.1:{port}", folder / f"server-{port}.log"
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -119,7 +119,7 @@ def _wait_until_it_answers(process: subprocess.Popen[bytes], url: str, log: Path
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.1)
-    raise RuntimeError(f"{' '.join(process.args[:4])} did not start: {log.read_text()[-2000:]}")  # type: ignore[index]
+    raise RuntimeError(f"{process.args!r} did not start: {log.read_text()[-2000:]}")
 
 
 def _end(process: subprocess.Popen[bytes], out: IO[str]) -> None:

@@ -1,4 +1,4 @@
-"""A client of OpenAI-compatible servers that measures what a user sees: first tokens, and the time between tokens."""
+"""A client of OpenAI-compatible servers that measures the time to the first token and the time between tokens."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ TIMEOUT_S = 600.0
 
 @dataclass
 class Seen:
-    """One streamed answer."""
+    """Times of one streamed answer."""
 
     ttft_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)  # between its tokens
@@ -23,7 +23,7 @@ class Seen:
 
 
 async def ask(client: httpx.AsyncClient, token_ids: Sequence[int], max_tokens: int) -> Seen:
-    """One greedy completion, streamed. RuntimeError if the server refuses."""
+    """Stream one greedy completion. RuntimeError if the server refuses."""
     body = {
         "model": MODEL,
         "prompt": list(token_ids),
@@ -53,7 +53,7 @@ async def ask(client: httpx.AsyncClient, token_ids: Sequence[int], max_tokens: i
 async def ask_all(
     url: str, prompts: Iterable[Sequence[int]], max_tokens: int, num_clients: int, until: asyncio.Event | None = None
 ) -> list[Seen]:
-    """Every prompt, by so many clients that each wait for an answer before they ask again; answers as they came.
+    """Ask all prompts, by *num_clients* that each wait for an answer before the next; answers in order of completion.
 
     With *until* the clients stop asking once it is set.
     """
@@ -71,7 +71,7 @@ async def ask_all(
 
 
 def tokens_per_s(url: str, prompts: Sequence[Sequence[int]], max_tokens: int, num_clients: int) -> float:
-    """Tokens of prompts and answers, over the time until all are answered."""
+    """Tokens of prompts and answers a second, until all are answered."""
     began_at = time.perf_counter()
     asyncio.run(ask_all(url, prompts, max_tokens, num_clients))
     seconds = time.perf_counter() - began_at

@@ -1,7 +1,7 @@
-"""On a disk about as fast as computing: how soon is the first token there if a hit is loaded, planned or split?
+"""On a disk about as fast as computing: how soon does the first token come if a hit is loaded, planned or split?
 
-The real engine and store, the demo's model, documents that only the disk holds; reads take as long as they would on a
-disk that needs half, as much, and twice the time that computing the document takes.
+Uses the real engine and store, the demo's model, and documents that only the disk has. Reads take as long as on disks
+that need half, all, and twice the time of computing the document.
 """
 
 import statistics
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 from bench.report import Row, arguments, publish
 from kvtier import SamplingParams
@@ -28,7 +29,7 @@ RATIOS = {"half the time": 0.5, "the same time": 1.0, "twice the time": 2.0}
 
 
 class SlowStore(StoreProcess):
-    """A real store whose reads take their time, one after the other."""
+    """A real store whose reads are as slow as on a disk of `bytes_per_s`, one after another."""
 
     bytes_per_s = float("inf")
     _disk = threading.Lock()
@@ -56,8 +57,9 @@ class Bed:
         config = self._model.config
         self.documents = [document(number, config.vocab_size) for number in range(NUM_DOCUMENTS)]
         self._new_ones = [document(-number, config.vocab_size) for number in (1, 2)]
+        num_heads = config.num_key_value_heads or config.num_attention_heads
         head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
-        self.token_bytes = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+        self.token_bytes = 2 * 4 * config.num_hidden_layers * num_heads * head_dim
         with self.engine("always") as llm:
             done = [llm.generate(document, ONE_TOKEN)[0] for document in self.documents]
         self.cold_s = statistics.median(completion.ttft_s for completion in done)
@@ -73,7 +75,7 @@ class Bed:
         return LLM(self._model, tables, self._tokenizer)
 
     def ttfts(self, load: str, rounds: int) -> tuple[list[float], float]:
-        """Of questions about each document in turn, after a round to learn the speeds; the share that was loaded."""
+        """TTFTs of questions about each document, after a round to learn the speeds; and the share of tokens loaded."""
         seconds, loaded, asked = [], 0, 0
         with self.engine(load) as llm:
             for new in self._new_ones:  # so that the device's speed is known
@@ -92,9 +94,11 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--rounds", type=int, default=2, help="questions about each document (2)")
     options = parser.parse_args()
-    reopening_store.StoreProcess = SlowStore  # type: ignore[misc]
     rows = []
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder,
+        patch.object(reopening_store, "StoreProcess", SlowStore),
+    ):
         bed = Bed(Path(folder))
         rows.append(Row(f"computing a document of {NUM_TOKENS} tokens", bed.cold_s, "s"))
         for name, ratio in RATIOS.items():

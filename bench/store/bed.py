@@ -1,4 +1,4 @@
-"""One block size: a store at capacity and a raw file as large, and the ways to write and read them."""
+"""`Bed`: a store at capacity and a raw file as large, for one block size, and the ways to write and read them."""
 
 import os
 import random
@@ -21,14 +21,14 @@ from kvtier.store.durability import Durability
 T = TypeVar("T")
 ReadMany = Callable[[Sequence[bytes], Sequence[memoryview]], T]
 
-AT_ONCE = 4  # requests
-WRITERS = 2  # calls of the engine's lane to disk
+AT_ONCE = 4  # requests that read at a time
+WRITERS = 2  # puts at a time, as of the engine's lane to disk
 
 
 class Bed:
-    """What all measurements with one block size lie on; they run one after another.
+    """The store, raw file and memory that all measurements with one block size share; these run one after another.
 
-    One store is open at most. It is filled past its capacity when this returns, so every block put evicts one.
+    At most one store is open. The constructor fills it past its capacity, so every put of a block evicts one.
     """
 
     def __init__(self, folder: Path, block_bytes: int, scale: Scale, slots: Slots) -> None:
@@ -46,12 +46,12 @@ class Bed:
         self._pool = ThreadPoolExecutor(AT_ONCE)
         self._writers = ThreadPoolExecutor(WRITERS)
         self.raw_file = RawFile(folder / "raw", scale.capacity_bytes, slots)
-        for _ in range(2):  # with the second one the file has all the pages it will need
+        for _ in range(2):  # the second time gives the file all pages that it will need
             self.turn_over(Kind.INLINE)
         os.sync()
 
     def open(self, kind: Kind, level: Durability = Durability.PROCESS) -> BlobStore:
-        """The store; if it is not open like this already, opened."""
+        """The store of this *kind* and *level*, opened unless it is the open one."""
         if self._store is None or self._opened != (kind, level):
             self.close_store()
             self._store = open_store(kind, level, self._folder / "store", self.scale.capacity_bytes, self.slots)
@@ -59,13 +59,13 @@ class Bed:
         return self._store
 
     def close_store(self) -> None:
-        """So that its file can leave the page cache: pages that are mapped stay."""
+        """Close the store, so that its file can leave the page cache: mapped pages stay."""
         if self._store is not None:
             self._store.close()
             self._store = None
 
     def close(self) -> None:
-        """The files stay."""
+        """Close the store and the raw file, and end all threads. The files stay on disk."""
         self.close_store()
         self.raw_file.close()
         self.busy.close()
@@ -73,7 +73,7 @@ class Bed:
         self._writers.shutdown()
 
     def beside(self, side: Side, name: str) -> Side:
-        """The same with another thread computing."""
+        """*side* beside a thread that computes in Python."""
 
         def prepare() -> Work:
             work = side.prepare()
@@ -87,14 +87,14 @@ class Bed:
         return Side(name, prepare, after)
 
     def turn_over(self, kind: Kind, level: Durability = Durability.PROCESS) -> None:
-        """Write all of both anew: the pages are in memory then, dirty, and in the page tables of the store."""
+        """Overwrite store and raw file: their pages are then in memory, dirty, and in the page tables of the store."""
         store = self.open(kind, level)
         for _ in range(0, self.scale.capacity_bytes, BATCH_BYTES):
             self.new.batch().put(store)
             self.raw_file.write(self.new.batch().raws)
 
     def writing(self, store: BlobStore, num_batches: int = 1, digests_ready: bool = False, at_once: int = 1) -> Side:
-        """Batches of new blocks; the digests are part of it unless they are there already."""
+        """Puts *num_batches* of new blocks, *at_once* at a time; computes their digests too unless *digests_ready*."""
 
         def prepare() -> Work:
             batches = [self.new.batch() for _ in range(num_batches)]
@@ -106,7 +106,7 @@ class Bed:
         return Side("kvtier", prepare)
 
     def writing_raw(self, num_batches: int = 1, durable: bool = False) -> Side:
-        """As much into the raw file."""
+        """Writes *num_batches* of new blocks to the raw file."""
 
         def prepare() -> Work:
             batches = [self.new.batch() for _ in range(num_batches)]
@@ -115,7 +115,7 @@ class Bed:
         return Side("raw", prepare)
 
     def cold(self, prepare: Callable[[], Work]) -> Side:
-        """What *prepare* makes when none of the files is in memory and the store was closed."""
+        """The work that *prepare* makes, after the store was closed and no file is in memory."""
 
         def prepare_cold() -> Work:
             self.close_store()
@@ -125,7 +125,7 @@ class Bed:
         return Side("kvtier", prepare_cold)
 
     def metered(self, side: Side) -> Side:
-        """The same; `meter` counts what the device does meanwhile."""
+        """*side*; `meter` counts what the device reads and writes meanwhile."""
 
         def prepare() -> Work:
             work = side.prepare()
@@ -139,24 +139,24 @@ class Bed:
         return Side(side.name, prepare, after)
 
     def reading(self, kind: Kind, num_bytes: int, at_once: int = 1) -> Side:
-        """Scattered blocks, chosen anew each time, so many requests *at_once*."""
+        """Reads scattered blocks, chosen anew each time, by *at_once* requests at a time."""
         blocks = apart(self.open(kind).keys())
         return Side("kvtier", lambda: self._read(self.open(kind), self.some(blocks, num_bytes), at_once))
 
     def reading_cold(self, kind: Kind, num_bytes: int, at_once: int = 1, is_scattered: bool = False) -> Side:
-        """Prompts, each put as one batch, or scattered blocks; none of the store's files is in memory."""
+        """Reads prompts, each of which was put as one batch, or scattered blocks; no file of the store is in memory."""
         keys = list(self.open(kind).keys())
         prompts = apart(keys) if is_scattered else self.prompts(keys)
         return self.cold(lambda: self._read(self.open(kind), self.some(prompts, num_bytes), at_once))
 
     def read_everything(self, kind: Kind) -> None:
-        """So that all of it is in memory."""
+        """Read the whole store, so that all of it is in memory."""
         keys, step = list(self.open(kind).keys()), self._count(self.scale.hot_bytes)
         for start in range(0, len(keys), step):
             self._read(self.open(kind), keys[start : start + step], 1)()
 
     def reading_direct(self, num_bytes: int, is_scattered: bool = False) -> Side:
-        """As many blocks of the raw file, past the page cache: runs of a batch's length, or scattered."""
+        """Reads *num_bytes* of the raw file past the page cache: runs of a batch's length, or scattered blocks."""
         run = 1 if is_scattered else BATCH_BYTES // self.block_bytes
         outs = self.slots.outs(self.block_bytes, self._count(num_bytes))
 
@@ -168,7 +168,7 @@ class Bed:
         return Side("raw", self.cold(prepare).prepare)
 
     def copying(self, num_bytes: int) -> Side:
-        """As many blocks from memory to memory."""
+        """Copies *num_bytes* of scattered blocks from memory to memory."""
         num_blocks = self._count(num_bytes)
         outs = [np.frombuffer(out, np.uint8) for out in self.slots.outs(self.block_bytes, num_blocks)]
         slots_in_source = range(self.slots.source_bytes // self.block_bytes)
@@ -186,7 +186,7 @@ class Bed:
         return Side("raw", prepare)
 
     def prompts(self, keys: Iterable[bytes]) -> list[list[bytes]]:
-        """The batches of which nothing is gone, each from its beginning."""
+        """The batches that are complete in the store, each in the order of its prompt."""
         length = BATCH_BYTES // self.block_bytes
         prompts: dict[int, list[bytes]] = {}
         for key in sorted(keys, key=self._blocks.number):
@@ -194,7 +194,7 @@ class Bed:
         return [prompt for prompt in prompts.values() if len(prompt) == length]
 
     def some(self, prompts: Sequence[Sequence[bytes]], num_bytes: int) -> list[bytes]:
-        """The keys of some of them."""
+        """Keys of randomly chosen *prompts*, *num_bytes* in all."""
         num_prompts = self._count(num_bytes) // len(prompts[0])
         return [key for prompt in self._rng.sample(prompts, num_prompts) for key in prompt]
 
@@ -212,7 +212,7 @@ class Bed:
         return read
 
     def requests(self, read_many: ReadMany[T], keys: Sequence[bytes], at_once: int) -> Callable[[], list[T]]:
-        """Reads all *keys* when called, `REQUEST_BYTES` a call of *read_many*, so many calls *at_once*."""
+        """Work that reads all *keys*: `REQUEST_BYTES` by each call of *read_many*, *at_once* calls at a time."""
         outs = self.slots.outs(self.block_bytes, len(keys))
         step = max(1, REQUEST_BYTES // self.block_bytes)
         calls = [partial(read_many, keys[i : i + step], outs[i : i + step]) for i in range(0, len(keys), step)]
@@ -222,10 +222,10 @@ class Bed:
 
 
 def in_turn(works: Sequence[Work]) -> Work:
-    """All of them."""
+    """Work that does all *works*, one after another."""
     return lambda: [work() for work in works]
 
 
 def apart(keys: Iterable[bytes]) -> list[list[bytes]]:
-    """Each key on its own."""
+    """Each of *keys* as a prompt of one block."""
     return [[key] for key in keys]

@@ -1,4 +1,4 @@
-"""Blocks to put into a store and get out of it: their keys, their bytes, the memory these are in."""
+"""Blocks to put into a store and read back: their keys, their bytes, and the memory of these."""
 
 import mmap
 import os
@@ -15,11 +15,11 @@ from kvtier.store.blob_store import Blob, BlobStore
 from kvtier.store.record import digest
 
 BLOCK_SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB)
-BATCH_BYTES = 8 * MIB  # what the spiller hands to a store at once
+BATCH_BYTES = 8 * MIB  # that a spill gives to a store in one call
 REQUEST_BYTES = 16 * MIB  # one `read_many`
 NAMESPACE = b"bench/store.py__"
 _NUMBER_BYTES = 8
-_SIZE_BYTES = 4  # where a tier has the group
+_SIZE_BYTES = 4  # in the place of the group in a tier's key
 
 
 class Slots:
@@ -39,41 +39,41 @@ class Slots:
             part[:] = np.frombuffer(rng.bytes(part.size), dtype=np.uint8) if start < source_bytes else 0
 
     def source(self, start: int, num_bytes: int) -> memoryview:
-        """Some of the random bytes."""
+        """*num_bytes* of the random bytes, from *start* on."""
         assert start + num_bytes <= self.source_bytes, f"{start + num_bytes} bytes of {self.source_bytes}"
         return memoryview(self._map)[start : start + num_bytes]
 
     def outs(self, block_bytes: int, num_blocks: int) -> list[memoryview]:
-        """The first slots to read into."""
+        """The first *num_blocks* slots to read into."""
         assert self.source_bytes + num_blocks * block_bytes <= self.num_bytes, "the slots are too few"
         view = memoryview(self._map)[self.source_bytes :]
         return [view[i * block_bytes : (i + 1) * block_bytes] for i in range(num_blocks)]
 
 
 class Blocks:
-    """Blocks by number and size. The key tells both, so it also tells what bytes belong to it."""
+    """Blocks by number and size. A key holds both, so it determines the bytes of its block."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self.digest_of = cache(self._digest_of)
 
     def key(self, number: int, block_bytes: int) -> bytes:
-        """Namespace, a hash with the number at its end, the size: as long as a tier's."""
+        """A key as long as a tier's: namespace, a hash that ends with the number, and the size."""
         number_bytes = number.to_bytes(_NUMBER_BYTES, "big")
         name = sha256(number_bytes).digest()[:-_NUMBER_BYTES] + number_bytes
         return NAMESPACE + name + block_bytes.to_bytes(_SIZE_BYTES, "big")
 
     def raw(self, key: bytes) -> memoryview:
-        """The bytes of *key*, in the slots."""
+        """The bytes of the block *key*, in the slots."""
         block_bytes = self.num_bytes(key)
         return self._slots.source(self.number(key) * block_bytes % self._slots.source_bytes, block_bytes)
 
     def number(self, key: bytes) -> int:
-        """The block's number."""
+        """The number of the block *key*."""
         return int.from_bytes(key[-_NUMBER_BYTES - _SIZE_BYTES : -_SIZE_BYTES], "big")
 
     def num_bytes(self, key: bytes) -> int:
-        """How many these are."""
+        """The size of the block *key* in bytes."""
         return int.from_bytes(key[-_SIZE_BYTES:], "big")
 
     def _digest_of(self, key: bytes) -> bytes:
@@ -82,24 +82,24 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Batch:
-    """New blocks, one continuing the next one of the list; the last one begins a prompt."""
+    """New blocks of a prompt, its last one first: each continues the next one of the list."""
 
     keys: list[bytes]
     raws: list[memoryview]
 
     def blobs(self) -> list[Blob]:
-        """What a store takes; the digests are computed here."""
+        """The blobs to put; computes their digests."""
         parents = [*self.keys[1:], b""]
         named = zip(self.keys, self.raws, parents, strict=True)
         return [Blob(key, digest(raw), raw, parent) for key, raw, parent in named]
 
     def put(self, store: BlobStore) -> None:
-        """Store it, digests included."""
+        """Compute the digests, and put the blocks into *store*."""
         store.put_many(self.blobs())
 
 
 class NewBlocks:
-    """Batches of blocks that were never there, of one size or a mix with as many bytes of each."""
+    """Makes batches of new blocks, of one size or a mix with as many bytes of each size."""
 
     def __init__(self, blocks: Blocks, sizes: Sequence[int]) -> None:
         self._blocks = blocks
@@ -109,7 +109,7 @@ class NewBlocks:
         self._number = 0
 
     def batch(self, num_bytes: int = BATCH_BYTES) -> Batch:
-        """About *num_bytes*; exactly, of one size that divides it."""
+        """A batch of about *num_bytes*; of exactly that many if there is one size that divides it."""
         keys: list[bytes] = []
         left = num_bytes
         while left >= min(self._sizes):

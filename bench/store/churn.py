@@ -1,4 +1,4 @@
-"""What becomes of a store that is overwritten many times: its speed, and the size of its files."""
+"""How do the speed of a store and the size of its files change when it is overwritten many times?"""
 
 import random
 from collections import deque
@@ -14,13 +14,13 @@ from bench.store.kinds import Kind, open_store
 from kvtier.store.blob_store import BlobStore, StoreFull
 from kvtier.store.durability import Durability
 
-NUM_PARTS = 8  # of a pass, for the spread
-TOUCHED_PART = 8  # one block of so many, for each batch written
+NUM_PARTS = 8  # into which a pass is divided, for the spread
+TOUCHED_PART = 8  # for each batch written, one block in so many of an earlier one is touched
 MIXES = {"256 KiB": (256 * KIB,), "a mix": BLOCK_SIZES}
 
 
 def churn(folder: Path, scale: Scale, slots: Slots, choice: Choice) -> list[Row]:
-    """Each mix of sizes in a store of its own."""
+    """Measure each mix of sizes in a store of its own."""
     rows: list[Row] = []
     for name, sizes in MIXES.items():
         if choice.has(f"churn, {name}"):
@@ -30,7 +30,7 @@ def churn(folder: Path, scale: Scale, slots: Slots, choice: Choice) -> list[Row]
 
 
 def _churn(name: str, folder: Path, sizes: Sequence[int], scale: Scale, slots: Slots) -> list[Row]:
-    """The raw file is written in turn with the first pass and the last one, and tells how fast the machine was then."""
+    """Measure one mix. A raw file, written in turn with the first and last pass, shows the machine's speed then."""
     folder.mkdir()
     blocks = Blocks(slots)
     new = NewBlocks(blocks, sizes)
@@ -39,7 +39,7 @@ def _churn(name: str, folder: Path, sizes: Sequence[int], scale: Scale, slots: S
     store = open_store(Kind.INLINE, Durability.PROCESS, store_folder, scale.capacity_bytes, slots)
     try:
         passes = Passes(store, new, raw_file, scale.capacity_bytes // BATCH_BYTES)
-        for _ in range(2):  # the first one fills it, with the second one the file has all the pages it will need
+        for _ in range(2):  # the first fills the store, the second gives the file all pages that it will need
             passes.fill()
         first = passes.timed()
         for _ in range(scale.turnovers - 2):
@@ -81,14 +81,14 @@ class Passes:
         self._past: deque[list[bytes]] = deque(maxlen=num_batches)
 
     def fill(self) -> None:
-        """One pass; over the raw file too, whose pages are dirty then like the store's."""
+        """Write one pass, to the raw file too, so that its pages are dirty like the store's."""
         for _ in range(self._num_batches):
             batch = self._batch()
             batch.put(self._store)
             self._raw_file.write(batch.raws)
 
     def timed(self) -> "Pass":
-        """One pass, and as much into the raw file, in turn."""
+        """Time one pass over the store and over the raw file, batch by batch in turn."""
         times: dict[str, list[float]] = {"kvtier": [], "raw": []}
         num_bytes = 0
         for _ in range(self._num_batches):
@@ -100,7 +100,7 @@ class Passes:
         return Pass(num_bytes, times["kvtier"], times["raw"])
 
     def _batch(self) -> Batch:
-        """The next one. Some of an earlier one's blocks are asked for again, so they do not leave in order."""
+        """The next batch. Blocks of an earlier one are touched meanwhile, so that they are not evicted in order."""
         batch = self._new.batch()
         if self._past:
             keys = self._rng.choice(self._past)
@@ -110,7 +110,7 @@ class Passes:
 
 
 class Pass:
-    """What one took."""
+    """Speeds of one pass."""
 
     def __init__(self, num_bytes: int, ours: Sequence[float], raws: Sequence[float]) -> None:
         step = -(-len(ours) // NUM_PARTS)

@@ -1,4 +1,4 @@
-"""The ground that stores are measured on: a raw file, a cold page cache, a busy thread, the device's own count."""
+"""What stores are measured with: a raw file, a cold page cache, a busy thread, the device's own counters."""
 
 import os
 import shutil
@@ -25,14 +25,14 @@ _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is done."""
+    """Sizes and counts of the measurements."""
 
-    capacity_bytes: int = 768 * MIB  # store and raw file: all of it dirty, and the kernel writes nothing yet
+    capacity_bytes: int = 768 * MIB  # of store and raw file: all of both can be dirty before the kernel writes any
     source_bytes: int = 256 * MIB  # 8 times the third-level cache of the machine this was written on
-    cold_bytes: int = 256 * MIB  # read at a time
-    hot_bytes: int = 128 * MIB
+    cold_bytes: int = 256 * MIB  # that one measurement reads cold
+    hot_bytes: int = 128 * MIB  # that one measurement reads from the page cache
     rounds: int = 9
-    batches: int = 16  # of a round of writes
+    batches: int = 16  # that a round writes
     many_records: int = 1_000_000
     few_records: int = 10_000
     turnovers: int = 20
@@ -43,7 +43,7 @@ QUICK = Scale(64 * MIB, 32 * MIB, 16 * MIB, 16 * MIB, 3, 2, 20_000, 10_000, 5, B
 
 
 def store_arguments(question: str) -> ArgumentParser:
-    """A parser with what both benchmarks of the store take."""
+    """A parser with the options of both benchmarks of the store."""
     parser = arguments(question)
     parser.add_argument("--quick", action="store_true", help="little and seldom: does it run? The figures mean nothing")
     parser.add_argument("--only", default="", metavar="BEGINNING", help="only the rows whose names begin like this")
@@ -55,13 +55,13 @@ def store_arguments(question: str) -> ArgumentParser:
 
 
 def scale_of(options: Namespace) -> Scale:
-    """How much is done."""
+    """The scale that the options ask for."""
     scale = QUICK if options.quick else Scale()
     return scale if options.rounds is None else replace(scale, rounds=max(3 if options.quick else 7, options.rounds))
 
 
 class RawFile:
-    """One preallocated file in which every byte has been written: what the disk and the kernel can do."""
+    """One preallocated file, every byte of it written: the baseline of what disk and kernel can do."""
 
     def __init__(self, path: Path, num_bytes: int, slots: Slots) -> None:
         self._num_bytes = num_bytes
@@ -75,7 +75,7 @@ class RawFile:
         self._pool = ThreadPoolExecutor(QUEUE_DEPTH)
 
     def write(self, raws: Sequence[memoryview], durable: bool = False) -> None:
-        """Overwrite the next bytes, at the end those at the beginning; one call."""
+        """Overwrite the next bytes of the file by one call; behind its end it begins again."""
         num_bytes = sum(raw.nbytes for raw in raws)
         if self._next + num_bytes > self._num_bytes:
             self._next = 0
@@ -86,7 +86,7 @@ class RawFile:
             os.fdatasync(self._fd)
 
     def read_direct(self, offsets: Sequence[int], outs: Sequence[memoryview]) -> None:
-        """Read past the page cache, `QUEUE_DEPTH` at a time."""
+        """Read past the page cache, by `QUEUE_DEPTH` calls at a time."""
 
         def read(first: int) -> None:
             for offset, out in zip(offsets[first::QUEUE_DEPTH], outs[first::QUEUE_DEPTH], strict=True):
@@ -96,14 +96,14 @@ class RawFile:
         list(self._pool.map(read, range(QUEUE_DEPTH)))
 
     def close(self) -> None:
-        """The file stays."""
+        """Close the file, which stays on disk."""
         self._pool.shutdown()
         os.close(self._fd)
         os.close(self._direct)
 
 
 class BusyThread:
-    """Another thread of this process that computes in Python, while it is told to."""
+    """Another thread of this process that computes in Python between `begin` and `pause`."""
 
     def __init__(self) -> None:
         self._go = threading.Event()
@@ -113,13 +113,13 @@ class BusyThread:
         self._thread.start()
 
     def begin(self) -> None:
-        """Returns when it computes."""
+        """Have the thread compute; returns when it does."""
         self._go.set()
         while self._idle.is_set():
             time.sleep(0.001)
 
     def pause(self) -> None:
-        """Returns when it does no longer."""
+        """Have the thread pause; returns when it computes no more."""
         self._go.clear()
         self._idle.wait()
 
@@ -142,7 +142,7 @@ class BusyThread:
 
 @dataclass
 class DeviceMeter:
-    """Bytes that the device under *folder* read and wrote meanwhile, whoever asked for them."""
+    """Counts bytes that the device under *folder* reads and writes between `begin` and `end`, for any process."""
 
     folder: Path
     read_bytes: int = 0
@@ -150,15 +150,15 @@ class DeviceMeter:
     _before: tuple[int, int] = field(default=(0, 0), repr=False)
 
     def reset(self) -> None:
-        """Start at 0 again."""
+        """Set both counts to 0."""
         self.read_bytes = self.written_bytes = 0
 
     def begin(self) -> None:
-        """Count from here."""
+        """Begin to count."""
         self._before = self._counts()
 
     def end(self) -> None:
-        """To here."""
+        """Add the bytes since `begin` to the counts."""
         after = self._counts()
         self.read_bytes += after[0] - self._before[0]
         self.written_bytes += after[1] - self._before[1]
@@ -167,13 +167,13 @@ class DeviceMeter:
         device = self.folder.stat().st_dev
         try:
             fields = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat").read_text().split()
-        except OSError:  # no block device: all stays 0
+        except OSError:  # no block device: the counts stay 0
             return 0, 0
         return int(fields[2]) * 512, int(fields[6]) * 512  # Documentation/block/stat.rst: sectors, always of 512
 
 
 def drop_caches(folder: Path) -> str:
-    """Have nothing of the files in *folder*, which nobody has mapped, in memory; says how that was done."""
+    """Drop the files in *folder*, which no process has mapped, from memory; returns how that was done."""
     os.sync()
     try:
         _DROP_CACHES.write_text("3")
@@ -189,7 +189,7 @@ def drop_caches(folder: Path) -> str:
 
 @contextmanager
 def working_folder(chosen: Path | None) -> Iterator[Path]:
-    """A folder of its own in *chosen* or the folder for temporary files, removed at the end, Ctrl-C and SIGTERM too."""
+    """A new folder in *chosen* or the folder for temporary files; removed at the end, and on Ctrl-C and SIGTERM."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -208,5 +208,5 @@ _STARTED = time.monotonic()
 
 
 def note(what: str) -> None:
-    """Progress, on stderr."""
+    """Print progress to stderr."""
     print(f"[{time.monotonic() - _STARTED:6.1f} s] {what}", file=sys.stderr, flush=True)

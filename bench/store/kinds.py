@@ -1,4 +1,4 @@
-"""The store under test, by kind and level of durability: the one place that knows how each is opened."""
+"""Opens the store under test, by kind and level of durability."""
 
 import sys
 import time
@@ -13,19 +13,19 @@ from kvtier.store.process.channel import SharedMemory
 from kvtier.store.process.store_process import SWITCH_INTERVAL_S, StoreProcess
 from kvtier.store.store_settings import StoreSettings
 
-WARM_S = 0.7  # the child enters the asker's memory in its page table
+WARM_S = 0.7  # the store's process enters the shared memory in its page table meanwhile
 
 
 class Kind(StrEnum):
-    """Where the store works."""
+    """The process in which the store works."""
 
     INLINE = "inline"  # in the process that asks
-    CHILD = "child"  # in a process of its own, over the asker's memory
+    CHILD = "child"  # in a process of its own, over the memory of the one that asks
 
 
-# THE STORE UNDER TEST: everything in bench/store/ that opens one comes through here.
+# THE STORE UNDER TEST: all of bench/store/ opens its stores here.
 def open_store(kind: Kind, level: Durability, folder: Path, capacity_bytes: int, slots: Slots) -> BlobStore:
-    """The store in *folder*. All blocks that go in or out lie in *slots*."""
+    """Open the store in *folder*. All blocks that are put or read lie in *slots*."""
     if kind is Kind.INLINE:
         return LmdbStore(folder, capacity_bytes, durability=level)
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as the engine does

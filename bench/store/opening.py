@@ -1,4 +1,4 @@
-"""How long opening a store takes, and then until a prompt is found in it, with few records and with many."""
+"""How long does it take to open a store, and then to find a prompt in it, with few records and with many?"""
 
 import random
 import statistics
@@ -16,17 +16,17 @@ from kvtier.store.record import digest
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.naming.block_hash import BlockName
 
-CHAIN_BLOCKS = 8192  # of a prompt
+CHAIN_BLOCKS = 8192  # that a prompt has
 VALUE_BYTES = 64
 PUT_BLOCKS = 6 * CHAIN_BLOCKS
-RECORD_BYTES = 8 * KIB  # more than such a record is charged
+RECORD_BYTES = 8 * KIB  # more than a record with such a value is charged
 LEAST_ROUNDS = 9
 
 ASKING = "asking then"
 
 
 def opening(folder: Path, scale: Scale, slots: Slots, choice: Choice) -> list[Row]:
-    """Openings of both stores in random order, the first round apart; the page cache is warm."""
+    """Open both stores in random order, with a warm page cache; a first round is left out."""
     counts = (scale.few_records, scale.many_records)
     folders = {num: _filled(folder / f"open_{num}", num, slots) for num in counts}
     opened: dict[int, list[float]] = {num: [] for num in counts}
@@ -65,9 +65,9 @@ def opening(folder: Path, scale: Scale, slots: Slots, choice: Choice) -> list[Ro
     )
 
 
-# THE INDEX UNDER TEST: what a tier does to find how much of a prompt the disk has.
+# THE INDEX UNDER TEST: a tier reads it to find how much of a prompt the disk has.
 def _ask(store: BlobStore, num_records: int) -> dict[str, float]:
-    """Seconds until a tier that has just been made knows all blocks of the newest prompt, of all, and to ask then."""
+    """Seconds until a new tier knows the newest prompt, until it knows all blocks, and of asking it then."""
     newest, oldest = _chain((num_records - 1) // PUT_BLOCKS * PUT_BLOCKS), _chain(0)
     tier = DiskTier(store, NAMESPACE)
     known: list[int] = []
@@ -88,7 +88,7 @@ def _ask(store: BlobStore, num_records: int) -> dict[str, float]:
 
 
 def _filled(folder: Path, num_records: int, slots: Slots) -> Path:
-    """A store of prompts; if there is one from an earlier run, that one."""
+    """Fill the store in *folder* with prompts, unless an earlier run has, and return *folder*."""
     with _open(folder, num_records, slots) as store:
         num_there = store.statistics().num_records
         if num_there != num_records:

@@ -1,9 +1,9 @@
 """Is the disk tier as fast as the disk, and kind to it?
 
-Blocks of four sizes in a store at capacity, next to a raw file as large. Each figure is a ratio of things done in turn,
-in random order. A batch of writes has 8 MiB, a prompt; a request reads 16 MiB, two prompts. "Cold" is the guest's page
-cache emptied and the store opened after that; the host may still have the bytes. Reads are verified, writes compute the
-digests. "inline" is the store in this process, "child" the one in a process of its own.
+Blocks of four sizes go in and out of a store at capacity, next to a raw file as large. Each figure is a ratio of works
+done in turn, in random order. A batch of writes has 8 MiB, a prompt; a request reads 16 MiB, two prompts. "Cold" means
+that the guest's page cache was emptied and the store opened after that; the host may still have the bytes. Reads are
+verified, writes compute the digests. "inline" is the store in this process, "child" the one in a process of its own.
 """
 
 import gc
@@ -32,19 +32,19 @@ Case = Callable[[Bed, Kind, str], list[Row]]
 
 
 def write_process(bed: Bed, kind: Kind, name: str) -> list[Row]:
-    """Against one pwritev a batch."""
+    """Writes at level process, against one pwritev a batch."""
     return _writes(bed, kind, Durability.PROCESS, name, 0.8)
 
 
 def write_commit(bed: Bed, kind: Kind, name: str) -> list[Row]:
-    """Against one pwritev and one fdatasync a batch."""
+    """Writes at level commit, against one pwritev and one fdatasync a batch."""
     return _writes(bed, kind, Durability.COMMIT, name, 0.55)
 
 
 def _writes(bed: Bed, kind: Kind, level: Durability, name: str, least: float) -> list[Row]:
     durable = level is Durability.COMMIT
     bed.turn_over(kind, level)
-    # Two callers, as the engine has: while one batch is written, the next one's digests are computed.
+    # Two threads put, as in the engine: while one batch is written, the next one's digests are computed.
     num_batches = bed.scale.batches
     writing = bed.writing(bed.open(kind, level), num_batches, at_once=WRITERS)
     sides = [writing, bed.writing_raw(num_batches, durable=durable)]
@@ -61,7 +61,7 @@ def _writes(bed: Bed, kind: Kind, level: Durability, name: str, least: float) ->
 
 
 def hot_read(bed: Bed, kind: Kind, name: str) -> list[Row]:
-    """Against copying as many blocks in memory."""
+    """Reads from the page cache, against copying as many blocks in memory."""
     bed.read_everything(kind)
     num_bytes = bed.scale.hot_bytes
     times = alternate([bed.reading(kind, num_bytes), bed.copying(num_bytes)], bed.scale.rounds)
@@ -69,7 +69,7 @@ def hot_read(bed: Bed, kind: Kind, name: str) -> list[Row]:
 
 
 def cold_read(bed: Bed, kind: Kind, name: str) -> list[Row]:
-    """Prompts, against eight threads that read runs of blocks of the raw file with O_DIRECT."""
+    """Cold reads of prompts, against eight threads that read runs of blocks of the raw file with O_DIRECT."""
     num_bytes = bed.scale.cold_bytes
     alone, together = (bed.reading_cold(kind, num_bytes, num) for num in (1, AT_ONCE))
     alone = bed.metered(alone)
@@ -84,7 +84,7 @@ def cold_read(bed: Bed, kind: Kind, name: str) -> list[Row]:
 
 
 def cold_scattered_read(bed: Bed, kind: Kind, name: str) -> list[Row]:
-    """The same with blocks that have nothing to do with each other, which no prompt asks for: nothing is promised."""
+    """Cold reads of unrelated blocks, which no prompt asks for: nothing is promised."""
     num_bytes = bed.scale.cold_bytes
     ours = bed.metered(bed.reading_cold(kind, num_bytes, is_scattered=True))
     times = alternate([ours, bed.reading_direct(num_bytes, is_scattered=True)], bed.scale.rounds)
@@ -95,14 +95,16 @@ def cold_scattered_read(bed: Bed, kind: Kind, name: str) -> list[Row]:
 
 
 def _from_device(bed: Bed, name: str, of_what: str, num_bytes: int) -> Row:
-    """What was read for *num_bytes*. Of a read, less than 1: it was not all cold; more: nobody asked for the rest."""
+    """Bytes that the device read for *num_bytes*. Below 1 a read was not all cold; above 1 too much was read."""
     ratio = bed.meter.read_bytes / (num_bytes * (bed.scale.rounds + 1))
     return Row(f"{name}: bytes from the device / {of_what}", ratio, "")
 
 
 def flushed_write(bed: Bed, kind: Kind, name: str) -> list[Row]:
-    """Level process, the files all in memory and on the disk, as they are at any pace that lets the kernel write them:
-    a page that is written through a map is a fault then. Nothing is promised."""
+    """Writes at level process after a sync, as at any pace that lets the kernel write: nothing is promised.
+
+    All files are in memory and on the disk then, and each page that is written through a map costs a page fault.
+    """
     bed.turn_over(kind)
     store = bed.open(kind)
     sides = [bed.writing(store, bed.scale.batches), bed.writing_raw(bed.scale.batches)]
@@ -119,7 +121,7 @@ def flushed_write(bed: Bed, kind: Kind, name: str) -> list[Row]:
 
 
 def cold_write(bed: Bed, kind: Kind, name: str) -> list[Row]:
-    """Level process, none of the files' pages in memory, as in a store larger than that. Nothing is promised."""
+    """Writes at level process with no file in memory, as in a store larger than memory: nothing is promised."""
     num_batches = max(1, bed.scale.batches // 2)
     num_bytes = num_batches * BATCH_BYTES
     ours = bed.metered(bed.cold(lambda: bed.writing(bed.open(kind), num_batches).prepare()))
@@ -132,7 +134,7 @@ def cold_write(bed: Bed, kind: Kind, name: str) -> list[Row]:
 
 
 def busy_write(bed: Bed, kind: Kind, name: str) -> list[Row]:
-    """Digests included, and once more with digests that are there already."""
+    """Writes beside a computing thread, with computing the digests and with ready ones."""
     bed.turn_over(kind)
     store, num_bytes = bed.open(kind), _busy_bytes(bed, kind)
     num_batches = num_bytes // BATCH_BYTES
@@ -142,20 +144,20 @@ def busy_write(bed: Bed, kind: Kind, name: str) -> list[Row]:
 
 
 def busy_hot_read(bed: Bed, kind: Kind, name: str) -> list[Row]:
-    """One request at a time."""
+    """Reads from the page cache beside a computing thread, one request at a time."""
     bed.read_everything(kind)
     num_bytes = _busy_bytes(bed, kind)
     return _busy(bed, bed.reading(kind, num_bytes), kind, num_bytes, name)
 
 
 def busy_cold_read(bed: Bed, kind: Kind, name: str) -> list[Row]:
-    """One request at a time."""
+    """Cold reads beside a computing thread, one request at a time."""
     num_bytes = _busy_bytes(bed, kind)
     return _busy(bed, bed.reading_cold(kind, num_bytes), kind, num_bytes, name)
 
 
 def _busy(bed: Bed, side: Side, kind: Kind | None, num_bytes: int, name: str) -> list[Row]:
-    """Beside a thread of this process that computes all the time, over without it. Promised for a child only."""
+    """Speed of *side* beside a thread that computes in Python, over its speed alone. Promised for a child only."""
     times = alternate([Side("quiet", side.prepare, side.after), bed.beside(side, "busy")], bed.scale.rounds)
     least = 0.5 if kind is Kind.CHILD else None
     return [
@@ -169,7 +171,7 @@ def _busy_bytes(bed: Bed, kind: Kind) -> int:
     return min(BUSY_BYTES, bed.scale.hot_bytes) if kind is Kind.CHILD else BUSY_BYTES_INLINE
 
 
-CASES: dict[str, Case] = {  # what needs the page cache full comes before what empties it
+CASES: dict[str, Case] = {  # cases that need a full page cache come before those that empty it
     "write, level process": write_process,
     "write, level commit": write_commit,
     "flushed write": flushed_write,
@@ -184,7 +186,7 @@ CASES: dict[str, Case] = {  # what needs the page cache full comes before what e
 
 
 def by_block_size(folder: Path, kinds: list[Kind], scale: Scale, slots: Slots, choice: Choice) -> list[Row]:
-    """All cases with blocks of one size, then with those of the next."""
+    """Measure all cases for each block size."""
     rows: list[Row] = []
     for block_bytes in scale.block_sizes:
         size = in_words(block_bytes)
@@ -209,7 +211,7 @@ def by_block_size(folder: Path, kinds: list[Kind], scale: Scale, slots: Slots, c
 
 
 def main() -> None:
-    """What concerns whole stores, and between that, by block size, the speed."""
+    """Measure opening, then the speed by block size, then overwriting and the codec."""
     parser = store_arguments((__doc__ or "").partition("\n")[0])
     parser.add_argument("--kinds", default="inline,child", help="where the store is (inline,child)")
     options = parser.parse_args()

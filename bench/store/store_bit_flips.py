@@ -1,9 +1,9 @@
 """What does one flipped bit cost, wherever in a store's files it is?
 
 Stores of all three levels of durability, one of them encrypted, one left by a machine that went down, are written and
-copied. In each copy one bit of one file is flipped, and it is judged as in tests/torture/flipped_store.py. One in 64
-flips is in marks, locks and checkpoints, one in 12 in pages of the index that are in use, the rest in slabs: else
-nearly all would be. Their places are drawn evenly, by the seed.
+copied. In each copy one bit of one file is flipped, and the copy is judged as in tests/torture/flipped_store.py. One
+flip in 64 is in marks, locks and checkpoints, one in 12 in used pages of the index, the rest in slabs, which would
+otherwise get nearly all. Their places are drawn evenly, by the seed.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from bench.report import Row, arguments, publish
 
 
 def rows_of(tables: dict[str, Table]) -> list[Row]:
-    """The figures."""
+    """The rows of *tables*, and their sums."""
     rows = []
     for kind, table in tables.items():
         rows += [
@@ -60,7 +60,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def silent_children() -> Iterator[None]:
-    """What the stores' processes say of damage, thousands of times, is not printed."""
+    """Discard the standard error of the stores' processes, which would report damage thousands of times."""
     kept = os.dup(2)
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     null = os.open(os.devnull, os.O_WRONLY)

@@ -1,8 +1,9 @@
 """How much faster is the store than one file per block, which is how the file tiers of vLLM and SGLang keep them?
 
-The peer, generously: 256 folders made in advance (vLLM: 4096 x 256, made on the way), through the page cache (vLLM:
-past it, unless told otherwise; shown without a target), no look whether the file is there, no verification. Ours
-computes digests and verifies. Both at capacity: as much leaves as is written. A batch of writes has 8 MiB.
+The peer is favoured: 256 folders are made in advance (vLLM: 4096 x 256, made on the way), files go through the page
+cache (vLLM: past it, unless told otherwise; shown without a target), no call checks whether a file exists, none
+verifies. The store computes digests and verifies. Both are at capacity: as much is evicted as is written. A batch of
+writes has 8 MiB.
 """
 
 import gc
@@ -28,22 +29,22 @@ HEX = "0123456789abcdef"
 
 
 class FilePerBlock:
-    """Writes a block to a file beside its name and renames it; forgets the oldest. Like vLLM's `tiering/fs/io.py`."""
+    """Writes each block to a new file and renames that; deletes the oldest files. Like vLLM's `tiering/fs/io.py`."""
 
     def __init__(self, folder: Path, capacity_bytes: int) -> None:
         self._folder = str(folder)
-        self._left = capacity_bytes
-        self._there: deque[tuple[bytes, int]] = deque()
+        self._free_bytes = capacity_bytes
+        self._files: deque[tuple[bytes, int]] = deque()
         for first in HEX:
             for second in HEX:
                 (folder / first / second).mkdir(parents=True)
 
     def keys(self) -> list[bytes]:
-        """Oldest first."""
-        return [key for key, _ in self._there]
+        """The keys, oldest first."""
+        return [key for key, _ in self._files]
 
     def put(self, batch: Batch, durable: bool = False, flags: int = 0) -> None:
-        """Store the blocks, each durably or none."""
+        """Write each block of *batch* to its file; *durable* syncs each file and its folder."""
         for key, raw in zip(batch.keys, batch.raws, strict=True):
             path = self._path(key)
             fresh = f"{path}.tmp"
@@ -56,15 +57,15 @@ class FilePerBlock:
             os.replace(fresh, path)
             if durable:
                 _sync_folder(os.path.dirname(path))
-            self._there.append((key, raw.nbytes))
-            self._left -= raw.nbytes
-            while self._left < 0:
-                oldest, num_bytes = self._there.popleft()
+            self._files.append((key, raw.nbytes))
+            self._free_bytes -= raw.nbytes
+            while self._free_bytes < 0:
+                oldest, num_bytes = self._files.popleft()
                 os.unlink(self._path(oldest))
-                self._left += num_bytes
+                self._free_bytes += num_bytes
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview], flags: int = 0) -> None:
-        """Each file into its slot."""
+        """Read each file into its *out*."""
         for key, out in zip(keys, outs, strict=True):
             file = os.open(self._path(key), os.O_RDONLY | flags)
             num_read = os.readv(file, [out])
@@ -83,7 +84,7 @@ def _sync_folder(folder: str) -> None:
 
 
 class Match:
-    """A store and files, with blocks of one size."""
+    """A store and one file per block, compared with blocks of one size."""
 
     def __init__(self, bed: Bed, folder: Path, kind: Kind) -> None:
         self._bed = bed
@@ -94,7 +95,7 @@ class Match:
             self._files.put(bed.new.batch())
 
     def writes(self, level: Durability, name: str) -> list[Row]:
-        """Batch by batch."""
+        """Compare writes, batch by batch."""
         durable = level is Durability.COMMIT
         scale = self._bed.scale
         self._bed.turn_over(self._kind, level)
@@ -106,7 +107,7 @@ class Match:
         return self._rows(name, times, scale.batches * BATCH_BYTES, 2)
 
     def hot_reads(self, at_once: int, name: str) -> list[Row]:
-        """Scattered blocks, all of it in memory."""
+        """Compare reads of scattered blocks from the page cache."""
         num_bytes = self._bed.scale.hot_bytes
         self._bed.read_everything(self._kind)
         keys, step = self._files.keys(), num_bytes // self._bed.block_bytes
@@ -119,7 +120,7 @@ class Match:
         return self._rows(name, times, num_bytes, 2)
 
     def cold_reads(self, at_once: int, name: str) -> list[Row]:
-        """Prompts, nothing in memory."""
+        """Compare cold reads of prompts."""
         num_bytes = self._bed.scale.cold_bytes
         sides = [
             self._bed.reading_cold(self._kind, num_bytes, at_once),
@@ -153,7 +154,7 @@ Case = Callable[[Match, str], list[Row]]
 
 
 def by_block_size(folder: Path, kind: Kind, scale: Scale, slots: Slots, choice: Choice) -> list[Row]:
-    """All of it with blocks of one size, then with those of the next."""
+    """Compare all cases for each block size."""
     rows: list[Row] = []
     for block_bytes in scale.block_sizes:
         size = in_words(block_bytes)
@@ -181,7 +182,7 @@ def by_block_size(folder: Path, kind: Kind, scale: Scale, slots: Slots, choice: 
 
 
 def main() -> None:
-    """By block size."""
+    """Compare store and files by block size."""
     parser = store_arguments((__doc__ or "").partition("\n")[0])
     parser.add_argument("--kind", type=Kind, default=Kind.INLINE, help="where the store is: inline (default) or child")
     options = parser.parse_args()

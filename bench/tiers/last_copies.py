@@ -1,8 +1,8 @@
-"""Does a prefix cache whose copies keep up ever lose a block that no other tier has? A replay, lanes finish at once.
+"""Does a prefix cache whose copies keep up ever lose the last copy of a block? A replay whose lanes finish at once.
 
-Prompts one after the other through a device of 1% of all their blocks, a host of 5% and a disk that holds them all.
-With --trace FILE (JSON lines: input_length, hash_ids of blocks of 512 tokens, as Mooncake's) for its prompts, else for
-made-up ones: chats that grow, and documents up to the device's size that are asked about again and again.
+Prompts run one after another through a device of 1% of all their blocks, a host of 5% and a disk that holds them all.
+The prompts are made up (chats that grow, and documents up to the device's size that are asked about again and again);
+with --trace FILE (JSON lines: input_length, hash_ids of blocks of 512 tokens, as Mooncake's) also those of a trace.
 """
 
 import json
@@ -25,16 +25,16 @@ from kvtier.transfer.block_memory import CpuMemory
 from kvtier.transfer.lane import Finished, InlineLane
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-BLOCK_SIZE = 4  # tokens of the replay; each block stands for one of the trace's, of 512
+BLOCK_SIZE = 4  # tokens of the replay; a block stands for one of the trace, of 512 tokens
 BLOCK_BYTES = 64
-CHUNK_BLOCKS = 4  # computed in a step
+CHUNK_BLOCKS = 4  # that a step computes
 DEVICE_SHARE, HOST_SHARE = 0.01, 0.05
 
-Blocks = Sequence[int]  # a prompt: equal numbers after equal beginnings are equal blocks
+Blocks = Sequence[int]  # of a prompt: equal numbers after equal beginnings are equal blocks
 
 
 def made_up(num_prompts: int, seed: int = 0) -> Iterator[Blocks]:
-    """Three of four prompts go on with a chat, one asks about a document of up to 250 blocks."""
+    """Made-up prompts: three of four continue a chat, one asks about a document of up to 250 blocks."""
     rng = random.Random(seed)
     fresh = iter(range(1 << 30))
     chats: list[list[int]] = []
@@ -51,14 +51,14 @@ def made_up(num_prompts: int, seed: int = 0) -> Iterator[Blocks]:
 
 
 def traced(file: Path) -> Iterator[Blocks]:
-    """The prompts of a trace."""
+    """The prompts of the trace in *file*."""
     with file.open() as lines:
         for line in lines:
             yield json.loads(line)["hash_ids"]
 
 
 class Replay:
-    """A cache of that many device and host blocks over a disk that holds everything."""
+    """A cache of *num_device* and *num_host* blocks over a disk of *num_disk*, which holds everything."""
 
     def __init__(self, num_device: int, num_host: int, num_disk: int) -> None:
         finished = Finished()
@@ -70,10 +70,10 @@ class Replay:
         self.num_tokens = self.num_hit = self.num_left_out = 0
 
     def answer(self, prompt: Blocks) -> None:
-        """Serve one prompt as the scheduler does, with as many polls as it takes."""
+        """Serve *prompt* as the scheduler does, polling until its promotion is done."""
         cache = self.cache
         if len(prompt) + 1 > cache.free_slots()[0]:
-            self.num_left_out += 1  # longer than the device: it could not be computed
+            self.num_left_out += 1  # it does not fit the device, so it could not be computed
             return
         chain = BlockChain(BLOCK_SIZE)
         chain.extend([block for block in prompt for _ in range(BLOCK_SIZE)])
@@ -91,7 +91,7 @@ class Replay:
             end = min(num_tokens, done + CHUNK_BLOCKS * BLOCK_SIZE)
             cache.poll()
             slots = cache.allocate([-(-end // BLOCK_SIZE) - len(tables[0])])
-            assert slots is not None, "the prompt fits alone"
+            assert slots is not None, "the prompt does not fit the device"
             tables[0].extend(slots[0])
             cache.commit(tables, chain, done, end // BLOCK_SIZE * BLOCK_SIZE)
             cache.spill()
@@ -102,7 +102,7 @@ class Replay:
 
 
 def replayed(name: str, prompts: Sequence[Blocks]) -> list[Row]:
-    """The rows of one trace."""
+    """Replay *prompts*; gives the rows of this trace."""
     num_blocks = len({block for prompt in prompts for block in prompt})
     num_device, num_host = int(DEVICE_SHARE * num_blocks), int(HOST_SHARE * num_blocks)
     replay = Replay(num_device, num_host, 2 * num_blocks)

@@ -1,8 +1,8 @@
 """How long is the longest call of the thread that owns the cache, with everything at full size?
 
 A device of a million slots full of blocks, a host of a million, eight million names on disk, a million salts that came
-and went, prompts of 8,192 blocks. Processor time of that one thread; what lanes do is not in it. Blocks have 64 bytes,
-so that it fits in memory: nothing depends on their size but how many are in a batch, which is bounded.
+and went, prompts of 8,192 blocks. Times are processor time of that one thread, without the lanes' work. Blocks have
+64 bytes, so that all fit in memory: only the number of blocks in a batch, which is bounded, depends on their size.
 """
 
 import argparse
@@ -50,18 +50,18 @@ BLOCK_SIZE = 16
 BLOCK_BYTES = 64
 NUM_BLOCKS = 8192  # of a prompt
 NUM_TOKENS = NUM_BLOCKS * BLOCK_SIZE
-CHUNK_BLOCKS = 128  # of 2,048 tokens: what is computed of a prompt in a step
+CHUNK_BLOCKS = 128  # 2,048 tokens: that a step computes of a prompt
 NUM_SLOTS = 1_000_000  # of the device, and of the host
 NUM_ON_DISK = 8_000_000
 NUM_SALTS = 1_000_000
 NUM_PINS = 4000
 LANE_CAPACITY = 64
 NAMESPACE = b"n" * NAMESPACE_BYTES
-NOTHING = digest(bytes(BLOCK_BYTES))  # of a block of zeros
+NOTHING = digest(bytes(BLOCK_BYTES))  # the digest of a block of zeros
 
 
 class HeldLane:
-    """Takes transfers as a thread's lane does, and runs them when told to: between calls, so that no call pays."""
+    """A lane that keeps transfers until `run`, which comes between the timed calls, so that none bears their time."""
 
     def __init__(self, finished: Finished) -> None:
         self._finished = finished
@@ -79,7 +79,7 @@ class HeldLane:
         return True
 
     def run(self) -> bool:
-        """Run what is held; whether there was anything."""
+        """Run the transfers kept so far; whether there were any."""
         held, self._held = self._held, []
         for transfer in held:
             transfer.run()
@@ -91,7 +91,7 @@ class HeldLane:
 
 
 class ZeroStore:
-    """Has every block it is asked for, all zeros. For each block put when full it evicts one it never had."""
+    """A store that has every block it is asked for, all zeros. When full it evicts a made-up key for each block put."""
 
     def __init__(self, num_records: int) -> None:
         self._num_records = num_records
@@ -119,13 +119,13 @@ class ZeroStore:
 
 
 class Calls:
-    """Times calls of the owner's, by name, a garbage collection not counted: those are measured apart."""
+    """Times calls of the owner's thread, by name, without garbage collections, which are measured apart."""
 
     def __init__(self) -> None:
         self.times: dict[str, list[float]] = {}
 
     def time(self, name: str, call: Callable[[], Any]) -> Any:
-        """Its result; the milliseconds are noted."""
+        """Call *call*, keep its milliseconds under *name*, and return its result."""
         gc.disable()
         started = time.thread_time()
         result = call()
@@ -134,10 +134,10 @@ class Calls:
         return result
 
     def rows(self) -> list[Row]:
-        """For each name the median, and the worst against the budget."""
+        """For each name a row of the median, and one of the worst call against the budget."""
         rows = []
         for name, times in self.times.items():
-            worst = max(times)  # interrupts that the thread meets are in it
+            worst = max(times)  # including interrupts that the thread meets
             rows.append(Row(f"{name}, median of {len(times)}", statistics.median(times), "ms"))
             if name.endswith(", idle"):
                 rows.append(Row(f"{name}, worst", worst, "ms"))
@@ -147,14 +147,14 @@ class Calls:
 
 
 class Bed:
-    """The cache, full."""
+    """A cache of full size with its tiers, lanes and events."""
 
     def __init__(self, num_slots: int, num_on_disk: int, calls: Calls) -> None:
         self.calls = calls
         finished = Finished()
         self.lanes = {route: HeldLane(finished) for route in Route}
         self.store = ZeroStore(num_on_disk)
-        self.disk = DiskTier(self.store, NAMESPACE)
+        self.disk = DiskTier(self.store, NAMESPACE)  # type: ignore[arg-type]  # it has what a tier calls
         self.events = EventLog()
         memory = CpuMemory(np.zeros((num_slots, BLOCK_BYTES), np.uint8), num_slots)
         transfers = TransferEngine(self.lanes, finished)
@@ -172,19 +172,19 @@ class Bed:
         self._numbers = count()
 
     def chain(self, number: int | None = None, num_blocks: int = NUM_BLOCKS, salt: str | None = None) -> BlockChain:
-        """A prompt's names; by default one never seen."""
+        """The names of prompt *number*; by default of a new prompt."""
         number = next(self._numbers) if number is None else number
         chain = BlockChain(BLOCK_SIZE, ExtraKeys(cache_salt=salt))
         chain.extend(np.random.default_rng(number).integers(1 << 17, size=num_blocks * BLOCK_SIZE + 5, dtype=np.int32))
         return chain
 
     def poll(self, name: str) -> None:
-        """Run the lanes and take in what they did, until nothing is under way."""
+        """Run the lanes and poll the cache until nothing is under way; polls are timed as *name*."""
         while sum(lane.run() for lane in self.lanes.values()) or self.cache.num_under_way:
             self.calls.time(name, self.cache.poll)
 
     def compute(self, chain: BlockChain, names: Sequence[str], spill: str | None) -> Tables:
-        """A prompt in chunks, as the scheduler computes it; *names* of allocating and committing."""
+        """Allocate and commit a prompt in chunks, as the scheduler does; *names* are those of the two calls."""
         tables: Tables = []
         for start in range(0, len(chain.names), CHUNK_BLOCKS):
             end = min(start + CHUNK_BLOCKS, len(chain.names))
@@ -209,7 +209,7 @@ def fill(bed: Bed, num_slots: int) -> None:
 
 
 def on_disk(bed: Bed) -> BlockChain:
-    """A prompt that only the disk has."""
+    """A new prompt that only the disk has."""
     chain = bed.chain()
     for start in range(0, NUM_BLOCKS, CHUNK_BLOCKS):
         bed.disk.index.add(0, chain.names[start : start + CHUNK_BLOCKS])
@@ -217,7 +217,7 @@ def on_disk(bed: Bed) -> BlockChain:
 
 
 def promote(bed: Bed, chain: BlockChain, where: str) -> Promotion:
-    """All that admitting a request asks of the cache."""
+    """Make all calls by which the scheduler admits a request, timed with *where* in their names."""
     cache, clock = bed.cache, bed.calls.time
     hit = clock(f"lookup, {where}", partial(cache.lookup, chain, NUM_TOKENS + 5))
     assert hit.num_tokens == NUM_TOKENS, f"{hit.num_tokens} tokens hit"
@@ -231,7 +231,7 @@ def promote(bed: Bed, chain: BlockChain, where: str) -> Promotion:
 
 
 def requests(bed: Bed, rounds: int) -> None:
-    """Requests that hit in each tier, and those whose clients leave."""
+    """Time requests that hit in each tier, and requests that are cancelled."""
     calls, cache = bed.calls, bed.cache
     for _ in range(rounds):
         chain = on_disk(bed)
@@ -246,7 +246,7 @@ def requests(bed: Bed, rounds: int) -> None:
             calls.time("commit_tail", partial(cache.commit_tail, tables, chain, NUM_TOKENS + 5))
             calls.time("release 8,192 blocks", partial(cache.release, tables))
         device = cache.residency.groups[0].slots
-        device.evict(device.pool.find_all(chain.names))  # what is left of it is in host memory
+        device.evict(device.pool.find_all(chain.names))  # host memory still has its blocks
         promotion = promote(bed, chain, "host")
         calls.time("cancel, host", partial(cache.cancel, promotion))
         bed.poll("poll: after a cancel")
@@ -266,8 +266,8 @@ def requests(bed: Bed, rounds: int) -> None:
         bed.store.is_full = False
 
 
-def holds(bed: Bed, rounds: int) -> None:
-    """Pinned documents and prompts, the queue's holds."""
+def pinning(bed: Bed, rounds: int) -> None:
+    """Time pins of documents, of prompts and of the queue."""
     calls, cache = bed.calls, bed.cache
     pins = TimedPins(cache, time.monotonic)
     for _ in range(NUM_PINS):
@@ -275,19 +275,19 @@ def holds(bed: Bed, rounds: int) -> None:
     for _ in range(rounds):
         for make in (bed.chain, partial(on_disk, bed)):
             pin = calls.time("pin", partial(cache.pin, make(), NUM_TOKENS))
-            assert pin is not None, "no room for a hold"
+            assert pin is not None, "no room for a pin"
             for _ in range(100):
                 time.sleep(0.001)
-                calls.time("poll: holds", cache.poll)
+                calls.time("poll: pins", cache.poll)
                 for lane in bed.lanes.values():
                     lane.run()
             calls.time("unpin", partial(cache.unpin, pin))
         calls.time("TimedPins.tick, nothing due", pins.tick)
-    bed.poll("poll: after holds")
+    bed.poll("poll: after pins")
 
 
 def documents(bed: Bed, rounds: int, num_documents: int) -> None:
-    """Thousands of pinned documents, which are looked after between steps, and renewed all at the same time."""
+    """Time the ticks of thousands of pinned documents, whose pins are renewed all at the same time."""
     calls = bed.calls
     chains: dict[Document, BlockChain] = {}
     now = [0.0]
@@ -307,7 +307,7 @@ def documents(bed: Bed, rounds: int, num_documents: int) -> None:
 
 
 def events(bed: Bed, num_on_disk: int) -> None:
-    """The store goes, and is opened anew: routers are told of all that was there."""
+    """Time what follows when the store was opened anew: an event tells routers each name that is gone."""
     bed.events.take()
     bed.calls.time("the disk changes", bed.disk.take_in_opening)
     while not bed.cache.knows_disk:
@@ -316,11 +316,11 @@ def events(bed: Bed, num_on_disk: int) -> None:
     for _ in range(num_on_disk // PAGE_KEYS):
         bed.calls.time("poll: the disk has changed", bed.cache.poll)
     told = bed.calls.time("EventLog.take", bed.events.take)
-    assert sum(len(event.names) for event in told) >= num_on_disk // PAGE_KEYS * PAGE_KEYS, "not all was told"
+    assert sum(len(event.names) for event in told) >= num_on_disk // PAGE_KEYS * PAGE_KEYS, "the events lack names"
 
 
 def scheduling(bed: Bed, rounds: int) -> None:
-    """What the scheduler asks beside the cache."""
+    """Time what the scheduler asks of other parts than the cache."""
     calls, config = bed.calls, SchedulerConfig()
     demand, shared = SlotDemand(bed.cache, config.prefill_chunk), SharedPrefill(config.prefill_chunk)
     queue = WaitingQueue()
@@ -336,7 +336,7 @@ def scheduling(bed: Bed, rounds: int) -> None:
         hit = bed.cache.no_hit(long.chain, NUM_TOKENS)
         calls.time("SlotDemand.fits", partial(demand.fits, long, hit, others))
         calls.time("SlotDemand, a window", partial(most_blocks, groups, NUM_TOKENS + number, config.prefill_chunk))
-        calls.time("SharedPrefill.serves", partial(shared.serves, long, others))
+        calls.time("SharedPrefill.has_to_wait", partial(shared.has_to_wait, long, others))
         calls.time("LookAhead.look", partial(look_ahead.look, queue))
         calls.time("WaitingQueue.remove", partial(queue.remove, list(queue)[-1]))
     for waiting in list(queue):
@@ -344,45 +344,49 @@ def scheduling(bed: Bed, rounds: int) -> None:
 
 
 def request(chain: BlockChain) -> Request:
-    """A request as the engine queues it; nothing here makes text."""
+    """A request as the engine queues it; it needs no detokenizer here."""
     token_ids = np.asarray(chain.token_ids).tolist()
     return Request(token_ids, SamplingParams(max_tokens=16), chain, detokenizer=None)  # type: ignore[arg-type]
 
 
 def tenants(bed: Bed, rounds: int, num_salts: int) -> None:
-    """Salts that came and went, then a tenant over its quota."""
+    """Time calls after a million salts came and went, and a tenant that goes over its quota."""
     index = bed.lower.index
     for number in range(num_salts):
         salt = np.array([number], np.uint64)
-        index.quotas.count(salt, BLOCK_BYTES)
-        index.quotas.count(salt, -BLOCK_BYTES)
+        index.quotas.add(0, salt)
+        index.quotas.remove(0, salt)
     for _ in range(rounds):
         bed.calls.time("statistics after a million salts", bed.cache.statistics)
     for _ in range(rounds):
         bed.quotas[bed.tenant] = 1 << 40
-        tables = bed.compute(bed.chain(salt="with a quota"), ("allocate a chunk", "commit a chunk"), "spill")
-        for start in range(0, NUM_BLOCKS, CHUNK_BLOCKS):
-            bed.cache._host_spill.copy_down(bed.cache.residency.groups[0], tables[0][start : start + CHUNK_BLOCKS])
+        chain = bed.chain(salt="with a quota")
+        tables = bed.compute(chain, ("allocate a chunk", "commit a chunk"), "spill")
+        pin = bed.cache.pin(chain, NUM_TOKENS)  # which copies it down
+        assert pin is not None, "more than may be pinned"
+        while not pin.is_whole:
+            bed.cache.poll()
             bed.poll("poll: copies to host and disk")
+        bed.cache.unpin(pin)
         bed.cache.release(tables)
         num_bytes = index.quotas.num_bytes[bed.tenant]
         assert num_bytes == NUM_BLOCKS * BLOCK_BYTES, "the tenant's blocks are not in host memory"
         bed.quotas[bed.tenant] = 0
-        bed.calls.time("keep_quota", partial(index.keep_quota, 0, bed.tenant))
+        bed.calls.time("quotas.enforce", partial(index.quotas.enforce, 0, bed.tenant))
         while index.quotas.excess(bed.tenant):
-            bed.calls.time("keep_quotas", index.keep_quotas)
+            bed.calls.time("quotas.go_on", index.quotas.go_on)
 
 
 class Collections:
-    """Times garbage collections, as an engine has them: full ones when it is idle, which no request waits for."""
+    """Times garbage collections. Full ones happen while the engine is idle, so no request waits for them."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._started = 0.0
         self._is_idle = False
-        gc.callbacks.append(self._noted)
+        gc.callbacks.append(self._on_collection)
 
-    def _noted(self, phase: str, info: dict[str, int]) -> None:
+    def _on_collection(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
             self._started = time.thread_time()
             return
@@ -390,15 +394,15 @@ class Collections:
         name = f"{kind} garbage collection{', idle' if self._is_idle else ''}"
         self._calls.times.setdefault(name, []).append(1e3 * (time.thread_time() - self._started))
 
-    def idle(self) -> None:
-        """What an engine does that has nothing to do."""
+    def collect(self) -> None:
+        """Collect garbage as an idle engine does."""
         self._is_idle = True
         gc.collect()
         self._is_idle = False
 
 
 def main() -> None:
-    """Fill everything, then ask everything."""
+    """Time all calls, and publish the rows."""
     parser = arguments((__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5, help="of each kind of request (5)")
     parser.add_argument("--slots", type=int, default=NUM_SLOTS, help="of device and host; the result is of a million")
@@ -411,15 +415,15 @@ def main() -> None:
 
 
 def ask_all(collections: Collections, calls: Calls, options: argparse.Namespace) -> None:
-    """Fill everything, then ask everything."""
+    """Fill device, host and disk, then time all calls."""
     bed = Bed(options.slots, options.on_disk, calls)
     fill(bed, options.slots)
     requests(bed, options.rounds)
-    holds(bed, options.rounds)
+    pinning(bed, options.rounds)
     documents(bed, options.rounds, min(NUM_PINS, options.slots // 20))
     scheduling(bed, options.rounds)
     tenants(bed, options.rounds, NUM_SALTS)
-    collections.idle()
+    collections.collect()
     events(bed, options.on_disk)
     calls.time("reset", bed.cache.reset)
 

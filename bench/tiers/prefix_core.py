@@ -1,6 +1,6 @@
 """What does the prefix cache's bookkeeping cost, next to vLLM's in the same process? No bytes are moved.
 
-Processor time of the one thread: nothing here waits, and other processes then disturb less.
+Times are processor time of the one thread: nothing here waits, and other processes disturb that less.
 """
 
 import gc
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -37,27 +37,27 @@ from kvtier.transfer.lane import Finished, InlineLane, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 BLOCK_SIZE = 16
-NUM_BLOCKS = 8192  # that a long prompt fills; per block means per block of it, whatever the number of groups
+NUM_BLOCKS = 8192  # of a long prompt; "per block" means per block of the prompt, whatever the number of groups
 NUM_TOKENS = NUM_BLOCKS * BLOCK_SIZE
-SUFFIX_TOKENS = 5  # of the prompt, behind its last full block: what is left to compute after a hit
+SUFFIX_TOKENS = 5  # of the prompt, behind its last full block: left to compute after a hit
 VOCAB = 128_256
-NUM_SLOTS = 10_000  # of a pool: one long prompt fits, for another it has to go
+NUM_SLOTS = 10_000  # of a pool: one long prompt fits, another evicts it
 MANY_SLOTS = 1_000_000
 WINDOWS = (None, 4096, 4096)  # of the hybrid model's three groups
-BLOCK_BYTES = 64  # never copied, except by a spill
-LOAD_TIMEOUT_S = 10.0  # nothing is loaded here
-SMALL_CALLS = 2000  # in a row, to be timed as one
+BLOCK_BYTES = 64  # copied by a spill only
+LOAD_TIMEOUT_S = 10.0  # any value: nothing is loaded here
+SMALL_CALLS = 2000  # timed together, as one
 NUM_RUNNING = 64
-# For where there is no vLLM: two EPYC cores, Python 3.11. All but the hybrid hit are of a day on which everything took
-# 1.4 times as long as on others, so nothing is judged by them.
+# vLLM's times where it is not installed: two EPYC cores, Python 3.11. All but the hybrid hit are of a day on which
+# everything took 1.4 times as long as on other days, so no promise is judged by them.
 SOURCE = "vLLM 0.33.0, measured earlier"
 
 Work = Callable[[], object]
-Prepare = Callable[[], Work]  # makes new input, which is not timed, and what is
+Prepare = Callable[[], Work]  # makes new input, untimed, and returns the work to time
 
 
 class ApartLane(InlineLane):
-    """Does its work when it is given it, as the thread of a real lane would meanwhile, and counts the seconds."""
+    """A lane that works in the caller's thread and counts the seconds: a real lane's thread would do it meanwhile."""
 
     seconds = 0.0
 
@@ -69,7 +69,7 @@ class ApartLane(InlineLane):
 
 
 class KvtierCore:
-    """A `TieredCache` driven as the engine's scheduler drives it, over memory that nobody copies. Like `VllmCore`."""
+    """A `TieredCache` called as the engine's scheduler calls it, over memory of tiny blocks. Like `VllmCore`."""
 
     def __init__(
         self,
@@ -92,13 +92,13 @@ class KvtierCore:
 
     @staticmethod
     def prompt(token_ids: Sequence[int] | npt.NDArray[np.int32]) -> BlockChain:
-        """The prompt's names, new objects: no name's hash is known to any dict yet."""
+        """The prompt's names as new objects, whose hashes no dict has cached."""
         chain = BlockChain(BLOCK_SIZE)
         chain.extend(token_ids)
         return chain
 
     def serve(self, prompt: BlockChain) -> int:
-        """Admit the request, give it slots for all its tokens, commit its full blocks, release: the tokens that hit."""
+        """Admit a request, allocate its slots, commit its full blocks, release them; returns the tokens that hit."""
         cache, num_tokens = self.cache, NUM_TOKENS + SUFFIX_TOKENS
         hit = cache.lookup(prompt, num_tokens)
         cache.num_leased(hit)
@@ -106,7 +106,7 @@ class KvtierCore:
         cache.make_room(hit)
         junction = cache.junction(hit)
         promotion = cache.promote(hit)
-        assert promotion.done, "everything was on the device"
+        assert promotion.done, "a block was not on the device"
         num_hit, tables = promotion.num_tokens, promotion.tables
         cache.forget_read(tables, num_hit)
         slots = cache.allocate([-(-num_tokens // BLOCK_SIZE) - len(table) for table in tables])
@@ -122,7 +122,7 @@ class KvtierCore:
         return num_hit
 
     def serve_by_chunks(self, prompt: BlockChain, chunk_tokens: int) -> int:
-        """The same for a prompt that is computed so many tokens a step, with what a step does to the tiers."""
+        """As `serve`, for a prompt computed *chunk_tokens* a step, with a step's calls of poll and spill."""
         cache, num_tokens = self.cache, NUM_TOKENS + SUFFIX_TOKENS
         hit = cache.lookup(prompt, num_tokens)
         cache.num_leased(hit)
@@ -148,18 +148,18 @@ class KvtierCore:
 
     @property
     def lane_seconds(self) -> float:
-        """Processor time that copies have taken, which are other threads' work."""
+        """Processor time of the copies, which are the work of other threads."""
         return sum(lane.seconds for lane in self._lanes.values())
 
 
 def naming(token_ids: Sequence[int] | npt.NDArray[np.int32], algorithm: HashAlgorithm) -> Work:
-    """Names all full blocks of a new prompt when called."""
+    """Work that names all full blocks of a new prompt."""
     chain = BlockChain(BLOCK_SIZE, algorithm=algorithm)
     return lambda: chain.extend(token_ids)
 
 
 def small_calls(num_slots: int, num_times: int) -> Work:
-    """Takes, leases and twice releases that many blank slots of a pool when called, *num_times* times."""
+    """Work that allocates, leases and twice releases *num_slots* blank slots of a pool, *num_times* times."""
     pool = BlockPool(NUM_SLOTS)
 
     def calls() -> None:
@@ -175,22 +175,25 @@ def small_calls(num_slots: int, num_times: int) -> Work:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One operation of both. *least_factor* is how much faster ours has to be, if that was promised; *earlier* is what
-    vLLM took once."""
+    """One operation, of kvtier (*ours*) and of vLLM.
+
+    *least_factor* is how much faster kvtier's was promised to be, None without a promise. *earlier* is vLLM's time as
+    measured before, for machines without it.
+    """
 
     name: str
     unit: str
-    per_second: float  # one second, in that unit
+    per_second: float  # how many of *unit* a second is
     least_factor: float | None
     earlier: float
     ours: Prepare
     vllm: Prepare | None
-    hits: int | None = None  # what both must give
-    apart: Callable[[], float] = lambda: 0.0  # seconds so far in ours that do not count
+    hits: int | None = None  # tokens that must hit, of both
+    apart: Callable[[], float] = lambda: 0.0  # seconds in *ours* so far that do not count
 
 
 def comparisons(with_vllm: bool, events: bool) -> list[Comparison]:
-    """What is compared, with or without KV *events*; the caches are filled here."""
+    """All comparisons, with or without KV *events*. Fills the caches."""
     token_ids = random_tokens(0)[:NUM_TOKENS]
     as_list = token_ids.tolist()
     per_token, per_block = 1e9 / NUM_TOKENS, 1e9 / NUM_BLOCKS
@@ -207,7 +210,7 @@ def comparisons(with_vllm: bool, events: bool) -> list[Comparison]:
         # vLLM's groups share one pool.
         vllm = serving_work(VllmCore(num_slots * len(windows), windows, events=events), new) if with_vllm else None
         hits = 0 if new else NUM_TOKENS
-        if events:  # of vLLM's cold cost they are four fifths: nobody promised anything for that
+        if events:  # four fifths of vLLM's cold cost: nothing is promised
             return Comparison(f"{name}, events", "ns/block", per_block, None, earlier, ours, vllm, hits)
         return Comparison(name, "ns/block", per_block, factor, earlier, ours, vllm, hits)
 
@@ -249,7 +252,7 @@ def comparisons(with_vllm: bool, events: bool) -> list[Comparison]:
 
 
 def keyed_naming(num_rounds: int) -> list[Row]:
-    """What naming would take with hashes that have a key, next to sha256: nothing unkeyed is safe but cryptographic."""
+    """Rows of naming by keyed hashes, next to sha256: an unkeyed hash must be cryptographic to be safe."""
     key = bytes(range(32))
     hashes: dict[str, Callable[[bytes], Any]] = {
         "sha256": hashlib.sha256,
@@ -277,14 +280,14 @@ def keyed_naming(num_rounds: int) -> list[Row]:
 def running_names(
     new: Callable[[bytes], Any], tokens: list[int] | npt.NDArray[np.int32], block_size: int
 ) -> list[bytes]:
-    """What `BlockChain` does for a prompt without extra keys, with any hash."""
+    """Names as `BlockChain` makes them for a prompt without extra keys, by the hash *new*."""
     ids = np.frombuffer(array("I", tokens), "<u4") if isinstance(tokens, list) else tokens
     hasher = new(bytes(32))
     return [hasher.digest() for _ in map(hasher.update, ids.view(f"V{4 * block_size}").tolist())]
 
 
 def serving_work(core: KvtierCore | VllmCore, new: bool) -> Prepare:
-    """Serves the same prompt again and again, all of it cached and free; or, if *new*, each time another."""
+    """Work that serves the same prompt each time, all of it cached and free, or, if *new*, another each time."""
     numbers: Iterator[int] = count() if new else iter(lambda: 0, 1)
 
     def prepare() -> Work:
@@ -296,7 +299,7 @@ def serving_work(core: KvtierCore | VllmCore, new: bool) -> Prepare:
 
 
 def chunked_work(core: KvtierCore | VllmCore, chunk_tokens: int) -> Prepare:
-    """Computes another prompt each time, so many tokens a step."""
+    """Work that computes another prompt each time, *chunk_tokens* a step."""
     numbers = count()
 
     def prepare() -> Work:
@@ -309,12 +312,12 @@ def chunked_work(core: KvtierCore | VllmCore, chunk_tokens: int) -> Prepare:
 
 
 def random_tokens(seed: int) -> npt.NDArray[np.int32]:
-    """A long prompt."""
+    """The token ids of a long prompt."""
     return np.random.default_rng(seed).integers(VOCAB, size=NUM_TOKENS + SUFFIX_TOKENS, dtype=np.int32)
 
 
 def seconds(work: Work, hits: int | None = None) -> float:
-    """Processor time that it takes, without a garbage collection in it."""
+    """Processor time of *work*, with garbage collection off. AssertionError unless it gives *hits*."""
     gc.collect()
     gc.disable()
     started = time.thread_time()
@@ -326,7 +329,7 @@ def seconds(work: Work, hits: int | None = None) -> float:
 
 
 def compare(all_of_them: Sequence[Comparison], num_rounds: int, version: str | None) -> list[Row]:
-    """Round by round, in each round both, in random order; the factors are those of each round."""
+    """Run each comparison once a round, kvtier and vLLM in random order; gives medians of the factors in a round."""
     rng = random.Random(0)
     ours: dict[str, list[float]] = {it.name: [] for it in all_of_them}
     theirs: dict[str, list[float]] = {it.name: [] for it in all_of_them}
@@ -355,15 +358,15 @@ def compare(all_of_them: Sequence[Comparison], num_rounds: int, version: str | N
 
 
 def spread(values: Sequence[float]) -> float:
-    """From the first quartile to the third, in per cent of the median."""
+    """Distance from the first quartile to the third, in per cent of the median."""
     quartiles = statistics.quantiles(values, n=4)
     return 100 * (quartiles[2] - quartiles[0]) / quartiles[1]
 
 
 def scale(num_rounds: int) -> list[Row]:
-    """Hit and cold, per block, in a full pool of a million slots and in one of ten thousand."""
+    """Rows of hit and cold, per block, in a full pool of a million slots and in one of ten thousand."""
     pools = {num_slots: ManyPrompts(num_slots) for num_slots in (NUM_SLOTS, MANY_SLOTS)}
-    gc.freeze()  # as engines do; or each collection would walk through a million slots
+    gc.freeze()  # as engines do, lest each collection walks through a million slots
     times: dict[tuple[str, int], list[float]] = {}
     rng = random.Random(0)
     for _ in range(num_rounds):
@@ -386,22 +389,22 @@ def scale(num_rounds: int) -> list[Row]:
 
 
 class ManyPrompts:
-    """A full pool. What hits is neither the newest prompt nor about to be evicted, so its books are in no CPU cache."""
+    """A full pool. Prompts that hit are neither new nor about to be evicted, so no CPU cache has their bookkeeping."""
 
     def __init__(self, num_slots: int) -> None:
         self._core = KvtierCore(num_slots)
         self._num_served = 0
-        self._age = num_slots // (NUM_BLOCKS + 1) // 2  # prompts; where only one fits it is the newest
+        self._age = num_slots // (NUM_BLOCKS + 1) // 2  # in prompts; where only one fits it is the newest
         for _ in range(num_slots // NUM_BLOCKS + 3):
             self.cold()
 
     def cold(self) -> float:
-        """Seconds for a prompt never seen."""
+        """Seconds for a new prompt."""
         self._num_served += 1
         return seconds(partial(self._core.serve, self._prompt(self._num_served)), 0)
 
     def hit(self) -> float:
-        """Seconds for one that is cached."""
+        """Seconds for a cached prompt."""
         return seconds(partial(self._core.serve, self._prompt(self._num_served - self._age)), NUM_TOKENS)
 
     def _prompt(self, number: int) -> BlockChain:
@@ -409,7 +412,7 @@ class ManyPrompts:
 
 
 def memory() -> list[Row]:
-    """What a million named slots take, after filling them and after two more contents."""
+    """Rows of the memory of a million named slots, after filling them once and three times."""
     rows = []
     for what, target, make in (
         ("a BlockPool", 200, PoolAlone),
@@ -418,7 +421,7 @@ def memory() -> list[Row]:
         tracemalloc.start()
         before = tracemalloc.get_traced_memory()[0]
         core = make()
-        apart = 0 if isinstance(core, PoolAlone) else MANY_SLOTS * BLOCK_BYTES  # the blocks' bytes
+        apart = 0 if isinstance(core, PoolAlone) else MANY_SLOTS * BLOCK_BYTES  # bytes of the blocks themselves
         numbers = count()
         for when, num_contents in (("full", 1), ("after two turnovers", 2)):
             for _ in range(num_contents * -(-MANY_SLOTS // NUM_BLOCKS)):
@@ -433,13 +436,13 @@ def memory() -> list[Row]:
 
 
 class PoolAlone:
-    """One pool, without what a tier has around it."""
+    """One `BlockPool` without the rest of a tier."""
 
     def __init__(self) -> None:
         self._pool = BlockPool(MANY_SLOTS)
 
     def serve(self, prompt: BlockChain) -> None:
-        """Fill as many slots with the prompt's blocks."""
+        """Commit the prompt's blocks and release them."""
         slots = self._pool.allocate(len(prompt.names))
         assert slots is not None
         self._pool.commit(slots, prompt.names)
@@ -447,7 +450,7 @@ class PoolAlone:
 
 
 class Stopwatch:
-    """Stands in for a `TieredCache`, adds up the seconds spent in its methods, half a microsecond a call too many."""
+    """Wraps a `TieredCache` and adds up the seconds in its methods; it adds half a microsecond a call itself."""
 
     def __init__(self, cache: TieredCache) -> None:
         self._cache = cache
@@ -469,11 +472,12 @@ class Stopwatch:
 
 
 class Steps:
-    """The engine's scheduler with requests that decode, and a model that always says the same token."""
+    """The engine's scheduler with requests that decode, and a model whose every token is 1."""
 
     def __init__(self) -> None:
-        self.watch: Any = Stopwatch(KvtierCore(2 * NUM_SLOTS, num_host_slots=2 * NUM_SLOTS).cache)
-        self._scheduler = Scheduler(self.watch, SchedulerConfig(max_running=2 * NUM_RUNNING), LOAD_TIMEOUT_S)
+        self.watch = Stopwatch(KvtierCore(2 * NUM_SLOTS, num_host_slots=2 * NUM_SLOTS).cache)
+        cache, config = cast(TieredCache, self.watch), SchedulerConfig(max_running=2 * NUM_RUNNING)
+        self._scheduler = Scheduler(cache, config, LOAD_TIMEOUT_S)
         for i in range(NUM_RUNNING):  # lengths one apart: in each step some of them fill a block
             self._scheduler.add(request(random_tokens(1 + i)[: 512 + i]))
         first = request(random_tokens(0))
@@ -483,7 +487,7 @@ class Steps:
         self._scheduler.retire(first)
 
     def admit_and_retire(self) -> tuple[float, float]:
-        """Seconds in tiers/ of the step that admits a long prompt, and of its retirement after it."""
+        """Seconds in tiers/ of the step that admits a long prompt, and of retiring it after that."""
         long = request(random_tokens(0))
         self._scheduler.add(long)
         gc.collect()
@@ -492,15 +496,15 @@ class Steps:
         self._step()
         admitted = self.watch.seconds
         gc.enable()
-        assert long.is_decoding, "a hit leaves one step to the first token"
-        assert len(self._scheduler.running) == NUM_RUNNING + 1, "somebody was preempted"
+        assert long.is_decoding, "a hit took more than one step to its first token"
+        assert len(self._scheduler.running) == NUM_RUNNING + 1, "a request was preempted"
         self.watch.seconds = 0.0
         self._scheduler.retire(long)
         return admitted, self.watch.seconds
 
     def _step(self) -> None:
         work = self._scheduler.schedule()
-        self._scheduler.computed(work)
+        self._scheduler.on_computed(work)
         for item in work:
             if item.request.num_to_compute == 0:
                 item.request.token_ids.append(1)
@@ -508,14 +512,14 @@ class Steps:
 
 
 def request(token_ids: npt.NDArray[np.int32]) -> Request:
-    """A request as the engine queues it, named; nothing here makes text."""
+    """A request as the engine queues it, with names; it needs no detokenizer here."""
     chain = BlockChain(BLOCK_SIZE)
     chain.extend(token_ids)
-    return Request(token_ids.tolist(), SamplingParams(max_tokens=NUM_SLOTS), chain, detokenizer=None)
+    return Request(token_ids.tolist(), SamplingParams(max_tokens=NUM_SLOTS), chain, detokenizer=None)  # type: ignore[arg-type]
 
 
 def whole_step(num_rounds: int) -> list[Row]:
-    """One step of the engine's scheduler, the part spent in tiers/."""
+    """Rows of the time in tiers/ of one step of the engine's scheduler."""
     steps = Steps()
     times = [steps.admit_and_retire() for _ in range(num_rounds + 1)][1:]
     admitted = [1000 * step for step, _ in times]
@@ -529,7 +533,7 @@ def whole_step(num_rounds: int) -> list[Row]:
 
 
 def main() -> None:
-    """First ours against vLLM, then ours alone."""
+    """Compare kvtier with vLLM, then measure kvtier alone."""
     parser = arguments((__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=11, help="of each measurement (11); 7 at least")
     parser.add_argument("--events", action="store_true", help="hit and cold of both with KV events recorded and taken")

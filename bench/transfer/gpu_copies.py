@@ -1,8 +1,8 @@
 """Do scattered blocks cross the bus as fast as one plain copy of pinned memory?
 
-Each way to copy and the one that `CudaMemory` chooses, by size of block, down, up, and both at once; the same with the
-digests that a spill takes and a promotion checks, by threads of a lane; and what pinning host memory costs others.
-Ratios are of things done in turn in one run, in random order: medians. Two minutes on an H200.
+Each way to copy, and the one that `CudaMemory` chooses, by block size: down, up, and both at once. Then the same with
+the digests that a spill takes and a promotion checks, by threads of a lane; and how long pinning host memory delays
+other calls. Ratios are medians over works done in turn in one run, in random order. Two minutes on an H200.
 """
 
 import threading
@@ -16,23 +16,23 @@ import torch
 
 from bench.gpu_report import gpu_arguments, measure, publish_gpu
 from bench.report import Row
-from bench.rounds import KIB, MIB, Side, Work, alternate, at_least, gb_per_s, in_words, ratio_of
+from bench.rounds import KIB, MIB, Side, Work, alternate, at_least, gb_per_s, in_words, ratio_of, ready
 from bench.transfer.gpu_lanes import digests, lanes
 from bench.transfer.gpu_pinning import pinning
 from kvtier.transfer.cuda.copy_choice import COPIES
 from kvtier.transfer.cuda.memory import CudaMemory
 
 SIZES = (64 * KIB, 256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB)
-LEAST_PROMISED = 512 * KIB  # blocks from this size on were promised something
+LEAST_PROMISED = 512 * KIB  # the promises are about blocks of this size and larger ones
 ONE_WAY, BOTH_WAYS = 0.92, 0.85
 BATCH_BYTES = 64 * MIB
-AT_ONCE = 10  # batches each way, when both go at once
+AT_ONCE = 10  # batches each way, when both ways run at once
 PREPARE_S = 30.0
 
 
 @dataclass(frozen=True)
 class Bed:
-    """Device slots of one size, with host slots for each way to copy; twice as many of both as a batch has."""
+    """Device slots of one size, and host slots for each way to copy; twice as many of both as a batch has."""
 
     device: torch.Tensor  # [num_slots, block_bytes]
     memories: dict[str, CudaMemory]  # "chosen" first
@@ -40,7 +40,7 @@ class Bed:
 
     @classmethod
     def of(cls, block_bytes: int, gpu: torch.device) -> "Bed":
-        """Prepared and pinned. Ways that this machine does not have are left out."""
+        """Make a bed with pinned host memory. Ways to copy that this machine does not have are left out."""
         num_slots = 2 * BATCH_BYTES // block_bytes
         device = torch.zeros(num_slots, block_bytes, dtype=torch.uint8, device=gpu)
         memories = {"chosen": CudaMemory(device, num_slots)}
@@ -59,7 +59,7 @@ class Bed:
             memory.close()
 
     def slots(self, scattered: bool) -> tuple[list[int], list[int]]:
-        """Device and host slots of a batch: the first ones, or any in any order."""
+        """Device and host slots of a batch: the first ones, or *scattered* ones."""
         num_slots = len(self.device)
         if not scattered:
             return list(range(num_slots // 2)), list(range(num_slots // 2))
@@ -69,12 +69,12 @@ class Bed:
         ].tolist()
 
     def copy(self, way: str, is_down: bool, scattered: bool) -> Work:
-        """One batch, with everything that a lane's thread calls."""
+        """Work that copies one batch by the call that a lane's thread makes."""
         memory, (above, below) = self.memories[way], self.slots(scattered)
         return (lambda: memory.to_host(above, below)) if is_down else (lambda: memory.to_device(below, above))
 
     def copy_plain(self, is_down: bool) -> Work:
-        """As many bytes in one copy."""
+        """Work that copies as many bytes by one copy of pinned memory."""
         flat = self.device.view(-1)[:BATCH_BYTES]
         target, source = (self.plain, flat) if is_down else (flat, self.plain)
 
@@ -86,14 +86,14 @@ class Bed:
 
 
 def one_way(bed: Bed, size: str, promised: bool, num_rounds: int) -> list[Row]:
-    """Every way, contiguous and scattered, against the plain copy."""
+    """Rows of every way to copy, contiguous and scattered, against the plain copy."""
     rows = []
     for is_down in (True, False):
         works = {"plain": bed.copy_plain(is_down)}
         for way in bed.memories:
             works[f"{way}, contiguous"] = bed.copy(way, is_down, scattered=False)
             works[f"{way}, scattered"] = bed.copy(way, is_down, scattered=True)
-        times = alternate([Side(name, lambda work=work: work) for name, work in works.items()], num_rounds)
+        times = alternate([Side(name, ready(work)) for name, work in works.items()], num_rounds)
         name = f"{size} {'down' if is_down else 'up'}"
         rows.append(Row(f"{name}: plain pinned copy", gb_per_s(BATCH_BYTES, times["plain"]), "GB/s"))
         rows.append(Row(f"{name}: chosen, scattered", gb_per_s(BATCH_BYTES, times["chosen, scattered"]), "GB/s"))
@@ -104,7 +104,7 @@ def one_way(bed: Bed, size: str, promised: bool, num_rounds: int) -> list[Row]:
 
 
 def both_ways(bed: Bed, size: str, promised: bool, num_rounds: int) -> list[Row]:
-    """Both directions at once, each on a stream and a thread of its own; upper and lower slots as they come."""
+    """Rows of both directions at once, each on a stream and a thread of its own, of scattered slots."""
     ours = at_once([bed.copy("chosen", is_down, scattered=True) for is_down in (True, False)])
     other = torch.zeros_like(bed.plain).pin_memory()
     halves = [(other, bed.device.view(-1)[:BATCH_BYTES]), (bed.device.view(-1)[BATCH_BYTES:], bed.plain)]
@@ -117,7 +117,7 @@ def both_ways(bed: Bed, size: str, promised: bool, num_rounds: int) -> list[Row]
         return copy
 
     plain = at_once([copies(*half) for half in halves])
-    times = alternate([Side("chosen", lambda: ours), Side("plain", lambda: plain)], num_rounds)
+    times = alternate([Side("chosen", ready(ours)), Side("plain", ready(plain))], num_rounds)
     num_bytes = 2 * AT_ONCE * BATCH_BYTES
     return [
         Row(f"{size} both ways: two plain copies", gb_per_s(num_bytes, times["plain"]), "GB/s"),
@@ -130,7 +130,7 @@ def both_ways(bed: Bed, size: str, promised: bool, num_rounds: int) -> list[Row]
 
 
 def at_once(works: Sequence[Work]) -> Work:
-    """All of them, `AT_ONCE` times over, side by side."""
+    """Work that does all *works* side by side, `AT_ONCE` times each."""
 
     def run(work: Work) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -148,7 +148,7 @@ def at_once(works: Sequence[Work]) -> Work:
 
 
 def copies(gpu: torch.device, block_bytes: int, num_rounds: int) -> list[Row]:
-    """Of blocks of one size."""
+    """Rows of copying blocks of one size."""
     size, promised = in_words(block_bytes), block_bytes >= LEAST_PROMISED
     with closing(Bed.of(block_bytes, gpu)) as bed:
         print(f"{size}: {bed.memories['chosen'].choice}", flush=True)

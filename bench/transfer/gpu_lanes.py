@@ -1,11 +1,12 @@
-"""Promote and spill as a lane does them, with the digest of every block; and digests alone, by threads."""
+"""Measures promotions and spills of a lane, with the digest of every block, and digests alone, by threads."""
 
 import queue
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ import torch
 import xxhash
 
 from bench.report import Row
-from bench.rounds import KIB, MIB, Side, Work, alternate, at_least, gb_per_s, ratio_of, seconds
+from bench.rounds import KIB, MIB, Side, Work, alternate, at_least, gb_per_s, ratio_of, ready, seconds
 from kvtier.store.process.store_process import SWITCH_INTERVAL_S
 from kvtier.store.record import digest
 from kvtier.transfer.cuda.lane import CudaLane
@@ -25,17 +26,18 @@ NUM_BLOCKS = 1024
 NUM_BYTES = NUM_BLOCKS * BLOCK_BYTES
 NUM_THREADS = (1, 2, 4, 8)
 BATCH_BYTES = (4 * MIB, 16 * MIB)
-PROMISED = (4, 16 * MIB, "released")  # what the engine's lanes should be
+PROMISED = (4, 16 * MIB, "released")  # threads, batch and lock of the engine's lanes
 LEAST = 0.92
 DEADLINE_S = 60.0
 
+T = TypeVar("T")
 Digest = Callable[[Any], bytes]
-# "kept": in pieces, the interpreter's lock is held. "released": a block at once, without the lock.
+# "kept": in pieces, holding the interpreter's lock. "released": a whole block at once, without the lock.
 DIGESTS: dict[str, Digest] = {"kept": digest, "released": xxhash.xxh3_128_digest}
 
 
 def lanes(gpu: torch.device, num_rounds: int) -> list[Row]:
-    """Half a gigabyte of scattered blocks, each verified before it goes up or digested when it has come down."""
+    """Rows of copying half a GiB of scattered blocks, each verified before it goes up or digested after coming down."""
     device = torch.zeros(NUM_BLOCKS, BLOCK_BYTES, dtype=torch.uint8, device=gpu)
     memory = CudaMemory(device, NUM_BLOCKS)
     memory.wait_prepared(DEADLINE_S)
@@ -55,9 +57,7 @@ def lanes(gpu: torch.device, num_rounds: int) -> list[Row]:
                 for kind, take_digest in DIGESTS.items():
                     works = _works(memory, above, below, known, batch_bytes // BLOCK_BYTES, take_digest, is_down)
                     name = f"{num_threads} threads, {batch_bytes // MIB} MiB, lock {kind}"
-                    sides.append(
-                        Side(name, lambda works=works, lane=lane, done=finished: lambda: _run(works, lane, done))
-                    )
+                    sides.append(Side(name, ready(partial(_run, works, lane, finished))))
         times = alternate(sides, num_rounds)
         direction = "spill" if is_down else "promote"
         rows.append(Row(f"{direction} with digests: plain copy", gb_per_s(NUM_BYTES, times["plain"]), "GB/s"))
@@ -73,18 +73,17 @@ def lanes(gpu: torch.device, num_rounds: int) -> list[Row]:
 
 
 def digests(num_rounds: int) -> list[Row]:
-    """Digests by threads, alone and beside a thread that computes in Python, as a busy engine does; and its loss."""
+    """Rows of digests by threads, alone and beside a thread that computes in Python, and of the speed left to that."""
     blocks = np.random.default_rng(0).integers(0, 256, (NUM_BLOCKS // 4, BLOCK_BYTES), dtype=np.uint8)
     rows = []
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with _Spinner() as spinner:
-        undisturbed = spinner.speed_during(lambda: time.sleep(0.5))
+        undisturbed, _ = spinner.speed_during(partial(time.sleep, 0.5))
         for kind, take_digest in DIGESTS.items():
             for num_threads in NUM_THREADS:
                 work = _digests_by(num_threads, take_digest, blocks)
                 name = f"digests of 512 KiB, lock {kind}, {num_threads} threads"
-                times: list[float] = []
-                speed = spinner.speed_during(lambda work=work, times=times: times.extend(_times(work, num_rounds)))
+                speed, times = spinner.speed_during(partial(_times, work, num_rounds))
                 rows.append(Row(f"{name}, beside a busy thread", gb_per_s(blocks.nbytes, times), "GB/s"))
                 rows.append(Row(f"{name}: the busy thread is left", 100 * speed / undisturbed, "%"))
     for kind, take_digest in DIGESTS.items():
@@ -96,7 +95,7 @@ def digests(num_rounds: int) -> list[Row]:
 
 
 class _Spinner:
-    """A thread that counts in Python, without a pause."""
+    """A thread that counts in Python without a pause."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -111,11 +110,11 @@ class _Spinner:
         self._stop.set()
         self._thread.join()
 
-    def speed_during(self, work: Callable[[], object]) -> float:
-        """Counts a second while *work* goes on."""
+    def speed_during(self, work: Callable[[], T]) -> tuple[float, T]:
+        """Counts a second while *work* goes on, and what it returned."""
         started, before = time.perf_counter(), self._count
-        work()
-        return (self._count - before) / (time.perf_counter() - started)
+        result = work()
+        return (self._count - before) / (time.perf_counter() - started), result
 
     def _spin(self) -> None:
         while not self._stop.is_set():
@@ -123,7 +122,7 @@ class _Spinner:
 
 
 def _digests_by(num_threads: int, take_digest: Digest, blocks: npt.NDArray[np.uint8]) -> Work:
-    """All blocks' digests, by so many threads."""
+    """Work that takes the digests of all *blocks* by *num_threads* threads."""
 
     def digest_share(share: npt.NDArray[np.int64]) -> None:
         for block_id in share:
@@ -141,7 +140,7 @@ def _digests_by(num_threads: int, take_digest: Digest, blocks: npt.NDArray[np.ui
 
 
 def _times(work: Work, num_rounds: int) -> list[float]:
-    """Seconds of each round, after one that does not count."""
+    """Seconds of *work* in each round. A first round is left out."""
     return [seconds(work) for _ in range(num_rounds + 1)][1:]
 
 
@@ -153,7 +152,7 @@ def _plain(device: torch.Tensor, plain: torch.Tensor, is_down: bool) -> Side:
         target.copy_(source, non_blocking=True)
         torch.cuda.current_stream().synchronize()
 
-    return Side("plain", lambda: copy)
+    return Side("plain", ready(copy))
 
 
 def _works(
@@ -165,7 +164,7 @@ def _works(
     take_digest: Digest,
     is_down: bool,
 ) -> list[Callable[[], object]]:
-    """What `Spiller` or `upload_blocks` gives to a lane, batch by batch."""
+    """The work of a spill (*is_down*) or promotion that a lane gets, batch by batch."""
 
     def spill(upper: list[int], lower: list[int]) -> list[bytes]:
         memory.to_host(upper, lower)
@@ -178,7 +177,7 @@ def _works(
 
     work = spill if is_down else promote
     parts = [slice(start, start + num_blocks) for start in range(0, NUM_BLOCKS, num_blocks)]
-    return [lambda part=part: work(above[part], below[part]) for part in parts]
+    return [partial(work, above[part], below[part]) for part in parts]
 
 
 def _run(works: list[Callable[[], object]], lane: CudaLane, finished: Finished) -> None:

@@ -1,8 +1,9 @@
-"""Pinning host memory in the background: how long it takes, and how long it keeps other CUDA calls waiting."""
+"""Measures how long pinning host memory in the background takes, and how long it delays other CUDA calls."""
 
 import statistics
 import time
 from collections.abc import Callable
+from unittest.mock import patch
 
 import torch
 
@@ -10,6 +11,7 @@ from bench.report import Row
 from bench.rounds import KIB, MIB, at_most
 from kvtier.transfer.cuda import memory as cuda_memory
 from kvtier.transfer.cuda.memory import CudaMemory
+from kvtier.transfer.cuda.pinning import cuda_pin
 from kvtier.transfer.host_slab import PIECE_BYTES, Pin
 
 BLOCK_BYTES = 512 * KIB
@@ -19,19 +21,15 @@ PINNING_S = 90.0
 
 
 def pinning(gpu: torch.device, num_bytes: int) -> list[Row]:
-    """A host tier of *num_bytes* is prepared while small CUDA calls go on, all without a rest between pieces."""
+    """Rows of pinning *num_bytes* of host memory, piece after piece, while small CUDA calls go on."""
     device = torch.zeros(4, BLOCK_BYTES, dtype=torch.uint8, device=gpu)
     small = torch.zeros(1024, device=gpu)
     quiet = _small_calls(small, lambda: False, QUIET_S)
     pieces: list[float] = []
-    own_pin = cuda_memory.cuda_pin
-    cuda_memory.cuda_pin = lambda device: _timed(own_pin(device), pieces)
     started = time.perf_counter()
-    try:
+    with patch.object(cuda_memory, "cuda_pin", lambda device: _timed(cuda_pin(device), pieces)):
         memory = CudaMemory(device, num_bytes // BLOCK_BYTES, way="loop")
-    finally:
-        cuda_memory.cuda_pin = own_pin
-    memory.to_host([0], [memory.num_host_slots - 1])  # the last to be pinned
+    memory.to_host([0], [memory.num_host_slots - 1])  # the slot that is pinned last
     first_copy_s = time.perf_counter() - started
     stalls = _small_calls(small, lambda: memory.prepared_bytes == num_bytes, PINNING_S)
     took_s = time.perf_counter() - started

@@ -1,1 +1,1 @@
-"""Everything behind `kvtier …`."""
+"""The commands of `kvtier`: their arguments, and what each does."""

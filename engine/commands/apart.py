@@ -1,4 +1,4 @@
-"""Runs a function in a process of its own: one that may crash, as a broken file crashes who maps it."""
+"""Runs a function in a process of its own, since it may crash: a broken mapped file ends the process that reads it."""
 
 import contextlib
 import signal
@@ -14,14 +14,14 @@ from typing import IO, Any, ParamSpec, TypeVar
 
 from kvtier.store.process.channel import portable
 
-_END_TIMEOUT_S = 5.0  # for closing a store when nobody listens any more
+_END_TIMEOUT_S = 5.0  # for closing a store after the caller has stopped reading
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
 class Crashed(RuntimeError):
-    """The process ended before the function did. *signal_name* is what ended it, "" if it ended by itself."""
+    """The process ended before its function returned. *signal_name* is the signal that ended it, "" if none did."""
 
     def __init__(self, signal_name: str, last_words: str) -> None:
         super().__init__(f"a process of its own ended early: {signal_name or last_words}")
@@ -29,7 +29,7 @@ class Crashed(RuntimeError):
 
 
 def call_apart(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """What *function* returns or raises in a process of its own; `Crashed` if that ends."""
+    """Call *function* in a process of its own; its result, or what it raises. `Crashed` if the process ends early."""
     with _process(function, args, kwargs) as items:
         (result,) = items
     return result  # type: ignore[no-any-return]  # what comes out of a pickle
@@ -37,10 +37,10 @@ def call_apart(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) 
 
 @contextmanager
 def iterate_apart(generator: Callable[_P, Iterator[_T]], *args: _P.args, **kwargs: _P.kwargs) -> Iterator[Iterator[_T]]:
-    """What *generator* yields and raises in a process of its own; `Crashed` if that ends.
+    """Run *generator* in a process of its own; an iterator over what it yields. `Crashed` if the process ends early.
 
-    Leaving the context closes the generator; one that takes more than 5 s for it is killed. Ctrl-C in a terminal does
-    not reach it. When this process is killed, it is closed at its next item.
+    Leaving the context closes the generator; its process is killed if that takes more than 5 s. Ctrl-C in a terminal
+    does not reach it. When the calling process is killed, the generator is closed at its next item.
     """
     with _process(generator, args, kwargs) as items:
         yield items
@@ -52,7 +52,7 @@ def _process(*job: Any) -> Iterator[Iterator[Any]]:
     with tempfile.TemporaryFile() as errors:
         with there:
             process = subprocess.Popen(
-                # -P: no module of this one's is looked for in the working directory
+                # -P: modules are not looked for in the working directory
                 [sys.executable, "-P", "-m", __name__, str(there.fileno())],
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -100,13 +100,13 @@ def _received(
 
 
 def main() -> None:
-    """Run the function that comes over the connection in the first argument."""
+    """Run the function that comes over the connection whose descriptor is the first argument, and send its results."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     job = connection.recv()
-    with contextlib.suppress(ConnectionError), contextlib.closing(_messages(*job)) as messages:  # until nobody listens
+    with contextlib.suppress(ConnectionError), contextlib.closing(_messages(*job)) as messages:
         for message in messages:
-            connection.send(message)
+            connection.send(message)  # ConnectionError: the caller has closed its end
 
 
 def _messages(function: Callable[..., Any], args: Any, kwargs: Any) -> Generator[tuple[str, Any], None, None]:
@@ -119,7 +119,7 @@ def _messages(function: Callable[..., Any], args: Any, kwargs: Any) -> Generator
         else:
             yield "item", result
         yield "end", None
-    except Exception as error:  # the listener's to handle
+    except Exception as error:  # raised again in the calling process
         error.add_note(traceback.format_exc())
         yield "error", portable(error)
 

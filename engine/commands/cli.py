@@ -1,4 +1,4 @@
-"""The command `kvtier`."""
+"""The command `kvtier`: its arguments, and one line on stderr for each mistake in them."""
 
 import argparse
 import os
@@ -7,24 +7,32 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn, TypeAlias
+from typing import TypeAlias
 
+from kvtier.engine.commands.arguments import HelpFormatter, OneLineParser, some_text
 from kvtier.engine.commands.doc_arguments import add_doc
 from kvtier.engine.commands.sidecar_arguments import add_sidecar, given_tables
 
-EXAMPLES = """examples:
+DEMO_EXAMPLES = """examples:
   kvtier demo                                  the bundled model, offline, on the CPU; about a minute
   kvtier demo --tokens 16000                   a longer document
   kvtier demo --model smollm2                  a real one on the CPU, offline: pip install 'kvtier[real]'; minutes
   kvtier demo --model Qwen/Qwen3-0.6B --device cuda --document report.txt
   kvtier demo --json > demo.json               one JSON object, for scripts
+
+exit status: 0 every answer is right and stays the same, 1 an answer changed or is wrong, 2 the demo could not run
 """
-MORE_EXAMPLES = """  kvtier check ~/.cache/kvtier                 verify every byte of a store that no engine has open
+EXAMPLES = """examples:
+  kvtier demo                                  ask a long document, offline, on the CPU; about a minute
+  kvtier demo --json > demo.json               the same as one JSON object, for scripts
+  kvtier serve --model Qwen/Qwen3-0.6B         an OpenAI-compatible server on http://127.0.0.1:8000
+  kvtier doc add report.txt                    a document that the server keeps warm
+  kvtier sidecar --host 32GiB                  host memory and disk for vLLM, which attaches by configuration
+  kvtier check ~/.cache/kvtier                 verify every byte of a store that no engine has open
   kvtier stats ~/.cache/kvtier                 what is in a store, also while an engine uses it
   kvtier store rm ~/.cache/kvtier --all-but 3f2a
-  kvtier serve --model Qwen/Qwen3-0.6B         an OpenAI-compatible server
-  kvtier doc add report.txt                    a document that it keeps warm
-  kvtier sidecar --host 32GiB                  host memory and disk for vLLM, by a flag of its own
+
+'kvtier COMMAND --help' explains a command.
 """
 CHECK_EXAMPLES = """examples:
   kvtier check ~/.cache/kvtier                 the accounting, and every record
@@ -46,6 +54,8 @@ STORE_EXAMPLES = """examples:
   kvtier store rm ~/.cache/kvtier --namespace 3f2a --namespace 71 --yes
   kvtier store rm ~/.cache/kvtier --all-but 3f2a
   kvtier store rm ~/.cache/kvtier --all
+
+exit status: 0 it is done, 1 the store is damaged, 2 it could not be read, or the answer was no
 """
 SERVE_EXAMPLES = """examples:
   kvtier serve --model Qwen/Qwen3-0.6B --config laptop
@@ -55,26 +65,29 @@ SERVE_EXAMPLES = """examples:
 then:
   curl localhost:8000/v1/completions -d '{"model": "Qwen/Qwen3-0.6B", "prompt": "The capital of France is"}'
 
-exit status: 0 it was told to end, or --check-config found nothing that it would refuse; 2 it could not serve
+routes: /v1/completions, /v1/chat/completions, /v1/models, /v1/documents, /health, /ready, /metrics, /version
+
+An option given here replaces what the configuration has in [server].
+
+signals: SIGTERM and Ctrl-C let running requests finish, write what is cached to disk and end the process; a second one
+ends it at once. SIGHUP reads the file of API keys again.
+
+exit status: 0 it was told to end, or --check-config found nothing that the server would refuse; 2 it could not serve
 """
 
 _MODELS = "a causal LM that transformers loads: a folder, a GGUF file, a hub id, or smollm2 (in kvtier[real])"
 
-_Commands: TypeAlias = "argparse._SubParsersAction[_OneLineParser]"
+_LEAST_TOKENS = 1000  # of the demo's document: with fewer there is nothing to see
+_MOST_PORT = 65535
 
-
-class _OneLineParser(argparse.ArgumentParser):
-    """Says a mistake in one line, as everything else here does; the usage is what --help is for."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"kvtier: {message}; see {self.prog} --help\n")
+_Commands: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status. A mistake of the user's is one line that says what to do."""
-    options = _parser().parse_args(arguments)
-    # Before torch is loaded. Its threads spin while they wait for each other, by default so long that next to anything
-    # else that computes a step takes five times as long, and a part longer next to our own copies.
+    """Run the command and return its exit status; a mistake of the user's is one line that says what to do."""
+    options = build_parser().parse_args(arguments)
+    # Before torch is loaded. Its threads spin while they wait for each other, by default so long that a step takes five
+    # times as long beside another busy process, and somewhat longer beside kvtier's own copies.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
@@ -84,12 +97,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("kvtier: stopped", file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader of our output has had enough
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except MemoryError as error:
         print(
-            f"kvtier: not enough memory ({error}); lower device.capacity, host.capacity or disk.capacity",
+            f"kvtier: not enough memory ({error}); take a smaller model, or lower device.capacity, host.capacity or "
+            "disk.capacity",
             file=sys.stderr,
         )
         return 2
@@ -99,22 +113,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(getattr(error, "exit_status", 2))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _OneLineParser(
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = OneLineParser(
         prog="kvtier",
-        description="Tiered KV-cache offload for LLM inference: device, host memory, disk; every load verified.",
-        epilog=EXAMPLES + MORE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Keeps an LLM's KV cache in three tiers, device, host memory and disk, and verifies every load.",
+        epilog=EXAMPLES,
+        formatter_class=HelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"kvtier {version('kvtier')}")
+    parser.add_argument("--version", action="version", version=f"kvtier {version('kvtier')}", help="print the version")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands)
-    _add_check(commands)
-    _add_stats(commands)
-    _add_store(commands)
     _add_serve(commands)
     add_doc(commands, _doc)
     add_sidecar(commands, _sidecar)
+    _add_check(commands)
+    _add_stats(commands)
+    _add_store(commands)
     return parser
 
 
@@ -122,18 +137,31 @@ def _add_demo(commands: _Commands) -> None:
     demo = commands.add_parser(
         "demo",
         help="ask many questions of a long document and see which tier answers",
-        description="Asks questions of one long document: cold, from the device pool, from host memory, from disk, "
-        "from disk in a new process, and with one damaged byte on disk. Prints answers, time to first token (TTFT) "
-        "and where the prompt's tokens came from.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Asks questions of one long document six times (cold, from the device pool, from host memory, from "
+        "disk, from disk in a new process, and with one damaged byte on disk) and prints the answers, the time to the "
+        "first token (TTFT) and where the prompt's tokens came from.",
+        epilog=DEMO_EXAMPLES,
+        formatter_class=HelpFormatter,
     )
-    demo.add_argument("--model", metavar="MODEL", help=f"{_MODELS}; default: a bundled one")
-    demo.add_argument("--document", metavar="FILE", help="a text to ask about; facts to ask for are woven into it")
+    demo.add_argument("--model", type=some_text, metavar="MODEL", help=f"{_MODELS} (default: a bundled one)")
     demo.add_argument(
-        "--tokens", type=int, metavar="N", help="length of the made document (10000; of a --model on the CPU 1000)"
+        "--document",
+        type=some_text,
+        metavar="FILE",
+        help="a text to ask about; facts to ask for are woven into it (default: a text that is made)",
     )
-    demo.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda for --model only")
+    demo.add_argument(
+        "--tokens",
+        type=_length,
+        metavar="N",
+        help=f"length of the made document, {_LEAST_TOKENS} or more (default: 10000; 1000 of a --model on the CPU)",
+    )
+    demo.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="auto: for a --model cuda where there is a GPU, else cpu (default: auto)",
+    )
     demo.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     demo.set_defaults(run=_demo)
 
@@ -142,15 +170,15 @@ def _add_check(commands: _Commands) -> None:
     check = commands.add_parser(
         "check",
         help="verify a store: its accounting and every byte in it",
-        description="Compares a store's accounting with a full count, reads all records and verifies them. For a store "
-        "that no engine has open. Without --fix it deletes nothing, whatever it finds.",
+        description="Reads all records of a store that no engine has open, verifies them, and compares the store's "
+        "accounting with a full count; without --fix it deletes nothing.",
         epilog=CHECK_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     _add_folder(check)
     check.add_argument("--fix", action="store_true", help="delete bad records (not those with another encryption key)")
-    check.add_argument("--sample", type=_count, metavar="N", help="read only N random records")
-    check.add_argument("--key-file", type=_path, metavar="FILE", help="the key of an encrypted store")
+    check.add_argument("--sample", type=_count, metavar="N", help="read only N random records (default: all)")
+    check.add_argument("--key-file", type=_path, metavar="FILE", help="the key of an encrypted store (default: none)")
     check.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     check.set_defaults(run=_check)
 
@@ -158,10 +186,10 @@ def _add_check(commands: _Commands) -> None:
 def _add_stats(commands: _Commands) -> None:
     stats = commands.add_parser(
         "stats",
-        help="what is in a store",
-        description="What is in a store, by namespace, and how it was left. Works also while an engine has it open.",
+        help="show what is in a store",
+        description="Shows what is in a store, by namespace, and how it was left; also while an engine has it open.",
         epilog=STATS_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     _add_folder(stats)
     stats.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
@@ -172,9 +200,10 @@ def _add_store(commands: _Commands) -> None:
     store = commands.add_parser(
         "store",
         help="list or delete the namespaces of a store",
-        description="A namespace is what one model, with its weights, dtype and layout of KV, has in a store.",
+        description="Lists or deletes the namespaces of a store; a namespace is what one model, with its weights, dtype"
+        " and layout of KV, has in it.",
         epilog=STORE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     actions = store.add_subparsers(title="commands", required=True, metavar="COMMAND")
     ls = actions.add_parser(
@@ -182,59 +211,75 @@ def _add_store(commands: _Commands) -> None:
         help="list the namespaces",
         description="Lists the namespaces of a store, also while an engine has it open.",
         epilog=STORE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     _add_folder(ls)
     ls.set_defaults(run=_store_ls)
     rm = actions.add_parser(
         "rm",
         help="delete the records of namespaces",
-        description="Deletes the records of namespaces, for a store that no engine has open, and gives their room back "
-        "to the file system, so that nobody finds them there. HEX is the beginning of a name.",
+        description="Deletes the records of namespaces of a store that no engine has open, and gives their room back to"
+        " the file system, so that their bytes cannot be read there any more.",
         epilog=STORE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     _add_folder(rm)
     which = rm.add_mutually_exclusive_group(required=True)
-    which.add_argument("--namespace", action="append", default=[], metavar="HEX", help="this one; may be repeated")
-    which.add_argument("--all-but", action="append", default=[], metavar="HEX", help="not this one; may be repeated")
-    which.add_argument("--all", action="store_true", help="every record")
-    rm.add_argument("--yes", action="store_true", help="do not ask")
+    beginning = "the beginning of its name in hexadecimal; may be repeated"
+    which.add_argument("--namespace", action="append", default=[], metavar="HEX", help=f"delete this one: {beginning}")
+    which.add_argument(
+        "--all-but", action="append", default=[], metavar="HEX", help=f"delete all but this one: {beginning}"
+    )
+    which.add_argument("--all", action="store_true", help="delete every record")
+    rm.add_argument("--yes", action="store_true", help="do not ask (default: ask on the terminal)")
     rm.set_defaults(run=_store_rm)
 
 
 def _add_serve(commands: _Commands) -> None:
     serve = commands.add_parser(
         "serve",
-        help="an OpenAI-compatible server",
-        description="Serves a model over HTTP, as OpenAI's API has it: /v1/completions, /v1/chat/completions, "
-        "/v1/models; and /health, /ready, /metrics, /version. Documents that it keeps warm by name are under "
-        "/v1/documents (see kvtier doc). What is given here replaces what the configuration has in [server]. SIGTERM "
-        "lets running requests finish, writes what is cached to disk and ends; a second one ends at once. SIGHUP reads "
-        "the file of API keys again.",
+        help="serve a model over HTTP, as OpenAI's API has it",
+        description="Serves a model over HTTP, as OpenAI's API has it, and keeps documents of 'kvtier doc' warm.",
         epilog=SERVE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
-    serve.add_argument("--model", required=True, metavar="MODEL", help=_MODELS)
-    serve.add_argument("--config", metavar="FILE_OR_NAME", help="a TOML file, or laptop, longdoc-qa, gpu-8gb")
-    serve.add_argument("--host", metavar="ADDRESS", help="where to listen (127.0.0.1: this machine only)")
-    serve.add_argument("--port", type=int, metavar="N", help="0: a free one (8000)")
-    serve.add_argument("--model-name", metavar="NAME", help="what clients call the model (its folder, file or hub id)")
+    serve.add_argument("--model", type=some_text, required=True, metavar="MODEL", help=_MODELS)
+    serve.add_argument(
+        "--config",
+        metavar="FILE_OR_NAME",
+        help="a TOML file, or laptop, longdoc-qa, gpu-8gb (default: each key's default, and no disk)",
+    )
+    serve.add_argument(
+        "--host", type=some_text, metavar="ADDRESS", help="where to listen (default: 127.0.0.1, this machine only)"
+    )
+    serve.add_argument("--port", type=_port, metavar="N", help="0: a free one (default: 8000)")
+    serve.add_argument(
+        "--model-name",
+        type=some_text,
+        metavar="NAME",
+        help="what clients call the model (default: its folder, file or hub id)",
+    )
     serve.add_argument(
         "--lora",
         action="append",
         default=[],
         type=_adapter,
         metavar="NAME=FOLDER",
-        help="an adapter that peft wrote, as a model of that name beside the model; may be repeated",
+        help="serve an adapter that peft wrote, as a model called NAME; may be repeated (default: none)",
     )
-    serve.add_argument("--api-keys", metavar="FILE", help='TOML or JSON: a table [keys] of "KEY" = "tenant"')
+    serve.add_argument(
+        "--api-keys",
+        type=some_text,
+        metavar="FILE",
+        help='TOML or JSON: a table [keys] of "KEY" = "tenant" (default: requests need no key)',
+    )
     serve.add_argument(
         "--tenant-isolation",
         choices=["off", "strict"],
-        help="strict: tenants share no cached block; off: they share those of requests without a cache_salt (strict)",
+        help="strict: tenants share no cached block; off: they share those of requests without a cache_salt "
+        "(default: strict)",
     )
-    serve.add_argument("--log-format", choices=["human", "json"], help="json: one object a line (human)")
+    serve.add_argument("--log-format", choices=["human", "json"], help="json: one object a line (default: human)")
     serve.add_argument("--check-config", action="store_true", help="print what the configuration comes to, and end")
     serve.set_defaults(run=_serve)
 
@@ -244,19 +289,31 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
 
 
 def _path(text: str) -> Path:
-    return Path(text).expanduser()
+    return Path(some_text(text)).expanduser()
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > _MOST_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; give a number from 0 to {_MOST_PORT}")
+    return int(text)
 
 
 def _adapter(text: str) -> tuple[str, str]:
     name, _, folder = text.partition("=")
     if not name or not folder:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FOLDER")
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FOLDER; write it as legal=adapters/legal")
     return name, folder
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of records; give 1 or more")
+    return int(text)
+
+
+def _length(text: str) -> int:
+    if not text.isdecimal() or int(text) < _LEAST_TOKENS:
+        raise argparse.ArgumentTypeError(f"{text!r} is too short or no number; give {_LEAST_TOKENS} or more")
     return int(text)
 
 
@@ -268,10 +325,8 @@ def _demo(options: argparse.Namespace) -> int:
     # Imported here: torch and transformers take seconds, which neither `kvtier --help` nor a mistake needs.
     from kvtier.engine.commands.demo.report import report
 
-    # Ended from outside it cleans up as with Ctrl-C: its store is a temporary folder of some hundred megabytes.
+    # SIGTERM cleans up as Ctrl-C does: the store is a temporary folder of some hundred megabytes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if options.tokens is not None and options.tokens < 1000:
-        raise ValueError(f"--tokens {options.tokens}: too short to show anything; use 1000 or more")
     return report(options.model, options.document, options.tokens, options.device, options.json)
 
 
@@ -280,7 +335,12 @@ def _serve(options: argparse.Namespace) -> int:
 
     names = ("host", "port", "model_name", "api_keys", "tenant_isolation", "log_format")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    return serve(options.model, options.config, given, dict(options.lora), options.check_config)
+    adapters: dict[str, str] = {}
+    for name, folder in options.lora:
+        if name in adapters:
+            raise ValueError(f"--lora {name}: is given twice; give each adapter a name of its own")
+        adapters[name] = folder
+    return serve(options.model, options.config, given, adapters, options.check_config)
 
 
 def _doc(options: argparse.Namespace) -> int:
@@ -295,7 +355,7 @@ def _sidecar(options: argparse.Namespace) -> int:
     return run_sidecar(options.config, given_tables(options), options.check_config)
 
 
-# Imported there: rich and LMDB take a quarter of a second.
+# The next four import late: rich and LMDB take a quarter of a second.
 
 
 def _check(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`kvtier doc`: documents of a running server, from the command line."""
+"""`kvtier doc`: puts, lists, shows, warms, pins and deletes documents of a running server."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ _AT_WORK = ("queued", "prefilling")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what was asked for; the exit status."""
+    """Carry out the action that *options* name; the exit status."""
     client = DocumentClient(options.url, options.api_key or os.environ.get("KVTIER_API_KEY"))
     actions: dict[str, Callable[[DocumentClient, argparse.Namespace], int]] = {
         "add": _add,
@@ -103,7 +103,7 @@ def _watch(
     num_done: Callable[[dict[str, Any]], int],
     is_at_work: Callable[[dict[str, Any]], bool],
 ) -> dict[str, Any]:
-    """Wait while the server is at work on the document, with a bar on a terminal; the document as it is then."""
+    """Wait while the server works on the document, with a bar on a terminal; the document as it is after that."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task(there["status"], total=there["num_tokens"])
@@ -119,7 +119,7 @@ def _num_warm(it: dict[str, Any]) -> int:
 
 
 def _tell(it: dict[str, Any], as_json: bool) -> int:
-    """Print one document; 1 if there is something wrong with it."""
+    """Print one document; the exit status, 1 if the document has failed or is damaged."""
     if as_json:
         print(json.dumps(it))
     else:
@@ -168,7 +168,7 @@ def _pinned(it: dict[str, Any]) -> str:
 
 
 def _id_of(file: str) -> str:
-    """The id of a document without one: its file's name, as far as an id may say it."""
+    """The id for a document that is put without one: its file's name, with "-" for characters that no id has."""
     if file == "-":
         raise ValueError("doc add -: give --id; standard input has no name")
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(file).name)[:128] or "-"

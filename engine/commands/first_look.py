@@ -1,13 +1,13 @@
-"""What is wrong with what a command was given, as far as its files tell before torch is imported, which takes seconds.
+"""Refuses a model or a file that a command cannot use before torch is imported, which takes seconds.
 
-Only what is sure to fail later is refused here; what is not seen, loading refuses.
+Only what is sure to fail later is refused here; loading refuses the rest.
 """
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
-from kvtier.engine.config import Config, LoraConfig
+from kvtier.engine.config import Config
+from kvtier.engine.model.adapter_folder import CONFIG_FILE, check_adapter_folder
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.store.codec.cipher import Cipher
 
@@ -15,7 +15,7 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def check_model(name: str) -> None:
-    """ValueError for a model that cannot be loaded: a path of nothing, or a folder without a model in it."""
+    """Refuse a model that cannot be loaded with a ValueError: a path that does not exist, a folder without a model."""
     checkpoint = Checkpoint.of(name)
     why = None if checkpoint.gguf_file is not None else _fault_of(name, Path(checkpoint.source))
     if why is not None:
@@ -23,9 +23,9 @@ def check_model(name: str) -> None:
 
 
 def check_files(config: Config) -> None:
-    """What loading raises for adapters, an encryption key or a folder of documents that cannot be used."""
+    """Raise what loading would raise for unusable adapters, encryption keys and folders of documents."""
     for name, table in config.lora.items():
-        _check_adapter(name, table)
+        check_adapter_folder(name, Path(table.path).expanduser())
     if config.disk is not None and config.disk.encryption_key_file is not None:
         Cipher.from_file(Path(config.disk.encryption_key_file).expanduser())
     if config.documents.path is not None:
@@ -37,9 +37,9 @@ def check_files(config: Config) -> None:
 
 def _fault_of(name: str, folder: Path) -> str | None:
     if not folder.is_dir():
-        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1  # else it is a name on the hub
+        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1  # other names are looked up on the hub
         return "there is no such folder" if is_path else None
-    if (folder / "adapter_config.json").is_file():  # names its model, which may be on the hub
+    if (folder / CONFIG_FILE).is_file():  # it names its model, which may be on the hub
         return None
     return _fault_in(folder)
 
@@ -58,15 +58,3 @@ def _fault_in(folder: Path) -> str | None:
     if not any(True for pattern in _WEIGHTS for _ in folder.glob(pattern)):
         return "the folder has no weights, *.safetensors or *.bin"
     return None
-
-
-def _check_adapter(name: str, table: LoraConfig) -> None:
-    if find_spec("peft") is None:
-        raise ImportError("lora: needs peft; pip install 'kvtier[lora]', or remove the [lora] tables")
-    folder = Path(table.path).expanduser()
-    if not folder.is_dir():
-        raise ValueError(f"lora {name}: there is no folder {folder}; give the one that peft's save_pretrained wrote")
-    if not (folder / "adapter_config.json").is_file():
-        raise ValueError(
-            f"lora {name}: {folder} is no adapter (it has no adapter_config.json); give a folder of peft's"
-        )

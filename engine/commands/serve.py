@@ -1,4 +1,4 @@
-"""`kvtier serve`: what belongs to the process: configuration, keys, the port, signals, the log."""
+"""`kvtier serve`: reads configuration and keys, opens the port, and handles signals and the log of the process."""
 
 import asyncio
 import logging
@@ -26,11 +26,11 @@ _LOOPBACK = ("127.", "::1", "localhost")
 def serve(
     model: str, source: str | None, given: Mapping[str, object], adapters: Mapping[str, str], checks_only: bool
 ) -> int:
-    """Serve *model* until a signal; the exit status. *given* are settings of `[server]` that replace the file's, and
-    *adapters* folders by name, beside those of `[lora]`.
+    """Serve *model* until a signal; the exit status.
 
-    ValueError, OSError: what cannot be used, before anything is loaded. With *checks_only* nothing is served: the plan
-    is printed, and the status is 2 if the server would refuse it.
+    *given* are settings of `[server]` that replace those of the configuration *source*, *adapters* folders by name
+    beside those of `[lora]`. With *checks_only* it prints the plan and ends, with status 2 if the server would refuse
+    it. ValueError and OSError, before anything is loaded, for what cannot be used.
     """
     config = _config(source, given, adapters)
     if not checks_only:
@@ -55,7 +55,7 @@ def _config(source: str | None, given: Mapping[str, object], adapters: Mapping[s
 
 
 def _check(model: str, config: Config, keys: ApiKeys | None) -> int:
-    from kvtier.engine.server.plan import make_plan  # torch and transformers take seconds: not before the keys are read
+    from kvtier.engine.server.plan import make_plan  # late: torch and transformers take seconds, keys and mistakes none
 
     plan = make_plan(model, config, keys)
     for line in plan.lines():
@@ -65,24 +65,24 @@ def _check(model: str, config: Config, keys: ApiKeys | None) -> int:
 
 def _serve(model: str, config: Config, keys: ApiKeys | None) -> int:
     settings = config.server
-    check_model(model)  # before the port is open, and before torch: what is not there is said at once
+    check_model(model)  # before the port is open and torch imported: a missing model is told at once
     check_files(config)
     name = Checkpoint.of(model).served_name
     with _bound(settings.host, settings.port) as bound:
         port = bound.getsockname()[1]
         log.info("listening", extra={"fields": {"host": settings.host, "port": port, "pid": os.getpid()}})
         if keys is None and not settings.host.startswith(_LOOPBACK):
-            log.warning("everybody who reaches %s may ask: there are no api keys", settings.host)
+            log.warning("every client that reaches %s may ask: there are no API keys; give --api-keys", settings.host)
         if asyncio.run(_run(model, settings.model_name or name, config, keys, bound)):
             return 0
-    # The thread that loads the model cannot be told to end, and must not meet an interpreter that is ending.
+    # The thread that loads the model cannot be stopped, and must not run in an interpreter that is ending.
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)
 
 
 async def _run(model: str, name: str, config: Config, keys: ApiKeys | None, bound: socket.socket) -> bool:
-    """Serve until a signal; False if that came before the model was loaded."""
+    """Serve until a signal; False if the signal came before the model was loaded."""
     try:
         from kvtier.engine.server.build import build_server
     except ImportError as error:
@@ -95,7 +95,7 @@ async def _run(model: str, name: str, config: Config, keys: ApiKeys | None, boun
 
     def end(number: int, _: FrameType | None) -> None:
         signals.append(number)
-        if len(signals) > 1:  # at once: nothing is flushed; what was written already is whole
+        if len(signals) > 1:  # end at once: nothing is flushed; what was written before is whole
             os._exit(128 + number)
         log.info("signal %s: draining; a second one ends at once", signal.Signals(number).name)
         loop.call_soon_threadsafe(server.stop)
@@ -126,6 +126,5 @@ def _bound(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        raise OSError(
-            f"serve: cannot listen on {host}:{port} ({error.strerror}); choose another --host or --port"
-        ) from error
+        why = (error.strerror or str(error)).partition(" (while attempting")[0]  # to bind on the address named here
+        raise OSError(f"serve: cannot listen on {host}:{port} ({why}); choose another --host or --port") from error

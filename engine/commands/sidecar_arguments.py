@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvtier.engine.commands.arguments import HelpFormatter
 from kvtier.engine.config import parse_bytes
 
 EXAMPLES = """examples:
@@ -25,16 +26,16 @@ def add_sidecar(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
         description="Keep the KV cache of engines on this machine in host memory and on disk, in a process of its own: "
         "engines attach by configuration, share what they have cached, and find it again after they were restarted.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
-    sidecar.add_argument("--config", metavar="FILE", help="a TOML file; the options below count more")
-    sidecar.add_argument("--host", type=_size, metavar="SIZE", help="host memory, in /dev/shm (4GiB)")
+    sidecar.add_argument("--config", metavar="FILE", help="a TOML file; the options below count more (default: none)")
+    sidecar.add_argument("--host", type=_size, metavar="SIZE", help="host memory, in /dev/shm (default: 4GiB)")
     sidecar.add_argument(
-        "--disk", type=_disk, metavar="PATH:SIZE", help="a folder, and how large it may become (no disk)"
+        "--disk", type=_disk, metavar="PATH:SIZE", help="a folder, and how large it may become (default: no disk)"
     )
-    sidecar.add_argument("--listen", metavar="ENDPOINT", help="where engines attach (tcp://127.0.0.1:5555)")
-    sidecar.add_argument("--chunk-tokens", type=int, metavar="N", help="tokens of a chunk (256)")
-    sidecar.add_argument("--log-format", choices=["human", "json"], help="json: one object a line (human)")
+    sidecar.add_argument("--listen", metavar="ENDPOINT", help="where engines attach (default: tcp://127.0.0.1:5555)")
+    sidecar.add_argument("--chunk-tokens", type=int, metavar="N", help="tokens of a chunk (default: 256)")
+    sidecar.add_argument("--log-format", choices=["human", "json"], help="json: one object a line (default: human)")
     sidecar.add_argument("--check-config", action="store_true", help="print what the configuration comes to, and end")
     sidecar.set_defaults(run=run)
 

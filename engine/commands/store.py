@@ -1,4 +1,4 @@
-"""`kvtier check`, `stats`, `store ls` and `store rm`: what is in a store, whether it is fine, and what shall go.
+"""`kvtier check`, `stats`, `store ls` and `store rm`: verify a store, show what is in it, and delete namespaces.
 
 LMDB trusts its tree, so reading a broken one may crash: the store is read in a process of its own (`apart`).
 """
@@ -25,8 +25,8 @@ from kvtier.store.lmdb.inspection import Inspection, NamespaceUse, NextStart, St
 from kvtier.store.lmdb.upkeep import Verification
 from kvtier.store.record import Fault
 
-_CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT"}  # of LMDB over a broken tree, or a page that the medium cannot read
-_OTHER_WIDTH = 110  # characters of a line where there is no terminal
+_CRASHES = {"SIGSEGV", "SIGBUS", "SIGABRT"}  # how LMDB ends over a broken tree, or a page that the medium cannot read
+_OTHER_WIDTH = 110  # characters of a line if the output is no terminal
 _STATES = {
     State.CLEAN: "clean",
     State.OPEN: "open in process {owner}",
@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 
 
 class Damaged(RuntimeError):
-    """The store as a whole is of no use. *is_trusted*: the next engine does not know that, and would use it."""
+    """The store as a whole is damaged. *is_trusted*: the next engine would not see that, and use the store."""
 
     exit_status = 1
 
@@ -56,7 +56,7 @@ class Damaged(RuntimeError):
 
 
 def check(folder: Path, fix: bool, sample: int | None, key_file: Path | None, as_json: bool) -> int:
-    """Verify the store and print what was found; 1 if something is wrong with it and still is."""
+    """Verify the store and print the result; the exit status, 1 if something is wrong and was not fixed."""
     try:
         with _damage(folder), iterate_apart(upkeep.verify_store, folder, os.getpid(), fix, sample, key_file) as items:
             found = _last(items, Verification)
@@ -80,7 +80,7 @@ def check(folder: Path, fix: bool, sample: int | None, key_file: Path | None, as
 
 
 def stats(folder: Path, as_json: bool) -> int:
-    """Print what is in the store; 1 if the next engine that opens it will not find all of it."""
+    """Print what is in the store; the exit status, 1 if the next engine that opens it will not find all of it."""
     try:
         inspection = _inspect(folder)
     except Damaged as damage:
@@ -96,17 +96,17 @@ def stats(folder: Path, as_json: bool) -> int:
 
 
 def list_namespaces(folder: Path) -> int:
-    """Print the namespaces in the store."""
+    """Print the namespaces in the store; the exit status."""
     _output().print(_namespace_table(_namespaces(_inspect(folder))))
     return 0
 
 
 def remove(folder: Path, named: Sequence[str], all_but: Sequence[str], is_confirmed: bool) -> int:
-    """Delete the records of the *named* namespaces, or of all but some, or (neither) of all."""
+    """Delete the records of the *named* namespaces, of all but those in *all_but*, or of all if both are empty."""
     inspection = _inspect(folder)
     there = _namespaces(inspection)
     if inspection.owner is not None:
-        raise RuntimeError(f"store {folder} is open in process {inspection.owner}; stop that first")
+        raise RuntimeError(f"store {folder} is open in process {inspection.owner}; stop the process first")
     keep = {_namespace(there, text, folder) for text in all_but}
     wanted = {_namespace(there, text, folder) for text in named} or {use.namespace for use in there} - keep
     going = [use for use in there if use.namespace in wanted]
@@ -127,7 +127,7 @@ def remove(folder: Path, named: Sequence[str], all_but: Sequence[str], is_confir
 
 @contextmanager
 def _damage(folder: Path) -> Iterator[None]:
-    """What shows that a store is lost as `Damaged`."""
+    """Raise `Damaged` for an error that shows that the store is damaged as a whole."""
     try:
         yield
     except StoreLost as error:
@@ -157,17 +157,17 @@ def _namespaces(inspection: Inspection) -> tuple[NamespaceUse, ...]:
 
 
 def _namespace(there: Collection[NamespaceUse], text: str, folder: Path) -> bytes:
-    """The one whose hexadecimal name begins with *text*."""
+    """The namespace in *there* whose hexadecimal name begins with *text*."""
     names = [use.namespace.hex() for use in there if use.namespace.hex().startswith(text.lower())]
     if len(names) == 1 and text:
         return bytes.fromhex(names[0])
     if names:
         raise ValueError(f"namespace {text!r} is not the beginning of one name only: {', '.join(names)}")
-    raise ValueError(f"namespace {text!r}: there is none that begins so; see kvtier store ls {folder}")
+    raise ValueError(f"namespace {text!r}: none begins so; see kvtier store ls {folder}")
 
 
 def _confirm(going: Sequence[NamespaceUse], question: str) -> None:
-    """Ask; RuntimeError unless the answer is yes."""
+    """Ask *question* on the terminal; RuntimeError unless the answer is yes."""
     if not sys.stdin.isatty():
         raise RuntimeError(f"{question} there is no terminal to ask on; add --yes")
     Console(stderr=True).print(_namespace_table(going))
@@ -177,7 +177,7 @@ def _confirm(going: Sequence[NamespaceUse], question: str) -> None:
 
 
 def _last(items: Iterator[upkeep.Progress | _T], kind: type[_T]) -> _T:
-    """The result that comes after all progress, which a terminal shows."""
+    """Read *items* up to the result of type *kind*, and show the progress before it on a terminal."""
     console = Console(stderr=True)
     amount = _Amount(Column(no_wrap=True))
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), amount, TimeRemainingColumn())
@@ -193,7 +193,7 @@ def _last(items: Iterator[upkeep.Progress | _T], kind: type[_T]) -> _T:
 
 
 class _Amount(ProgressColumn):
-    """Bytes done, of how many, and per second."""
+    """A column of the progress bar: bytes done, of how many, and per second."""
 
     def render(self, task: Task) -> Text:
         if task.total is None:
@@ -333,7 +333,7 @@ def _inspection_object(inspection: Inspection) -> dict[str, Any]:
 
 
 class _Output(Console):
-    """Standard output; one that is closed is BrokenPipeError here as anywhere."""
+    """Standard output; raises BrokenPipeError when its reader has closed it, as print does."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError

@@ -1,1 +1,1 @@
-"""Documents and pins: what is computed ahead of questions, and kept."""
+"""Documents: texts that are computed ahead of the questions about them, and kept warm."""

@@ -1,7 +1,8 @@
-"""DocumentClient: the documents of a running `kvtier serve`, over HTTP."""
+"""DocumentClient: asks a running `kvtier serve` over HTTP about its documents."""
 
 import ipaddress
 import json
+import re
 from http.client import HTTPException, HTTPMessage
 from typing import IO, Any
 from urllib.error import HTTPError, URLError
@@ -11,14 +12,15 @@ from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_ope
 from kvtier.engine.documents.document import check_id
 
 TIMEOUT_S = 60.0
+_KEY = re.compile(r"[!-~]*")  # what a header can say
 
 
 class Refused(RuntimeError):
-    """The server does not do that; says why."""
+    """The server refused; the message says why."""
 
 
 class _NoRedirect(HTTPRedirectHandler):
-    """The key is for this server only."""
+    """Follows no redirect: the API key is for this server only."""
 
     def redirect_request(
         self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
@@ -27,44 +29,53 @@ class _NoRedirect(HTTPRedirectHandler):
 
 
 class DocumentClient:
-    """Objects are as the server gives them. Every method raises Refused, OSError if there is no server, or ValueError
-    for what can be no id."""
+    """Asks one server about its documents; methods return the JSON objects that it answers.
+
+    Each raises Refused if the server refuses, OSError if no server answers, ValueError for an impossible id.
+    """
 
     def __init__(self, url: str, key: str | None) -> None:
-        """ValueError for what is no URL."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"--url {url}: is no address of a server; give one such as http://127.0.0.1:8000")
+        """*url* is the server's address, *key* an API key. ValueError for either if it cannot be one."""
+        what = f"--url {url}: is no address of a server; give one such as http://127.0.0.1:8000"
+        try:
+            parts = urlsplit(url)
+            is_address = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
+        except ValueError:  # brackets without an end, or a port that cannot be
+            raise ValueError(what) from None
+        if not is_address:
+            raise ValueError(what)
+        if key is not None and not _KEY.fullmatch(key):  # http.client's error would quote the key
+            raise ValueError("--api-key or KVTIER_API_KEY: has a character that no key has; give the key alone")
         self._url = url.rstrip("/").removesuffix("/v1")
         self._key = key
-        self._opener = build_opener(_NoRedirect, *([ProxyHandler({})] if _is_here(parts.hostname) else []))
+        self._opener = build_opener(_NoRedirect, *([ProxyHandler({})] if _is_here(parts.hostname or "") else []))
 
     def list(self) -> dict[str, Any]:
-        """All of them, and whether they survive a restart."""
+        """List all documents of the tenant, and whether they survive a restart."""
         return self._ask("GET", "")
 
     def put(self, document_id: str, content: dict[str, object]) -> dict[str, Any]:
-        """Put one."""
+        """Put a document, or replace it."""
         return self._ask("PUT", _path(document_id), content)
 
     def get(self, document_id: str) -> dict[str, Any]:
-        """Look at one."""
+        """The document with its status."""
         return self._ask("GET", _path(document_id))
 
     def warm(self, document_id: str, tier: str) -> dict[str, Any]:
-        """Begin to bring it to *tier*."""
+        """Have the server begin to bring the document to *tier*."""
         return self._ask("POST", f"{_path(document_id)}/warm?{urlencode({'tier': tier})}")
 
     def pin(self, document_id: str, ttl_s: float) -> dict[str, Any]:
-        """Keep it in host memory for so long."""
+        """Have the document kept in host memory for *ttl_s* seconds."""
         return self._ask("POST", f"{_path(document_id)}/pin", {"ttl_s": ttl_s})
 
     def unpin(self, document_id: str) -> dict[str, Any]:
-        """Keep it no longer."""
+        """End the document's pin."""
         return self._ask("DELETE", f"{_path(document_id)}/pin")
 
     def delete(self, document_id: str) -> dict[str, Any]:
-        """Forget it."""
+        """Delete the document."""
         return self._ask("DELETE", _path(document_id))
 
     def _ask(self, method: str, path: str, content: dict[str, object] | None = None) -> dict[str, Any]:
@@ -85,7 +96,7 @@ class DocumentClient:
 
 
 def _is_here(host: str) -> bool:
-    """Whether it is this machine: then no proxy is asked."""
+    """Whether *host* is this machine, for which no proxy is asked."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -93,7 +104,7 @@ def _is_here(host: str) -> bool:
 
 
 def _path(document_id: str) -> str:
-    check_id(document_id)  # with a slash it would be another path
+    check_id(document_id)  # an id with a slash would be another path
     return f"/{quote(document_id, safe='')}"
 
 
@@ -103,7 +114,7 @@ def _object(body: bytes, url: str) -> dict[str, Any]:
     except ValueError:
         content = None
     if not isinstance(content, dict):
-        raise Refused(f"{url}: does not answer as kvtier does; give its --url")
+        raise Refused(f"{url}: does not answer as kvtier does; give the --url of a kvtier serve")
     return content
 
 
@@ -111,6 +122,6 @@ def _why(error: HTTPError) -> str:
     try:
         message = json.loads(error.read())["error"]["message"]
     except (ValueError, KeyError, TypeError, OSError):
-        return f"the server answers {error.code} {error.reason}; is it kvtier's? give its --url"
+        return f"the server answers {error.code} {error.reason}, not as kvtier does; give the --url of a kvtier serve"
     hint = "; --api-key or KVTIER_API_KEY gives one" if error.code == 401 else ""
     return f"{message}{hint}"

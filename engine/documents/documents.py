@@ -1,4 +1,4 @@
-"""Documents: all there are, of all tenants; computed in the background, kept warm, and there again after a restart."""
+"""Documents: the documents of all tenants, computed in the background, kept warm, and restored after a restart."""
 
 import asyncio
 import logging
@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -18,57 +18,58 @@ from kvtier.engine.config import Config
 from kvtier.engine.documents.document import MOST_PINNED_S, Document, check_id
 from kvtier.engine.documents.draft import Draft, tokenizer_digest, tokens_of
 from kvtier.engine.documents.file import Damaged, file_name, tenant_prefix
-from kvtier.engine.documents.folder_thread import FolderThread, Keeping, NoFolder
+from kvtier.engine.documents.folder_thread import DocumentFiles, FolderThread, NoFolder
 from kvtier.engine.documents.worker import DocumentWorker, Residence, Status
 from kvtier.engine.text.least_tokens import TooManyTokens
 from kvtier.tiers.naming.tier import Tier
 
 log = logging.getLogger(__name__)
 
-_NUM_AT_ONCE = 8  # documents that are looked at between two steps
+_NUM_AT_ONCE = 8  # documents that are asked about between two steps of the engine
 
 _T = TypeVar("_T")
 
 
 class TooManyDocuments(Exception):
-    """The tenant has as many as it may; says what to do."""
+    """The tenant has as many documents as it may have; the message says what to do."""
 
 
 class Documents:
-    """Documents by tenant and id; nobody comes to another tenant's. Owned by the event loop.
+    """Documents by tenant and id; a tenant reaches its own only. Owned by the event loop.
 
     With a folder each change is on disk before it is answered; without one documents end with the process. A change
-    goes on to its end if its caller is cancelled, so that the folder, this and the engine's thread say the same.
+    goes on to its end if its caller is cancelled, so that the folder, this object and the engine's thread agree.
     """
 
-    def __init__(self, llm: AsyncLLM, worker: DocumentWorker, folder: Keeping, most_per_tenant: int) -> None:
-        """None yet. *worker* is `llm`'s, whose thread alone calls it. `open` makes one, and reads the *folder*."""
+    def __init__(self, llm: AsyncLLM, worker: DocumentWorker, folder: DocumentFiles, most_per_tenant: int) -> None:
+        """Begin without documents; `open` makes one and reads the *folder*. Only the thread of *llm* calls *worker*."""
         self._llm = llm
         self._worker = worker
         self._folder = folder
         self._most_per_tenant = most_per_tenant
         self._documents: dict[tuple[str | None, str], Document] = {}
-        self._damaged: dict[str, str] = {}  # files, and why
-        # One change of a tenant's at a time: what is on disk and here are the same, and no tenant waits for another's.
+        self._damaged: dict[str, str] = {}  # why, by file name
+        # One change of a tenant at a time, so that disk and memory agree; and no tenant waits for another's changes.
         self._changing: defaultdict[str | None, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._changes: set[asyncio.Task[object]] = set()  # under way, or waiting for their turn
         self._is_closed = False
+        self._closing: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
 
     @classmethod
     async def open(
         cls, llm: AsyncLLM, config: Config, salt_of: Callable[[Document], str | None], num_tenants: int
     ) -> Self:
-        """Those that were there when the last process ended, with their pins. What was not computed yet is queued.
+        """Open the folder of *config* with the documents and pins of the last process; queue those never computed.
 
-        *salt_of*: the cache_salt that a document's blocks are named with. *num_tenants* share what may be pinned.
-        OSError if there is a folder and it cannot be used, FolderInUse if another process has it.
+        *salt_of* gives the cache_salt that a document's blocks are named with. *num_tenants* share what may be pinned.
+        OSError if the folder cannot be used, FolderInUse if another process has it open.
         """
         async with AsyncExitStack() as undo:
             folder = await _open_folder(llm, config)
             undo.push_async_callback(folder.close)
             worker = await llm.attend(lambda core: DocumentWorker(core, salt_of, num_tenants))
-            undo.callback(llm.neglect, worker)  # or what was held for documents that nobody has would stay held
+            undo.callback(llm.neglect, worker)  # or blocks of documents without an owner would stay pinned
             documents = cls(llm, worker, folder, config.documents.max_per_tenant)
             undo.callback(documents._stop)
             await documents._read()
@@ -77,36 +78,35 @@ class Documents:
 
     @property
     def are_kept(self) -> bool:
-        """Whether they survive the process."""
+        """Whether documents survive the process."""
         return self._folder.is_kept
 
     def of(self, tenant: str | None) -> list[Document]:
-        """All of the tenant's, the oldest first."""
-        found = [document for (whose, _), document in self._documents.items() if whose == tenant]
+        """All documents of the tenant, the oldest first."""
+        found = [document for (owner, _), document in self._documents.items() if owner == tenant]
         return sorted(found, key=lambda document: document.created_at)
 
     def find(self, tenant: str | None, document_id: str) -> Document | None:
-        """The tenant's document of that id."""
+        """The tenant's document of that id; None if there is none."""
         return self._documents.get((tenant, document_id))
 
-    def damaged(self, tenant: str | None) -> dict[str, str]:
-        """The tenant's files that could not be read, and why."""
+    def damaged_files(self, tenant: str | None) -> dict[str, str]:
+        """Why files of the tenant could not be read, by file name."""
         prefix = tenant_prefix(tenant)
         return {name: why for name, why in self._damaged.items() if name.startswith(prefix)}
 
-    def damage(self, tenant: str | None, document_id: str) -> str | None:
-        """Why the file of the tenant's document of that id could not be read, if so."""
+    def why_damaged(self, tenant: str | None, document_id: str) -> str | None:
+        """Why the file of the tenant's document could not be read; None if it could, or there is none."""
         return self._damaged.get(file_name(tenant, document_id))
 
     async def put(
         self, tenant: str | None, document_id: str, draft: Draft, most_tokens: int | None = None
     ) -> tuple[Document, bool]:
-        """The document, which will be computed; and whether it is new. One that is there and says something else is
-        replaced.
+        """Put a document, and have it computed; the document, and whether it is new. One of other content is replaced.
 
-        ValueError for an id, a text or tokens that cannot be; jinja2's TemplateError if the chat template does not take
-        it; TooManyDocuments; OSError, and nothing has changed, if it cannot be written. Cancelled while the text is
-        tokenized it has done nothing; later it is done all the same.
+        ValueError for an impossible id, text or token ids; jinja2's TemplateError if the chat template does not take
+        it; TooManyDocuments; OSError if it cannot be written, and then nothing has changed. A call that is cancelled
+        while the text is tokenized has done nothing; cancelled later, it is carried out all the same.
         """
         check_id(document_id)
         limit = self._llm.tokenizers.limit(self._longest(most_tokens))
@@ -123,16 +123,16 @@ class Documents:
             time.time(),
         )
         self._check_length(document, most_tokens)
-        await self._ask(lambda worker: worker.extra_of(document))  # its adapter is there
-        return await self._whole(tenant, lambda: self._put(document))
+        await self._ask(lambda worker: worker.extra_of(document))  # ValueError if its adapter is not there
+        return await self._make_change(tenant, lambda: self._put(document))
 
     async def residence(self, document: Document) -> Residence:
-        """Where it is now."""
+        """Where the document is now."""
         (residence,) = await self.residences([document])
         return residence
 
     async def residences(self, documents: Sequence[Document]) -> list[Residence]:
-        """The same of several. The engine's steps go on in between."""
+        """Where several documents are now. The engine steps in between, so they are not of one moment."""
         found: list[Residence] = []
         for start in range(0, len(documents), _NUM_AT_ONCE):
             some = documents[start : start + _NUM_AT_ONCE]
@@ -140,64 +140,75 @@ class Documents:
         return found
 
     async def warm(self, document: Document, tier: Tier) -> None:
-        """Begin to bring it to the device or to host memory. NoRoomToPin."""
+        """Begin to bring the document to the device or to host memory. NoRoomToPin."""
         await self._ask(lambda worker: worker.warm(document, tier))
 
     async def pin(self, document: Document, ttl_s: float) -> None:
-        """Keep it in host memory for so long from now on, over restarts. NoRoomToPin; OSError if that cannot be
-        written down, and then it is not pinned."""
-        await self._whole(document.tenant, lambda: self._pin(document, min(ttl_s, MOST_PINNED_S)))
+        """Keep the document in host memory for *ttl_s* seconds from now, also over restarts.
+
+        NoRoomToPin; OSError if the pin cannot be written to disk, and then the document is not pinned.
+        """
+        await self._make_change(document.tenant, lambda: self._pin(document, min(ttl_s, MOST_PINNED_S)))
 
     async def unpin(self, document: Document) -> None:
-        """Keep it no longer. OSError if that cannot be written down, and then it stays pinned."""
-        await self._whole(document.tenant, lambda: self._unpin(document))
+        """End the document's pin. OSError if that cannot be written to disk, and then it stays pinned."""
+        await self._make_change(document.tenant, lambda: self._unpin(document))
 
     async def pin_prompt(
         self, tenant: str | None, token_ids: Sequence[int], lora: str | None, cache_salt: str | None, ttl_s: float
     ) -> bool:
-        """Keep what is cached of a tenant's prompt in host memory for so long; False if there is no room for that, or
-        the prompt has no block that could be kept."""
+        """Keep what is cached of a prompt in host memory for *ttl_s* seconds.
+
+        False if the tenant's share has no room for it, or the prompt has no block that could be kept.
+        """
         return await self._ask(lambda worker: worker.pin_prompt(tenant, token_ids, lora, cache_salt, ttl_s))
 
     def share_among(self, num_tenants: int) -> None:
-        """So many tenants share what may be pinned, from the next step on. What more than a share is held stays until
-        its time is over or it is renewed."""
+        """Divide what may be pinned among *num_tenants*, from the engine's next step on.
+
+        Pins beyond the new share stay until they end or are renewed.
+        """
         self._llm.tell(lambda _: self._worker.share_among(num_tenants))
 
     async def delete(self, tenant: str | None, document_id: str) -> bool:
-        """Forget it, or its damaged file; False if there is neither. OSError, and it is still there, if its file cannot
-        be removed. Its blocks stay cached until others need their room."""
-        return await self._whole(tenant, lambda: self._delete(tenant, document_id))
+        """Delete a document, or its damaged file; False if there is neither.
+
+        OSError if its file cannot be removed, and then it is still there. Its blocks stay cached until their room is
+        needed.
+        """
+        return await self._make_change(tenant, lambda: self._delete(tenant, document_id))
 
     async def close(self) -> None:
-        """Have all written, and let others open the folder. The engine has to run still, or to have ended; it keeps
-        what it holds until it ends. Cancelled, closing goes on; again, it waits for the same."""
+        """Wait until all changes are written, and close the folder, so that another process can open it.
+
+        The engine keeps its pins until it ends. If the caller is cancelled, closing goes on; a second call waits for
+        it.
+        """
         self._stop()
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
     def _stop(self) -> None:
-        """Note no more that documents have become ready."""
+        """Ignore from now on that documents become ready."""
         self._is_closed = True
 
     async def _ask(self, question: Callable[[DocumentWorker], _T]) -> _T:
-        """What *question* returns in the engine's thread, which owns the worker."""
+        """The result of *question*, which is called in the engine's thread, the worker's owner."""
         return await self._llm.ask(lambda _: question(self._worker))
-
-    @cached_property
-    def _closing(self) -> "asyncio.Task[None]":
-        """Begins to close, once."""
-        return asyncio.create_task(self._close())
 
     async def _close(self) -> None:
         while self._changes:
             await asyncio.wait(self._changes)
         await self._folder.close()
 
-    async def _whole(self, tenant: str | None, change: Callable[[], Coroutine[object, object, _T]]) -> _T:
-        """What *change* comes to, in its turn; once it is asked for it is made, whatever becomes of the caller."""
-        return await asyncio.shield(self._begin(tenant, change))
+    async def _make_change(self, tenant: str | None, change: Callable[[], Coroutine[object, object, _T]]) -> _T:
+        """The result of *change*, which is made in its turn, also if the caller is cancelled."""
+        return await asyncio.shield(self._start_change(tenant, change))
 
-    def _begin(self, tenant: str | None, change: Callable[[], Coroutine[object, object, _T]]) -> "asyncio.Task[_T]":
+    def _start_change(
+        self, tenant: str | None, change: Callable[[], Coroutine[object, object, _T]]
+    ) -> "asyncio.Task[_T]":
         task = asyncio.create_task(self._in_turn(tenant, change))
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
@@ -210,7 +221,7 @@ class Documents:
     async def _put(self, document: Document) -> tuple[Document, bool]:
         tenant = document.tenant
         before = self.find(tenant, document.id)
-        if before is not None and before.is_as(document):
+        if before is not None and before.has_content_of(document):
             if (await self.residence(before)).status in (Status.FAILED, Status.EVICTED):
                 await self.warm(before, Tier.DEVICE)
             return before, False
@@ -229,7 +240,7 @@ class Documents:
         try:
             await self._set_pin(document, time.time() + ttl_s)
         except OSError:
-            await self._ask(lambda worker: worker.unpin(document))
+            await self._ask(lambda worker: worker.unpin(document, _pinned_s(document)))  # the earlier end
             raise
 
     async def _unpin(self, document: Document) -> None:
@@ -249,7 +260,7 @@ class Documents:
         return True
 
     async def _read(self) -> None:
-        """Take in what is in the folder."""
+        """Read the folder's documents, and note the damaged files."""
         known: list[tuple[Document, bool]] = []
         for file, outcome in await self._folder.read_all():
             if isinstance(outcome, Damaged):
@@ -261,7 +272,7 @@ class Documents:
             await self._take_in(document, is_of_tokenizer)
 
     async def _take_in(self, document: Document, is_of_tokenizer: bool) -> None:
-        left_s = 0.0 if document.pinned_until is None else document.pinned_until - time.time()
+        left_s = _pinned_s(document)
 
         def take(worker: DocumentWorker) -> None:
             worker.extra_of(document)
@@ -293,10 +304,10 @@ class Documents:
         if document.num_tokens > longest:
             raise TooManyTokens(document.num_tokens, longest)
         if not document.num_tokens:
-            raise ValueError("document of 0 tokens; give it one at least")
+            raise ValueError("the document has 0 tokens; give it one at least")
 
     def _longest(self, most_tokens: int | None) -> int:
-        """Tokens that a document may have."""
+        """How many tokens a document may have."""
         longest = self._llm.longest_request - 2  # a question and an answer of one token each
         return longest if most_tokens is None else min(longest, most_tokens)
 
@@ -309,25 +320,30 @@ class Documents:
             raise
 
     def _tell_ready(self, document: Document) -> None:
-        """From the engine's thread: it has been computed."""
-        with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._became_ready, document)
+        """Tell the event loop, from the engine's thread, that the document has been computed."""
+        with suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._on_ready, document)
 
-    def _became_ready(self, document: Document) -> None:
+    def _on_ready(self, document: Document) -> None:
         if self._is_closed:
             return
         document.was_ready = True
-        self._begin(document.tenant, lambda: self._write_if_there(document))
+        self._start_change(document.tenant, lambda: self._write_if_there(document))
 
     async def _write_if_there(self, document: Document) -> None:
         if self.find(document.tenant, document.id) is document:
             try:
                 await self._folder.write(document)
-            except OSError as error:  # all that is lost: after a restart it is looked for, and computed, once more
-                log.warning("documents: one that is ready could not be written: %s", error)
+            except OSError as error:  # no more is lost than this: after a restart the document is computed once more
+                log.warning("documents: the file of one that has become ready could not be written: %s", error)
 
 
-async def _open_folder(llm: AsyncLLM, config: Config) -> Keeping:
+def _pinned_s(document: Document) -> float:
+    """For how many seconds more the document is pinned; 0 if it is not."""
+    return 0.0 if document.pinned_until is None else max(0.0, document.pinned_until - time.time())
+
+
+async def _open_folder(llm: AsyncLLM, config: Config) -> DocumentFiles:
     if (path := documents_path(config)) is None:
         log.info("documents last as long as this process; to keep them give [documents] a path, or have a [disk]")
         return NoFolder()
@@ -337,7 +353,7 @@ async def _open_folder(llm: AsyncLLM, config: Config) -> Keeping:
 
 
 def documents_path(config: Config) -> Path | None:
-    """The folder of documents: as configured, else beside the disk tier's, else none."""
+    """The folder of documents: as configured, else beside the store's folder; None without a [disk]."""
     if config.documents.path is not None:
         return Path(config.documents.path)
     if config.disk is None:

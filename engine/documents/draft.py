@@ -1,4 +1,4 @@
-"""Draft: a document as a client puts it, and the tokens that it comes to."""
+"""Draft: a document as a client puts it, before it is tokenized."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from kvtier.tiers.naming.request_text import check_text
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What is put: a *text*, or *token_ids*. Without a *form* a text is for chats if there is a chat template.
+    """A *text* or *token_ids* to put. Without a *form* a text is for chats if the tokenizer has a chat template.
 
     ValueError for text that is no valid Unicode.
     """
@@ -35,13 +35,16 @@ class Draft:
 
 
 def tokens_of(draft: Draft, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit) -> tuple[Form, Sequence[int]]:
-    """How the document stands in prompts, and the token ids to compute ahead. What they raise; ValueError, as for a
-    text beyond the *limit* (`TooManyTokens`) or ids that the tokenizer does not have."""
+    """Tokenize the draft: the form it has in prompts, and the token ids to compute ahead.
+
+    ValueError for a text beyond *limit* (`TooManyTokens`), for unknown token ids, and for a form or system message that
+    the draft cannot have. Raises what the chat template raises.
+    """
     form = draft.form
     if form is None:
         form = Form.CHAT if draft.text is not None and tokenizer.chat_template is not None else Form.TEXT
     if draft.system is not None and form is Form.TEXT:
-        raise ValueError("system: is for a document as chat; leave it out")
+        raise ValueError('system: is only for a document with "as": "chat"; leave it out')
     if draft.text is None:
         if form is Form.CHAT:
             raise ValueError('as: token ids stand in no chat; give a text, or "as": "text"')
@@ -56,7 +59,7 @@ def tokens_of(draft: Draft, tokenizer: PreTrainedTokenizerBase, limit: PromptLim
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> bytes:
-    """What says whether token ids of one process are right in another."""
+    """A digest that changes when the tokenizer or its chat template would make other token ids of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}

@@ -1,4 +1,4 @@
-"""Documents on disk: a file for each, which only its owner can read, encrypted as the blocks are.
+"""DocumentFolder: documents on disk, a file for each, which only its owner can read; encrypted as blocks are.
 
 A file is MAGIC, then in clear digest (xxh3_128, 16 bytes) ‖ content, or with a key what `Cipher.encrypt` makes of the
 two; content is the msgpack of a `_Record`. Its name is made of digests of tenant and id.
@@ -31,7 +31,7 @@ _UNFINISHED = ".new"  # behind a file's name while it is being written
 
 
 class Damaged(ValueError):
-    """A file that is no document, or not one for this configuration; says why."""
+    """A file that is no document, or none for this configuration; the message says why."""
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -50,23 +50,25 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 class DocumentFolder:
-    """Writes, reads and removes documents; `close` it. For one thread at a time; every method may block.
+    """Writes, reads and removes the files of documents. One thread at a time may use it; every method may block.
 
-    It is open once at a time: another process would remove what this one is writing, and know nothing of its changes.
+    A lock keeps other processes out: they would remove what this one is writing, and know nothing of its changes.
     """
 
     def __init__(self, path: Path, cipher: Cipher | None, tokenizer: bytes) -> None:
-        """The folder is made if need be. *tokenizer*: a digest of what made the token ids. FolderInUse; OSError if it
-        cannot be."""
+        """Open the folder at *path*, or make it. *tokenizer*: a digest of what makes token ids here.
+
+        FolderInUse if another process has it open; OSError if it cannot be opened.
+        """
         self.path = path
         self._cipher = cipher
         self._tokenizer = tokenizer
         try:
             with ExitStack() as undo:
-                self._folder = undo.enter_context(Folder.made(path))
+                self._folder = undo.enter_context(Folder.make(path))
                 undo.callback(OwnerLock(self._folder).release)
                 if self._folder.mode & (stat.S_IRWXG | stat.S_IRWXO):
-                    log.warning("documents %s: others may look into it; chmod 700 it", path)
+                    log.warning("documents %s: other users may read the folder; chmod 700 it", path)
                 for unfinished in self._folder.here.glob(f"*{SUFFIX}{_UNFINISHED}"):
                     unfinished.unlink(missing_ok=True)
                 self._let_go = undo.pop_all()
@@ -76,7 +78,7 @@ class DocumentFolder:
             raise OSError(f"documents {path}: {error.strerror}; give [documents] another path") from error
 
     def close(self) -> None:
-        """Let others open it. Once more does nothing."""
+        """Give the lock back, so that another process can open the folder. A second call does nothing."""
         self._let_go.close()
 
     def __enter__(self) -> Self:
@@ -86,7 +88,7 @@ class DocumentFolder:
         self.close()
 
     def write(self, document: Document) -> None:
-        """Write it whole, or leave what was there; after that it survives a crash of the machine. OSError."""
+        """Write a document's file whole, or leave the one before. It survives a crash of the machine then. OSError."""
         content = msgspec.msgpack.encode(
             _Record(
                 document.id,
@@ -113,17 +115,17 @@ class DocumentFolder:
         sync_folder(self._folder.here)
 
     def remove(self, name: str) -> None:
-        """Remove the file of that name, if it is there. OSError."""
+        """Remove the file *name*, if there is one. OSError."""
         with suppress(FileNotFoundError):
             (self._folder.here / name).unlink()
             sync_folder(self._folder.here)
 
     def names(self) -> list[str]:
-        """All files of documents. OSError."""
+        """The names of all files of documents. OSError."""
         return sorted(file.name for file in self._folder.here.glob(f"*{SUFFIX}"))
 
     def read(self, name: str) -> tuple[Document, bool]:
-        """The document in the file, and whether its token ids are of this tokenizer. Damaged if there is none."""
+        """The document in the file *name*, and whether this tokenizer made its token ids. Damaged if there is none."""
         try:
             with open(self._folder.here / name, "rb", opener=open_own) as file:
                 value = file.read()
@@ -163,9 +165,9 @@ class DocumentFolder:
     def _opened(self, name: str, value: bytes) -> bytes:
         magic, value = value[: len(CLEAR)], value[len(CLEAR) :]
         if magic == ENCRYPTED and self._cipher is None:
-            raise Damaged("it is encrypted; give [disk] its key")
-        if magic == CLEAR and self._cipher is not None:  # any process could have written it
-            raise Damaged("it is not encrypted, as all are since [disk] has a key; put it again")
+            raise Damaged("it is encrypted; give [disk] the key")
+        if magic == CLEAR and self._cipher is not None:  # another process could have written it without the key
+            raise Damaged("it is not encrypted, but [disk] has a key; put it again")
         if self._cipher is not None and magic == ENCRYPTED and len(value) >= OVERHEAD_BYTES:
             content = bytearray(len(value) - OVERHEAD_BYTES)
             try:
@@ -175,24 +177,24 @@ class DocumentFolder:
         elif self._cipher is None and magic == CLEAR:
             digest, content = value[:DIGEST_BYTES], bytearray(value[DIGEST_BYTES:])
         else:
-            raise Damaged("it does not begin as a document does")
+            raise Damaged("it does not begin as a document's file does")
         if xxhash.xxh3_128_digest(content) != digest:
             raise Damaged("its bytes are not those that were written")
         return bytes(content)
 
 
 def file_name(tenant: str | None, document_id: str) -> str:
-    """The name of a document's file, which tells neither tenant nor id."""
+    """The name of a document's file, made of digests: it tells neither tenant nor id."""
     return f"{tenant_prefix(tenant)}{_digest('id', document_id)}{SUFFIX}"
 
 
 def tenant_prefix(tenant: str | None) -> str:
-    """What the names of all of a tenant's files begin with."""
+    """The beginning that the names of all files of a tenant have."""
     return _digest("nobody" if tenant is None else "tenant", tenant or "")[:16] + "-"
 
 
 def read_all(folder: DocumentFolder) -> Iterator[tuple[str, tuple[Document, bool] | Damaged]]:
-    """Each file's name, and what `DocumentFolder.read` gives or raises."""
+    """Yield each file's name, with what `DocumentFolder.read` returns or raises for it."""
     for name in folder.names():
         try:
             yield name, folder.read(name)

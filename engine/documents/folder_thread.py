@@ -1,4 +1,4 @@
-"""FolderThread: a folder of documents in a thread of its own, for coroutines; NoFolder: documents that are not kept."""
+"""FolderThread: a DocumentFolder for coroutines, in a thread of its own. NoFolder: its double that keeps nothing."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,41 +16,44 @@ from kvtier.store.codec.cipher import Cipher
 
 _T = TypeVar("_T")
 
-Found: TypeAlias = tuple[Path, tuple[Document, bool] | Damaged]  # a file, and what `DocumentFolder.read` says of it
+# A file, and what `DocumentFolder.read` returns or raises for it.
+Found: TypeAlias = tuple[Path, tuple[Document, bool] | Damaged]
 
 
-class Keeping(Protocol):
-    """Where documents survive the process, or do not."""
+class DocumentFiles(Protocol):
+    """A place that keeps documents beyond the process (`FolderThread`), or does not (`NoFolder`)."""
 
     is_kept: bool
 
     async def read_all(self) -> list[Found]:
-        """All that is there. OSError."""
+        """Read all files. OSError."""
 
     async def write(self, document: Document) -> None:
-        """Have it there, whole, or what was there before. OSError."""
+        """Write a document's file whole, or leave the one before. OSError."""
 
     async def remove(self, name: str) -> None:
-        """Remove the file of that name. OSError."""
+        """Remove the file *name*, if there is one. OSError."""
 
     async def close(self) -> None:
-        """Let others open the folder, when all that was asked for is done."""
+        """Finish the calls before, and close the folder, so that another process can open it."""
 
 
 class FolderThread:
-    """The folder is touched by its thread only, in the order in which it was asked. What was begun is done, also if
-    its caller is cancelled meanwhile."""
+    """Calls a DocumentFolder in one thread, in the order of the calls.
+
+    A call that has begun goes on to its end if its caller is cancelled.
+    """
 
     is_kept = True
 
     def __init__(self, thread: ThreadPoolExecutor, folder: DocumentFolder) -> None:
-        """Takes over both. `open` makes one."""
+        """Owns *thread* and *folder*, and ends both in `close`. `open` makes one."""
         self._thread = thread
         self._folder = folder
 
     @classmethod
     async def open(cls, path: Path, cipher: Cipher | None, tokenizer: bytes) -> Self:
-        """Arguments and errors as of `DocumentFolder`."""
+        """Start the thread and open the folder in it. Arguments and errors are those of `DocumentFolder`."""
         thread, opened = ThreadPoolExecutor(1, thread_name_prefix="kvtier-documents"), ExitStack()
 
         def open_folder() -> DocumentFolder:
@@ -58,48 +61,48 @@ class FolderThread:
 
         try:
             return cls(thread, await _in_thread(thread, open_folder))
-        except BaseException:  # of a caller that was cancelled the folder may be open, or be opened still
+        except BaseException:  # if the caller was cancelled, the folder may be open, or still opening
             thread.submit(opened.close)
             thread.shutdown(wait=False)
             raise
 
     async def read_all(self) -> list[Found]:
-        """All that is there. OSError."""
+        """Read all files. OSError."""
         folder = self._folder
         return await _in_thread(self._thread, lambda: [(folder.path / name, found) for name, found in read_all(folder)])
 
     async def write(self, document: Document) -> None:
-        """Have it there, whole, or what was there before. OSError."""
+        """Write a document's file whole, or leave the one before. OSError."""
         await _in_thread(self._thread, lambda: self._folder.write(document))
 
     async def remove(self, name: str) -> None:
-        """Remove the file of that name. OSError."""
+        """Remove the file *name*, if there is one. OSError."""
         await _in_thread(self._thread, lambda: self._folder.remove(name))
 
     async def close(self) -> None:
-        """Let others open the folder, when all that was asked for is done. Cancelled, it is closed all the same."""
+        """Finish the calls before, and close the folder; also if the caller is cancelled."""
         closing = self._thread.submit(guarded(self._folder.close))
         self._thread.shutdown(wait=False)
         await asyncio.wrap_future(closing)
 
 
 class NoFolder:
-    """Documents end with the process."""
+    """Keeps no files: documents end with the process."""
 
     is_kept = False
 
     async def read_all(self) -> list[Found]:
-        """Nothing."""
+        """No files."""
         return []
 
     async def write(self, document: Document) -> None:
-        """Nowhere."""
+        """Write nothing."""
 
     async def remove(self, name: str) -> None:
-        """It is not there."""
+        """Remove nothing."""
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Close nothing."""
 
 
 async def _in_thread(thread: ThreadPoolExecutor, work: Callable[[], _T]) -> _T:

@@ -1,4 +1,4 @@
-"""PinShares: how much of host memory each tenant may have kept."""
+"""PinShares: pins for tenants, each within its share of host memory."""
 
 from kvtier.engine.core import EngineCore
 from kvtier.engine.sharing.fair_share import FairShare
@@ -7,11 +7,11 @@ from kvtier.tiers.pins import Pin
 
 
 class PinShares:
-    """The pins of all tenants, of documents and of prompts, each within its tenant's equal share of the half of host
-    memory that may be pinned. Whether there is room depends on the tenant's own pins alone, so it tells of no others.
+    """Pins documents and prompts of each tenant within its equal share of the half of host memory that may be pinned.
 
-    Owned by the engine's thread. *num_tenants* may be set; when there are more of them than there were, what is held
-    already stays until its time is over or it is renewed.
+    Whether there is room depends on the tenant's own pins alone, so it tells nothing of other tenants. Owned by the
+    engine's thread. *num_tenants* may be set; when it grows, pins beyond the new share stay until they end or are
+    renewed.
     """
 
     def __init__(self, core: EngineCore, num_tenants: int) -> None:
@@ -20,10 +20,22 @@ class PinShares:
 
     @property
     def share_bytes(self) -> int:
-        """What one tenant may have kept."""
+        """Bytes that one tenant may have pinned."""
         return FairShare(self._core.cache.pinnable_bytes, self.num_tenants).each
 
-    def pin(self, tenant: str | None, chain: BlockChain, num_tokens: int, *, until: float) -> Pin | None:
-        """Keep what is cached of so many tokens until then; None if the tenant's share has no room."""
+    def pin(
+        self,
+        tenant: str | None,
+        chain: BlockChain,
+        num_tokens: int,
+        *,
+        until: float,
+        instead_of: Pin | None = None,
+    ) -> Pin | None:
+        """Keep what is cached of so many tokens until then, in the place of the tenant's earlier pin *instead_of*.
+
+        None if the tenant's share has no room; then the earlier pin stays as it was.
+        """
         pins = self._core.pins
-        return pins.pin(tenant, chain, num_tokens, self.share_bytes - pins.num_bytes(tenant), until=until)
+        left_bytes = self.share_bytes - pins.num_bytes(tenant)
+        return pins.pin(tenant, chain, num_tokens, left_bytes, until=until, instead_of=instead_of)

@@ -1,4 +1,4 @@
-"""DocumentPins: documents kept in host memory: pinned ones for as long as they are, others until they have come."""
+"""DocumentPins: keeps documents in host memory: pinned ones until their pin ends, warming ones until they have come."""
 
 from collections import deque
 from collections.abc import Callable
@@ -10,18 +10,18 @@ from kvtier.engine.documents.pin_shares import PinShares
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.pins import Pin
 
-RENEW_S = 30.0  # so often it is looked whether a block has been lost
-WARM_S = 600.0  # so long what comes to host memory may take
-MOST_LOOKED_AT = 64  # documents, after a step: 50 us
+RENEW_S = 30.0  # how often a pin is made anew, which brings lost blocks back
+WARM_S = 600.0  # how long a document may take to come to host memory
+MOST_LOOKED_AT = 64  # documents after one step: 50 us
 
 
 class NoRoomToPin(Exception):
-    """Host memory has no room to pin the document; says what to do."""
+    """Host memory has no room to pin the document; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """Until when a document is kept, by why: 0 for what it is not."""
+    """Until when a document is kept because it is pinned, and because it is warming; 0: it is not."""
 
     pinned: float = 0.0
     warming: float = 0.0
@@ -33,7 +33,7 @@ class _Ends:
 
 @dataclass(eq=False, slots=True)
 class _Kept:
-    """Until when, and with which pin; none while there is no room for one."""
+    """A document that is kept: until when, and its pin, which is None while there is no room for one."""
 
     ends: _Ends = _Ends()
     pin: Pin | None = None
@@ -45,8 +45,10 @@ class _Kept:
 
 
 class DocumentPins:
-    """Pins within each tenant's share. A pin ends by itself (`TimedPins`); here it is made anew every half minute, so
-    that a block that was lost comes back, and forgotten when its time is over. Owned by the engine's thread."""
+    """Pins documents within each tenant's share, and forgets those whose time is over. Owned by the engine's thread.
+
+    A pin ends by itself (`TimedPins`). It is made anew every half minute, so that a block that was lost comes back.
+    """
 
     def __init__(
         self,
@@ -55,50 +57,52 @@ class DocumentPins:
         compute: Callable[[Document], None],
         shares: PinShares,
     ) -> None:
-        """*compute* is asked for a document of which something is in no tier."""
+        """*chain_of* names a document's blocks. *compute* is called for a document with blocks that are in no tier."""
         self._core = core
         self._chain_of = chain_of
         self._compute = compute
         self._shares = shares
         self._kept: dict[Document, _Kept] = {}
-        self._turns: deque[tuple[Document, _Kept]] = deque()  # who is looked at next; not those that were dropped since
+        # The order in which documents are looked at; entries that were dropped since are skipped.
+        self._turns: deque[tuple[Document, _Kept]] = deque()
 
     def warm(self, document: Document) -> None:
-        """Bring it to host memory, and let go of it there. NoRoomToPin."""
+        """Bring a document to host memory, and let go of it once it is there. NoRoomToPin."""
         self._keep(document, replace(self._ends(document), warming=self._core.pins.now() + WARM_S))
 
     def pin(self, document: Document, ttl_s: float, must_have_room: bool = True) -> None:
-        """Keep it in host memory for so long from now on. NoRoomToPin, unless it may wait for room."""
+        """Keep it in host memory for so long from now on. NoRoomToPin, unless it may wait for room; an earlier pin
+        then stays as it was."""
         self._keep(document, replace(self._ends(document), pinned=self._core.pins.now() + ttl_s), must_have_room)
 
-    def unpin(self, document: Document) -> None:
-        """Keep it no longer; what was not pinned is left alone."""
+    def unpin(self, document: Document, in_s: float = 0.0) -> None:
+        """End its pin so many seconds from now; a document that is not kept is left alone."""
         if document in self._kept:
             kept = self._kept[document]
-            kept.ends = replace(kept.ends, pinned=0.0)
+            kept.ends = replace(kept.ends, pinned=self._core.pins.now() + in_s)
             self._look_at(document, kept)
 
     def drop(self, document: Document) -> None:
-        """Let go, whatever for it was held."""
+        """Let go of a document, pinned or warming."""
         kept = self._kept.pop(document, None)
         if kept is not None and kept.pin is not None:
             self._core.pins.unpin(kept.pin)
 
     def end(self) -> None:
-        """Let go of all."""
+        """Let go of all documents."""
         for document in list(self._kept):
             self.drop(document)
 
     def is_held(self, document: Document) -> bool:
-        """Whether all of it is held in host memory now."""
+        """Whether all blocks of the document are held in host memory now."""
         return document in self._kept and self._kept[document].is_whole
 
     def is_warming(self, document: Document) -> bool:
-        """Whether it is on its way to host memory."""
+        """Whether the document is on its way to host memory."""
         return self._ends(document).warming > 0
 
     def tick(self) -> None:
-        """Forget what is over, and bring back what was lost: of some documents, with the next calls of the others."""
+        """Look at the next documents in turn: forget one whose time is over, or bring lost blocks of one back."""
         for _ in range(min(MOST_LOOKED_AT, len(self._turns))):
             document, kept = self._turns.popleft()
             if self._kept.get(document) is not kept:
@@ -108,7 +112,7 @@ class DocumentPins:
                 return
 
     def _look_at(self, document: Document, kept: _Kept) -> bool:
-        """Do what is due; whether it was something that takes its time."""
+        """Forget a document whose time is over, or pin it anew if that is due; True if it did either, which is slow."""
         now = self._core.pins.now()
         if kept.is_whole or now >= kept.ends.warming:
             kept.ends = replace(kept.ends, warming=0.0)
@@ -116,7 +120,7 @@ class DocumentPins:
             self.drop(document)
             return True
         if now >= kept.renew_at:
-            self._begin(document, kept)
+            self._renew(document, kept, kept.ends, must_have_room=False)
             return True
         return False
 
@@ -127,10 +131,7 @@ class DocumentPins:
         if self._core.config.host is None and must_have_room:
             raise NoRoomToPin("host tier: there is none; give host.capacity a size")
         kept = self._kept.get(document) or _Kept()
-        before, kept.ends = kept.ends, ends
-        self._begin(document, kept)
-        if kept.pin is None and must_have_room:
-            kept.ends = before
+        if not self._renew(document, kept, ends, must_have_room):
             needed = document.num_tokens * self._core.bytes_per_token / 2**20
             share = self._shares.share_bytes / 2**20
             raise NoRoomToPin(
@@ -142,14 +143,20 @@ class DocumentPins:
             self._kept[document] = kept
             self._turns.append((document, kept))
 
-    def _begin(self, document: Document, kept: _Kept) -> None:
-        """Pin it, as if for the first time."""
-        pins, cache = self._core.pins, self._core.cache
-        if kept.pin is not None:  # ended first, so that it does not count twice; nobody takes a slot meanwhile
+    def _renew(self, document: Document, kept: _Kept, ends: _Ends, must_have_room: bool) -> bool:
+        """Pin the document anew until *ends*, as if for the first time, and compute what of it is in no tier.
+
+        If its tenant's share has no room and *must_have_room*, it changes nothing and returns False. Otherwise the
+        earlier pin ends, and the next renewal tries again.
+        """
+        pins, chain = self._core.pins, self._chain_of(document)
+        pin = self._shares.pin(document.tenant, chain, document.num_tokens, until=ends.last, instead_of=kept.pin)
+        if pin is None and must_have_room:
+            return False
+        if pin is None and kept.pin is not None:
             pins.unpin(kept.pin)
-        chain = self._chain_of(document)
-        kept.pin = self._shares.pin(document.tenant, chain, document.num_tokens, until=kept.ends.last)
-        kept.renew_at = pins.now() + RENEW_S
-        hit = cache.lookup(chain, document.num_tokens + 1)
+        kept.ends, kept.pin, kept.renew_at = ends, pin, pins.now() + RENEW_S
+        hit = self._core.cache.lookup(chain, document.num_tokens + 1)
         if hit.num_tokens < hit.limit:
             self._compute(document)
+        return True

@@ -1,4 +1,4 @@
-"""DocumentWorker: what the engine does for documents, and what it knows of them."""
+"""DocumentWorker: computes and pins documents in the engine's thread, and says where they are."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,83 +13,86 @@ from kvtier.engine.llm import keyed
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain, ExtraKeys
 from kvtier.tiers.naming.tier import Tier
 
-PROMPT_PIN_S = 3600.0  # if who asks that a prompt is kept does not say for how long
+PROMPT_PIN_S = 3600.0  # for a request that pins its prompt and does not say for how long
 
 
 class Status(StrEnum):
-    """How far a document is."""
+    """The status of a document."""
 
     QUEUED = "queued"
     PREFILLING = "prefilling"
-    READY = "ready"  # all of it is cached, in some tier
-    EVICTED = "evicted"  # it was ready; some of it is in no tier any more
+    READY = "ready"  # all of it is cached, in any tier
+    EVICTED = "evicted"  # it was ready; a part of it is in no tier any more
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class Residence:
-    """Where a document is at one moment, by value. Tokens count for the warmest tier that has them."""
+    """Where a document is at one moment, by value. A token counts for the warmest tier that has it."""
 
     status: Status
     error: str | None
-    num_computed: int  # tokens, while it is prefilling; else all or none
+    num_computed: int  # tokens done while it is prefilling; else all or none
     tokens: Mapping[str, int]  # by tier, and "nowhere"
     num_bytes: Mapping[str, int]  # by tier
-    load_s: float | None  # until it would be on the device, as lanes and their queues are; None: not known yet
-    compute_s: float | None  # to compute all of it anew; None: not known yet
+    load_s: float | None  # to load it to the device, by the lanes' speeds and queues; None: not known yet
+    compute_s: float | None  # to compute all of it; None: not known yet
     is_warming: bool  # on its way to host memory
-    is_held: bool  # all of it is in host memory, and will be as long as it is pinned
+    is_held: bool  # all of it is in host memory, and stays there while it is pinned
 
 
 class DocumentWorker:
-    """Computes documents, and keeps documents and prompts in host memory. It owns the queue, the pins and the tenants'
-    shares that this takes, and its engine's core is there from its first moment.
+    """Computes documents, and keeps documents and prompts in host memory. Owns their queue, pins and tenants' shares.
 
     It is made, called and ended in the engine's thread, which calls `tick` after every step (`AsyncLLM.attend`).
     """
 
     def __init__(self, core: EngineCore, salt_of: Callable[[Document], str | None], num_tenants: int) -> None:
-        """*salt_of*: the cache_salt that a document's blocks are named with."""
+        """*salt_of* gives the cache_salt that a document's blocks are named with."""
         self._core = core
         self._salt_of = salt_of
         self._chains: dict[Document, BlockChain] = {}
         self._errors: dict[Document, str] = {}
-        self._on_ready: dict[Document, Callable[[], None]] = {}  # of those that were never computed
+        self._on_ready: dict[Document, Callable[[], None]] = {}  # of documents that were never computed
         self._shares = PinShares(core, num_tenants)
-        self._prefills = DocumentPrefills(core, self.extra_of, self._ended)
+        self._prefills = DocumentPrefills(core, self.extra_of, self._on_ended)
         self._pins = DocumentPins(core, self._chain, self._compute, self._shares)
 
     def extra_of(self, document: Document) -> ExtraKeys:
-        """What a document's blocks are named with beside its tokens. ValueError if its adapter is not there."""
+        """What a document's blocks are named with beside its tokens. ValueError if its adapter is not configured."""
         return keyed(self._core, NO_EXTRA_KEYS, document.lora, self._salt_of(document))
 
     def add(self, document: Document, on_ready: Callable[[], None]) -> None:
-        """A document that is new here: compute it unless it has been and nothing of it is wanted now. *on_ready* is
-        called when it has been computed for the first time."""
+        """Take a new document, and compute it unless it was ready before.
+
+        *on_ready* is called when it has been computed for the first time.
+        """
         if not document.was_ready:
             self._on_ready[document] = on_ready
             self._compute(document)
 
     def warm(self, document: Document, tier: Tier) -> None:
-        """Bring it to the device or to host memory, and compute what is nowhere. NoRoomToPin."""
+        """Bring a document to the device or to host memory, and compute what is in no tier. NoRoomToPin."""
         if tier is Tier.DEVICE:
             self._compute(document)
         else:
             self._pins.warm(document)
 
     def pin(self, document: Document, ttl_s: float, must_have_room: bool = True) -> None:
-        """Keep it in host memory for so long from now on. NoRoomToPin, unless it may wait for room."""
+        """Keep a document in host memory for *ttl_s* seconds from now. NoRoomToPin, unless it may wait for room."""
         self._pins.pin(document, ttl_s, must_have_room)
 
-    def unpin(self, document: Document) -> None:
-        """Keep it no longer."""
-        self._pins.unpin(document)
+    def unpin(self, document: Document, in_s: float = 0.0) -> None:
+        """End its pin so many seconds from now."""
+        self._pins.unpin(document, in_s)
 
     def pin_prompt(
         self, tenant: str | None, token_ids: Sequence[int], lora: str | None, cache_salt: str | None, ttl_s: float
     ) -> bool:
-        """Keep what is cached of a prompt for so long; False if the tenant's share has no room for that, or the prompt
-        has no block that could be kept."""
+        """Keep what is cached of a prompt for *ttl_s* seconds.
+
+        False if the tenant's share has no room for it, or the prompt has no block that could be kept.
+        """
         chain = self._core.chain(token_ids, keyed(self._core, NO_EXTRA_KEYS, lora, cache_salt))
         pin = self._shares.pin(tenant, chain, len(token_ids), until=self._core.pins.now() + ttl_s)
         if pin is None or pin.num_bytes:
@@ -98,11 +101,11 @@ class DocumentWorker:
         return False
 
     def share_among(self, num_tenants: int) -> None:
-        """So many tenants share what may be pinned from now on."""
+        """Divide what may be pinned among *num_tenants* from now on."""
         self._shares.num_tenants = num_tenants
 
     def drop(self, document: Document) -> None:
-        """Forget it. Its blocks stay cached until others need their room."""
+        """Forget a document. Its blocks stay cached until their room is needed."""
         self._prefills.remove(document)
         self._pins.drop(document)
         self._chains.pop(document, None)
@@ -110,17 +113,17 @@ class DocumentWorker:
         self._on_ready.pop(document, None)
 
     def end(self) -> None:
-        """Forget all of them."""
+        """Forget all documents, and end their pins."""
         self._prefills.end()
         self._pins.end()
 
     def tick(self) -> None:
-        """Go on with all that is to be done."""
+        """Go on with the queue and with the pins."""
         self._prefills.tick()
         self._pins.tick()
 
     def residence(self, document: Document) -> Residence:
-        """Where it is now."""
+        """Where the document is now."""
         core, chain = self._core, self._chain(document)
         hit = core.cache.lookup(chain, document.num_tokens + 1)
         tokens = dict.fromkeys([*map(str, Tier), "nowhere"], 0)
@@ -154,7 +157,7 @@ class DocumentWorker:
         self._errors.pop(document, None)
         self._prefills.add(document)
 
-    def _ended(self, document: Document, error: str | None) -> None:
+    def _on_ended(self, document: Document, error: str | None) -> None:
         if error is not None:
             self._errors[document] = error
         elif document in self._on_ready:

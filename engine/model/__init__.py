@@ -1,1 +1,1 @@
-"""The model: paged attention, adapters, sampling, what loads and what is refused."""
+"""The model: loading and checking it, paged attention, adapters and sampling."""

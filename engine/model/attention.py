@@ -1,4 +1,4 @@
-"""Paged attention as transformers calls it: writes new keys and values into the slab, reads the prefix from it."""
+"""Paged attention as transformers calls it: writes new keys and values into the slab and reads the prefix there."""
 
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -18,13 +18,13 @@ from kvtier.transfer.layer_gate import LayerGate
 __all__ = ["IMPLEMENTATION", "GroupStep", "Segment", "Step", "current_step", "paged_attention", "segment"]
 
 IMPLEMENTATION = "kvtier"  # the name under which transformers finds `paged_attention`
-# Tensors that a model may hand to its attention beside queries, keys and values: acted on, or of other parts of it.
+# Tensors that a model may hand to its attention beside queries, keys and values: used here, or meant for other parts.
 KNOWN_TENSORS = frozenset({"cache_position", "logits_to_keep", "position_ids", "s_aux"})
 
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """A step's segments by the way they go (`paged_choice`)."""
+    """A step's segments, by the path that `paged_choice` takes for them."""
 
     gathered: tuple[Segment, ...]
     in_place: Plan | None
@@ -32,17 +32,18 @@ class Paths:
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """What a group's layers need to know in one forward pass."""
+    """The inputs of one group's layers in one forward pass."""
 
     slab: torch.Tensor  # [num_slots, group_layers, 2, block_size, num_kv_heads, head_dim]
-    write_slots: torch.Tensor  # [num_tokens] int64: where each token of the batch is written
-    write_offsets: torch.Tensor  # [num_tokens] int64, within the block
+    write_slots: torch.Tensor  # [num_tokens] int64: the slot that each token of the batch is written into
+    write_offsets: torch.Tensor  # [num_tokens] int64: its place within the block
     segments: tuple[Segment, ...]
     scratch: Scratch = field(default_factory=Scratch)
-    paths: dict[tuple[int, bool, bool], Paths] = field(default_factory=dict)  # found by the first layer, for all
+    # Filled by the first layer, for all layers.
+    paths: dict[tuple[int, bool, bool], Paths] = field(default_factory=dict)
 
     def paths_of(self, num_heads: int, has_softcap: bool, has_sinks: bool) -> Paths:
-        """The way of each segment, for layers with so many query heads and those scores."""
+        """The path of each segment, for layers with so many query heads, with or without softcap and sinks."""
         paths = self.paths.get((num_heads, has_softcap, has_sinks))
         if paths is None:
             *_, num_kv_heads, head_dim = self.slab.shape
@@ -63,10 +64,10 @@ class Step:
     groups: tuple[GroupStep, ...]
     layers: dict[int, tuple[int, int]]
     gates: tuple[LayerGate, ...] = ()  # of prefixes that are still arriving, layer by layer
-    give_up_at: float = 0.0  # waiting for them; monotonic
+    give_up_at: float = 0.0  # on waiting for the gates; monotonic
 
 
-# transformers passes nothing of ours down to its attention function; the step travels beside the call.
+# transformers passes no object of kvtier's to its attention function, so the step travels beside the call.
 current_step: ContextVar[Step] = ContextVar("kvtier_step")
 
 
@@ -79,11 +80,11 @@ def paged_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,  # [num_heads], attention sinks
-    **kwargs: Any,  # what else models hand to attention functions: dropout, sliding_window …, known since the load
+    **kwargs: Any,  # other arguments of attention functions (dropout, sliding_window …), known since the load
 ) -> tuple[torch.Tensor, None]:
     """The attention function registered with transformers. Returns [1, num_tokens, num_heads, head_dim].
 
-    Raises `UnsupportedModel` if it is handed a mask, or a tensor that it does not know: it would leave them out.
+    Raises `UnsupportedModel` if the model hands it a mask or an unknown tensor, neither of which it applies.
     """
     if attention_mask is not None:
         raise UnsupportedModel("it makes an attention mask of its own, which kvtier cannot apply (sparse attention)")

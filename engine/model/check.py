@@ -1,4 +1,4 @@
-"""Whether a model gives with kvtier's attention what it gives with its own: asked once, at load."""
+"""Compares a model's logits with kvtier's attention to those with its own, once, when it is loaded."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -13,20 +13,22 @@ from kvtier.engine.model.miniature import LIMIT, VOCAB, NoMiniature, miniatures
 from kvtier.engine.model.paged_model import Chunk, PagedModel
 from kvtier.engine.model.unsupported_model import UnsupportedModel
 
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of the largest logit; the model's own
-EXACT = 1e-4  # of the largest logit of a miniature: float32 rounding is 1e-6 of it, a key more or less 1e-2
+# Share of the largest logit, for the model itself.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+EXACT = 1e-4  # share of a miniature's largest logit: float32 rounding is 1e-6 of it, a key more or less 1e-2
 BLOCK_SIZE = 16
 # Tokens of two requests in each step. Each comes to 330, more than LIMIT times LIMIT: a top-k of so many blocks of so
 # many tokens leaves some out.
 STEPS = ((70, 33, 1, 100, 1, 125), (1, 60, 140, 1, 127, 1))
 
-NUM_BLOCKS = 64  # of the cache, in which those of the two are scattered
+NUM_BLOCKS = 64  # blocks of the cache, over which those of the two requests are scattered
 
-_checked: set[tuple[type[PreTrainedModel], str]] = set()  # of this process: the same code with the same numbers
+# In this process: classes with the digests of their configurations.
+_checked: set[tuple[type[PreTrainedModel], str]] = set()
 
 
 def check_model(paged: PagedModel) -> None:
-    """Compare with the model's own attention, in two chunks: its own weights, type and device, up to 48 tokens."""
+    """Compare the model, with its own weights, type and device, to its own attention: up to 48 tokens in two chunks."""
     model, block_size = paged.model, paged.block_size
     num_tokens = min(2 * block_size, paged.num_slots * block_size, 48)
     token_ids = [(7 * i + 3) % paged.vocab_size for i in range(num_tokens)]
@@ -41,8 +43,8 @@ def check_model(paged: PagedModel) -> None:
 def check_miniature(paged: PagedModel) -> None:
     """Compare a miniature of the model with its own attention, in float32, past every limit of the configuration.
 
-    Once in a process for each class and configuration. `UnsupportedModel` also if none can be made: what was not
-    compared is not served.
+    Once in a process for each class and configuration. `UnsupportedModel` also if no miniature can be made: a model
+    that was not compared is not served.
     """
     model = paged.model
     key = (type(model), config_digest(model.config))
@@ -54,7 +56,7 @@ def check_miniature(paged: PagedModel) -> None:
         for small in miniatures(model, paged.layers):
             try:
                 paged_small = PagedModel(small, BLOCK_SIZE, NUM_BLOCKS * bytes_per_block(small, BLOCK_SIZE))
-            except UnsupportedModel as error:  # cut too much, or a limit that the model itself reaches far later
+            except UnsupportedModel as error:  # cut too much, or it has a limit that the model itself reaches far later
                 refusal = error
                 continue
             if {type(layer.group) for layer in paged_small.layers} == kinds:
@@ -70,7 +72,7 @@ def check_miniature(paged: PagedModel) -> None:
 
 
 def _check_small(model: PreTrainedModel, small: PagedModel) -> None:
-    """Compare two requests that are computed in the same steps with each of them alone."""
+    """Compare two requests, computed in the same steps, with each of them computed alone."""
     rng = random.Random(7)
     steps = [_within(counts, small.model) for counts in STEPS]
     prompts = [[rng.randrange(VOCAB // 2) for _ in range(sum(counts))] for counts in steps]
@@ -92,7 +94,7 @@ def _check_small(model: PreTrainedModel, small: PagedModel) -> None:
 
 
 def _within(counts: Sequence[int], model: PreTrainedModel) -> list[int]:
-    """The *counts* of tokens, less where the model has not so many positions: learned ones are not cut to `LIMIT`."""
+    """The *counts* of tokens, cut to the positions that the model has: learned positions are not cut to `LIMIT`."""
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LIMIT
     if most <= LIMIT:
         return list(counts)
@@ -122,7 +124,7 @@ def _compare(model: PreTrainedModel, logits: torch.Tensor, plain: torch.Tensor, 
 
 @contextmanager
 def _named(model: PreTrainedModel) -> Iterator[None]:
-    """Refusals meanwhile say which model."""
+    """Name the model in refusals that are raised meanwhile."""
     try:
         yield
     except UnsupportedModel as error:

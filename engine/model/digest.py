@@ -16,30 +16,31 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from kvtier.engine.model.tensor_digest import tensor_digest
 from kvtier.engine.model.unsupported_model import UnsupportedModel
 
-LOADING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})  # say nothing about the KV
-_BARE = frozenset(vars(TorchModule()))  # what every module has: dicts of parts and hooks, and whether it trains
+# Fields that do not change keys and values.
+LOADING = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
+_BARE = frozenset(vars(TorchModule()))  # of every module: dicts of parts and hooks, and whether it trains
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-# Hooks that change nothing that is not in a block's name: transformers' that look, and those of adapters by request,
-# which another engine on the same model may have there meanwhile.
+# Hooks that change nothing beyond what a block's name says: those of transformers that only look, and those of
+# `LoraRows`, which another engine on the same model may have set.
 _LOOKING = ("transformers.utils.output_capturing.", "kvtier.engine.model.lora_rows.")
-# The configuration has a digest of its own; where a tensor is, what a step is doing and which class it is of (named
-# with the module) change no result.
+# Left out: the configuration has a digest of its own, the class is named with the module, and devices, Python's modules
+# and generators change no result.
 _APART = (PreTrainedConfig, GenerationConfig, torch.device, type, ModuleType, torch.Generator)
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def config_digest(config: PreTrainedConfig) -> str:
-    """Digest of a model's configuration, all but its name and what only says how it is loaded."""
+    """Digest of a model's configuration, without its name and the fields that only say how it is loaded."""
     fields = {key: value for key, value in config.to_dict().items() if key not in LOADING and key[0] != "_"}
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """Digest of all that the model's modules hold, those things included that no file has.
+    """Digest of everything that the model's modules hold, also of what no file has.
 
     Parameters, buffers, tensors that are neither, packed and quantised weights, numbers such as scales, the names of
-    classes and functions. sha256 of each tensor, and over the list. Raises `UnsupportedModel` for something that
-    changes what is computed and cannot be read: a hook, an offloaded weight, an object of unknown state.
+    classes and functions. sha256 of each tensor, and over the list. Raises `UnsupportedModel` for a part that changes
+    results and cannot be read: a hook, an offloaded weight, an object of unknown state.
     """
     digest = _Digest()
     for name, module in model.named_modules():
@@ -48,39 +49,42 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 class _Digest:
-    """A digest that is fed things by their names."""
+    """A digest that is fed modules, tensors and values, each with its name."""
 
     def __init__(self) -> None:
         self._total = hashlib.sha256()
-        self._seen: dict[int, tuple[str, object]] = {}  # where an object stood first; kept, so that ids stay its own
+        self._seen: dict[
+            int, tuple[str, object]
+        ] = {}  # where an object came first; held, so that no other object gets its id
 
     def hexdigest(self) -> str:
-        """What it comes to."""
+        """The digest of all that was fed."""
         return self._total.hexdigest()
 
     def module(self, name: str, module: torch.nn.Module) -> None:
-        """Feed a module, without the modules in it."""
+        """Feed one module, without its submodules."""
         own = vars(module)
         for hook in (hook for hooks in _HOOKS for hook in own[hooks].values()):
             if not _function_name(hook).startswith(_LOOKING):
                 self._refuse(name, f"has a hook ({_function_name(hook)})", "remove it")
         if hasattr(module, "adapter_layer_names"):  # peft's layers
             self._refuse(name, "is a layer of an adapter that can be switched", "merge it, or name it in [lora]")
-        if "forward" in own and "_hf_hook" not in own:  # accelerate's are known: they move tensors between devices
+        # The forwards of accelerate are known: they move tensors between devices.
+        if "forward" in own and "_hf_hook" not in own:
             self._refuse(name, f"has another forward ({_function_name(own['forward'])})", "remove it")
         self._line(name, _type_name(module))
         for part, value in sorted({**own["_parameters"], **own["_buffers"]}.items()):
             self._feed(f"{name}.{part}", value, with_words=True)
         for part, value in sorted(own.items()):
             if part not in _BARE and part not in ("forward", "_old_forward", "_hf_hook"):
-                # Private numbers and words say how it was loaded; a model's own, where from.
+                # Private numbers and words say how the model was loaded; a model's words say where from.
                 is_public = part[0] != "_"
                 if isinstance(value, str) and isinstance(module, PreTrainedModel):
                     continue
                 self._feed(f"{name}.{part}", value, with_words=is_public)
 
     def _feed(self, name: str, value: Any, with_words: bool) -> None:
-        """Feed what is called *name*: its tensors, and *with_words* its numbers, words and functions too."""
+        """Feed the value called *name*: its tensors, and *with_words* its numbers, words and functions too."""
         match value:
             case None | bool() | int() | float() | complex() | str() | bytes() | torch.dtype() | Enum() | range():
                 if with_words:
@@ -132,7 +136,7 @@ class _Digest:
             self._feed(f"{name}.{key}", value, with_words)
 
     def _tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """Feed a tensor; of one that is made of others, these and what it says of itself."""
+        """Feed a tensor; one that is made of inner tensors by these and by their context."""
         if hasattr(tensor, "__tensor_flatten__"):
             inner, context = tensor.__tensor_flatten__()
             self._line(name, f"{_type_name(tensor)} {tuple(tensor.shape)} {tensor.dtype}")
@@ -158,14 +162,15 @@ class _Digest:
         self._line(name, f"{tuple(tensor.shape)} {tensor.dtype}", tensor_digest(tensor))
 
     def _state(self, name: str, value: torch.ScriptObject) -> Any:
-        """What an object of TorchScript, such as packed weights, is made of."""
+        """The state of a TorchScript object, such as packed weights."""
         try:
             return value.__getstate__()
         except (RuntimeError, AttributeError, NotImplementedError):
             self._refuse(name, f"is a {_type_name(value)}, whose content cannot be read", "load it unpacked")
 
     def _line(self, name: str, what: str, digest: bytes = b"") -> None:
-        for part in (name.encode(), what.encode(), digest):  # their lengths, so that they read in one way only
+        # With their lengths, so that no two sequences of parts read alike.
+        for part in (name.encode(), what.encode(), digest):
             self._total.update(len(part).to_bytes(8, "little") + part)
 
     def _refuse(self, name: str, what: str, advice: str) -> Any:

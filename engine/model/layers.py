@@ -1,4 +1,4 @@
-"""What each attention layer of a model asks for: seen by running the model once, on two tokens."""
+"""The kind and the geometry of each attention layer, found by running the model once on two tokens."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,26 +12,26 @@ from transformers.masking_utils import eager_mask
 
 from kvtier.engine.model.attention import IMPLEMENTATION, refuse_unknown_tensors
 from kvtier.engine.model.paged_segment import reads
+from kvtier.engine.model.short_memory import short_memory_raised
 from kvtier.engine.model.unsupported_model import UnsupportedModel
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
 
-OBSERVED = f"{IMPLEMENTATION}-observed"  # the attention function while a model is being looked at
-# The same, and no masks: on the meta device none can be made, since transformers looks at positions for it.
+OBSERVED = f"{IMPLEMENTATION}-observed"  # name of the attention function while a model is observed
+# The same without masks: on the meta device transformers cannot make any, since it reads positions for that.
 OBSERVED_PLAN = f"{IMPLEMENTATION}-observed-plan"
-# With these the keys of a block depend on how long the prompt is; equal names would not mean equal bytes.
+# With these, keys depend on the length of the prompt, so equal names would not mean equal bytes.
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-STEPS_AROUND = (-2, -1, 0, 1, 2)  # of the edges of a window or chunk, where its mask is looked at
-FAR = 1_000_003  # a position behind every limit of the models there are
+STEPS_AROUND = (-2, -1, 0, 1, 2)  # positions around the edges of a window or chunk, where its mask is compared
+FAR = 1_000_003  # a position behind every limit of known models
 _ERRORS = (ValueError, TypeError, KeyError, RuntimeError, AttributeError, IndexError)
 
-MaskFunction = Callable[
-    ..., Any
-]  # (batch, head, query, key) -> whether the query reads the key, as transformers has it
+# (batch, head, query, key) -> whether the query reads the key, as transformers has it.
+MaskFunction = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one attention layer was seen doing."""
+    """One attention layer, as it was observed."""
 
     group: AttentionGroup
     num_kv_heads: int
@@ -39,9 +39,9 @@ class Layer:
 
 
 def observe_layers(model: PreTrainedModel, block_size: int) -> dict[int, Layer]:
-    """The model's attention layers by their index; leaves it with kvtier's attention function.
+    """Run the model on two tokens; its attention layers by index. Leaves it with kvtier's attention function.
 
-    The model may be on the meta device. Raises `UnsupportedModel`, and then the model is as it was.
+    The model may be on the meta device. If it raises `UnsupportedModel`, the model is as it was.
     """
     before = model.config._attn_implementation
     try:
@@ -75,7 +75,7 @@ def layers_of(model: PreTrainedModel, block_size: int, itemsize: int) -> list[tu
 
 @contextmanager
 def own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """The model uses transformers' own attention meanwhile, afterwards kvtier's."""
+    """Have the model use transformers' own attention meanwhile, and kvtier's afterwards."""
     model.set_attn_implementation("eager")
     try:
         yield
@@ -84,10 +84,10 @@ def own_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 class _Observation:
-    """Stands in for attention and for the making of masks while a model runs; keeps what each layer asked for.
+    """Stands in for attention and mask functions while a model runs, and records what each layer asked for.
 
-    A mask that transformers makes for a model is given to it as it would be, and its rule is remembered: so a layer
-    that hands it on unchanged tells which keys it reads at any distance, and one that hands on anything else is seen.
+    The model gets the masks that transformers makes, and each mask's rule is remembered. So a layer that hands its mask
+    on unchanged shows which keys it reads at any distance, and a layer that hands on another mask is found out.
     """
 
     def __init__(self, model: PreTrainedModel, block_size: int) -> None:
@@ -95,7 +95,9 @@ class _Observation:
         self._model = model
         self._config = model.config.get_text_config()
         self._block_size = block_size
-        self._masks: dict[int, tuple[torch.Tensor, MaskFunction]] = {}  # by id of the tensor, which is kept alive
+        self._masks: dict[
+            int, tuple[torch.Tensor, MaskFunction]
+        ] = {}  # by the tensor's id; held, so that the id stays its own
 
     def make_mask(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The mask function registered with transformers."""
@@ -112,7 +114,7 @@ class _Observation:
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """The attention function registered with transformers: looks, and gives zeros."""
+        """The attention function registered with transformers: records the layer and returns zeros."""
         layer_id = getattr(module, "layer_idx", None)
         if not isinstance(layer_id, int) or layer_id in self.layers:
             raise UnsupportedModel("an attention layer has no index of its own (layer_idx)")
@@ -149,7 +151,7 @@ class _Observation:
         )
 
     def _check_mask(self, layer_id: int, group: AttentionGroup, mask: torch.Tensor) -> None:
-        """Refuse a mask that is not the group's, at any distance."""
+        """Refuse a mask that differs from the group's at any distance."""
         _, rule = self._masks.get(id(mask), (None, None))
         if rule is None:
             raise UnsupportedModel(
@@ -176,7 +178,7 @@ class _Observation:
             )
 
     def _group(self, layer_id: int, window: int | None) -> AttentionGroup:
-        """The kind of attention of a layer: what its configuration says, held against what it asks for."""
+        """A layer's kind of attention by its configuration, which must agree with the *window* that it asks for."""
         config, block_size = self._config, self._block_size
         layer_types = getattr(config, "layer_types", None)
         kind = layer_types[layer_id] if layer_types else "sliding_attention" if window else "full_attention"
@@ -193,7 +195,7 @@ class _Observation:
                 raise UnsupportedModel(f"layer {layer_id} is of kind {kind} with window {window}")
 
 
-# transformers finds both functions by a name that all threads share; which observation they serve is the thread's own.
+# transformers finds both functions by a name that all threads share, while each thread has an observation of its own.
 _current: ContextVar[_Observation] = ContextVar("kvtier_observation")
 AttentionInterface.register(OBSERVED, lambda *args, **kwargs: _current.get().attend(*args, **kwargs))
 AttentionInterface.register(OBSERVED_PLAN, lambda *args, **kwargs: _current.get().attend(*args, **kwargs))
@@ -201,15 +203,15 @@ AttentionMaskInterface.register(OBSERVED, lambda *args, **kwargs: _current.get()
 
 
 def _run(model: PreTrainedModel, observation: _Observation) -> None:
-    """Run the model on two tokens under the eyes of *observation*."""
+    """Run the model on two tokens, with *observation* in the place of its attention."""
     token = _current.set(observation)
     try:
         model.set_attn_implementation(OBSERVED_PLAN if model.device.type == "meta" else OBSERVED)
-        with torch.inference_mode():
+        with short_memory_raised("looking at the model's attention"), torch.inference_mode():
             model(input_ids=torch.tensor([[0, 1]], device=model.device), use_cache=False)
     except UnsupportedModel:
         raise
-    except _ERRORS as error:  # of the model's own code, in its own words: they mean nothing to a reader
+    except _ERRORS as error:  # errors of the model's own code, whose words mean nothing to the user
         raise UnsupportedModel(
             f"its code fails with an attention function that is not transformers' own ({_place(error)})"
         ) from error
@@ -218,7 +220,7 @@ def _run(model: PreTrainedModel, observation: _Observation) -> None:
 
 
 def _refuse_configuration(model: PreTrainedModel) -> None:
-    """Refuse what cannot be seen on two tokens."""
+    """Refuse what two tokens do not show: adapters, temperature tuning, length-dependent rotary embeddings."""
     config = model.config.get_text_config()
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedModel(
@@ -241,7 +243,7 @@ def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _edges(group: AttentionGroup) -> list[int]:
-    """Positions at whose sides a mask of this kind changes, and one that is far from the first."""
+    """Positions at which a mask of this kind changes, and one far from the first."""
     match group:
         case SlidingWindow(window_tokens=limit) | ChunkedLocal(chunk_tokens=limit):
             return [0, limit, 2 * limit, 3 * limit, FAR - limit, FAR]

@@ -1,4 +1,4 @@
-"""How likely the model found the tokens that were chosen."""
+"""Logarithmic probabilities of the tokens that were chosen, and of the likeliest."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,11 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The natural logarithm of the model's own probability, before temperature and cuts, of a token that was chosen,
-    and of the *top* likeliest as pairs of token id and logarithm, likeliest first."""
+    """Natural logarithms of the model's own probabilities, before temperature and cuts.
+
+    *logprob* is that of the chosen token; *top* has the likeliest tokens as pairs of token id and logarithm, likeliest
+    first.
+    """
 
     token_id: int
     logprob: float
@@ -16,7 +19,7 @@ class TokenLogprobs:
 
 
 def token_logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
-    """What *logits* `[vocab]` say about the chosen token and the *num_top* likeliest."""
+    """The logarithms of the chosen token and of the *num_top* likeliest, from *logits* `[vocab]`."""
     logprobs = logits.double().log_softmax(dim=-1)
     values, token_ids = logprobs.topk(min(num_top, len(logprobs)))
     top = tuple(zip(token_ids.tolist(), values.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""LoraAdapter: what a LoRA adds to the linear layers of a model, read from a folder of `peft`'s."""
+"""LoraAdapter: the deltas that a LoRA adds to a model's linear layers, read from a folder that `peft` wrote."""
 
 import copy
 import hashlib
@@ -13,53 +13,50 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from kvtier.engine.config import LoraConfig
+from kvtier.engine.model.adapter_folder import UnusableLora, check_adapter_folder
+from kvtier.engine.model.short_memory import short_memory_raised
 from kvtier.engine.model.tensor_digest import tensor_digest
 from kvtier.tiers.naming.block_hash import Lora
 
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-CONFIG_FILE = "adapter_config.json"
 # With any other the base weights were changed before training, or an adapter says so by a word not known here.
 PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal"})
-_ADAPTER = "kvtier"  # what peft calls it while it is read
+_ADAPTER = "kvtier"  # its name in peft while it is read
 _ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError)
-
-
-class UnusableLora(ValueError):
-    """An adapter that cannot be served with this model; the message says why, in one line."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraDelta:
-    """What one linear layer's output gets in addition: scale · up(down(input))."""
+    """The addition to one linear layer's output: scale · up(down(input))."""
 
     down: torch.Tensor  # [rank, in_features], peft's lora_A
     up: torch.Tensor  # [out_features, rank], lora_B
     scale: float
 
     def to(self, device: torch.device) -> "LoraDelta":
-        """The same on *device*."""
+        """This delta with its weights on *device*."""
         return LoraDelta(self.down.to(device), self.up.to(device), self.scale)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraAdapter:
-    """One adapter, on the model's device and in its dtype. Nothing of it is in the model."""
+    """One adapter's weights, on the model's device and in its dtype. The model itself has none of them."""
 
-    key: Lora  # its part of the names of blocks: what it is called here, and a digest of what it does
+    key: Lora  # its part of block names: its name in the configuration, and a digest of its deltas
     deltas: Mapping[str, LoraDelta]  # by the layer's name in the model
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its weights."""
+        """Bytes of the adapter's weights."""
         return sum(delta.down.nbytes + delta.up.nbytes for delta in self.deltas.values())
 
 
 def load_adapters(
     model: PreTrainedModel, tables: Mapping[str, LoraConfig], progress: Callable[[str], None] = lambda stage: None
 ) -> list[LoraAdapter]:
-    """The adapters of a configuration. *progress* is told which; errors are those of `load_adapter`."""
+    """Load the adapters of a configuration. *progress* is called for each; errors are those of `load_adapter`."""
     adapters = []
     for name, table in tables.items():
         progress(f"loading the adapter {name}")
@@ -68,22 +65,16 @@ def load_adapters(
 
 
 def load_adapter(model: PreTrainedModel, name: str, folder: str | Path) -> LoraAdapter:
-    """The adapter in *folder*, called *name*. The model is left as it is; it may be on the meta device.
+    """Load the adapter in *folder* as *name*. The model is not changed; it may be on the meta device.
 
-    `peft` puts the adapter into a copy of the model without weights, so what its configuration means (targets, ranks,
-    scales) is what peft means by it. `UnusableLora` for what is no LoRA of this model, ImportError without peft.
+    `peft` puts the adapter into a copy of the model without weights, so that targets, ranks and scales mean what they
+    mean to peft. `UnusableLora` for a folder without a LoRA for this model, ImportError without peft.
     """
     folder = Path(folder).expanduser()
+    check_adapter_folder(name, folder)
     try:
-        import peft  # noqa: F401  # takes seconds, and only who has adapters has it
-    except ImportError as error:
-        raise ImportError("lora: needs peft; pip install 'kvtier[lora]', or remove the [lora] tables") from error
-    if not folder.is_dir():
-        raise UnusableLora(f"lora {name}: there is no folder {folder}; give the one that peft's save_pretrained wrote")
-    if not (folder / CONFIG_FILE).is_file():
-        raise UnusableLora(f"lora {name}: {folder} is no adapter (it has no {CONFIG_FILE}); give a folder of peft's")
-    try:
-        deltas = _read(model, folder)
+        with short_memory_raised(f"loading the adapter {name}"):
+            deltas = _read(model, folder)
     except UnusableLora as error:
         raise UnusableLora(f"lora {name}: {error} ({folder})") from None
     except _ERRORS as error:
@@ -93,9 +84,9 @@ def load_adapter(model: PreTrainedModel, name: str, folder: str | Path) -> LoraA
 
 
 def deltas_digest(deltas: Mapping[str, LoraDelta]) -> str:
-    """Digest of all that an adapter does: its layers, scales, and the shapes, types and bytes of its weights.
+    """Digest of all that changes keys and values: an adapter's layers and scales, its weights' shapes, types and bytes.
 
-    What else its configuration says (the task, the base model's name, dropout) changes no keys and values.
+    The other fields of its configuration (the task, the base model's name, dropout) change none.
     """
     total = hashlib.sha256()
     for name, delta in sorted(deltas.items()):
@@ -141,7 +132,7 @@ def _read(model: PreTrainedModel, folder: Path) -> dict[str, LoraDelta]:
 
 
 def _check_plain(config: "PeftConfig") -> None:
-    """Refuse what changes more than the outputs of linear layers, as far as the configuration says so."""
+    """Refuse an adapter whose configuration changes more than the outputs of linear layers."""
     from peft import LoraConfig
 
     if type(config) is not LoraConfig:
@@ -162,7 +153,7 @@ def _check_plain(config: "PeftConfig") -> None:
 
 
 def _check_same(model: PreTrainedModel, name: str, saved: torch.Tensor) -> None:
-    """Refuse weights of the base model that were saved with the adapter, if they are others than the model's."""
+    """Refuse base weights that were saved with the adapter, if they differ from the model's."""
     name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
     own = dict(model.named_parameters(remove_duplicate=False)).get(name)
     # Of a model without weights (`kvtier serve --check-config`) the shape is all that can be compared.
@@ -180,6 +171,6 @@ def _without_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _line(error: BaseException) -> str:
-    """What torch and peft say in many lines, in one: the first that names a layer, if shapes differ."""
+    """One line of an error of torch or peft: if shapes differ, the first that names a layer."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
     return next((line for line in lines if line.startswith("size mismatch")), lines[0])

@@ -1,4 +1,4 @@
-"""LoraRows: in one forward pass each row gets what its own adapter adds, and rows without one nothing."""
+"""LoraRows: adds to each row of a forward pass the deltas of its own adapter, if it has one."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,12 +10,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from kvtier.engine.model.lora_adapter import LoraAdapter, LoraDelta, UnusableLora
+from kvtier.engine.model.adapter_folder import UnusableLora
+from kvtier.engine.model.lora_adapter import LoraAdapter, LoraDelta
 
-ROWS_DIFFER = 0.3  # in norm. Rounding in bfloat16 makes a few hundredths of it, another token's row more than one
+ROWS_DIFFER = 0.3  # of the norm. Rounding in bfloat16 makes a few hundredths, another token's row more than one
 
 
-# Beside the call, as the step of attention is: two engines may have one model, each in its thread.
+# A context variable, as the step of attention is: two engines may have one model, each in its own thread.
 _current: ContextVar[tuple["LoraRows | None", Sequence["LoraSpan"]]] = ContextVar("kvtier_lora", default=(None, ()))
 
 
@@ -24,18 +25,18 @@ class LoraSpan:
     """Consecutive rows of a pass with one adapter."""
 
     rows: slice  # of the tokens
-    chunks: slice  # of the chunks: the output layer sees only the last token of each
+    chunks: slice  # the same rows, counted in chunks: the output layer sees only the last token of each chunk
     deltas: Mapping[str, LoraDelta]
 
 
 class LoraRows:
     """Adds LoRA deltas beside a model's own layers, by hooks on them; owned by the model's runner.
 
-    The hooks are there from the first pass that has such rows to the next that has none. So a model whose adapters
-    nobody uses runs as if there were none (a hook that only looks costs 1 us a layer), and between passes nothing is
-    switched: other adapters are other spans. peft's own layers take one adapter for each sequence of a padded batch,
-    where a step here is one sequence of all requests' tokens. A pass for each of four adapters takes 3.7 times as long
-    as a step without any, this 1.22 times (decoding, bench/engine/lora.py).
+    The hooks are set from the first pass that has such rows to the next that has none. So a model whose adapters no
+    request uses runs as if it had none (a hook that only looks costs 1 us a layer), and nothing is switched between
+    passes: other adapters are other spans. peft's own layers take one adapter for each sequence of a padded batch,
+    while a step here is one sequence of all requests' tokens. A pass for each of four adapters takes 3.7 times as long
+    as a step without any, this takes 1.22 times as long (decoding, bench/engine/lora.py).
     """
 
     def __init__(self, model: PreTrainedModel, adapters: Sequence[LoraAdapter]) -> None:
@@ -46,7 +47,7 @@ class LoraRows:
 
     @contextmanager
     def on(self, spans: Sequence[LoraSpan]) -> Iterator[None]:
-        """The pass meanwhile has these rows with adapters."""
+        """Add the deltas of *spans* in the pass that runs meanwhile."""
         if not spans:
             self.unhook()
         elif not self._hooks:
@@ -59,14 +60,14 @@ class LoraRows:
             _current.reset(token)
 
     def unhook(self) -> None:
-        """Leave the model as it was."""
+        """Take the hooks off the model."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     @contextmanager
     def inputs(self) -> Iterator[dict[str, torch.Tensor]]:
-        """What the layers get in the passes meanwhile, [rows, in_features] by name."""
+        """Record the layers' inputs in the passes that run meanwhile, [rows, in_features] by name."""
         seen: dict[str, torch.Tensor] = {}
 
         def see(name: str, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -84,7 +85,7 @@ class LoraRows:
     ) -> None:
         """`UnusableLora` if a layer's rows are not the pass's tokens in their order.
 
-        The layers' inputs in a pass of two chunks of *num_tokens*, and of the second of them alone.
+        *both* has the layers' inputs in a pass of two chunks of *num_tokens*, *second* those of the second chunk alone.
         """
         for name, rows in both.items():
             num_rows = 1 if self._layers[name] is self._output_layer else num_tokens
@@ -99,13 +100,13 @@ class LoraRows:
             )
 
     def _add(self, name: str, layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        """The hook of the layer of that name: add to its output, in place."""
+        """The hook of the layer called *name*: add the deltas to its output, in place."""
         owner, spans = _current.get()
-        if owner is not self:  # a pass of another engine's, on the same model
+        if owner is not self:  # another engine's pass on the same model
             return
         by_chunk = layer is self._output_layer
         rows_in = inputs[0].reshape(-1, inputs[0].shape[-1])
-        rows_out = output.view(-1, output.shape[-1])  # not a copy: it is written to
+        rows_out = output.view(-1, output.shape[-1])  # a view, since it is written to
         for span in spans:
             delta = span.deltas.get(name)
             if delta is not None:

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-LIMIT = 16  # what windows, chunks, top-k, block sizes and the like become: the product of two is far below a run
+from kvtier.engine.model.short_memory import short_memory_raised
+
+LIMIT = 16  # windows, chunks, top-k, block sizes and the like are cut to this: the product of two is far below a run
 VOCAB = 64
-WIDTH = 64  # of what is between two projections of a feed-forward layer
+WIDTH = 64  # inner width of a feed-forward layer
 EXPERTS = 8
 MAX_PARAMETERS = 1 << 29  # of a miniature: 2 GiB
-GAIN = 2.0  # of random weights, so that attention is no mean of all values: another key read is another answer
+GAIN = 2.0  # of random weights, so that attention is no mean of all values, and another key read shows in the answer
 _INNER = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "inner_dim", "d_ff")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SHAPING = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
@@ -21,22 +23,22 @@ _ERRORS = (ValueError, TypeError, KeyError, RuntimeError, AttributeError, IndexE
 
 
 class NoMiniature(ValueError):
-    """No smaller model can be made of this one's configuration; the message says what failed."""
+    """No miniature can be made of a model's configuration; the message says what failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number of a configuration, and where it stands."""
+    """The place of one number in a configuration."""
 
     holder: Any  # a configuration, a dict or a list
     key: str | int
 
     def get(self) -> Any:
-        """What it is now."""
+        """The number now."""
         return getattr(self.holder, str(self.key)) if _is_config(self.holder) else self.holder[self.key]
 
     def set(self, value: Any) -> None:
-        """Change it."""
+        """Write another number in its place."""
         if _is_config(self.holder):
             setattr(self.holder, str(self.key), value)
         else:
@@ -46,10 +48,10 @@ class Number:
 def miniatures(model: PreTrainedModel, layers: Sequence[object]) -> Iterator[PreTrainedModel]:
     """Small models of the class and configuration of *model*, whose layers are of the kinds *layers*, in order.
 
-    Widths, depth and vocabulary are cut as far as the code takes it. Then every number above `LIMIT` that shapes no
-    weight, whatever it is called, becomes `LIMIT`: windows, top-k, block sizes, lengths from which on something else is
-    done. Weights are random, the same each time. The smallest comes first; the others are for readers who find that one
-    too different. Raises `NoMiniature` after the last.
+    Widths, depth and vocabulary are cut as far as the model's code takes it. Then every number above `LIMIT` that
+    shapes no weight, whatever its name, becomes `LIMIT`: windows, top-k, block sizes, lengths at which the code changes
+    what it does. Weights are random, the same each time. The smallest comes first; the larger ones are for a caller to
+    which that one is too different from the model. Raises `NoMiniature` after the last.
     """
     reason: Exception | None = None
     depth = max(2, next(i for i in range(1, len(layers) + 1) if set(layers[:i]) == set(layers)))
@@ -66,7 +68,7 @@ def miniatures(model: PreTrainedModel, layers: Sequence[object]) -> Iterator[Pre
 
 
 def _reduced(original: PreTrainedConfig, num_layers: int, is_narrow: bool) -> PreTrainedConfig:
-    """A configuration with fewer layers, tokens and experts, *is_narrow*: and heads."""
+    """The configuration with fewer layers, tokens and experts; *is_narrow*: with fewer heads too."""
     config = copy.deepcopy(original)
     config.dtype = torch.float32
     if hasattr(config, "quantization_config"):
@@ -114,7 +116,7 @@ def _cut_inner(config: PreTrainedConfig) -> None:
 
 
 def _cut_heads(config: PreTrainedConfig) -> None:
-    """As few heads as there may be, of the same size."""
+    """Cut the heads to as few as there may be, of the same size."""
     num_heads = config.num_attention_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
@@ -126,7 +128,7 @@ def _cut_heads(config: PreTrainedConfig) -> None:
 
 
 def _limited(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """A model of *config*, with every number cut that shapes no weight and that the code runs without."""
+    """Build a model of *config*, with every number cut that shapes no weight and without which the code runs."""
     shapes = _shapes(_skeleton(kind, config))
     if sum(shape.numel() for shape in shapes.values()) > MAX_PARAMETERS:
         raise ValueError("a small one has too many parameters")
@@ -135,7 +137,7 @@ def _limited(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTraine
     before = [number.get() for number in numbers]
     for number in numbers:
         number.set(LIMIT)
-    if not _runs(kind, config, shapes):  # one of them must stay: which one is found out one by one
+    if not _runs(kind, config, shapes):  # one of them must stay: try them one by one
         for number, value in zip(numbers, before, strict=True):
             number.set(value)
         for number, value in zip(numbers, before, strict=True):
@@ -146,13 +148,13 @@ def _limited(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTraine
 
 
 def _parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """The configuration, and that of its text model where it is another."""
+    """The configuration, and that of its text model if that is another one."""
     text = config.get_text_config()
     return [config] if text is config else [config, text]
 
 
 def _numbers(holder: Any) -> Iterator[Number]:
-    """The numbers above `LIMIT` in a configuration, but for those of its parts that are configurations."""
+    """The numbers above `LIMIT` in a configuration, without those in configurations that are parts of it."""
     if _is_config(holder):
         shaping = {*_SHAPING, *(holder.attribute_map[name] for name in _SHAPING if name in holder.attribute_map)}
         items = [item for item in vars(holder).items() if item[0][0] != "_" and item[0] not in shaping]
@@ -166,7 +168,7 @@ def _numbers(holder: Any) -> Iterator[Number]:
 
 
 def _runs(kind: type[PreTrainedModel], config: PreTrainedConfig, shapes: Mapping[str, torch.Size]) -> bool:
-    """Whether the code takes the configuration, with weights of these shapes."""
+    """Whether the model's code runs with the configuration, with weights of these shapes."""
     try:
         if _shapes(_skeleton(kind, config)) != shapes:
             return False
@@ -181,6 +183,7 @@ def _skeleton(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrain
         return _construct(kind, config)
 
 
+@short_memory_raised("making a small copy of the model to compare its attention")
 def _build(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(7)
@@ -200,6 +203,7 @@ def _construct(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrai
     return model
 
 
+@short_memory_raised("running a small copy of the model to compare its attention")
 def _try(model: PreTrainedModel) -> None:
     """Run the model once with its own attention, on more tokens than any number that was cut."""
     with torch.inference_mode():

@@ -1,14 +1,14 @@
-"""Which way a segment's attention goes, in place or over gathered blocks: whichever was faster on this device.
+"""Choice: whether a segment's attention reads blocks in place or gathers them, whichever was faster on this device.
 
-Measured once for each `Shape` in a process, when a model's attention runs the first time. That is when the model is
-loaded (`ModelRunner` runs it against its own attention), so no request waits, and no request's path depends on what ran
-before it: for one class of queries and keys the table says the same as long as the process lives, also to a second
-engine. On a CPU, without Triton, and where the kernel does not compile or differs, the answer is always to gather.
+It is measured once for each `Shape` in a process, when a model's attention runs the first time. That is when the model
+is loaded (`ModelRunner` compares it to its own attention), so no request waits for it, and no request's path depends on
+the requests before it: for one class of queries and keys the choice stays the same as long as the process lives, also
+for a second engine. On a CPU, without Triton, and where the kernel does not compile or differs, blocks are gathered.
 
-What this means for *equal names, equal bytes*: the two paths round differently, so another process, whose measurement
-fell otherwise, may compute a block with other last bits, as another chunk size or batch may. A name promises equal
-tokens under equal weights, and that the bytes once published under it never change: who computes a block again adopts
-the first copy, and tiers only copy. Nothing compares bytes of two computations.
+*Equal names, equal bytes*: the two paths round differently, so another process with another measurement may compute a
+block with other last bits, as another chunk size or batch may. A name promises equal tokens under equal weights, and
+that bytes once published under it never change: a request that computes a block again adopts the first copy, and tiers
+only copy. Nothing compares the bytes of two computations.
 """
 
 import bisect
@@ -28,17 +28,19 @@ from kvtier.tiers.naming.groups import AttentionGroup
 
 log = logging.getLogger(__name__)
 
-# What is measured, and up to where it stands for others (about halfway, in powers). Decodings come in batches.
+# The numbers that are measured, and the bounds of the classes they stand for (about halfway, in powers). Decodings come
+# in batches.
 NUM_QUERIES, QUERY_BOUNDS = (1, 64, 1024), (1, 256)
 ENDS, KEY_BOUNDS = (512, 4096, 32768), (1448, 11585)
 NUM_DECODING = 8
-NUM_ROUNDS, CALLS_PER_ROUND = 5, 4  # calls in a row, as layers follow each other: launching counts where it is slower
+# Calls in a row, as layers follow each other, so that launching counts where it is slower.
+NUM_ROUNDS, CALLS_PER_ROUND = 5, 4
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest value
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the speed of a layer's attention hangs on, besides how many queries and keys there are."""
+    """All that the speed of a layer's attention depends on, besides the numbers of queries and keys."""
 
     device: torch.device
     dtype: torch.dtype
@@ -50,17 +52,17 @@ class Shape:
     has_sinks: bool
 
 
-Class = tuple[int, int]  # of a segment: place of its number of queries, of its number of keys
+Class = tuple[int, int]  # of a segment: the places of its numbers of queries and of keys among the bounds
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The classes of segments that are gathered; all others are read in place."""
+    """The classes of segments that are gathered; segments of all other classes are read in place."""
 
     gathered: frozenset[Class]
 
     def in_place(self, part: Segment) -> bool:
-        """Whether the segment is read in place. Says the same for equal numbers of queries and keys."""
+        """Whether the segment is read in place; the same for equal numbers of queries and keys."""
         return class_of(part) not in self.gathered
 
 
@@ -77,9 +79,9 @@ _choices: dict[Shape, Choice] = {}  # of this process: two engines of one shape 
 
 
 def choose(shape: Shape, slab: torch.Tensor) -> Choice:
-    """The choice for *shape*. Measures it on *slab* the first time, which it only reads.
+    """The choice for *shape*, measured on *slab* the first time; the slab is only read.
 
-    That blocks for about a second, and for some more the first time on a machine, when Triton compiles.
+    Measuring blocks for about a second, and for longer the first time on a machine, when Triton compiles.
     """
     choice = _choices.get(shape)
     if choice is None:
@@ -92,19 +94,20 @@ def _measured(shape: Shape, slab: torch.Tensor) -> Choice:
         shape.device, shape.dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.group
     ):
         return ALL_GATHERED
-    state = torch.cuda.get_rng_state(shape.device)  # a model being loaded must draw what it would draw without us
+    # A model that is being loaded must draw the same numbers as without this.
+    state = torch.cuda.get_rng_state(shape.device)
     try:
-        error = _largest_error(shape)
+        error = largest_error(shape)
         if not error <= TOLERANCE[shape.dtype]:
             log.warning("attention in place differs from gathered by %.1e for %s: not used", error, shape)
             return ALL_GATHERED
         gathered = frozenset(_slower_in_place(shape, slab))
-    except Exception as reason:  # no compiler, no registers left, another Triton: whatever it is, gathering works
+    except Exception as reason:  # no compiler, too few registers, another Triton: gathering works in any case
         log.warning("attention in place is not used for %s: %s: %s", shape, type(reason).__name__, reason)
         return ALL_GATHERED
     finally:
         torch.cuda.set_rng_state(state, shape.device)
-        torch.cuda.empty_cache()  # what gathering took for the longest context
+        torch.cuda.empty_cache()  # the memory that gathering took for the longest context
     log.info("attention of %s: gathers classes %s of queries and keys", shape, sorted(gathered))
     return Choice(gathered)
 
@@ -118,20 +121,20 @@ def _slower_in_place(shape: Shape, slab: torch.Tensor) -> list[Class]:
         segments = _segments(shape, slab.shape[0], num_queries, end, NUM_DECODING if num_queries == 1 else 1)
         kind = class_of(segments[0])
         if kind not in slower:
-            in_place, gathered = _calls(shape, slab, segments)
-            slower[kind] = _seconds(in_place) > _seconds(gathered)
+            in_place, gathered = both_ways(shape, slab, segments)
+            slower[kind] = median_seconds(in_place) > median_seconds(gathered)
     return [kind for kind, is_slower in slower.items() if is_slower]
 
 
-def _largest_error(shape: Shape) -> float:
-    """Difference between the paths on random keys and values, of the largest value: a short prompt and a decoding."""
+def largest_error(shape: Shape) -> float:
+    """The largest difference of the two paths, as a share of the largest value: a short prompt and a decoding."""
     sizes = (40, 1, 2, shape.group.block_size, shape.num_kv_heads, shape.head_dim)
     slab = torch.randn(sizes, dtype=shape.dtype, device=shape.device)
     segments = _segments(shape, len(slab), 24, min(300, 40 * shape.group.block_size), 2)
     decoding = _segments(shape, len(slab), 1, min(301, 40 * shape.group.block_size), 1)
     worst = 0.0
     for parts in (segments, decoding):
-        in_place, gathered = (call() for call in _calls(shape, slab, parts))
+        in_place, gathered = (call() for call in both_ways(shape, slab, parts))
         error = float((in_place - gathered).abs().max() / gathered.abs().max())
         worst = error if not error <= worst else worst  # NaN stays
     return worst
@@ -154,10 +157,10 @@ def _segments(shape: Shape, num_slots: int, num_queries: int, end: int, count: i
     ]
 
 
-def _calls(
+def both_ways(
     shape: Shape, slab: torch.Tensor, segments: list[Segment]
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
-    """One layer's attention both ways, in place first. What a step does once for all layers is done here."""
+    """One layer's attention by both paths, in place first. Work that a step does once for all layers is done here."""
     num_tokens, device, dtype = segments[-1].rows.stop, shape.device, shape.dtype
     query = torch.randn(1, num_tokens, shape.num_heads, shape.head_dim, dtype=dtype, device=device).transpose(1, 2)
     sinks = torch.zeros(shape.num_heads, dtype=dtype, device=device) if shape.has_sinks else None
@@ -178,12 +181,12 @@ def _calls(
 
 
 def plan_for(shape: Shape, segments: list[Segment]) -> Plan:
-    """The plan of those segments of a step that are read in place."""
+    """The plan of the segments of a step that are read in place."""
     return plan(segments, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype.itemsize, shape.device)
 
 
-def _seconds(call: Callable[[], torch.Tensor]) -> float:
-    """Median time of a call; endless where memory is short."""
+def median_seconds(call: Callable[[], torch.Tensor]) -> float:
+    """The median seconds of a round of calls; infinite if memory is short."""
     rounds = []
     try:
         for _ in range(NUM_ROUNDS + 1):

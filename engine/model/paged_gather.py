@@ -1,4 +1,4 @@
-"""Attention over copied blocks: gathers a segment's keys and values from the slab, then SDPA, or plain torch."""
+"""Attention over copied blocks: gathers a segment's keys and values from the slab, then calls SDPA, or plain torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from kvtier.engine.model.paged_segment import Segment
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What a layer makes of the products of queries and keys."""
+    """How a layer turns the products of queries and keys into scores."""
 
     scale: float
     softcap: float | None = None  # scores s become softcap * tanh(s / softcap)
@@ -22,19 +22,19 @@ class Scoring:
 class Scratch:
     """Memory for the keys and values of one segment in one layer, used again by every layer, segment and step.
 
-    Holds what the longest context took. Without it every layer of a long one touches new memory: 170 ms for 256 MiB on
-    a CPU where the copy takes 15 ms, since an allocation above 32 MiB comes fresh from the kernel every time.
-    Touched by the engine's thread only.
+    It is as large as the longest context needed. Without it every layer of a long context touches new memory: 170 ms
+    for 256 MiB on a CPU where the copy takes 15 ms, since an allocation above 32 MiB comes fresh from the kernel every
+    time. Touched by the engine's thread only.
     """
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
 
     def of(self, num_rows: int, like: torch.Tensor) -> torch.Tensor:
-        """[num_rows, like.shape[1]], with what was last written there; valid until the next call."""
+        """A tensor [num_rows, like.shape[1]] of undefined content, valid until the next call."""
         size = num_rows * like.shape[1]
         if self._memory is None or self._memory.numel() < size:
-            self._memory = None  # given back before more is asked for
+            self._memory = None  # freed before more is allocated
             self._memory = torch.empty(size, dtype=like.dtype, device=like.device)
         return self._memory[:size].view(num_rows, -1)
 
@@ -79,7 +79,7 @@ def _gather(slab: torch.Tensor, layer: int, part: Segment, scratch: Scratch) -> 
 
 
 def _sdpa_mask(part: Segment, dtype: torch.dtype) -> torch.Tensor | None:
-    """The segment's mask; on CUDA one that SDPA knows by name where there is one, and flash attention can do it."""
+    """The segment's mask; on CUDA, where flash attention takes it, as the bias that SDPA knows by name."""
     is_lower_right = part.num_queries > 1 and part.reads_all_before and not part.is_causal
     if part.device.type == "cuda" and dtype.itemsize == 2 and is_lower_right:
         return causal_lower_right(part.num_queries, part.num_keys)

@@ -1,7 +1,7 @@
-"""Attention that reads the slab in place: plans a step's tiles on the host, launches the kernels of `paged_kernel`.
+"""Attention that reads the slab in place: plans a step's tiles on the host and launches the kernels of `paged_kernel`.
 
-Triton comes with the CUDA builds of torch and not with the CPU build; without it `supports` is False, and nothing else
-here may be called.
+Triton comes with the CUDA builds of torch and not with the CPU build. Without it `supports` is False, and no other
+function here may be called.
 
 FlexAttention lost. It wants keys as one sequence, [1, num_kv_heads, num_slots * block_size, head_dim], and a BlockMask
 made anew every step, where vLLM's took memory by the size of the whole pool (vllm#55977); it is compiled again for new
@@ -22,13 +22,13 @@ from kvtier.engine.model.paged_segment import Segment
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_HEAD_DIM = 256  # queries and sums of a tile are registers
+MAX_HEAD_DIM = 256  # a tile's queries and sums are in registers
 MAX_ROWS = 128  # of a tile: queries times query heads that share a head of keys
 MIN_ROWS = 16  # the least that a tensor core takes
 # A split leaves heads * head_dim * 4 bytes, written and read, for 256 * 2 * kv_heads * head_dim * 2 that it reads:
 # 3 % in bf16 with four query heads for each head of keys.
 MIN_SPLIT_KEYS = 256
-PROGRAMS_PER_PROCESSOR = 2  # that a segment is cut into, so that it fills the GPU when it is alone
+PROGRAMS_PER_PROCESSOR = 2  # a segment is cut into so many, so that it fills the GPU when it is alone
 TILE_SPLITS = 16
 SEGMENT_FIELDS = 8  # as in `paged_kernel`
 ALIGNMENT = 4  # int32 words: Triton compiles anew for a pointer that is not a multiple of 16 bytes
@@ -58,7 +58,7 @@ class Plan:
 def supports(
     device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, group: AttentionGroup
 ) -> bool:
-    """Whether the kernels can do it: any block size, head_dim up to 256, up to 128 query heads on a head of keys."""
+    """Whether the kernels take this shape: any block size, head_dim up to 256, 128 query heads on a head of keys."""
     return (
         dtype in DTYPES
         and head_dim <= MAX_HEAD_DIM
@@ -78,11 +78,11 @@ def plan(
     device: torch.device,
     num_programs: int | None = None,  # to cut a segment into; None: by the device's processors
 ) -> Plan:
-    """Cut *segments* into tiles and splits. One copy to the device; a segment is cut the same whatever is beside it."""
+    """Cut *segments* into tiles and splits, each the same in every batch, and copy them to the device in one copy."""
     heads_per_kv = num_heads // num_kv_heads
     num_programs = _num_programs(device) if num_programs is None else num_programs
     small = max(MIN_ROWS, _power_of_two(heads_per_kv))
-    # What fits into registers: ptxas spills nothing for sm_90; in float32, up to 8 KiB a thread with larger tiles.
+    # Fits into registers: ptxas spills nothing for sm_90; in float32, up to 8 KiB a thread with larger tiles.
     large = max(small, MIN_ROWS if itemsize == 4 else MAX_ROWS if head_dim <= 128 else MAX_ROWS // 2)
     fields = np.zeros((len(segments), SEGMENT_FIELDS), np.int32)
     first_slot = 0
@@ -193,7 +193,7 @@ def attend_in_place(
 
 
 def _num_splits(part: Segment, tile_queries: int, num_programs_alone: int, num_programs: int) -> int:
-    """Parts into which the keys of a segment's tiles are cut. Depends on the segment only, never on the batch."""
+    """The number of parts that the keys of a segment's tiles are cut into; depends on the segment, not on the batch."""
     match part.group:
         case SlidingWindow(window_tokens=span) | ChunkedLocal(chunk_tokens=span):
             num_keys = min(part.num_keys, span + tile_queries)
@@ -231,7 +231,7 @@ def _copy(parts: Sequence[np.ndarray], device: torch.device) -> list[torch.Tenso
 
 
 def _power_of_two(number: int) -> int:
-    """The next one that is not smaller."""
+    """The least power of two that is not smaller."""
     return 1 << (number - 1).bit_length()
 
 

@@ -1,12 +1,14 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # (Triton's language is not Python's: its values have no types of Python's, and its decorator none at all.)
-"""Triton kernels that attend queries to keys and values where they lie in the slab. Imported only where Triton is.
+"""Triton kernels that attend queries to keys and values in place in the slab. Imported only where Triton is installed.
 
-`attend_tiles`: a program has a tile of one segment's queries, with all query heads of one head of keys, so that what is
-read once serves them all; it walks through the keys, *TILE_KEYS* at a time, with an online softmax in float32
-(FlashAttention). With several splits each has a part of the keys and leaves its sum to `merge_splits` (flash-decoding).
-Masks come from positions. Key tiles that no query of the tile reads are not visited, and no key is loaded that none of
-them reads, so what lies in other slots, or in the tail of the last block, cannot matter, NaN included.
+`attend_tiles`: a program has a tile of one segment's queries, with all query heads of one head of keys, so that keys
+and values are read once for all of them. It walks through the keys, *TILE_KEYS* at a time, with an online softmax in
+float32 (FlashAttention). With several splits each has a part of the keys and leaves its sum to `merge_splits`
+(flash-decoding).
+
+Masks come from positions. Key tiles that no query of the tile reads are not visited, and no key is loaded that no query
+reads, so the content of other slots, and of the tail of the last block, cannot matter, NaN included.
 
 Keys are addressed one by one, which is why every block size works: a tile may span several blocks or a part of one.
 Tiles of keys begin at multiples of TILE_KEYS of the position in the prompt, not of the chunk.
@@ -220,7 +222,7 @@ def merge_splits(
     PADDED_DIM: tl.constexpr,
     TILE_SPLITS: tl.constexpr,
 ):
-    """Add up what the splits of one query and head left. Grid: (num_rows, num_heads)."""
+    """Add up the sums that the splits of one query and head left. Grid: (num_rows, num_heads)."""
     head = tl.program_id(1)
     segments += tl.load(rows + 2 * tl.program_id(0)) * SEGMENT_FIELDS
     query_id = tl.load(rows + 2 * tl.program_id(0) + 1)

@@ -23,14 +23,14 @@ class PagedLayout:
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
-        """Of each group's blocks: keys and values of all its layers."""
+        """Bytes of each group's blocks: keys and values of all its layers."""
         return tuple(
             2 * len(group.layer_ids) * self.block_size * group.num_kv_heads * group.head_dim * self.dtype.itemsize
             for group in self.geometry
         )
 
     def num_slots(self, capacity_bytes: int) -> int:
-        """How many blocks of every group so many bytes hold. ValueError if that is less than two."""
+        """How many blocks of every group fit into so many bytes. ValueError if fewer than two do."""
         num_slots = capacity_bytes // sum(self.block_bytes)
         if num_slots < 2:
             raise ValueError(
@@ -62,7 +62,7 @@ class PagedLayout:
 
 
 def paged_layout(layers: Mapping[int, Layer], block_size: int, dtype: torch.dtype) -> PagedLayout:
-    """Layers that are alike share a slab, in the order of their ids."""
+    """The layout in which layers with equal attention and geometry share a slab, in the order of their ids."""
     kinds = list(dict.fromkeys(layers.values()))
     members = [[layer_id for layer_id, layer in layers.items() if layer == kind] for kind in kinds]
     geometry = tuple(

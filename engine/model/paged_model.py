@@ -15,14 +15,14 @@ from kvtier.engine.model.paged_layout import paged_layout
 from kvtier.tiers.naming.block_hash import Lora
 from kvtier.transfer.layer_gate import LayerGate
 
-# For the layers of a prefix, while nobody else computes: what is computed without counts for nothing, and is cheap to
-# compute again when the prefix has come as usual.
+# Waits for the layers of a prefix, while no other request computes. Tokens computed without a layer count for nothing,
+# and are cheap to compute again when the prefix has come as usual.
 ARRIVAL_WAIT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive tokens of one request to compute in a step. Their blocks are in *tables*, leased by the request."""
+    """Consecutive tokens of one request to compute in a step. The request leases their blocks, those of *tables*."""
 
     token_ids: Sequence[int]
     start: int  # position of the first of them
@@ -35,7 +35,7 @@ class PagedModel:
     """Owns the model and the device slabs; computes steps. Called by one thread only.
 
     The layers with one kind of attention and one geometry make a group; each group has a slab of *num_slots* blocks.
-    Raises `UnsupportedModel` when the model is seen to ask for something that a paged cache would get wrong.
+    Raises `UnsupportedModel` for a model that asks for something that a paged cache would get wrong.
     """
 
     def __init__(self, model: PreTrainedModel, block_size: int, capacity_bytes: int) -> None:
@@ -53,7 +53,7 @@ class PagedModel:
         self._scratch = Scratch()
         try:
             self.num_slots = self._layout.num_slots(capacity_bytes)
-            self._slabs = self._layout.slabs(capacity_bytes, self.device)
+            self.slabs = self._layout.slabs(capacity_bytes, self.device)  # by group
         except BaseException:
             self.close()
             raise
@@ -64,7 +64,7 @@ class PagedModel:
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Compute all chunks in one pass; the logits after each chunk's last token, [len(chunks), vocab], float32.
+        """Compute all chunks in one pass; the logits of each chunk's last token, [len(chunks), vocab], float32.
 
         Their keys and values are in the slabs when the pass has run (on CUDA: has been enqueued).
         """
@@ -105,7 +105,7 @@ class PagedModel:
             rows = slice(end - num_tokens, end)
             segments.append(segment(self.groups[group_id], table, rows, chunk.start, num_tokens, self.device))
         return GroupStep(
-            self._slabs[group_id].tensor,
+            self.slabs[group_id].tensor,
             torch.tensor(slots, device=self.device),
             torch.tensor(offsets, device=self.device),
             tuple(segments),

@@ -1,4 +1,4 @@
-"""Segment: one request's share of a step, in one attention group: its rows, the blocks it reads, and which keys."""
+"""Segment: one request's part of a step in one attention group: its rows, its blocks, and the keys that it reads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, SlidingWind
 class Segment:
     """Tokens *start* to *end* of a request, which stand in *rows* of the packed batch.
 
-    They read keys *first_key* to *end*, which are in the blocks of *table*. What only gathering needs is made when it
-    is asked for, once a step: a mask for 4k tokens after 128k is half a gigabyte.
+    They read keys *first_key* to *end*, which are in the blocks of *table*. Masks and rows, which only gathering needs,
+    are made when they are asked for, once a step: a mask for 4k tokens after 128k is half a gigabyte.
     """
 
     group: AttentionGroup
@@ -42,18 +42,18 @@ class Segment:
 
     @property
     def reads_all_before(self) -> bool:
-        """Whether each token reads every key from the first on to itself: all that is left to mask is what follows."""
+        """Whether each token reads every key from the first to itself, so that only later keys are masked."""
         return self.first_key >= oldest_key(self.group, self.end - 1)
 
     @property
     def is_causal(self) -> bool:
-        """Whether queries and keys are the same tokens, and there are several: no mask is needed, only a triangle."""
+        """Whether queries and keys are the same tokens, and several: SDPA's own triangle is mask enough."""
         return self.num_queries > 1 and self.first_key == self.start and self.reads_all_before
 
     def half_rows(self, num_layers: int) -> torch.Tensor:
-        """Where its keys of the first layer are in a slab of *num_layers*, then its values: [2 * num_blocks] int64.
+        """Rows of the first layer's keys, then of its values, in a slab of *num_layers*: [2 * num_blocks] int64.
 
-        In rows of one layer's keys, or values, in a block. Another layer's are 2 rows further on for each.
+        A row has one layer's keys, or values, of a block. Each further layer is 2 rows further on.
         """
         rows = self._half_rows.get(num_layers)
         if rows is None:

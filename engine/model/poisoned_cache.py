@@ -1,4 +1,4 @@
-"""PoisonedCache: for debugging, a cache whose slots are not a number until something has been computed into them."""
+"""PoisonedCache: for debugging, a cache whose slots hold NaN until something has been computed into them."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from kvtier.transfer.poisoned_memory import PoisonedMemory
 
 
 class PoisonedCache(TieredCache):
-    """Its memories are `PoisonedMemory`: what reads a slot that is not its own, or too early, computes NaN."""
+    """A `TieredCache` over `PoisonedMemory`: a step that reads another request's slot, or too early, computes NaN."""
 
     def allocate(self, num_slots: Sequence[int]) -> Tables | None:
         tables = super().allocate(num_slots)

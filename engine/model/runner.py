@@ -1,4 +1,4 @@
-"""ModelRunner: the engine's model, compared with its own attention at load, with its adapters and its namespace."""
+"""ModelRunner: the engine's model with its adapters, compared at load with its own attention."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,6 +13,7 @@ from kvtier.engine.model.digest import config_digest, weights_digest
 from kvtier.engine.model.lora_adapter import LoraAdapter
 from kvtier.engine.model.lora_rows import LoraRows, LoraSpan
 from kvtier.engine.model.paged_model import Chunk, PagedModel
+from kvtier.engine.model.short_memory import short_memory_raised
 from kvtier.tiers.naming.namespace import Namespace
 from kvtier.transfer.block_memory import BlockMemory, CpuMemory
 from kvtier.transfer.poisoned_memory import PoisonedMemory
@@ -23,30 +24,31 @@ __all__ = ["Chunk", "ModelRunner"]
 class ModelRunner(PagedModel):
     """The model as the engine runs it; owned and called by the engine's thread.
 
-    Raises `UnsupportedModel` when the model does something that a paged cache would get wrong, `UnusableLora` for an
-    adapter that cannot be kept to its own rows. Adapters leave the model, and so its namespace, as it is.
+    Raises `UnsupportedModel` for a model that does something that a paged cache would get wrong, `UnusableLora` for an
+    adapter that cannot be kept to its own rows. Adapters do not change the model, nor its namespace.
     """
 
     def __init__(
         self, model: PreTrainedModel, block_size: int, capacity_bytes: int, adapters: Sequence[LoraAdapter] = ()
     ) -> None:
-        self._lora_rows: LoraRows | None = None  # for `close`, if the next line refuses
+        self._lora_rows: LoraRows | None = None  # `close` reads it if the next line raises
         super().__init__(model, block_size, capacity_bytes)
         self.adapters = MappingProxyType({adapter.key: adapter for adapter in adapters})
         self._lora_rows = LoraRows(model, adapters) if adapters else None
         self.end_token_ids = _end_token_ids(model)
         self.max_tokens: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         try:
-            check_model(self)
-            check_miniature(self)
-            if self._lora_rows is not None:
-                self._verify_rows(self._lora_rows)
+            with short_memory_raised("comparing the model's attention with its own"):
+                check_model(self)
+                check_miniature(self)
+                if self._lora_rows is not None:
+                    self._verify_rows(self._lora_rows)
         except BaseException:
             self.close()
             raise
 
     def namespace(self, hash_algorithm: str, hash_seed: str) -> Namespace:
-        """The identity of the KV this model makes; reads every weight once."""
+        """The namespace of this model's keys and values; reads every weight once."""
         config = self.model.config
         return Namespace(
             model=str(getattr(config, "model_type", type(self.model).__name__)),
@@ -60,7 +62,7 @@ class ModelRunner(PagedModel):
         )
 
     def memories(self, host_capacity_bytes: int) -> list[BlockMemory]:
-        """The device slabs, each paired with its share of *host_capacity_bytes*: as many blocks for every group."""
+        """The device slabs with their shares of *host_capacity_bytes*, which hold as many blocks of every group."""
         num_host_slots = host_capacity_bytes // sum(self.block_bytes)
         if host_capacity_bytes and not num_host_slots:
             raise ValueError(
@@ -68,8 +70,8 @@ class ModelRunner(PagedModel):
                 "raise host.capacity, or set it to 0 for no host tier"
             )
         memories: list[BlockMemory] = []
-        with ExitStack() as undo:  # if one cannot be made, those before it give back what they have
-            for slab in self._slabs:
+        with ExitStack() as undo:  # if one cannot be made, those before it are closed
+            for slab in self.slabs:
                 if self.device.type == "cuda":
                     from kvtier.transfer.cuda.memory import CudaMemory
 
@@ -81,8 +83,8 @@ class ModelRunner(PagedModel):
         return memories
 
     def poisoned(self, memories: Sequence[BlockMemory]) -> list[BlockMemory]:
-        """The same memories, whose slots that hold nothing are not a number."""
-        return [PoisonedMemory(memory, slab.blocks) for memory, slab in zip(memories, self._slabs, strict=True)]
+        """The memories, wrapped so that their empty slots hold NaN."""
+        return [PoisonedMemory(memory, slab.blocks) for memory, slab in zip(memories, self.slabs, strict=True)]
 
     def close(self) -> None:
         """Give the model its own attention back; the caller may go on using it."""
@@ -92,7 +94,7 @@ class ModelRunner(PagedModel):
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Compute all chunks in one pass; the logits after each chunk's last token, [len(chunks), vocab], float32.
+        """Compute all chunks in one pass; the logits of each chunk's last token, [len(chunks), vocab], float32.
 
         Their keys and values are in the slabs when the pass has run (on CUDA: has been enqueued).
         """
@@ -109,7 +111,7 @@ class ModelRunner(PagedModel):
         return in_place
 
     def _spans(self, chunks: Sequence[Chunk]) -> list[LoraSpan]:
-        """The rows of each adapter, whose chunks follow each other."""
+        """The spans of rows with one adapter; chunks of one adapter follow each other."""
         spans = []
         first_chunk = first_row = 0
         for lora, run in groupby(chunks, key=lambda chunk: chunk.lora):
@@ -122,7 +124,7 @@ class ModelRunner(PagedModel):
         return spans
 
     def _verify_rows(self, lora_rows: LoraRows) -> None:
-        """See that the layers with adapters get the rows that they are thought to."""
+        """`UnusableLora` unless the layers with adapters get their tokens' rows in order."""
         num_tokens = min(self.block_size, 16)
         first, second = (
             Chunk([(factor * i + 5) % self.vocab_size for i in range(num_tokens)], 0, [[slot] for _ in self.groups])

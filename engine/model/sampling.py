@@ -1,4 +1,4 @@
-"""How the next token is chosen: what a request asks for, and the draw itself."""
+"""Sampling: the parameters that a request gives, and the sampler that draws its tokens."""
 
 import math
 import random
@@ -10,7 +10,9 @@ import torch
 
 from kvtier.tiers.naming.request_text import check_text
 
-_NUM_LIKELIEST = 1024  # these nearly always hold the top-p set; finding them costs a fraction of sorting a vocabulary
+_NUM_LIKELIEST = (
+    1024  # the top-p set is nearly always among these, and finding them costs a fraction of sorting a vocabulary
+)
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class SamplingParams:
     """How to continue one prompt. The defaults are greedy: 16 tokens, the likeliest each.
 
     *temperature* 0 is greedy; *top_p* 1 and *top_k* 0 cut nothing off, and *top_k* cuts first. The same *seed* draws
-    the same tokens; None draws others each time. Generation ends after *max_tokens*, before a *stop* string (which
+    the same tokens; None draws other ones each time. Generation ends after *max_tokens*, before a *stop* string (which
     is not part of the text), at one of *stop_token_ids*, or at the model's end token unless *ignore_eos*. With
     *logprobs* each token comes with its logarithmic probability and those of so many of the likeliest; None: without.
     """
@@ -38,7 +40,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for stop in self.stop:
             check_text("stop", stop)
-        for name in ("max_tokens", "top_k", "logprobs"):  # else 2.5 of them would be asked for in a step
+        for name in ("max_tokens", "top_k", "logprobs"):  # else a step would fail over 2.5 of them
             value = getattr(self, name)
             _require(value is None or _is_whole(value), name, value, "use a whole number")
 
@@ -66,7 +68,7 @@ def _require(fine: bool, name: str, value: object, advice: str) -> None:
 
 
 class Sampler:
-    """Draws the tokens of one request, which owns it; nothing else that runs changes what it draws."""
+    """Draws the tokens of one request, which owns it; other requests do not change what it draws."""
 
     def __init__(self, params: SamplingParams) -> None:
         self._params = params

@@ -1,4 +1,4 @@
-"""What a tensor is, in 32 bytes that nobody can make another tensor for."""
+"""The digest of a tensor's bytes: 32 bytes, for which no second tensor can be found."""
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""UnsupportedModel: why a model's keys and values cannot be kept in kvtier's blocks."""
+"""UnsupportedModel: the error for a model whose keys and values cannot be kept in kvtier's blocks."""
 
 
 class UnsupportedModel(ValueError):

@@ -1,1 +1,1 @@
-"""Whose tokens are computed next, and who waits for what."""
+"""The queue of requests, the scheduler of steps, and the way of each request's cached prefix to the device."""

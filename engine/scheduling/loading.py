@@ -19,23 +19,24 @@ if TYPE_CHECKING:
 MAX_PROMOTIONS = 3  # of one request: a corrupt block shortens the first, the second goes as far as is left
 CUT_SHORT = frozenset({Reason.CORRUPT, Reason.EVICTED_FROM_DISK})
 ARRIVAL_POLL_S = 0.01
-# For what a step that began early was computed with: verifying is done when copying is, or hangs. Nobody else computes.
+# To wait for the blocks that an early step was computed with: verifying ends when copying does, or hangs. Meanwhile no
+# request computes.
 SETTLE_S = 1.0
-ROOM_SHARE = 0.5  # of a load's time, which may pass before it begins: the rest is for loading
-HIT_LASTS_S = 0.05  # while room is made for a hit it is not looked up again: 36 ms for 8,192 blocks on disk
+ROOM_SHARE = 0.5  # of a load's time may pass before it begins; the rest is for the load itself
+HIT_LASTS_S = 0.05  # so long a hit is not looked up again: that takes 36 ms for 8,192 blocks on disk
 
 
 class State(StrEnum):
     """How far a loading has come."""
 
-    QUEUED = "queued"  # nothing is known of its hit, or no more
+    QUEUED = "queued"  # its hit has not been looked up, or is out of date
     FOUND = "found"  # its hit is known; the request waits for its turn and for slots
-    ROOM = "room"  # there are slots, and room is made for the hit: the load's time passes
-    PARKED = "parked"  # the hit comes up, and the request computes nothing
-    EARLY = "early"  # a step computes on those layers of the hit that have come
+    ROOM = "room"  # the request has slots, and room is made for the hit: the load's time passes
+    PARKED = "parked"  # the hit comes up; the request computes nothing meanwhile
+    EARLY = "early"  # a step computes on the layers of the hit that have come
     LATE = "late"  # such a step was in vain: the request is parked until all layers have come
     SPLIT = "split"  # the request computes the beginning of the hit while the rest comes up
-    LOADED = "loaded"  # what has come of the hit is in the request's tables, and its leases are the request's
+    LOADED = "loaded"  # the part of the hit that came is in the request's tables, and its leases are the request's
     GIVEN_UP = "given up"  # the request has ended, or starts again from the queue; nothing is leased
 
 
@@ -56,41 +57,43 @@ COMING = frozenset({State.PARKED, State.EARLY, State.LATE, State.SPLIT})
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the loadings of one engine have in common."""
+    """The cache, the clock and the limits that all loadings of one engine share."""
 
     cache: TieredCache
     clock: Callable[[], float]
-    most_s: float  # that a load may take: from asking for room until its request starts with what has come
-    room: CircuitBreaker  # of waiting for room: copies that are too slow hold up the queue once, not for each request
+    most_s: float  # the longest time of a load: from asking for room until its request starts with what has come
+    room: CircuitBreaker  # for waiting for room: copies that are too slow hold up the queue once, not for each request
     busy_s: Callable[["Request"], float]  # how long the device will compute for other requests than this one
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
     hit: Hit
-    until: float  # then it is looked up again
+    until: float  # when it is to be looked up again
 
 
 class Loading:
-    """Brings what is cached of one request's prompt to the device. The scheduler says when, the loading says how far
-    it has come. Owned by the engine's thread.
+    """Brings the cached prefix of one request's prompt to the device, as a state machine.
+
+    The scheduler calls its events and asks how far it is. Owned by the engine's thread.
 
     | event          | from                 | to                                                                   |
     |----------------|----------------------|----------------------------------------------------------------------|
     | `look_up`      | queued, found, room  | found; room stays room                                               |
     | `stand_back`   | queued, found, room  | queued: another request computes what this one needs                 |
-    | `wait_turn`    | room                 | found: the load's time has not begun. Elsewhere nothing happens      |
+    | `wait_turn`    | room                 | found: the load's time has not begun. Other states stay as they are  |
     | `ask_for_room` | found, room          | room                                                                 |
     | `begin`        | room                 | split if a part is computed; loaded if all is there; else parked     |
     | `take_in`      | parked, late         | loaded; parked again if a block was damaged and more of it is below  |
     |                | split                | loaded, once the beginning is computed too                           |
-    | `begin_early`  | parked               | early, if layers come one by one and there are slots. Late stays     |
+    | `begin_early`  | parked, late         | early, if layers come one by one and there are slots. Late stays     |
     | `settle`       | early                | loaded if all came as expected; late if it is still coming;          |
     |                |                      | else as `take_in` of what has come                                   |
     | `give_up`      | all but the last two | given up                                                             |
 
-    What is leased: nothing while it waits (`WAITING`); the promotion's slots while it comes (`COMING`); with *early*
-    also slots for the tokens of the step; with *split* also the request's tables, which are the request's to release.
+    It leases nothing while the request waits (`WAITING`), and the promotion's slots while the hit comes up (`COMING`);
+    when *early* also slots for the tokens of the step; when *split* also the request's tables, which the request
+    releases.
     """
 
     def __init__(self, request: "Request", around: Surroundings) -> None:
@@ -99,17 +102,22 @@ class Loading:
         self._around = around
         self._cache = around.cache
         self._found: _Found | None = None
-        self._asked_at = 0.0  # for room
-        self._attempt: Attempt | None = None  # at waiting for it
+        self._asked_at = 0.0  # when room was asked for first
+        self._attempt: Attempt | None = None  # the breaker's, while the request waits for room
         self._promotion: Promotion | None = None
         self._num_promotions = 0
-        self._own: Tables = []  # slots for a step that begins early
+        self._early_slots: Tables = []  # slots for a step that begins early
 
-    # --- what the scheduler asks
+    # --- questions of the scheduler
+
+    @property
+    def last_hit(self) -> Hit | None:
+        """The hit as it was when it was looked up last; None if nothing is known of it."""
+        return None if self._found is None else self._found.hit
 
     @property
     def has_come(self) -> bool:
-        """Whether the loading can be taken in: nothing of it is under way, and nothing before it left to compute."""
+        """Whether `take_in` may be called: no block is under way, and all tokens before a split hit are computed."""
         promotion = self._promotion
         if promotion is None or not promotion.done:
             return False
@@ -117,21 +125,21 @@ class Loading:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens that the request will have when all of it has come."""
+        """Tokens of the request's prefix when all of it has come."""
         return self._coming.num_tokens
 
     @property
     def num_to_compute(self) -> int:
-        """Of a split hit, the tokens that the request can compute while the rest is loaded."""
+        """Tokens of a split hit's beginning that the request has yet to compute while the rest is loaded."""
         return max(0, self._coming.start - self._request.num_computed)
 
     @property
     def gate(self) -> LayerGate | None:
-        """What a step has to wait for at each layer, if it begins early."""
+        """The gate at which a step that begins early waits for each layer; None for all other steps."""
         return self._coming.gate if self.state is State.EARLY else None
 
     def num_slots(self) -> list[int]:
-        """For each group, the device slots that are leased or kept for what comes up."""
+        """For each group, how many device slots are leased for the prefix that comes up, or kept for it."""
         promotion = self._coming
         kept = self._cache.num_to_come(promotion)
         return [num_leased(table) + to_come for table, to_come in zip(promotion.tables, kept, strict=True)]
@@ -142,13 +150,13 @@ class Loading:
         return self._coming.num_tokens + self._coming.num_copied - self._coming.num_computed
 
     def balance(self) -> TokenBalance:
-        """Once loaded: where the tokens of the prompt come from."""
+        """Once loaded: where the tokens of the prompt came from."""
         return self._coming.balance(len(self._request.prompt_token_ids))
 
     # --- events while the request waits
 
     def look_up(self) -> Hit:
-        """The request's hit, looked up anew unless that was a moment ago."""
+        """Look the request's hit up, unless that was done less than `HIT_LASTS_S` ago."""
         self._expect(WAITING)
         if self._found is None or self._around.clock() >= self._found.until:
             self._found = _Found(self._lookup(), self._around.clock() + HIT_LASTS_S)
@@ -157,7 +165,7 @@ class Loading:
         return self._found.hit
 
     def stand_back(self) -> None:
-        """Another request is about to compute what this one needs: it will find more when its turn comes."""
+        """Forget the hit: another request is about to compute what this one needs, so a later look-up finds more."""
         self._expect(WAITING)
         if self.state is not State.QUEUED:
             self._withdraw()
@@ -165,17 +173,18 @@ class Loading:
             self._become(State.QUEUED)
 
     def wait_turn(self) -> None:
-        """The request waits for slots or for its turn, and no more for room, if it did."""
+        """Stop waiting for room, if it did: the request waits for slots or for its turn."""
         if self.state is State.ROOM:
             self._withdraw()
             self._become(State.FOUND)
 
     def ask_for_room(self) -> bool:
-        """Whether the load may begin: there is room for the hit, or waiting for it was long enough, or is in vain.
+        """Have room made for the hit. True if the load may begin: there is room, or waiting for it took long enough, or
+        is in vain.
 
-        To be asked in every step, else `wait_turn`.
+        To be called in every step until it returns True; in a step without this call, call `wait_turn`.
         """
-        assert self._found is not None, "room for what?"
+        assert self._found is not None, "room is asked for before a hit was looked up"
         clock, breaker = self._around.clock, self._around.room
         is_first = self.state is State.FOUND
         if is_first:
@@ -184,7 +193,7 @@ class Loading:
         self._expect({State.ROOM})
         if self._cache.make_room(self._found.hit):
             if self._attempt is not None:
-                breaker.succeeded(self._attempt)
+                breaker.on_succeeded(self._attempt)
                 self._attempt = None
             return True
         if is_first:
@@ -193,19 +202,19 @@ class Loading:
             return True
         if clock() < self._asked_at + ROOM_SHARE * self._around.most_s:
             return False
-        breaker.hung(self._attempt)
+        breaker.on_hung(self._attempt)
         self._attempt = None
         return True
 
     def begin(self) -> None:
-        """Lease what is there of the hit, and have the rest brought up."""
+        """Lease the hit's blocks on the device, and have the others brought up."""
         self._expect({State.ROOM})
-        assert self._found is not None, "a hit to load"
+        assert self._found is not None, "a load begins before a hit was looked up"
         hit, self._found = self._found.hit, None
         self._withdraw()
         self._request.junction = self._cache.junction(hit)
         if hit.start and self._cache.on_device(hit).num_tokens >= hit.start:
-            hit = replace(hit, start=0)  # what was to be computed has come to the device meanwhile
+            hit = replace(hit, start=0)  # the tokens that were to be computed have come to the device meanwhile
         if hit.start:
             self._split(hit)
         else:
@@ -214,8 +223,8 @@ class Loading:
     # --- events while the hit comes up
 
     def take_in(self) -> None:
-        """It `has_come`: what there is of it becomes the request's, unless more is below."""
-        assert self.has_come, "it is still coming"
+        """After `has_come`: hand what has come over to the request, or promote more if a damaged block cut it short."""
+        assert self.has_come, "the prefix is still coming"
         if self.state is State.SPLIT:
             self._join()
         else:
@@ -223,9 +232,9 @@ class Loading:
             self._arrive()
 
     def begin_early(self, most_tokens: int) -> int:
-        """Lease slots for a step that computes on the layers that have come; how many tokens it has, 0 if none can be.
+        """Lease slots for a step that computes on the layers that have come; the number of its tokens.
 
-        The promotion keeps its leases.
+        0 if there can be no such step. The promotion keeps its leases.
         """
         self._expect({State.PARKED, State.LATE})
         promotion = self._coming
@@ -240,16 +249,16 @@ class Loading:
         if slots is None:
             return 0
         self._become(State.EARLY)
-        self._own = slots
+        self._early_slots = slots
         request.tables = [there + own for there, own in zip(promotion.tables, slots, strict=True)]
         request.num_committed, request.num_computed = promotion.num_tokens, start
         return num_tokens
 
     def settle(self) -> bool:
-        """Wait a moment for what a step that began early was computed with; whether all came as expected.
+        """Wait a moment for the blocks that an early step was computed with; True if all came as expected.
 
-        Otherwise what was computed counts for nothing: the request starts again from what is there, or goes on waiting
-        for it while others compute.
+        Otherwise the computed tokens count for nothing: the request starts again from the blocks that came, or goes on
+        waiting for them while other requests compute.
         """
         self._expect({State.EARLY})
         request, promotion = self._request, self._coming
@@ -258,9 +267,9 @@ class Loading:
             self._cache.wait(ARRIVAL_POLL_S)
         came = promotion.num_tokens, promotion.num_copied
         if promotion.done and came == (request.num_committed, request.num_computed - request.num_committed):
-            request.tables = [there + own for there, own in zip(promotion.tables, self._own, strict=True)]
-            self._own = []
-            self._loaded()
+            request.tables = [there + own for there, own in zip(promotion.tables, self._early_slots, strict=True)]
+            self._early_slots = []
+            self._hand_over()
             return True
         self._drop_early()
         if promotion.done:
@@ -270,7 +279,7 @@ class Loading:
         return False
 
     def give_up(self) -> None:
-        """Nobody waits for it any more: its leases end. The request's tables stay the request's."""
+        """End the loading and its leases; the request needs it no more. The request's tables stay the request's."""
         self._expect(WAITING | COMING)
         self._withdraw()
         if self.state is State.EARLY:  # the step has failed
@@ -281,22 +290,22 @@ class Loading:
         self._found = self._promotion = None
 
     def check(self) -> None:
-        """Raise AssertionError if what it holds does not fit its state."""
+        """Raise AssertionError if the loading's hit, promotion or slots do not fit its state."""
         state, promotion = self.state, self._promotion
         assert (self._found is not None) == (state in (State.FOUND, State.ROOM)), (
             f"{state}, and has found {self._found}"
         )
         assert self._attempt is None or state is State.ROOM, f"{state}, and waits for room"
         assert (promotion is not None) == (state in COMING or state is State.LOADED), f"{state}, {promotion}"
-        assert bool(self._own) == (state is State.EARLY), f"{state} with slots of its own: {self._own}"
+        assert bool(self._early_slots) == (state is State.EARLY), f"{state} with slots of its own: {self._early_slots}"
         if promotion is not None and state is not State.LOADED:
             assert bool(promotion.start) == (state is State.SPLIT), f"{state}, and loads from {promotion.start} on"
         if state in WAITING or state in (State.PARKED, State.LATE):
             request = self._request
-            assert not request.tables, f"{state}, and has blocks"
-            assert request.num_computed == request.num_committed == 0, f"{state}, and has computed"
+            assert not request.tables, f"{state}, and the request has blocks"
+            assert request.num_computed == request.num_committed == 0, f"{state}, and the request has computed tokens"
 
-    # --- how
+    # --- how they are done
 
     @property
     def _coming(self) -> Promotion:
@@ -311,9 +320,9 @@ class Loading:
         self.state = state
 
     def _withdraw(self) -> None:
-        """It waits for room no more, and that says nothing about room."""
+        """Wait for room no more, without telling the breaker that there was room or none."""
         if self._attempt is not None:
-            self._around.room.withdrawn(self._attempt)
+            self._around.room.withdraw(self._attempt)
             self._attempt = None
 
     def _lookup(self) -> Hit:
@@ -328,30 +337,30 @@ class Loading:
         return cache.worth_loading(hit, num_tokens, self._around.busy_s(request))
 
     def _left_s(self) -> float:
-        """Until the request starts with what has come."""
+        """Seconds until the request starts with what has come."""
         return max(0.0, self._asked_at + self._around.most_s - self._around.clock())
 
     def _split(self, hit: Hit) -> None:
-        """Begin with what is on the device of a hit, and compute what comes before the rest while that is loaded."""
+        """Start on the hit's blocks on the device, and promote the rest while the tokens between are computed."""
         front = self._cache.promote(self._cache.on_device(hit))
-        assert front.done, "what is on the device has to be waited for"
+        assert front.done, "a promotion of blocks on the device is not done at once"
         self._promotion = self._cache.promote(hit, self._left_s())
         self._request.tables = front.tables
         self._request.num_committed = self._request.num_computed = front.num_tokens
         self._become(State.SPLIT)
 
     def _join(self) -> None:
-        """The beginning is computed and the rest loaded, as much of it as arrived."""
+        """Append the blocks that were loaded to the request's tables: the beginning before them is computed."""
         rest = self._coming
         for table, group, loaded in zip(self._request.tables, self._cache.groups, rest.tables, strict=True):
             table.extend(loaded[rest.start // group.block_size :])
-        self._loaded()
+        self._hand_over()
 
     def _promote(self, hit: Hit) -> None:
         earlier, self._promotion = self._promotion, self._cache.promote(hit, self._left_s())
         self._num_promotions += 1
         if earlier is not None:
-            self._promotion.continues(earlier)
+            self._promotion.take_over(earlier)
             self._cache.cancel(earlier)
         if self._promotion.done:
             self._arrive()
@@ -359,7 +368,7 @@ class Loading:
             self._become(State.PARKED)
 
     def _arrive(self) -> None:
-        """The prefix is on the device, as much of it as arrived. Is more of it below?"""
+        """Hand over as much of the prefix as arrived; if a damaged block cut it short, promote the rest."""
         promotion = self._coming
         if promotion.why_no_more in CUT_SHORT and self._num_promotions < MAX_PROMOTIONS:
             hit = replace(self._lookup(), start=0)  # what has arrived is on the device: there is no front
@@ -367,16 +376,16 @@ class Loading:
                 self._promote(hit)
                 return
         self._request.tables = promotion.tables
-        self._loaded()
+        self._hand_over()
 
-    def _loaded(self) -> None:
-        """The promotion's prefix is in the request's tables, and so are its leases."""
+    def _hand_over(self) -> None:
+        """Count the promotion's tokens as the request's, whose tables have its slots and leases now."""
         promotion, request = self._coming, self._request
         request.num_committed = promotion.num_tokens
         request.num_computed = promotion.num_tokens + promotion.num_copied
         self._become(State.LOADED)
 
     def _drop_early(self) -> None:
-        self._cache.release(self._own)
-        self._own, self._request.tables = [], []
+        self._cache.release(self._early_slots)
+        self._early_slots, self._request.tables = [], []
         self._request.num_computed = self._request.num_committed = 0

@@ -1,4 +1,4 @@
-"""How long a prompt and its continuation may be together."""
+"""The length that a prompt and its continuation may have together."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ from kvtier.tiers.naming.groups import AttentionGroup
 def longest_request(
     groups: tuple[AttentionGroup, ...], num_slots: Sequence[int], chunk: int, model_limit: int | None
 ) -> int:
-    """Tokens of the longest request that device pools of *num_slots* by group can run alone, computed in chunks.
+    """Tokens of the longest request that can run alone on a device with *num_slots* for each group, in chunks.
 
-    Never more than the model takes; without such a limit, and with windows only, as if each token needed its slot.
+    At most *model_limit*. Without a limit, and where all layers have windows, as if each token needed its slot.
     """
 
     def fits(num_tokens: int) -> bool:

@@ -1,4 +1,4 @@
-"""LookAhead: brings from disk what waiting requests will need, while they wait."""
+"""LookAhead: brings the cached prefixes of waiting requests from disk to host memory."""
 
 from itertools import islice
 
@@ -12,32 +12,34 @@ NUM_REQUESTS = 64  # at the head of the queue
 
 
 class LookAhead:
-    """Pins what is cached of the first waiting prompts in host memory, in the order of the queue, up to a budget: a
-    long queue must not flush host memory. Each prompt is looked up once. Owned by the engine's thread.
+    """Pins the cached prefixes of the first waiting prompts in host memory, in the order of the queue.
+
+    It stays within a budget, so that a long queue does not flush host memory. Each prompt is looked up once. Owned by
+    the engine's thread.
     """
 
     def __init__(self, cache: TieredCache, pins: TimedPins, most_bytes: int, lasts_s: float) -> None:
-        """*lasts_s*: so long a prompt in the queue keeps host memory; after that it takes its chance."""
+        """*lasts_s*: how long a waiting prompt keeps its pin; after that its blocks may be evicted as any others."""
         self._cache = cache
         self._timed = pins
         self._most_bytes = most_bytes
         self._lasts_s = lasts_s
-        self._pins: dict[Request, Pin | None] = {}  # None: there was nothing to pin
+        self._pins: dict[Request, Pin | None] = {}  # None: it had nothing to pin
 
     @property
     def num_bytes(self) -> int:
-        """Of host memory pinned for the queue."""
+        """Bytes of host memory that are pinned for the queue."""
         return self._timed.num_bytes(self)
 
     def look(self, waiting: WaitingQueue) -> None:
-        """Begin to pin what one more prompt needs, if the budget allows."""
+        """Begin to pin the prefix of one more prompt, if the budget allows."""
         for request in islice(waiting, NUM_REQUESTS):
             if request not in self._pins:
                 self._begin(request)
                 return
 
     def forget(self, request: Request) -> None:
-        """The request waits no longer: what was held for it is its promotion's now, or nobody's."""
+        """End the pin of a request that waits no longer; a promotion has leases of its own."""
         pin = self._pins.pop(request, None)
         if pin is not None:
             self._timed.unpin(pin)
@@ -54,5 +56,5 @@ class LookAhead:
                 until = self._timed.now() + self._lasts_s
                 pin = self._timed.pin(self, request.chain, hit.num_tokens, left, until=until)
                 if pin is None:
-                    return  # its turn comes when others have gone, and nobody's before
+                    return  # it is tried again when pins have ended; no later request comes before it
         self._pins[request] = pin

@@ -1,4 +1,4 @@
-"""Request: one prompt on its way through the engine, and what comes out of it."""
+"""Request: one prompt on its way through the engine, and its completion."""
 
 import time
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Completion:
     """The answer to one prompt. *tokens* says where the prompt's tokens came from and adds up to the prompt."""
 
     text: str
-    token_ids: list[int]  # generated
+    token_ids: list[int]  # those generated
     finish_reason: FinishReason
     ttft_s: float  # from the request's arrival to its first token
     tokens: TokenBalance
@@ -40,11 +40,14 @@ class Completion:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """State of one prompt. Owned by the engine's thread; its leases are those in `tables` and its `loading`'s."""
+    """One prompt, its progress and its leases, which are those of `tables` and of its `loading`.
+
+    Owned by the engine's thread.
+    """
 
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
-    chain: BlockChain  # named as far as the tokens go
+    chain: BlockChain  # the names of the blocks of all tokens so far
     detokenizer: Detokenizer
     options: RequestOptions = DEFAULT_OPTIONS
     arrived_at: float = field(default_factory=time.monotonic)
@@ -52,7 +55,7 @@ class Request:
     sampler: Sampler = field(init=False)
     tables: Tables = field(default_factory=list)
     num_computed: int = 0  # tokens whose keys and values are in the tables' blocks
-    num_committed: int = 0  # of them, those whose full blocks have their names
+    num_committed: int = 0  # of these, tokens whose full blocks are named in the cache
     junction: int | None = None  # tokens after which the prompt's prefix has been seen before, but not kept whole
     loading: "Loading | None" = None  # from the queue until its prefix is in the tables
     tokens: TokenBalance | None = None
@@ -67,7 +70,7 @@ class Request:
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens known and not computed: the prompt's rest, or the one token sampled last."""
+        """Tokens that are known and not computed: the prompt's rest, or the one token sampled last."""
         return len(self.token_ids) - self.num_computed
 
     @property
@@ -81,7 +84,7 @@ class Request:
         return self.token_ids[len(self.prompt_token_ids) :]
 
     def append(self, token_id: int, end_token_ids: frozenset[int]) -> None:
-        """Take the sampled token in, and see whether it is the last."""
+        """Append the sampled token, and finish if it is the last."""
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
         self.token_ids.append(token_id)
@@ -96,12 +99,12 @@ class Request:
             self.finish(FinishReason.LENGTH)
 
     def finish(self, reason: FinishReason) -> None:
-        """No more tokens; text held back for a possible stop string is let go."""
+        """End the request; text that was held back for a possible stop string comes out."""
         self.finish_reason = reason
         self.new_text += self.detokenizer.flush()
 
     def completion(self) -> Completion:
-        """What the caller gets, once finished."""
+        """The answer for the caller, once finished."""
         assert self.finish_reason is not None, "the request is not finished"
         ttft_s = (self.first_token_at or time.monotonic()) - self.arrived_at
         tokens = self.tokens or TokenBalance(recomputed=len(self.prompt_token_ids))

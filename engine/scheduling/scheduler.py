@@ -1,4 +1,4 @@
-"""Scheduler: which tokens to compute in the next step, for whom, and in which slots."""
+"""Scheduler: chooses which tokens of which requests the next step computes, and leases their slots."""
 
 import math
 import time
@@ -18,6 +18,7 @@ from kvtier.tiers.hit_ratio import HitRatio
 from kvtier.tiers.lower.breaker import CircuitBreaker
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.up.load_planner import LoadPlanner
+from kvtier.tiers.up.promotion import Hit
 from kvtier.transfer.layer_gate import LayerGate
 
 
@@ -30,16 +31,16 @@ class Work:
 
     @property
     def gate(self) -> LayerGate | None:
-        """What to wait for at each layer, if the request's prefix is still arriving."""
+        """The gate at which the step waits for each layer, if the request's prefix is still arriving."""
         return None if self.request.loading is None else self.request.loading.gate
 
 
 class Scheduler:
     """Continuous batching under a token budget: decode first, then chunks of prefill, then new requests.
 
-    A request whose prefix is being promoted is parked and blocks nobody. When slots run out, or are wanted by a more
-    urgent request, the youngest of the least urgent that run goes back to the queue; what it computed stays cached and
-    spills like everything else. Owned by the engine's thread.
+    A request whose prefix is being promoted is parked, and other requests pass it. When slots run out, or a more urgent
+    request needs them, the youngest of the least urgent running requests is preempted: it goes back to the queue, and
+    its blocks stay cached and spill like all others. Owned by the engine's thread.
     """
 
     def __init__(
@@ -51,22 +52,22 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         look_ahead: LookAhead | None = None,
     ) -> None:
-        """*load_timeout_s*: so long after it first asks for room a request starts with what has come of its hit."""
+        """*load_timeout_s*: this long after it first asks for room, a request starts with what has come of its hit."""
         self.waiting = WaitingQueue()
         self.promoting: list[Request] = []
         self.running: list[Request] = []
-        self.admitted_tokens = TokenBalance()  # of all prompts so far
+        self.admitted_tokens = TokenBalance()  # where the tokens of all prompts so far came from
         self.hit_ratio = HitRatio()
         self._cache = cache
         self._config = config
         self._around = Surroundings(cache, clock, load_timeout_s, CircuitBreaker(clock), self._busy_s)
         self._planner = planner
         self._look_ahead = look_ahead
-        self._asking: Loading | None = None  # for room, in this step or the last
+        self._asking: Loading | None = None  # the loading that asked for room last, in this step or the one before
         self._max_running = min(config.max_running, config.token_budget)  # so that each of them can decode in a step
         self._shared_prefill = SharedPrefill(config.prefill_chunk)
         self._demand = SlotDemand(cache, config.prefill_chunk)
-        self._num_slots = cache.free_slots()  # nothing is leased yet: all there are
+        self._num_slots = cache.free_slots()  # all that there are, since nothing is leased yet
 
     @property
     def has_work(self) -> bool:
@@ -89,7 +90,7 @@ class Scheduler:
         self.waiting.add(request)
 
     def abort(self, request: Request) -> None:
-        """End the request wherever it is; its leases end now."""
+        """End the request, whether it waits, loads or runs; its leases end now."""
         if request.finish_reason is not None:
             return
         request.finish(FinishReason.ABORT)
@@ -101,7 +102,7 @@ class Scheduler:
         self._release(request)
 
     def schedule(self) -> list[Work]:
-        """The next step's work, its slots leased. Empty while everything waits for promotions."""
+        """Choose the next step's work and lease its slots. Empty while all requests wait for promotions or slots."""
         self._cache.poll()
         self._take_in()
         asked, self._asking = self._asking, None
@@ -114,7 +115,8 @@ class Scheduler:
             budget = self._let_in(step, budget, before=request.options.priority)
             budget -= self._add_work(request, budget, step)
         self._let_in(step, budget)
-        if asked is not None and asked is not self._asking:  # its time would pass while others are asked
+        # Otherwise the time of its load would pass while another request asks for room.
+        if asked is not None and asked is not self._asking:
             asked.wait_turn()
         if self._look_ahead is not None and self.waiting:
             self._look_ahead.look(self.waiting)
@@ -123,11 +125,13 @@ class Scheduler:
         return step
 
     def settle(self, work: Sequence[Work]) -> list[Request]:
-        """Wait a moment for the prefixes that were arriving while the step was computed; the requests whose did not
-        arrive as expected. What was computed for these counts for nothing."""
+        """Wait a moment for the prefixes that were arriving while the step was computed.
+
+        Returns the requests whose prefix did not arrive as expected: their tokens of the step count for nothing.
+        """
         lost = []
         for request in [item.request for item in work if item.gate is not None]:
-            loading = _of(request)
+            loading = _loading_of(request)
             if not loading.settle():
                 lost.append(request)
             if loading.state is not State.LATE:
@@ -135,8 +139,8 @@ class Scheduler:
                 self._place(request)
         return lost
 
-    def computed(self, work: Sequence[Work]) -> None:
-        """The step's tokens are in their slots: name the blocks that are full now."""
+    def on_computed(self, work: Sequence[Work]) -> None:
+        """Count the step's tokens, which are in their slots now, as computed, and name the blocks that are full."""
         for item in work:
             request = item.request
             request.num_computed += item.num_tokens
@@ -150,7 +154,7 @@ class Scheduler:
                 )
                 request.num_committed = request.num_computed
 
-    def hurry(self, request: Request, priority: int) -> None:
+    def set_priority(self, request: Request, priority: int) -> None:
         """Give a request that has not finished another priority; a waiting one goes behind all that have it."""
         is_waiting = request in self.waiting
         if is_waiting:
@@ -160,51 +164,52 @@ class Scheduler:
             self.waiting.add(request)
 
     def retire(self, request: Request) -> None:
-        """The request has finished: its blocks stay cached, its leases end."""
+        """End the leases of a request that has finished; its blocks stay cached."""
         self.running.remove(request)
         self._release(request)
 
     def check(self) -> None:
-        """Raise AssertionError if a request stands elsewhere than its loading says, or that is not what it says."""
+        """Raise AssertionError if a request is in the wrong queue for its loading's state, or that state is wrong."""
         for requests, states in ((self.waiting, WAITING), (self.promoting, COMING - {State.SPLIT})):
             for request in requests:
-                assert _of(request).state in states, f"a loading that is {_of(request).state} stands in the wrong queue"
-                _of(request).check()
+                assert _loading_of(request).state in states, (
+                    f"a loading that is {_loading_of(request).state} stands in the wrong queue"
+                )
+                _loading_of(request).check()
         for request in self.running:
             if request.loading is not None:
                 assert request.loading.state is State.SPLIT, f"runs with a loading that is {request.loading.state}"
                 request.loading.check()
 
     def _let_in(self, step: list[Work], budget: int, before: float = math.inf) -> int:
-        """Admit whose turn it is, those more urgent than *before*; what is left of the budget."""
+        """Admit waiting requests that are more urgent than *before*, in their order; the rest of the budget."""
         while budget > 0 and self.waiting and self.waiting.first.options.priority < before:
-            request = self._next()
+            request = self._next_request()
             if request is None or request.options.priority >= before or not self._admit(request, step):
                 break
             budget -= self._add_work(request, budget, step)
         return budget
 
-    def _next(self) -> Request | None:
-        """Whose turn it is: the first in the queue that does not wait for another's prefill."""
+    def _next_request(self) -> Request | None:
+        """The first waiting request that need not wait for another one's prefill; those before it stand back."""
         prefilling = [request for request in (*self.running, *self.promoting) if not request.is_decoding]
         for request in islice(self.waiting, self._max_running):
-            if not self._shared_prefill.serves(request, prefilling):
+            if not self._shared_prefill.has_to_wait(request, prefilling):
                 return request
-            _of(request).stand_back()
+            _loading_of(request).stand_back()
         return None
 
     def _admit(self, request: Request, step: list[Work]) -> bool:
-        """Let the request in unless it would probably push out a running one that is as urgent. Alone it may always
-        start."""
-        loading = _of(request)
-        if not self._may_one_more_run and not self._give_way(request, step):
+        """Start the request's loading, if there are slots and room for it; False if it goes on waiting.
+
+        A request that is alone may always start. Otherwise it starts only if it will probably not push out a running
+        request that is as urgent.
+        """
+        loading = _loading_of(request)
+        may_run = self._may_one_more_run or self._give_way(request, step)
+        if not may_run or not self._find_slots(request, loading, step):
             loading.wait_turn()
             return False
-        hit = loading.look_up()
-        while not self._demand.fits(request, hit, [*self.running, *self.promoting]):
-            if not self._give_way(request, step):
-                loading.wait_turn()
-                return False
         if self._asking is not None and self._asking is not loading:
             self._asking.wait_turn()
         self._asking = None
@@ -222,72 +227,95 @@ class Scheduler:
     def _may_one_more_run(self) -> bool:
         return len(self.running) + len(self.promoting) < self._max_running
 
+    def _find_slots(self, request: Request, loading: Loading, step: list[Work]) -> bool:
+        """See that there are slots for the request, if need be by preempting less urgent ones; False if there are none.
+
+        A request that has waited for slots is looked up anew only when its last hit would fit now: 8,192 blocks on disk
+        take 36 ms, which would be spent in each step.
+        """
+        last_hit = loading.last_hit
+        if last_hit is not None and not self._has_slots(request, last_hit) and self._less_urgent(request) is None:
+            return False
+        hit = loading.look_up()
+        while not self._has_slots(request, hit):
+            if not self._give_way(request, step):
+                return False
+        return True
+
+    def _has_slots(self, request: Request, hit: Hit) -> bool:
+        return self._demand.fits(request, hit, [*self.running, *self.promoting])
+
     def _give_way(self, request: Request, step: list[Work]) -> bool:
         """Send a less urgent request back to the queue; False if none runs."""
-        victim = self._victim()
-        if victim is None or victim.options.priority <= request.options.priority:
+        victim = self._less_urgent(request)
+        if victim is None:
             return False
         step[:] = [work for work in step if work.request is not victim]
         self._preempt(victim)
         return True
 
+    def _less_urgent(self, request: Request) -> Request | None:
+        """The running request that has to give way to this one, if one is less urgent."""
+        victim = self._victim()
+        return None if victim is None or victim.options.priority <= request.options.priority else victim
+
     def _busy_s(self, besides: Request) -> float:
-        """How long the device will compute the other prompts that have been let in, as far as that is known."""
+        """Seconds for which the device will compute prompts of other admitted requests, as far as that is known."""
         if self._planner is None:
             return 0.0
         seconds = self._planner.compute_seconds
-        busy_s = sum(seconds(r.num_computed, _left(r)) for r in self.running if not r.is_decoding)
+        busy_s = sum(seconds(r.num_computed, _num_left(r)) for r in self.running if not r.is_decoding)
         for request in self.promoting:
             if request is not besides:
-                depth = _of(request).num_tokens
+                depth = _loading_of(request).num_tokens
                 busy_s += seconds(depth, len(request.token_ids) - depth)
         return busy_s
 
     def _take_in(self) -> None:
-        """Go on with the requests whose prefix has come."""
-        for request in [parked for parked in self.promoting if _of(parked).has_come]:
-            _of(request).take_in()
+        """Take in the prefixes that have come; their requests run from now on."""
+        for request in [parked for parked in self.promoting if _loading_of(parked).has_come]:
+            _loading_of(request).take_in()
             self.promoting.remove(request)
             self._place(request)
         for request in self.running:
             if request.loading is not None and request.loading.has_come:
                 request.loading.take_in()
-                self._admitted(request)
+                self._end_loading(request)
 
     def _place(self, request: Request) -> None:
-        """A request whose loading has gone on stands where that belongs."""
-        match _of(request).state:
+        """Put a request into the queue that belongs to the state of its loading."""
+        match _loading_of(request).state:
             case State.LOADED:
-                self._admitted(request)
+                self._end_loading(request)
                 self.running.append(request)
             case State.SPLIT:
                 self.running.append(request)
             case _:
                 self.promoting.append(request)
 
-    def _admitted(self, request: Request) -> None:
-        """The request has its prefix: count where that came from."""
-        loading, request.loading = _of(request), None
+    def _end_loading(self, request: Request) -> None:
+        """End the loading of a request that has its prefix, and count where the prefix came from."""
+        loading, request.loading = _loading_of(request), None
         if request.options.reads_cache:
-            count = self.hit_ratio.admitted if request.tokens is None else self.hit_ratio.readmitted
+            count = self.hit_ratio.on_admitted if request.tokens is None else self.hit_ratio.on_readmitted
             count(len(request.token_ids), loading.num_hit_tokens)
         if request.tokens is None:
             request.tokens = loading.balance()
             self.admitted_tokens = self.admitted_tokens.plus(request.tokens)
 
     def _begin_early(self, step: list[Work]) -> None:
-        """There is nothing else to compute: begin with a prompt whose prefix is arriving layer by layer."""
+        """Add work of a prompt whose prefix is arriving layer by layer, for a step that is empty otherwise."""
         most_tokens = min(self._config.prefill_chunk, self._config.token_budget)
         for request in self.promoting:
-            if num_tokens := _of(request).begin_early(most_tokens):
+            if num_tokens := _loading_of(request).begin_early(most_tokens):
                 step.append(Work(request, num_tokens))
                 return
 
     def _add_work(self, request: Request, budget: int, step: list[Work]) -> int:
-        """Give the request tokens to compute, if it still runs and finds slots; how many."""
+        """Add work for the request, if it still runs and finds slots; the number of its tokens."""
         if budget <= 0 or request not in self.running:
             return 0
-        num_tokens = min(_left(request), self._config.prefill_chunk, budget)
+        num_tokens = min(_num_left(request), self._config.prefill_chunk, budget)
         if not num_tokens or not self._lease_slots(request, request.num_computed + num_tokens, step):
             return 0
         step.append(Work(request, num_tokens))
@@ -311,11 +339,11 @@ class Scheduler:
         return True
 
     def _victim(self) -> Request | None:
-        """Who has to give way: of the least urgent that run, the youngest."""
+        """The running request that has to give way: the youngest of the least urgent."""
         return max(reversed(self.running), key=_priority, default=None)
 
     def _preempt(self, request: Request) -> None:
-        """Back to the queue. Its blocks stay cached, go down as all do, and come up again with its next turn."""
+        """Put a running request back into the queue. Its blocks stay cached, spill, and come up with its next turn."""
         self.running.remove(request)
         self._release(request)
         request.num_computed = request.num_committed = 0
@@ -336,12 +364,12 @@ def _priority(request: Request) -> int:
     return request.options.priority
 
 
-def _left(request: Request) -> int:
-    """Tokens that the request can compute now: of a split hit not those that are being loaded."""
+def _num_left(request: Request) -> int:
+    """Tokens that the request can compute now; those of a split hit that are being loaded do not count."""
     return request.num_to_compute if request.loading is None else request.loading.num_to_compute
 
 
-def _of(request: Request) -> Loading:
+def _loading_of(request: Request) -> Loading:
     """The loading of a request that waits or is being promoted."""
-    assert request.loading is not None, "a request that has its prefix already"
+    assert request.loading is not None, "a request without a loading, which has its prefix already"
     return request.loading

@@ -1,4 +1,4 @@
-"""SharedPrefill: a prompt's beginning that another request is about to compute is waited for, not computed twice."""
+"""SharedPrefill: has a request wait for the prompt's beginning that another request is about to compute."""
 
 from collections.abc import Collection
 
@@ -6,17 +6,17 @@ from kvtier.engine.scheduling.request import Request
 
 
 class SharedPrefill:
-    """Says who had better wait. Ten questions about a document that is new to everybody cost its prefill once."""
+    """Decides which requests wait for another's prefill: ten questions about a new document cost its prefill once."""
 
     def __init__(self, least_tokens: int) -> None:
-        """For less than *least_tokens*, one chunk, nobody waits: a request computes them within a step itself."""
+        """No request waits for less than *least_tokens*, one chunk: it computes them within a step itself."""
         self._least_tokens = least_tokens
 
-    def serves(self, request: Request, prefilling: Collection[Request]) -> bool:
-        """Whether one of those that are *prefilling*, or about to, will soon have computed what the request needs too.
+    def has_to_wait(self, request: Request, prefilling: Collection[Request]) -> bool:
+        """Whether one of the *prefilling* requests will soon have computed a beginning that this request needs too.
 
-        Not one that is less urgent, and may have to give way; nor one that does not take all that is cached: the
-        request may find at once what that one computes.
+        A less urgent request does not count, as it may have to give way; nor one that does not take all hits, since
+        this request may find at once what that one computes.
         """
         return request.options.reads_cache and any(
             self._num_tokens_ahead(request, other) >= self._least_tokens
@@ -26,15 +26,16 @@ class SharedPrefill:
 
     @staticmethod
     def _num_tokens_ahead(request: Request, other: Request) -> int:
-        """How many tokens that both begin with the other is still to compute."""
+        """How many tokens, of those that both prompts begin with, the other request has yet to compute."""
         there = other.num_computed if other.loading is None else other.loading.num_tokens
         return num_common_tokens(request, other) - there
 
 
 def num_common_tokens(one: Request, other: Request) -> int:
-    """Tokens in full blocks with which both begin. A name stands for everything before it, so halving finds the last.
+    """Tokens of the full blocks that both prompts begin with.
 
-    (A prompt without a full block in common, as most are, costs one comparison.)
+    A block's name stands for everything before it, so halving finds the last one. Two prompts without a common block,
+    as most are, cost one comparison.
     """
     names, others = one.chain.names, other.chain.names
     low, high = 0, min(len(names), len(others))

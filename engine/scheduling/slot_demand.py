@@ -1,4 +1,4 @@
-"""SlotDemand: how many device slots requests need, and whether there are as many."""
+"""SlotDemand: how many device slots requests need, and whether that many are free."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from kvtier.tiers.up.promotion import NO_SLOT, Hit
 
 
 class SlotDemand:
-    """What requests that compute up to *chunk* tokens in a step will lease."""
+    """Counts the device slots that requests will lease, computing up to *chunk* tokens in a step."""
 
     def __init__(self, cache: TieredCache, chunk: int) -> None:
         self._cache = cache
@@ -25,8 +25,8 @@ class SlotDemand:
         return most_blocks(self._cache.groups, num_tokens, self._chunk)
 
     def fits(self, request: Request, hit: Hit, active: Sequence[Request]) -> bool:
-        """Whether there are slots for all of the request, beside those that others are active with or will need for
-        the rest of their prompts. Alone it may always start."""
+        """Whether there are slots for all of the request, beside those that *active* requests have or will need for the
+        rest of their prompts. Without active requests always True."""
         if not active:
             return True
         shared, free = self._cache.num_leased(hit), self._cache.free_slots()
@@ -37,12 +37,12 @@ class SlotDemand:
         return True
 
     def _of_all(self, request: Request) -> list[int]:
-        """Of what is known of it, and one token more."""
+        """For each group, the most slots that the request leases for its known tokens and one more."""
         return self.of(len(request.token_ids) + 1)
 
     def _to_come(self, request: Request) -> list[int]:
-        """For each group, the slots that the request will lease to compute its prompt, beside those that it has and
-        those kept for it."""
+        """For each group, the slots that the request will lease to compute its prompt, beside the slots that it has and
+        those that are kept for it."""
         leased = [num_leased(table) for table in request.tables]
         if request.loading is not None:
             leased = [sum(pair) for pair in zip_longest(leased, request.loading.num_slots(), fillvalue=0)]
@@ -50,7 +50,7 @@ class SlotDemand:
 
 
 def num_leased(table: Sequence[int]) -> int:
-    """The slots in a table."""
+    """The number of slots in a table."""
     return int(np.count_nonzero(np.array(table, np.int32) != NO_SLOT))
 
 
@@ -67,11 +67,11 @@ def most_blocks(groups: tuple[AttentionGroup, ...], num_tokens: int, chunk: int)
 
 
 def _most_of_window(group: AttentionGroup, num_tokens: int, chunk: int) -> int:
-    """The same for one group that forgets.
+    """`most_blocks` for one group that forgets.
 
-    Of the starts with one first needed block the last one holds most, so only those before a step of `first_needed`
-    count. What a window holds repeats itself after so many steps at most as a block has tokens: the rest is not asked.
-    (Asking all starts took 47 ms for a prompt never seen before in that length; this takes a tenth of one.)
+    Among the starts with the same first needed block, the last one holds most, so only starts before a step of
+    `first_needed` are looked at. The number of blocks repeats after at most as many such steps as a block has tokens.
+    (Looking at all starts took 47 ms for a prompt of a new length; this takes 0.1 ms.)
     """
     start, most = max(0, num_tokens - chunk), 0
     for _ in range(group.block_size + 1):

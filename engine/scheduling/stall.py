@@ -7,12 +7,15 @@ LEAST_S = 60.0  # beyond all deadlines
 
 
 class CopyHangs(Exception):
-    """Requests need slots that copies hold which never end; only a restart gives them back."""
+    """Copies that never end hold the slots that requests need; only a restart gives them back."""
 
 
 class Stall:
-    """Every other wait has a deadline after which something can be computed; this is for what no deadline can give
-    back: the slots of a copy that hangs. Owned by the engine's thread."""
+    """Watches for steps in which nothing can be computed, and raises when they have lasted too long.
+
+    Every other wait has a deadline after which something can be computed. No deadline gives back the slots of a copy
+    that hangs. Owned by the engine's thread.
+    """
 
     def __init__(self, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """*deadline_s*: the longest that a request may wait for its hit."""
@@ -21,7 +24,7 @@ class Stall:
         self._since: float | None = None
 
     def look(self, is_stalled: bool, num_copies: int) -> None:
-        """After every step. `CopyHangs` if that has gone on for too long, with *num_copies* under way."""
+        """Note after each step whether it had nothing to compute. `CopyHangs` if that has lasted for too long."""
         if not is_stalled:
             self._since = None
         elif self._since is None:

@@ -1,4 +1,4 @@
-"""StepTimes: tells the prefill speed what steps took, also where the device computes after the call has returned."""
+"""StepTimes: tells `PrefillSpeed` how long steps took, also where the device computes after the call has returned."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,13 @@ from kvtier.tiers.up.prefill_speed import PrefillSpeed, tokens_read
 
 
 class StepTimes:
-    """Steps are gathered until one ends with a sampled token: only then is it known that all have been computed.
+    """Gathers the times of steps until one ends with a sampled token: only then are all known to be computed.
 
     Steps that prefill nothing say nothing about prefill and are left out. Owned by the engine's thread.
     """
 
     def __init__(self, prefill: PrefillSpeed, least_tokens: int) -> None:
-        """*least_tokens*: of one request, from which on it counts as prefill."""
+        """*least_tokens*: a step that computes as many of one request counts as prefill."""
         self._prefill = prefill
         self._least_tokens = least_tokens
         self._is_prefill = False
@@ -22,8 +22,8 @@ class StepTimes:
         self._num_read = 0.0
         self._seconds = 0.0
 
-    def stepped(self, work: Sequence[Work], depths: Sequence[int], seconds: float, has_sampled: bool) -> None:
-        """One step computed *work* after so many tokens of each of its requests."""
+    def on_step(self, work: Sequence[Work], depths: Sequence[int], seconds: float, has_sampled: bool) -> None:
+        """Count one step, which computed *work* behind *depths* tokens of its requests."""
         self._num_steps += 1
         for item, depth in zip(work, depths, strict=True):
             self._num_tokens += item.num_tokens
@@ -32,7 +32,7 @@ class StepTimes:
         self._seconds += seconds
         if has_sampled:
             if self._is_prefill:
-                self._prefill.computed(self._num_tokens, self._num_read, self._seconds, self._num_steps)
+                self._prefill.on_computed(self._num_tokens, self._num_read, self._seconds, self._num_steps)
             self._is_prefill = False
             self._num_steps = self._num_tokens = 0
             self._num_read = self._seconds = 0.0

@@ -1,4 +1,4 @@
-"""TimedPins: prefixes kept in host memory until a time: of waiting requests, of answered prompts, of documents."""
+"""TimedPins: keeps prefixes of waiting requests, answered prompts and documents in host memory until a time."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -14,31 +14,45 @@ _MOST_STALE = 64  # entries of the heap, beside as many as there are pins, whose
 
 
 class TimedPins:
-    """A pin ends when its time is over, or before when it is unpinned. Bytes are counted by owner, so that each owner
-    can stay within what it may have. Owned by the engine's thread, which calls `tick` after every step.
+    """Pins that end when their time is over, or earlier when they are unpinned.
+
+    Their bytes are counted by owner, so that each owner can stay within its share. Owned by the engine's thread, which
+    calls `tick` after every step.
     """
 
     def __init__(self, cache: TieredCache, clock: Callable[[], float]) -> None:
         self._cache = cache
         self._clock = clock
-        self._owners: dict[Pin, Hashable] = {}  # of pins that have not ended
+        self._owners: dict[Pin, Hashable] = {}  # of the pins that have not ended
         self._num_bytes: Counter[Hashable] = Counter()  # by owner
         self._by_end: list[tuple[float, int, Pin]] = []  # a heap; the number tells pins with the same end apart
         self._numbers = count()
 
     def now(self) -> float:
-        """The time by which pins end."""
+        """The time on the clock by which pins end."""
         return self._clock()
 
     def pin(
-        self, owner: Hashable, chain: BlockChain, num_tokens: int, most_bytes: int | None = None, *, until: float
+        self,
+        owner: Hashable,
+        chain: BlockChain,
+        num_tokens: int,
+        most_bytes: int | None = None,
+        *,
+        until: float,
+        instead_of: Pin | None = None,
     ) -> Pin | None:
-        """Keep what is cached of so many tokens, as `TieredCache.pin` does, until *until*, by `now`.
+        """Keep the cached blocks of the first *num_tokens* until *until*, a time by `now`, as `TieredCache.pin` does.
 
-        None if that is more than *most_bytes*, which is what *owner* may have beside the pins that it has.
+        The new pin takes the place of *instead_of*, an earlier pin of *owner*'s. None if the new pin needs more than
+        *most_bytes* beside the other pins of *owner*; then *instead_of* stays as it was.
         """
+        if most_bytes is not None and instead_of in self._owners:
+            most_bytes += instead_of.num_bytes
         pin = self._cache.pin(chain, num_tokens, most_bytes)
         if pin is not None:
+            if instead_of is not None:
+                self.unpin(instead_of)
             self._owners[pin] = owner
             self._num_bytes[owner] += pin.num_bytes
             if len(self._by_end) >= 2 * len(self._owners) + _MOST_STALE:
@@ -48,7 +62,7 @@ class TimedPins:
         return pin
 
     def unpin(self, pin: Pin) -> None:
-        """End the pin before its time; one that has ended is left alone."""
+        """End the pin before its time; a pin that has ended already is left alone."""
         if pin in self._owners:
             self._cache.unpin(pin)
             owner = self._owners.pop(pin)
@@ -67,11 +81,11 @@ class TimedPins:
 
     @property
     def num_remembered(self) -> int:
-        """Ends that are remembered: of all pins, and for a while of pins that ended before their time."""
+        """Number of ends in the heap: those of all pins, and for a while of pins that ended before their time."""
         return len(self._by_end)
 
     def tick(self) -> None:
-        """End pins whose time is over: with each tick a few."""
+        """End up to `MOST_ENDED` of the pins whose time is over."""
         now, num_ended = self._clock(), 0
         while self._by_end and now >= self._by_end[0][0] and num_ended < MOST_ENDED:
             _, _, pin = heappop(self._by_end)

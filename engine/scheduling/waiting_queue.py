@@ -7,7 +7,10 @@ from kvtier.engine.scheduling.request import Request
 
 
 class WaitingQueue:
-    """Lower numbers of `RequestOptions.priority` are more urgent. Owned by the engine's thread."""
+    """Requests in the order in which they are to start. A lower `RequestOptions.priority` is more urgent.
+
+    Owned by the engine's thread.
+    """
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
@@ -20,19 +23,19 @@ class WaitingQueue:
 
     @property
     def first(self) -> Request:
-        """Whose turn it is. IndexError if nobody waits."""
+        """The request whose turn is next. IndexError if the queue is empty."""
         return self._requests[0]
 
     def add(self, request: Request) -> None:
-        """Behind all of the same priority."""
+        """Queue a new request behind all of the same priority."""
         self._requests.insert(bisect_right(self._requests, request.options.priority, key=_priority), request)
 
     def add_again(self, request: Request) -> None:
-        """Before all of the same priority: it has been running already."""
+        """Queue a preempted request before all of the same priority: it has been running already."""
         self._requests.insert(bisect_left(self._requests, request.options.priority, key=_priority), request)
 
     def remove(self, request: Request) -> None:
-        """Whose turn has come, or who waits no longer. ValueError if it does not wait."""
+        """Take out a request that starts or was aborted. ValueError if it is not in the queue."""
         self._requests.remove(request)
 
 

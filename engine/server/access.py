@@ -1,4 +1,4 @@
-"""What happens around every request: its id, its key, its line in the log, its count in the metrics."""
+"""The two outermost layers of every request: `Access` gives it an id, logs and counts it; `KeyCheck` checks its key."""
 
 import asyncio
 import logging
@@ -16,19 +16,19 @@ from kvtier.engine.server.paths import METRICS, OPEN, QUIET, label_of
 
 log = logging.getLogger(__name__)
 
-CLIENT_LEFT = 499  # for the log only: the client was not there to see a status; nginx's number
+CLIENT_LEFT = 499  # nginx's number, for the log only: the client had left before a status could be sent
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class Access:
-    """The outermost ASGI layer: names the request and, when it has ended, tells of it."""
+    """The outermost ASGI layer: gives a request its id, and logs and counts it when it has ended."""
 
     def __init__(self, app: ASGIApp, entrance: Entrance) -> None:
         self._app = app
         self._entrance = entrance
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, then log and count."""
+        """Have the request answered by the inner app, then log and count it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -69,14 +69,14 @@ class Access:
 
 
 class KeyCheck:
-    """Lets in who has a key, and notes whose it is. Without a file of keys it lets everybody in."""
+    """Hands on requests with a known API key, and notes the key's tenant. Without a file of keys it hands on all."""
 
     def __init__(self, app: ASGIApp, entrance: Entrance) -> None:
         self._app = app
         self._entrance = entrance
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401 or 403, or hand the request on."""
+        """Answer 401 or 403, or hand the request on to the inner app."""
         refusal = None
         if scope["type"] == "http" and scope["path"] not in OPEN:
             refusal = self._refusal(scope)
@@ -92,11 +92,15 @@ class KeyCheck:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         tenant = entrance.keys.tenant_of(key.strip()) if scheme.lower() == "bearer" else None
         if tenant is None:
-            message = "no API key, or one that is not known here; send it as 'Authorization: Bearer KEY'"
+            message = "the API key is missing or unknown; send a known one as 'Authorization: Bearer KEY'"
             headers = {"WWW-Authenticate": "Bearer"}
             return ApiError(401, message, code="invalid_api_key", headers=headers)
         facts_of(scope).tenant = tenant
-        # They tell of all tenants together, which is more than one of them may know of the others.
+        # Metrics count all tenants together, which is more than one tenant may know of the others.
         if scope["path"] == METRICS and entrance.is_strict and tenant not in entrance.settings.metrics_tenants:
-            return ApiError(403, "metrics are for those in server.metrics_tenants", code="forbidden")
+            return ApiError(
+                403,
+                "metrics are for the tenants in server.metrics_tenants; ask the operator to add yours",
+                code="forbidden",
+            )
         return None

@@ -1,4 +1,4 @@
-"""ApiError: what a client is told when a request cannot be answered, in OpenAI's shape."""
+"""ApiError: an error that a client is told, as a JSON object of OpenAI's shape."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class ApiError(Exception):
-    """Ends a request with *status*. *code* is for programs, *param* the field of the request that is wrong."""
+    """Ends a request with *status*. Programs read *code*; *param* is the field of the request that is wrong."""
 
     def __init__(
         self,
@@ -27,15 +27,15 @@ class ApiError(Exception):
         self.headers = headers
 
     def content(self) -> dict[str, dict[str, str | None]]:
-        """The JSON object."""
+        """The JSON object that the client gets."""
         kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """The whole answer."""
+        """The HTTP response that the client gets."""
         return json_response(self.content(), self.status, self.headers)
 
 
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """*content* as JSON."""
+    """An HTTP response with *content* as JSON."""
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")

@@ -1,4 +1,4 @@
-"""ApiKeys: who may ask, and whose tenant that is."""
+"""ApiKeys: the keys that requests may have, and the tenant of each."""
 
 import hashlib
 import hmac
@@ -11,15 +11,15 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-_DIGEST = "sha256:"  # a key that the file does not say, only its digest
+_DIGEST = "sha256:"  # before the digest of a key, in a file that does not hold the key
 _LEAST_LENGTH = 8
 
 
 class ApiKeys:
-    """Digests of keys, and their tenants; keys themselves are not kept."""
+    """Digests of keys, and the tenant of each; the keys themselves are not kept."""
 
     def __init__(self, tenants: Mapping[str, str]) -> None:
-        """*tenants* by key, or by "sha256:" and a key's digest in hexadecimal. ValueError for what is neither."""
+        """*tenants*: tenants' names by key, or by "sha256:" and a key's digest in hexadecimal; ValueError otherwise."""
         self._tenants = {_digest_of(key): tenant for key, tenant in tenants.items()}
         for tenant in tenants.values():
             if not tenant or "\0" in tenant:
@@ -27,9 +27,9 @@ class ApiKeys:
 
     @classmethod
     def from_file(cls, path: Path) -> "ApiKeys":
-        """The keys in a TOML or JSON file: a table `keys` with a tenant for each. ValueError if it has none.
+        """Read the keys of a TOML or JSON file: a table `keys` with a tenant for each. ValueError if it has none.
 
-        Warns when others may read the file.
+        Logs a warning when other users may read the file.
         """
         try:
             content = path.read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ class ApiKeys:
         if not isinstance(keys, dict) or not keys or not all(isinstance(tenant, str) for tenant in keys.values()):
             raise ValueError(f'api keys {path}: has no table of keys alone; write [keys] and lines of "KEY" = "tenant"')
         if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            log.warning("api keys %s: others may read it; chmod 600 it", path)
+            log.warning("api keys %s: other users may read the file; chmod 600 it", path)
         try:
             return cls(keys)
         except ValueError as error:
@@ -51,11 +51,11 @@ class ApiKeys:
 
     @property
     def tenants(self) -> frozenset[str]:
-        """All names."""
+        """The names of all tenants."""
         return frozenset(self._tenants.values())
 
     def tenant_of(self, key: str) -> str | None:
-        """Whose key it is. It takes as long for a wrong key as for any of the right ones."""
+        """The tenant of *key*; None for an unknown one, which takes as long as any known one."""
         digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
         found = None
         for known, tenant in self._tenants.items():

@@ -1,4 +1,4 @@
-"""What the loading and the serving app share: a few answers, how errors look, and how one follows the other."""
+"""What LoadingApp and ServingApp share: routes that both answer, the shape of errors, and the Switch between them."""
 
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -18,31 +18,31 @@ from kvtier.engine.server.paths import HEALTH, METRICS, VERSION
 
 
 class App(Protocol):
-    """Answers requests while the server is as far as it is."""
+    """Answers requests in one stage of the server's life: while the model is loaded, or after."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one, as ASGI has it."""
+        """Answer one request, as ASGI defines it."""
 
     def share_among(self, num_tenants: int) -> None:
-        """So many tenants share the server from now on."""
+        """Divide what tenants share among *num_tenants* from now on."""
 
     def end(self) -> None:
-        """Take no more requests: the server is about to end."""
+        """Refuse requests from now on: the server is about to end."""
 
 
 class Switch:
-    """The app behind the port: *app* answers every request that comes while it is there. Owned by the event loop."""
+    """The app behind the port: a request is answered by the app that is set when it comes. Owned by the event loop."""
 
     def __init__(self, app: App) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with the app of this moment, to the end."""
+        """Have the app that is set now answer the request."""
         await self.app(scope, receive, send)
 
 
 def starlette_app(routes: Sequence[BaseRoute], registry: CollectorRegistry) -> Starlette:
-    """An app of *routes*, and of those that any server answers at any time."""
+    """A Starlette app of *routes* and of /health, /version and /metrics, which answer at any time."""
 
     async def metrics(_: Request) -> Response:
         return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -54,11 +54,11 @@ def starlette_app(routes: Sequence[BaseRoute], registry: CollectorRegistry) -> S
         ClientDisconnect: _left,
         Exception: _unexpected,
     }
-    return Starlette(routes=[*always, *routes], exception_handlers=handlers)  # type: ignore[arg-type]  # each takes its own kind
+    return Starlette(routes=[*always, *routes], exception_handlers=handlers)  # type: ignore[arg-type]  # each handler takes its own kind of error
 
 
 def shutting_down() -> ApiError:
-    """What a request is told that comes when the server is about to end."""
+    """The error of a request that comes when the server is about to end."""
     return ApiError(503, "the server is about to end; ask another one", code="shutting_down")
 
 
@@ -75,7 +75,7 @@ async def _api_error(_: Request, error: ApiError) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    """Starlette's own: no such route, or not with this method."""
+    """Answer an error that Starlette raises: an unknown route, or a method that the route does not take."""
     what = "no such route" if error.status_code == 404 else error.detail
     message = f"{what}: {request.method} {request.url.path}"
     return ApiError(error.status_code, message, headers=error.headers).response()
@@ -83,8 +83,10 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 async def _left(request: Request, _: ClientDisconnect) -> Response:
     facts_of(request.scope).client_left = True
-    return ApiError(400, "the body was cut off", code="disconnected").response()
+    return ApiError(400, "the body was cut off; send it again", code="disconnected").response()
 
 
 async def _unexpected(request: Request, _: Exception) -> Response:
-    return ApiError(500, f"something went wrong; its id is {facts_of(request.scope).request_id}").response()
+    return ApiError(
+        500, f"the server failed; in its log the request has the id {facts_of(request.scope).request_id}"
+    ).response()

@@ -1,4 +1,4 @@
-"""Building a server: the one place where its parts are made and put together."""
+"""build_server: the one place where the parts of a server are made and put together."""
 
 import socket
 import time
@@ -14,9 +14,9 @@ from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.entrance import Entrance
 from kvtier.engine.server.http_server import HttpServer
 from kvtier.engine.server.loading_app import LoadingApp
-from kvtier.engine.server.log_lines import take_in_libraries
+from kvtier.engine.server.log_lines import redirect_libraries
 from kvtier.engine.server.served_models import ServedModels
-from kvtier.engine.server.tenancy import with_names
+from kvtier.engine.server.tenancy import with_tenant_names
 from kvtier.engine.thread_work import guarded
 
 if TYPE_CHECKING:
@@ -35,23 +35,28 @@ def build_server(
     *,
     shows_bars: bool = False,
 ) -> HttpServer:
-    """A server of *model*, which clients call *model_name*; nothing is loaded before it runs. *shows_bars*: let
-    transformers show on stderr how far it is with the weights. ValueError for a name that an adapter has too."""
+    """A server of *model*, which clients call *model_name*; nothing is loaded before it runs.
+
+    With *shows_bars* transformers shows on stderr how far it is with the weights. ValueError if an adapter is called
+    *model_name* too.
+    """
     if model_name in config.lora:
-        raise ValueError(f"lora {model_name}: the model itself is served by that name; give one of them another")
+        raise ValueError(
+            f"lora {model_name}: the model itself has this name; give the model or the adapter another one"
+        )
     entrance = Entrance(config.server, keys)
     models = ServedModels(model_name, tuple(config.lora), int(time.time()), longest_request=None)
     loading = LoadingApp(entrance, models)
 
     async def load() -> "ServingApp":
-        loading.tell_stage("importing torch and transformers")  # seconds, in which clients and signals are answered
+        loading.tell_stage("importing torch and transformers")  # for seconds; clients and signals are answered
         executor = ThreadPoolExecutor(1)
         importing = call_in_executor(guarded(partial(_import_engine, shows_bars)), executor=executor)
-        executor.shutdown(wait=False)  # once that is done, also if this is cancelled
+        executor.shutdown(wait=False)  # the thread ends after the import, also if this task is cancelled
         await importing
         from kvtier.engine.server.serving_app import load_app
 
-        return await load_app(model, tokenizer, with_names(config, keys), models, entrance, loading.tell_stage)
+        return await load_app(model, tokenizer, with_tenant_names(config, keys), models, entrance, loading.tell_stage)
 
     return HttpServer(bound, entrance, loading, load)
 
@@ -59,8 +64,8 @@ def build_server(
 def _import_engine(shows_bars: bool) -> None:
     from transformers.utils import logging as transformers_log
 
-    from kvtier.engine.server import serving_app  # noqa: F401  # all that requests need, not when the first one comes
+    from kvtier.engine.server import serving_app  # noqa: F401  # imports all that requests need, so that the first one does not wait for it
 
-    take_in_libraries()
-    if not shows_bars:  # in a file they would be lines without end
+    redirect_libraries()
+    if not shows_bars:  # in a file a bar is one line without end
         transformers_log.disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers

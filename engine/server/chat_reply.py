@@ -1,10 +1,11 @@
-"""`/v1/chat/completions`: messages."""
+"""ChatReply: how `/v1/chat/completions` writes its answers."""
 
 from collections.abc import Iterator, Sequence
 
 from kvtier.engine.async_llm import Piece
 from kvtier.engine.model.logprobs import TokenLogprobs
-from kvtier.engine.server.reply import Answer, envelope
+from kvtier.engine.server.generation_request import StreamOptions
+from kvtier.engine.server.reply import Answer, chunk_fields, envelope
 from kvtier.engine.server.token_text import TokenText, finite
 from kvtier.engine.server.usage import Usage
 
@@ -12,14 +13,14 @@ _PART_OF_A_CHARACTER = "\ufffd"
 
 
 class ChatReply:
-    """A `Reply`; a stream says first who speaks, then what, then why it ended."""
+    """A `Reply`. The first chunk of a choice has the role, the next ones the text, the last one why it ended."""
 
-    def __init__(self, model: str, text: TokenText, tells_logprobs: bool, includes_usage: bool) -> None:
+    def __init__(self, model: str, text: TokenText, tells_logprobs: bool, options: StreamOptions) -> None:
         self._head = envelope("chat.completion", "chatcmpl", model)
         self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
         self._text = text
         self._tells_logprobs = tells_logprobs
-        self._no_usage: dict[str, object] = {"usage": None} if includes_usage else {}
+        self._options = options
         self._begun: set[int] = set()
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, object]:
@@ -51,7 +52,8 @@ class ChatReply:
         self, index: int, delta: dict[str, str], logprobs: object = None, finish_reason: str | None = None
     ) -> dict[str, object]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return {**self._chunk_head, "choices": [choice], **self._no_usage}
+        fields = chunk_fields(self._options, delta.get("content", ""), logprobs)
+        return {**self._chunk_head, "choices": [choice], **fields}
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, object] | None:
         if not self._tells_logprobs:

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: a conversation to go on with, written down by the tokenizer's chat template."""
+"""ChatRequest: the body of `POST /v1/chat/completions`, a conversation that the chat template makes a prompt of."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -13,23 +13,23 @@ from kvtier.engine.text.chat_template import PART_SEPARATOR, NotOfTheTemplate, T
 from kvtier.engine.text.least_tokens import TooManyTokens
 from kvtier.engine.text.prompt_limit import PromptLimit
 
-MOST_MESSAGES = 10_000  # templates take each in Python
+MOST_MESSAGES = 10_000  # a template handles each message in Python
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """A part of a message; models here read text only."""
+    """A part of a message that is text."""
 
     text: str
 
 
 class DocumentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="document"):
-    """A part of a message that is the text of one of `/v1/documents`."""
+    """A part of a message that stands for the text of a document of `/v1/documents`."""
 
     document_id: str
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one side said. An answer of this server's can be sent back as it came, with its empty fields."""
+    """One message. A client may send an answer of this server back as it came, with its empty fields."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart | DocumentPart] | None = None
@@ -38,15 +38,15 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    annotations: list[Any] | None = None  # what is said about an answer; no part of it
-    tool_calls: list[Any] | None = None  # refused unless there are none
+    annotations: list[Any] | None = None  # remarks about an answer; ignored
+    tool_calls: list[Any] | None = None  # refused unless the list is empty
 
     def __post_init__(self) -> None:
         if self.tool_calls:
             raise ValueError("tool_calls are not supported; leave them out")
 
     def for_template(self) -> dict[str, str]:
-        """What templates know: developers, who came later, are their system."""
+        """The message as templates know it: the role developer, which is younger than they are, becomes system."""
         parts = self.content or ""
         if not isinstance(parts, str):
             parts = PART_SEPARATOR.join(part.text for part in parts if isinstance(part, TextPart))
@@ -55,12 +55,12 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def document_ids(self) -> list[str]:
-        """Of the documents that stand in it."""
+        """The ids of the documents in the message."""
         parts = [] if self.content is None or isinstance(self.content, str) else self.content
         return [part.document_id for part in parts if isinstance(part, DocumentPart)]
 
     def with_texts(self, texts: Mapping[str, str]) -> "Message":
-        """The message with the texts of its documents, by their ids."""
+        """A copy of the message with the texts of its documents, which *texts* has by id."""
         if not self.document_ids or self.content is None or isinstance(self.content, str):
             return self
         parts = [TextPart(texts[part.document_id]) if isinstance(part, DocumentPart) else part for part in self.content]
@@ -68,8 +68,10 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A conversation. Without a limit the answer may be as long as there is room. Beyond OpenAI's:
-    *chat_template_kwargs*, variables of the model's template such as `enable_thinking`."""
+    """A conversation to continue. Without a limit the answer may fill what the longest request has left.
+
+    Beyond OpenAI's: *chat_template_kwargs*, variables of the model's template such as `enable_thinking`.
+    """
 
     messages: Annotated[list[Message], msgspec.Meta(max_length=MOST_MESSAGES)]
     chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict)
@@ -81,7 +83,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.messages:
-            raise ValueError("messages: there are none; send one")
+            raise ValueError("messages: the list is empty; send one message or more")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: set logprobs to true as well")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -89,19 +91,21 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """None if none are wanted."""
+        """How many of the likeliest tokens to tell with each token; None: no log probabilities."""
         return self.top_logprobs or 0 if self.logprobs else None
 
     @property
     def num_prompts(self) -> int:
-        """One conversation."""
+        """A chat has one prompt."""
         return 1
 
     def prompts(
         self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit, document: Sequence[int] = ()
     ) -> list[Sequence[int]]:
-        """The conversation's token ids. ApiError 400 if there is no template, or if it does not take this one;
-        TooManyTokens beyond the *limit*. No *document* comes before it."""
+        """The token ids of the conversation, as a list of one. *document* has to be empty.
+
+        ApiError 400 if the model has no template, or it does not take these messages; TooManyTokens beyond *limit*.
+        """
         assert not document, "documents stand in the messages"
         if tokenizer.chat_template is None:
             message = "the model's tokenizer has no chat template; use /v1/completions, or a model made for chats"
@@ -119,13 +123,13 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def document_ids(self) -> list[str]:
-        """Of the documents that stand in the messages, in their order."""
+        """The ids of the documents in the messages, in their order."""
         return [document_id for message in self.messages for document_id in message.document_ids]
 
     def with_texts(self, texts: Mapping[str, str]) -> "ChatRequest":
-        """The conversation with the texts of its documents, by their ids. Before that it cannot be written down."""
+        """A copy with the texts of its documents, which *texts* has by id. Only the copy can be made a prompt of."""
         return msgspec.structs.replace(self, messages=[message.with_texts(texts) for message in self.messages])
 
     def max_new_tokens(self, room: int) -> int:
-        """How many tokens to generate; *room* is what the longest request has left."""
+        """How many tokens to generate at most; *room* is what the longest request has left beside the prompt."""
         return self.max_completion_tokens or self.max_tokens or max(1, room)

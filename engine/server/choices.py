@@ -1,4 +1,4 @@
-"""Choices: the completions of one request, generated together, their pieces as they come."""
+"""Choices: the completions of one request, generated together; their pieces are given as they come."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -21,7 +21,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class ChoicePiece:
-    """What one step added to the choice at *index*."""
+    """The piece that one step added to the choice at *index*."""
 
     index: int
     piece: Piece
@@ -34,10 +34,10 @@ async def generate(
     cache_salt: str | None,
     options: RequestOptions,
 ) -> AsyncGenerator[ChoicePiece, None]:
-    """Pieces of all *choices*, which are grouped by prompt, until the last has ended.
+    """Yield the pieces of all *choices*, which are grouped by prompt, until the last choice has ended.
 
-    A prompt's first choice computes it. The others start when its first token is there, and find its blocks.
-    Closing the iterator ends them all. An error of one is an error of the whole.
+    The first choice of a prompt computes it. The others start with its first token, and find its blocks.
+    Closing the iterator ends all choices. An error of one ends all, and is raised here.
     """
     pieces: asyncio.Queue[ChoicePiece | BaseException] = asyncio.Queue()
     tasks: list[asyncio.Task[None]] = []

@@ -1,23 +1,24 @@
-"""`/v1/completions`: texts."""
+"""CompletionReply: how `/v1/completions` writes its answers."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from kvtier.engine.async_llm import Piece
 from kvtier.engine.model.logprobs import TokenLogprobs
-from kvtier.engine.server.reply import Answer, envelope
+from kvtier.engine.server.generation_request import StreamOptions
+from kvtier.engine.server.reply import Answer, chunk_fields, envelope
 from kvtier.engine.server.token_text import TokenText, finite
 from kvtier.engine.server.usage import Usage
 
 
 class CompletionReply:
-    """A `Reply`; chunks have the same form as the whole."""
+    """A `Reply` whose chunks have the same form as the whole answer."""
 
-    def __init__(self, model: str, text: TokenText, tells_logprobs: bool, includes_usage: bool) -> None:
+    def __init__(self, model: str, text: TokenText, tells_logprobs: bool, options: StreamOptions) -> None:
         self._head = envelope("text_completion", "cmpl", model)
         self._text = text
         self._tells_logprobs = tells_logprobs
-        self._no_usage: dict[str, object] = {"usage": None} if includes_usage else {}
+        self._options = options
         self._offsets: Counter[int] = Counter()  # characters of each choice's tokens so far
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, object]:
@@ -34,7 +35,8 @@ class CompletionReply:
             logprobs = [] if piece.logprobs is None else [piece.logprobs]
             finish_reason = None if piece.completion is None else piece.completion.finish_reason
             choice = self._choice(index, piece.text, logprobs, finish_reason)
-            yield {**self._head, "choices": [choice], **self._no_usage}
+            fields = chunk_fields(self._options, piece.text, choice["logprobs"])
+            yield {**self._head, "choices": [choice], **fields}
 
     def last_chunk(self, usage: Usage) -> dict[str, object]:
         return {**self._head, "choices": [], "usage": usage.openai(), "kvtier": usage.kvtier()}
@@ -51,7 +53,7 @@ class CompletionReply:
         for token in tokens:
             offsets.append(self._offsets[index])
             self._offsets[index] += len(token)
-        top = [  # the chosen one too, be it likely or not
+        top = [  # the chosen token too, likely or not
             {
                 self._text.of(token_id): finite(logprob)
                 for token_id, logprob in (*item.top, (item.token_id, item.logprob))

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: prompts to continue."""
+"""CompletionRequest: the body of `POST /v1/completions`, prompts to continue."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -29,27 +29,27 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """As asked for."""
+        """How many of the likeliest tokens to tell with each token; None: no log probabilities."""
         return self.logprobs
 
     @property
     def num_prompts(self) -> int:
-        """Each of them has *n* choices."""
+        """How many prompts the request has; each of them gets *n* choices."""
         return 1 if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else len(self.prompt)
 
     def prompts(
         self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit, document: Sequence[int] = ()
     ) -> list[Sequence[int]]:
-        """The prompts' token ids, each after those of the document, which begins with the special tokens if any.
+        """The token ids of each prompt, after those of *document*, which begins with the special tokens if any.
 
-        TooManyTokens and UnknownToken for a prompt that is beyond the *limit*.
+        TooManyTokens and UnknownToken for a prompt that is beyond *limit*.
         """
         asked = [self.prompt] if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else self.prompt
         prompts = [_encode(tokenizer, prompt, limit, not document) for prompt in asked]
         return [[*document, *prompt] for prompt in prompts] if document else prompts
 
     def max_new_tokens(self, room: int) -> int:
-        """How many tokens to generate; *room* is what the longest request has left."""
+        """How many tokens to generate at most; *room* is what the longest request has left beside the prompt."""
         return self.max_tokens
 
 

@@ -1,4 +1,4 @@
-"""What a request does while its client is there, and no longer."""
+"""Ties the work of a request to its client: both end together."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -9,11 +9,11 @@ from starlette.types import Message, Receive, Send
 
 _T = TypeVar("_T")
 
-SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long is as good as gone
+SEND_TIMEOUT_S = 60.0  # a client that reads nothing for so long counts as gone
 
 
 def in_time(send: Send) -> Send:
-    """*send*, with a TimeoutError if the client does not read."""
+    """*send*, which raises TimeoutError if the client does not read for 60 s."""
 
     async def send_in_time(message: Message) -> None:
         async with asyncio.timeout(SEND_TIMEOUT_S):
@@ -23,8 +23,7 @@ def in_time(send: Send) -> Send:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """What *work* comes to; its errors are raised. ClientDisconnect if the client left first: then it was cancelled,
-    and has ended."""
+    """The result of *work*, or what it raises. ClientDisconnect if the client leaves first; *work* has ended then."""
     doing = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(receive))
     try:

@@ -1,4 +1,4 @@
-"""Settings that do nothing beside the others, for operators who believe that they do."""
+"""Settings of a configuration that do nothing beside its other settings, told to the operator."""
 
 from collections.abc import Collection, Iterator
 
@@ -8,7 +8,7 @@ from kvtier.tiers.naming.groups import AttentionGroup
 
 
 def dead_settings(config: Config, groups: Collection[AttentionGroup], keys: ApiKeys | None) -> list[str]:
-    """One line each, `key: why it does nothing`. A setting that is left at its default is not mentioned."""
+    """A line for each setting that does nothing: `key: why`. A setting at its default is not mentioned."""
     return [
         *_of_the_engine(config, groups),
         *_of_looking_ahead(config),
@@ -69,12 +69,12 @@ def _of_the_server(server: ServerConfig, scheduler: SchedulerConfig, keys: ApiKe
 
 def _of_tenants(config: Config, keys: ApiKeys | None) -> Iterator[str]:
     for salt, tenant in config.tenants.items():
-        who = tenant.name or "..."  # the salt may be a secret
+        name = tenant.name or "..."  # the salt may be a secret
         if config.host is None and tenant.host is not None:
-            yield f"tenants.{who}.host: there is no host tier"
+            yield f"tenants.{name}.host: there is no host tier"
         if config.disk is None and tenant.disk is not None:
-            yield f"tenants.{who}.disk: there is no [disk]"
+            yield f"tenants.{name}.disk: there is no [disk]"
         if keys is not None and salt not in keys.tenants:
-            yield f"tenants.{who}: no key is that tenant's; with api_keys [tenants] go by the names in that file"
+            yield f"tenants.{name}: no key is that tenant's; with api_keys [tenants] go by the names in that file"
         elif keys is not None and config.server.tenant_isolation == "off":
-            yield f'tenants.{who}: only for requests with a cache_salt, while tenant_isolation is "off"'
+            yield f'tenants.{name}: only for requests with a cache_salt, while tenant_isolation is "off"'

@@ -1,4 +1,4 @@
-"""`/v1/documents`: put, look at, warm, pin and delete documents; each tenant has its own."""
+"""`/v1/documents`: put, list, show, warm, pin and delete documents; each tenant has its own."""
 
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class PutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `PUT` takes. *system* is the system message of the chats that are about the document."""
+    """The body of `PUT`. *system* is the system message of the chats about the document."""
 
     text: Text | None = None
     token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]] | None = None
@@ -38,11 +38,11 @@ class PutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.token_ids is None):
-            raise ValueError("text: give it, or token_ids")
+            raise ValueError("text: give either text or token_ids")
 
 
 class PinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `POST …/pin` takes."""
+    """The body of `POST …/pin`."""
 
     ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_PINNED_S)]
 
@@ -66,9 +66,9 @@ async def _list(request: Request) -> Response:
     service: Service = request.app.state.service
     documents, tenant = _documents(request), facts_of(request.scope).tenant
     there = documents.of(tenant)
-    residences = await _engine(documents.residences(there), request)
+    residences = await _with_api_errors(documents.residences(there), request)
     objects = [document_object(*pair, service.models.name) for pair in zip(there, residences, strict=True)]
-    objects += [damaged_object(why, file=name) for name, why in sorted(documents.damaged(tenant).items())]
+    objects += [damaged_object(why, file=name) for name, why in sorted(documents.damaged_files(tenant).items())]
     return json_response({"object": "list", "data": objects, "survive_restarts": documents.are_kept})
 
 
@@ -86,20 +86,20 @@ async def _put(request: Request, document_id: str) -> Response:
     documents, facts = _documents(request), facts_of(request.scope)
     limit = service.settings.max_prompt_tokens
     putting = documents.put(facts.tenant, document_id, draft, limit)
-    document, is_new = await _engine(while_connected(request.receive, putting), request)
+    document, is_new = await _with_api_errors(while_connected(request.receive, putting), request)
     facts.fields["tokens"] = document.num_tokens
     return await _told(request, document, 201 if is_new else 200)
 
 
 async def _get(request: Request, document_id: str) -> Response:
-    why = _documents(request).damage(facts_of(request.scope).tenant, document_id)
+    why = _documents(request).why_damaged(facts_of(request.scope).tenant, document_id)
     if why is not None:
         return json_response(damaged_object(why, document_id=document_id))
     return await _told(request, _found(request, document_id))
 
 
 async def _delete(request: Request, document_id: str) -> Response:
-    if not await _engine(_documents(request).delete(facts_of(request.scope).tenant, document_id), request):
+    if not await _with_api_errors(_documents(request).delete(facts_of(request.scope).tenant, document_id), request):
         raise _not_found()
     return json_response({"id": document_id, "object": "document.deleted", "deleted": True})
 
@@ -107,20 +107,20 @@ async def _delete(request: Request, document_id: str) -> Response:
 async def _warm(request: Request, document: Document) -> Response:
     tier = request.query_params.get("tier", "host")
     if tier not in ("host", "device"):
-        raise ApiError(400, "tier: is host or device", param="tier", code="invalid_value")
-    await _engine(_documents(request).warm(document, Tier(tier)), request)
+        raise ApiError(400, "tier: is neither host nor device; give one of them", param="tier", code="invalid_value")
+    await _with_api_errors(_documents(request).warm(document, Tier(tier)), request)
     return await _told(request, document, 202)
 
 
 async def _pin(request: Request, document: Document) -> Response:
     service: Service = request.app.state.service
     asked = parse(await read_body(request, service.settings), PinRequest, (), {})
-    await _engine(_documents(request).pin(document, asked.ttl_s), request)
+    await _with_api_errors(_documents(request).pin(document, asked.ttl_s), request)
     return await _told(request, document)
 
 
 async def _unpin(request: Request, document: Document) -> Response:
-    await _engine(_documents(request).unpin(document), request)
+    await _with_api_errors(_documents(request).unpin(document), request)
     return await _told(request, document)
 
 
@@ -129,7 +129,7 @@ _ACTIONS = {("POST", "warm"): _warm, ("POST", "pin"): _pin, ("DELETE", "pin"): _
 
 async def _told(request: Request, document: Document, status: int = 200) -> Response:
     service: Service = request.app.state.service
-    residence = await _engine(_documents(request).residence(document), request)
+    residence = await _with_api_errors(_documents(request).residence(document), request)
     return json_response(document_object(document, residence, service.models.name), status)
 
 
@@ -150,8 +150,8 @@ def _not_found() -> ApiError:
     return ApiError(404, "there is no document of that id", code="document_not_found")
 
 
-async def _engine(work: Awaitable[_T], request: Request) -> _T:
-    """What *work* comes to; what it raises as an ApiError."""
+async def _with_api_errors(work: Awaitable[_T], request: Request) -> _T:
+    """The result of *work*; its errors become ApiErrors."""
     with _api_errors(request.app.state.service):
         return await work
 
@@ -173,8 +173,8 @@ def _api_errors(service: Service) -> Iterator[None]:
     except ValueError as error:
         raise ApiError(400, str(error), code="invalid_value") from None
     except OSError as error:
-        message = f"the document cannot be written down: {error.strerror}; nothing has changed"
+        message = f"the document cannot be written to disk: {error.strerror}; nothing has changed"
         raise ApiError(507, message, code="storage_failed") from error
-    except RuntimeError as error:  # the engine has ended under the request
+    except RuntimeError as error:  # the engine ended while the request was in it
         code = "shutting_down" if service.is_draining else "engine_failed"
-        raise ApiError(503, "the server ends before that is done; ask again", code=code) from error
+        raise ApiError(503, "the server ends before the request is done; ask again", code=code) from error

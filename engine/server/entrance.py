@@ -1,4 +1,4 @@
-"""Entrance: what is there before the model is, and what every request passes: who may ask, and what is counted."""
+"""Entrance: keys, connection limits and counters, which every request passes, also before the model is loaded."""
 
 from prometheus_client import CollectorRegistry
 
@@ -9,7 +9,7 @@ from kvtier.engine.server.gate import ConnectionLimits, Gate
 
 
 class Entrance:
-    """Owned by the event loop. *keys* may be replaced (`HttpServer.replace_keys`); None: everybody may ask."""
+    """What both apps share. Owned by the event loop. `HttpServer.replace_keys` sets *keys*; None: no key is needed."""
 
     def __init__(self, settings: ServerConfig, keys: ApiKeys | None) -> None:
         self.settings = settings
@@ -26,10 +26,10 @@ class Entrance:
 
     @property
     def num_tenants(self) -> int:
-        """How many tenants may ask; without API keys all clients are one."""
+        """How many tenants have a key; without API keys all clients are one tenant."""
         return 1 if self.keys is None else len(self.keys.tenants)
 
     @property
     def is_strict(self) -> bool:
-        """Whether tenants share nothing."""
+        """Whether tenants share no cached block."""
         return self.keys is not None and self.settings.tenant_isolation == "strict"

@@ -1,4 +1,4 @@
-"""Facts: what is known of one HTTP request, for its line in the log and for metrics; nothing of its text."""
+"""Facts: what a request's line in the log says, and the metrics count; nothing of the prompt's text."""
 
 from dataclasses import dataclass, field
 from typing import cast
@@ -10,7 +10,7 @@ _PLACE = "kvtier.facts"
 
 @dataclass(slots=True)
 class Facts:
-    """Filled by each part that learns something. *fields* go into the log."""
+    """What is known of one request. Each part that learns something writes it here; *fields* go into the log."""
 
     request_id: str
     tenant: str | None = None
@@ -18,10 +18,10 @@ class Facts:
     fields: dict[str, object] = field(default_factory=dict)
 
     def put(self, scope: Scope) -> None:
-        """Make these the facts of the request."""
+        """Keep these facts in the *scope* of their request."""
         scope[_PLACE] = self
 
 
 def facts_of(scope: Scope) -> Facts:
-    """The facts of the request that is being answered."""
+    """The facts of the request with this *scope*."""
     return cast(Facts, scope[_PLACE])

@@ -1,4 +1,4 @@
-"""Gate: which connections are let in, before anything is known of who they are."""
+"""Gate: lets connections in by number and by address, before a key has said which tenant they are of."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from ipaddress import IPv6Address, ip_address, ip_network
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What a connection may take of the server until its request has been read."""
+    """What connections may take of the server before their requests have been read."""
 
     max_header_bytes: int  # of a request's line and its headers
     header_timeout_s: float  # from a request's first byte, or the connection's begin, to the end of the headers
@@ -17,36 +17,36 @@ class ConnectionLimits:
 
 
 class Gate:
-    """Counts connections, in all and by address, and those that were turned away. Owned by the event loop.
+    """Counts open connections, in all and by address, and turns away what is too many. Owned by the event loop.
 
     An IPv6 address stands for its network of 64 bits, which is what one customer has.
     """
 
-    def __init__(self, limits: ConnectionLimits, refused: Callable[[str], None]) -> None:
-        """*refused* is told of each connection that is turned away or cut, with a word for why."""
+    def __init__(self, limits: ConnectionLimits, on_refused: Callable[[str], None]) -> None:
+        """*on_refused* is called with a word for the reason when a connection is turned away or cut."""
         self.limits = limits
-        self.refused = refused
+        self.on_refused = on_refused
         self._open: Counter[str] = Counter()
 
     @property
     def num_open(self) -> int:
-        """Connections that are in."""
+        """How many connections are open."""
         return self._open.total()
 
     def enter(self, host: str) -> bool:
-        """Let a connection from *host* in, if there is room for it."""
+        """Count a connection from *host*, unless there is no room for it; then False."""
         address = _network(host)
         if self.num_open >= self.limits.max_connections:
-            self.refused("connections")
+            self.on_refused("connections")
             return False
         if self._open[address] >= self.limits.max_per_address:
-            self.refused("connections_of_address")
+            self.on_refused("connections_of_address")
             return False
         self._open[address] += 1
         return True
 
     def leave(self, host: str) -> None:
-        """One that was let in has ended."""
+        """Count a connection from *host* no longer: it has ended."""
         address = _network(host)
         self._open[address] -= 1
         if not self._open[address]:
@@ -56,7 +56,7 @@ class Gate:
 def _network(host: str) -> str:
     try:
         address = ip_address(host.partition("%")[0])
-    except ValueError:  # of a socket that has none
+    except ValueError:  # a socket without an address
         return host
     if not isinstance(address, IPv6Address):
         return host

@@ -1,4 +1,4 @@
-"""Generation: one request for completions or a chat, from its body to the last byte of its answer."""
+"""Generation: answers one request for completions or a chat, from its body to the last byte of the answer."""
 
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -23,7 +23,7 @@ from kvtier.engine.server.completion_request import CompletionRequest
 from kvtier.engine.server.connection import in_time, while_connected
 from kvtier.engine.server.facts import facts_of
 from kvtier.engine.server.generation_request import IGNORED, NEUTRAL
-from kvtier.engine.server.named_documents import named, written_out
+from kvtier.engine.server.named_documents import with_document, with_document_texts
 from kvtier.engine.server.reply import Answer, Reply
 from kvtier.engine.server.request_body import parse, read_body
 from kvtier.engine.server.service import Service
@@ -39,10 +39,10 @@ _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"ca
 
 
 class Generation:
-    """An ASGI answer. What it holds of the engine and the waiting room it gives back when the client leaves."""
+    """An ASGI answer. When its client leaves it aborts its streams, and gives back its place in the waiting room."""
 
     def __init__(self, service: Service, asked: Asked, document: Sequence[int] = ()) -> None:
-        """The token ids *document* come before those of completions' prompts."""
+        """*document*: token ids that come before those of each prompt of a CompletionRequest."""
         self._service = service
         self._asked = asked
         self._document = document
@@ -50,7 +50,7 @@ class Generation:
         self._usage = Usage(asked.n)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Generate and send."""
+        """Generate the answer and send it."""
         try:
             await while_connected(receive, self._answer(scope, receive, in_time(send)))
         except (ClientDisconnect, TimeoutError):
@@ -63,7 +63,8 @@ class Generation:
         llm = service.llm
         num_completions = asked.n * asked.num_prompts
         if num_completions > service.room.capacity:
-            message = f"{num_completions} completions at once; the server takes {service.room.capacity}: ask for fewer"
+            most = service.room.capacity
+            message = f"the request asks for {num_completions} completions, the server takes {most}; ask for fewer"
             raise ApiError(400, message, code="too_many_completions")
         try:
             with service.room.enter(num_completions, tenant, asked.priority) as visit:
@@ -73,9 +74,9 @@ class Generation:
                         tenant,
                     )
                 visit.prompts = [group[0].prompt for group in choices]
-                await visit.turn()
+                await visit.wait_for_turn()
                 kind = ChatReply if isinstance(asked, ChatRequest) else CompletionReply
-                reply = kind(asked.model, text, asked.num_top_logprobs is not None, asked.includes_usage)
+                reply = kind(asked.model, text, asked.num_top_logprobs is not None, asked.chunk_options)
                 salt = effective_salt(tenant, asked.cache_salt, service.is_strict)
                 async with aclosing(generate(llm, choices, lora, salt, self._options())) as pieces:
                     observed = self._observed(pieces, visit)
@@ -93,12 +94,12 @@ class Generation:
             self._tell(scope)
 
     def _options(self) -> RequestOptions:
-        """What it asks of the engine. Between tenants nobody is more urgent: among its own a request already was."""
+        """What the request asks of the engine. With several tenants only the waiting room goes by its priority."""
         options = self._asked.options
         return options if self._service.num_tenants <= 1 else replace(options, priority=0)
 
     def _prompts(self, tokenizer: PreTrainedTokenizerBase, llm: AsyncLLM) -> list[Sequence[int]]:
-        """The prompts' token ids. ApiError 400 for one that is sure to be too long, or is of no such ids."""
+        """The token ids of each prompt. ApiError 400 for one that is sure to be too long, or has unknown token ids."""
         limit, longest = self._service.settings.max_prompt_tokens, llm.longest_request
         most = max(0, min(longest if limit is None else limit, longest - self._asked.max_new_tokens(0)))
         try:
@@ -136,7 +137,7 @@ class Generation:
             raise ApiError(400, message, code=code, param=self._field)
 
     async def _observed(self, pieces: AsyncIterator[ChoicePiece], visit: Visit) -> AsyncIterator[ChoicePiece]:
-        """*pieces*, timed and counted."""
+        """Yield *pieces*; observe their times, and add up what they took."""
         metrics, began_at = self._service.metrics, time.monotonic()
         last_at: dict[int, float] = {}
         with self._api_errors():
@@ -160,7 +161,7 @@ class Generation:
         salt: str | None,
         tenant: str | None,
     ) -> AsyncIterator[ChoicePiece]:
-        """*pieces*; each prompt is pinned when its first choice has ended, before that is told."""
+        """Yield *pieces*; pin each prompt when its first choice has ended, before the client is told of the end."""
         prompts = {choice.index: choice.prompt for choice in firsts}
         documents, ttl_s = self._service.documents, self._asked.kvtier.ttl_s or PROMPT_PIN_S
         async for item in pieces:
@@ -172,12 +173,12 @@ class Generation:
 
     @contextmanager
     def _api_errors(self) -> Iterator[None]:
-        """What the engine does not take, or cannot finish, as an ApiError."""
+        """Raise an ApiError for what the engine does not take, or cannot finish."""
         try:
             yield
         except ValueError as error:
             raise ApiError(400, str(error), param=self._field, code="invalid_value") from None
-        except RuntimeError as error:  # the engine has ended under the request
+        except RuntimeError as error:  # the engine ended while the request was in it
             code = "shutting_down" if self._service.is_draining else "engine_failed"
             raise ApiError(503, "the server ends before the answer is complete; ask again", code=code) from error
 
@@ -189,7 +190,7 @@ class Generation:
         return sorted(answers, key=lambda answer: answer.index)
 
     async def _send_stream(self, pieces: AsyncIterator[ChoicePiece], reply: Reply, send: Send) -> None:
-        """Server-sent events. Nothing is sent before the first piece, so what fails until then has its own status."""
+        """Send *pieces* as events. Nothing is sent before the first one, so an error until then has its own status."""
         has_begun = False
         try:
             async for item in pieces:
@@ -199,7 +200,7 @@ class Generation:
                 events = b"".join(_event(chunk) for chunk in reply.chunks(item.index, item.piece))
                 if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
-            last = _event(reply.last_chunk(self._usage)) if self._asked.includes_usage else b""
+            last = _event(reply.last_chunk(self._usage)) if self._asked.chunk_options.include_usage else b""
             last += b"data: [DONE]\n\n"
         except ApiError as error:
             if not has_begun:
@@ -223,18 +224,18 @@ def _event(content: object) -> bytes:
 
 
 async def complete(request: Request) -> Generation:
-    """`POST /v1/completions`."""
+    """Answer `POST /v1/completions`."""
     service: Service = request.app.state.service
     service.check_open()
     body = await read_body(request, service.settings)
     asked = parse(body, CompletionRequest, IGNORED, NEUTRAL)
-    return Generation(service, *named(service, facts_of(request.scope).tenant, asked))
+    return Generation(service, *with_document(service, facts_of(request.scope).tenant, asked))
 
 
 async def chat(request: Request) -> Generation:
-    """`POST /v1/chat/completions`."""
+    """Answer `POST /v1/chat/completions`."""
     service: Service = request.app.state.service
     service.check_open()
     body = await read_body(request, service.settings)
     asked = parse(body, ChatRequest, IGNORED, NEUTRAL)
-    return Generation(service, written_out(service, facts_of(request.scope).tenant, asked))
+    return Generation(service, with_document_texts(service, facts_of(request.scope).tenant, asked))

@@ -1,4 +1,4 @@
-"""What completions and chats have in common: how to generate, and what kvtier adds to that."""
+"""GenerationRequest: the parameters that completions and chats share, OpenAI's and kvtier's own."""
 
 from typing import Annotated, TypeAlias
 
@@ -12,7 +12,7 @@ MOST_LOGPROBS = 20
 MOST_TTL_S = 30 * 86400.0
 _SEEDS = 1 << 64
 
-# Of OpenAI's parameters, those that say nothing about the answer …
+# OpenAI's parameters that say nothing about the answer: any value is let pass …
 IGNORED = frozenset(
     {
         "metadata",
@@ -27,7 +27,7 @@ IGNORED = frozenset(
         "user",
     }
 )
-# … and those that would change it, with the values that ask for nothing.
+# … and those that would change it, with the values that ask for no change: any other value is refused.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "audio": (),
     "echo": (False,),
@@ -56,18 +56,18 @@ LogprobCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`stream_options`. Obfuscation pads events against listeners; on a loopback there are none."""
+    """`stream_options`. Obfuscation is off unless asked for, other than at OpenAI: a loopback has no listener."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class KvtierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`kvtier`: what only this server has."""
+    """The object `kvtier` of a request: parameters that OpenAI's API does not have."""
 
     skip_reading_prefix_cache: bool = False
     max_load_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    document: str | None = None  # whose tokens come before the prompt's; for completions
+    document: str | None = None  # its tokens come before the prompt's; for completions only
     pin: bool = False  # keep the prompt in host memory once it is answered, for *ttl_s*
     ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_TTL_S)] | None = None
 
@@ -77,8 +77,10 @@ class KvtierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The parameters of both endpoints; defaults are OpenAI's. Beyond OpenAI's: *top_k*, *stop_token_ids*,
-    *ignore_eos*, *cache_salt*, *priority* (lower is more urgent) and *kvtier*."""
+    """The parameters of both endpoints; defaults are OpenAI's, but for those of `StreamOptions`.
+
+    Beyond OpenAI's: *top_k*, *stop_token_ids*, *ignore_eos*, *cache_salt*, *priority* (lower is more urgent), *kvtier*.
+    """
 
     model: str
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0
@@ -100,22 +102,22 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError("stream_options: there is no stream; set stream to true or leave them out")
 
     @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with what it took."""
-        return self.stream_options is not None and self.stream_options.include_usage
+    def chunk_options(self) -> StreamOptions:
+        """What the chunks of a stream have beside their choices; the defaults if the request does not say."""
+        return self.stream_options or StreamOptions()
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """How many of the likeliest tokens to tell with each; None: nothing of the kind."""
+        """How many of the likeliest tokens to tell with each token; None: no log probabilities."""
         raise NotImplementedError
 
     @property
     def options(self) -> RequestOptions:
-        """What it asks of queue and cache."""
+        """What the request asks of the queue and the cache."""
         return RequestOptions(self.priority, not self.kvtier.skip_reading_prefix_cache, self.kvtier.max_load_tokens)
 
     def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
-        """How to generate one of the *n* choices: with one seed for all they would be the same."""
+        """How to generate the choice of that number among *n*; each has a seed of its own, or all would be the same."""
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=self.temperature,

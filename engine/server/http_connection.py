@@ -1,4 +1,4 @@
-"""HttpConnection: one connection, within the limits that hold before a client is known by its key."""
+"""HttpConnection: one connection, within the limits that hold before its client has shown a key."""
 
 import asyncio
 from typing import Any
@@ -9,13 +9,13 @@ from uvicorn.server import ServerState
 
 from kvtier.engine.server.gate import Gate
 
-LINGER_S = 1.0  # so long, and for so many bytes, an answered client may go on sending, so that it reads the answer …
+LINGER_S = 1.0  # so long, and so many bytes, a client may go on sending after its answer, so that it reads the answer …
 LINGER_BYTES = 1 << 18  # … instead of learning that its connection was reset
 UNREAD_S = 60.0  # after which a client that does not read the end of its answer has lost it
 
 
 class HttpConnection(HttpToolsProtocol):
-    """uvicorn's, which has no limits of its own on headers and on time. Owned by the event loop.
+    """uvicorn's protocol with limits on headers and time, which uvicorn does not have. Owned by the event loop.
 
     A request whose answer is complete before its body has come ends the connection: nothing of it is waited for.
     """
@@ -31,15 +31,15 @@ class HttpConnection(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._gate = gate
-        self._host: str | None = None  # once it is let in
-        self._is_over = False  # what still comes is dropped
-        self._num_header_bytes = 0  # of the request's line and headers, as far as they are parsed
-        self._num_silent_bytes = 0  # that the parser has taken without telling of anything
+        self._host: str | None = None  # set while the gate counts the connection
+        self._is_over = False  # bytes that still come are dropped
+        self._num_header_bytes = 0  # of the request's line and headers, parsed so far
+        self._num_silent_bytes = 0  # that the parser took since it last called a method here
         self._num_dropped_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
-        """Let it in, or turn it away with a 503."""
+        """Let the new connection in, or turn it away with a 503."""
         super().connection_made(transport)
         host = self.client[0] if self.client else ""
         if self._gate.enter(host):
@@ -49,7 +49,7 @@ class HttpConnection(HttpToolsProtocol):
             self._end(503)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has left."""
+        """The connection has ended: the gate counts it no longer."""
         self._stop_timer()
         if self._host is not None:
             self._gate.leave(self._host)
@@ -57,7 +57,7 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse, unless it is over or the headers are too large."""
+        """Parse *data*, unless the connection is over or the headers are too large."""
         if self._is_over:
             self._num_dropped_bytes += len(data)
             if self._num_dropped_bytes > LINGER_BYTES:
@@ -69,24 +69,24 @@ class HttpConnection(HttpToolsProtocol):
             self._refuse(431, "header_bytes")  # of headers, of a trailer, or of a chunk's extension
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """The parser has met a request's first byte: its headers have to come in time."""
         super().on_message_begin()
         self._num_header_bytes = 0
         if self._timer is None:
             self._wait_for_headers()
 
     def on_url(self, url: bytes) -> None:
-        """A part of the request's line."""
+        """Count a part of the request's line."""
         self._num_header_bytes += len(url)
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header."""
+        """Count a header."""
         self._num_header_bytes += len(name) + len(value) + len(": \r\n")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The request goes to the application, unless its headers are too large."""
+        """Give the request to the application, unless its headers are too large."""
         if self._is_over:
             return
         self._stop_timer()
@@ -97,13 +97,13 @@ class HttpConnection(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
+        """Hand on a part of the body, unless the connection is over."""
         self._num_silent_bytes = 0
         if not self._is_over:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request has come."""
+        """Hand on that the request is complete, unless the connection is over."""
         self._num_silent_bytes = 0
         if not self._is_over:
             super().on_message_complete()
@@ -116,25 +116,25 @@ class HttpConnection(HttpToolsProtocol):
             self._linger()
 
     def timeout_keep_alive_handler(self) -> None:
-        """No further request came."""
+        """End the connection: no further request came in time."""
         super().timeout_keep_alive_handler()
         self._timer = self.loop.call_later(UNREAD_S, self.transport.abort)
 
     def _wait_for_headers(self) -> None:
-        self._timer = self.loop.call_later(self._gate.limits.header_timeout_s, self._headers_late)
+        self._timer = self.loop.call_later(self._gate.limits.header_timeout_s, self._on_headers_late)
 
-    def _headers_late(self) -> None:
+    def _on_headers_late(self) -> None:
         if self.cycle is None or self.cycle.response_complete:
             self._refuse(408, "header_time")
         else:  # the answer to the request before is still being sent, which this one has to wait for
             self._wait_for_headers()
 
     def _refuse(self, status: int, why: str) -> None:
-        self._gate.refused(why)
+        self._gate.on_refused(why)
         self._end(status)
 
     def _end(self, status: int) -> None:
-        """Answer without the application, which is told that the client has left if it has begun."""
+        """Answer with *status* without the application; if it is answering already, cut the connection instead."""
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete:

@@ -1,4 +1,4 @@
-"""HttpServer: the port is open from the first moment, the model is loaded behind it, and it ends when it is told to."""
+"""HttpServer: answers on a port from the first moment, loads the model behind it, and serves until `stop`."""
 
 import asyncio
 import contextlib
@@ -17,13 +17,13 @@ from kvtier.engine.server.http_connection import HttpConnection
 from kvtier.engine.server.loading_app import LoadingApp
 
 if TYPE_CHECKING:
-    from kvtier.engine.server.serving_app import ServingApp  # which is imported while the server answers already
+    from kvtier.engine.server.serving_app import ServingApp  # imported while the server is already answering
 
 _LEAVING_S = 5  # for the last bytes of answers
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals alone: they are a matter of the process, `commands/serve.py`."""
+    """uvicorn's server without its handlers of signals, which `commands/serve.py` sets for the process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -31,7 +31,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves one model on a socket that is bound already. `build_server` makes one; `run` it on an event loop."""
+    """Serves one model on a socket that is bound already. `build_server` makes one; `run` runs it on an event loop."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class HttpServer:
         loading: LoadingApp,
         load: "Callable[[], Coroutine[None, None, ServingApp]]",
     ) -> None:
-        """*loading* answers until *load* has given the app that serves."""
+        """*loading* answers requests until *load* has returned the app that serves."""
         self.entrance = entrance
         self._bound = bound
         self._load = load
@@ -48,7 +48,7 @@ class HttpServer:
         self._stop = asyncio.Event()
         settings = uvicorn.Config(
             Access(KeyCheck(self._switch, entrance), entrance),
-            http=partial(HttpConnection, gate=entrance.gate),  # type: ignore[arg-type]  # it makes one
+            http=partial(HttpConnection, gate=entrance.gate),  # type: ignore[arg-type]  # it makes a protocol, as a class would
             lifespan="off",
             ws="none",
             log_config=None,
@@ -60,27 +60,27 @@ class HttpServer:
 
     @property
     def app(self) -> App:
-        """What answers requests now."""
+        """The app that answers requests now."""
         return self._switch.app
 
     def stop(self) -> None:
-        """Drain, flush and end; from the event loop. While it is loading it ends without waiting for that."""
+        """Begin to drain, flush and end. A server that is still loading ends at once. Called on the event loop."""
         self._stop.set()
 
     def replace_keys(self, keys: ApiKeys) -> None:
-        """Let in these from now on; from the event loop."""
+        """Let in requests with these keys alone from now on. Called on the event loop."""
         self.entrance.keys = keys
         self._switch.app.share_among(self.entrance.num_tenants)
 
     async def run(self) -> bool:
-        """Load and serve until `stop`; False if that came before the model was loaded, which then goes on by itself.
+        """Load and serve until `stop`; False if `stop` came before the model was loaded: its thread still loads then.
 
-        Errors are those of loading, or what the engine failed of.
+        Raises what loading raises, or the error that ended the engine.
         """
         answering = asyncio.create_task(self._uvicorn.serve([self._bound]))
         try:
             loading = asyncio.create_task(self._load())
-            if await self._is_stopped_before(loading):
+            if await self._wait_or_stop(loading):
                 return False
             await self._serve(loading.result())
             return True
@@ -90,15 +90,15 @@ class HttpServer:
             await answering
 
     async def _serve(self, app: "ServingApp") -> None:
-        app.share_among(self.entrance.num_tenants)  # the keys may have been replaced while it was loaded
+        app.share_among(self.entrance.num_tenants)  # the keys may have been replaced since loading began
         self._switch.app = app
         try:
-            await self._is_stopped_before(asyncio.create_task(app.wait_end()))
+            await self._wait_or_stop(asyncio.create_task(app.wait_end()))
         finally:
             await app.close()
 
-    async def _is_stopped_before(self, doing: "asyncio.Task[Any]") -> bool:
-        """Wait for *doing*, whose errors are raised; True if `stop` came first, and it is cancelled."""
+    async def _wait_or_stop(self, doing: "asyncio.Task[Any]") -> bool:
+        """Wait for *doing*, and raise its error; True if `stop` came first, and *doing* was cancelled."""
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait({doing, stopping}, return_when=asyncio.FIRST_COMPLETED)

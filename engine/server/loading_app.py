@@ -1,4 +1,4 @@
-"""LoadingApp: what the server answers while its model is loaded."""
+"""LoadingApp: answers requests while the model is being loaded."""
 
 import logging
 
@@ -19,8 +19,10 @@ RETRY_S = 5
 
 
 class LoadingApp:
-    """It is alive and not ready, and tells how far it is and which models there will be; all else is 503. Owned by the
-    event loop."""
+    """Says in /ready how far loading is, lists the models that will be served, and answers 503 to other requests.
+
+    Owned by the event loop.
+    """
 
     def __init__(self, entrance: Entrance, models: ServedModels) -> None:
         self._stage = "starting"
@@ -29,19 +31,19 @@ class LoadingApp:
         self._app = starlette_app(routes, entrance.registry)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
+        """Answer one request."""
         await self._app(scope, receive, send)
 
     def tell_stage(self, stage: str) -> None:
-        """Say what is being done now, to who asks and in the log. From any thread."""
+        """Set the stage that /ready and the 503s name, and log it. From any thread."""
         self._stage = stage
         log.info("load: %s", stage)
 
     def share_among(self, num_tenants: int) -> None:
-        """There is nothing yet that tenants share."""
+        """Do nothing: before the model is loaded tenants share nothing."""
 
     def end(self) -> None:
-        """The model will not be served."""
+        """Answer from now on that the server is about to end."""
         self._is_ending = True
 
     async def _ready(self, _: Request) -> Response:

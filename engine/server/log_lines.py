@@ -1,4 +1,4 @@
-"""How the log looks: for people, or one JSON object a line. What a record has as *fields* comes with it."""
+"""The two forms of the log, for people and as a JSON object a line; both end with the record's *fields*."""
 
 import json
 import logging
@@ -11,10 +11,10 @@ _LIBRARIES = frozenset({"huggingface_hub", "peft", "torch", "transformers", "uvi
 
 
 class JsonLines(logging.Formatter):
-    """`{"time", "level", "logger", "message", …fields}`; the time is UTC."""
+    """Formats a record as `{"time", "level", "logger", "message", …fields}`; the time is UTC."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """The record as a line of JSON."""
         seconds, milliseconds = divmod(round(record.created * 1000), 1000)
         line: dict[str, object] = {
             "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{milliseconds:03}Z",
@@ -29,30 +29,32 @@ class JsonLines(logging.Formatter):
 
 
 class PlainLines(logging.Formatter):
-    """The message, then `name=value` of each field."""
+    """Formats a record as time, level and message, then `name=value` of each field."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """One line."""
-        message = " ".join(super().formatMessage(record).split())  # warnings come with a line of source
+        """The record as one line of text."""
+        message = " ".join(super().formatMessage(record).split())  # a warning of Python's has a second line, of source
         return " ".join([message, *(f"{key}={value}" for key, value in _fields(record).items())])
 
 
 def write_log(kind: Literal["human", "json"]) -> None:
-    """Let the process's log go to stderr in that form."""
+    """Send the log of the process to stderr, in the form *kind*."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if kind == "json" else PlainLines())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("kvtier").setLevel(logging.INFO)
     logging.captureWarnings(True)
-    take_in_libraries()
+    redirect_libraries()
 
 
-def take_in_libraries() -> None:
-    """Let the libraries that write to a stream by themselves write into the process's log instead. To be called again
-    once they have been imported."""
+def redirect_libraries() -> None:
+    """Redirect libraries that write to a stream of their own into the log of the process.
+
+    Call it again after they have been imported: importing sets their handlers.
+    """
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if not isinstance(logger, logging.Logger) or name.partition(".")[0] not in _LIBRARIES:
             continue

@@ -1,4 +1,4 @@
-"""Documents that completions and chats name instead of sending their text."""
+"""Puts documents into the requests for completions and chats that name them instead of sending their text."""
 
 from typing import TypeVar
 
@@ -13,9 +13,11 @@ from kvtier.engine.server.service import Service
 _Asked = TypeVar("_Asked", CompletionRequest, ChatRequest)
 
 
-def written_out(service: Service, tenant: str | None, asked: ChatRequest) -> ChatRequest:
-    """The request with the texts of the documents that it names. Without a cache_salt of its own it gets the first
-    one's, under which that was computed. ApiError 404 for one that the tenant does not have."""
+def with_document_texts(service: Service, tenant: str | None, asked: ChatRequest) -> ChatRequest:
+    """The chat with the texts of the documents that it names. ApiError 404 for one that the tenant does not have.
+
+    Without a cache_salt of its own the chat gets that of its first document, under which that was computed.
+    """
     if asked.kvtier.document is not None:
         message = 'kvtier.document is for /v1/completions; name it in a message: {"type": "document", "document_id": …}'
         raise ApiError(400, message, param="kvtier.document", code="invalid_value")
@@ -32,14 +34,18 @@ def written_out(service: Service, tenant: str | None, asked: ChatRequest) -> Cha
     return _salted(asked.with_texts(texts), first)
 
 
-def named(service: Service, tenant: str | None, asked: CompletionRequest) -> tuple[CompletionRequest, list[int]]:
-    """The request, with the document's cache_salt if it has none, and the token ids of the document that it names,
-    which come before each prompt. ApiError 404 if the tenant does not have it."""
+def with_document(
+    service: Service, tenant: str | None, asked: CompletionRequest
+) -> tuple[CompletionRequest, list[int]]:
+    """The request, and the token ids of the document that it names, which come before each prompt.
+
+    Without a cache_salt of its own the request gets the document's. ApiError 404 if the tenant does not have it.
+    """
     if asked.kvtier.document is None:
         return asked, []
     document = _document(service, tenant, asked.kvtier.document, "kvtier.document")
     if document.form is not Form.TEXT:
-        message = 'the document is for chats; name it in a message of one, or put it with "as": "text"'
+        message = 'the document is for chats; name it in a message of a chat, or put it with "as": "text"'
         raise ApiError(400, message, param="kvtier.document", code="invalid_value")
     return _salted(asked, document), document.token_ids.tolist()
 

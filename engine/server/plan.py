@@ -1,4 +1,4 @@
-"""Plan: what a configuration comes to with a model, known without its weights."""
+"""Plan: what fits in each tier, what does not work and what is refused, told without loading the model's weights."""
 
 import os
 import shutil
@@ -13,9 +13,10 @@ from kvtier.engine.byte_size import size_text
 from kvtier.engine.config import Config
 from kvtier.engine.disk_store import LEAST_BLOCKS
 from kvtier.engine.documents.documents import documents_path
+from kvtier.engine.model.adapter_folder import UnusableLora
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.model.layers import layers_of
-from kvtier.engine.model.lora_adapter import UnusableLora, load_adapter
+from kvtier.engine.model.lora_adapter import load_adapter
 from kvtier.engine.scheduling.longest_request import longest_request
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.dead_settings import dead_settings
@@ -23,10 +24,10 @@ from kvtier.store.lmdb.data_file import capacity_within, most_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What fits in one tier."""
+class TierSize:
+    """How many blocks and tokens fit in one tier."""
 
-    tier: str
+    name: str  # device, host or disk
     capacity_bytes: int
     num_blocks: int
     num_tokens: int
@@ -34,30 +35,30 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The plan; with *refusals* the server would not start."""
+    """What a configuration comes to with a model. With *refusals* the server would not start."""
 
     model: str
     architecture: str
     dtype: str
-    model_tokens: int | None  # what the model takes
+    model_tokens: int | None  # the longest sequence that the model takes; None: no limit
     block_size: int
     block_bytes: int
-    rooms: list[Room]
+    tiers: list[TierSize]
     longest_request: int
-    documents: Path | None  # the folder they are kept in
-    remarks: list[str]  # what does not fit, or does not work
+    documents: Path | None  # the folder of documents; None: they end with the process
+    remarks: list[str]  # a line for each thing that does not fit or does not work
     dead_settings: list[str]
     refusals: list[str]
 
     def lines(self) -> Iterator[str]:
-        """The plan for people."""
+        """The plan as lines of text, which `--check-config` prints."""
         limit = "any number of" if self.model_tokens is None else f"{self.model_tokens:,}"
         yield f"model      {self.model}: {self.architecture}, {self.dtype}, takes {limit} tokens"
         per_token = self.block_bytes / self.block_size
         yield f"KV         {per_token:,.0f} bytes per token, {self.block_bytes:,} per block of {self.block_size} tokens"
-        for room in self.rooms:
-            size = size_text(room.capacity_bytes)
-            yield f"{room.tier:<11}{size:>10}  {room.num_blocks:>10,} blocks {room.num_tokens:>12,} tokens"
+        for tier in self.tiers:
+            size = size_text(tier.capacity_bytes)
+            yield f"{tier.name:<11}{size:>10}  {tier.num_blocks:>10,} blocks {tier.num_tokens:>12,} tokens"
         yield f"longest    {self.longest_request:,} tokens, a prompt and its continuation together"
         kept = "end with the process; to keep them give [documents] a path, or have a [disk]"
         yield f"documents  {kept if self.documents is None else f'are kept in {self.documents}'}"
@@ -73,7 +74,10 @@ class Plan:
 
 
 def make_plan(model: str, config: Config, keys: ApiKeys | None) -> Plan:
-    """The plan. ValueError if the model's configuration cannot be had, `UnsupportedModel` if it cannot be paged."""
+    """The plan of *config* for *model*, without the model's weights.
+
+    ValueError if the model has no readable configuration, `UnsupportedModel` if it cannot be paged.
+    """
     checkpoint = Checkpoint.of(model)
     described = checkpoint.config()
     dtype = _dtype(described, config.model.dtype)
@@ -82,9 +86,9 @@ def make_plan(model: str, config: Config, keys: ApiKeys | None) -> Plan:
     layers = layers_of(skeleton, block_size, dtype.itemsize)
     groups = tuple(dict.fromkeys(group for group, _ in layers))
     block_bytes = sum(num_bytes for _, num_bytes in layers)
-    rooms = list(_rooms(config, block_size, block_bytes))
+    tiers = list(_tier_sizes(config, block_size, block_bytes))
     model_tokens: int | None = getattr(described.get_text_config(), "max_position_embeddings", None)
-    slots = [rooms[0].num_blocks] * len(groups)
+    slots = [tiers[0].num_blocks] * len(groups)
     longest = longest_request(groups, slots, config.scheduler.prefill_chunk, model_tokens)
     return Plan(
         model,
@@ -93,12 +97,12 @@ def make_plan(model: str, config: Config, keys: ApiKeys | None) -> Plan:
         model_tokens,
         block_size,
         block_bytes,
-        rooms,
+        tiers,
         longest,
         documents_path(config),
         list(_remarks(checkpoint, config, model_tokens, longest, block_bytes)),
         dead_settings(config, groups, keys),
-        [*_refusals(config, rooms, block_bytes), *_refused_folders(config), *_refused_adapters(config, skeleton)],
+        [*_refusals(config, tiers, block_bytes), *_refused_folders(config), *_refused_adapters(config, skeleton)],
     )
 
 
@@ -110,7 +114,7 @@ def _dtype(described: PreTrainedConfig, wanted: str) -> torch.dtype:
 
 
 def _without_weights(described: PreTrainedConfig) -> PreTrainedModel:
-    with torch.device("meta"):  # in bfloat16: some models compute in nothing else, and the shapes are the same
+    with torch.device("meta"):  # bfloat16: some models compute in nothing else, and shapes do not depend on it
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # as in transformers
             described, dtype=torch.bfloat16
         )
@@ -118,7 +122,7 @@ def _without_weights(described: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def _rooms(config: Config, block_size: int, block_bytes: int) -> Iterator[Room]:
+def _tier_sizes(config: Config, block_size: int, block_bytes: int) -> Iterator[TierSize]:
     capacities = {"device": int(config.device.capacity)}
     if config.host is not None:
         capacities["host"] = int(config.host.capacity)
@@ -126,19 +130,19 @@ def _rooms(config: Config, block_size: int, block_bytes: int) -> Iterator[Room]:
         capacities["disk"] = capacity_within(config.disk.capacity)
     for tier, capacity_bytes in capacities.items():
         num_blocks = capacity_bytes // block_bytes
-        yield Room(tier, capacity_bytes, num_blocks, num_blocks * block_size)
+        yield TierSize(tier, capacity_bytes, num_blocks, num_blocks * block_size)
 
 
-def _refusals(config: Config, rooms: list[Room], block_bytes: int) -> Iterator[str]:
+def _refusals(config: Config, tiers: list[TierSize], block_bytes: int) -> Iterator[str]:
     least = {"device": 2, "host": 1, "disk": LEAST_BLOCKS}
     needed = {
         "device": 2 * block_bytes,
         "host": block_bytes,
         "disk": most_bytes(LEAST_BLOCKS * block_bytes),
     }
-    for room in rooms:
-        if room.num_blocks < least[room.tier]:
-            yield f"{room.tier}.capacity: holds {room.num_blocks} blocks; use {needed[room.tier]} bytes or more"
+    for tier in tiers:
+        if tier.num_blocks < least[tier.name]:
+            yield f"{tier.name}.capacity: holds {tier.num_blocks} blocks; use {needed[tier.name]} bytes or more"
 
 
 def _refused_folders(config: Config) -> Iterator[str]:
@@ -183,7 +187,7 @@ def _remarks(
         if checkpoint.tokenizer().chat_template is None:
             yield "/v1/chat/completions: the tokenizer has no chat template"
     except ValueError:
-        yield "the tokenizer: it is not there, and the server will not start without one"
+        yield "the tokenizer: the model has none, and the server does not start without one"
 
 
 def _free_bytes(folder: Path) -> int:
@@ -191,5 +195,5 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _nearest(path: Path) -> Path:
-    """What is there of the path: itself, or the nearest of its parents."""
+    """*path* if it exists, else the nearest of its parents that does."""
     return next(place for place in (path, *path.absolute().parents) if place.exists())

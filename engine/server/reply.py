@@ -1,37 +1,56 @@
-"""Reply: the answer to one request, as its endpoint writes it, whole or in chunks."""
+"""Reply: how an endpoint writes the answer to one request, whole or in chunks."""
 
+import secrets
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from kvtier.engine.async_llm import Piece
 from kvtier.engine.scheduling.request import Completion
+from kvtier.engine.server.generation_request import StreamOptions
 from kvtier.engine.server.usage import Usage
+
+PADDED_BYTES = 32  # a token has up to about 20: so the chunks of nearly all tokens have one size
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One choice, complete."""
+    """One choice that has ended."""
 
     index: int
     completion: Completion
 
 
 class Reply(Protocol):
-    """How an endpoint writes its answers. Owned by one request."""
+    """Writes one answer in the form of its endpoint. Owned by one request."""
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, object]:
-        """The object that answers a request without a stream."""
+        """The whole answer, for a request without a stream."""
 
     def chunks(self, index: int, piece: Piece) -> Iterator[dict[str, object]]:
-        """The objects that tell a stream of a piece; none if there is nothing to tell."""
+        """The chunks of a stream for one piece; none if the piece has nothing to tell."""
 
     def last_chunk(self, usage: Usage) -> dict[str, object]:
-        """The object at a stream's end that says what it took."""
+        """The chunk at the end of a stream that has the usage."""
 
 
 def envelope(kind: str, prefix: str, model: str) -> dict[str, object]:
-    """What every object of one reply begins with."""
+    """The fields that every object of one reply begins with."""
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def chunk_fields(options: StreamOptions, text: str, logprobs: object) -> dict[str, object]:
+    """The fields of a chunk beside its choice: `usage`, null until the last chunk, and `obfuscation`, if asked for.
+
+    `obfuscation` is 1 to 32 random characters. With them what differs between the chunks of a stream, *text* and
+    *logprobs* in JSON, has a multiple of 32 bytes, so that an encrypted stream does not tell the lengths of its tokens.
+    """
+    fields: dict[str, object] = {"usage": None} if options.include_usage else {}
+    if options.include_obfuscation:
+        num_missing = PADDED_BYTES - len(msgspec.json.encode([text, logprobs])) % PADDED_BYTES
+        fields["obfuscation"] = secrets.token_urlsafe(num_missing)[:num_missing]
+    return fields

@@ -1,4 +1,4 @@
-"""What a client sends: read within limits, and checked against a type; whatever is wrong with it is an `ApiError`."""
+"""Reads a body within limits, and parses it into a type; each mistake in a body becomes an `ApiError`."""
 
 import asyncio
 import re
@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 async def read_body(request: Request, settings: ServerConfig) -> bytes:
-    """The body. ApiError 413 beyond the limit, 408 if it has not come in time; both end the connection."""
+    """Read the body. ApiError 413 beyond the limit, 408 if it has not come in time; both end the connection."""
     limit_bytes, timeout_s = settings.max_body, settings.body_timeout_s
     too_large = ApiError(413, f"the body has more than {limit_bytes} bytes; send less", code="body_too_large")
     announced = request.headers.get("content-length", "")
@@ -35,9 +35,9 @@ async def read_body(request: Request, settings: ServerConfig) -> bytes:
 
 
 def parse(body: bytes, kind: type[_T], ignored: Collection[str], neutral: Mapping[str, Collection[object]]) -> _T:
-    """The *kind* that *body* says in JSON. ApiError 400, naming the field, if it does not.
+    """Parse the JSON object *body* into a *kind*. ApiError 400, which names the field, if it is none.
 
-    Fields in *ignored* may have any value, those in *neutral* only values that change nothing; null is as if absent.
+    Fields in *ignored* may have any value, those in *neutral* only the values there; a null counts as absent.
     """
     try:
         content = msgspec.json.decode(body)
@@ -56,7 +56,7 @@ def parse(body: bytes, kind: type[_T], ignored: Collection[str], neutral: Mappin
 
 
 def _explain(message: str) -> ApiError:
-    """msgspec's "what - at `$.path`" for its sender; it contains no value of the request's."""
+    """The error for msgspec's *message*, "what - at `$.path`"; it repeats no value of the request."""
     if unknown := re.match(
         r"Object contains unknown field `(?P<name>[^`]*)`(?: - at `\$\.?(?P<path>[^`]*)`)?", message
     ):
@@ -69,6 +69,6 @@ def _explain(message: str) -> ApiError:
     if located:
         what, param = located.groups()
         message = f"{param}: {what}"
-    else:  # said by a type itself: it begins with the name
+    else:  # raised by a type of ours: it begins with the field's name
         param = next(iter(re.findall(r"^([a-z_]+)(?: is|:)", message)), "")
     return ApiError(400, message.replace("`", ""), code="invalid_value", param=param or None)

@@ -1,4 +1,4 @@
-"""ServedModels: the names that requests may ask for: the model's, and its adapters'."""
+"""ServedModels: the names that a request may give as its model, and `/v1/models`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,26 +13,26 @@ from kvtier.engine.server.paths import MODELS
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
-    """Known before the model is loaded, but for its length."""
+    """The model's name and its adapters' names; they are known before the model is loaded."""
 
     name: str  # of the model itself
     adapters: Sequence[str]
     created: int  # seconds since 1970
-    longest_request: int | None  # tokens of a prompt and its continuation; None: it has not been loaded
+    longest_request: int | None  # tokens of a prompt and its continuation; None: the model is not loaded yet
 
     def lora_of(self, model: str) -> str | None:
-        """The adapter that a request for *model* is for; None: the model itself. ApiError 404 for any other name."""
+        """The adapter called *model*; None if that is the model itself. ApiError 404 for any other name."""
         if model == self.name:
             return None
         if model in self.adapters:
             return model
         there = ", ".join([self.name, *self.adapters])
         raise ApiError(
-            404, f"there is no model of that name here; there is {there}", code="model_not_found", param="model"
+            404, f"there is no model of that name here; ask for {there}", code="model_not_found", param="model"
         )
 
     def routes(self) -> list[Route]:
-        """`/v1/models`, and each of them."""
+        """The routes `/v1/models` and `/v1/models/{model}`."""
         return [Route(MODELS, self._list), Route(f"{MODELS}/{{model:path}}", self._one)]
 
     async def _list(self, _: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Service: what all requests share once the model is loaded: the engine, its documents, and how much at once."""
+"""Service: what all requests share once the model is loaded: the engine, the documents, and the waiting room."""
 
 import asyncio
 import time
@@ -12,17 +12,17 @@ from kvtier.engine.server.entrance import Entrance
 from kvtier.engine.server.served_models import ServedModels
 from kvtier.engine.server.waiting_room import WaitingRoom
 
-_TURNS_PER_RUNNING = 2  # as many wait in the engine as run there, so that it can bring ahead what they need
+_TURNS_PER_RUNNING = 2  # as many wait in the engine as run there, so that it can read ahead what they need
 _DRAIN_POLL_S = 0.05
 
 
 class Service:
-    """It is ready from its first moment, until it drains. Owned by the event loop."""
+    """Ready for requests from its first moment until `drain`. Owned by the event loop."""
 
     def __init__(
         self, config: Config, models: ServedModels, entrance: Entrance, llm: AsyncLLM, documents: Documents
     ) -> None:
-        """*llm* runs, and *documents* are its."""
+        """*llm* has started; *documents* are computed by it."""
         self.settings = config.server
         self.models = models
         self.llm = llm
@@ -32,28 +32,29 @@ class Service:
         self.is_strict = entrance.is_strict
         self.num_tenants = entrance.num_tenants
         self.is_draining = False
-        # All that are here may be waiting at once, before the first step or after all were preempted.
+        # All completions inside may wait in the scheduler at once: before the first step, or after all were preempted.
         capacity = min(config.scheduler.max_running + config.server.max_queued, config.scheduler.max_waiting)
         num_turns = _TURNS_PER_RUNNING * config.scheduler.max_running
         self.room = WaitingRoom(capacity, num_turns=num_turns, num_tenants=self.num_tenants)
         llm.tokenizers.share_among(self.num_tenants)
 
     def check_open(self) -> None:
-        """ApiError 503 when the server is about to end."""
+        """Refuse a request with ApiError 503 if the server is about to end."""
         if self.is_draining:
             raise shutting_down()
 
     def share_among(self, num_tenants: int) -> None:
-        """Divide among so many tenants what they share. What those have that are no more ends with their requests, or
-        its time."""
+        """Divide what tenants share among *num_tenants* from now on.
+
+        A tenant that has no key any more keeps what it holds until its requests and its pins end.
+        """
         self.num_tenants = num_tenants
         self.room.share_among(num_tenants)
         self.llm.tokenizers.share_among(num_tenants)
         self.documents.share_among(num_tenants)
 
     async def drain(self, timeout_s: float) -> int:
-        """Take no more requests, send away those that only wait, and wait for those that run; how many are left after
-        *timeout_s*."""
+        """Refuse new requests, send away waiting ones, wait for running ones; how many are left after *timeout_s*."""
         self.is_draining = True
         deadline = time.monotonic() + timeout_s
         while self.room.num_inside and time.monotonic() < deadline:
@@ -62,6 +63,6 @@ class Service:
         return self.room.num_inside
 
     async def _send_away_waiting(self) -> None:
-        with suppress(RuntimeError):  # it has ended, which tells all streams by itself
+        with suppress(RuntimeError):  # the engine has ended, which ends all streams by itself
             in_engine = await self.llm.ask(lambda core: core.waiting_prompts)
             self.room.send_away_waiting(shutting_down, in_engine)

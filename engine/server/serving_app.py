@@ -1,4 +1,4 @@
-"""ServingApp: what the server answers once its model is loaded. Imported then: it takes torch and transformers."""
+"""ServingApp: answers requests once the model is loaded. Imported late, as it imports torch and transformers."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ _TELL_EVERY_S = 2.0
 
 
 class ServingApp:
-    """The routes over a `Service`, which is whole, and how that ends. Owned by the event loop."""
+    """The routes over a `Service`, and how the service ends. Owned by the event loop."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -52,19 +52,19 @@ class ServingApp:
         self._app.state.service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
+        """Answer one request."""
         await self._app(scope, receive, send)
 
     def share_among(self, num_tenants: int) -> None:
-        """Divide what tenants share among so many."""
+        """Divide what tenants share among *num_tenants* from now on."""
         self.service.share_among(num_tenants)
 
     def end(self) -> None:
-        """Take no more requests."""
+        """Refuse requests from now on."""
         self.service.is_draining = True
 
     async def wait_end(self) -> None:
-        """Until the engine has ended; raises what it failed of. How far host memory is prepared is told meanwhile."""
+        """Wait until the engine has ended, and raise what ended it. Logs meanwhile how far host memory is prepared."""
         watching = asyncio.create_task(self._watch_memory())
         try:
             await self.service.llm.wait_end()
@@ -72,7 +72,7 @@ class ServingApp:
             watching.cancel()
 
     async def close(self) -> None:
-        """Let what runs go on for a while, write what is cached to disk, and end the engine."""
+        """Let running requests go on for `server.drain_s`, write what is cached to disk, and end the engine."""
         told_at = time.monotonic()
 
         def tell(num_blocks: int) -> None:
@@ -96,7 +96,7 @@ class ServingApp:
         return await self.service.drain(drain_s)
 
     async def _watch_memory(self) -> None:
-        """Tell how far host memory is prepared, until it is: pinning a large one takes longer than loading a model."""
+        """Log how far host memory is prepared, until all of it is: pinning can take longer than loading the model."""
         with contextlib.suppress(RuntimeError):  # the engine has ended
             told = 0
             while (host := (statistics := self.service.llm.statistics()).cache.tiers.get(Tier.HOST)) is not None:
@@ -122,8 +122,10 @@ async def load_app(
     entrance: Entrance,
     tell_stage: Callable[[str], None],
 ) -> ServingApp:
-    """The app, with the engine behind it. Errors are those of `AsyncLLM.start` and `Documents.open`; cancelled, the
-    engine's thread goes on to its end."""
+    """Load the model and open its documents; the app over both.
+
+    Raises what `AsyncLLM.start` and `Documents.open` raise. If it is cancelled, the engine's thread goes on to its end.
+    """
     began_at = time.monotonic()
     llm = AsyncLLM(model, config, tokenizer, tell_stage)
     await llm.start()

@@ -1,4 +1,4 @@
-"""With whom a request shares cached blocks: the salt that is used, from the tenant and the salt that was asked for."""
+"""The salt of a request's blocks, made of its tenant and the cache_salt that it asks for: equal salts share blocks."""
 
 import msgspec
 
@@ -6,8 +6,8 @@ from kvtier.engine.config import Config
 from kvtier.engine.server.api_keys import ApiKeys
 
 
-def with_names(config: Config, keys: ApiKeys | None) -> Config:
-    """*config* with quotas under the names of the keys' tenants in metrics: these are no secrets, as salts may be."""
+def with_tenant_names(config: Config, keys: ApiKeys | None) -> Config:
+    """*config*, with quotas named in metrics after tenants that have keys: a salt may be a secret, a name is none."""
     if keys is None:
         return config
     tenants = {
@@ -18,10 +18,11 @@ def with_names(config: Config, keys: ApiKeys | None) -> Config:
 
 
 def effective_salt(tenant: str | None, asked: str | None, is_strict: bool) -> str | None:
-    """The cache_salt of a request. Without API keys (*tenant* None) it is what was asked for.
+    """The cache_salt that a request's blocks are named with. Without API keys (*tenant* None) it is what was *asked*.
 
-    Else it begins with the tenant, so nobody comes to another's blocks by asking for a salt; only requests without one
-    share theirs, unless isolation *is_strict*. A tenant's salts all count for its quota (`tiers.tenants.tenant_of`).
+    Else it begins with the tenant, so that no tenant reaches another's blocks by asking for a salt. Only requests that
+    ask for none share theirs, unless isolation *is_strict*. All salts of a tenant count for its quota
+    (`tiers.naming.tenant.tenant_of`).
     """
     if tenant is None or (asked is None and not is_strict):
         return asked

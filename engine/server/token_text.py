@@ -1,23 +1,23 @@
-"""TokenText: the text of single tokens, as log probabilities name them."""
+"""TokenText: the text of single tokens, by which log probabilities name them."""
 
 from transformers import PreTrainedTokenizerBase
 
-LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say; OpenAI's
+LEAST_LOGPROB = -9999.0  # OpenAI's number for minus infinity
 
 
 class TokenText:
-    """Decodes tokens one at a time; special ones too. Owned by one request."""
+    """Decodes tokens one at a time, special ones too. Owned by one request."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
 
     def of(self, token_id: int) -> str:
-        """Its text; U+FFFD for bytes that are only a part of a character."""
+        """The text of a token; U+FFFD for bytes that are only a part of a character."""
         text = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)  # a list would be the answer to several lists
+        assert isinstance(text, str)  # a list comes only for several lists
         return text
 
 
 def finite(logprob: float) -> float:
-    """*logprob*, as JSON can say it."""
+    """*logprob*, or -9999.0 for minus infinity, which JSON does not have."""
     return max(logprob, LEAST_LOGPROB)

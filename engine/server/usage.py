@@ -1,4 +1,4 @@
-"""Usage: what a request took, in OpenAI's words and in kvtier's."""
+"""Usage: what a request took, as OpenAI's `usage` and as the `kvtier` object of an answer."""
 
 from dataclasses import dataclass, field
 
@@ -8,16 +8,16 @@ from kvtier.tiers.lower.statistics import TokenBalance
 
 @dataclass(slots=True)
 class Usage:
-    """Adds up one request. A prompt counts once, however many choices it has: as its first choice found it."""
+    """Adds up the tokens of one request. A prompt counts once, as its first choice found it, for all its choices."""
 
     num_choices: int  # of each prompt
     prompts: TokenBalance = field(default_factory=TokenBalance)
     num_generated: int = 0
     ttft_s: float | None = None  # the engine's, of the first prompt
-    is_pinned: bool | None = None  # whether all prompts are kept in host memory now; None: nobody asked for it
+    is_pinned: bool | None = None  # whether all prompts are pinned now; None: the request did not ask for it
 
     def add(self, index: int, completion: Completion) -> None:
-        """The choice at *index* has ended so."""
+        """Add the choice at *index*, which has ended with *completion*."""
         self.num_generated += len(completion.token_ids)
         if index % self.num_choices == 0:
             self.prompts = self.prompts.plus(completion.tokens)
@@ -25,7 +25,7 @@ class Usage:
             self.ttft_s = completion.ttft_s
 
     def openai(self) -> dict[str, object]:
-        """`usage`."""
+        """The object `usage` of an answer."""
         num_prompt = self.prompts.num_tokens
         return {
             "prompt_tokens": num_prompt,
@@ -35,12 +35,12 @@ class Usage:
         }
 
     def kvtier(self) -> dict[str, object]:
-        """`kvtier`: where the prompts' tokens came from, and why those that were computed were."""
+        """The object `kvtier` of an answer: where the prompts' tokens came from, and why some were computed."""
         pinned = {} if self.is_pinned is None else {"pinned": self.is_pinned}
         return {"tokens": self.by_tier(), "reasons": dict(self.prompts.reasons), "ttft_s": self.ttft_s, **pinned}
 
     def by_tier(self) -> dict[str, int]:
-        """Tokens of the prompts by where they came from."""
+        """The prompts' tokens by the tier that had them, and how many were computed."""
         tokens = self.prompts
         return {
             "device": tokens.device,

@@ -1,4 +1,4 @@
-"""WaitingRoom: how many completions may be here at once, whose turn it is, and when to come again if it is full."""
+"""WaitingRoom: limits the completions that run or wait, gives them turns, and says when to come again if it is full."""
 
 import asyncio
 import math
@@ -15,7 +15,7 @@ _LONGEST_WAIT_S = 600
 
 
 class RoomFull(Exception):
-    """There is no room now; probably there is after *retry_after_s*."""
+    """The waiting room is full; *retry_after_s* is when it probably has room again."""
 
     def __init__(self, retry_after_s: int) -> None:
         super().__init__(f"the queue is full; try again in {retry_after_s} s")
@@ -24,29 +24,29 @@ class RoomFull(Exception):
 
 @dataclass(eq=False, slots=True)
 class Visit:
-    """One request's stay. `enter` makes it, in the task that answers the request."""
+    """One request in the waiting room. `WaitingRoom.enter` makes it, in the task that answers the request."""
 
     tenant: str | None
     num_completions: int
     priority: int
-    task: asyncio.Task[object] | None  # which is cancelled to send the visit away
+    task: asyncio.Task[object] | None  # cancelled to send the visit away
     has_turn: bool = False
-    has_begun: bool = False  # its first token is there
-    prompts: Sequence[Sequence[int]] = ()  # as the engine has them, once they are there
+    has_begun: bool = False  # the engine has given its first token
+    prompts: Sequence[Sequence[int]] = ()  # the token ids that the engine is given; set once they are known
     refusal: Exception | None = None  # why it was sent away
-    _called: asyncio.Event = field(default_factory=asyncio.Event)
+    _turn_given: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def turn(self) -> None:
-        """Wait until the engine may have the request."""
-        await self._called.wait()
+    async def wait_for_turn(self) -> None:
+        """Wait until the request may go to the engine."""
+        await self._turn_given.wait()
 
-    def call(self) -> None:
-        """Its turn has come."""
+    def give_turn(self) -> None:
+        """Give the visit its turn."""
         self.has_turn = True
-        self._called.set()
+        self._turn_given.set()
 
     def send_away(self, refusal: Exception) -> None:
-        """End it: *refusal* is raised where it was entered."""
+        """End the visit: *refusal* is raised in the task that entered."""
         if self.refusal is None and self.task is not None:
             self.refusal = refusal
             self.task.cancel()
@@ -56,12 +56,12 @@ class WaitingRoom:
     """Holds *capacity* completions, running or waiting. Owned by the event loop.
 
     One tenant may fill it. When it is full and a tenant with less than its share comes, the newest visits without a
-    turn give way, of the tenant with the most. With several tenants only *num_turns* completions are in the engine's
-    hands, where they count by arrival, and the tenant with the fewest of them is next; within a tenant the most urgent
-    visit, then the oldest.
+    turn of the tenant with the most give way. With several tenants only *num_turns* completions are in the engine,
+    which takes them by arrival, and the tenant with the fewest of them is next; within a tenant the most urgent visit,
+    then the oldest.
 
-    The time after which to come again is what it takes until enough of the tenant's own have left, as fast as its last
-    ones did: it says nothing of others. Time in which none of its were here does not count.
+    The time after which to come again is what it takes until enough of the tenant's own completions have left, at the
+    pace of its last ones: it tells nothing of other tenants. Time in which the tenant had none inside does not count.
     """
 
     def __init__(
@@ -74,44 +74,48 @@ class WaitingRoom:
         self.share = FairShare(capacity, num_tenants)
         self._num_turns = capacity if num_turns is None else num_turns
         self._clock = clock
-        self._visits: dict[Visit, None] = {}  # in the order of arrival
+        self._visits: dict[Visit, None] = {}  # in the order in which they entered
         self._pace: defaultdict[str | None, _Pace] = defaultdict(lambda: _Pace(clock))
 
     @property
     def capacity(self) -> int:
-        """Completions that may be here."""
+        """How many completions may be inside."""
         return self.share.total
 
     @property
     def num_inside(self) -> int:
-        """Completions that are here."""
+        """How many completions are inside, running or waiting."""
         return sum(visit.num_completions for visit in self._visits)
 
     def share_among(self, num_tenants: int) -> None:
-        """So many tenants come from now on."""
+        """Divide the room among *num_tenants* from now on."""
         self.share = FairShare(self.capacity, num_tenants)
 
     @contextmanager
     def enter(self, num_completions: int, tenant: str | None = None, priority: int = 0) -> Iterator[Visit]:
-        """Be here with so many. RoomFull if they have no room, now or, before their turn, when they have to give way;
-        what the visit is sent away with."""
+        """A visit with *num_completions*, which ends with the context.
+
+        RoomFull if there is no room for them, or when they give way before their turn; or what `send_away` is given.
+        """
         self._make_room(num_completions, tenant)
         visit = Visit(tenant, num_completions, priority, _current_task())
         self._visits[visit] = None
         self._pace[tenant].enter(num_completions)
-        self._call()
+        self._give_turns()
         try:
             yield visit
         except asyncio.CancelledError:
             if visit.refusal is None or visit.task is None or visit.task.uncancel():
-                raise  # the client has left as well
+                raise  # it was cancelled from outside as well: the client has left
             raise visit.refusal from None
         finally:
             self._leave(visit)
 
     def send_away_waiting(self, refusal: Callable[[], Exception], in_engine: Sequence[Sequence[int]]) -> None:
-        """End every visit that computes nothing yet: without a turn, or with all its prompts among *in_engine*, those
-        that wait there."""
+        """Send away every visit that computes nothing yet, with what *refusal* returns.
+
+        Such a visit has no turn, or all its prompts are among *in_engine*, the prompts that wait in the engine.
+        """
         waiting = {id(prompt) for prompt in in_engine}
         for visit in list(self._visits):
             waits = bool(visit.prompts) and all(id(prompt) in waiting for prompt in visit.prompts)
@@ -128,7 +132,7 @@ class WaitingRoom:
             raise RoomFull(self._wait_s(tenant, num_completions))
 
     def _first_to_give_way(self) -> Visit | None:
-        """The newest visit without a turn of the tenant with the most, if that is more than its share."""
+        """The newest visit without a turn of the tenant with the most completions, if these are more than its share."""
         for tenant, num_inside in self._inside().most_common():
             if num_inside <= self.share.each:
                 return None
@@ -147,10 +151,10 @@ class WaitingRoom:
         if visit in self._visits:
             del self._visits[visit]
             self._pace[visit.tenant].leave(visit.num_completions)
-            self._call()
+            self._give_turns()
 
-    def _call(self) -> None:
-        """Give turns to the next requests, as long as there are any. The next one, if large, is not passed by."""
+    def _give_turns(self) -> None:
+        """Give the next visits their turns as long as there are turns. A large visit that is next is not passed by."""
         most = self.capacity if self.share.num_tenants <= 1 else self._num_turns
         while True:
             taken: Counter[str | None] = Counter()
@@ -159,10 +163,10 @@ class WaitingRoom:
             waiting = [visit for visit in self._visits if not visit.has_turn]
             if not waiting:
                 return
-            visit = min(waiting, key=lambda each: (taken[each.tenant], each.priority))  # the oldest of several
+            visit = min(waiting, key=lambda each: (taken[each.tenant], each.priority))  # of equals the oldest
             if taken.total() and taken.total() + visit.num_completions > most:
                 return
-            visit.call()
+            visit.give_turn()
 
     def _wait_s(self, tenant: str | None, num_completions: int) -> int:
         own = self._inside()[tenant] + num_completions
@@ -171,14 +175,15 @@ class WaitingRoom:
 
 
 class _Pace:
-    """How fast one tenant's completions leave."""
+    """Measures how fast the completions of one tenant leave."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._num_inside = 0
-        self._earlier_s = 0.0  # how long any request was here, before *_busy_since*
+        self._earlier_s = 0.0  # how long the tenant had completions inside, before *_busy_since*
         self._busy_since = 0.0
-        self._left: deque[tuple[float, int]] = deque(maxlen=_NUM_REMEMBERED)  # busy seconds then, and how many
+        # For each leaving: the busy seconds until then, and how many completions left.
+        self._left: deque[tuple[float, int]] = deque(maxlen=_NUM_REMEMBERED)
 
     def enter(self, num_completions: int) -> None:
         if not self._num_inside:
@@ -192,7 +197,7 @@ class _Pace:
         self._num_inside -= num_completions
 
     def wait_s(self, num_completions: int) -> int:
-        """Until so many have left."""
+        """Seconds until *num_completions* will have left."""
         began_s = self._left[0][0] if len(self._left) > 1 else 0.0
         num_left = sum(num for _, num in self._left) - (self._left[0][1] if len(self._left) > 1 else 0)
         seconds = num_completions * (self._busy_s() - began_s) / max(1, num_left)

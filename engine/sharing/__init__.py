@@ -1,1 +1,1 @@
-"""What tenants get of what they share."""
+"""How tenants share places, threads and memory."""

@@ -1,16 +1,16 @@
-"""FairShare: what each tenant may have of something that all share."""
+"""FairShare: how much each tenant may have of a resource that all tenants share."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class FairShare:
-    """Of *total* units each of *num_tenants* has an equal share for sure, and one unit at least.
+    """Each of *num_tenants* is sure of an equal share of *total* units, and of one unit at least.
 
-    How far a tenant may go beyond it depends on how the resource comes back. What nobody gives back soon (pinned host
-    memory) ends at the share, so what one has says nothing to the others. What ends by itself, but cannot be
-    interrupted (the threads that tokenize), may be taken up to `most_of_one`. A place in a queue, which can be taken
-    back, may be had by a tenant as long as nobody who has less than a share wants it.
+    How far a tenant may go beyond its share depends on how the resource comes back. A resource that is held for long
+    (pinned host memory) ends at the share, so that a tenant learns nothing of the others. A resource that comes back by
+    itself but cannot be taken away (a tokenizing thread) may be had up to `most_of_one`. A place in a queue, which can
+    be taken away, may be had as long as no tenant with less than its share wants it.
     """
 
     total: int
@@ -18,10 +18,10 @@ class FairShare:
 
     @property
     def each(self) -> int:
-        """What a tenant can have whatever the others do."""
+        """The units that a tenant is sure of, however many the other tenants have."""
         return max(1, self.total // max(1, self.num_tenants))
 
     @property
     def most_of_one(self) -> int:
-        """All but one unit, which is kept for others; all, where there are none."""
+        """The most units of one tenant: all but one, which is kept for the others; all, if it is alone."""
         return self.total if self.num_tenants <= 1 else max(1, self.total - 1)

@@ -1,4 +1,4 @@
-"""Turns: the places of a resource, given to tenants one after the other."""
+"""Turns: gives the places of a resource to the tasks of tenants, in turns."""
 
 import asyncio
 from collections import Counter, deque
@@ -7,16 +7,16 @@ from kvtier.engine.sharing.fair_share import FairShare
 
 
 class Turns:
-    """So many places, each taken by a task that gives it back. Owned by the event loop.
+    """The places of *share*, each taken by a task that gives it back. Owned by the event loop.
 
-    A free place goes to the tenant that has the fewest, and among those with equally many to the one that was served
-    longest ago; never more to one tenant than *most_of_one* of the share.
+    A free place goes to the tenant that has fewest, and among several such tenants to the one that was served longest
+    ago. No tenant gets more than the share's `most_of_one`.
     """
 
     def __init__(self, share: FairShare) -> None:
         self.share = share
         self._taken: Counter[str | None] = Counter()
-        self._waiting: dict[str | None, deque[asyncio.Future[None]]] = {}  # the tenant served last is the last
+        self._waiting: dict[str | None, deque[asyncio.Future[None]]] = {}  # the tenant that was served last comes last
 
     @property
     def num_taken(self) -> int:
@@ -25,23 +25,23 @@ class Turns:
 
     @property
     def num_waiting(self) -> int:
-        """Who has asked for a place and has none yet."""
+        """Tasks that wait for a place."""
         return sum(not turn.done() for queue in self._waiting.values() for turn in queue)
 
     async def take(self, tenant: str | None) -> None:
-        """Wait for a place. A task that is cancelled meanwhile has none, and nothing to give back."""
+        """Wait for a place. A task that is cancelled meanwhile has no place, and none to give back."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(turn)
         self._serve()
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # given in the same moment
+            if turn.done() and not turn.cancelled():  # the place was given in the same moment
                 self.give_back(tenant)
             raise
 
     def give_back(self, tenant: str | None) -> None:
-        """The tenant has one place less, and the next task gets it."""
+        """Take one place from the tenant, and give it to the next task."""
         self._taken[tenant] -= 1
         if not self._taken[tenant]:
             del self._taken[tenant]
@@ -49,7 +49,8 @@ class Turns:
 
     def _serve(self) -> None:
         while self.num_taken < self.share.total and (tenants := self._tenants_to_serve()):
-            tenant = min(tenants, key=lambda each: self._taken[each])  # the first of several: served longest ago
+            # Of several the first, which was served longest ago.
+            tenant = min(tenants, key=lambda each: self._taken[each])
             queue = self._waiting.pop(tenant)
             queue.popleft().set_result(None)
             self._taken[tenant] += 1

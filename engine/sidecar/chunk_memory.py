@@ -4,7 +4,7 @@ import mmap
 
 import numpy as np
 
-from kvtier.tiers.device.block_pool import Ids
+from kvtier.tiers.device.slot_ids import Ids
 from kvtier.transfer.segment import Segment
 
 

@@ -8,9 +8,9 @@ from kvtier.engine.sidecar.chunk_memory import ChunkMemory
 from kvtier.engine.sidecar.extents import Extents
 from kvtier.engine.sidecar.layout import Layout
 from kvtier.engine.sidecar.shared_store import StoreView
-from kvtier.tiers.device.block_pool import Ids
+from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.lower.local_tiers import LocalTiers
-from kvtier.tiers.lower.lower_tiers import Fetch, Tell
+from kvtier.tiers.lower.lower_tiers import Fetch, OnFetched
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 
@@ -39,7 +39,7 @@ class RankSlots:
         return self._tiers.withdraw(self._rank, self._memory.slots_of(extent))
 
     def oldest_extent(self) -> int | None:
-        oldest = self._pool.oldest(1)
+        oldest = self._pool.order.oldest(1)
         return int(oldest[0]) // self._memory.slots_per_extent if len(oldest) else None
 
 
@@ -80,7 +80,7 @@ class LayoutTiers:
         pool = self.tiers.index.host[rank].pool
         return min(len(places), pool.num_free + pool.num_leased(in_host))
 
-    def fetch(self, rank: int, blocks: NamedBlocks, on_fetched: Tell) -> Fetch:
+    def fetch(self, rank: int, blocks: NamedBlocks, on_fetched: OnFetched) -> Fetch:
         """See `LowerTiers.fetch`; for the first chunks that `find_run` has just found."""
         places = self.tiers.find(rank, blocks.names)
         self.touch(rank, places[places >= 0].astype(np.intp))
@@ -94,7 +94,7 @@ class LayoutTiers:
     def poll(self) -> None:
         """Go on with all that is under way, and with copies to disk."""
         if self._store is not None and (gone := self._store.take_gone()):
-            self.tiers.index.came_to_disk(0, (), gone)
+            self.tiers.index.on_written(0, (), gone)
         self.tiers.poll()
         self.tiers.take_lost()  # no copies above rely on it: engines ask each time
         self.tiers.spill()
@@ -126,8 +126,8 @@ class LayoutTiers:
     @property
     def num_unsaved(self) -> int:
         """Chunks that are in host memory only, and are to be written to disk."""
-        progress = self.tiers.saving()
-        return progress.num_left if progress.is_there else 0
+        progress = self.tiers.spill_progress()
+        return progress.num_left if progress.has_target else 0
 
     def check(self) -> None:
         """Raise AssertionError if any two books disagree."""

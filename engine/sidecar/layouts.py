@@ -86,7 +86,9 @@ class Layouts:
     @property
     def is_saving_possible(self) -> bool:
         """Whether there is a disk, and writing to it does not fail now."""
-        return all(tiers.tiers.saving().is_there and tiers.tiers.saving().is_possible for tiers in self)
+        return all(
+            tiers.tiers.spill_progress().has_target and tiers.tiers.spill_progress().is_possible for tiers in self
+        )
 
     def clear(self) -> None:
         """Forget every chunk of every layout."""

@@ -45,7 +45,7 @@ def statistics_of(
     found, disks, disk_tiers = [], [], []
     for tiers in layouts:
         lower = tiers.tiers.statistics()
-        progress = tiers.tiers.saving()
+        progress = tiers.tiers.spill_progress()
         found.append(
             LayoutStatistics(
                 tiers.layout,

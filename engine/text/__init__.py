@@ -1,1 +1,1 @@
-"""Text to tokens and back."""
+"""Text to tokens and back: chat templates, limits of prompts, threads that tokenize, streams of text."""

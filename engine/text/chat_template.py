@@ -1,4 +1,4 @@
-"""Conversations as token ids, as the tokenizer's chat template writes them down."""
+"""Token ids of conversations, as the tokenizer's chat template writes them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,13 +15,13 @@ TemplateValue: TypeAlias = str | int | float | bool
 
 PART_SEPARATOR = "\n"  # between the parts of one message
 NO_VARIABLES: Mapping[str, TemplateValue] = MappingProxyType({})
-_NOT_THE_TEMPLATES = frozenset({"messages"})  # beside the parameters of applying it
-_MOST_BEHIND = 1024  # tokens that a template puts behind a document, its question among them: a handful in fact
-_QUESTIONS = ("What", "7")  # that have nothing in common
+_NOT_THE_TEMPLATES = frozenset({"messages"})  # refused as variables, beside the parameters of `apply_chat_template`
+_MOST_BEHIND = 1024  # tokens that a template may put behind a document, the question among them; in fact a handful
+_QUESTIONS = ("What", "7")  # two that share no token
 
 
 class NotOfTheTemplate(ValueError):
-    """A variable that says how the template is applied, which is not the caller's to say."""
+    """A variable that is none of the template's own but a parameter of applying it, which callers may not set."""
 
 
 def chat_token_ids(
@@ -30,10 +30,10 @@ def chat_token_ids(
     limit: PromptLimit,
     variables: Mapping[str, TemplateValue] = NO_VARIABLES,
 ) -> list[int]:
-    """The token ids of a conversation that the assistant is to go on with; *variables* are the template's own.
+    """The token ids of a conversation up to the assistant's next message; *variables* are the template's own.
 
-    jinja2's TemplateError if the template does not take it, `NotOfTheTemplate` for what is none of its variables,
-    `TooManyTokens` beyond the *limit*.
+    jinja2's TemplateError if the template refuses the messages, `NotOfTheTemplate` for a variable that is not the
+    template's, `TooManyTokens` beyond the *limit*.
     """
     for name in variables:
         if name in _NOT_THE_TEMPLATES or name in signature(tokenizer.apply_chat_template).parameters:
@@ -42,17 +42,19 @@ def chat_token_ids(
         [dict(message) for message in messages],
         tokenize=False,
         add_generation_prompt=True,
-        **variables,  # type: ignore[arg-type]  # of the parameters there is none among them
+        **variables,  # type: ignore[arg-type]  # checked above: none of them is a parameter
     )
-    assert isinstance(text, str)  # as it is without tokenize
+    assert isinstance(text, str)  # which tokenize=False gives
     limit.check_text(text)
     token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return token_ids
 
 
 def chat_prefix(tokenizer: PreTrainedTokenizerBase, system: str | None, document: str, limit: PromptLimit) -> list[int]:
-    """The token ids that conversations have in common whose first user message begins with *document*; a message of
-    *system* may come before it. What chat_token_ids raises; the *limit* is for what they have in common."""
+    """The token ids that all conversations begin with whose first user message begins with *document*.
+
+    A *system* message may come before it. The *limit* is for these token ids. Raises what `chat_token_ids` raises.
+    """
     whole = replace(limit, most=limit.most + _MOST_BEHIND)
     before = [] if system is None else [{"role": "system", "content": system}]
     try:

@@ -1,10 +1,10 @@
-"""Text from a growing list of tokens, in pieces that never have to be taken back."""
+"""Detokenizer: text from a growing list of tokens, in pieces that never have to be taken back."""
 
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-_INCOMPLETE = "\ufffd"  # what decoders write for bytes that are not, or not yet, a character
+_INCOMPLETE = "\ufffd"  # decoders write this for bytes that are not, or not yet, a character
 _CHARACTER_TOKENS = 4  # a character has at most 4 bytes in UTF-8, and a token at least one
 
 
@@ -32,7 +32,7 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """All text given so far."""
+        """The pieces given so far, joined."""
         return "".join(self._pieces)
 
     def push(self, token_id: int) -> str:
@@ -53,13 +53,13 @@ class Detokenizer:
                 self._num_context = len(self._window)
         elif len(self._window) - self._num_context < _CHARACTER_TOKENS:
             piece = self._read(whole)
-        else:  # what began the wait has ended or is garbage: only the last mark can still become a character
+        else:  # the first incomplete bytes are garbage or done: only the last mark can become a character
             piece = self._read(text[:-1])
             self._slide(-2 * _CHARACTER_TOKENS, num_context=0, num_waiting=1)
         return self._show(piece)
 
     def flush(self) -> str:
-        """What is still held back; the tokens have ended."""
+        """The text that is still held back, now that the tokens have ended."""
         if self.stopped:
             return ""
         return self._show(self._read(self._decode()), last=True)
@@ -71,22 +71,22 @@ class Detokenizer:
         return text
 
     def _read(self, text: str) -> str:
-        """What *text*, the beginning of the window's, has beyond what was read of it."""
+        """Read on in *text*, the beginning of the window's text: the part that was not read before."""
         piece = text[self._num_read :]
         self._num_read += len(piece)
         return piece
 
     def _slide(self, start: int, num_context: int, num_waiting: int) -> None:
-        """Let the window begin at its token *start*; all but the last *num_waiting* characters of it are read."""
+        """Move the window's beginning to its token *start*; all but its last *num_waiting* characters count as read."""
         self._window = self._window[start:]
         self._num_context = num_context
         self._num_read = len(self._decode()) - num_waiting
 
     def _show(self, piece: str, last: bool = False) -> str:
-        """Give out what was held and *piece*, up to a stop string or, unless it is the *last*, what may become one."""
+        """Give out the held text and *piece*, up to a stop string, or to what may become one, unless *last*."""
         text = self._held + piece
         hits = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
-        if hits:  # the one complete first, however the text was cut into tokens
+        if hits:  # the stop string that is complete first, however the text was cut into tokens
             self.stopped = True
             num_shown = min(hits)[1]
         else:

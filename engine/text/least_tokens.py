@@ -1,4 +1,4 @@
-"""LeastTokens: how many tokens a text has at least, known without tokenizing all of it."""
+"""LeastTokens: a lower bound of a text's tokens, found without tokenizing all of it."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -9,13 +9,13 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
 PIECE = 4  # characters per token of the limit that are looked at together: about what a token of a usual text has
-_FREE = 2  # pieces that are not worth a look: tokenizing them is what finds out
+_FREE = 2  # a text of so few pieces is not looked at: tokenizing it tells as soon
 _MOST_DECOMPOSED = 4  # characters that one composed character may stand for (U+1F82 and its like; NFC)
-_KEEPING_PRE_TOKENIZERS = frozenset({"ByteLevel", "Metaspace", "Digits"})  # nothing of the text is left out
+_KEEPING_PRE_TOKENIZERS = frozenset({"ByteLevel", "Metaspace", "Digits"})  # these drop nothing of a text
 
 
 class TooManyTokens(ValueError):
-    """A text has more tokens than it may; *num_least* of them were counted before its end was reached."""
+    """A text has more tokens than it may; at least *num_least* were found, without reading all of it."""
 
     def __init__(self, num_least: int, most: int) -> None:
         super().__init__(f"it has {num_least} tokens or more, and may have {most}; shorten it")
@@ -24,13 +24,13 @@ class TooManyTokens(ValueError):
 
 
 class LeastTokens:
-    """Refuses texts that are too long for less than it would take to tokenize them. May be used by many threads.
+    """Refuses texts that are too long, in less time than it takes to tokenize them. Many threads may use it.
 
-    First by length: no token is longer than the longest of the vocabulary. That is only sound where the tokenizer
-    drops nothing of a text and has no token for whatever it does not know; so the tokenizer's own description is read,
-    and what it says that is not known here means that there is no such bound. Then by looking at one piece after
-    another, until there are more tokens than there may be. What stands before the last word of a piece does not
-    depend on what comes after it, and counts; a tokenizer that knows no words is only bounded by length.
+    First by length: no token is longer than the longest of the vocabulary. That bound is sound only where the tokenizer
+    drops nothing of a text and has no token that stands for a run of unknown characters. So the tokenizer's own
+    description is read; one with parts that this module does not know gives no such bound. Then by tokenizing one piece
+    after another, until there are more tokens than allowed. The tokens before the last word of a piece do not depend on
+    the text behind it, and count; texts of a tokenizer that knows no words are bounded by length only.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -40,7 +40,7 @@ class LeastTokens:
         self.longest_token = _longest_token(described)
 
     def check(self, text: str, most: int) -> None:
-        """TooManyTokens if *text* is sure to have more than *most*. It may have more than that if it returns."""
+        """TooManyTokens if *text* is sure to have more than *most* tokens; a text that passes may still have more."""
         longest = self.longest_token
         if longest is not None and not text.isascii() and self._decomposes:
             longest *= _MOST_DECOMPOSED
@@ -56,7 +56,7 @@ class LeastTokens:
             words = encoding.word_ids
             last = next((word for word in reversed(words) if word is not None), None)
             if last is None or (span := encoding.word_to_chars(last)) is None or not span[0]:
-                return  # one word, or nothing that counts
+                return  # one word, or none that counts
             num_least += words.index(last)
             if num_least > most:
                 raise TooManyTokens(num_least, most)
@@ -64,7 +64,7 @@ class LeastTokens:
 
 
 def _longest_token(described: Mapping[str, Any]) -> int | None:
-    """Characters of a text that a token stands for at most; None if that has no end, or is not known."""
+    """The most characters of a text that a token stands for; None if that is unbounded or not known."""
     model = described.get("model") or {}
     swallows = any(token["lstrip"] or token["rstrip"] for token in described.get("added_tokens", ()))
     if swallows or model.get("type") != "BPE" or not _keeps_all(described) or not _knows_all(described):
@@ -74,14 +74,14 @@ def _longest_token(described: Mapping[str, Any]) -> int | None:
 
 
 def _keeps_all(described: Mapping[str, Any]) -> bool:
-    """Whether every character of a text comes to the model, but for what NFC composes."""
+    """Whether every character of a text reaches the tokenizer's model, except those that NFC composes."""
     return all(map(_keeping_normalizer, _parts(described.get("normalizer"), "normalizers"))) and all(
         map(_keeping_pre_tokenizer, _parts(described.get("pre_tokenizer"), "pretokenizers"))
     )
 
 
 def _keeping_normalizer(part: Mapping[str, Any]) -> bool:
-    if part["type"] == "Replace":  # of a string, not of a pattern, by one that is as long
+    if part["type"] == "Replace":  # only of a string, not of a pattern, by one at least as long
         replaced = part["pattern"].get("String")
         return replaced is not None and len(part["content"]) >= len(replaced)
     return part["type"] in ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Prepend", "ByteLevel")
@@ -94,7 +94,7 @@ def _keeping_pre_tokenizer(part: Mapping[str, Any]) -> bool:
 
 
 def _knows_all(described: Mapping[str, Any]) -> bool:
-    """Whether the model has tokens for every character, at least one for each that is unknown."""
+    """Whether the tokenizer's model gives every character a token, and each unknown one a token of its own."""
     model, vocab = described["model"], described["model"]["vocab"]
     if "ByteLevel" in _kinds(described.get("pre_tokenizer")) | _kinds(described.get("normalizer")):
         return all(symbol in vocab for symbol in ByteLevel.alphabet())
@@ -108,7 +108,7 @@ def _kinds(part: Mapping[str, Any] | None) -> set[str]:
 
 
 def _parts(part: Mapping[str, Any] | None, key: str) -> Iterable[Mapping[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer that may be a sequence of some."""
+    """The steps of a normalizer or pre-tokenizer, of which a sequence has several."""
     if part is None:
         return
     if part["type"] != "Sequence":

@@ -1,4 +1,4 @@
-"""PromptLimit: what a prompt may be, seen before it is tokenized."""
+"""PromptLimit: how long a prompt may be and which token ids it may have, checked before it is tokenized."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,23 +7,23 @@ from kvtier.engine.text.least_tokens import LeastTokens
 
 
 class UnknownToken(ValueError):
-    """A token id that the tokenizer does not have; says which there are."""
+    """A token id that the tokenizer does not have; the message says which it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLimit:
-    """At most *most* tokens, of a tokenizer with ids up to *num_ids*."""
+    """A limit of *most* tokens, for a tokenizer with ids below *num_ids*."""
 
     least_tokens: LeastTokens
     num_ids: int
     most: int
 
     def check_text(self, text: str) -> None:
-        """TooManyTokens if *text* is sure to have more; it may have if it is not."""
+        """TooManyTokens if *text* is sure to have more than *most* tokens; a text that passes may still have more."""
         self.least_tokens.check(text, self.most)
 
     def check_ids(self, token_ids: Sequence[int]) -> None:
-        """UnknownToken unless the tokenizer has all of these."""
+        """UnknownToken unless the tokenizer has all of the ids."""
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.num_ids:
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < self.num_ids)
             raise UnknownToken(f"token id {wrong}: the tokenizer has 0 to {self.num_ids - 1}")

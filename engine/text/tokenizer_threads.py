@@ -1,4 +1,4 @@
-"""TokenizerThreads: where prompts become token ids, so that neither the event loop nor another tenant waits for one."""
+"""TokenizerThreads: threads that tokenize prompts, so that neither the event loop nor another tenant waits for one."""
 
 import asyncio
 from collections.abc import Callable
@@ -21,15 +21,15 @@ _T = TypeVar("_T")
 class TokenizerThreads:
     """Runs work with a tokenizer, tenant by tenant; no tenant has all threads. Owned by the event loop.
 
-    Fast tokenizers give up the interpreter lock (0.1 s at most was another thread kept waiting by one of 3 MB), and
-    may be used by several threads as long as nobody changes their settings. Slow ones get one thread.
+    Fast tokenizers give up the interpreter lock (a text of 3 MB kept another thread waiting for 0.1 s at most), and
+    several threads may use one as long as its settings do not change. Slow tokenizers get one thread.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, num_threads: int) -> None:
-        """It may take a second for a large vocabulary: not on an event loop."""
+        """For a large vocabulary this may take a second: do not call it on an event loop."""
         self._least_tokens = LeastTokens(tokenizer)
         self._num_ids = max(tokenizer.get_vocab().values(), default=-1) + 1
-        tokenizer("a")  # whatever truncation or padding its file asks for is off from here on
+        tokenizer("a")  # switches off the truncation and padding that its file may ask for
         self._tokenizer = tokenizer
         self._num_threads = num_threads if tokenizer.is_fast else 1
         self._turns = Turns(FairShare(self._num_threads, 1))
@@ -37,12 +37,12 @@ class TokenizerThreads:
 
     @property
     def num_running(self) -> int:
-        """Jobs that have a thread; one whose caller has left keeps it until it is done."""
+        """Jobs that have a thread; a job whose caller has left keeps it until it is done."""
         return self._turns.num_taken
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that have none yet."""
+        """Jobs that wait for a thread."""
         return self._turns.num_waiting
 
     def limit(self, most: int) -> PromptLimit:
@@ -50,13 +50,13 @@ class TokenizerThreads:
         return PromptLimit(self._least_tokens, self._num_ids, most)
 
     def share_among(self, num_tenants: int) -> None:
-        """So many tenants ask from now on."""
+        """Give each of so many tenants an equal share of the threads from now on."""
         self._turns.share = FairShare(self._num_threads, num_tenants)
 
     async def run(self, work: Callable[[PreTrainedTokenizerBase], _T], tenant: str | None = None) -> _T:
-        """What *work* returns, or raises, in a thread. If the caller is cancelled before its turn it is never begun.
+        """Call *work* in a thread when it is the tenant's turn, and return or raise what it does.
 
-        RuntimeError if they are closed before its turn.
+        If the caller is cancelled before its turn, *work* is not called. RuntimeError if the threads are closed before.
         """
         await self._turns.take(tenant)
         loop = asyncio.get_running_loop()
@@ -67,12 +67,12 @@ class TokenizerThreads:
 
         try:
             job = self._threads.submit(guarded(partial(work, self._tokenizer)))
-        except RuntimeError:  # closed while it waited, and so are they whose turn is next
+        except RuntimeError:  # closed while this job waited: the next job learns of it in its turn
             self._turns.give_back(tenant)
             raise
         job.add_done_callback(give_back)
         return await asyncio.wrap_future(job)
 
     def close(self) -> None:
-        """End the threads once they are done. Idempotent; from any thread."""
+        """End the threads once their jobs are done. Idempotent; any thread may call it."""
         self._threads.shutdown(wait=False)

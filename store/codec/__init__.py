@@ -1,1 +1,1 @@
-"""What a block's bytes look like at rest: encoded, sealed, encrypted."""
+"""The bytes of a block at rest: encoded, sealed, encrypted."""

@@ -1,7 +1,7 @@
-"""Encryption at rest: what another reads on the disk tells no keys and values, and what he writes is not believed.
+"""Encryption at rest: other users of the disk cannot read keys and values, and their records are refused.
 
-In clear lie the names of blocks, their order and sizes, and tenants. A name is a hash of token ids: unless the seed of
-the names, or the request's salt, is a secret, who guesses a prompt can see whether it was here.
+The names of blocks, their order and sizes, and the tenants are not encrypted. A name is a hash of token ids: unless the
+seed of the names, or the request's salt, is a secret, a reader that guesses a prompt can see whether it was cached.
 """
 
 import base64
@@ -30,24 +30,24 @@ _NONCE_BYTES = 12
 _TAG_BYTES = 16
 OVERHEAD_BYTES = _NONCE_BYTES + DIGEST_BYTES + _TAG_BYTES  # of a value over its payload
 _KEY_ID_TAG = b"kvtier encryption key id\x00"
-_MOST_BYTES = 4096  # of a file, or of what a command prints: a key has less than a hundred
+_MOST_BYTES = 4096  # of a key file, or of the output of a command: a key has less than a hundred
 _HOW_TO_MAKE_ONE = "make one with: openssl rand -hex 32"
 
 
 class Cipher:
-    """AES-256-GCM under one key. Holds the key, never shows it; one object serves all threads.
+    """AES-256-GCM under one key. Holds the key and never shows it; one object serves all threads.
 
-    Value: nonce (12 bytes) ‖ ciphertext of digest (16) ‖ payload ‖ tag (16). The tag stands for the bytes at
-    rest; the digest, encrypted since that of a plain text would tell who had the same one, for the way of
-    the raw bytes before. Each value has a random nonce, which is safe for 2^32 values under one key
-    (4 PiB in blocks of 1 MiB): change it before. *key_id* (8 bytes, tells nothing of the key) belongs
-    into the namespace, then another key is another namespace and old records are ordinary misses.
+    Value: nonce (12 bytes) ‖ ciphertext of digest (16) ‖ payload ‖ tag (16). The tag verifies the bytes at rest,
+    the digest what happened to the raw bytes before. The digest is encrypted, as that of a plain text would tell
+    which records hold the same text. Each value has a random nonce, which is safe for 2^32 values under one key
+    (4 PiB in blocks of 1 MiB): change the key before. *key_id* (8 bytes, tells nothing of the key) belongs into
+    the namespace: then another key is another namespace, and old records are ordinary misses.
 
     About 20 GB/s per core at 1 MiB and 9 at 64 KiB, both ways, straight from and into the caller's memory;
     3 us a value. Needs the package `cryptography`; one older than 50 keeps the interpreter lock meanwhile.
     """
 
-    cipher_id = 1  # written into every record; a number is never given to another scheme
+    cipher_id = 1  # stored in every record; no other scheme ever gets this number
 
     def __init__(self, key: bytes) -> None:
         """ValueError unless *key* has 32 bytes; ImportError without the package."""
@@ -58,13 +58,13 @@ class Cipher:
         self._context = _context_of(key)
 
     def __reduce__(self) -> "tuple[type[Cipher], tuple[bytes]]":
-        return type(self), (self._key,)  # to a process of our own
+        return type(self), (self._key,)  # pickled for the process of the store only
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
         """The cipher whose key is in *path*: 32 bytes raw, as 64 hex digits, or in base64.
 
-        ValueError, one line that says what to do, if there is none or others than the owner may use the file.
+        ValueError, one line that says what to do, if there is none or other users than the owner may use the file.
         """
         return cls(_parse_key(_read_private(path), f"encryption key {path}"))
 
@@ -114,7 +114,7 @@ class Cipher:
 
 
 def _context_of(key: bytes) -> "Callable[[bytes], CipherContext[GCM]]":
-    """What makes a context from a nonce; the streaming kind, since AESGCM wants digest and payload joined."""
+    """A function from a nonce to a streaming context. (`AESGCM` would need digest and payload joined.)"""
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher as CipherContext
         from cryptography.hazmat.primitives.ciphers.algorithms import AES256
@@ -147,14 +147,14 @@ def _read_private(path: Path) -> bytes:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             if mode & 0o077:
                 remedy = f"chmod 600 {shlex.quote(str(path))}"
-                raise ValueError(f"encryption key {path}: others may use it (mode {mode:04o}); run: {remedy}")
+                raise ValueError(f"encryption key {path}: other users may use it (mode {mode:04o}); run: {remedy}")
             return file.read(_MOST_BYTES)
     except OSError as error:
         raise ValueError(f"encryption key {path}: {error.strerror}; {_HOW_TO_MAKE_ONE}") from error
 
 
 def _output_of(command: str, timeout_s: float) -> bytes:
-    """What *command* writes to its standard output; its arguments may be secret, so only its name is told."""
+    """The standard output of *command*. Errors name the program only, as its arguments may be secret."""
     try:
         arguments = shlex.split(command)
     except ValueError as error:
@@ -191,7 +191,7 @@ def _output_of(command: str, timeout_s: float) -> bytes:
 
 
 def _read_piece(process: "subprocess.Popen[bytes]", give_up_at: float) -> bytes:
-    """Some of what it prints, nothing at the end; TimeoutError if that does not come until then."""
+    """The next bytes that *process* prints, empty at the end. TimeoutError if none come before *give_up_at*."""
     assert process.stdout is not None
     readable = select.poll()
     readable.register(process.stdout, select.POLLIN)

@@ -12,32 +12,32 @@ from kvtier.store.codec.fp8_codec import Fp8Codec
 
 
 class Codec(Protocol):
-    """A layout of bytes at rest. Stateless, so one object serves all threads."""
+    """A layout of the bytes of a block at rest. It has no state, so one object serves all threads."""
 
     @property
     def codec_id(self) -> int:
-        """Written into every record; a number is never given to another layout."""
+        """The number stored in every record. No other layout ever gets it."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def is_lossless(self) -> bool:
-        """Whether decoding gives back the raw bytes; if not, it gives the same bytes every time."""
+        """Whether decoding gives back the raw bytes. A lossy codec gives the same bytes every time."""
 
     @property
     def is_fixed_length(self) -> bool:
         """Whether blocks of one raw length have payloads of one length."""
 
     def encode(self, raw: memoryview) -> memoryview:
-        """The payload for *raw*: a view of *raw* itself or of new memory, never longer-lived than a call."""
+        """The payload for *raw*: a view of *raw* itself or of new memory. Use it within the call that asked for it."""
 
     def decode(self, payload: memoryview, out: memoryview) -> None:
-        """Fill *out*, which is as long as the raw bytes were; ValueError for a payload that cannot be one."""
+        """Fill *out*, which is as long as the raw bytes were. ValueError for bytes that this codec never wrote."""
 
 
 class NoCodec:
-    """Bytes as they are."""
+    """The codec `none`: the payload is the raw bytes."""
 
     codec_id = 0
     name = "none"
@@ -51,7 +51,7 @@ class NoCodec:
         if payload.nbytes != out.nbytes:
             raise ValueError(f"{payload.nbytes} bytes of payload for a block of {out.nbytes}")
         if payload is out:
-            return  # it was read to where it belongs
+            return  # the payload was read into *out* itself
         # Not out[:] = payload: a slice copy keeps the interpreter lock, and a payload whose pages
         # are still on disk would hold up every thread of the process for the time of the disk read.
         np.copyto(_bytes_of(out), _bytes_of(payload))
@@ -62,7 +62,7 @@ class ZstdPlaneCodec:
 
     That byte holds sign and exponent, where floats repeat themselves: real K/V in bfloat16 shrinks
     1.45 times, in float16 1.16 times; compressing the other bytes too, or harder, gains nothing.
-    Buys capacity, not speed: about 0.5 GB/s in, 0.9 GB/s out per core.
+    It buys capacity, not speed: one core encodes about 0.5 GB/s and decodes 0.9 GB/s.
     Payload: the raw bytes of all elements, then one zstd frame.
     """
 
@@ -105,7 +105,7 @@ def _bytes_of(view: memoryview) -> npt.NDArray[np.uint8]:
 
 
 def _decompress(frame: memoryview, num_bytes: int) -> npt.NDArray[np.uint8]:
-    """The plane of *num_bytes* in *frame*; asks for the size first: a damaged frame may claim terabytes."""
+    """The *num_bytes* compressed in *frame*. Its stated size is checked first: a damaged frame may claim terabytes."""
     try:
         if zstandard.frame_content_size(frame) != num_bytes:
             raise ValueError(f"zstd frame is not one of {num_bytes} bytes")
@@ -132,5 +132,5 @@ _BY_ID = {codec.codec_id: codec for codec in _KNOWN}
 
 
 def codec_by_id(codec_id: int) -> Codec | None:
-    """The codec that wrote a record; None for a number this program does not know."""
+    """The codec with the number *codec_id*; None for a number that this program does not know."""
     return _BY_ID.get(codec_id)

@@ -1,4 +1,4 @@
-"""Which codec makes blocks quickest to read, by what reading and decoding have taken so far."""
+"""`CodecChoice`: chooses the codec whose blocks are read fastest, by the measured speed of reading and decoding."""
 
 import threading
 import time
@@ -9,22 +9,22 @@ import numpy as np
 
 from kvtier.store.codec.codec import NO_CODEC, Codec
 
-_BLOCKS_PER_SAMPLE = 64  # encoding and decoding a block of 1 MiB takes 3 ms, so 0.05 ms a block
+_BLOCKS_PER_SAMPLE = 64  # a sample of 1 MiB takes 3 ms to encode and decode: 0.05 ms a block
 _MIN_READS = 16  # before the medium counts as measured
 _MARGIN = 0.9  # the other codec must take less than this of the time of the one in use
-_FADING = 15 / 16  # what an observation weighs after the next one
+_FADING = 15 / 16  # weight that an observation keeps at each later one
 
 
 @dataclass(slots=True)
 class _Rate:
-    """*amount* per *cost*, both summed over observations of which the last 16 or so count."""
+    """A mean of *amount* per *cost*, in which about the last 16 observations count."""
 
     amount: float = 0.0
     cost: float = 0.0
     num_seen: int = 0
 
     def add(self, amount: float, cost: float) -> None:
-        if amount > 0 and cost > 0:  # else the clock was too coarse, or it was an empty block
+        if amount > 0 and cost > 0:  # else the clock was too coarse, or the block was empty
             self.amount = _FADING * self.amount + amount
             self.cost = _FADING * self.cost + cost
             self.num_seen += 1
@@ -35,11 +35,11 @@ class _Rate:
 
 
 class CodecChoice:
-    """Bytes as they are, or *compressed*: what is read sooner from a medium of the speed observed.
+    """Chooses between codec `none` and *compressed*: the one whose blocks are read sooner from the medium.
 
-    Seconds to read a raw byte: 1 / medium, or 1 / (ratio * medium) + 1 / decoding. Starts with `none`, and
-    stays there until reads were told of; changes only for a gain of a tenth, so that it does not flap.
-    Says nothing of writing, which compression slows down, nor of capacity, which it saves.
+    Seconds to read a raw byte: 1 / medium, or 1 / (ratio * medium) + 1 / decoding. The choice is `none` until
+    enough reads were measured, and changes only for a gain of a tenth, so that it does not flap. It
+    considers neither writing, which compression slows down, nor capacity, which compression saves.
     All methods may be called from any thread.
     """
 
@@ -55,10 +55,10 @@ class CodecChoice:
         self._decoding = _Rate()  # raw bytes per second, by *compressed*
 
     def __reduce__(self) -> "tuple[type[CodecChoice], tuple[Codec]]":
-        return type(self), (self._compressed,)  # to a process of our own, which measures for itself
+        return type(self), (self._compressed,)  # pickled for the process of the store, which measures for itself
 
     def pick(self, raw: memoryview) -> Codec:
-        """The codec to store *raw* with; the first and every 64th block is encoded and decoded to measure.
+        """Choose the codec for *raw*. The first and every 64th block is encoded and decoded to measure.
 
         ValueError for a block that *compressed* cannot encode.
         """
@@ -70,8 +70,8 @@ class CodecChoice:
         with self._lock:
             return self._chosen
 
-    def read(self, stored_bytes: int, seconds: float) -> None:
-        """Take note of a read from the medium; *seconds* without decoding and verifying."""
+    def on_read(self, stored_bytes: int, seconds: float) -> None:
+        """Count a read of *stored_bytes* from the medium; *seconds* exclude decoding and verifying."""
         with self._lock:
             self._medium.add(stored_bytes, seconds)
             self._decide()

@@ -1,4 +1,4 @@
-"""A lossy codec: floats of 8 bits, scaled in short runs."""
+"""`Fp8Codec`: a lossy codec that stores 8 bits of each float, and a scale for each short run of them."""
 
 import sys
 from typing import Literal
@@ -9,7 +9,7 @@ import numpy.typing as npt
 assert sys.byteorder == "little", "views of 32-bit floats as pairs of 16 bits"
 
 _RUN = 64  # elements that share a scale
-_CHUNK = 32_768  # elements in work at a time, a multiple of _RUN: as float32 they stay in the L2 cache
+_CHUNK = 32_768  # elements converted at a time, a multiple of _RUN: as float32 they fit the L2 cache
 _LARGEST = 448.0  # of e4m3
 _SMALLEST_SCALE = 0x0080  # bits of the smallest normal bfloat16, 2^-126, so that 1 / scale is finite
 _CODEC_IDS = {"bf16": 33, "fp16": 34, "fp32": 35}
@@ -20,7 +20,7 @@ _Floats = npt.NDArray[np.float32]
 
 
 class Fp8Codec:
-    """Each element as e4m3 (4 bits of exponent, 3 of mantissa) with one bfloat16 scale for every 64: LOSSY.
+    """Stores each element as e4m3 (4 bits of exponent, 3 of mantissa), with a bfloat16 scale for every 64: LOSSY.
 
     16-bit elements shrink 1.94 times, float32 3.88 times. An element of a run whose largest finite magnitude
     is m comes back wrong by at most m / 25, and 2^-25 for float16, 2^-121 for the others (their smallest
@@ -29,10 +29,10 @@ class Fp8Codec:
     NaN as NaN, an infinity as the largest finite number of its type less up to 1/25, and
     its run is scaled as if that stood there.
 
-    Never in one namespace with lossless codecs: a key would have two contents. The caller names the
-    codec in `Namespace.kv_quantization`. Payload: the scales, then the codes. Per core and second 1.1 GB
-    of bfloat16 go in and 1.8 out, of float16 0.7 and 0.85, of float32 2.3 and 4.2. Both casts are look-ups
-    in tables: `ml_dtypes` takes 4 times as long to make codes, and 7 times to make floats of them.
+    It must not share a namespace with lossless codecs: a key would have two contents. The caller names the
+    codec in `Namespace.kv_quantization`. Payload: the scales, then the codes. One core encodes 1.1 GB/s of
+    bfloat16 and decodes 1.8, of float16 0.7 and 0.85, of float32 2.3 and 4.2. Both casts are look-ups in
+    tables: `ml_dtypes` takes 4 times as long to make codes, and 7 times to make floats of them.
     """
 
     is_lossless = False
@@ -60,7 +60,7 @@ class Fp8Codec:
             with np.errstate(all="ignore"):  # NaN and infinities
                 scaled = self._widen(runs) * (1 / _widen_bfloat16(scale_bits))[:, np.newaxis]
             # The upper half decides: the steps of e4m3 and their middles have no bits in the lower one.
-            codes[part] = _CODES.take(scaled.view(np.uint16)[:, 1::2], mode="clip").ravel()[: part.stop - start]
+            codes[part] = CODES.take(scaled.view(np.uint16)[:, 1::2], mode="clip").ravel()[: part.stop - start]
         return payload.data
 
     def decode(self, payload: memoryview, out: memoryview) -> None:
@@ -76,7 +76,7 @@ class Fp8Codec:
             runs = _in_runs(codes[part])
             scale = _widen_bfloat16(scales[start // _RUN :][: len(runs)])
             with np.errstate(all="ignore"):  # a damaged scale
-                values = _VALUES.take(runs, mode="clip") * scale[:, np.newaxis]
+                values = VALUES.take(runs, mode="clip") * scale[:, np.newaxis]
                 self._narrow(values.ravel()[: part.stop - start], elements[part])
 
     def _elements_of(self, raw: memoryview) -> _Bits:
@@ -87,8 +87,8 @@ class Fp8Codec:
         return elements
 
     def _scales_of(self, runs: _Bits) -> npt.NDArray[np.uint16]:
-        """One bfloat16 for each of *runs* [num_runs, 64], as bits; cut off, lest the largest decode to infinity."""
-        magnitudes = runs & self._magnitude  # as numbers they have the order of what they stand for
+        """Bits of a bfloat16 scale for each of *runs* [num_runs, 64], cut off lest the largest decode to infinity."""
+        magnitudes = runs & self._magnitude  # compared as integers they have the order of the floats
         largest = magnitudes.max(axis=1)
         if largest.max() >= self._infinity:
             largest = np.where(magnitudes > self._infinity, self._dtype.type(0), magnitudes).max(axis=1)  # no NaN
@@ -145,5 +145,5 @@ def _codes_of_upper_halves(values: _Floats) -> npt.NDArray[np.uint8]:
     return np.concatenate([codes, codes | np.uint8(0x80)])
 
 
-_VALUES = _values_of_codes()
-_CODES = _codes_of_upper_halves(_VALUES)
+VALUES = _values_of_codes()
+CODES = _codes_of_upper_halves(VALUES)

@@ -1,4 +1,4 @@
-"""From a blob to the header and value that are stored, and back, verified."""
+"""Seals a blob into the header and value that are stored, and opens them again, verified."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -16,12 +16,12 @@ from kvtier.store.slab import slot_bytes
 
 # Rows in `records`, `order` and `free` for a key of 50 to 70 bytes at 2/3 full pages.
 _INDEX_BYTES = 512
-MOST_BLOCK_BYTES = 2 << 30  # what is larger is no block; a header has four bytes for the length
-_SIZE_CLASSES = 8  # of the values of one raw length
+MOST_BLOCK_BYTES = 2 << 30  # more than any block has; rows of the index have four bytes for the size of a slot
+_SIZE_CLASSES = 8  # lengths that the values of one raw length may have
 
 
 class Sealed(NamedTuple):
-    """A block as it is stored. *payload* is the whole value, padded; it may be a view of the caller's memory."""
+    """A block as it is stored. *payload* is the whole value with its padding, perhaps a view of the caller's memory."""
 
     key: bytes
     header: bytes
@@ -31,17 +31,17 @@ class Sealed(NamedTuple):
 
 @cache  # a store has blocks of few sizes
 def charged_bytes(value_bytes: int) -> int:
-    """What a value of *value_bytes* counts against a capacity: its slot and its index rows."""
+    """Bytes that a value of *value_bytes* counts against a capacity: its slot and its index rows."""
     return slot_bytes(value_bytes) + _INDEX_BYTES
 
 
 def most_charged_bytes(blob: Blob, cipher: Cipher | None = None) -> int:
-    """What *blob* counts if it cannot be made smaller."""
+    """Bytes that *blob* counts against a capacity if its codec does not make it smaller."""
     return charged_bytes(blob.raw.nbytes + _overhead_bytes(cipher))
 
 
 def refuse_unfit(blobs: Iterable[Blob], capacity_bytes: int, cipher: Cipher | None = None) -> None:
-    """ValueError if one of *blobs* could not be stored even in an empty store."""
+    """Raise ValueError if one of *blobs* does not even fit an empty store."""
     for blob in blobs:
         if not 0 < blob.raw.nbytes <= MOST_BLOCK_BYTES:
             raise ValueError(f"store: a block of {blob.raw.nbytes} bytes; it must have 1 to {MOST_BLOCK_BYTES}")
@@ -53,11 +53,10 @@ def refuse_unfit(blobs: Iterable[Blob], capacity_bytes: int, cipher: Cipher | No
 
 
 def value_bytes(codec: Codec, stored_length: int, raw_length: int) -> int:
-    """Length of the value that holds *stored_length* bytes of a block: padded to a class where lengths would vary.
+    """Length of the value for *stored_length* bytes of a block: padded to a size class where lengths would vary.
 
-    Slots are of equal size, one file for each. So a
-    block has one of 8 lengths, the multiples of an eighth of the raw length, and fills whole pages:
-    what shrinks 1.45 times takes six eighths.
+    Each file of the store has slots of one size. So the value has one of 8 lengths, the multiples of an eighth of
+    the raw length, rounded up to whole pages: a block that shrinks 1.45 times takes six eighths.
     """
     if codec.is_fixed_length:
         return stored_length
@@ -67,11 +66,11 @@ def value_bytes(codec: Codec, stored_length: int, raw_length: int) -> int:
 
 
 def seal(blob: Blob, codec: Codec | CodecChoice, cipher: Cipher | None = None) -> Sealed:
-    """*blob* ready to store, encrypted if there is a *cipher*.
+    """Encode *blob* for storing, and encrypt it if there is a *cipher*.
 
-    Written raw where *codec* saves less than an eighth or a page, so never longer than raw but for the
-    44 bytes that encryption adds. Neither encoded nor encrypted it is not even copied. ValueError for
-    a block that *codec* cannot encode.
+    A block of which *codec* saves less than an eighth or a page is stored raw, so no value is longer than raw
+    but for the 44 bytes that encryption adds. A block that is neither encoded nor encrypted is not copied.
+    ValueError for a block that *codec* cannot encode.
     """
     codec, payload = _encode(blob.raw, codec.pick(blob.raw) if isinstance(codec, CodecChoice) else codec, cipher)
     known = blob.digest if codec.is_lossless else _digest_of_decoded(codec, payload, blob)
@@ -101,11 +100,10 @@ def seal(blob: Blob, codec: Codec | CodecChoice, cipher: Cipher | None = None) -
 def open_record(
     key: bytes, header: bytes, payload: memoryview, out: memoryview, cipher: Cipher | None = None
 ) -> bytes | Fault:
-    """Decrypt and decode the value that *payload* begins with into *out*, verify that and return its digest; or what is
-    wrong.
+    """Decrypt and decode the value at the start of *payload* into *out*, verify it, and return its digest or a fault.
 
-    What follows the value is not looked at. *payload* may be *out* itself, if it is neither encoded nor encrypted. With
-    a *cipher* a record that is not encrypted is not believed, for any process may have written it. *out* holds anything
+    Bytes after the value are ignored. *payload* may be *out* itself, if it is neither encoded nor encrypted. With a
+    *cipher* a record that is not encrypted is refused, as any process may have written it. *out* holds arbitrary bytes
     after a fault.
     """
     record = Record.unpack(key, header)
@@ -133,13 +131,13 @@ def open_record(
 
 
 def fault_of(key: bytes, header: bytes, payload: memoryview, cipher: Cipher | None = None) -> Fault | None:
-    """What is wrong with a stored record, None if nothing; decodes into memory of its own."""
+    """The fault of a stored record, None if it is good. Decodes into memory of its own."""
     record = Record.unpack(key, header)
     if isinstance(record, Fault):
         return record
     try:
         out = memoryview(bytearray(record.raw_length))
-    except (MemoryError, OverflowError):  # no block has that length, whatever the checksum says
+    except (MemoryError, OverflowError):  # no block has that length, though the checksum is right
         return Fault.TORN
     result = open_record(key, header, payload, out, cipher)
     return result if isinstance(result, Fault) else None
@@ -150,7 +148,7 @@ def _overhead_bytes(cipher: Cipher | None) -> int:
 
 
 def _encode(raw: memoryview, codec: Codec, cipher: Cipher | None) -> tuple[Codec, memoryview]:
-    """The payload for *raw* and what encoded it: `none` where *codec* does not save enough."""
+    """The payload for *raw* and the codec that encoded it: `none` where *codec* does not save enough."""
     payload = codec.encode(raw)
     if payload is raw:
         return codec, raw
@@ -161,7 +159,7 @@ def _encode(raw: memoryview, codec: Codec, cipher: Cipher | None) -> tuple[Codec
 
 
 def _digest_of_decoded(codec: Codec, payload: memoryview, blob: Blob) -> bytes:
-    """Digest of what decoding will give; that of the blob, which will not match, if its raw bytes are damaged."""
+    """Digest of the bytes that decoding will give. If the raw bytes are damaged, the blob's, which will not match."""
     if digest(blob.raw) != blob.digest:
         return blob.digest
     out = np.empty(blob.raw.nbytes, dtype=np.uint8).data
@@ -170,7 +168,7 @@ def _digest_of_decoded(codec: Codec, payload: memoryview, blob: Blob) -> bytes:
 
 
 def _decrypt(cipher: Cipher, stored: memoryview, context: bytes, codec: Codec, out: memoryview) -> bytes:
-    """Fill *out* from the encrypted *stored*, without a copy if it was not encoded; the digest written with it."""
+    """Decrypt *stored* into *out*, directly if it was not encoded, and return the digest stored with it."""
     if codec is NO_CODEC:
         return cipher.decrypt(stored, context, out)
     payload = np.empty(max(stored.nbytes - OVERHEAD_BYTES, 0), dtype=np.uint8).data

@@ -1,1 +1,1 @@
-"""Index and slabs on disk."""
+"""The store on disk: an LMDB index, and slabs beside it."""

@@ -1,7 +1,7 @@
-"""What is known of a data file left by an earlier process: in which boot it was last open, and how.
+"""The boot mark: a small file beside the data file that says in which boot that was last open, and in which state.
 
 LMDB's file is whole after kill -9 (the kernel still writes the pages) but, unless it was synced, not after a crash of
-the machine. Reading a damaged file may crash, so the answer is kept beside it. A mark that cannot be read costs the
+the machine. Reading a damaged file may crash, so its state is kept beside it. A mark that cannot be read costs the
 whole store, so there are two copies of it, each with a checksum.
 """
 
@@ -15,17 +15,17 @@ import xxhash
 
 from kvtier.store.folder import open_or_make, open_own, sync_folder
 
-_LAYOUT = "kvtier-store-6"  # the sub-databases and their rows; record headers have a version of their own
+_LAYOUT = "kvtier-store-6"  # of the sub-databases and their rows; record headers have a version of their own
 _ANY_LAYOUT = b"kvtier-store-"
 _NAME = "boot_mark"
 _COPY_BYTES = 512  # a sector, which is written whole or not at all; longer than any mark
-_COPIES_AT = (0, 4096)  # so far apart that not one page, or block of the medium, has both
+_COPIES_AT = (0, 4096)  # so far apart that no page, and no block of the medium, has both
 
 
 class FileState(StrEnum):
-    """How the data file was left, if nothing is heard of it since."""
+    """The state in which a data file was left, unless its mark was written again since."""
 
-    CLEAN = "clean"  # all of it synced, and nothing written since: closed, or about to be compacted
+    CLEAN = "clean"  # all of it synced and nothing written since: it was closed, or is about to be compacted
     PROCESS = "process"  # open, nothing synced
     INTERVAL = "interval"  # open, synced at checkpoints
     COMMIT = "commit"  # open, synced with every change
@@ -33,7 +33,7 @@ class FileState(StrEnum):
 
 
 def current_boot_id() -> str:
-    """Changes with every boot of the machine."""
+    """The kernel's identifier of this boot: another after every start of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -48,7 +48,7 @@ class BootMark:
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """The mark in *folder*; None if there is none or it makes no sense. OSError if it cannot be read."""
+        """The mark in *folder*; None if there is none or no copy is as it was written. OSError if it cannot be read."""
         try:
             with open(folder / _NAME, "rb", opener=open_own) as file:
                 content = file.read(_COPIES_AT[-1] + _COPY_BYTES)
@@ -61,10 +61,10 @@ class BootMark:
         return cls._unpack_earlier(content)
 
     def write(self, folder: Path) -> None:
-        """Replace the mark in *folder*, durably. A crash of the machine leaves copies of the old mark and the new one:
-        either is true until this returns.
+        """Overwrite the mark in *folder*, durably.
 
-        In its place, so that a store can be opened and closed on a full disk.
+        A crash of the machine meanwhile may leave one copy of the old mark and one of the new: both are true until this
+        returns. The file is overwritten and not replaced, so that a store can be opened and closed on a full disk.
         """
         is_new = not (folder / _NAME).exists()
         with open(folder / _NAME, "r+b", opener=open_or_make) as file:
@@ -76,12 +76,12 @@ class BootMark:
 
     @property
     def is_of_another_layout(self) -> bool:
-        """Whether this program cannot read the file."""
+        """Whether the data file has a layout that this program cannot read."""
         return self.layout != _LAYOUT
 
     @property
     def saw_crash(self) -> bool:
-        """Whether the machine went down while the file was open."""
+        """Whether the machine went down while the data file was open."""
         return self.state is not FileState.CLEAN and self.boot_id != current_boot_id()
 
     def _pack(self) -> bytes:
@@ -90,7 +90,7 @@ class BootMark:
 
     @classmethod
     def _unpack(cls, copy: bytes) -> Self | None:
-        """The mark of one copy; None if it is not as it was written."""
+        """The mark that *copy* holds; None if it is not as it was written."""
         *facts, checksum = (copy.split(b"\n", 5) + [b""] * 5)[:5]
         if checksum.strip() != _checksum(b"\n".join(facts)):
             return None
@@ -99,7 +99,7 @@ class BootMark:
 
     @classmethod
     def _unpack_earlier(cls, content: bytes) -> Self | None:
-        """The mark of a layout before 6, which had one copy and no checksum."""
+        """The mark in *content* if it is of a layout before 6, which had one copy and no checksum; else None."""
         facts = content.split()
         if len(facts) != 3 or not facts[0].startswith(_ANY_LAYOUT) or not content.isascii():
             return None

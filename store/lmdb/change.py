@@ -1,4 +1,4 @@
-"""The one transaction that changes all sub-databases of an LMDB store together."""
+"""`Change`: the write transaction that changes all sub-databases of an LMDB store together."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -10,13 +10,13 @@ from kvtier.store.blob_store import MAX_KEY_BYTES, TENANT_BYTES, Blob
 from kvtier.store.codec.seal import Sealed
 from kvtier.store.lmdb.index_file import SPARE_PAGES
 from kvtier.store.lmdb.rows import (
+    BYTES_OF_TENANT,
     COUNTERS_KEY,
     FREE,
     HOLE,
-    NOBODY,
+    NO_TENANT,
     SEQUENCE,
     SLOTS,
-    TENANT_BYTES_OF,
     Row,
     checksum,
     verified,
@@ -24,33 +24,35 @@ from kvtier.store.lmdb.rows import (
 from kvtier.store.lmdb.tables import Tables, ascending
 from kvtier.store.slab import PAGE_BYTES, Slot
 
-REMOVAL_BYTES = 8 << 20  # of pages that a change may make new that only removes: see `_MOST_SECOND_CHANCES`
+REMOVAL_BYTES = 8 << 20  # new pages that a change which only removes may need: see `_MOST_SECOND_CHANCES`
 _SPARE_VALUE = bytes(PAGE_BYTES // 2)  # LMDB gives it a page of its own
 _ROWS_AT_ONCE = 16
-_MOST_SECOND_CHANCES = 512  # of one change: up to 3 index pages each, 6 MiB
+_MOST_SECOND_CHANCES = 512  # marked records that one change passes over: up to 3 index pages each, 6 MiB
 
 
 class Change:
     """A write transaction under way: rows, payloads, order and accounts move together or not at all.
 
-    The order of leaving is CLOCK. One rule keeps what stays prefix-closed: a parent is newer than its child, or it is
-    marked. Whatever makes a record new marks its parent; so an unmarked oldest record has nothing that continues it,
-    and of one tenant, who has all of a chain, neither has the oldest.
+    Records are evicted by CLOCK. One rule keeps the records that stay prefix-closed: a parent is newer than its child,
+    or it is marked. Each step that makes a record the newest marks its parent; so no record continues the oldest one
+    that is unmarked. The same holds among the records of one tenant, as all of a chain belongs to one tenant.
     """
 
     def __init__(self, tables: Tables, txn: "lmdb.Transaction[bytes]", synced_change: int | None) -> None:
-        """Slots freed after *synced_change* must stay as they are: an accident would make them records again. None:
-        after the change before this one."""
+        """Slots freed after *synced_change* are not written to: after an accident they would be records again.
+
+        None: slots freed before this change may be written to.
+        """
         self._tables = tables
         self._txn = txn
         self.counters = tables.counters(txn)
         self._usable_before = self.counters.num_changes if synced_change is None else synced_change
         self.counters.num_changes += 1
         self._num_written = 0
-        self._tenants: dict[bytes, int] = {}  # charged bytes, of those that this change has looked at
+        self._tenants: dict[bytes, int] = {}  # charged bytes, of the tenants that this change has looked at
 
     def mark(self, key: bytes) -> bool:
-        """Let *key* be passed over once when room is made; False if it is not there."""
+        """Have eviction pass over *key* once; False if it has no record."""
         packed = self._txn.get(key, db=self._tables.records) if 0 < len(key) <= MAX_KEY_BYTES else None
         if packed is None:
             return False
@@ -60,8 +62,10 @@ class Change:
         return True
 
     def allocate(self, num_bytes: int, num_slots: int, limit_bytes: int) -> tuple[list[Slot], list[Slot]]:
-        """Slots of that size to write to; and slots whose room must be punched out first, as all may take only
-        *limit_bytes*. `lmdb.MapFullError` if they cannot be had."""
+        """Allocate *num_slots* slots of *num_bytes*; also returns slots whose disk space must be punched out first.
+
+        That keeps all slots within *limit_bytes*. `lmdb.MapFullError` if there are not enough.
+        """
         numbers = [number for _, _, number in self._take_free(num_bytes, num_slots)]
         slots = [Slot(num_bytes, number) for number in numbers]
         missing = num_slots - len(slots)
@@ -72,8 +76,11 @@ class Change:
         return slots + self._new_slots(num_bytes, missing), to_punch
 
     def give_back(self, limit_bytes: int, most: int = 128) -> list[Slot]:
-        """Free slots whose room must be punched out, so that all take *limit_bytes* at most, as far as possible: at
-        most so many of them, up to 3 index pages each."""
+        """Make holes of free slots until all slots take *limit_bytes* at most, and return these: the caller punches out
+        their disk space.
+
+        At most *most* of them, up to 3 index pages each. There may be too few.
+        """
         to_punch: list[Slot] = []
         excess_bytes = self.counters.slab_bytes - limit_bytes
         found: list[bytes] = []
@@ -81,7 +88,7 @@ class Change:
             for key, row in ascending(cursor):
                 if len(to_punch) == most or excess_bytes <= 0:
                     break
-                num_bytes, change, number = FREE.found(key, row)
+                num_bytes, change, number = FREE.unpack_key(key, row)
                 if change <= self._usable_before:
                     found.append(key)
                     to_punch.append(Slot(num_bytes, number))
@@ -94,8 +101,11 @@ class Change:
         return to_punch
 
     def add(self, sealed: Sealed, blob: Blob, slot: Slot, coming: Collection[bytes] = ()) -> None:
-        """A *blob* whose key is not there is in *slot*: the newest. A parent that is *coming* needs no mark."""
-        tenant = blob.tenant or NOBODY
+        """Add the record of *blob*, a new key whose value is in *slot*, as the newest.
+
+        *coming* are keys that this change adds later: as parents they will be newer, and need no mark.
+        """
+        tenant = blob.tenant or NO_TENANT
         self._append(sealed.key, Row(0, sealed.charged_bytes, False, tenant, slot, sealed.header, blob.parent), coming)
         self.counters.num_records += 1
         self.counters.stored_bytes += sealed.charged_bytes
@@ -103,40 +113,42 @@ class Change:
         self._charge(tenant, sealed.charged_bytes)
 
     def find_again(self, keys: Iterable[bytes]) -> None:
-        """`lmdb.CorruptedError` if one of *keys*, which were added, is not where a reader looks: a page that sends him
-        elsewhere makes sense to LMDB, and nothing else would tell of it."""
+        """Raise `lmdb.CorruptedError` if one of *keys*, which were added, is not found where a reader looks.
+
+        A damaged page that leads readers elsewhere makes sense to LMDB, and no other check would find it.
+        """
         if not all(self._txn.get(key, db=self._tables.records) for key in keys):
             raise lmdb.CorruptedError("a new record is not found again")
 
     def forget(self, key: bytes) -> bool:
-        """Remove *key*; False if it is not there."""
+        """Delete the record of *key*; False if there is none."""
         packed = self._txn.pop(key, db=self._tables.records) if 0 < len(key) <= MAX_KEY_BYTES else None
         if packed is None:
             return False
-        self._left(Row.unpack(key, packed))
+        self._on_removed(Row.unpack(key, packed))
         return True
 
     def evict(self, limit_bytes: int, most: int) -> list[bytes]:
-        """Remove the oldest until no more than *limit_bytes* are stored, at most so many of them.
+        """Evict the oldest records until at most *limit_bytes* are stored, *most* records at most; returns their keys.
 
-        What is marked gets a second chance instead. Of these, too, there are only so many in one change: look at
-        `counters` for whether more changes are needed.
+        A marked record gets a second chance instead. One change gives a bounded number of those too, so look at
+        `counters` for whether another change is needed.
         """
-        return self._turn(lambda: self.counters.stored_bytes > limit_bytes, most, NOBODY)
+        return self._turn(lambda: self.counters.stored_bytes > limit_bytes, most, NO_TENANT)
 
     def evict_tenant(self, tenant: bytes, limit_bytes: int, most: int) -> list[bytes]:
-        """The same among the records of one tenant, until that has no more than *limit_bytes*."""
+        """As `evict`, among the records of *tenant*, until that has at most *limit_bytes*."""
         return self._turn(lambda: self.bytes_of(tenant) > limit_bytes, most, tenant)
 
     def bytes_of(self, tenant: bytes) -> int:
-        """What the tenant has, charged as in `Counters.stored_bytes`."""
+        """Bytes that the records of *tenant* are charged, as in `Counters.stored_bytes`."""
         if tenant not in self._tenants:
             packed = self._txn.get(tenant, db=self._tables.tenants)
-            self._tenants[tenant] = 0 if packed is None else TENANT_BYTES_OF.unpack(tenant, packed)[0]
+            self._tenants[tenant] = 0 if packed is None else BYTES_OF_TENANT.unpack(tenant, packed)[0]
         return self._tenants[tenant]
 
     def leave_spare_pages(self) -> None:
-        """Use as many pages as must be left and give them back; `lmdb.MapFullError` if they are not there.
+        """Take as many pages as must be left free and give them back; `lmdb.MapFullError` if there are too few.
 
         A deletion needs pages of its own: a map filled to the last page could never be emptied again.
         """
@@ -147,35 +159,35 @@ class Change:
             self._txn.delete(spare, db=self._tables.ledger)
 
     def write_accounts(self) -> None:
-        """The last act of every change."""
+        """Write the ledger and the tenants' bytes: the last step of every change."""
         if self._num_written:
-            self.counters.wrote(self._num_written, time.time())
+            self.counters.on_written(self._num_written, time.time())
         self._txn.put(COUNTERS_KEY, self.counters.pack(), db=self._tables.ledger)
         for tenant, num_bytes in self._tenants.items():
             if num_bytes:
-                self._txn.put(tenant, TENANT_BYTES_OF.pack(tenant, num_bytes), db=self._tables.tenants)
+                self._txn.put(tenant, BYTES_OF_TENANT.pack(tenant, num_bytes), db=self._tables.tenants)
             else:
                 self._txn.delete(tenant, db=self._tables.tenants)
 
     def _turn(self, is_too_much: Callable[[], bool], most: int, tenant: bytes) -> list[bytes]:
-        """Go through the order, oldest first, of one *tenant* or, for NOBODY, of all."""
+        """Evict by CLOCK, oldest first, among the records of *tenant*, or of all for NO_TENANT, while *is_too_much*."""
         evicted: list[bytes] = []
         num_chances = 0
         order = self._in_order(tenant)
         while len(evicted) < most and is_too_much():
             found = next(order, None)
             if found is None:
-                raise lmdb.CorruptedError("the ledger counts what no record has")
+                raise lmdb.CorruptedError("the ledger counts bytes that no record has")
             position, owner, key = found
             if not key:
-                raise lmdb.CorruptedError("a place in the order is nobody's")
+                raise lmdb.CorruptedError("a place in the order has no key")
             packed = self._txn.get(key, db=self._tables.records)
             row = None if packed is None else Row.unpack(key, packed)
             if row is None or (SEQUENCE.pack(row.sequence), row.tenant) != (position, owner):
-                raise lmdb.CorruptedError("a place in the order is another's")
+                raise lmdb.CorruptedError("a place in the order belongs to another record")
             if not row.is_marked:
                 self._txn.delete(key, db=self._tables.records)
-                self._left(row)
+                self._on_removed(row)
                 evicted.append(key)
             elif num_chances == _MOST_SECOND_CHANCES:
                 break
@@ -187,8 +199,11 @@ class Change:
         return evicted
 
     def _in_order(self, tenant: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
-        """Place, owner and key of each record, or of each of a *tenant*, oldest first; they may change meanwhile."""
-        is_all = tenant == NOBODY
+        """Place, tenant and key of each record of *tenant*, or of all for NO_TENANT, oldest first.
+
+        The caller may move or delete records meanwhile.
+        """
+        is_all = tenant == NO_TENANT
         db = self._tables.order if is_all else self._tables.owned
         after = b"" if is_all else tenant
         while True:
@@ -207,11 +222,11 @@ class Change:
 
     def _leave_place(self, position: bytes, owner: bytes) -> None:
         self._txn.delete(position, db=self._tables.order)
-        if owner != NOBODY:
+        if owner != NO_TENANT:
             self._txn.delete(owner + position, db=self._tables.owned)
 
-    def _left(self, row: Row) -> None:
-        """A record is gone: so go its place and its charge, and its slot is free."""
+    def _on_removed(self, row: Row) -> None:
+        """The record of *row* was deleted: remove its place in the order and its charge, and free its slot."""
         self._leave_place(SEQUENCE.pack(row.sequence), row.tenant)
         freed = FREE.pack(row.slot.num_bytes, self.counters.num_changes, row.slot.number)
         self._txn.put(freed, checksum(freed), db=self._tables.free)
@@ -220,31 +235,31 @@ class Change:
         self._charge(row.tenant, -row.charged_bytes)
 
     def _take_free(self, num_bytes: int | None, most: int) -> list[tuple[int, int, int]]:
-        """Up to *most* free slots of that size (None: of any) that may be written to, taken from the table."""
+        """Take up to *most* free slots of *num_bytes* (None: of any size) that may be written to out of the table."""
         found: list[tuple[int, int, int]] = []
         start = b"" if num_bytes is None else FREE.pack(num_bytes, 0, 0)
         with self._txn.cursor(db=self._tables.free) as cursor:
             if cursor.set_range(start):
                 for key, row in ascending(cursor):
-                    size, change, number = FREE.found(key, row)
+                    size, change, number = FREE.unpack_key(key, row)
                     if len(found) == most or (num_bytes is not None and size != num_bytes):
                         break
                     if change <= self._usable_before:
                         found.append((size, change, number))
                     elif num_bytes is not None:
-                        break  # what follows was freed later still
+                        break  # the next ones were freed later still
         for slot in found:
             self._txn.delete(FREE.pack(*slot), db=self._tables.free)
         return found
 
     def _new_slots(self, num_bytes: int, num_slots: int) -> list[Slot]:
-        """Slots that take no room so far: holes, and then the end of the slab."""
+        """Take slots that have no disk space so far: holes, and then new ones at the end of the slab."""
         if not num_slots:
             return []
         with self._txn.cursor(db=self._tables.holes) as cursor:
             is_there = cursor.set_range(HOLE.pack(num_bytes, 0))
             rows = islice(ascending(cursor), num_slots) if is_there else ()
-            slots = [slot for row in rows if (slot := Slot(*HOLE.found(*row))).num_bytes == num_bytes]
+            slots = [slot for row in rows if (slot := Slot(*HOLE.unpack_key(*row))).num_bytes == num_bytes]
         for slot in slots:
             self._txn.delete(HOLE.pack(*slot), db=self._tables.holes)
         size = num_bytes.to_bytes(4, "big")
@@ -255,18 +270,18 @@ class Change:
         return slots + [Slot(num_bytes, number) for number in range(end, end + missing)]
 
     def _charge(self, tenant: bytes, num_bytes: int) -> None:
-        if tenant != NOBODY:
+        if tenant != NO_TENANT:
             self._tenants[tenant] = self.bytes_of(tenant) + num_bytes
 
     def _append(self, key: bytes, row: Row, coming: Collection[bytes] = ()) -> None:
-        """Make *key* the newest."""
+        """Write the record of *key* as the newest, and mark its parent unless that is *coming*."""
         sequence = self.counters.next_sequence
         self.counters.next_sequence += 1
         self._txn.put(key, row._replace(sequence=sequence).pack(key), db=self._tables.records)
         place, owned = SEQUENCE.pack(sequence), row.tenant + key
         if not self._txn.put(place, owned + checksum(place, owned), append=True, db=self._tables.order):
             raise lmdb.CorruptedError("the newest in the order is newer than all records")
-        if row.tenant != NOBODY:
+        if row.tenant != NO_TENANT:
             self._txn.put(row.tenant + place, key, db=self._tables.owned)
         if row.parent and row.parent not in coming:
             self.mark(row.parent)

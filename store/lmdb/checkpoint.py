@@ -1,10 +1,10 @@
-"""A data file's root, kept beside it, so that a crash of the machine costs what came after and not everything.
+"""Checkpoints: copies of a data file's root, so that a crash of the machine costs the changes since, not the store.
 
-LMDB never overwrites a page that the newest root or a reader's root can reach. So with a reader held on the root
-that was synced last, all pages of that root are on the medium and stay as they are, whatever else has been written
-since. Only the root itself moves on: LMDB keeps it in the first two pages, in turns. Their copy, put back after a
-crash, is the file as it was at the checkpoint. It is kept twice, each with a checksum, so that no flipped bit costs the
-store.
+LMDB never overwrites a page that the newest root or a reader's root can reach. So while a read transaction holds the
+root that was synced last, all pages of that root are on the medium and stay as they are, whatever is written
+afterwards. Only the root itself moves on: LMDB keeps it in the first two pages, in turns. Putting back a copy of these
+pages after a crash restores the file as it was at the checkpoint. The copy is kept twice, each with a checksum, so that
+no flipped bit costs the store.
 """
 
 import os
@@ -22,21 +22,24 @@ _CHECKSUM_BYTES = 16
 
 
 class Checkpoint:
-    """Takes checkpoints of one environment; holds the read transaction that keeps the last one whole.
+    """Takes checkpoints of one environment, and holds the read transaction that keeps the last one whole.
 
-    `take` is the writer's: nobody may change the store from before the file is synced until it returns. Pages freed
-    since the last checkpoint are not used again before the next, so a store that runs out of pages takes one.
+    The caller of `take` is the writer: the store may not change from before the file is synced until `take` returns.
+    Pages freed since the last checkpoint are not used again before the next, so a store that runs out of pages takes
+    one.
     """
 
     def __init__(self, folder: Path, tables: Tables) -> None:
         self._folder = folder
         self._tables = tables
-        self.last_change: int | None = None  # that the last one has
+        self.last_change: int | None = None  # number of the last change that the checkpoint has; None before the first
         self._reader: lmdb.Transaction[bytes] | None = None
 
     def take(self) -> None:
-        """Keep the root of the file, which is synced. OSError or lmdb.Error: the checkpoint before stays the one that
-        counts."""
+        """Keep a copy of the root of the file, which is synced.
+
+        OSError or lmdb.Error: the checkpoint before stays valid.
+        """
         reader = self._tables.env.begin()
         keep_when_forked(reader)
         try:
@@ -52,14 +55,14 @@ class Checkpoint:
         self.last_change = last_change
 
     def close(self) -> None:
-        """Let go of the last checkpoint's pages."""
+        """End the read transaction: pages of the last checkpoint may be overwritten."""
         if self._reader is not None:
             self._reader.abort()
             self._reader = None
 
 
 def restore(folder: Path) -> bool:
-    """Make the data file what it was at its last checkpoint; False if there is none that makes sense."""
+    """Take the data file in *folder* back to its last checkpoint; False if there is no valid one."""
     try:
         with open(folder / _NAME, "rb", opener=open_own) as file:
             root = _whole(file.read())
@@ -77,7 +80,7 @@ def restore(folder: Path) -> bool:
 
 
 def _whole(kept: bytes) -> bytes | None:
-    """The first copy that is as it was written."""
+    """The first of the two copies in *kept* that is as it was written, without its checksum; None if neither is."""
     for copy in (kept[: len(kept) // 2], kept[len(kept) // 2 :]):
         root, checksum = copy[:-_CHECKSUM_BYTES], copy[-_CHECKSUM_BYTES:]
         if xxhash.xxh3_128_digest(root) == checksum:

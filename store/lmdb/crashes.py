@@ -1,7 +1,7 @@
-"""Ends of a store's process that its index may have brought about, counted beside it.
+"""Counts crashes of a store's process, which a damaged index may have caused, in the boot mark.
 
-A page that makes no sense may end a process that reads it, or have it go round in a circle, at every start anew. The
-counter is in the boot mark; `data_file` starts empty when it is too high, a clean end makes it 0.
+A damaged page may crash a process that reads it, or send it round in a circle, at every start anew. `data_file` starts
+an empty store when the counter is too high; a clean end sets it to 0.
 """
 
 import signal
@@ -18,23 +18,23 @@ _SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal
 
 
 def signal_of(status: int | None) -> str:
-    """Name of the signal with which a process of that exit status crashed; "" if it ended in another way."""
+    """Name of the signal by which a process with the exit *status* crashed; "" if it ended in another way."""
     return next((crash.name for crash in _SIGNALS if status == -crash), "")
 
 
 def is_computing(pid: int) -> bool:
-    """Whether a thread of that process runs now: who waits for a disk, or was stopped, does not."""
+    """Whether a thread of the process *pid* runs now. One that waits for a disk, or was stopped, does not."""
     for task in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the thread has ended
             if task.read_text().rpartition(")")[2].split()[0] == "R":
                 return True
     return False
 
 
 def note(path: Path, owner: int) -> int:
-    """Count a crash of the process that had the store at *path* open; how many in a row there are now.
+    """Count a crash of the process that had the store at *path* open, and return how many in a row there are now.
 
-    OSError if that cannot be noted, or another process has opened it since.
+    OSError if the mark cannot be written, or another process has opened the store since.
     """
     with Folder(path) as folder:
         lock = OwnerLock(folder, owner)

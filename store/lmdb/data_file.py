@@ -1,4 +1,4 @@
-"""The files of an LMDB store: how large they may get, and whether those left by an earlier process can be used."""
+"""Decides how large the files of an LMDB store may get, and whether those of an earlier process can be used."""
 
 import logging
 import os
@@ -17,12 +17,12 @@ from kvtier.store.slab import PAGE_BYTES, Slabs
 
 DATA = "data.mdb"
 MOST_CRASHES = 2  # of processes in a row on one file: one may have had another cause, as a page that was not read
-_COPY = "compact"  # a folder
-BESIDES_BYTES = 1 << 20  # at most: marks, lock files, the file system's own blocks for the files
+_COPY = "compact"  # the folder in which a compacted copy is made
+BESIDES_BYTES = 1 << 20  # most that marks, lock files and the file system's own blocks take
 _LEAST_INDEX_BYTES = 8 << 20
-# The tree itself is broken, not one payload; a file like this is not opened again. (Bad transaction:
-# what LMDB says when the root of a sub-database is broken. Any other error ends our transactions.)
-DAMAGE = (  # what LMDB says, and `lmdb_rows`
+# Errors of LMDB and of `rows` which mean that the tree itself is broken, not one payload: such a file is not opened
+# again. (LMDB says "bad transaction" when the root of a sub-database is broken.) Other errors end the transaction only.
+DAMAGE = (
     lmdb.BadTxnError,
     lmdb.CorruptedError,
     lmdb.CursorFullError,
@@ -38,24 +38,26 @@ _log = logging.getLogger(__name__)
 
 
 def part_bytes(capacity_bytes: int) -> int:
-    """Blocks of one change at most; it bounds how much waits to be used again."""
+    """Most bytes of blocks that one change puts; this bounds the bytes of freed slots that cannot be written to yet."""
     return min(32 << 20, max(1 << 20, capacity_bytes // 32))
 
 
 def slab_bytes(capacity_bytes: int) -> int:
-    """What all slots may take: the records, and those that were freed and cannot be written to yet."""
+    """Most bytes that all slots take: those of records, and those that were freed and cannot be written to yet."""
     return capacity_bytes * 9 // 8 + 2 * part_bytes(capacity_bytes)
 
 
 def index_bytes(capacity_bytes: int) -> int:
-    """Size of the map, which the data file never exceeds. An eighth is enough for blocks of one page; more is never
-    used for larger ones."""
+    """Size of the map, which the data file never exceeds.
+
+    An eighth of the capacity is enough for blocks of one page; larger blocks need less.
+    """
     wanted = capacity_bytes // 8 + _LEAST_INDEX_BYTES
     return -(-wanted // PAGE_BYTES) * PAGE_BYTES
 
 
 def most_bytes(capacity_bytes: int) -> int:
-    """What the folder of a store takes on the medium at most."""
+    """Most bytes that the folder of a store takes on the medium."""
     return slab_bytes(capacity_bytes) + index_bytes(capacity_bytes) + BESIDES_BYTES
 
 
@@ -78,10 +80,10 @@ def _largest(taken_bytes: Callable[[int], int], limit_bytes: int) -> int:
 
 
 def recorded_capacity(folder: Folder) -> int:
-    """The capacity with which the store in *folder* was last opened; OSError if there is no store to be used."""
+    """The capacity with which the store in *folder* was last opened. OSError if there is no store, or a broken one."""
     if not (folder.here / DATA).exists():
         raise FileNotFoundError(f"store {folder.name}: there is none; give the folder that [disk] path names")
-    reason = _distrust(folder)
+    reason = _restore_or_refuse(folder)
     if reason is not None:
         raise OSError(f"store {folder.name}: {reason}; the next engine that opens it starts empty")
     lmdb_roots.check(folder.here / DATA)
@@ -93,36 +95,38 @@ def recorded_capacity(folder: Folder) -> int:
 
 
 def open_trusted(folder: Folder, capacity_bytes: int, durability: Durability) -> Tables:
-    """The tables in *folder*, empty ones if those there cannot be trusted.
+    """Open the tables in *folder*; empty ones if the files there cannot be trusted.
 
-    Of what is there nothing is changed, so the mark stays true. The caller holds the folder's lock, and writes the mark
-    of the level once that much is true, before the first change.
+    Trusted files are not changed, so their mark stays true. The caller holds the folder's lock, and writes the mark of
+    the durability level once that is true, before the first change.
     """
     shutil.rmtree(folder.here / _COPY, ignore_errors=True)
     if not (folder.here / DATA).exists() or (folder.here / DATA).stat().st_size == 0:
         _clear(folder)
     else:
-        reason = _distrust(folder)
+        reason = _restore_or_refuse(folder)
         if reason is not None:
             _start_empty(folder, reason)
     try:
         if (folder.here / DATA).exists():
             lmdb_roots.check(folder.here / DATA)
-        return reopened(folder, capacity_bytes, durability)
+        return reopen(folder, capacity_bytes, durability)
     except DAMAGE as error:
         _start_empty(folder, str(error))
-        return reopened(folder, capacity_bytes, durability)
+        return reopen(folder, capacity_bytes, durability)
 
 
-def reopened(folder: Folder, capacity_bytes: int, durability: Durability) -> Tables:
-    """The tables in *folder*, which are trusted."""
+def reopen(folder: Folder, capacity_bytes: int, durability: Durability) -> Tables:
+    """Open the tables in *folder*, whose files are trusted."""
     present = (folder.here / DATA).stat().st_size if (folder.here / DATA).exists() else 0
     return open_tables(folder.here, max(index_bytes(capacity_bytes), present), durability)
 
 
-def compacted(folder: Folder, tables: Tables, capacity_bytes: int, durability: Durability) -> Tables:
-    """The same index in a file without free pages, for a store with a lowered capacity; as it is, if there is no room
-    for a copy. The mark must be CLEAN, and it is true of either file."""
+def compact(folder: Folder, tables: Tables, capacity_bytes: int, durability: Durability) -> Tables:
+    """Copy the index into a file without free pages, for a store with a lowered capacity, and open that.
+
+    If there is no room for a copy the index stays as it is. The mark must be CLEAN, which is true of either file.
+    """
     copy = folder.here / _COPY
     try:
         copy.mkdir(mode=0o700)
@@ -149,7 +153,7 @@ def _start_empty(folder: Folder, reason: str) -> None:
 
 
 def _clear(folder: Folder) -> None:
-    """Remove data file and slabs, and promise nothing. Killed in between, the next start goes on with it."""
+    """Remove data file and slabs, and mark the folder as not synced. If killed meanwhile, the next start repeats it."""
     for name in (DATA, "lock.mdb"):
         (folder.here / name).unlink(missing_ok=True)
     Slabs.remove(folder.here)
@@ -157,8 +161,8 @@ def _clear(folder: Folder) -> None:
     BootMark(current_boot_id(), FileState.PROCESS).write(folder.here)
 
 
-def _distrust(folder: Folder) -> str | None:
-    """Why the data file must not even be opened; None if it may. Takes one back to its last checkpoint if need be."""
+def _restore_or_refuse(folder: Folder) -> str | None:
+    """Take the data file back to its last checkpoint if need be; the reason not to open it, None if there is none."""
     mark = BootMark.read(folder.here)
     if mark is None:
         return "it has no readable boot mark"
@@ -176,7 +180,7 @@ def _distrust(folder: Folder) -> str | None:
 
 
 def damage_of(mark: BootMark) -> str | None:
-    """Why the tree in the data file must be taken for broken; None if nothing says so."""
+    """The reason to take the tree in the data file for broken, by its *mark*; None if there is no reason."""
     if mark.state is FileState.DAMAGED:
         return "its tree was found damaged"
     if mark.num_crashes >= MOST_CRASHES:

@@ -1,4 +1,4 @@
-"""How much of its capacity a store may use: all of it, or what the disk has."""
+"""`DiskRoom`: how much of its capacity a store may use, after its disk was found full."""
 
 import logging
 import os
@@ -6,26 +6,31 @@ from pathlib import Path
 
 from kvtier.store.lmdb import data_file
 
-_INDEX_ROOM_BYTES = 8 << 20  # given up at a time, and what a change of the index may ask for
+_INDEX_ROOM_BYTES = 8 << 20  # given up at a time; as much as a change of the index may ask for
 
 _log = logging.getLogger(__name__)
 
 
 class DiskRoom:
-    """The capacity of a store whose folder is *here*: smaller than *most_bytes* since the disk was full, until others
-    have given some of it back. The writer's."""
+    """The capacity of a store whose folder is *here*; touched by the writer only.
+
+    It is *most_bytes*, or less from the moment that the disk was full until there is more room on it.
+    """
 
     def __init__(self, name: Path, here: Path, most_bytes: int) -> None:
         self._name = name
         self._here = here
         self._most_bytes = most_bytes
-        self._left_bytes = 0  # on the disk, once the store had found its new size
+        self._left_bytes = 0  # free on the disk when the store had shrunk
         self.capacity_bytes = most_bytes
-        self.slab_bytes = data_file.slab_bytes(most_bytes)  # what all slots may take
+        self.slab_bytes = data_file.slab_bytes(most_bytes)  # most bytes that all slots take
 
     def shrink(self, taken_bytes: int) -> bool:
-        """The disk is full, with slots that take so many bytes: they must take a little less, for the index; a quarter
-        at most. False, and nothing changes, if that is next to nothing: the room went to others."""
+        """Lower the capacity, as the disk is full while all slots take *taken_bytes*.
+
+        They must take a little less, for the index: a quarter less at most. False, and nothing changes, if no capacity
+        would be left: then other files fill the disk.
+        """
         taken_bytes = min(self.slab_bytes, taken_bytes)
         slab_bytes = taken_bytes - min(_INDEX_ROOM_BYTES, taken_bytes // 4)
         capacity_bytes = data_file.capacity_of_slabs(slab_bytes)
@@ -38,12 +43,12 @@ class DiskRoom:
         )
         return True
 
-    def settle(self) -> None:
-        """The store has shrunk to that size: what the disk has left now is not enough to grow again."""
+    def on_shrunk(self) -> None:
+        """The store has shrunk to the lowered capacity. It grows back only when the disk has more room than now."""
         self._left_bytes = self._free_bytes()
 
-    def look(self) -> None:
-        """Have all of the capacity again, if others have made room since."""
+    def grow_back(self) -> None:
+        """Return to the full capacity if the disk has more room than after the store shrank."""
         if self.capacity_bytes == self._most_bytes:
             return
         if self._free_bytes() >= self._left_bytes + 2 * _INDEX_ROOM_BYTES:
@@ -53,6 +58,6 @@ class DiskRoom:
     def _free_bytes(self) -> int:
         try:
             found = os.statvfs(self._here)
-        except OSError:  # the next write says so
+        except OSError:  # the next write will fail and say why
             return 0
         return found.f_bavail * found.f_frsize

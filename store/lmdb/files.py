@@ -1,4 +1,4 @@
-"""Index and slabs of one folder, kept open: transactions, syncs, and what to do when LMDB gives up."""
+"""`LmdbFiles`: index and slabs of one folder, kept open; transactions, syncs, and recovery when LMDB fails."""
 
 import errno
 import logging
@@ -26,22 +26,22 @@ from kvtier.store.lmdb.open_folder import OpenFolder, open_folder
 from kvtier.store.lmdb.tables import Tables
 from kvtier.store.slab import Slabs
 
-_RECORDS_PER_CHANGE = 512  # of a deletion: up to 3 index pages each, 6 MiB
-_RECORDS_WHEN_FULL = 8  # of a deletion for which there is no more room than `LITTLE_BYTES`
+_RECORDS_PER_CHANGE = 512  # that one change deletes: up to 3 index pages each, 6 MiB
+_RECORDS_WHEN_FULL = 8  # that one change deletes where there is no more room than `LITTLE_BYTES`
 _HOLES_AT_ONCE = 4096
-CHECK_READERS_S = 10.0  # how often slots of readers in dead processes are freed: they hold back pages
+CHECK_READERS_S = 10.0  # interval of freeing the reader slots of dead processes, which hold back pages
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
 class LmdbFiles:
-    """One process has a folder open (`FolderInUse` otherwise), and of its threads one changes something at a time.
+    """The open files of a store. One process has them open, and one of its threads changes them at a time.
 
-    Errors of LMDB are OSError. A broken tree also marks the folder, so that the next start is empty; until then there
-    are no more changes, and reads go on. If LMDB gives up because it could not write its root, the index is opened
-    again as it was before. Of a process forked from this one every call is ValueError, and `close` does nothing.
-    Once the folder is within its capacity the caller must `settle`.
+    Errors of LMDB are raised as OSError. A broken tree also marks the folder, so that the next start is empty; until
+    then changes are refused, and reads go on. If LMDB stops because it could not write its root, the index is opened
+    again as it was before. In a process forked from this one every call is a ValueError, and `close` does nothing.
+    Once the records are within the capacity the caller must call `settle`.
     """
 
     def __init__(self, opened: OpenFolder, name: Path, interval_s: float, is_upkeep: bool) -> None:
@@ -62,13 +62,13 @@ class LmdbFiles:
         self._num_crashes = 0 if mark is None else mark.num_crashes
         try:
             with self._lmdb_errors():
-                self._promise()
+                self._mark_open()
         except BaseException:
             self._release_checkpoint()
             raise
 
     def settle(self) -> None:
-        """Bring the files, whose records are within the capacity, to their size."""
+        """Bring the files, whose records are within the capacity, to their right size, and start taking checkpoints."""
         self._tidy_up()
         with self.reading() as txn:
             counters = self.tables.counters(txn)
@@ -82,11 +82,11 @@ class LmdbFiles:
             threading.Thread(target=self._take_checkpoints, name="kvtier-checkpoint", daemon=True).start()
 
     def give_back(self, limit_bytes: int) -> None:
-        """Have all slots take *limit_bytes* at most, as far as they are free, in as many changes as it takes."""
+        """Give disk space of free slots back, in several changes, until all slots take *limit_bytes* at most."""
         with self.reading() as txn:
             if self.tables.counters(txn).slab_bytes <= limit_bytes:
                 return
-        self._thaw()
+        self._reclaim()
 
         def give_back_some(change: Change, most: int) -> int:
             slots = change.give_back(limit_bytes, most)
@@ -97,7 +97,7 @@ class LmdbFiles:
             pass
 
     def close(self) -> None:
-        """Sync and unmap, once all that is under way has ended. Once more does nothing."""
+        """Sync and unmap, once all calls under way have ended. A second call does nothing."""
         if os.getpid() != self._pid:
             return
         self._closing.set()
@@ -106,13 +106,13 @@ class LmdbFiles:
                 return
             with closing(self._opened):
                 try:
-                    self._end()
+                    self._mark_closed()
                 finally:
                     self._release_checkpoint()
 
     @property
     def tables(self) -> Tables:
-        """The index, which is another once it was opened again."""
+        """The tables of the index. They are another object after the index was opened again."""
         return self._opened.tables
 
     @property
@@ -125,17 +125,17 @@ class LmdbFiles:
 
     @property
     def here(self) -> Path:
-        """A path to the folder that is open, whatever its name leads to now."""
+        """A path to the open folder, whatever its name leads to now."""
         return self._opened.here
 
     @property
     def is_lost(self) -> bool:
-        """Whether who opens the folder next has a better store: an empty one for a damaged one."""
+        """Whether the index is damaged and marked so: the process should end, as the next start is empty and works."""
         return self._damage is not None and not self._is_upkeep
 
     @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Keeps the map open meanwhile: `close` waits. Never one inside another. ValueError once it is closed."""
+    def using(self) -> Iterator[None]:
+        """Keep the map open inside the block: `close` waits for its end. Never nest two. ValueError after `close`."""
         self._refuse_forked()
         self._recover()
         with self._users, self._lmdb_errors():
@@ -143,13 +143,13 @@ class LmdbFiles:
 
     @contextmanager
     def reading(self) -> "Iterator[lmdb.Transaction[bytes]]":
-        """A read transaction; keep it short: pages freed since it began cannot be reused before it ends."""
-        with self.in_use(), self.tables.env.begin() as txn:
+        """A read transaction. Keep it short: pages freed since it began cannot be reused before it ends."""
+        with self.using(), self.tables.env.begin() as txn:
             yield txn
 
     @contextmanager
     def changing(self, new_bytes: int = REMOVAL_BYTES) -> Iterator[Change]:
-        """A change that may need *new_bytes* of pages: committed at the end, undone by any exception."""
+        """A change that may need *new_bytes* of new pages: committed at the block's end, undone by any exception."""
         self._refuse_forked()
         with self.writer:
             if self._users.is_closed:
@@ -172,46 +172,49 @@ class LmdbFiles:
                     raise
 
     def change(self, act: Callable[[Change], _T], new_bytes: int) -> _T:
-        """Run *act*, which may need *new_bytes* of pages, as one change that leaves pages to delete with.
+        """Run *act*, which may need *new_bytes* of new pages, as one change that leaves enough pages for a deletion.
 
-        Near the end of the map it is tried out, as LMDB does not say how many pages are free. `StoreFull`.
+        Near the end of the map the change takes these pages to try, as LMDB does not say how many are free. `StoreFull`
+        if there are too few.
         """
         try:
             return self._change_at_once(act, new_bytes)
         except StoreFull:
-            self._thaw()
+            self._reclaim()
             return self._change_at_once(act, new_bytes)
 
     def remove(self, act: Callable[[Change, int], _T]) -> _T:
-        """Run *act*, which removes so many records at most, as one change; of few, if map or medium are full."""
+        """Run *act*, which deletes at most the given number of records, as one change; few if the disk is full."""
         try:
             with self.changing() as change:
                 return act(change, _RECORDS_PER_CHANGE)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-        self._thaw()
+        self._reclaim()
         with self.changing(LITTLE_BYTES) as change:
             return act(change, _RECORDS_WHEN_FULL)
 
     def free_pages(self, limit_bytes: int) -> None:
-        """Let be used again what is free; of slots, whatever their size, as much as one change may need and more, so
-        that it fits *limit_bytes*."""
-        self._thaw()
+        """Make freed pages and slots usable again.
+
+        Of free slots, whatever their size, so much disk space is given back that a change fits *limit_bytes*.
+        """
+        self._reclaim()
         self.give_back(max(0, limit_bytes - 2 * data_file.part_bytes(self.capacity_bytes)))
 
     def sync(self) -> None:
-        """What has been changed so far is on the medium on return, or OSError."""
+        """Return when every finished change is on the medium, or raise OSError."""
         if self.tables.file.is_doubtful:
-            with self.writer, self.in_use():
+            with self.writer, self.using():
                 self.tables.file.write_again()
-        with self.in_use():  # not as the writer: others may go on writing meanwhile
+        with self.using():  # not as the writer: changes go on meanwhile
             self.slabs.sync()
             self.tables.file.sync()
         self._take_checkpoint()
 
     def file_bytes(self) -> int:
-        """What index and slabs take on the medium."""
+        """Bytes that index and slabs take on the medium."""
         return self._opened.taken_bytes()
 
     def _change_at_once(self, act: Callable[[Change], _T], new_bytes: int) -> _T:
@@ -221,9 +224,11 @@ class LmdbFiles:
                 change.leave_spare_pages()
             return result
 
-    def _promise(self) -> None:
-        """Have what is there on the medium, if the level asks for it, and say that it is open. Before the first change:
-        until here the old mark is true, and the last checkpoint whole."""
+    def _mark_open(self) -> None:
+        """Sync the files, if the durability level asks for it, and mark the folder as open.
+
+        This comes before the first change: until here the old mark is true, and the last checkpoint whole.
+        """
         level = self._opened.durability
         if level is Durability.COMMIT:
             self._opened.sync()
@@ -234,19 +239,21 @@ class LmdbFiles:
         if self._damage is None:
             self._opened.mark(FileState(level.value), self._num_crashes)
 
-    def _end(self) -> None:
-        """Sync what is open, and say in what state the files are left."""
-        if not self._opened.is_index_open:  # it could not be opened again: it is as it was, and not synced
+    def _mark_closed(self) -> None:
+        """Sync the open files, and mark the folder with the state that they are left in."""
+        if not self._opened.is_index_open:  # it could not be opened again: it stays as it was, not synced
             return
         with self._lmdb_errors():
             self._opened.sync()
         if self._damage is None and not self._opened.is_removed:
-            # What is not tidy was synced all the same: that is what COMMIT says.
+            # Untidy files were synced all the same, which is what COMMIT stands for.
             self._opened.mark(FileState.CLEAN if self._is_tidy else FileState.COMMIT)
 
     def _tidy_up(self) -> None:
-        """Give back what a process that was killed had written to slots that were not its yet, or what was put there
-        after the checkpoint that the index went back to."""
+        """Give back disk space of slots that no committed change allocated.
+
+        A process that was killed had written to them, or the index went back to a checkpoint before their change.
+        """
         if self._is_tidy:
             return
         try:
@@ -261,28 +268,27 @@ class LmdbFiles:
             _log.warning("store %s: takes more room than it should until it is opened again: %s", self.name, error)
 
     def _undo_writes(self) -> None:
-        """Give back what a change that failed has written to slots that were not its yet."""
+        """Give back disk space of slots that a failed change has written to and not allocated."""
         if not self.slabs.written:
             return
         try:
             with self.tables.env.begin() as txn:
-                self.slabs.punch(*self.tables.nobodys(txn, self.slabs.written))
+                self.slabs.punch(*self.tables.unallocated(txn, self.slabs.written))
         except (lmdb.Error, OSError):
             self._is_tidy = False
 
     def _compact(self) -> None:
-        """Have a file without free pages. Nothing is changed meanwhile, so CLEAN is true of all levels."""
+        """Copy the index to a file without free pages. No change happens meanwhile, so CLEAN is true at every level."""
         with self.writer, self._users.kept_out(), self._lmdb_errors():
             self._opened.sync()
             self._opened.mark(FileState.CLEAN)
             self._release_checkpoint()
             self._opened.compact_index()
-            self._promise()
+            self._mark_open()
 
-    def _thaw(self) -> None:
-        """Let be used again what was freed, but is held back by a dead reader, the last checkpoint or the last
-        change."""
-        with self.writer, self.in_use():
+    def _reclaim(self) -> None:
+        """Make usable again what a dead reader, the last checkpoint or the last change holds back: pages and slots."""
+        with self.writer, self.using():
             self._clear_stale_readers()
         self._take_checkpoint()
         with self.changing(LITTLE_BYTES):
@@ -294,7 +300,7 @@ class LmdbFiles:
 
     def _take_checkpoint(self) -> None:
         if self._checkpoint is not None:
-            with self.writer, self.in_use():
+            with self.writer, self.using():
                 self._checkpoint_now()
 
     def _checkpoint_now(self) -> None:
@@ -308,7 +314,7 @@ class LmdbFiles:
         return None if self._checkpoint is None else self._checkpoint.last_change
 
     def _release_checkpoint(self) -> None:
-        """Let its pages be used again: nothing may be changed before the next one."""
+        """Let pages of the last checkpoint be used again. No change may happen before the next checkpoint."""
         if self._checkpoint is not None:
             self._checkpoint.close()
 
@@ -323,7 +329,7 @@ class LmdbFiles:
 
     @contextmanager
     def _lmdb_errors(self) -> Iterator[None]:
-        """LMDB's errors as OSError; of a broken tree the next start is told, which is then empty."""
+        """Raise errors of LMDB as OSError. A broken tree also marks the folder, so that the next start is empty."""
         try:
             yield
         except lmdb.MapFullError as error:
@@ -334,14 +340,16 @@ class LmdbFiles:
             if self._is_dead():
                 self._has_panicked = True
             if isinstance(error, DAMAGE) and self._damage is None:
-                self._damage = error
-                if not self._is_upkeep:
-                    _log.warning("store %s is damaged, the next start is empty: %s", self.name, error)
-                    self._opened.mark(FileState.DAMAGED)
+                try:
+                    if not self._is_upkeep:
+                        _log.warning("store %s is damaged, the next start is empty: %s", self.name, error)
+                        self._opened.mark(FileState.DAMAGED)
+                finally:  # not before: a thread that sees `is_lost` ends the process, marked or not
+                    self._damage = error
             raise OSError(errno.EIO, f"store {self.name}: {error}") from error
 
     def _is_dead(self) -> bool:
-        """Whether LMDB does nothing more in this environment: it could not write its root."""
+        """Whether LMDB refuses every call in this environment, since it could not write its root."""
         try:
             self.tables.env.begin().abort()
         except lmdb.PanicError:
@@ -351,7 +359,7 @@ class LmdbFiles:
         return False
 
     def _recover(self) -> None:
-        """Open the index again if LMDB gave it up, as it was before; OSError if that is not possible yet."""
+        """Open the index again, as it was before, if LMDB could not write its root. OSError if that fails still."""
         if not self._has_panicked or self._users.is_closed:
             return
         with self.writer, self._users.kept_out():
@@ -360,7 +368,7 @@ class LmdbFiles:
             self._release_checkpoint()
             with self._lmdb_errors():
                 self._opened.reopen_index()
-                self._promise()
+                self._mark_open()
             self._has_panicked = False
         self._tidy_up()
 
@@ -372,10 +380,10 @@ class LmdbFiles:
 def open_files(
     folder: Path, capacity_bytes: int | None, durability: Durability, interval_s: float, owner: int | None
 ) -> LmdbFiles:
-    """The files of the store in *folder*, open; *interval_s* is the time between checkpoints.
+    """Open the files of the store in *folder*; *interval_s* is the time between checkpoints.
 
-    *capacity_bytes* None is the one with which the folder was last opened, for people who look after a store: OSError
-    if no store is there, or a broken one, which stays as it is and is not marked.
+    *capacity_bytes* None stands for the capacity with which the folder was last opened. Commands that look after a
+    store open it so: OSError if there is no store, or a broken one, which stays as it is and is not marked.
     """
     opened = open_folder(folder, capacity_bytes, durability, owner)
     try:

@@ -1,4 +1,4 @@
-"""Group commit: calls that wait for the writer go into one transaction."""
+"""`GroupCommit`: puts that wait for the writer go into one transaction together."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from kvtier.store.codec.seal import charged_bytes
 
 
 class _Call:
-    """One caller's blobs, and what became of them."""
+    """The blobs of one caller of `put`, and the result for that caller."""
 
     def __init__(self, blobs: Sequence[Blob]) -> None:
         self.blobs = blobs
@@ -20,27 +20,27 @@ class _Call:
 
 
 class GroupCommit:
-    """While one change is under way, the calls behind it gather; the next change takes them all, up to *most_bytes*.
+    """Gathers the calls that come while a change is under way; the next change stores them all, up to *most_bytes*.
 
-    The call that gets the *writer* lock works for all: there is no thread of its own, and a lone call waits for nobody.
-    If he is interrupted, the next of them does, for whom he did not get done.
+    The call that gets the *writer* lock works for all that wait: there is no thread for it, and a lone call waits for
+    none. If that call is interrupted, the next one that gets the lock works for those that are left.
     """
 
     def __init__(self, writer: threading.RLock, most_bytes: int, act: Callable[[Sequence[Blob]], list[bytes]]) -> None:
         self._writer = writer
         self._most_bytes = most_bytes
         self._act = act
-        self._waiting: list[_Call] = []  # who comes enters himself and, with the writer lock, takes himself off
+        self._waiting: list[_Call] = []  # each call appends itself and, with the writer lock, removes itself
 
     @property
     def num_waiting(self) -> int:
-        """Calls that are in line or at work."""
+        """Calls that wait or are at work."""
         return len(self._waiting)
 
     def put(self, blobs: Sequence[Blob]) -> list[bytes]:
-        """Store *blobs*; the keys evicted for them, those of other calls left to these. Raises what `act` does.
+        """Store *blobs* and return the keys evicted for this call. Raises what *act* raises.
 
-        Nobody reads *blobs* any more when it returns or, interrupted, raises.
+        When it has returned or raised, interrupted or not, no thread reads *blobs* any more.
         """
         call = _Call(blobs)
         try:
@@ -58,10 +58,10 @@ class GroupCommit:
         return call.evicted
 
     def _gathered(self) -> list[_Call]:
-        """The next in line, of `most_bytes` together or one; there is one."""
+        """The next waiting calls, of at most `most_bytes` together, or one larger call. At least one call waits."""
         calls: list[_Call] = []
         num_bytes = 0
-        for call in self._waiting.copy():  # others append meanwhile
+        for call in self._waiting.copy():  # other threads append meanwhile
             if not call.done:
                 num_bytes += call.num_bytes
                 if calls and num_bytes > self._most_bytes:
@@ -72,7 +72,7 @@ class GroupCommit:
     def _serve(self, calls: Sequence[_Call]) -> None:
         try:
             evicted = self._act([blob for call in calls for blob in call.blobs])
-        except Exception as error:  # the callers' to handle
+        except Exception as error:  # raised in the thread of each caller
             if len(calls) > 1:  # one may be to blame
                 for call in calls:
                     self._serve([call])

@@ -1,4 +1,4 @@
-"""A store looked at from outside, also while another process has it open: nothing is changed and nobody waits."""
+"""Inspects a store from outside, also while another process has it open. It changes nothing and delays no process."""
 
 import contextlib
 import errno
@@ -21,8 +21,8 @@ from kvtier.store.lmdb.rows import Row
 from kvtier.store.lmdb.tables import Tables, ascending
 from kvtier.store.record import NAMESPACE_BYTES
 
-_ROWS_PER_LOOK = 4096  # of one read transaction, 10 ms: the owner cannot use pages again that it frees meanwhile
-_DURABILITIES = {  # of the process that left such a mark
+_ROWS_PER_LOOK = 4096  # rows of one read transaction, 10 ms: meanwhile the owner cannot reuse the pages that it frees
+_DURABILITIES = {  # level of the process that left such a mark
     FileState.PROCESS: Durability.PROCESS,
     FileState.INTERVAL: Durability.INTERVAL,
     FileState.COMMIT: Durability.COMMIT,
@@ -30,19 +30,19 @@ _DURABILITIES = {  # of the process that left such a mark
 
 
 class StoreLost(OSError):
-    """The index of the store is broken, or nobody can vouch for its files. The message says which and what follows."""
+    """The index of the store is broken, or its files cannot be trusted. The message says which, and what follows."""
 
 
 class StoreDamaged(StoreLost):
-    """It is the index, and who opens the store next does not know it."""
+    """The index is broken, and no mark says so yet to the process that opens the store next."""
 
 
 class State(StrEnum):
     """How a data file was left."""
 
     CLEAN = "clean"  # closed and synced
-    OPEN = "open"  # some process has it
-    LEFT_OPEN = "left open"  # by a process that is gone; whole all the same
+    OPEN = "open"  # a process has it open
+    LEFT_OPEN = "left open"  # by a process that has ended; whole all the same
     MACHINE_DOWN = "machine went down"  # while it was open
     DAMAGED = "damaged"  # its tree was found broken, or processes crashed on it
     OTHER_LAYOUT = "other layout"  # written by another version of this program
@@ -50,7 +50,7 @@ class State(StrEnum):
 
 
 class NextStart(StrEnum):
-    """What the next engine will find that opens the store."""
+    """What the next engine that opens the store will find."""
 
     WARM = "warm"
     CHECKPOINT = "last checkpoint"
@@ -59,7 +59,7 @@ class NextStart(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NamespaceUse:
-    """What the records of one namespace take, charged as in `StoreStatistics.stored_bytes`."""
+    """Number and bytes of the records of one namespace, charged as in `StoreStatistics.stored_bytes`."""
 
     namespace: bytes
     num_records: int
@@ -68,7 +68,7 @@ class NamespaceUse:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What is in a store. While it changes, the namespaces need not add up to the totals: each page has its moment."""
+    """Counts of what a store holds. If it changes meanwhile, sums of the namespaces may differ from the totals."""
 
     num_records: int
     stored_bytes: int
@@ -80,10 +80,10 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """A store as it stood. *content* is None if the data file must not be opened as it is (*next_start* is not warm).
+    """A store at one moment. *content* is None if the data file must not be opened as it is (*next_start* is not warm).
 
     *durability* is the level of the process that has it open or left it so: None after a clean end. *owner* is the pid
-    of who has it open, None if nobody has, or a process that cannot be seen from here (in another container).
+    of the process that has it open: None if there is none, or none that this one can see (in another container).
     """
 
     folder: Path
@@ -91,12 +91,12 @@ class Inspection:
     next_start: NextStart
     durability: Durability | None
     owner: int | None
-    file_bytes: int  # what the folder's files take on the medium
+    file_bytes: int  # bytes that the folder's files take on the medium
     content: Content | None
 
 
 def inspect(folder: Path) -> Inspection:
-    """The store in *folder*, read in short transactions of a reader that others need not mind.
+    """Inspect the store in *folder*, by read transactions so short that its owner is not held up.
 
     FileNotFoundError if there is none; StoreLost if it turns out to be broken, which may also crash the process.
     Killed at any point it leaves a reader's slot, which the owner frees.
@@ -123,7 +123,7 @@ def require_store(folder: Path) -> None:
 
 
 def standing(folder: Path) -> tuple[State, NextStart]:
-    """How the data file in *folder* was left, and what that means, as `data_file` judges it; by the marks alone."""
+    """How the data file in *folder* was left, and what the next start finds; judged by its mark, as in `data_file`."""
     mark = BootMark.read(folder)
     if mark is None:
         return State.UNKNOWN, NextStart.EMPTY
@@ -140,19 +140,21 @@ def standing(folder: Path) -> tuple[State, NextStart]:
 
 
 def _owner(folder: Path) -> int | None:
-    """The pid in the lock file, if there is such a process and the kernel lists a lock on that file: trying the lock
-    would bar a process about to open."""
+    """The pid in the lock file, if that process exists and the kernel lists a lock on the file; else None.
+
+    Trying to take the lock would refuse a process that is about to open the store.
+    """
     lock = folder / "owner.lock"
     try:
         pid = int(lock.read_text())
         os.kill(pid, 0)
-    except PermissionError:  # another user's
+    except PermissionError:  # another user's process
         pass
     except (OSError, ValueError):
         return None
     there = lock.stat()
     major, minor = os.major(there.st_dev), os.minor(there.st_dev)
-    # Devices without a number of their own may have another here than there (btrfs).
+    # A file system without a device of its own (btrfs) may have another number in /proc/locks than in stat.
     device = f"{major:02x}:{minor:02x}" if major else "00:[0-9a-f]+"
     held = re.search(rf"FLOCK .* {device}:{there.st_ino} ", Path("/proc/locks").read_text())
     return pid if held else None
@@ -190,7 +192,7 @@ def _content(folder: Folder) -> Content:
 
 
 def _namespaces(env: lmdb.Environment) -> tuple[NamespaceUse, ...]:
-    """Counted over all records, some at a time."""
+    """Count the records by namespace, `_ROWS_PER_LOOK` in each read transaction."""
     records = env.open_db(b"records", create=False)
     num_records, stored_bytes = Counter[bytes](), Counter[bytes]()
     last = b""

@@ -1,59 +1,38 @@
-"""A store of one LMDB index and files of slots beside it: the disk tier of one process."""
+"""`LmdbStore`: one LMDB index and slabs beside it, the disk tier of one process."""
 
-import errno
 import time
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
-from kvtier.store.blob_store import Blob, StoreFull, StoreStatistics
+from kvtier.store.blob_store import Blob, StoreStatistics
 from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec import NO_CODEC, Codec
 from kvtier.store.codec.codec_choice import CodecChoice
-from kvtier.store.codec.seal import Sealed, charged_bytes, most_charged_bytes, refuse_unfit, seal
 from kvtier.store.durability import Durability
 from kvtier.store.lmdb import data_file
-from kvtier.store.lmdb.change import REMOVAL_BYTES, Change
-from kvtier.store.lmdb.disk_room import DiskRoom
 from kvtier.store.lmdb.files import open_files
-from kvtier.store.lmdb.group_commit import GroupCommit
 from kvtier.store.lmdb.reader import LmdbReader
+from kvtier.store.lmdb.writer import LmdbWriter
 from kvtier.store.record import Fault
-from kvtier.store.slab import PAGE_BYTES, Slot, slot_bytes
 
-_INDEX_PAGES = 8  # that one record's change may make new
-_EVICTED_PAGES = 3  # that an eviction may
-_MOST_EVICTED = 512  # of one change, and as many as it adds: see `REMOVAL_BYTES`
-_MOST_TRIES = 8  # to make room for one group
 _KEYS_PER_PAGE = 4096
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-
-
-class _StillTooMuch(Exception):
-    """One change went through as much of the order as it may, and there is still no room."""
-
-    def __init__(self, evicted: list[bytes]) -> None:
-        super().__init__()
-        self.evicted = evicted
 
 
 class LmdbStore:
-    """See `BlobStore`. One process owns *folder* (`FolderInUse` otherwise); opening takes the same time at any size.
+    """A `BlobStore` on disk. One process owns *folder* (`FolderInUse` otherwise). Opening takes as long at any size.
 
     A payload is written to a slot that no record has. Then record, slot, recency and accounting change in one
-    transaction, so a process killed at any point leaves a whole store. What a crash of the machine leaves is up to the
-    *durability*; *interval_s* is the time between checkpoints.
-    *quotas* are bytes by tenant, of which none is exceeded from the first put of that tenant's on.
-    *owner* is the pid that others are told, this process's by default.
-    The start after a broken tree was met is empty; until then changes raise, and reads go on, each verified.
-    Without *capacity_bytes* it is the one with which the store was last opened; OSError if there is no such store,
-    or a broken one, which stays as it is. A process forked from the owner's may not use it.
+    transaction, so a process killed at any point leaves a whole store. *durability* says what a crash of the machine
+    leaves; *interval_s* is the time between checkpoints.
+    *quotas* are bytes by tenant. From the first put of a tenant on, its quota is not exceeded.
+    *owner* is the pid that other processes are told, this process's by default.
+    After a broken tree was met, changes raise and reads go on, each verified; the next start is empty.
+    Without *capacity_bytes* the store has the capacity with which it was last opened; OSError if there is no store, or
+    a broken one, which stays as it is. A process forked from the owner's may not use it.
     The folder never takes more than `data_file.most_bytes` of the capacity. A medium that fails to read a page of the
-    index ends the process with SIGBUS, as with every program that maps files: that is what `StoreProcess` is for.
+    index ends the process with SIGBUS, as with every program that maps files: `StoreProcess` is there for that.
     """
 
     def __init__(
@@ -67,21 +46,13 @@ class LmdbStore:
         quotas: Mapping[bytes, int] = MappingProxyType({}),
         owner: int | None = None,
     ) -> None:
-        self._codec = codec
-        self._cipher = cipher
-        self._durability = durability
-        self._quotas = quotas
-        self._gone: list[bytes] = []  # evicted, and nobody has been told; `files.writer` guards it
-        # Index and slabs, also for people who look after the store.
+        # Index and slabs; commands that look after the store use them too.
         self.files = open_files(folder, capacity_bytes, durability, interval_s, owner)
-        self._capacity_bytes = self.files.capacity_bytes
-        self._room = DiskRoom(self.files.name, self.files.here, self._capacity_bytes)
+        self._quotas = quotas
+        self._writer = LmdbWriter(self.files, codec, cipher, durability, quotas)
         self._reader = LmdbReader(self.files, cipher, codec if isinstance(codec, CodecChoice) else None)
-        self._syncer = ThreadPoolExecutor(1, "kvtier-store-sync")
-        self._group = GroupCommit(self.files.writer, data_file.part_bytes(self._capacity_bytes), self._put_group)
         try:
-            self._evict_to(self._capacity_bytes)
-            self._gone.clear()
+            self._writer.fit_capacity()
             self.files.settle()
         except BaseException:
             self.close()
@@ -92,48 +63,19 @@ class LmdbStore:
             return self.files.tables.located(txn, key) is not None
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
-        refuse_unfit(blobs, self._capacity_bytes, self._cipher)
-        evicted: dict[bytes, None] = {}
-        for part in _parts(blobs, data_file.part_bytes(self._capacity_bytes)):
-            try:
-                gone = self._group.put(part)
-            except BaseException as error:
-                with self.files.writer:
-                    self._gone = self._without_those_back(evicted) + self._gone  # the next caller is told
-                    if isinstance(error, OSError) and self._gone:
-                        full = StoreFull(error.errno, error.strerror or str(error))
-                        full.evicted, self._gone = list(dict.fromkeys(self._gone)), []
-                        raise full from error
-                raise
-            for blob in part:  # evicted by an earlier part, now back
-                evicted.pop(blob.key, None)
-            evicted.update(dict.fromkeys(gone))
-        return list(evicted)
+        return self._writer.put_many(blobs)
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
         return self._reader.read_many(keys, outs)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        def mark_all(change: Change) -> None:
-            for key in keys:
-                change.mark(key)
-
-        self.files.change(mark_all, _INDEX_PAGES * PAGE_BYTES * len(keys))
+        self._writer.touch(keys)
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        num_deleted, left = 0, list(keys)
-
-        def forget_some(change: Change, most: int) -> list[bool]:
-            return [change.forget(key) for key in left[:most]]
-
-        while left:
-            forgotten = self.files.remove(forget_some)
-            num_deleted += sum(forgotten)
-            del left[: len(forgotten)]
-        return num_deleted
+        return self._writer.delete(keys)
 
     def keys(self) -> Iterator[bytes]:
-        with self.files.in_use():
+        with self.files.using():
             return self._walk()
 
     def verify(self) -> Iterator[tuple[bytes, Fault | None]]:
@@ -143,11 +85,11 @@ class LmdbStore:
                 yield key, found[1]
 
     def verify_one(self, key: bytes) -> tuple[int, Fault | None] | None:
-        """Bytes read of a record and what is wrong with it; None if there is none. Deletes and counts nothing."""
+        """Read a record; gives the bytes read and its fault, None if there is no record. Deletes and counts nothing."""
         return self._reader.verify_one(key)
 
     def place(self, key: bytes) -> tuple[Path, int, int] | None:
-        """File, offset and length of a record's slot, for who wants to see its bytes; None if there is none."""
+        """File, offset and length of the slot that has the payload of *key*; None if there is no record."""
         with self.files.reading() as txn:
             found = self.files.tables.located(txn, key)
         if found is None:
@@ -157,7 +99,7 @@ class LmdbStore:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it should be closed and opened again: its index is damaged."""
+        """Whether the index is damaged, so that the store should be closed and opened again."""
         return self.files.is_lost
 
     def sync(self) -> None:
@@ -172,7 +114,7 @@ class LmdbStore:
         return StoreStatistics(
             num_records=counters.num_records,
             stored_bytes=counters.stored_bytes,
-            capacity_bytes=self._room.capacity_bytes,
+            capacity_bytes=self._writer.capacity_bytes,
             file_bytes=file_bytes,
             written_bytes_total=counters.written_bytes_total,
             written_lately_bytes=counters.lately_bytes(time.time()),
@@ -187,8 +129,9 @@ class LmdbStore:
             self.files.tables.check(txn)
             stored_bytes = self.files.tables.counters(txn).stored_bytes
             file_bytes = self.files.file_bytes()
-        assert stored_bytes <= self._capacity_bytes, f"{stored_bytes} bytes exceed {self._capacity_bytes}"
-        most = data_file.most_bytes(self._capacity_bytes)
+        capacity_bytes = self.files.capacity_bytes
+        assert stored_bytes <= capacity_bytes, f"{stored_bytes} bytes exceed {capacity_bytes}"
+        most = data_file.most_bytes(capacity_bytes)
         assert file_bytes <= most, f"the files take {file_bytes} bytes, more than {most}"
 
     def close(self) -> None:
@@ -196,7 +139,7 @@ class LmdbStore:
             self.files.close()
         finally:
             self._reader.close()
-            self._syncer.shutdown()
+            self._writer.close()
 
     def __enter__(self) -> Self:
         return self
@@ -214,157 +157,3 @@ class LmdbStore:
                 return
             before = page[-1][0]
             yield from (key for _, key in page)
-
-    def _put_group(self, group: Sequence[Blob]) -> list[bytes]:
-        """Store *group*; if there is no room, after making some. All keys evicted that nobody was told of."""
-        self._room.look()
-        for is_last in (False, False, True):
-            try:
-                self._put_at_once(group)
-                break
-            except OSError as error:
-                if is_last or error.errno not in _NO_ROOM:
-                    raise
-                if isinstance(error, StoreFull):
-                    self._make_room(2 * sum(most_charged_bytes(blob, self._cipher) for blob in group))
-                elif not self._shrink():
-                    raise
-        gone, self._gone = self._gone, []
-        return gone
-
-    def _put_at_once(self, group: Sequence[Blob]) -> None:
-        unique = {blob.key: blob for blob in group}.values()
-        most = _MOST_EVICTED + len(unique)
-        syncing: list[Future[None]] = []
-
-        def put(change: Change) -> tuple[list[bytes], set[bytes]]:
-            new = _mark(change, unique)
-            coming = {blob.key for blob in new}
-            sealed = [seal(blob, self._codec, self._cipher) for blob in new]
-            # First, so that new records come behind those that get a second chance for them.
-            new_bytes: Counter[bytes] = Counter()
-            for blob, one in zip(new, sealed, strict=True):
-                new_bytes[blob.tenant] += one.charged_bytes
-            evicted = self._evict(change, new_bytes, most)
-            slots = self._write(change, sealed)
-            if self._durability is Durability.COMMIT:  # beside the commit: their order does not matter, digests tell
-                syncing.append(self._syncer.submit(self.files.slabs.sync))
-            for blob, one, slot in zip(new, sealed, slots, strict=True):
-                coming.discard(blob.key)
-                change.add(one, blob, slot, coming)
-            change.find_again(blob.key for blob in new)
-            return evicted + self._evict(change, dict.fromkeys(new_bytes, 0), most), {blob.key for blob in new}
-
-        index_bytes = (_INDEX_PAGES + _EVICTED_PAGES) * PAGE_BYTES * len(unique)
-        for _ in range(_MOST_TRIES):
-            try:
-                evicted, new = self.files.change(put, index_bytes)
-                break
-            except _StillTooMuch:
-                self._make_way(unique)
-        else:
-            raise StoreFull(errno.ENOSPC, f"store: no room for {len(unique)} blocks after {_MOST_TRIES} tries")
-        back = [key for key in self._gone if key in new]
-        self._gone = [key for key in self._gone if key not in new] + evicted
-        try:
-            for sync in syncing:
-                sync.result()
-        except OSError:
-            with suppress(OSError):  # else they are there, and may not survive a crash
-                self.delete(list(new))
-            self._gone += back  # in doubt they are told: who is told too much only looks for less
-            raise
-
-    def _write(self, change: Change, sealed: Sequence[Sealed]) -> list[Slot]:
-        """Write the payloads to slots that no record has."""
-        sizes = [slot_bytes(one.payload.nbytes) for one in sealed]
-        free: dict[int, Iterator[Slot]] = {}
-        for size, num_slots in Counter(sizes).items():
-            slots, to_punch = change.allocate(size, num_slots, self._room.slab_bytes)
-            if to_punch:
-                self.files.slabs.punch(*to_punch)
-            free[size] = iter(slots)
-        placed = [next(free[size]) for size in sizes]
-        self.files.slabs.write(placed, [one.payload for one in sealed])
-        return placed
-
-    def _evict(self, change: Change, new_bytes: Mapping[bytes, int], most: int) -> list[bytes]:
-        """Make room for that many bytes of each tenant; `_StillTooMuch` if *most* evictions do not."""
-        evicted: list[bytes] = []
-        for tenant, num_bytes in new_bytes.items():
-            if tenant in self._quotas and tenant:
-                limit_bytes = max(0, self._quotas[tenant] - num_bytes)
-                evicted += change.evict_tenant(tenant, limit_bytes, most)
-                if change.bytes_of(tenant) > limit_bytes:
-                    raise _StillTooMuch(evicted)
-        limit_bytes = max(0, self._room.capacity_bytes - sum(new_bytes.values()))
-        evicted += change.evict(limit_bytes, most - len(evicted))
-        if change.counters.stored_bytes > limit_bytes:
-            raise _StillTooMuch(evicted)
-        return evicted
-
-    def _make_way(self, group: Collection[Blob]) -> None:
-        """Make room for *group* in as many changes as it takes. It is marked in each of them, since a mark lasts one
-        turn: nobody is evicted for what continues it."""
-        is_done = False
-        while not is_done:
-            with self.files.changing(REMOVAL_BYTES + _EVICTED_PAGES * PAGE_BYTES * len(group)) as change:
-                new_bytes: Counter[bytes] = Counter()
-                for blob in _mark(change, group):
-                    new_bytes[blob.tenant] += most_charged_bytes(blob, self._cipher)
-                try:
-                    evicted, is_done = self._evict(change, new_bytes, _MOST_EVICTED), True
-                except _StillTooMuch as too_much:
-                    evicted = too_much.evicted
-            self._gone += evicted
-
-    def _make_room(self, num_bytes: int) -> None:
-        """Evict *num_bytes* more than the capacity asks for; pages and slots are free to use on return."""
-        self._evict_to(max(0, self.statistics().stored_bytes - num_bytes))
-        self.files.free_pages(self._room.slab_bytes)
-
-    def _shrink(self) -> bool:
-        """Go on with what the disk has, which is full; False if that is next to nothing."""
-        with self.files.reading() as txn:
-            taken_bytes = self.files.tables.counters(txn).slab_bytes
-        if not self._room.shrink(taken_bytes):
-            return False
-        self._evict_to(self._room.capacity_bytes)
-        self.files.free_pages(self._room.slab_bytes)
-        self._room.settle()
-        return True
-
-    def _evict_to(self, limit_bytes: int) -> None:
-        while self.statistics().stored_bytes > limit_bytes:
-            self._gone += self.files.remove(lambda change, most: change.evict(limit_bytes, most))
-
-    def _without_those_back(self, evicted: Iterable[bytes]) -> list[bytes]:
-        """Those of *evicted* that nobody has put again, as far as that can be found out."""
-        with suppress(OSError):
-            return [key for key in evicted if not self.contains(key)]
-        return list(evicted)
-
-
-def _mark(change: Change, group: Iterable[Blob]) -> list[Blob]:
-    """Mark those of *group* that are there, and the parents of the others; those others."""
-    new = [blob for blob in group if not change.mark(blob.key)]
-    coming = {blob.key for blob in new}
-    for blob in new:
-        if blob.parent not in coming:
-            change.mark(blob.parent)
-    return new
-
-
-def _parts(blobs: Sequence[Blob], most_bytes: int) -> Iterator[list[Blob]]:
-    """Runs of *blobs* of at most *most_bytes*, or of one blob."""
-    part: list[Blob] = []
-    num_bytes = 0
-    for blob in blobs:
-        blob_bytes = charged_bytes(blob.raw.nbytes)
-        if part and num_bytes + blob_bytes > most_bytes:
-            yield part
-            part, num_bytes = [], 0
-        part.append(blob)
-        num_bytes += blob_bytes
-    if part:
-        yield part

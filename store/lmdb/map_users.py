@@ -1,4 +1,4 @@
-"""Who uses a map, which must not be unmapped under them."""
+"""`MapUsers`: counts the users of a memory map, which must not be unmapped while there are any."""
 
 import threading
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 class MapUsers:
-    """Counts those inside a `with` block of it. ValueError for who comes once it is closed; not one inside another."""
+    """Counts the threads inside a `with` block of it. Never nest two blocks. ValueError on entering after `close`."""
 
     def __init__(self) -> None:
         self._gate = threading.Condition()  # guards the two below
@@ -26,13 +26,13 @@ class MapUsers:
 
     @contextmanager
     def kept_out(self) -> Iterator[None]:
-        """Nobody uses the map inside: waits for those that do, and has those wait who come. Not for one of them."""
+        """A block in which no thread uses the map: it waits for users, and new ones wait. Not for a user's thread."""
         with self._gate:
             self._gate.wait_for(lambda: self._num_users == 0)
             yield
 
     def close(self) -> bool:
-        """Let nobody in any more, and wait for those inside; False if that was done before."""
+        """Refuse new users, and wait until all have left; False if it was closed before."""
         with self._gate:
             if self.is_closed:
                 return False

@@ -1,4 +1,4 @@
-"""The folder of a store as one process has it open: its lock, its index, its slabs."""
+"""`OpenFolder`: the open folder of a store, with its lock, index and slabs."""
 
 import errno
 from contextlib import ExitStack
@@ -16,7 +16,7 @@ from kvtier.store.slab import Slabs
 
 
 class OpenFolder:
-    """Owns what it was given: `close` closes all of it. The tables change when the index is opened again."""
+    """Owns the folder, lock, tables and slabs: `close` closes them. *tables* is replaced when the index is reopened."""
 
     def __init__(
         self, folder: Folder, lock: OwnerLock, tables: Tables, capacity_bytes: int, durability: Durability
@@ -30,7 +30,7 @@ class OpenFolder:
 
     @property
     def here(self) -> Path:
-        """A path to the folder that is open, whatever its name leads to now."""
+        """A path to the open folder, whatever its name leads to now."""
         return self._folder.here
 
     @property
@@ -40,39 +40,39 @@ class OpenFolder:
 
     @property
     def is_removed(self) -> bool:
-        """Whether the index has no name any more."""
+        """Whether the file of the index has been deleted."""
         return self.tables.file.is_removed
 
     def read_mark(self) -> BootMark | None:
-        """The mark that is there; None if there is none that makes sense."""
+        """The boot mark in the folder; None if there is no valid one."""
         return BootMark.read(self.here)
 
     def mark(self, state: FileState, num_crashes: int = 0) -> None:
-        """Say of the files that they are in that state, as of this boot."""
+        """Write the boot mark: in this boot the files are in *state*."""
         BootMark(current_boot_id(), state, num_crashes=num_crashes).write(self.here)
 
     def sync(self) -> None:
-        """All that was written is on the medium on return; OSError or lmdb.Error. The caller is the writer."""
+        """Return when all that was written is on the medium, or raise OSError or lmdb.Error. For the writer only."""
         if self.tables.file.is_doubtful:
             self.tables.file.write_again()
         self.slabs.sync()
         self.tables.file.sync()
 
     def taken_bytes(self) -> int:
-        """What index and slabs take on the medium."""
+        """Bytes that index and slabs take on the medium."""
         return self.tables.file.taken_bytes() + self.slabs.file_bytes()
 
     def reopen_index(self) -> None:
-        """Have the index as it was before, if LMDB gave it up; OSError or lmdb.Error if that is not possible yet."""
+        """Close the index, which LMDB gave up, and open it as it was before. OSError or lmdb.Error if that fails."""
         self.tables.file.close()
-        self.tables = data_file.reopened(self._folder, self.capacity_bytes, self.durability)
+        self.tables = data_file.reopen(self._folder, self.capacity_bytes, self.durability)
 
     def compact_index(self) -> None:
-        """Have an index without free pages. The mark must be CLEAN."""
-        self.tables = data_file.compacted(self._folder, self.tables, self.capacity_bytes, self.durability)
+        """Replace the index by a copy without free pages. The mark must be CLEAN."""
+        self.tables = data_file.compact(self._folder, self.tables, self.capacity_bytes, self.durability)
 
     def close(self) -> None:
-        """Unmap the index, close the slabs, and let others have the folder."""
+        """Close the slabs, unmap the index, and free the folder's lock."""
         with ExitStack() as let_go:
             let_go.callback(self._folder.close)
             let_go.callback(self._lock.release)
@@ -81,18 +81,18 @@ class OpenFolder:
 
 
 def open_folder(path: Path, capacity_bytes: int | None, durability: Durability, owner: int | None) -> OpenFolder:
-    """The store in the folder *path*, which is made if need be; `FolderInUse` if another process has it.
+    """Open the store in the folder *path*, which is made if there is none. `FolderInUse` if another process has it.
 
-    Without a capacity it is the one that is recorded; OSError if no store is there, or a broken one.
+    *capacity_bytes* None stands for the recorded capacity; then OSError if there is no store, or a broken one.
     """
     with ExitStack() as undo:
-        folder = undo.enter_context(Folder(path) if capacity_bytes is None else Folder.made(path))
+        folder = undo.enter_context(Folder(path) if capacity_bytes is None else Folder.make(path))
         lock = OwnerLock(folder, owner)
         undo.callback(lock.release)
         try:
             if capacity_bytes is None:
                 capacity_bytes = data_file.recorded_capacity(folder)
-                tables = data_file.reopened(folder, capacity_bytes, durability)
+                tables = data_file.reopen(folder, capacity_bytes, durability)
             else:
                 tables = data_file.open_trusted(folder, capacity_bytes, durability)
         except lmdb.Error as error:

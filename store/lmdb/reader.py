@@ -1,4 +1,4 @@
-"""Reading blocks from an LMDB store: where the index says, past its transactions, every one verified."""
+"""`LmdbReader`: reads blocks from the slots that the index names, and verifies each one."""
 
 import logging
 import mmap
@@ -17,19 +17,19 @@ from kvtier.store.lmdb.files import LmdbFiles
 from kvtier.store.record import Fault, is_plain
 from kvtier.store.slab import Slot
 
-NUM_READERS = 8  # threads that share a large read: as many requests as a drive likes to have waiting
-_SHARE_BYTES = 1 << 20  # of a read that one thread takes at least
-_CACHED_SHARE_BYTES = 8 << 20  # if it only copies: handing work over takes as long as copying a megabyte
-_READ_BYTES = 1 << 20  # read at a time by one thread, or one block: others read while it is verified
-_CACHED_READ_BYTES = 4 << 20  # where reading is copying: each piece has its transaction
+NUM_READERS = 8  # threads that share a large read: enough requests at a time to keep a drive busy
+_SHARE_BYTES = 1 << 20  # least bytes of a read that a thread takes
+_CACHED_SHARE_BYTES = 8 << 20  # the same where it only copies: handing work over takes as long as copying a megabyte
+_READ_BYTES = 1 << 20  # that a thread reads at a time, or one block: other threads read while it verifies
+_CACHED_READ_BYTES = 4 << 20  # the same where it only copies: each piece has its transaction
 
 _log = logging.getLogger(__name__)
 
 
 class LmdbReader:
-    """Reads from *files*, by as many threads as call it and `NUM_READERS` of its own, and counts what it met.
+    """Reads from *files*, in the threads of its callers and `NUM_READERS` of its own; counts bytes read and faults.
 
-    Bytes read by *timed* are timed, for the choice of a codec. A record found bad is deleted.
+    It deletes a record that it finds bad. *timed*, if there is one, is told how long reads take, to choose a codec.
     """
 
     def __init__(self, files: LmdbFiles, cipher: Cipher | None, timed: CodecChoice | None) -> None:
@@ -54,13 +54,13 @@ class LmdbReader:
         shares = [pairs[start : start + size] for start in range(0, len(pairs), size)]
         try:
             return list(chain.from_iterable(self._threads.map(read, shares)))
-        except RuntimeError as error:  # its threads have ended
+        except RuntimeError as error:  # the pool was shut down
             raise ValueError("store is closed") from error
 
     def verify_one(self, key: bytes) -> tuple[int, Fault | None] | None:
-        """Bytes read of a record and what is wrong with it; None if there is none. Deletes and counts nothing."""
+        """Read a record; gives the bytes read and its fault, None if there is no record. Deletes and counts nothing."""
         while True:
-            with self._files.in_use():
+            with self._files.using():
                 found = self._located([key])[0]
                 if found is None:
                     return None
@@ -69,25 +69,25 @@ class LmdbReader:
                 if self._fill([(slot, value)]):
                     return 0, Fault.IO_ERROR
                 fault = fault_of(key, header, value, self._cipher)
-                if fault is None or self._located([key])[0] == found:  # or was it replaced meanwhile?
+                if fault is None or self._located([key])[0] == found:  # else it was replaced meanwhile
                     return slot.num_bytes, fault
 
     def counted(self) -> tuple[int, dict[Fault, int]]:
-        """Bytes read so far, and faults met."""
+        """Raw bytes read so far, and the number of each fault."""
         with self._counting:
             return self._read_bytes_total, dict(self._faults)
 
     def close(self) -> None:
-        """End its threads; the files must be closed. Once more does nothing."""
+        """End its threads; the files must be closed. A second call does nothing."""
         self._threads.shutdown()
 
     def _seems_cached(self, key: bytes) -> bool:
-        """Whether a block is in the page cache, and so perhaps its neighbours."""
+        """Whether the block of *key* is in the page cache: its neighbours in the request then probably are too."""
         try:
-            with self._files.in_use():
+            with self._files.using():
                 (found,) = self._located([key])
                 return found is not None and self._files.slabs.is_cached(found[1])
-        except OSError:  # who reads it says so
+        except OSError:  # the read reports it
             return False
 
     def _read_share(self, pairs: Sequence[tuple[bytes, memoryview]], piece_bytes: int) -> list[bytes | Fault]:
@@ -110,9 +110,9 @@ class LmdbReader:
         return results
 
     def _read_piece(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
-        """Read these blocks. Outside of a transaction: who comes between changes what is read, and that shows."""
+        """Read these blocks, past the transaction that found them: a slot reused meanwhile shows as a bad digest."""
         try:
-            with self._files.in_use():
+            with self._files.using():
                 found = self._located([key for key, _ in pairs])
                 values = [
                     memoryview(b"") if place is None else _target(*place, out)
@@ -122,7 +122,7 @@ class LmdbReader:
                 started = time.perf_counter()
                 failed = self._fill(there)
                 if self._timed is not None and there:
-                    self._timed.read(sum(slot.num_bytes for slot, _ in there), time.perf_counter() - started)
+                    self._timed.on_read(sum(slot.num_bytes for slot, _ in there), time.perf_counter() - started)
         except OSError:
             return [Fault.IO_ERROR] * len(pairs)
         return [
@@ -135,12 +135,12 @@ class LmdbReader:
         ]
 
     def _located(self, keys: Sequence[bytes]) -> list[tuple[bytes, Slot] | None]:
-        """Header and slot of each key. The files are in use."""
+        """Header and slot of each key, None without a record. The caller is inside `files.using`."""
         with self._files.tables.env.begin() as txn:
             return [self._files.tables.located(txn, key) for key in keys]
 
     def _fill(self, places: Sequence[tuple[Slot, memoryview]]) -> set[Slot]:
-        """Read all slots, together or, if that fails, one by one; those that cannot be read."""
+        """Read all slots, together or, if that fails, one by one; returns those that cannot be read."""
         try:
             self._files.slabs.read([slot for slot, _ in places], [value for _, value in places])
             return set()
@@ -150,9 +150,9 @@ class LmdbReader:
         return set().union(*(self._fill([place]) for place in places))
 
     def _judge(self, key: bytes, out: memoryview) -> bytes | Fault:
-        """Read *key*, found bad, once more with writers kept out, and delete it if it still is.
+        """Read *key*, whose record was found bad, again while no other thread changes anything; delete it if still bad.
 
-        Between the two it may have been replaced by a good record, which must stay.
+        A good record, which must stay, may have replaced it since the first read.
         """
         with self._files.writer:
             (result,) = self._read_piece([(key, out)])
@@ -160,22 +160,22 @@ class LmdbReader:
                 try:
                     self._files.remove(lambda change, _: change.forget(key))
                 except OSError as error:
-                    _log.warning("store: cannot delete a bad record: %s", error)
+                    _log.warning("store %s: cannot delete a bad record: %s", self._files.name, error)
             return result
 
 
 def _is_bad(result: bytes | Fault) -> bool:
-    """Whether a read met a record that must go."""
+    """Whether the *result* of a read is a record that must be deleted."""
     return isinstance(result, Fault) and result.is_bad_record
 
 
 def _target(header: bytes, slot: Slot, out: memoryview) -> memoryview:
-    """Where to read a slot to: *out* itself, if what is in it is the block."""
+    """Memory to read a slot into: *out* itself, if the slot has the plain bytes of the block."""
     return out if out.nbytes <= slot.num_bytes and is_plain(header, out.nbytes) else _scratch(slot)
 
 
 def _scratch(slot: Slot) -> memoryview:
-    """Memory for a whole slot, aligned."""
+    """New memory for a whole slot, aligned to pages."""
     return memoryview(mmap.mmap(-1, slot.num_bytes))
 
 

@@ -1,7 +1,7 @@
-"""The two roots of an LMDB file (LMDB 0.9, 64 bit, little-endian), looked at before the file is opened.
+"""Checks the two roots of an LMDB file (LMDB 0.9, 64 bit, little-endian) before the file is opened.
 
-LMDB keeps them in the first two pages, without a checksum, and believes what they say of the pages behind them: a last
-page far beyond the file has the file made as long, an older transaction has pages of the newer one written over.
+LMDB keeps them in the first two pages, without a checksum, and trusts what they say of the other pages: for a last page
+far beyond the file it makes the file as long, and for an older transaction it overwrites pages of the newer one.
 """
 
 import os
@@ -15,18 +15,18 @@ from kvtier.store.folder import open_own
 from kvtier.store.slab import PAGE_BYTES
 
 _META = struct.Struct("<II8xQ" + 2 * "IHH32xQ" + "QQ")
-_META_AT = 16  # behind the page's header
+_META_AT = 16  # offset of a root, behind the header of its page
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
-_INTEGER_KEYS = 0x08  # flags of the list of free pages; the other flags are those of the file, and there are none
+_INTEGER_KEYS = 0x08  # flags of the list of free pages; the file itself has none
 _NO_PAGE = (1 << 64) - 1
-_MOST_LEVELS = 16  # of a tree; 4096 pages of 4 KiB are three
+_MOST_LEVELS = 16  # of a tree; one of 4096 pages of 4 KiB has three
 
 
 class _Root(NamedTuple):
     magic: int
     version: int
     map_bytes: int
-    page_bytes: int  # kept with the list of free pages
+    page_bytes: int  # LMDB keeps it in the record of the list of free pages
     free_flags: int
     free_depth: int
     free_root: int
@@ -38,11 +38,11 @@ class _Root(NamedTuple):
     transaction: int
 
     def is_of_lmdb(self, number: int) -> bool:
-        """Whether it can be root *number* of a file of this LMDB."""
+        """Whether this can be root *number* (0 or 1) of a file of this LMDB."""
         return (self.magic, self.version, self.transaction % 2) == (_MAGIC, _VERSION, number)
 
     def is_plausible(self, num_pages: int) -> bool:
-        """Whether its trees can be those of a file of so many pages."""
+        """Whether its trees can be those of a file of *num_pages*."""
         return (
             (self.page_bytes, self.free_flags, self.main_pad, self.main_flags) == (PAGE_BYTES, _INTEGER_KEYS, 0, 0)
             and self.map_bytes % PAGE_BYTES == 0
@@ -55,10 +55,10 @@ class _Root(NamedTuple):
 
 
 def check(data_file: Path) -> None:
-    """CorruptedError unless both roots can be of that file, one follows the other, and the newer one makes sense.
+    """Raise CorruptedError unless both roots of *data_file* are possible, neighbours in time, and the newer is sound.
 
-    The trees of the older one are never read. Where writing a root has failed, LMDB gives it back its transaction's
-    number and last page, but not its trees: they are those of a transaction that never was.
+    LMDB never reads the trees of the older root. After a failed write of a root, LMDB restores that root's transaction
+    number and last page, but not its trees: those belong to a transaction that was never committed.
     """
     with open(data_file, "rb", opener=open_own) as file:
         head, num_pages = file.read(2 * PAGE_BYTES), os.fstat(file.fileno()).st_size // PAGE_BYTES

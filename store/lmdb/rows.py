@@ -1,7 +1,7 @@
-"""What the sub-databases of an LMDB store hold, as bytes. What makes no sense comes of broken pages: CorruptedError.
+"""The rows of an LMDB store's sub-databases, packed and unpacked. A row of a broken page raises CorruptedError.
 
-Rows that count, and rows that say where bytes are, end with a checksum over them and their key: a flipped bit, or
-another row's page, must neither free a slot that a record has nor move the end of a slab.
+Rows that count, and rows that say where bytes are, end with a checksum over them and their key: a flipped bit, or a
+page in the wrong place, must neither free a slot that a record has nor move the end of a slab.
 """
 
 import math
@@ -19,25 +19,25 @@ from kvtier.store.slab import PAGE_BYTES, Slot
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_MOST = 1 << 62  # that anything counts up to
+_MOST = 1 << 62  # no count gets that high
 _CHECKSUM_BYTES = 8
 
 
 def checksum(key: bytes, row: bytes = b"") -> bytes:
-    """What a row ends with; alone, the row of what is all in its key."""
+    """The checksum at the end of *row*; of a row that is all key, the whole row."""
     return xxhash.xxh3_64_digest(key + row)
 
 
 def verified(key: bytes, packed: bytes) -> bytes:
-    """The row without its checksum, which is right."""
+    """*packed* without its checksum. CorruptedError if that is wrong."""
     row = packed[:-_CHECKSUM_BYTES]
     if packed[-_CHECKSUM_BYTES:] != checksum(key, row):
-        raise lmdb.CorruptedError("a row makes no sense: its checksum is another")
+        raise lmdb.CorruptedError("a row makes no sense: its checksum is wrong")
     return row
 
 
 class _Layout(struct.Struct):
-    """Of rows."""
+    """A layout of rows: bytes that do not fit it raise CorruptedError."""
 
     def unpack(self, row: "Buffer") -> tuple[Any, ...]:
         try:
@@ -53,13 +53,13 @@ class _Layout(struct.Struct):
 
 
 class _Counts:
-    """Of rows that say how many there are of something."""
+    """A layout of rows that hold counts, with a checksum; implausible counts raise CorruptedError."""
 
     def __init__(self, layout: str) -> None:
         self._layout = _Layout(layout)
 
     def pack(self, key: bytes, *counts: float) -> bytes:
-        """The row at *key*."""
+        """The row of *counts* at *key*."""
         row = self._layout.pack(*self._plausible(counts))
         return row + checksum(key, row)
 
@@ -74,12 +74,12 @@ class _Counts:
 
 
 class _Slots(_Layout):
-    """Of rows that are all key, and say something of a slot."""
+    """A layout of keys that describe a slot, where the row is only a checksum of the key."""
 
-    def found(self, key: bytes, packed: bytes) -> tuple[int, ...]:
-        """What is in *key*, whose row is *packed*."""
+    def unpack_key(self, key: bytes, packed: bytes) -> tuple[int, ...]:
+        """The fields of *key*. CorruptedError unless its row *packed* is the checksum of it."""
         if packed != checksum(key):
-            raise lmdb.CorruptedError("a row makes no sense: its checksum is another")
+            raise lmdb.CorruptedError("a row makes no sense: its checksum is wrong")
         return self.unpack(key)
 
 
@@ -87,9 +87,9 @@ SEQUENCE = _Layout(">Q")  # big-endian, so that LMDB's byte order is the order o
 FREE = _Slots(">IQQ")  # size of the slot, the change that freed it, its number
 HOLE = _Slots(">IQ")  # size, number
 SLOTS = _Counts("<Q")
-TENANT_BYTES_OF = _Counts("<Q")
+BYTES_OF_TENANT = _Counts("<Q")
 COUNTERS_KEY = b"counters"
-NOBODY = bytes(TENANT_BYTES)
+NO_TENANT = bytes(TENANT_BYTES)
 # Sequence number, charged bytes, mark, tenant, size and number of the slot; header and parent's key follow.
 _ROW = _Layout(f">QQ?{TENANT_BYTES}sIQ")
 _COUNTERS = _Counts("<7Qd2Q")
@@ -98,7 +98,7 @@ _DAY_S = 86_400.0
 
 @dataclass(slots=True)
 class Counters:
-    """The ledger: what a full count would give, and totals since the store was made."""
+    """The ledger: sums that a full count would give, and totals since the store was made."""
 
     num_records: int = 0
     stored_bytes: int = 0
@@ -113,26 +113,26 @@ class Counters:
 
     @classmethod
     def unpack(cls, packed: bytes) -> "Counters":
-        """Counters as they are kept."""
+        """The counters in the row *packed*."""
         return cls(*_COUNTERS.unpack(COUNTERS_KEY, packed))
 
     def pack(self) -> bytes:
-        """As it is kept."""
+        """The row of these counters."""
         return _COUNTERS.pack(COUNTERS_KEY, *(getattr(self, name) for name in self.__slots__))
 
-    def wrote(self, num_bytes: int, now: float) -> None:
-        """That much has been written."""
+    def on_written(self, num_bytes: int, now: float) -> None:
+        """Count *num_bytes* of payload that were written at *now* (seconds since 1970)."""
         self.written_bytes_total += num_bytes
         self.written_lately_bytes = self.lately_bytes(now) + num_bytes
         self.written_lately_at = now
 
     def lately_bytes(self, now: float) -> int:
-        """`written_lately_bytes`, faded until *now*."""
+        """`written_lately_bytes` as they have faded by *now*."""
         return round(self.written_lately_bytes * math.exp(-max(0.0, now - self.written_lately_at) / _DAY_S))
 
 
 class Row(NamedTuple):
-    """What is kept of a record besides its payload."""
+    """A record without its payload: its row in `records`."""
 
     sequence: int
     charged_bytes: int
@@ -144,7 +144,7 @@ class Row(NamedTuple):
 
     @classmethod
     def unpack(cls, key: bytes, packed: bytes) -> "Row":
-        """The row at *key*, as it is kept."""
+        """Unpack the row at *key*."""
         row = verified(key, packed)
         end = _ROW.size + HEADER_BYTES
         *facts, num_bytes, number = _ROW.unpack_from(row)
@@ -153,19 +153,19 @@ class Row(NamedTuple):
 
     @staticmethod
     def located(key: bytes, packed: bytes) -> tuple[bytes, Slot]:
-        """Header and slot of the row at *key*, as it is kept: all that a read needs."""
+        """Header and slot of the packed row at *key*: all that a read needs."""
         row = verified(key, packed)
         *_, num_bytes, number = _ROW.unpack_from(row)
         return row[_ROW.size : _ROW.size + HEADER_BYTES], plausible(Slot(num_bytes, number))
 
     def pack(self, key: bytes) -> bytes:
-        """As it is kept at *key*."""
+        """The row packed for *key*."""
         row = _ROW.pack(*self[:4], *self.slot) + self.header + self.parent
         return row + checksum(key, row)
 
 
 def plausible(slot: Slot) -> Slot:
-    """*slot*, if a file can have it: what follows from the row of a broken page is not even tried."""
+    """*slot* itself. CorruptedError if no file can have it: such a slot comes from a broken page."""
     if slot.num_bytes == 0 or slot.num_bytes % PAGE_BYTES or (slot.number + 1) * slot.num_bytes >> 62:
         raise lmdb.CorruptedError(f"no payload is in {slot}")
     return slot

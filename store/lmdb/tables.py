@@ -1,4 +1,4 @@
-"""The sub-databases of an LMDB store."""
+"""`Tables`: the sub-databases of an LMDB store."""
 
 import ctypes
 import os
@@ -16,13 +16,13 @@ from kvtier.store.durability import Durability
 from kvtier.store.folder import open_own
 from kvtier.store.lmdb.index_file import LITTLE_BYTES, IndexFile
 from kvtier.store.lmdb.rows import (
+    BYTES_OF_TENANT,
     COUNTERS_KEY,
     FREE,
     HOLE,
-    NOBODY,
+    NO_TENANT,
     SEQUENCE,
     SLOTS,
-    TENANT_BYTES_OF,
     Counters,
     Row,
     verified,
@@ -32,18 +32,18 @@ from kvtier.store.slab import Slot
 _TABLES = (b"records", b"free", b"holes", b"slabs", b"order", b"owned", b"tenants", b"ledger")
 MAX_DBS = len(_TABLES)
 _MOST_READERS = 256
-_LOCK_BYTES = (_MOST_READERS + 64) * 64  # at least: 64 bytes for each reader, 200 for all
-_parents: "weakref.WeakSet[Any]" = weakref.WeakSet()  # what is open here, and a forked process must not close
+_LOCK_BYTES = (_MOST_READERS + 64) * 64  # at least: LMDB takes 64 bytes for each reader, and 200 for the file
+_parents: "weakref.WeakSet[Any]" = weakref.WeakSet()  # open objects that a forked process must not close
 
 
 class Tables:
-    """One LMDB environment with eight sub-databases. Payloads are in slots of the `Slabs` beside it.
+    """One LMDB environment with eight sub-databases. The payloads are in slots of the `Slabs` beside it.
 
     records   key -> sequence number, charged bytes, mark, tenant, slot, header, parent's key
     order     sequence number -> tenant and key, oldest first
-    owned     tenant and sequence number -> key: the same of tenants alone
-    free      slots without a record: size, change that freed it, number
-    holes     those of them that take no room on the medium: size, number
+    owned     tenant and sequence number -> key: the same order for each tenant
+    free      slots without a record that have disk space: size, change that freed it, number
+    holes     slots without a record and without disk space: size, number
     slabs     size -> how many slots there are
     tenants   tenant -> charged bytes
     ledger    `Counters`
@@ -85,15 +85,15 @@ class Tables:
         return Counters() if packed is None else Counters.unpack(bytes(packed))
 
     def num_slots(self, txn: "lmdb.Transaction[bytes]") -> dict[int, int]:
-        """How many slots there are, by their size."""
+        """Number of slots in each slab, by the size of its slots."""
         return {int.from_bytes(size, "big"): SLOTS.unpack(size, packed)[0] for size, packed in _rows(txn, self.slabs)}
 
     def hole_slots(self, txn: "lmdb.Transaction[bytes]") -> Iterator[Slot]:
-        """Slots that take no room."""
-        return (Slot(*HOLE.found(*row)) for row in _rows(txn, self.holes))
+        """The holes: slots without disk space."""
+        return (Slot(*HOLE.unpack_key(*row)) for row in _rows(txn, self.holes))
 
-    def nobodys(self, txn: "lmdb.Transaction[bytes]", slots: Iterable[Slot]) -> list[Slot]:
-        """Those of *slots* that are to take no room: holes, and what is behind the last slot."""
+    def unallocated(self, txn: "lmdb.Transaction[bytes]", slots: Iterable[Slot]) -> list[Slot]:
+        """Those of *slots* that should have no disk space: holes, and slots behind the last one of a slab."""
         ends = self.num_slots(txn)
         return [
             slot
@@ -102,7 +102,7 @@ class Tables:
         ]
 
     def located(self, txn: "lmdb.Transaction[bytes]", key: bytes) -> tuple[bytes, Slot] | None:
-        """Header and slot of *key*."""
+        """Header and slot of the record of *key*; None if there is none."""
         packed = txn.get(key, db=self.records) if 0 < len(key) <= MAX_KEY_BYTES else None
         return None if packed is None else Row.located(key, packed)
 
@@ -118,19 +118,19 @@ class Tables:
                 (SEQUENCE.unpack(place)[0], verified(place, row)[TENANT_BYTES:]) for place, row in islice(rows, most)
             ]
         for before, after in pairwise([(sequence, b""), *page]):
-            if before[0] is not None and before[0] <= after[0]:  # who goes on from the last would never end
-                raise lmdb.CorruptedError("the order is out of order")
+            if before[0] is not None and before[0] <= after[0]:  # going on from the last would never end
+                raise lmdb.CorruptedError("the keys of a table are out of order")
         return page
 
     def bytes_of_tenants(self, txn: "lmdb.Transaction[bytes]", tenants: Iterable[bytes]) -> dict[bytes, int]:
-        """What those of *tenants* have that have anything."""
+        """Charged bytes of each of *tenants* that has records."""
         found = {tenant: txn.get(tenant, db=self.tenants) for tenant in tenants if tenant}
         return {
-            tenant: TENANT_BYTES_OF.unpack(tenant, packed)[0] for tenant, packed in found.items() if packed is not None
+            tenant: BYTES_OF_TENANT.unpack(tenant, packed)[0] for tenant, packed in found.items() if packed is not None
         }
 
     def check(self, txn: "lmdb.Transaction[bytes]") -> None:
-        """AssertionError if ledger, order, records and payloads disagree, or a record might leave before its child."""
+        """Raise AssertionError if tables or slots disagree, or a record may be evicted before one that continues it."""
         counters = self.counters(txn)
         places = {verified(place, row): place for place, row in _rows(txn, self.order)}
         order = {owned[TENANT_BYTES:]: SEQUENCE.unpack(place)[0] for owned, place in places.items()}
@@ -144,14 +144,16 @@ class Tables:
         assert counters.stored_bytes == recount, f"ledger: {counters.stored_bytes} bytes, recount {recount}"
         assert {key: row.tenant for key, row in rows.items()} == owners, "records and order disagree about tenants"
         owned = {key: (place[:TENANT_BYTES], place[TENANT_BYTES:]) for place, key in _rows(txn, self.owned)}
-        expected = {key: (row.tenant, SEQUENCE.pack(row.sequence)) for key, row in rows.items() if row.tenant != NOBODY}
+        expected = {
+            key: (row.tenant, SEQUENCE.pack(row.sequence)) for key, row in rows.items() if row.tenant != NO_TENANT
+        }
         assert owned == expected, "records and the tenants' orders disagree"
         of_tenants: Counter[bytes] = Counter()
         for row in rows.values():
             of_tenants[row.tenant] += row.charged_bytes
-        of_tenants.pop(NOBODY, None)
-        everybody = [tenant for tenant, _ in _rows(txn, self.tenants)]
-        assert self.bytes_of_tenants(txn, everybody) == of_tenants, "a tenant's bytes are miscounted"
+        of_tenants.pop(NO_TENANT, None)
+        all_tenants = [tenant for tenant, _ in _rows(txn, self.tenants)]
+        assert self.bytes_of_tenants(txn, all_tenants) == of_tenants, "a tenant's bytes are miscounted"
         self._check_slots(txn, [row.slot for row in rows.values()], counters.slab_bytes)
         newest = max(order.values(), default=-1)
         assert newest < counters.next_sequence, f"sequence {newest} is not below {counters.next_sequence}"
@@ -161,19 +163,19 @@ class Tables:
             assert is_safe, "a record would leave before the one that continues it"
 
     def _check_slots(self, txn: "lmdb.Transaction[bytes]", used: list[Slot], slab_bytes: int) -> None:
-        """Every slot is a record's, free, or a hole."""
-        free = [Slot(num_bytes, number) for num_bytes, _, number in starmap(FREE.found, _rows(txn, self.free))]
+        """Raise AssertionError unless every slot has a record, is free, or is a hole."""
+        free = [Slot(num_bytes, number) for num_bytes, _, number in starmap(FREE.unpack_key, _rows(txn, self.free))]
         slots = used + free + list(self.hole_slots(txn))
         assert len(set(slots)) == len(slots), "a slot is two things at once"
         there = self.num_slots(txn)
         assert all(number < there.get(num_bytes, 0) for num_bytes, number in slots), "a slot is used that is not there"
-        assert len(slots) == sum(there.values()), "a slot is nobody's"
+        assert len(slots) == sum(there.values()), "a slot is neither a record's, nor free, nor a hole"
         taken = sum(slot.num_bytes for slot in used + free)
         assert taken == slab_bytes, f"ledger: {slab_bytes} bytes of slots, recount {taken}"
 
 
 def open_tables(folder: Path, map_bytes: int, durability: Durability) -> Tables:
-    """The tables of the index in *folder*; what is there already stays as it is. OSError or lmdb.Error."""
+    """Open the tables of the index in *folder*, made if there are none. OSError or lmdb.Error."""
     _take_room(folder / "lock.mdb", _LOCK_BYTES)
     descriptor = open_own(folder / "data.mdb", os.O_RDWR | os.O_CREAT)
     try:
@@ -199,7 +201,7 @@ def open_tables(folder: Path, map_bytes: int, durability: Durability) -> Tables:
 
 
 def _table(env: lmdb.Environment, name: bytes, is_new: bool) -> "lmdb._Database":
-    """A sub-database, which is there unless the environment is new."""
+    """Open a sub-database, which is made if the environment is new. CorruptedError if it is missing otherwise."""
     try:
         return env.open_db(name, create=is_new)
     except lmdb.NotFoundError as error:
@@ -207,8 +209,11 @@ def _table(env: lmdb.Environment, name: bytes, is_new: bool) -> "lmdb._Database"
 
 
 def keep_when_forked(opened: "lmdb.Environment | lmdb.Transaction[bytes]") -> None:
-    """Never free *opened* in a process forked from this one: that would free its slot in the table of readers, which
-    the two share, and LMDB would write over what this one still reads."""
+    """Never free *opened* in a process forked from this one.
+
+    Freeing it there would free this process's slot in the table of readers, which the two share, and LMDB would
+    overwrite pages that this process still reads.
+    """
     _parents.add(opened)
 
 
@@ -221,8 +226,8 @@ os.register_at_fork(after_in_child=_keep_parents)
 
 
 def _opened(folder: Path, map_bytes: int, durability: Durability) -> lmdb.Environment:
-    # Without readahead cold reads are 14 times slower. The map size never changes: LMDB would pull it from under a
-    # reader. For the other two see `Durability`.
+    # Without readahead cold reads are 14 times slower. The map size never changes: LMDB would unmap pages under a
+    # reader. For `writemap` and `sync` see `Durability`.
     return lmdb.open(
         str(folder),
         map_size=map_bytes,
@@ -237,7 +242,7 @@ def _opened(folder: Path, map_bytes: int, durability: Durability) -> lmdb.Enviro
 
 
 def _take_room(path: Path, num_bytes: int) -> None:
-    """Have disk space for a file that is mapped, as `reserve` does; OSError."""
+    """Take disk space for the first *num_bytes* of a mapped file, as `IndexFile.reserve` does; OSError."""
     file = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
         os.posix_fallocate(file, 0, num_bytes)
@@ -246,12 +251,11 @@ def _take_room(path: Path, num_bytes: int) -> None:
 
 
 def ascending(rows: Iterable[tuple[bytes, bytes]], start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
-    """*rows*, as long as each key is above the one before and none is below *start*: a damaged tree may lead round in
-    a circle. CorruptedError then."""
+    """*rows*, whose keys must ascend from *start*; else CorruptedError: a damaged tree may lead round in a circle."""
     last = None
     for key, row in rows:
         if key < start or (last is not None and key <= last):
-            raise lmdb.CorruptedError("the order is out of order")
+            raise lmdb.CorruptedError("the keys of a table are out of order")
         last = key
         yield key, row
 

@@ -1,9 +1,9 @@
-"""What people do to a store that no engine has open: verify all of it, delete from it.
+"""Upkeep of a store that no engine has open: `kvtier check` and the other commands verify it and delete from it.
 
-Generators, so that the command sees how far they are and can end them anywhere: the store is closed then. They
-are meant for a process of their own, since a broken tree may crash it. The store is opened with `Durability.COMMIT`:
-whatever happens meanwhile, to them or to the machine, the store is no worse off than before. One that is broken stays
-as it is.
+The functions are generators, so that a command sees their progress and can end them anywhere: that closes the store.
+They should run in a process of their own, since a broken tree may crash it. The store is opened with
+`Durability.COMMIT`: a crash of the process or the machine meanwhile leaves the store no worse than before. A broken
+store stays as it is.
 """
 
 import random
@@ -27,12 +27,12 @@ from kvtier.store.owner_lock import FolderInUse, OwnerLock
 from kvtier.store.record import NAMESPACE_BYTES, Fault
 
 _SAY_EVERY_S = 0.1
-_RECORDS_PER_DELETION = 512  # what the store deletes in one change
+_RECORDS_PER_DELETION = 512  # deleted in one change
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far it is. *total_bytes* is 0 where nobody knows; bytes are those that are charged for the records."""
+    """Progress of a generator here. *total_bytes* is 0 where it is unknown; bytes are those charged for the records."""
 
     doing: str
     done_bytes: int = 0
@@ -41,7 +41,7 @@ class Progress:
 
 @dataclass(slots=True)
 class Tally:
-    """What verifying the records of one namespace gave."""
+    """Result of verifying the records of one namespace."""
 
     num_records: int = 0
     read_bytes: int = 0
@@ -50,39 +50,39 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What verifying a store gave. *miscount* is what `check` still found in the end, "" if nothing."""
+    """Result of verifying a store. *miscount* is what `check` still found wrong in the end, "" if nothing."""
 
-    num_stored: int  # records there were, of which perhaps only a sample was read
+    num_stored: int  # records in the store, of which perhaps only a sample was read
     tallies: dict[bytes, Tally]  # by namespace
     miscount: str
-    went_back: bool  # to its last checkpoint, since the machine went down while it was open
+    went_back: bool  # whether it went back to its last checkpoint, as the machine had gone down while it was open
     num_deleted: int
-    seconds: float  # of reading records
+    seconds: float  # that reading records took
 
     @property
     def num_records(self) -> int:
-        """How many were read."""
+        """Records that were read."""
         return sum(tally.num_records for tally in self.tallies.values())
 
     @property
     def read_bytes(self) -> int:
-        """What was read of them."""
+        """Bytes that were read."""
         return sum(tally.read_bytes for tally in self.tallies.values())
 
     @property
     def faults(self) -> Counter[Fault]:
-        """Records by what is wrong with them."""
+        """Number of records with each fault."""
         return sum((tally.faults for tally in self.tallies.values()), Counter[Fault]())
 
     @property
     def num_bad(self) -> int:
-        """Records that nobody will ever read again."""
+        """Number of records that can never be read again."""
         return sum(count for fault, count in self.faults.items() if fault.is_bad_record)
 
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """What was deleted; bytes as charged."""
+    """Result of deleting; bytes as charged."""
 
     num_records: int
     stored_bytes: int
@@ -93,8 +93,8 @@ def verify_store(
 ) -> Iterator[Progress | Verification]:
     """Compare the accounting with a full count and verify all records or a random *sample*; the `Verification` is last.
 
-    With *fix* bad records are deleted. *owner* is the pid that others are told. FolderInUse; StoreLost;
-    ValueError for a key file that is none.
+    With *fix* bad records are deleted. *owner* is the pid that other processes are told. FolderInUse; StoreLost;
+    ValueError for a file that holds no key.
     """
     require_store(folder)
     cipher = None if key_file is None else Cipher.from_file(key_file)
@@ -144,8 +144,10 @@ def verify_store(
 def delete_namespaces(
     folder: Path, owner: int, namespaces: Collection[bytes], total_bytes: int
 ) -> Iterator[Progress | Deletion]:
-    """Delete all records of *namespaces*, about *total_bytes*, and have nobody read their payloads any more; the
-    `Deletion` is last. Errors as `verify_store`."""
+    """Delete all records of *namespaces*, about *total_bytes*, and the bytes of their payloads; the `Deletion` is last.
+
+    Raises what `verify_store` raises.
+    """
     require_store(folder)
     yield Progress("opening")
     with _opened(folder, owner) as store:
@@ -156,12 +158,12 @@ def delete_namespaces(
             num_records += store.delete(batch)
             num_bytes = before_bytes - store.statistics().stored_bytes
             yield Progress("deleting", num_bytes, max(total_bytes, num_bytes))
-        store.files.give_back(0)  # what is left in the slots is gone, and takes no room
+        store.files.give_back(0)  # punches out the payloads: their bytes are gone and take no disk space
     yield Deletion(num_records, num_bytes)
 
 
 def condemn(folder: Path) -> None:
-    """Have the next engine that opens the store start empty; FolderInUse."""
+    """Mark the store as damaged, so that the next engine that opens it starts empty; FolderInUse."""
     with Folder(folder) as opened:
         lock = OwnerLock(opened)
         try:
@@ -172,7 +174,7 @@ def condemn(folder: Path) -> None:
 
 @contextmanager
 def _opened(folder: Path, owner: int, cipher: Cipher | None = None) -> Iterator[LmdbStore]:
-    """The store in *folder* with the capacity it had."""
+    """Open the store in *folder* with the capacity that it had."""
     try:
         with LmdbStore(folder, cipher=cipher, durability=Durability.COMMIT, owner=owner) as store:
             yield store
@@ -182,7 +184,7 @@ def _opened(folder: Path, owner: int, cipher: Cipher | None = None) -> Iterator[
     except OSError as error:
         if isinstance(error.__cause__, DAMAGE):
             raise StoreDamaged(f"store {folder} is damaged: {error.__cause__}") from error
-        if error.errno is None:  # not the system's: nobody can vouch for the file, and the message says why
+        if error.errno is None:  # not from the system: the files cannot be trusted, and the message says why
             raise StoreLost(str(error)) from error
         raise
 
@@ -196,7 +198,7 @@ def _miscount(store: LmdbStore) -> str:
 
 
 def sample_of(keys: Iterable[bytes], size: int) -> list[bytes]:
-    """*size* of the *keys*, each as likely as the others, in their order (reservoir sampling)."""
+    """A random sample of *size* of the *keys*, each equally likely, in their order (reservoir sampling)."""
     chosen: list[tuple[int, bytes]] = []
     for number, key in enumerate(keys):
         if number < size:

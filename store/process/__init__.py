@@ -1,1 +1,1 @@
-"""A store in a process of its own."""
+"""A store in a process of its own: `StoreProcess` asks, `StoreServer` answers."""

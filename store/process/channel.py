@@ -1,4 +1,4 @@
-"""How a store's process is spoken to: questions and answers over a socket, bytes of blocks through shared memory."""
+"""The channel to a store's process: questions and answers go over a socket, bytes of blocks through shared memory."""
 
 import contextlib
 import errno
@@ -15,13 +15,13 @@ from weakref import WeakSet
 import numpy as np
 
 _MADV_POPULATE_WRITE = 23  # <linux/mman.h>; Python's mmap does not name it
-_WARM_STEP_BYTES = 4 << 20  # the interpreter's lock is held for one step: 2 ms
-_HEADER = struct.Struct("=QQ")  # of a message: bytes in all, number
-_PIECE_BYTES = 64 << 10  # all of a question or answer, unless bytes of blocks are in it
+_WARM_STEP_BYTES = 4 << 20  # populated with the interpreter's lock held: 2 ms a step
+_HEADER = struct.Struct("=QQ")  # of a message: its bytes in all, the number of its question
+_PIECE_BYTES = 64 << 10  # holds a whole question or answer, unless that has bytes of blocks
 
 
 class SharedMemory(NamedTuple):
-    """Memory of this process that is a file: a host slab. The file's bytes from 0 on are the memory's."""
+    """Memory of this process that is mapped from a file, a host slab: its first byte is byte 0 of the file."""
 
     file: int  # descriptor
     address: int
@@ -29,19 +29,19 @@ class SharedMemory(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Bytes in one of the shared memories: the same in both processes."""
+    """A range of bytes in one of the shared memories, as both processes name it."""
 
     memory: int
     offset: int
     num_bytes: int
 
 
-# What goes over the socket for a piece of memory: where it is, or, if it is not shared, the bytes themselves.
+# Sent over the socket for a piece of memory: its place, or, if it is not shared, the bytes themselves.
 Bytes = Place | bytes
 
 
 class MemoryMap:
-    """Finds the place of a view in shared memory."""
+    """The asker's side of shared memory: finds the place of a view."""
 
     def __init__(self, memories: Sequence[SharedMemory]) -> None:
         order = sorted(range(len(memories)), key=lambda i: memories[i].address)
@@ -50,7 +50,7 @@ class MemoryMap:
         self._ends = [memories[i].address + memories[i].num_bytes for i in order]
 
     def place(self, view: memoryview) -> Place | None:
-        """Where *view* (contiguous) is; None if in no shared memory."""
+        """The place of *view* (contiguous); None if it is in no shared memory."""
         if not view.nbytes:
             return None
         address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
@@ -61,42 +61,43 @@ class MemoryMap:
 
 
 class Mappings:
-    """The other side: the shared memories as this process has them."""
+    """The answering side of shared memory: maps the asker's memories into this process."""
 
     def __init__(self, memories: Sequence[tuple[int, int]]) -> None:
-        """*memories*: file descriptor and size of each."""
+        """*memories* are the file descriptor and size of each."""
         self._maps = [mmap.mmap(file, max(num_bytes, mmap.PAGESIZE)) for file, num_bytes in memories]
         self._views = [memoryview(shared) for shared in self._maps]
 
     def warm(self) -> None:
-        """Enter the pages in this process's page table, so that a first copy is as fast as a later one."""
+        """Enter the pages in this process's page table, so that first copies are as fast as later ones."""
         for shared in self._maps:
             for offset in range(0, len(shared), _WARM_STEP_BYTES):
-                with contextlib.suppress(OSError, ValueError):  # Linux before 5.14 does not know how
+                with contextlib.suppress(OSError, ValueError):  # Linux before 5.14 refuses it
                     shared.madvise(_MADV_POPULATE_WRITE, offset, min(_WARM_STEP_BYTES, len(shared) - offset))
 
     def view(self, piece: Bytes) -> memoryview:
-        """The piece, writable if it is shared."""
+        """The memory of *piece*, writable if it is shared."""
         if isinstance(piece, bytes):
             return memoryview(piece)
         return self._views[piece.memory][piece.offset : piece.offset + piece.num_bytes]
 
 
 class NoAnswer(Exception):
-    """The other side is gone, or silent for too long. Not an error of the store's: those are answers."""
+    """The other process has ended, or was silent for too long. (Errors of the store are answers.)"""
 
     @property
     def is_silence(self) -> bool:
-        """Whether the other side may still be there."""
+        """Whether the other process may still be alive."""
         return not isinstance(self.__cause__, EOFError | OSError) or isinstance(self.__cause__, TimeoutError)
 
 
 class Channel:
     """The asker's end of a socket, for one question at a time.
 
-    Each question has a number, and its answer the same. After `NoAnswer` or an interruption an answer may still come,
-    and memory be written for it: then only the end of the other process makes the channels to it harmless.
-    One that nobody has any more hangs up, as a forked child does at once: it must not keep the other side waiting.
+    Each question has a number, and its answer has the same. After `NoAnswer` or an interruption an answer may still
+    come, and the other process may still write to memory: the caller must end that process.
+    A channel hangs up when it is garbage, and in a forked child at once: an open end would keep the other process
+    waiting.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -105,7 +106,7 @@ class Channel:
         _channels.add(self)
 
     def ask(self, question: bytes, timeout_s: float) -> memoryview:
-        """The answer; `NoAnswer` if nobody is there, or after *timeout_s* of silence."""
+        """Send *question* and return the answer; `NoAnswer` if the process has ended or is silent for *timeout_s*."""
         self._number += 1
         try:
             self._socket.settimeout(timeout_s)
@@ -138,12 +139,12 @@ os.register_at_fork(after_in_child=_hang_up_all)
 
 
 def send(end: socket.socket, number: int, message: bytes) -> None:
-    """Send a whole message; OSError if that is not possible, TimeoutError after the socket's timeout."""
+    """Send a whole message. OSError if that fails, TimeoutError after the socket's timeout."""
     end.sendall(_HEADER.pack(_HEADER.size + len(message), number) + message)
 
 
 def receive(end: socket.socket) -> tuple[int, memoryview]:
-    """Number and bytes of the next message; EOFError at the end, TimeoutError after the socket's timeout of silence."""
+    """Number and bytes of the next message. EOFError if the other end was closed, TimeoutError after the timeout."""
     data = bytearray()
     while len(data) < _HEADER.size or len(data) < _HEADER.unpack_from(data)[0]:
         piece = end.recv(_PIECE_BYTES)
@@ -154,9 +155,9 @@ def receive(end: socket.socket) -> tuple[int, memoryview]:
 
 
 def portable(error: Exception) -> Exception:
-    """*error*, if another process can have it; else an OSError that has its text."""
+    """*error* itself, if it can be pickled for another process; else an OSError with its text."""
     try:
-        pickle.loads(pickle.dumps(error))  # some can be packed and not unpacked
-    except Exception:  # whatever their own code raises
+        pickle.loads(pickle.dumps(error))  # some errors can be pickled and not unpickled
+    except Exception:  # pickling runs code of the error, which may raise anything
         return OSError(errno.EIO, f"{type(error).__name__}: {error}")
     return error

@@ -1,4 +1,4 @@
-"""A store in a process of its own."""
+"""`StoreProcess`: a store in a process of its own, and that process's start, end and replacement."""
 
 import json
 import logging
@@ -22,38 +22,38 @@ from kvtier.store.process.channel import Channel, MemoryMap, NoAnswer, Place, Sh
 from kvtier.store.record import Fault
 from kvtier.store.store_settings import StoreSettings
 
-NUM_WRITERS = 2  # calls at a time that change something: one at work, one that gathers behind it
+NUM_WRITERS = 2  # calls at a time that change something: one works, one gathers blocks behind it
 NUM_READERS = 6
-TIMEOUT_S = 60.0  # for one call; what takes longer hangs, and the process is ended
+TIMEOUT_S = 60.0  # for one call; if it takes longer the process hangs, and is killed
 # For `sys.setswitchinterval`, in a process that asks and also computes in Python: every answer waits that long for the
-# interpreter's lock. With Python's own 5 ms, reads of 8 MiB beside a busy thread come at a tenth of their speed.
+# interpreter's lock. With Python's default of 5 ms, reads of 8 MiB beside a busy thread have a tenth of their speed.
 SWITCH_INTERVAL_S = 0.0005
-_OPEN_TIMEOUT_S = 300.0  # making a file smaller copies it
-_END_TIMEOUT_S = 5.0  # for a killed process: it takes milliseconds, or hangs in the kernel, on its disk
+_OPEN_TIMEOUT_S = 300.0  # to make the index smaller it is copied
+_END_TIMEOUT_S = 5.0  # for a killed process to be gone: that takes milliseconds, or it hangs in the kernel, on its disk
 
 _log = logging.getLogger(__name__)
 
 
 class StoreDied(OSError):
-    """The store's process has ended; the next call starts another."""
+    """The store's process has ended, or is still opening the store. After an end the next call starts another."""
 
 
 class StoreProcess:
-    """See `BlobStore`: an `LmdbStore` in a process of its own, which reads into and writes from *memories* directly.
+    """A `BlobStore`: an `LmdbStore` in a process of its own, which reads into and writes from *memories* directly.
 
-    - Python code that computes here holds up no read or write there, nor they it: beside a busy thread every call of
-      LMDB's would wait up to 5 ms for the interpreter's lock, 64 puts 340 ms instead of 6.
-    - What ends a process that maps a file, a medium that fails under it, ends that one: calls under way raise
-      `StoreDied` (reads give `Fault.IO_ERROR`), and the next call starts it again. So with one that hangs: it is killed
-      after *timeout_s* of silence. So with a call that is interrupted, by Ctrl-C: nobody waits for its answer.
-    - Opening has a deadline of its own. Only the call that begins it waits for it; all others raise `StoreDied` at once
-      until the store is open, and `close` ends the process that opens.
-    - A read returns only once nothing is written to its memory any more. It alone has no deadline behind the kill: a
-      process that the kernel cannot end, as its disk hangs, may still write.
+    - Python code that computes in this process delays no read or write of the store, nor the reverse: beside a busy
+      thread every call of LMDB's would wait up to 5 ms for the interpreter's lock, 64 puts 340 ms instead of 6.
+    - A medium that fails under a mapped file ends the store's process, not this one: calls under way raise `StoreDied`
+      (reads give `Fault.IO_ERROR`), and the next call starts another process. One that hangs is killed after
+      *timeout_s* of silence, and one whose caller was interrupted (Ctrl-C) at once, as its answer has no reader.
+    - Opening has a deadline of its own. Only the call that begins it waits for it; other calls raise `StoreDied` at
+      once until the store is open, and `close` ends the process that opens.
+    - A read returns only once the store's process can write to its memory no more. So after a kill it waits without a
+      deadline: a process that the kernel cannot end, as its disk hangs, may still write.
 
-    It is for the process that made it: in a forked child all but `close`, which does nothing there, is a ValueError.
-    *memories* (host slabs) must outlive the store. Other memory works too, with copies. Nothing is opened before
-    `open`, a `with` statement or the first call; that raises what opening raises.
+    It belongs to the process that made it: in a forked child every call but `close`, which does nothing, is a
+    ValueError. *memories* (host slabs) must outlive the store. Blocks in other memory are copied. Nothing is opened
+    before `open`, a `with` statement or the first call; these raise what opening raises.
     """
 
     def __init__(
@@ -64,30 +64,32 @@ class StoreProcess:
         self._memories = memories
         self._timeout_s = timeout_s
         self._map = MemoryMap(memories)
-        self._lock = threading.Lock()  # guards the six below; held for moments only
-        self._worker: _Worker | None = None  # the one that was started last
-        self._opened: Future[_Worker] = Future()  # what became of the last opening
+        self._lock = threading.Lock()  # guards the seven below; held for moments only
+        self._worker: _Worker | None = None  # the process that was started last
+        self._opened: Future[_Worker] = Future()  # the result of the last opening
         self._opened.set_exception(StoreDied(f"store {settings.folder}: not opened yet"))
-        self._opens = True
+        self._may_open = True
         self._closed = False
         self._num_replaced, self._why_replaced = 0, ""
         self.num_starts = 0
 
     def open(self) -> None:
-        """Have the store open on return, however long it takes to open. What opening raises; `StoreDied` if that hangs,
-        or is under way already."""
-        self._running()
+        """Open the store, however long that takes. Raises what opening raises.
+
+        `StoreDied` if opening hangs, or is under way already.
+        """
+        self._ensure_running()
 
     def stop_opening(self) -> None:
-        """Open no more, and end at once what is being opened: for an owner that is about to close."""
+        """Start no more processes, and end one that is still opening: for an owner that is about to close."""
         with self._lock:
-            self._opens = False
+            self._may_open = False
             worker = self._worker
         if worker is not None and not worker.is_open:
             worker.end("it was still opening")
 
     def kill(self) -> None:
-        """End the process at once, whatever it is doing, and open no more. What was put so far is whole."""
+        """Kill the process, whatever it is doing, and start no more. Finished puts are whole."""
         self.stop_opening()
         worker = self._worker
         if worker is not None:
@@ -96,20 +98,20 @@ class StoreProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process that was started last, which may have ended; None before the first."""
+        """Pid of the process that was started last, which may have ended; None before the first."""
         worker = self._worker
         return None if worker is None else worker.pid
 
     @property
     def num_ended(self) -> int:
-        """How many processes that had the store open have ended by themselves, or hung and were killed."""
+        """Number of processes that had the store open and ended by themselves, or hung and were killed."""
         with self._lock:
             worker = self._worker
             return self._num_replaced + (worker is not None and worker.is_open and worker.has_ended)
 
     @property
     def why_ended(self) -> str:
-        """What the last of them has ended of; empty if none has."""
+        """Why the last of these processes ended; empty if none has."""
         with self._lock:
             worker = self._worker
             is_last = worker is not None and worker.is_open and worker.has_ended
@@ -147,7 +149,7 @@ class StoreProcess:
         return int(self._ask_writer("delete", keys))
 
     def keys(self) -> Iterator[bytes]:
-        self._running()
+        self._ensure_running()
         return self._iterate("keys")
 
     def verify(self) -> Iterator[tuple[bytes, Fault | None]]:
@@ -186,8 +188,11 @@ class StoreProcess:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _running(self) -> "_Worker":
-        """The process, started if need be; who starts it waits until the store is open, and all others not at all."""
+    def _ensure_running(self) -> "_Worker":
+        """The process, started if there is none that lives. The call that starts it waits until the store is open.
+
+        `StoreDied` while another call waits for that.
+        """
         if os.getpid() != self._pid:
             raise ValueError(
                 f"store {self.settings.folder} is open in process {self._pid}, of which this one, {os.getpid()}, is a "
@@ -200,18 +205,18 @@ class StoreProcess:
                 return self._worker
             if not self._opened.done():
                 raise StoreDied(f"store {self.settings.folder}: its process is still opening it")
-            if not self._opens:
+            if not self._may_open:
                 raise StoreDied(f"store {self.settings.folder}: its process has ended, and is not started again")
             opened: Future[_Worker] = Future()
-            # A thread, which Ctrl-C does not reach: so an opening always comes to an end that is known.
+            # In a thread, which Ctrl-C does not reach: so every opening ends with a result.
             threading.Thread(target=self._start, args=(opened,), name="kvtier-store-open", daemon=True).start()
             self._opened = opened
         return opened.result()
 
     def _start(self, opened: "Future[_Worker]") -> None:
-        """The opening thread: put the process, once it has the store open, or the error into *opened*."""
+        """Runs in the thread that opens: sets *opened* to the process, once it has the store open, or to the error."""
         with self._lock:
-            if self._opened is not opened:  # interrupted just after starting this thread
+            if self._opened is not opened:  # the call was interrupted just after it had started this thread
                 return
             before = self._worker
         worker = None
@@ -226,25 +231,25 @@ class StoreProcess:
                     self._num_replaced, self._why_replaced = self._num_replaced + 1, before.why_ended
                 self.num_starts += 1
                 self._worker = worker
-                opens = self._opens and not self._closed
-            if not opens:
+                may_open = self._may_open and not self._closed
+            if not may_open:
                 raise StoreDied(f"store {self.settings.folder}: closed before it was open")
             worker.open(self.settings)
             opened.set_result(worker)
-        except BaseException as error:  # the thread's top: who waits for the opening learns of it
+        except BaseException as error:  # the thread's top: the call that waits for *opened* raises it
             if worker is not None:
                 worker.end("it did not open the store")
                 worker.note_crash()
             opened.set_exception(error)
 
     def _ask_reader(self, method: str, *arguments: Any) -> Any:
-        return self._running().ask_reader(method, *arguments)
+        return self._ensure_running().ask_reader(method, *arguments)
 
     def _ask_writer(self, method: str, *arguments: Any) -> Any:
-        return self._running().ask_writer(method, *arguments)
+        return self._ensure_running().ask_writer(method, *arguments)
 
     def _fill(self, keys: Sequence[bytes], pieces: Sequence[Place | int]) -> Any:
-        worker = self._running()
+        worker = self._ensure_running()
         try:
             return worker.ask_reader("read_many", keys, pieces)
         except BaseException:
@@ -253,38 +258,38 @@ class StoreProcess:
             raise
 
     def _iterate(self, method: str) -> Iterator[Any]:
-        worker = self._running()
+        worker = self._ensure_running()
         ended = list(worker.ended_walks)
         number = worker.ask_reader("begin", method, ended)
         worker.ended_walks.difference_update(ended)
         try:
             while items := worker.ask_reader("go_on", number):
                 yield from items
-                if self._running() is not worker:
+                if self._ensure_running() is not worker:
                     raise StoreDied(f"store {self.settings.folder}: its process ended, and {method} with it")
         finally:
-            worker.ended_walks.add(number)  # no question of its own: this may be the garbage collector's call
+            worker.ended_walks.add(number)  # the next walk tells: garbage collection may run this, and must not ask
 
 
 class _Worker:
-    """One life of the process."""
+    """One process of the store, from its start to its end, and the channels to it."""
 
     def __init__(self, settings: StoreSettings, memories: Sequence[SharedMemory], timeout_s: float) -> None:
         self._folder = settings.folder
         self._timeout_s = timeout_s
-        self._process, channels = _started(memories)
+        self._process, channels = _start_process(memories)
         self._writers = _queue_of(channels[:NUM_WRITERS])
         self._readers = _queue_of(channels[NUM_WRITERS:])
         self.is_open = False
         self._has_ended = False
         self._why_ended: str | None = None
-        self._silence = ""  # if it was ended for it
+        self._silence = ""  # if it was killed for its silence: which call it did not answer
         self._is_crash_noted = False
         self._owner = settings.owner or os.getpid()
-        self.ended_walks: set[int] = set()  # which the process need not keep any longer
+        self.ended_walks: set[int] = set()  # walks that the process may forget
 
     def open(self, settings: StoreSettings) -> None:
-        """Have the process open its store: the first question. What opening raises."""
+        """Have the process open its store, by the first question. Raises what opening raises."""
         self._ask(self._writers, _OPEN_TIMEOUT_S, "open", settings)
         self.is_open = True
 
@@ -294,31 +299,33 @@ class _Worker:
 
     @property
     def why_ended(self) -> str:
-        """What it was ended for, if it was, and its status; empty while it has not ended."""
+        """Why the process was killed, if it was, and its exit status; empty while it lives."""
         if self._why_ended is not None:
             return self._why_ended
         return _status(self._process.returncode) if self.has_ended else ""
 
     @property
     def has_ended(self) -> bool:
-        """Whether it must be asked no more: it was killed, or has ended by itself."""
+        """Whether it was killed or has ended by itself, so that it must not be asked any more."""
         return self._has_ended or self._process.poll() is not None
 
     def ask_reader(self, method: str, *arguments: Any) -> Any:
-        """What the store's *method*, which changes nothing, gives or raises; `StoreDied` if there is no answer."""
+        """Call the store's *method*, which changes nothing: returns or raises as it does. `StoreDied` if unanswered."""
         return self._ask(self._readers, self._timeout_s, method, *arguments)
 
     def ask_writer(self, method: str, *arguments: Any) -> Any:
-        """What the store's *method*, which changes something, gives or raises; `StoreDied` if there is no answer."""
+        """Call the store's *method*, which changes it: returns or raises as it does. `StoreDied` if unanswered."""
         return self._ask(self._writers, self._timeout_s, method, *arguments)
 
     def end(self, why: str, timeout_s: float | None = _END_TIMEOUT_S) -> bool:
-        """Kill the process; whether it is gone, so that nothing is written to memory any more. *why* is kept, unless it
-        had ended before; empty: it has ended by itself."""
+        """Kill the process, and return whether it is gone: then it writes to memory no more.
+
+        *why* is kept, unless the process had ended before; empty if it ended by itself.
+        """
         is_first = not self.has_ended
         self._has_ended = True
         for free in (self._writers, self._readers):
-            free.put(None)  # for a call that waits for a channel
+            free.put(None)  # wakes a call that waits for a channel
         try:
             self._process.kill()
             self._process.wait(timeout_s)
@@ -333,7 +340,7 @@ class _Worker:
         return True
 
     def note_crash(self) -> None:
-        """Have it counted beside the store if the process, which has ended, crashed. Once more does nothing."""
+        """Count it in the boot mark if the process, which has ended, crashed. A second call does nothing."""
         how = self._silence or crashes.signal_of(self._process.returncode)
         if not how or self._is_crash_noted:
             return
@@ -341,27 +348,27 @@ class _Worker:
         try:
             num_crashes = crashes.note(self._folder, self._owner)
         except OSError as error:
-            _log.warning("store %s: its process ended with %s, which cannot be noted: %s", self._folder, how, error)
+            _log.warning("store %s: its process ended with %s, which cannot be counted: %s", self._folder, how, error)
             return
-        _log.info(  # that it ended is in `why_ended`, that it starts empty is said then
+        _log.info(  # the engine logs `why_ended`, and the next start logs that it is empty
             "store %s: its process ended with %s, %d in a row; after %d it starts empty",
             *(self._folder, how, num_crashes, MOST_CRASHES),
         )
 
     def close(self) -> None:
-        """Have the store closed, and end the process."""
+        """Close the store, and end the process."""
         try:
             if not self.has_ended:
                 self.ask_writer("close")
         except OSError as error:
-            _log.warning("store: not closed properly: %s", error)
+            _log.warning("store %s: not closed properly: %s", self._folder, error)
         finally:
             self.end("it was closed")
 
     def _ask(self, free: "queue.SimpleQueue[Channel | None]", timeout_s: float, method: str, *arguments: Any) -> Any:
         question = pickle.dumps((method, arguments))
-        # A channel comes back only from a call that went well. After any other, an interruption between two of these
-        # lines included, an answer may be on its way that is nobody's, or the channel be lost.
+        # Only a call that went well gives its channel back. After any other, an interruption between two of these lines
+        # included, the channel may be lost, or an answer be on its way that no call waits for.
         try:
             channel = free.get(timeout=timeout_s)
             if channel is None:
@@ -384,19 +391,19 @@ class _Worker:
         return value
 
 
-def _started(memories: Sequence[SharedMemory]) -> "tuple[subprocess.Popen[bytes], list[Channel]]":
-    """A process that is to serve a store, and the channels to it: those of writers first."""
+def _start_process(memories: Sequence[SharedMemory]) -> "tuple[subprocess.Popen[bytes], list[Channel]]":
+    """Start a process that serves a store; returns it with the channels to it, those of writers first."""
     pairs = [socket.socketpair() for _ in range(NUM_WRITERS + NUM_READERS)]
     theirs = [there.fileno() for _, there in pairs]
     shared = [(memory.file, memory.num_bytes) for memory in memories]
     arguments = json.dumps([theirs, shared, NUM_WRITERS, os.getpid()])
     try:
         process = subprocess.Popen(
-            # -P: no module of the store's is looked for in the working directory
+            # -P: the working directory must not be searched for modules
             [sys.executable, "-P", "-m", "kvtier.store.process.store_server", arguments],
             pass_fds=[*theirs, *(memory.file for memory in memories)],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal is not for it
+            start_new_session=True,  # so that Ctrl-C in a terminal does not reach it
         )
     finally:
         for _, there in pairs:
@@ -405,7 +412,7 @@ def _started(memories: Sequence[SharedMemory]) -> "tuple[subprocess.Popen[bytes]
 
 
 def _queue_of(channels: Sequence[Channel]) -> "queue.SimpleQueue[Channel | None]":
-    """The *channels*, all free; None is put there for who waits when the process has ended."""
+    """A queue of the free *channels*. After the end of the process it gets None, for a call that waits."""
     free: queue.SimpleQueue[Channel | None] = queue.SimpleQueue()
     for channel in channels:
         free.put(channel)
@@ -413,7 +420,7 @@ def _queue_of(channels: Sequence[Channel]) -> "queue.SimpleQueue[Channel | None]
 
 
 def _status(returncode: int | None) -> str:
-    """How a process has ended, for people."""
+    """How a process has ended, in words."""
     if returncode is None:
         return "not gone yet"
     return f"signal {signal.Signals(-returncode).name}" if returncode < 0 else f"exit status {returncode}"

@@ -1,4 +1,4 @@
-"""What several tests of the engine start from."""
+"""Fixtures that several tests of the engine use."""
 
 import os
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """On busy cores the threads of small operations wait for each other."""
+    """Have torch use one thread: on busy cores the threads of small operations wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

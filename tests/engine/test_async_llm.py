@@ -1,4 +1,4 @@
-"""AsyncLLM: many streams at once, each as if it were alone; whoever leaves takes nothing from the others."""
+"""AsyncLLM: many streams at once, each as if it were alone, also when another stream is closed early."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Whatever waits for the engine can be cancelled wherever it waits: the engine goes on, or ends, as a whole."""
+"""A task that waits for the engine can be cancelled at any point: the engine goes on, or ends, as a whole."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ def play(story: Coroutine[object, object, None]) -> None:
 
 
 def device_only(model: PreTrainedModel) -> AsyncLLM:
-    """Without copies, so that at rest nothing is leased."""
+    """An engine without host memory: no copies, so that at rest nothing is leased."""
     device = {"capacity": NUM_SLOTS * BLOCK_BYTES, "block_size": BLOCK_SIZE}
     scheduler = {"prefill_chunk": 64, "token_budget": 128}
     return AsyncLLM(model, {"device": device, "host": {"capacity": 0}, "scheduler": scheduler}, byte_tokenizer())
@@ -151,7 +151,7 @@ def test_the_engine_goes_on_when_a_question_is_cancelled(
     play(story())
 
 
-def test_who_waits_for_the_end_and_is_cancelled_does_not_end_it(model: PreTrainedModel) -> None:
+def test_a_task_that_waits_for_the_end_and_is_cancelled_does_not_end_it(model: PreTrainedModel) -> None:
     async def story() -> None:
         async with device_only(model) as llm:
             assert await cancelled_at(llm.wait_end(), 0, late=False)
@@ -220,7 +220,7 @@ def test_a_prompt_that_wants_to_end_the_engine_ends_itself(model: PreTrainedMode
     play(story())
 
 
-def test_an_engine_outlives_the_event_loop_of_a_stream_that_nobody_closed(model: PreTrainedModel) -> None:
+def test_an_engine_outlives_the_event_loop_of_a_stream_that_was_never_closed(model: PreTrainedModel) -> None:
     llm, loop = device_only(model), asyncio.new_event_loop()
     loop.run_until_complete(llm.start())
     stream = llm.generate(prompt_of(1, 100), greedy(1000))

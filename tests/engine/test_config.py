@@ -1,3 +1,5 @@
+"""Configuration: TOML and dicts become one checked tree, and every mistake names its path."""
+
 from pathlib import Path
 
 import msgspec

@@ -1,4 +1,4 @@
-"""The disk goes wrong while an engine serves, or before it starts: right answers, what fits is cached, a line for each.
+"""A disk that fails while an engine serves, or before it starts: right answers, what fits is cached, a line for each.
 
 Real parts: models, processes, file systems. What takes its time is waited for, up to a deadline that is never reached.
 """
@@ -63,7 +63,7 @@ def ask(llm: LLM, prompt: Sequence[int]) -> Completion:
 
 @pytest.fixture(scope="module")
 def right() -> list[Sequence[int]]:
-    """The answers, without any cache below the device."""
+    """The right answers: those of an engine without a cache below the device."""
     settings = {"device": {"capacity": 30 * BLOCK_BYTES, "block_size": BLOCK_SIZE}, "host": {"capacity": 0}}
     with LLM(build("llama"), settings, byte_tokenizer()) as llm:
         return [ask(llm, prompt).token_ids for prompt in PROMPTS]
@@ -91,7 +91,7 @@ def wait_for(holds: Callable[[], bool]) -> None:
 def is_open(llm: LLM) -> bool:
     """Whether the disk tier is open and knows what it has."""
     disk = llm.statistics().cache.disk
-    return disk is not None and disk.is_open and disk.is_known
+    return disk is not None and disk.is_open and disk.is_indexed
 
 
 def is_written(llm: LLM) -> bool:
@@ -154,7 +154,7 @@ def test_a_folder_removed_while_serving_is_told_of_once_and_opened_anew(
         assert metrics_of(llm)["kvtier_disk_open",] == 1
 
     assert lines_with(caplog, "removed or replaced") == [
-        f"disk: {folder} was removed or replaced while it was open; what was in it is lost, and it is opened anew"
+        f"disk: {folder} was removed or replaced while it was open; its blocks are lost, and it is opened anew"
     ]
     if is_made_anew:
         assert (folder / "letter").read_text() == "not the store's"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from small_models import VOCAB, build, byte_tokenizer
+from waiting import DEADLINE_S
 
 from kvtier import LLM, SamplingParams
 from kvtier.engine.llm import Completion
@@ -112,11 +113,12 @@ def test_quotas_of_tenants_and_their_metrics(tmp_path: Path) -> None:
         ask(llm, salt="secret-b")
         for first in range(1, 9):
             ask(llm, [(first * 31 + 5 * i) % VOCAB for i in range(200)])
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
             values = metrics_of(llm)
             if values["kvtier_tenant_bytes", "disk", "ann"] > 0 < values["kvtier_disk_written_bytes_total",]:
                 break
+            assert time.monotonic() < deadline, "nothing was written to disk"
             ask(llm, PROMPT[:40])
 
         assert 0 < values["kvtier_tenant_bytes", "host", "ann"] <= 3 * BLOCK_BYTES

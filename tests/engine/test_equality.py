@@ -147,7 +147,7 @@ def blocks_of(llm: LLM, prompt: list[int]) -> dict[tuple[int, bytes], np.ndarray
         for name in chain_of(llm, prompt).names:
             slot = pool.find(name)
             if slot is not None:
-                blocks = llm.core._runner._slabs[group_id].blocks
+                blocks = llm.core.runner.slabs[group_id].blocks
                 found[group_id, name] = blocks[slot].cpu().numpy().copy()
     return found
 

@@ -1,4 +1,4 @@
-"""The exact lines that faults give, and that a thousand of them give few."""
+"""FaultLog: the exact lines of each fault, and few lines for a thousand faults."""
 
 import logging
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ class Engine:
         return EngineStatistics(cache, TokenBalance(), PrefixStatistics(), 0, 0, 0, 0, {}, 0, plans, self.standing)
 
     def look(self) -> list[str]:
-        """The lines that the log has for how things are now."""
+        """The lines that the log writes for the present snapshot."""
         self._caplog.clear()
         self._log.look(self.statistics())
         assert all(record.levelno == logging.WARNING for record in self._caplog.records)
@@ -150,9 +150,7 @@ def test_a_folder_that_is_gone_is_told_of_once(engine: Engine) -> None:
     gone = engine.look()
     engine.standing = replace(OPEN, num_gone=1)
 
-    assert gone == [
-        "disk: /kv was removed or replaced while it was open; what was in it is lost, and it is opened anew"
-    ]
+    assert gone == ["disk: /kv was removed or replaced while it was open; its blocks are lost, and it is opened anew"]
     assert engine.look() == []
 
 

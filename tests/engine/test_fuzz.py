@@ -34,7 +34,7 @@ LORA = "all"
 
 
 def seeds(count: int) -> list[int]:
-    """Fresh ones each run; KVTIER_SEED repeats one, KVTIER_RUNS says how many there are in the long form."""
+    """Fresh seeds for each run; KVTIER_SEED repeats one, KVTIER_RUNS is their number in the long form."""
     if "KVTIER_SEED" in os.environ:
         return [int(os.environ["KVTIER_SEED"])]
     return [random.SystemRandom().randrange(1 << 30) for _ in range(count)]
@@ -47,7 +47,7 @@ def build(name: str) -> PreTrainedModel:
 
 
 class Plain:
-    """The models, and what plain transformers and peft answer, each prompt once."""
+    """The models, and the answers of plain transformers and peft, computed once for each prompt."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -83,7 +83,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
 
 
 def run(plain: Plain, seed: int, num_steps: int) -> Tally:
-    """One run, and a start after it where its store is; what it has met."""
+    """One run, then a start on its store if it has one; the mishaps that it met."""
     rng = random.Random(seed)
     name = rng.choice(CHOICES)
     adapters = plain.adapters(name) if rng.random() < 0.2 else {}
@@ -105,7 +105,7 @@ def run(plain: Plain, seed: int, num_steps: int) -> Tally:
 
 
 def check_tokens(asked: Asked, is_answered: bool, expected: list[int]) -> None:
-    """Its tokens are the first of those expected; all that it may have, if it was not aborted."""
+    """Assert that the request's tokens begin the expected ones, and are complete unless it was aborted."""
     generated = asked.request.generated
     assert generated == expected[: len(generated)], f"wrong tokens of {asked.request.tokens}"
     assert len(generated) == asked.request.sampling.max_tokens or not is_answered

@@ -1,3 +1,5 @@
+"""Garbage: full collections wait for an idle engine, and the process's collector is given back as it was."""
+
 import gc
 from collections.abc import Iterator
 
@@ -12,7 +14,7 @@ from kvtier.engine.garbage import Garbage
 @pytest.fixture(autouse=True)
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A collector that looks after young objects often, so that a test need not make millions; as it was afterwards.
-    No engine counts that another test has left hanging."""
+    Engines that another test has left hanging do not count."""
     monkeypatch.setattr(Garbage, "_num_serving", 0)
     gc.unfreeze()
     thresholds = gc.get_threshold()
@@ -37,9 +39,9 @@ def test_beside_requests_nothing_is_walked_through_as_a_whole() -> None:
         before, kept = num_full(), []
         for _ in range(50):
             kept.append(make(100))
-            garbage.stepped()
+            garbage.on_step()
 
-        assert gc.get_count()[2] > 20  # each of which would have been one
+        assert gc.get_count()[2] > 20  # each of which would have been a full collection
         assert num_full() == before
 
 
@@ -47,12 +49,12 @@ def test_what_has_gathered_is_collected_once_the_engine_is_idle(monkeypatch: pyt
     monkeypatch.setattr(garbage_module, "ENOUGH", 20)
     with Garbage() as garbage:
         before = num_full()
-        garbage.idle()
+        garbage.on_idle()
         assert num_full() == before  # nothing has gathered
         kept = make(2000)
 
-        garbage.idle()
-        garbage.idle()
+        garbage.on_idle()
+        garbage.on_idle()
 
         assert len(kept) == 2000
         assert num_full() == before + 1
@@ -66,7 +68,7 @@ def test_garbage_of_an_engine_that_is_never_idle_is_bounded(
         before = num_full()
         kept = make(2000)
 
-        garbage.stepped()
+        garbage.on_step()
 
         assert len(kept) == 2000
         assert num_full() == before + 1
@@ -86,8 +88,8 @@ def test_a_collector_that_is_switched_off_stays_so() -> None:
     try:
         before = num_full()
         with Garbage() as garbage:
-            garbage.idle()
-            garbage.stepped()
+            garbage.on_idle()
+            garbage.on_step()
         assert num_full() == before
         assert not gc.isenabled()
     finally:
@@ -97,7 +99,7 @@ def test_a_collector_that_is_switched_off_stays_so() -> None:
 def test_an_engine_that_serves_walks_through_everything_only_when_idle(model: PreTrainedModel) -> None:
     async def story() -> None:
         async with opened(model) as llm:
-            assert gc.get_freeze_count() > 0  # before anybody asked for anything
+            assert gc.get_freeze_count() > 0  # before the first request
             assert await llm.ask(lambda _: gc.get_threshold()[2]) > 1000
             assert await llm.ask(lambda _: gc.get_freeze_count()) > 0
 

@@ -20,7 +20,7 @@ NUM_KILLS = 20
 
 @pytest.fixture
 def engines() -> Iterator[subprocess.Popen[str]]:
-    """A process that forks an engine for each folder it is told."""
+    """A process that forks an engine for each folder that it reads."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(small_models.__file__).parent)}
     with subprocess.Popen(
         [sys.executable, killed_engine.__file__],
@@ -34,7 +34,7 @@ def engines() -> Iterator[subprocess.Popen[str]]:
 
 
 def read_until(process: subprocess.Popen[str], word: str) -> str:
-    """The line before the one that says *word*."""
+    """Read lines until one says *word*; the line before it."""
     before = ""
     assert process.stdout is not None
     for line in process.stdout:

@@ -21,7 +21,7 @@ from kvtier.tiers.naming.tier import Tier
 BLOCK_SIZE = 16
 BLOCK_BYTES = BLOCK_SIZE * 1024  # of every small model
 GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
-HTTP_TIMEOUT_S = 10.0
+HTTP_TIMEOUT_S = 60.0
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -71,7 +71,7 @@ def not_zero(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def ask_around(llm: LLM) -> list[Completion]:
-    """Ask so many prompts with common beginnings that every tier answers some."""
+    """Send so many prompts with common beginnings that every tier answers some."""
     rng = random.Random(3)
     stems = [prompt_of(stem, 150) for stem in range(4)]
     prompts = [[*rng.choice(stems)[: rng.randrange(30, 150)], *prompt_of(seed, 10)] for seed in range(25)]

@@ -52,7 +52,7 @@ def prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
-    """What plain transformers answers."""
+    """The answers of plain transformers."""
     return [plain_greedy(model, prompt, NUM_NEW) for prompt in prompts]
 
 
@@ -67,7 +67,7 @@ def configuration(model: PreTrainedModel, folder: Path, prompts_on_device: float
 
 
 def test_it_knows_the_capital_of_france(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Only what was loaded as it was trained does."""
+    """Only a model that was loaded as it was trained does."""
     question = [{"role": "user", "content": "What is the capital of France?"}]
     prompt: Sequence[int] = tokenizer.apply_chat_template(question, add_generation_prompt=True)["input_ids"]
 

@@ -1,4 +1,4 @@
-"""A store that cannot be opened now, is opened late, or loses its folder: real processes, and rests that are told."""
+"""A store that cannot be opened now, is opened late, or loses its folder: real processes, rests that the test ends."""
 
 import errno
 import os
@@ -39,7 +39,7 @@ owner_lock.OwnerLock.__init__ = acquire_and_wait
 
 
 class Rests:
-    """Rests that end when told to, and are written down."""
+    """Rests that end when the test says so, and are recorded."""
 
     def __init__(self) -> None:
         self.begun: queue.SimpleQueue[float] = queue.SimpleQueue()
@@ -53,7 +53,7 @@ class Rests:
         return True
 
     def next(self) -> float:
-        """How long the next rest is, once it has begun."""
+        """Wait until the next rest has begun; its length."""
         return self.begun.get(timeout=DEADLINE_S)
 
     def end(self) -> None:
@@ -157,7 +157,7 @@ def test_a_folder_made_anew_by_another_gets_nothing_before_the_store_is_opened_i
             shutil.rmtree(folder)
         folder.mkdir(mode=0o700)
         (folder / "letter").write_text("not the store's")
-        store.put_many([blob_of(2)])  # nobody has noticed yet
+        store.put_many([blob_of(2)])  # the store has not noticed yet
 
         assert [path.name for path in folder.iterdir()] == ["letter"]
         rests.end()

@@ -1,4 +1,4 @@
-"""The examples, each run as a stranger runs it; the served model looks facts up, so that right answers can be seen."""
+"""Each example, run as its first line says. The served model looks facts up, so a wrong answer shows."""
 
 import importlib.util
 import os
@@ -55,7 +55,7 @@ def question(fact: Fact) -> str:
 
 
 def run(name: str, *arguments: object, turns: str = "", python: object = sys.executable) -> str:
-    """What the example prints."""
+    """Run the example: what it prints."""
     done = subprocess.run(
         [str(part) for part in (python, EXAMPLES / name, *arguments)],
         input=turns,
@@ -70,7 +70,7 @@ def run(name: str, *arguments: object, turns: str = "", python: object = sys.exe
 
 
 def origins(output: str) -> list[dict[str, int]]:
-    """The tokens by tier that each answer says."""
+    """The tokens by tier that the example prints after each answer."""
     told = re.findall(r"\[(.*); first token after", output)
     counts = [re.findall(r"(\d[\d,]*) (\w+)", line) for line in told]
     return [{tier: int(count.replace(",", "")) for count, tier in those} for those in counts]

@@ -1,4 +1,4 @@
-"""The wheel and the source distribution: each file once, none missing, and one leads to the other."""
+"""The wheel and the source distribution have each file once and miss none; the sdist builds the same wheel."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""README, DESIGN and docs/: links lead somewhere, and files, commands, settings and metrics that they name exist."""
+"""Documents that users read: their links lead somewhere, and files, commands, settings and metrics in them exist."""
 
 import re
 import tomllib

@@ -13,7 +13,7 @@ from package_builds import ROOT, build, copy_of_tree
 
 pytestmark = pytest.mark.long
 
-# What runs before the command, in the new environment: so that nothing of the tree can be imported by accident.
+# Runs before the command, in the new environment, so that nothing of the tree can be imported by accident.
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
 
 

@@ -1,4 +1,4 @@
-"""What runs before a commit and on the server are the commands that people run by hand."""
+"""CI and the hooks before a commit run the commands that contributors run by hand."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""Every store with every kind of codec."""
+"""Fixtures: every store with every kind of codec."""
 
 from collections.abc import Iterator
 from pathlib import Path

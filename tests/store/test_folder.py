@@ -1,4 +1,4 @@
-"""Nobody else decides which files a store, or the documents, write to and read."""
+"""No other user decides which files a store, or the documents, write to and read."""
 
 import os
 import shutil
@@ -71,9 +71,9 @@ def test_a_folder_that_is_a_link_is_refused(folder: Path, tmp_path: Path) -> Non
 def test_a_folder_in_which_others_may_write_is_refused(folder: Path) -> None:
     folder.chmod(0o770)
 
-    with pytest.raises(PermissionError, match=r"others may write in it \(mode 0770\); chmod 700"):
+    with pytest.raises(PermissionError, match=r"other users may write in it \(mode 0770\); chmod 700"):
         LmdbStore(folder, CAPACITY_BYTES)
-    with pytest.raises(OSError, match="others may write in it"):
+    with pytest.raises(OSError, match="other users may write in it"):
         DocumentFolder(folder, None, b"")
 
 
@@ -119,7 +119,7 @@ def test_documents_follow_no_link(tmp_path: Path) -> None:
 
 
 def test_an_open_folder_stays_the_same_one(tmp_path: Path) -> None:
-    with Folder.made(tmp_path / "folder") as folder:
+    with Folder.make(tmp_path / "folder") as folder:
         (tmp_path / "folder").rename(tmp_path / "elsewhere")
         (tmp_path / "folder").mkdir()
 

@@ -1,4 +1,4 @@
-"""What every store promises, asked of every store with every kind of codec."""
+"""The contract of `BlobStore`, tested on every store with every kind of codec."""
 
 import mmap
 import random
@@ -17,8 +17,9 @@ from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec import CODECS, NO_CODEC, Codec
 from kvtier.store.codec.seal import charged_bytes, seal
 from kvtier.store.lmdb import change as lmdb_change
-from kvtier.store.lmdb import data_file, lmdb_store
+from kvtier.store.lmdb import data_file
 from kvtier.store.lmdb import reader as lmdb_reader
+from kvtier.store.lmdb import writer as lmdb_writer
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import HEADER_BYTES, Fault, Record, digest
@@ -413,7 +414,7 @@ def test_a_quota_with_more_second_chances_than_fit_one_change(case: StoreCase, m
 
 @dataclass
 class Clock:
-    """The order of leaving, written down a second time as plainly as can be."""
+    """The order of eviction, written down a second time as plainly as possible."""
 
     capacity_bytes: int
     charges: dict[bytes, int]
@@ -551,7 +552,7 @@ def test_a_parent_stays_for_its_child_however_many_second_chances_it_takes(
 
 def test_a_call_that_brings_old_ones_again_and_new_ones(case: StoreCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lmdb_change, "_MOST_SECOND_CHANCES", 3)
-    monkeypatch.setattr(lmdb_store, "_MOST_EVICTED", 2)
+    monkeypatch.setattr(lmdb_writer, "_MOST_EVICTED", 2)
     with case.open(40 * charged_bytes(1000)) as store:
         store.put_many([blob_of(n, 1000) for n in range(40)])
 
@@ -563,7 +564,7 @@ def test_a_call_that_brings_old_ones_again_and_new_ones(case: StoreCase, monkeyp
 
 
 def test_more_evictions_than_fit_one_change(case: StoreCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmdb_store, "_MOST_EVICTED", 2)
+    monkeypatch.setattr(lmdb_writer, "_MOST_EVICTED", 2)
     charge = charged_bytes(1000)
     with case.open(100 * charge, {ANN: 30 * charge}) as store:
         store.put_many([replace(blob_of(n, 1000), tenant=ANN) for n in range(30)])

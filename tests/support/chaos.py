@@ -10,8 +10,8 @@ from unreliable_tiers import UnreliableTiers
 
 from kvtier.store.blob_store import BlobStore
 from kvtier.tiers.cache import CacheOptions, TieredCache
-from kvtier.tiers.device.block_pool import ABSENT
 from kvtier.tiers.device.group_slots import GroupSlots
+from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers, lower_tiers
 from kvtier.tiers.lower.lower_index import LowerIndex
@@ -27,12 +27,14 @@ NAMESPACE = b"n" * 16
 
 
 class FakeClock:
-    """Time that moves when told to."""
+    """Time that moves when told to, and by *tick_s* with each look at it."""
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.tick_s = 0.0
 
     def __call__(self) -> float:
+        self.now += self.tick_s
         return self.now
 
 
@@ -44,23 +46,23 @@ class ChaosLane:
         self._rng = rng
         self.failing = failing
         self.capacity = capacity
-        self._held: list[Transfer] = []
+        self.held: list[Transfer] = []
 
     @property
     def num_pending(self) -> int:
-        return len(self._held)
+        return len(self.held)
 
     def submit(self, transfer: Transfer) -> bool:
-        if len(self._held) >= self.capacity:
+        if len(self.held) >= self.capacity:
             return False
-        self._held.append(transfer)
+        self.held.append(transfer)
         return True
 
     def stir(self, share: float) -> None:
         """Finish about that share of what is held."""
-        self._rng.shuffle(self._held)
+        self._rng.shuffle(self.held)
         kept = []
-        for transfer in self._held:
+        for transfer in self.held:
             if self._rng.random() >= share:
                 kept.append(transfer)
                 continue
@@ -70,7 +72,7 @@ class ChaosLane:
             if dice < self.failing:
                 transfer.result, transfer.error = None, OSError("the copy failed")
             self._finished.put(transfer)
-        self._held = kept
+        self.held = kept
 
     def close(self) -> bool:
         self.stir(1.0)
@@ -92,20 +94,21 @@ class World:
         written_bytes_per_day: int | None = None,
         opening: Callable[[], int] = lambda: 1,
         is_unreliable: bool = False,
+        clock: FakeClock | None = None,
         **options: Any,
     ) -> None:
         """*opening*: the store's, see `DiskTier`. *is_unreliable*: the tiers below are `UnreliableTiers`. *options* are
         `CacheOptions`, the cache's *planner*, and *quotas* and *events* of the tiers below."""
         self.rng = rng
-        self.clock = FakeClock()
+        self.clock = FakeClock() if clock is None else clock
         self.store = store
         self.device = [np.zeros((num_device_slots, size), dtype=np.uint8) for size in block_bytes]
         self.memories = [CpuMemory(blocks, num_host_slots, num_layers=4) for blocks in self.device]
         self.open_lanes(failing)
         disk = None if store is None else DiskTier(store, NAMESPACE, self.clock, written_bytes_per_day, opening)
-        transfers = TransferEngine(self.lanes, self.finished)
+        self.transfers = TransferEngine(self.lanes, self.finished)
         below = {name: options.pop(name) for name in ("quotas", "events") if name in options}
-        self.local = lower_tiers(groups, self.memories, transfers, disk, self.clock, **below)
+        self.local = lower_tiers(groups, self.memories, self.transfers, disk, self.clock, **below)
         self.lower: LowerTiers = self.local
         if is_unreliable:
             assert isinstance(self.local, LocalTiers), "nothing below that could be unreliable"
@@ -113,7 +116,7 @@ class World:
         events, planner = below.get("events"), options.pop("planner", None)
         chosen = CacheOptions(**{"least_clean_ahead": max(1, num_device_slots // 4), **options})
         self.cache = TieredCache(
-            groups, self.memories, transfers, self.lower, self.clock, chosen, events=events, planner=planner
+            groups, self.memories, self.transfers, self.lower, self.clock, chosen, events=events, planner=planner
         )
         self.tails: set[BlockName] = set()  # names of blocks that are not full
         self.rotten: set[tuple[int, int]] = set()  # host slots (group, slot) that this world has damaged

@@ -9,4 +9,4 @@ def damage_in_host(core: EngineCore, name: BlockName) -> None:
     host = core.cache.lower.index.host
     assert host is not None, "an engine without host memory"
     (slot,) = host[0].pool.find_all([name]).tolist()
-    core._memories[0].host_block(slot)[3] ^= 1
+    core.cache.residency.groups[0].memory.host_block(slot)[3] ^= 1

@@ -18,6 +18,9 @@ NUM_TOKENS = 300
 NUM_NEW = 12
 
 
+READ_TIMEOUT_S = 60.0  # of what takes milliseconds: an answer that recomputed for being late is another test's
+
+
 GREEDY = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
 
 
@@ -31,7 +34,7 @@ def configuration(folder: Path, prompts_on_device: float, prompts_in_host: float
     return {
         "device": {"capacity": int(prompts_on_device * prompt), "block_size": BLOCK_SIZE},
         "host": {"capacity": int(prompts_in_host * prompt)},
-        "disk": {"path": str(folder / "store"), "capacity": "64MiB"},
+        "disk": {"path": str(folder / "store"), "capacity": "64MiB", "read_timeout_s": READ_TIMEOUT_S},
         "scheduler": {"prefill_chunk": 64, "token_budget": 128, "load": "always"},
     }
 
@@ -39,10 +42,15 @@ def configuration(folder: Path, prompts_on_device: float, prompts_in_host: float
 def push_down(
     llm: LLM, prompt: list[int], tier: Tier, num_tokens: int = NUM_TOKENS, sampling: SamplingParams = GREEDY
 ) -> None:
-    """Answer other prompts, of *num_tokens* each, until nothing of *prompt* is left in *tier*."""
+    """Answer other prompts, of *num_tokens* each, until nothing of *prompt* is left in *tier*.
+
+    Then every block has its copies: a request that had to wait for room would have what it needs read from disk
+    meanwhile, and find it in host memory.
+    """
     for seed in range(100, 160):
         warm = [there for there in llm.core.cache.where(chain_of(llm, prompt)) if there is not None]
         if all(there.depth > tier.depth for there in warm):
+            assert llm.core.cache.flush(READ_TIMEOUT_S) == 0, "blocks without a copy on disk"
             return
         llm.generate(prompt_of(seed + random.randrange(10**6), num_tokens), sampling)
     raise AssertionError(f"the prompt never left the {tier} tier")

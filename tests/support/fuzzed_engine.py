@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from chaos import NAMESPACE, FakeClock
 from small_models import byte_tokenizer
+from store_cases import rot
 from transformers import PreTrainedModel
 
 from kvtier.engine import build as engine_build
@@ -225,10 +226,7 @@ class FaultyStore:
             return
         key = self._rng.choice(keys)
         if isinstance(self.store, MemoryStore):
-            row = self.store._rows[key]
-            payload = bytearray(row.payload)
-            payload[self._rng.randrange(len(payload))] ^= 1 << self._rng.randrange(8)
-            self.store._rows[key] = type(row)(row.header, bytes(payload), row.charged_bytes, row.parent, row.tenant)
+            rot(self.store, key, self._rng)
         elif isinstance(self.store, LmdbStore) and (place := self.store.place(key)) is not None:
             path, offset, num_bytes = place
             with path.open("r+b") as file:
@@ -479,7 +477,7 @@ class FuzzedEngine:
         group_id, host = self.rng.randrange(len(self.core.cache.groups)), self._host_slots
         slots = host[group_id].pool.cached_slots() if host else []
         if slots:
-            block = self.core._memories[group_id].host_block(self.rng.choice(slots))
+            block = self.core.cache.residency.groups[group_id].memory.host_block(self.rng.choice(slots))
             block[self.rng.randrange(len(block))] ^= 1 << self.rng.randrange(8)
 
     def _let_time_pass(self) -> None:
@@ -529,7 +527,8 @@ class FuzzedEngine:
         if self.store is not None:
             self.store.odds, self.store.is_full, self.store.is_gone = self.odds, False, False
         transfers = TransferEngine(self._queue.lanes, self._queue)  # type: ignore[arg-type]  # what it uses of a queue
-        self._patch.setattr(engine_build, "_transfers", lambda *_: transfers)
+        self._patch.setattr(engine_build, "ThreadLane", lambda *_, **__: None)
+        self._patch.setattr(engine_build, "TransferEngine", lambda *_: transfers)
         self._patch.setattr(engine_core, "time", EngineTime(self.clock))
         self._patch.setattr(engine_build, "time", EngineTime(self.clock))
         self._patch.setattr(engine_build, "TieredCache", partial(self._cache, TieredCache))

@@ -12,8 +12,8 @@ from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.layouts import Layouts
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
-from kvtier.tiers.device.block_pool import ABSENT
 from kvtier.tiers.device.runs import Row
+from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.lower_tiers import Fetch
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
 from kvtier.tiers.naming.groups import FullAttention

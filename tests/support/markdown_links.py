@@ -21,8 +21,8 @@ class Link:
 
 
 def pages() -> list[Path]:
-    """The documents: README, DESIGN and the like at the top, and `docs/`."""
-    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+    """The documents: README, DESIGN and the like at the top, `docs/`, and the page of the examples."""
+    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
 
 
 def links_of(page: Path) -> list[Link]:

@@ -145,7 +145,7 @@ class SimulatedEngine:
         done_at: dict[Request, float] = {}
         while len(done_at) < len(prompts):
             while len(requests) < len(waiting) and waiting[len(requests)].at <= self.now:
-                requests.append(self._ask(waiting[len(requests)]))
+                requests.append(self.ask(waiting[len(requests)]))
             work = self._scheduler.schedule()
             if work:
                 self._advance(self.now + self._seconds(work))
@@ -165,7 +165,8 @@ class SimulatedEngine:
     def _clock(self) -> float:
         return self.now
 
-    def _ask(self, prompt: Arriving) -> Request:
+    def ask(self, prompt: Arriving) -> Request:
+        """Queue a prompt."""
         chain = BlockChain(BLOCK_SIZE)
         chain.extend(prompt.token_ids)
         request = Request(prompt.token_ids, ONE_TOKEN, chain, Detokenizer(self._tokenizer, []), arrived_at=prompt.at)
@@ -183,8 +184,8 @@ class SimulatedEngine:
     def _computed(self, work: Sequence[Work]) -> list[Request]:
         num_tokens = sum(item.num_tokens for item in work)
         num_read = sum(tokens_read(item.request.num_computed, item.num_tokens) for item in work)
-        self.planner.prefill.computed(num_tokens, num_read, self._seconds(work))
-        self._scheduler.computed(work)
+        self.planner.prefill.on_computed(num_tokens, num_read, self._seconds(work))
+        self._scheduler.on_computed(work)
         done = [item.request for item in work if item.request.num_to_compute == 0]
         for request in done:
             request.finish(FinishReason.LENGTH)

@@ -1,5 +1,6 @@
 """The stores under test, and a way to damage what they hold."""
 
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec import Codec
 from kvtier.store.lmdb.data_file import index_bytes
 from kvtier.store.lmdb.lmdb_store import LmdbStore
-from kvtier.store.lmdb.rows import _ROW, Row, checksum
+from kvtier.store.lmdb.rows import Row
 from kvtier.store.lmdb.tables import MAX_DBS
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.process.store_process import StoreProcess
@@ -45,6 +46,14 @@ def oldest_first(store: BlobStore) -> list[bytes]:
     return list(store.keys())[::-1]
 
 
+def rot(store: MemoryStore, key: bytes, rng: random.Random) -> None:
+    """Flip one bit of the stored payload."""
+    row = store.rows[key]
+    payload = bytearray(row.payload)
+    payload[rng.randrange(len(payload))] ^= 1 << rng.randrange(8)
+    store.rows[key] = replace(row, payload=bytes(payload))
+
+
 class StoreCase(Protocol):
     """Opens a kind of store and reaches past its contract to what it has stored."""
 
@@ -66,11 +75,11 @@ class MemoryCase:
 
     def stored(self, store: BlobStore, key: bytes) -> tuple[bytes, bytes]:
         assert isinstance(store, MemoryStore)
-        return store._rows[key].header, store._rows[key].payload
+        return store.rows[key].header, store.rows[key].payload
 
     def overwrite(self, store: BlobStore, key: bytes, header: bytes, payload: bytes) -> None:
         assert isinstance(store, MemoryStore)
-        store._rows[key] = replace(store._rows[key], header=header, payload=payload)
+        store.rows[key] = replace(store.rows[key], header=header, payload=payload)
 
 
 class LmdbCase:
@@ -100,8 +109,7 @@ class LmdbCase:
             assert packed is not None
             row = Row.unpack(key, packed)
             parent = row.parent if len(header) == HEADER_BYTES else b""
-            changed = packed[: _ROW.size] + header + parent
-            txn.put(key, changed + checksum(key, changed), db=records)
+            txn.put(key, row._replace(header=header, parent=parent).pack(key), db=records)
         slabs = Slabs(self.folder)
         slabs.write([row.slot], [memoryview(payload)[: row.slot.num_bytes]])
         slabs.close()

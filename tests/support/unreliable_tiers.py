@@ -7,10 +7,10 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.block_pool import ABSENT, Ids
 from kvtier.tiers.device.runs import Row
+from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.local_tiers import LocalTiers
-from kvtier.tiers.lower.lower_tiers import NOWHERE, Fetch, Lost, LowerStatistics, Places, Saving, Tell
+from kvtier.tiers.lower.lower_tiers import NOWHERE, Fetch, Lost, LowerStatistics, OnFetched, Places, SpillProgress
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import OwnerNumbers
@@ -25,11 +25,11 @@ SOON = 0.5  # of those on their way arrive in a poll
 class LateFetch:
     """See `Fetch`. What the tiers below have leased is not known here before their answer has arrived."""
 
-    def __init__(self, tiers: "UnreliableTiers", group_id: int, blocks: NamedBlocks, tell: Tell) -> None:
+    def __init__(self, tiers: "UnreliableTiers", group_id: int, blocks: NamedBlocks, on_fetched: OnFetched) -> None:
         self.group_id = group_id
         self.slots: Places = np.full(len(blocks.parents), ABSENT, np.int32)
         self.failures: dict[int, Reason] = {}
-        self.tell = tell
+        self.on_fetched = on_fetched
         self.inner: Fetch | None = None  # once the question has arrived
         self.open = set(range(len(self.slots)))  # neither here nor failed nor released
         self._tiers = tiers
@@ -116,12 +116,12 @@ class UnreliableTiers:
         return self.inner.epoch + self.num_deaths
 
     @property
-    def is_known(self) -> bool:
-        return self.inner.is_known
+    def is_indexed(self) -> bool:
+        return self.inner.is_indexed
 
     @property
-    def is_in_order(self) -> bool:
-        return self.is_alive and self.inner.is_in_order
+    def is_readable(self) -> bool:
+        return self.is_alive and self.inner.is_readable
 
     @property
     def is_making_room(self) -> bool:
@@ -148,13 +148,15 @@ class UnreliableTiers:
         self,
         group_id: int,
         blocks: NamedBlocks,
-        tell: Tell,
+        on_fetched: OnFetched,
         found: Places | None = None,
     ) -> LateFetch:
-        return self._fetch(group_id, blocks, tell, lambda hear: self.inner.fetch(group_id, blocks, hear))
+        return self._fetch(group_id, blocks, on_fetched, lambda answer: self.inner.fetch(group_id, blocks, answer))
 
-    def fetch_later(self, group_id: int, blocks: NamedBlocks, tell: Tell) -> LateFetch:
-        return self._fetch(group_id, blocks, tell, lambda hear: self.inner.fetch_later(group_id, blocks, hear))
+    def fetch_later(self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched) -> LateFetch:
+        return self._fetch(
+            group_id, blocks, on_fetched, lambda answer: self.inner.fetch_later(group_id, blocks, answer)
+        )
 
     def time_out(self, fetch: LateFetch) -> None:
         """A fetch is late."""
@@ -197,7 +199,7 @@ class UnreliableTiers:
     def refresh(self, group_id: int, names: Sequence[BlockName], were_read: Sequence[bool]) -> None:
         self._send(lambda: self.inner.refresh(group_id, names, were_read))
 
-    def keep(self, group_id: int, places: Places) -> None:
+    def evict_last(self, group_id: int, places: Places) -> None:
         pass  # by a slot that was found some time ago
 
     def forget(self, group_id: int, names: Sequence[BlockName]) -> None:
@@ -242,8 +244,8 @@ class UnreliableTiers:
     def queued_read_bytes(self) -> int:
         return self.inner.queued_read_bytes()
 
-    def saving(self) -> Saving:
-        return self.inner.saving() if self.is_alive else Saving(is_there=True)
+    def spill_progress(self) -> SpillProgress:
+        return self.inner.spill_progress() if self.is_alive else SpillProgress(has_target=True)
 
     def statistics(self) -> LowerStatistics:
         return self.inner.statistics()
@@ -253,8 +255,10 @@ class UnreliableTiers:
         for fetch in self._fetches:
             assert fetch.open or fetch.num_leased, "a fetch that is over is kept"
 
-    def _fetch(self, group_id: int, blocks: NamedBlocks, tell: Tell, ask: Callable[[Tell], Fetch]) -> LateFetch:
-        fetch = LateFetch(self, group_id, blocks, tell)
+    def _fetch(
+        self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched, ask: Callable[[OnFetched], Fetch]
+    ) -> LateFetch:
+        fetch = LateFetch(self, group_id, blocks, on_fetched)
         if not self.is_alive:
             for place in sorted(fetch.open):
                 fetch.failures[place] = Reason.FAILED
@@ -295,7 +299,7 @@ class UnreliableTiers:
     def _telling(self, fetch: LateFetch, place: int, failure: Reason | None) -> Callable[[], None]:
         def tell() -> None:
             if failure is not None or fetch.slots[place] != ABSENT:
-                fetch.tell(fetch, place, failure)
+                fetch.on_fetched(fetch, place, failure)
 
         return tell
 

@@ -88,6 +88,11 @@ def test_an_allocation_does_not_wait_for_a_copy_and_counts_what_it_drops() -> No
     assert w.cache.statistics().tiers[Tier.DEVICE].dropped_spills > 0
 
 
+def blocks_leaving(w: World) -> int:
+    """On their way from the device to host memory."""
+    return sum(transfer.num_bytes for transfer in w.lanes[Route.DEVICE_TO_HOST].held) // BLOCK_BYTES
+
+
 def test_copies_ahead_of_need_leave_the_bus_to_promotions() -> None:
     w = world(num_device_slots=32, num_host_slots=60)
     read(w, "a")
@@ -98,18 +103,18 @@ def test_copies_ahead_of_need_leave_the_bus_to_promotions() -> None:
         assert table is not None
         w.compute(table, w.chain(document, DOCUMENT), 0, DOCUMENT)
         w.cache.release(table)
-    window = w.cache._window.num_blocks
+    window = w.cache.statistics().clean_ahead_blocks
     assert window == 8
 
     promotion = w.cache.promote(w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1))
     assert w.lanes[Route.HOST_TO_DEVICE].num_pending
     w.cache.spill()
-    meanwhile = w.cache._host_spill.copies.num_leases(w.cache.residency.groups[0].pool)
+    meanwhile = blocks_leaving(w)
     w.settle()
     w.cache.spill()
 
     assert meanwhile == window // 2
-    assert w.cache._host_spill.copies.num_leases(w.cache.residency.groups[0].pool) >= window // 2  # the other half
+    assert blocks_leaving(w) >= window // 2  # the other half
     w.settle()
     w.cache.release(promotion.tables)
     w.check()
@@ -150,7 +155,7 @@ def test_a_promotion_through_a_host_smaller_than_the_document_arrives_in_portion
 
 
 def stirring(world: World):
-    """What `flush` calls while it waits: here copies finish only when stirred."""
+    """A callback for `flush` that lets copies finish: the world's lanes do that only when stirred."""
 
     def progress(num_left: int) -> None:
         world.clock.now += 0.01
@@ -340,7 +345,7 @@ def test_what_the_host_had_no_slot_for_is_copied_down_when_it_has() -> None:
     lost = w.cache.residency.groups[0].pool.cached_slots()[:6]
     w.store.delete(list(w.store.keys()))
     w.index.disk.index.clear()
-    w.cache.residency.groups[0].slots.lost_copies(lost)
+    w.cache.residency.groups[0].slots.on_copies_lost(lost)
 
     for _ in range(12):  # nothing is allocated meanwhile
         w.cache.spill()
@@ -359,10 +364,10 @@ def test_nobody_waits_for_room_behind_a_disk_that_hangs() -> None:
     assert table is not None
     w.compute(table, w.chain("new", 24), 0, 24)
     w.cache.release(table)
-    w.index.host[0].lost_copies(w.index.host[0].pool.cached_slots()[:2])
+    w.index.host[0].on_copies_lost(w.index.host[0].pool.cached_slots()[:2])
     w.store.delete(list(w.store.keys()))
     w.index.disk.index.clear()
-    w.cache.spill()  # a write to disk that will not end: nobody stirs its lane
+    w.cache.spill()  # a write to disk that will not end: the test does not stir its lane
     hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
 
     at_first = w.cache.make_room(hit)
@@ -506,13 +511,13 @@ def two_writes_under_way(w: World) -> list[Transfer]:
         assert table is not None
         w.compute(table, chain, 0, 2 * BLOCK_SIZE)
         w.cache.release(table)
-        w.cache._host_spill.copy_down(
-            w.cache.residency.groups[0], w.cache.residency.groups[0].pool.find_all(chain.names).tolist()
-        )
+        pin = w.cache.pin(chain, 2 * BLOCK_SIZE)  # copies down what is on the device only
+        assert pin is not None
+        w.cache.unpin(pin)
         w.lanes[Route.DEVICE_TO_HOST].stir(1.0)
         w.cache.poll()
         w.cache.spill()
-    writes, lane._held = lane._held, []
+    writes, lane.held = lane.held, []
     assert len(writes) >= 2
     return writes
 
@@ -544,7 +549,7 @@ def test_the_reasons_of_a_hit_that_went_out_of_date_add_up() -> None:
     w.compute(tables, chain, 0, 18)
     w.cache.release(tables)
     hit = w.cache.lookup(chain, 18)
-    w.cache.release(w.cache.allocate([8]))  # somebody else takes the slots
+    w.cache.release(w.cache.allocate([8]))  # another request takes the slots
 
     tokens = w.cache.promote(hit).balance(18)
 
@@ -564,20 +569,20 @@ def test_what_a_full_store_evicted_in_vain_is_dirty_again() -> None:
             return super().put_many(blobs)
 
     store = FullStore(100 * CHARGE)
-    w = world(num_device_slots=16, num_host_slots=12, store=store)
+    w = world(num_device_slots=16, num_host_slots=12, store=store, least_clean_ahead=16)
     read(w, "a")
     w.cache.flush(10, stirring(w))
     store.is_full = True
     read(w, "other", DOCUMENT // 2 + 1)
     for _ in range(12):
-        w.cache._host_spill.spill([16])
-        w.cache.lower.spill()
+        w.cache.spill()
         w.settle()
 
     w.check()
     group = w.cache.residency.groups[0]
     on_device = [name for name in w.names("a", DOCUMENT) if group.pool.find(name) is not None]
-    below = [name for name, place in zip(on_device, group.below.find(on_device), strict=True) if place != NOWHERE]
+    found = w.cache.lower.find(group.id, on_device)
+    below = [name for name, place in zip(on_device, found, strict=True) if place != NOWHERE]
     dirty = [group.pool.name(slot) for slot in group.slots.dirty.oldest(16)]
     last_copies = set(on_device) - set(below)
     assert last_copies
@@ -585,7 +590,7 @@ def test_what_a_full_store_evicted_in_vain_is_dirty_again() -> None:
 
 
 def test_a_block_that_left_host_memory_on_its_way_up_and_came_again_is_not_taken_for_the_one_that_left() -> None:
-    w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 40, None, random.Random(1))
+    w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 40, None, random.Random(1), least_clean_ahead=16)
     for document in "abc":
         read(w, document)
     chain = w.chain("a", DOCUMENT + 1)
@@ -598,7 +603,7 @@ def test_a_block_that_left_host_memory_on_its_way_up_and_came_again_is_not_taken
     w.compute(slots, chain, 0, BLOCK_SIZE)
     w.cache.release(slots)
     for _ in range(8):
-        w.cache._host_spill.spill([16])
+        w.cache.spill()
         w.lanes[Route.DEVICE_TO_HOST].stir(1.0)
         w.cache.poll()
     host = w.index.host

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from chaos import World
+from store_cases import rot
 from unreliable_tiers import UnreliableTiers
 
 from kvtier.store.blob_store import BlobStore
@@ -57,7 +58,7 @@ class Simulation:
         self.hits = 0
         self.copies = 0
         self.splits = 0
-        self.whole = 0  # prefixes that were held as a whole
+        self.whole = 0  # pins that were whole
 
     def step(self) -> None:
         operations = [
@@ -221,14 +222,6 @@ class Simulation:
 @pytest.fixture(autouse=True)
 def _small_blocks_come_by_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "BY_LAYERS_BYTES", 0)
-
-
-def rot(store: MemoryStore, key: bytes, rng: random.Random) -> None:
-    """Flip one bit of the stored payload."""
-    row = store._rows[key]
-    payload = bytearray(row.payload)
-    payload[rng.randrange(len(payload))] ^= 1 << rng.randrange(8)
-    store._rows[key] = replace(row, payload=bytes(payload))
 
 
 def seeds(count: int) -> list[int]:

@@ -1,12 +1,12 @@
-"""HitRatio: totals, what is preempted apart, and a ratio that slides."""
+"""HitRatio: totals, preempted requests apart, and the ratio of the last requests."""
 
 from kvtier.tiers.hit_ratio import HitRatio
 
 
 def test_queries_and_hits_are_counted_in_tokens() -> None:
     ratio = HitRatio()
-    ratio.admitted(100, 0)
-    ratio.admitted(300, 200)
+    ratio.on_admitted(100, 0)
+    ratio.on_admitted(300, 200)
 
     statistics = ratio.statistics()
 
@@ -16,8 +16,8 @@ def test_queries_and_hits_are_counted_in_tokens() -> None:
 
 def test_a_preempted_request_is_counted_apart() -> None:
     ratio = HitRatio()
-    ratio.admitted(100, 50)
-    ratio.readmitted(120, 96)
+    ratio.on_admitted(100, 50)
+    ratio.on_readmitted(120, 96)
 
     statistics = ratio.statistics()
 
@@ -29,7 +29,7 @@ def test_a_preempted_request_is_counted_apart() -> None:
 def test_the_ratio_is_that_of_the_last_requests_only() -> None:
     ratio = HitRatio(num_recent=3)
     for hits in (0, 0, 0, 100, 50, 0):
-        ratio.admitted(100, hits)
+        ratio.on_admitted(100, hits)
 
     assert ratio.statistics().recent_hit_ratio == 0.5
     assert ratio.statistics().hits == 150
@@ -39,7 +39,7 @@ def test_before_any_request_and_after_a_reset_there_is_no_ratio() -> None:
     ratio = HitRatio()
     assert ratio.statistics().recent_hit_ratio == 0
 
-    ratio.admitted(10, 9)
+    ratio.on_admitted(10, 9)
     ratio.forget_recent()
 
     assert ratio.statistics().recent_hit_ratio == 0

@@ -1,4 +1,4 @@
-"""While copies keep up, no block that has no copy further down ever loses its slot."""
+"""No block without a copy below ever loses its slot, as long as copies keep up."""
 
 import random
 
@@ -59,7 +59,7 @@ def answer(cache: TieredCache, salt: str, num_tokens: int) -> int:
 
 
 def dropped(cache: TieredCache) -> int:
-    """Blocks that left a tier although no other had them."""
+    """Number of blocks that left a tier although no other tier had them."""
     tiers = cache.statistics().tiers
     return tiers[Tier.DEVICE].dropped_spills + tiers[Tier.HOST].dropped_spills
 

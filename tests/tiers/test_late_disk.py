@@ -1,15 +1,14 @@
 """A disk whose store opens late, goes away, or is opened anew with other content."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from chaos import World
-from small_cache import BLOCK_BYTES, CHARGE, DOCUMENT, balance, read
+from late_store import LateStore, empty
+from small_cache import BLOCK_BYTES, DOCUMENT, balance, read
 
-from kvtier.store.blob_store import Blob, StoreStatistics, StoreUnavailable
-from kvtier.store.memory_store import MemoryStore
-from kvtier.store.record import Fault
+from kvtier.store.blob_store import Blob, StoreUnavailable
 from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.naming.groups import FullAttention
@@ -17,50 +16,6 @@ from kvtier.tiers.naming.tier import Tier
 from kvtier.transfer.transfer_engine import Route
 
 BLOCK_SIZE = 4
-
-
-class LateStore:
-    """A `MemoryStore`, or none, or another: what `ReopeningStore` looks like from below."""
-
-    def __init__(self, store: MemoryStore | None = None) -> None:
-        self._store = store
-        self._num_openings = int(store is not None)
-
-    def opening(self) -> int:
-        return 0 if self._store is None else self._num_openings
-
-    def change(self, store: MemoryStore | None) -> None:
-        """Another store from now on."""
-        self._store = store
-        self._num_openings += 1
-
-    @property
-    def _open(self) -> MemoryStore:
-        if self._store is None:
-            raise StoreUnavailable("not open")
-        return self._store
-
-    def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
-        return self._open.put_many(blobs)
-
-    def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
-        return self._open.read_many(keys, outs)
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self._open.touch(keys)
-
-    def delete(self, keys: Sequence[bytes]) -> int:
-        return self._open.delete(keys)
-
-    def keys(self) -> Iterator[bytes]:
-        return self._open.keys()
-
-    def statistics(self) -> StoreStatistics:
-        return empty().statistics() if self._store is None else self._store.statistics()
-
-
-def empty() -> MemoryStore:
-    return MemoryStore(1000 * CHARGE)
 
 
 def world(store: LateStore, num_host_slots: int = 24, **options: object) -> World:
@@ -163,6 +118,25 @@ def test_what_is_above_is_written_again_to_a_store_that_was_opened_anew() -> Non
     assert {(0, name) for name in above} <= on_disk
 
 
+def test_device_blocks_whose_only_copies_were_in_a_store_that_is_gone_are_copied_down_again() -> None:
+    late = LateStore(empty())
+    w = world(late)
+    read(w, "a")
+    w.flush()
+    host, device, names = w.index.host[0], w.cache.residency.groups[0].slots, w.names("a", DOCUMENT)
+    host.evict(host.pool.find_all(names))
+    assert w.cache.where(w.chain("a", DOCUMENT)) == [Tier.DEVICE] * len(names)
+    again = empty()
+
+    late.change(again)
+    step(w)
+    w.flush()
+
+    device.evict(device.pool.find_all(names))
+    assert {disk_of(w).block_of(key) for key in again.keys()} == {(0, name) for name in names}  # noqa: SIM118  # no dict
+    assert balance(read(w, "a"))[3] == 1
+
+
 def test_a_page_of_a_store_that_is_gone_tells_nothing_of_the_next_one() -> None:
     full = empty()
     before = world(LateStore(full))
@@ -204,7 +178,7 @@ def test_a_store_that_met_damage_and_began_again_is_looked_through_again() -> No
     for document in "abcdef":
         read(w, document)
     w.flush()
-    late._store = empty()  # its process has started again, and empty: no other opening
+    late.begin_again()
 
     for document in "ghi":
         read(w, document)

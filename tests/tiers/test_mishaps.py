@@ -7,6 +7,7 @@ import pytest
 from chaos import World
 from pinned_blocks import held, host_blocks, on_disk_only, until_whole
 from small_cache import BLOCK_BYTES, BLOCK_SIZE, CHARGE, DOCUMENT, balance, read, world
+from store_cases import rot
 
 from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.store.memory_store import MemoryStore
@@ -141,7 +142,7 @@ def test_a_prefix_whose_layer_was_not_waited_for_counts_for_nothing(by_layers: W
     promotion = promote(w, "a")
     assert promotion.gate is not None
 
-    promotion.gate.wait(0, 4, give_up_at=0.0)  # the time is over: who computes goes on with what is in the slots
+    promotion.gate.wait(0, 4, give_up_at=0.0)  # the time is over: the step goes on with what is in the slots
     w.settle()
 
     assert promotion.done
@@ -188,7 +189,8 @@ def test_a_device_block_whose_record_was_found_bad_is_copied_down_again_before_i
     if fault == "missing":
         store.delete(list(store.keys()))
     else:
-        rot(store)
+        for key in list(store.keys()):
+            rot(store, key, w.rng)
 
     pin = held(w, "a")
     w.settle()  # the records are read, and found bad
@@ -201,14 +203,6 @@ def test_a_device_block_whose_record_was_found_bad_is_copied_down_again_before_i
     assert all(tier is not None for tier in places(w, "a"))
     assert w.cache.statistics().tiers[Tier.DEVICE].dropped_spills == 0
     assert balance(read(w, "a"))[3] == 1
-
-
-def rot(store: MemoryStore) -> None:
-    """Damage every record."""
-    for key, row in store._rows.items():
-        payload = bytearray(row.payload)
-        payload[0] ^= 1
-        store._rows[key] = type(row)(row.header, bytes(payload), row.charged_bytes, row.parent, row.tenant)
 
 
 def test_a_held_block_whose_read_failed_is_not_whole_and_is_read_again() -> None:
@@ -250,7 +244,8 @@ def test_a_block_that_was_forgotten_on_its_way_to_disk_leaves_no_mark_on_who_com
     w.check()
 
 
-def test_a_block_that_leaves_host_memory_while_it_comes_up_is_copied_down_again() -> None:
+@pytest.mark.parametrize("is_told_before_it_comes", [False, True])
+def test_a_block_whose_copy_below_went_while_it_came_up_is_copied_down_again(is_told_before_it_comes: bool) -> None:
     w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 16, 40, None, world().rng)
     read(w, "a")
     until_whole(w, held(w, "a"))
@@ -261,12 +256,15 @@ def test_a_block_that_leaves_host_memory_while_it_comes_up_is_copied_down_again(
     assert w.lanes[Route.HOST_TO_DEVICE].num_pending > 0
 
     host[0].evict(host[0].pool.find_all(chain.names))
+    if is_told_before_it_comes:
+        w.cache.poll()  # the cache learns of the loss while the device cannot find the block yet
     w.settle()
 
     assert promotion.num_blocks == NUM_BLOCKS
-    assert len(device.dirty) == NUM_BLOCKS
     w.cache.release(promotion.tables)
     w.check()
+    leave_the_device(w, "a")
+    assert places(w, "a") == [Tier.HOST] * NUM_BLOCKS
 
 
 def test_what_failed_to_leave_the_device_is_copied_down_when_the_bus_is_tried_again() -> None:

@@ -1,10 +1,10 @@
-"""Long prefixes, of which no call does more than a part."""
+"""Long prefixes come up in parts: no call does more than one."""
 
 import random
 
 import pytest
-from chaos import FakeClock, World
-from small_cache import BLOCK_BYTES, BLOCK_SIZE, CHARGE, compute_and_leave, read
+from chaos import World
+from small_cache import BLOCK_BYTES, BLOCK_SIZE, CHARGE, compute_and_leave, demand_of, read
 
 from kvtier.store.blob_store import Blob
 from kvtier.store.memory_store import MemoryStore
@@ -232,6 +232,23 @@ def test_who_leaves_a_long_prefix_before_it_comes_by_layers_leaves_nothing(monke
     w.check()
 
 
+def test_host_memory_keeps_what_a_promotion_has_still_to_bring_up() -> None:
+    w = world(num_host_slots=100)
+    in_host(w, "a")
+    promotion = promote(w, "a")
+    num_read = w.cache.statistics().routes[Route.DISK_TO_HOST].num_transfers
+    assert len(promotion.waiting) == 4
+
+    taken = w.cache.lower.reserve(0, 100)  # by copies down of all that the device has
+
+    assert len(taken) == 100 - NUM_BLOCKS
+    until_done(w, promotion)
+    assert promotion.balance(DOCUMENT + 1).host == DOCUMENT
+    assert w.cache.statistics().routes[Route.DISK_TO_HOST].num_transfers == num_read
+    w.cache.lower.abandon(0, taken)
+    w.cache.release(promotion.tables)
+
+
 def test_of_a_long_prefix_that_came_up_host_memory_forgets_the_tail_first() -> None:
     w = world()
     in_host(w, "a")
@@ -309,14 +326,6 @@ def test_a_long_prefix_pushes_out_only_what_has_a_copy_below() -> None:
     assert w.cache.statistics().tiers[Tier.DEVICE].dropped_spills == 0
 
 
-class TickingClock(FakeClock):
-    """Each look at it takes so long as taking a batch in may last."""
-
-    def __call__(self) -> float:
-        self.now += cache.TAKING_IN_S
-        return self.now
-
-
 def test_a_poll_takes_in_what_has_finished_for_a_moment_only_and_the_next_one_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -329,7 +338,7 @@ def test_a_poll_takes_in_what_has_finished_for_a_moment_only_and_the_next_one_go
     promotion = promote(w, "a")
     w.lanes[Route.DISK_TO_HOST].stir(1.0)
     assert w.cache.num_under_way == 6
-    w.cache._clock = TickingClock()
+    w.clock.tick_s = cache.TAKING_IN_S  # each look takes as long as taking in may last
 
     counts = [w.cache.num_under_way]
     while w.lanes[Route.HOST_TO_DEVICE].num_pending < 6:
@@ -337,7 +346,7 @@ def test_a_poll_takes_in_what_has_finished_for_a_moment_only_and_the_next_one_go
         counts.append(w.cache.num_under_way - w.lanes[Route.HOST_TO_DEVICE].num_pending)
 
     assert counts == [6, 4, 2, 0]
-    w.cache._clock = w.clock
+    w.clock.tick_s = 0.0
     w.settle()
     assert promotion.num_blocks == NUM_BLOCKS
 
@@ -353,7 +362,7 @@ def test_what_a_look_up_found_is_not_looked_for_again(where: Tier, monkeypatch: 
     find_all = BlockPool.find_all
     monkeypatch.setattr(BlockPool, "find_all", lambda self, names: asked.append(len(names)) or find_all(self, names))
 
-    demand = w.cache._promoter.demand(hit, BLOCK_SIZE)
+    demand = demand_of(w, hit)
     fits = w.cache.make_room(hit)
     begins_with = w.cache.on_device(hit)
     num_asked = sum(asked)
@@ -377,8 +386,8 @@ def test_what_is_to_come_is_counted_by_who_asks_for_slots_and_by_who_plans_a_loa
     w.lanes[Route.DISK_TO_HOST].capacity = 0
 
     first = promote(w, "a")
-    demand = w.cache._promoter.demand(hit, BLOCK_SIZE)
-    again = w.cache._promoter.demand(w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1), BLOCK_SIZE)
+    demand = demand_of(w, hit)
+    again = demand_of(w, w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1))
 
     assert w.cache.num_to_come(first) == [NUM_BLOCKS - 4]
     assert w.cache.free_slots() == [NUM_BLOCKS]

@@ -201,11 +201,10 @@ class Desk(World):
 
     def queue(self, group_id: int = 0) -> list[int]:
         """The free slots in the order in which they would be given out; nothing changes."""
-        pool = self.pools[group_id]
-        return pool._blank[::-1] + pool.cached_slots()
+        return self.pools[group_id].blank_slots() + self.pools[group_id].cached_slots()
 
     def holders(self, reader: Reader, group_id: int = 0) -> list[int | None]:
-        """For each full block of the request the device slot in which others find it."""
+        """For each full block of the request the device slot in which other requests find it."""
         size = self.cache.groups[group_id].block_size
         names = reader.chain.names_of(size, range(len(reader.token_ids) // size))
         return [self.pools[group_id].find(name) for name in names]
@@ -1130,7 +1129,7 @@ def test_a_hit_takes_no_more_slots_than_it_lacks_while_others_lease_the_rest_of_
 
 
 def computed_while_it_came_up() -> tuple[Desk, Reader, Reader]:
-    """One waits for blocks from below; before they are there another, who does not read the cache, computes them."""
+    """One request waits for blocks from below. Before they arrive, one that does not read the cache computes them."""
     desk = Desk(num_slots=20, num_host_slots=20, store=on_disk(text(1, 64)))
     waiting = desk.arrive(text(1, 80))
     other = desk.arrive(text(1, 64), reads_cache=False)
@@ -1644,7 +1643,7 @@ def test_a_reset_is_told_once_for_all_tiers() -> None:  # S47
 
 
 class Book:
-    """What somebody believes who hears nothing but events."""
+    """What a router believes that hears nothing but events."""
 
     def __init__(self) -> None:
         self.blocks: dict[Tier, set[tuple[int, BlockName]]] = {tier: set() for tier in Tier}

@@ -1,4 +1,4 @@
-"""A store whose content is replaced again and again, with what a leak would show by; run by `fork_server.py`."""
+"""A store whose content is replaced again and again, and figures that would show a leak; run by `fork_server.py`."""
 
 import gc
 import itertools
@@ -64,7 +64,7 @@ def run(
 
 
 def held() -> dict[str, int]:
-    """What the process holds of the kernel's."""
+    """Kernel resources that the process holds."""
     links = [_link(name) for name in os.listdir("/proc/self/fd")]
     num_slabs = sum("/slab-" in link for link in links)
     num_threads = len(os.listdir("/proc/self/task"))
@@ -74,17 +74,17 @@ def held() -> dict[str, int]:
 def _link(name: str) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{name}")
-    except FileNotFoundError:  # the one that listed them
+    except FileNotFoundError:  # the descriptor that listed them
         return ""
 
 
 def file_bytes(folder: Path) -> int:
-    """What index and payloads take on the medium."""
+    """Bytes that index and payloads take on the medium."""
     return sum(file.stat().st_blocks * 512 for file in [folder / "data.mdb", *folder.glob("slab-*")])
 
 
 class Churn:
-    """Knows what is in the store, and at what charge: that is a matter of the codec of the day."""
+    """Knows which blocks the store has, and the charge of each, which depends on the codec that wrote it."""
 
     def __init__(self, folder: Path, capacity_bytes: int, durability: str, rng: random.Random) -> None:
         self._folder = folder
@@ -94,7 +94,7 @@ class Churn:
         self._chain_ids = itertools.count()
 
     def turn_over(self, store: LmdbStore, codec: str) -> None:
-        """Put once the capacity, with touches, deletions, and readers whose threads come and go."""
+        """Put as many bytes as the capacity, with touches, deletions, and threads that start, read and end."""
         problems: list[str] = []
         readers = [threading.Thread(target=self._read, args=(store, n, problems)) for n in range(3)]
         for reader in readers:
@@ -109,7 +109,7 @@ class Churn:
         assert problems == []
 
     def _change(self, store: LmdbStore, codec: str) -> int:
-        """Put, perhaps touch and delete; how many bytes were put."""
+        """Put blocks, and perhaps touch and delete some; bytes that were put."""
         if self._rng.random() < 0.2:
             store.touch([key_of(number) for number in self._some()])
         if self._rng.random() < 0.05:
@@ -120,7 +120,7 @@ class Churn:
         return self._put(store, codec)
 
     def assert_books_agree(self, store: LmdbStore) -> None:
-        """The figures are those of a full scan, and of our own book."""
+        """Raise AssertionError unless the store's figures are those of a full scan and of this book."""
         store.check()
         found = numbers_in(store)
         statistics = store.statistics()
@@ -134,7 +134,7 @@ class Churn:
         assert statistics.file_bytes == file_bytes(self._folder)
 
     def footprint(self, store: LmdbStore) -> dict[str, Any]:
-        """What must not grow."""
+        """Figures that must not grow from turnover to turnover."""
         gc.collect()
         status = Path("/proc/self/status").read_text()
         return {
@@ -165,7 +165,7 @@ class Churn:
                 _, faults = read_numbers(store, some)
                 if not set(faults.values()) <= {Fault.MISSING}:
                     problems.append(f"bad records: {faults}")
-            except RuntimeError:  # the owner of the book has just written in it
+            except RuntimeError:  # the thread that owns the book has just changed it
                 continue
             except AssertionError as error:
                 problems.append(str(error))

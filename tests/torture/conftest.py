@@ -1,4 +1,4 @@
-"""Seeds that are said and can be set, and processes to be tortured: `make torture SEED=1 KILLS=200`."""
+"""Seeds, printed and settable, and servers of processes to torture: `make torture SEED=1 KILLS=200`."""
 
 import os
 import random
@@ -13,7 +13,7 @@ from forks import ForkServer, fork_server
 
 @pytest.fixture
 def seed() -> int:
-    """Of everything random in a test; `TORTURE_SEED` sets it."""
+    """The seed of everything random in a test; `TORTURE_SEED` sets it."""
     value = int(os.environ.get("TORTURE_SEED") or random.randrange(1 << 32))
     print(f"TORTURE_SEED={value}", flush=True)
     return value
@@ -21,7 +21,7 @@ def seed() -> int:
 
 @pytest.fixture(scope="session")
 def num_kills() -> int:
-    """Of the long form."""
+    """Number of kills in the long form."""
     return int(os.environ.get("TORTURE_KILLS") or 200)
 
 

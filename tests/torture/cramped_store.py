@@ -1,4 +1,4 @@
-"""A store on a file system that gets full or goes read-only under it; run by `fork_server.py`."""
+"""A store on a file system that fills up or becomes read-only under it; run by `fork_server.py`."""
 
 import logging
 import os
@@ -12,17 +12,17 @@ from faulty_store import Watch
 from fork_server import Say
 from model_store import ModelStore
 
-CAPACITY_BYTES = 200 << 20  # more than there is room for
+CAPACITY_BYTES = 200 << 20  # more than the file system has
 
 
 def run(say: Say, act: str, **arguments: Any) -> None:
-    """One of the functions below."""
+    """Run the function that *act* names."""
     acts = {"fill": fill, "abort": abort, "look": look}
     acts[act](say, **arguments)
 
 
 def fill(say: Say, mount_point: str, codec: str, durability: str, seed: int) -> None:
-    """Put until the disk is full, and go on with what fits; have somebody else take the rest, and give it back."""
+    """Put until the disk is full, and go on with what fits; then another file takes the rest, and gives it back."""
     model = ModelStore(Path(mount_point) / "store", CAPACITY_BYTES, codec, durability, random.Random(seed))
     hog = Path(mount_point) / "hog"
     model.open()
@@ -42,7 +42,7 @@ def fill(say: Say, mount_point: str, codec: str, durability: str, seed: int) -> 
     assert num_errors == 0, "a full disk stopped it"
     assert len(model.there) > 20, "hardly anything is left"
     say(capacities=capacities)
-    while model.there:  # what is there can be deleted although there is no room
+    while model.there:  # blocks can be deleted although there is no room
         model.delete()
         model.delete_one()
     model.assert_whole()
@@ -80,7 +80,7 @@ def abort(say: Say, mount_point: str, durability: str, seed: int) -> None:
 
 
 def look(say: Say, mount_point: str, durability: str, numbers: list[int]) -> None:
-    """Open the store, read *numbers* and go on with it; what comes back must be right, the rest is said."""
+    """Open the store, read *numbers* and use it on; blocks that come back must be right, and the others are told."""
     watch = Watch()
     logging.getLogger("kvtier").addHandler(watch)
     model = ModelStore(Path(mount_point) / "store", 8 << 20, "none", durability, random.Random(0))
@@ -104,7 +104,7 @@ def _go_on(model: ModelStore, num_calls: int) -> int:
 
 
 def take_the_rest(hog: Path) -> None:
-    """Leave not a byte on the file system."""
+    """Fill the file system to the last byte."""
     with hog.open("wb", buffering=0) as file:
         for size in (1 << 20, 4096):
             with suppress(OSError):

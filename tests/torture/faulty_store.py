@@ -37,7 +37,7 @@ class Call(IntEnum):
 
 
 class Kind(IntEnum):
-    """What happens to a call."""
+    """What a fault does to an I/O call."""
 
     NOTHING = 0
     FAIL = 1
@@ -47,7 +47,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Rule:
-    """*share* of the calls meet *kind*, but for the first *after* of them, and *most* times at most."""
+    """Applies *kind* to a *share* of the calls after the first *after* of them, *most* times at most."""
 
     kind: Kind
     error: int = errno.EIO
@@ -58,7 +58,7 @@ class Rule:
 
 
 class Shim:
-    """The library preloaded into this process."""
+    """The library `io_shim.c`, preloaded into this process."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._library = ctypes.CDLL(None)
@@ -66,7 +66,7 @@ class Shim:
         self._library.torture_watch(str(folder).encode(), ctypes.c_uint64(seed))
 
     def set(self, call: Call, rule: Rule) -> None:
-        """From now on this happens to *call*."""
+        """Apply a rule to *call* from now on."""
         self._library.torture_rule(
             int(call),
             int(rule.kind),
@@ -78,7 +78,7 @@ class Shim:
         )
 
     def end(self) -> None:
-        """Everything works again."""
+        """Drop all rules: every call works again."""
         for call in Call:
             self.set(call, Rule(Kind.NOTHING))
 
@@ -87,7 +87,7 @@ class Shim:
 
 
 def run(say: Say, act: str, **arguments: Any) -> None:
-    """One of the functions below."""
+    """Run the function that *act* names."""
     acts = {
         "rounds": fail_and_recover,
         "open": fail_to_open,
@@ -99,7 +99,7 @@ def run(say: Say, act: str, **arguments: Any) -> None:
 
 
 def fail_and_recover(say: Say, folder: str, codec: str, durability: str, seed: int, num_rounds: int) -> None:
-    """Rounds of faults over one store. What goes wrong is an AssertionError that names its round."""
+    """Run rounds of faults over one store. A wrong result is an AssertionError that names its round."""
     watch = Watch()
     logging.getLogger("kvtier").addHandler(watch)
     rng = random.Random(seed)
@@ -132,12 +132,12 @@ def fail_and_recover(say: Say, folder: str, codec: str, durability: str, seed: i
 
 
 class Watch(logging.Handler):
-    """Hears the store say that it starts empty."""
+    """A log handler that keeps the reason for which the store last started empty."""
 
     def __init__(self) -> None:
         super().__init__()
         self.reason = ""
-        self.is_fair = False  # to start empty just now
+        self.is_fair = False  # whether the store may start empty just now
 
     def emit(self, record: logging.LogRecord) -> None:
         if "starts empty: " in record.getMessage():
@@ -145,7 +145,7 @@ class Watch(logging.Handler):
 
 
 class Reader:
-    """A thread that reads what the owner says is there; misses are fine while I/O fails, bad bytes never."""
+    """A thread that reads the blocks that the owner has put; misses are fine while I/O fails, bad bytes never."""
 
     def __init__(self, model: ModelStore) -> None:
         self._model = model
@@ -163,7 +163,7 @@ class Reader:
     def _read(self) -> None:
         rng = random.Random(1)
         while not self._stop.wait(0.001):
-            with suppress(ValueError, RuntimeError):  # closed; or the owner changes the set just now
+            with suppress(ValueError, RuntimeError):  # the store is closed, or the owner changes the set just now
                 numbers = list(self._model.there)
                 try:
                     _, faults = read_numbers(self._model.store, rng.sample(numbers, min(4, len(numbers))))
@@ -194,7 +194,7 @@ def _work(model: ModelStore, with_reopening: bool, shim: Shim, watch: Watch, say
         if place % 5 == 0:
             drop_cache(model.folder)
         model.try_anything()
-        with suppress(OSError):  # it may be that it cannot tell
+        with suppress(OSError):  # while I/O fails the store may not know
             model.assert_as_expected()
         if with_reopening and place % 8 == 7:
             with suppress(OSError):
@@ -218,7 +218,7 @@ def _open(model: ModelStore, watch: Watch, say: Say) -> None:
 
 
 def _recover(model: ModelStore, watch: Watch, say: Say) -> None:
-    """With the faults over it works at once, or after it was opened again; it is whole, or said that it is empty."""
+    """Check that, with the faults over, the store works at once or once reopened, and is whole or said it is empty."""
     try:
         model.put()
         model.assert_whole()
@@ -232,7 +232,7 @@ def _recover(model: ModelStore, watch: Watch, say: Say) -> None:
 
 
 def fail_to_open(say: Say, folder: str, durability: str, seed: int) -> None:
-    """Every I/O call of opening and closing fails, in turns; the store must then be opened, whole."""
+    """Let each I/O call of opening and closing fail, one at a time; the store must then open, whole."""
     model, shim, watch = _filled(folder, durability, seed)
     model.close()
     for call, most in itertools.product(Call, (1, 1000)):
@@ -254,7 +254,7 @@ def fail_to_open(say: Say, folder: str, durability: str, seed: int) -> None:
 
 
 def fail_to_change(say: Say, folder: str, durability: str, seed: int) -> None:
-    """Every I/O call of a change fails, in turns; the next change must work, in the same store."""
+    """Let each I/O call of a change fail, one at a time; the next change must work, in the same store."""
     model, shim, watch = _filled(folder, durability, seed)
     for call, num_before, most in itertools.product(Call, range(15), (1, 1000)):
         num_hits = shim.num_hits()
@@ -276,7 +276,7 @@ def fail_to_change(say: Say, folder: str, durability: str, seed: int) -> None:
 
 
 def fail_to_read(say: Say, folder: str, codec: str, durability: str, seed: int) -> None:
-    """Reads from the medium fail or are cut short: only what cannot be read is `IO_ERROR`, and nothing is lost."""
+    """Let reads fail or be cut short: only blocks that cannot be read are `IO_ERROR`, and none is lost."""
     model, shim, _ = _filled(folder, durability, seed, codec)
     numbers = sorted(model.there)
 
@@ -304,7 +304,7 @@ def fail_to_read(say: Say, folder: str, codec: str, durability: str, seed: int) 
 
 
 def drop_cache(folder: Path) -> None:
-    """Have payloads read from the medium; what is mapped and was read stays in memory."""
+    """Drop payloads from the page cache, so that they are read from the medium; mapped pages stay in memory."""
     for path in folder.glob("slab-*"):
         with suppress(OSError), path.open("rb") as slab:
             os.fdatasync(slab.fileno())
@@ -312,7 +312,7 @@ def drop_cache(folder: Path) -> None:
 
 
 def read_while_syncing(say: Say, folder: str, durability: str, seed: int, sleep_s: float) -> None:
-    """How many reads there are while a writer waits for syncs that take *sleep_s* each."""
+    """Count the reads that finish while a writer waits for syncs of *sleep_s* each."""
     model, shim, _ = _filled(folder, durability, seed)
     numbers = sorted(model.there)
     shim.set(Call.SYNC, Rule(Kind.SLEEP, sleep_s=sleep_s))
@@ -331,7 +331,7 @@ def read_while_syncing(say: Say, folder: str, durability: str, seed: int, sleep_
 
 
 def _filled(folder: str, durability: str, seed: int, codec: str = "none") -> tuple[ModelStore, Shim, Watch]:
-    """An open store of some blocks."""
+    """An open store with some blocks."""
     watch = Watch()
     logging.getLogger("kvtier").addHandler(watch)
     model = ModelStore(Path(folder), CAPACITY_BYTES, codec, durability, random.Random(seed))

@@ -1,11 +1,11 @@
-"""Stores one bit of whose files is flipped, each judged by what an engine that opens it sees.
+"""Stores with one flipped bit in their files, judged by what an engine that opens them sees.
 
-Each is opened in a process of its own, as an engine does: all blocks are read, others are put and read, keys listed,
-deleted and touched, until all of that works. Flips of payloads are judged together, at most one in each slot, by the
-bytes of that slot's block; every other flip has a store of its own.
+Each store is opened in a process of its own, as an engine does: all blocks are read, new ones put and read, keys
+listed, deleted and touched, until all of that works. Flips of payloads are judged together, at most one in each slot,
+by the bytes of that slot's block; every other flip has a store of its own.
 
-A restart is a start of the store's process after its first, or, where an answer is an error again and again without
-its end, opening it anew.
+Each start of the store's process after the first counts as a restart. So does opening the store anew, where calls fail
+again and again without the process ending.
 """
 
 import random
@@ -51,7 +51,7 @@ def raw_of(number: int) -> bytes:
 
 
 def blob_of(number: int) -> Blob:
-    """A block; of ten in a row each continues the one before."""
+    """The block *number*; each of ten in a row continues the one before."""
     raw = raw_of(number)
     parent = key_of(number - 1) if number % 10 else b""
     return Blob(key_of(number), digest(raw), memoryview(raw), parent, b"tenant-%d" % (number % 2))
@@ -59,7 +59,7 @@ def blob_of(number: int) -> Blob:
 
 @dataclass(frozen=True)
 class Flip:
-    """Of one bit of a file."""
+    """The flip of one bit of a file."""
 
     file: str
     place: int
@@ -82,13 +82,13 @@ class Flip:
 
 @dataclass
 class Outcome:
-    """What became of a store with a flipped bit."""
+    """The outcome of using a store with a flipped bit."""
 
-    num_right: int = 0  # blocks there were, read at the first try
-    num_wrong: int = 0  # reads of other bytes than were put: never
-    num_hangs: int = 0  # calls that the deadline had to end
+    num_right: int = 0  # blocks of the store that were read at the first try
+    num_wrong: int = 0  # reads of other bytes than were put: must be 0
+    num_hangs: int = 0  # calls that the deadline ended
     num_restarts: int = 0
-    works: bool = False  # again
+    works: bool = False  # whether it works again
     faults: Counter[str] = field(default_factory=Counter)
 
 
@@ -120,20 +120,20 @@ class Template:
         self._num_bytes["data.mdb"] = self.num_index_pages * PAGE_BYTES
 
     def restore(self) -> None:
-        """Have the folder as it was."""
+        """Write the files to the folder again, as they were."""
         shutil.rmtree(self.settings.folder, ignore_errors=True)
         self.settings.folder.mkdir(0o700)
         for name, data in self.files.items():
             (self.settings.folder / name).write_bytes(data)
 
     def flip(self, kind: str, rng: random.Random) -> Flip:
-        """A random one in the files of that *kind*."""
+        """A random flip in the files of *kind*."""
         files = {name: num for name, num in self._num_bytes.items() if Flip(name, 0, 0).kind == kind and num}
         name = rng.choice(list(files)) if kind == _OTHERS else rng.choices(list(files), list(files.values()))[0]
         return Flip(name, rng.randrange(files[name]), rng.randrange(8))
 
     def small_files(self) -> Iterator[Flip]:
-        """Every bit of what the mark says."""
+        """A flip of every bit of the boot mark's text."""
         for place in (*range(96), *range(PAGE_BYTES, PAGE_BYTES + 96)):
             for bit in range(8):
                 yield Flip("boot_mark", place, bit)
@@ -147,13 +147,13 @@ class Trial:
         self._store: StoreProcess | None = None
         self._num_starts = 0  # of processes
         self.outcome = Outcome()
-        self.read: dict[int, bytes | Fault] = {}  # what the first look at each block gave
+        self.read: dict[int, bytes | Fault] = {}  # result of the first read of each block
         template.restore()
         for flip in flips:
             flip.make(template.settings.folder)
 
     def run(self) -> Outcome:
-        """Have it work."""
+        """Use the store until it works."""
         for attempt in range(MOST_RESTARTS + 3):
             try:
                 self._look(attempt)
@@ -169,7 +169,7 @@ class Trial:
         return self.outcome
 
     def _look(self, attempt: int) -> None:
-        """Everything that a store is there for; OSError if some of it does not work."""
+        """Call all methods that an engine calls; OSError if one does not work."""
         store = self._opened()
         there = self._template.there
         results = self._read(store, there)
@@ -213,7 +213,7 @@ class Trial:
 
     def _close(self) -> None:
         if self._store is not None:
-            self._num_starts += self._store.num_starts  # also of processes that did not come to answer
+            self._num_starts += self._store.num_starts  # including processes that never answered
             store, self._store = self._store, None
             store.close()
 
@@ -249,7 +249,7 @@ class Table:
 
 
 def judge_alone(template: Template, flip: Flip, table: Table) -> None:
-    """One flip in a store of its own."""
+    """Judge one flip in a store of its own."""
     outcome = Trial(template, [flip]).run()
     table.add([flip], outcome, template.name, len(template.there))
 
@@ -261,7 +261,7 @@ def judge_payloads(template: Template, flips: Sequence[Flip], table: Table) -> N
     num_right = outcome.num_right
     num_bad = sum(isinstance(result, Fault) for result in trial.read.values())
     if num_bad > len(flips) or set(trial.read.values()) & {Fault.MISSING, Fault.IO_ERROR}:
-        outcome.works = False  # another's block is gone
+        outcome.works = False  # a block without a flip is gone
     outcome.num_right = len(template.there)
     table.add(flips, outcome, template.name, len(template.there))
     table.num_harmless += len(flips) - 1 - num_bad
@@ -273,7 +273,7 @@ def slot_of(flip: Flip) -> tuple[str, int]:
 
 
 def templates(folder: Path) -> list[Template]:
-    """The stores, below *folder*."""
+    """Make the stores, in folders below *folder*."""
     cipher = Cipher(b"k" * 32)
     quotas = {b"tenant-0": CAPACITY_BYTES // 2}
     plain = StoreSettings(folder / "process", CAPACITY_BYTES, quotas=quotas)
@@ -283,7 +283,7 @@ def templates(folder: Path) -> list[Template]:
 
 
 def flip_all(stores: Sequence[Template], num_flips: int, seed: int, say: bool = False) -> dict[str, Table]:
-    """Judge so many flips."""
+    """Judge *num_flips* flips; tables by kind of file."""
     rng = random.Random(seed)
     tables = {kind: Table() for kind in (_OTHERS, _INDEX, _SLABS)}
     counts = {_OTHERS: num_flips // 64, _INDEX: num_flips // 12}

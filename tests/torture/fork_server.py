@@ -19,12 +19,12 @@ from typing import Any
 
 Say = Callable[..., None]
 DEADLINE_S = 600.0  # for what takes seconds: reached only when a test fails
-_LATEST_S = 1800.0  # for a child that hangs and that nobody kills: say where, and end
+_LATEST_S = 1800.0  # when a child that hangs, and that no test has killed, prints where it is and ends
 _PR_SET_PDEATHSIG = 1
 
 
 def make_say(output: int) -> Say:
-    """Writes its arguments as one line; threads take turns. A kill may cut the last line short, never one before."""
+    """Writes its arguments as one line, one thread at a time. A kill may cut the last line short, no earlier one."""
     lock = threading.Lock()
 
     def say(**fields: Any) -> None:
@@ -39,7 +39,7 @@ def make_say(output: int) -> Say:
 def run_child(job: dict[str, Any], say: Say) -> int:
     if job["stderr"]:
         os.dup2(os.open(job["stderr"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a test that fails leaves nobody behind
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a test that fails leaves no process behind
     faulthandler.enable()
     faulthandler.dump_traceback_later(_LATEST_S, exit=True)
     try:
@@ -68,5 +68,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test ends this process
     main()

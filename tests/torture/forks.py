@@ -1,4 +1,4 @@
-"""The test's side of `fork_server.py`: start a child, hear what it says, kill it, and know how it ended."""
+"""The test's side of `fork_server.py`: starts a child, reads its lines, kills it, and tells how it ended."""
 
 import json
 import os
@@ -20,38 +20,38 @@ Line = dict[str, Any]
 
 
 class HangError(AssertionError):
-    """A child did not come to its end."""
+    """A child did not end in time."""
 
 
 @dataclass
 class Ended:
-    """What a child said, and its status: 0, a positive exit code, or minus the signal that ended it."""
+    """The lines of a child, and its status: 0, a positive exit code, or minus the signal that ended it."""
 
     status: int
     lines: list[Line]
 
     def of(self, word: str) -> list[Any]:
-        """What it said about *word*, in order."""
+        """The child's values for *word*, in order."""
         return [line[word] for line in self.lines if word in line]
 
     def assert_fine(self, context: str, status: int = 0) -> None:
-        """AssertionError if it met an error, or did not end as it should."""
+        """Raise AssertionError if the child met an error, or did not end as expected."""
         assert self.of("error") == [], f"{context}: {self.of('error')[0]}"
         assert self.status == status, f"{context}: ended with {describe(self.status)}"
 
 
 @dataclass
 class Child:
-    """One job under way."""
+    """A child that is running."""
 
     server: "ForkServer"
     pid: int
-    early: deque[Line]  # what it said before we knew of it
+    early: deque[Line]  # lines that came before its pid
     lines: list[Line] = field(default_factory=list)
     status: int | None = None
 
     def listen(self, seconds: float, word: str = "") -> bool:
-        """Take in what it says until it says *word*, is gone, or time is up; whether there is more to come."""
+        """Read lines until *word* comes, the child ends, or time is up; whether more lines may come."""
         for line in self._coming(time.monotonic() + seconds):
             if "status" in line:
                 self.status = line["status"]
@@ -67,16 +67,16 @@ class Child:
         yield from self.server.read(until)
 
     def kill(self) -> Ended:
-        """Kill -9, at whatever it is doing."""
+        """Kill the child with SIGKILL, whatever it is doing."""
         if self.status is None:
-            with suppress(ProcessLookupError):  # it ended by itself, and we have not heard yet
+            with suppress(ProcessLookupError):  # it has ended by itself just now
                 os.kill(self.pid, signal.SIGKILL)
         return self.wait()
 
     def wait(self, seconds: float = DEADLINE_S) -> Ended:
-        """Its end; HangError when that does not come."""
+        """Wait for the child's end; HangError if it does not come in time."""
         if self.status is None and self.listen(seconds):
-            os.kill(self.pid, signal.SIGABRT)  # faulthandler says where it was
+            os.kill(self.pid, signal.SIGABRT)  # faulthandler prints where it was
             self.listen(10)
             raise HangError(f"HANG: no end after {seconds:.0f} s; it said last: {self.lines[-3:]}")
         assert self.status is not None
@@ -84,7 +84,7 @@ class Child:
 
 
 class ForkServer:
-    """A process that has imported what children need; one child at a time."""
+    """A server that has imported the modules that children need; runs one child at a time."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self._process = process
@@ -97,7 +97,7 @@ class ForkServer:
         self._selector.register(self._output, selectors.EVENT_READ)
 
     def start(self, module: str, stderr: str = "", **arguments: Any) -> Child:
-        """A child that does `module.run(say, **arguments)`, and complains into the file *stderr*."""
+        """Start a child that runs `module.run(say, **arguments)`, with its standard error in the file *stderr*."""
         job = {"module": module, "arguments": arguments, "stderr": stderr}
         self._input.write(json.dumps(job).encode() + b"\n")
         self._input.flush()
@@ -109,17 +109,17 @@ class ForkServer:
         raise AssertionError("the fork server is gone")
 
     def run(self, module: str, seconds: float = DEADLINE_S, **arguments: Any) -> Ended:
-        """A child's whole life."""
+        """Start a child and wait for its end."""
         return self.start(module, **arguments).wait(seconds)
 
     def read(self, until: float) -> Iterator[Line]:
-        """Lines as they come, until *until* (monotonic)."""
+        """The child's lines as they come, until *until* (monotonic)."""
         while True:
             while b"\n" in self._buffer:
                 text, _, self._buffer = self._buffer.partition(b"\n")
                 try:
                     line = json.loads(text)
-                except ValueError:  # a kill cut it short
+                except ValueError:  # a kill cut the line short
                     continue
                 yield line
             left = until - time.monotonic()
@@ -133,7 +133,7 @@ class ForkServer:
 
 @contextmanager
 def fork_server(*modules: str, environment: Mapping[str, str] | None = None) -> Iterator[ForkServer]:
-    """A server that has imported *modules*, with *environment* added to ours."""
+    """Start a server that imports *modules*, with *environment* added to this process's."""
     program = Path(__file__).with_name("fork_server.py")
     with subprocess.Popen(
         [sys.executable, str(program), *modules],
@@ -148,5 +148,5 @@ def fork_server(*modules: str, environment: Mapping[str, str] | None = None) -> 
 
 
 def describe(status: int) -> str:
-    """A status in words."""
+    """An exit status in words."""
     return f"exit code {status}" if status >= 0 else signal.Signals(-status).name

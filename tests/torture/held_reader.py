@@ -1,4 +1,4 @@
-"""Another process that reads the store's file with LMDB itself, and is killed meanwhile; run by `fork_server.py`."""
+"""A process that reads the store's file with LMDB itself, to be killed meanwhile; run by `fork_server.py`."""
 
 import time
 
@@ -15,6 +15,6 @@ def run(say: Say, folder: str) -> None:
 
 
 def readers_of(folder: str) -> list[str]:
-    """The slots in use, as LMDB lists them: a process, a thread and a transaction each."""
+    """The reader slots in use, as LMDB lists them: a process, a thread and a transaction each."""
     with lmdb.open(folder, readonly=True, max_dbs=8, max_readers=256) as env:
         return [line.strip() for line in env.readers().splitlines()[1:]]

@@ -1,4 +1,4 @@
-"""What a store killed under load must still hold, from what its child said: begun calls, finished calls, evictions."""
+"""Which blocks a store killed under load must still have, by its child's lines: calls begun and done, evictions."""
 
 import math
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from torture_blocks import KINDS, least_charged, most_charged, parent_of
 
 @dataclass
 class Call:
-    """One call; it ended at infinity if it was under way at the kill."""
+    """A call of the child, from its begin to its end: infinity if it was under way at the kill."""
 
     act: str
     numbers: list[int]
@@ -25,13 +25,13 @@ class Call:
 
 @dataclass
 class History:
-    """When a block came and went: intervals, as threads' calls overlap and nobody knows which was first."""
+    """The calls that put and removed a block, as intervals: calls of several threads overlap in an unknown order."""
 
     puts: list[tuple[float, float]] = field(default_factory=list)
     gone: list[tuple[float, float]] = field(default_factory=list)
 
     def must_be_there(self) -> bool:
-        """A put that is done began after everything that removed it, or may have."""
+        """Whether a finished put began after the end of every call that removed the block, or may have."""
         last_gone = max((end for _, end in self.gone), default=-math.inf)
         return any(begin > last_gone for begin, end in self.puts if end < math.inf)
 
@@ -41,13 +41,13 @@ class History:
 
 
 class Book:
-    """All blocks ever put into one folder, over all kills."""
+    """The history of all blocks put into one folder, over all kills."""
 
     def __init__(self) -> None:
         self._histories: dict[int, History] = {}
 
     def put(self, numbers: list[int], evicted: list[int], now: float) -> None:
-        """A call that nobody interrupted."""
+        """Note a call that was finished."""
         self._enter(Call("put", numbers, now, now, evicted))
 
     def judge(self, lines: Iterable[dict[str, Any]], found: list[int], now: float) -> int:
@@ -65,7 +65,7 @@ class Book:
         lost = [number for number, history in self._histories.items() if history.must_be_there()]
         lost = [number for number in lost if number not in there]
         room = self._room_for(open_calls, calls, there)
-        charges = sorted(map(least_charged, lost))[:-1]  # the last to go may be larger than was needed
+        charges = sorted(map(least_charged, lost))[:-1]  # the last one evicted may be larger than was needed
         assert (sum(charges) <= room) if room else lost == [], f"lost, with room made for {room} bytes: {lost}"
         self._assert_tails_left_first(calls, there)
         risen = [number for number in there if self._histories[number].must_be_gone()]
@@ -80,7 +80,7 @@ class Book:
         return len(open_calls)
 
     def _room_for(self, open_calls: list[Call], calls: list[Call], there: set[int]) -> int:
-        """For how many bytes room may have been made without a word: puts under way, and those committed with them."""
+        """Bytes for which blocks may have been evicted untold: of puts under way, and of those committed with them."""
         puts = [call for call in open_calls if call.act == "put" and self._may_have_happened(call, there)]
         since = min((call.begin for call in puts), default=math.inf)
         puts += [call for call in calls if call.act == "put" and call.is_done and call.end >= since]
@@ -126,6 +126,6 @@ def _calls(lines: Iterable[dict[str, Any]]) -> list[Call]:
         elif "done" in line:
             call = calls[line["done"]]
             call.end, call.evicted = line["end"], line["evicted"]
-            if "full" in line:  # OSError: it has not happened
+            if "full" in line:  # OSError: the put did not happen
                 call.act, call.numbers = "nothing", []
     return list(calls.values())

@@ -1,4 +1,4 @@
-"""A store under full load, to be killed: writers say what they begin and what came of it, readers check bytes."""
+"""A store under full load, to be killed: writers tell each call's begin and result, readers check bytes."""
 
 import itertools
 import random
@@ -30,7 +30,7 @@ def run(
     first_chain: int,
     known: list[int],
 ) -> None:
-    """Open, load, close, for ever. New blocks are those of chains from *first_chain* on; *known* are there already."""
+    """Open, load and close a store for ever. New chains are numbered from *first_chain* on; it has *known* already."""
     rng = random.Random(seed)
     load = Load(say, kind, first_chain, known)
     while True:
@@ -41,14 +41,14 @@ def run(
 
 
 class Load:
-    """What all threads share."""
+    """The store and the state that all threads share."""
 
     def __init__(self, say: Say, kind: str, first_chain: int, known: list[int]) -> None:
         self._say = say
         self._kind = kind
         self._chain_ids = itertools.count(first_chain)
         self._call_ids = itertools.count()
-        self._recent = known[-400:]  # numbers put of late; appended to and cut by all, never wrong for long
+        self._recent = known[-400:]  # numbers put lately; every thread appends and cuts
         self._known_chains = sorted({number // len(KINDS) // 8 for number in known if KINDS[number % 4] == kind})
 
     def go_on(self, store: LmdbStore, rng: random.Random, seconds: float) -> None:
@@ -84,7 +84,7 @@ class Load:
             self._put_chain(store, rng)
 
     def _put_chain(self, store: LmdbStore, rng: random.Random) -> None:
-        """A new chain, or one known from before: its first part, then what continues it, tails first."""
+        """Put a new chain, or one known from before: its first part, then the blocks that continue it, tails first."""
         chain_id = next(self._chain_ids)
         if self._known_chains and rng.random() < 0.15:
             chain_id = rng.choice(self._known_chains)
@@ -96,13 +96,13 @@ class Load:
         self._known_chains.append(chain_id)
 
     def _call(self, act: str, numbers: list[int], method: Callable[[Any], Any]) -> None:
-        """Do it, and say so: before with what, afterwards with what came of it."""
+        """Make a call, telling it before and its result afterwards."""
         call_id = next(self._call_ids)
         blobs_or_keys = [blob_of(number) if act == "put" else key_of(number) for number in numbers]
         self._say(call=call_id, act=act, begin=time.monotonic_ns(), numbers=numbers)
         try:
             result = method(blobs_or_keys)
-        except StoreFull as error:  # a reader that was put to sleep holds back what all of us write meanwhile
+        except StoreFull as error:  # a reader that sleeps holds back the pages that all writers free meanwhile
             evicted = [number_of(key) for key in error.evicted]
             self._say(done=call_id, end=time.monotonic_ns(), evicted=evicted, full=act)
             return

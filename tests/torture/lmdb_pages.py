@@ -1,4 +1,4 @@
-"""Which pages of an LMDB file hold what, by reading the file itself (LMDB 0.9, 64 bit, little-endian)."""
+"""The kinds of the pages of an LMDB file, found by reading the file itself (LMDB 0.9, 64 bit, little-endian)."""
 
 import struct
 from collections.abc import Iterator
@@ -19,15 +19,15 @@ _NO_PAGE = (1 << 64) - 1
 
 @dataclass
 class Pages:
-    """Pages by what damage to them means."""
+    """Numbers of a file's pages, by what damage to them means."""
 
     meta: list[int] = field(default_factory=lambda: [0, 1])
     index: list[int] = field(default_factory=list)  # branches, leaves, and the list of free pages
-    num_pages: int = 0  # all behind them were never used
+    num_pages: int = 0  # later pages were never used
 
 
 def used_bytes(folder: Path) -> int:
-    """Of the file, up to the last page that was ever used."""
+    """Bytes of the file up to the last page that was ever used."""
     with (folder / "data.mdb").open("rb") as file:
         start = _newest_root(data := file.read(2 * PAGE_BYTES))
     return PAGE_BYTES * (1 + int(_LAST_AND_TXN.unpack_from(data, start + _META_END)[0]))
@@ -43,7 +43,7 @@ def map_pages(data: bytes) -> Pages:
 
 
 def _newest_root(data: bytes) -> int:
-    """Where the newer of the two meta pages begins, behind its page header."""
+    """Offset of the newer of the two meta pages, behind its page header."""
     starts = (_PAGE.size, PAGE_BYTES + _PAGE.size)
     return max(starts, key=lambda start: int(_LAST_AND_TXN.unpack_from(data, start + _META_END)[1]))
 
@@ -53,7 +53,7 @@ def _root(data: bytes, offset: int) -> int:
 
 
 def _walk(data: bytes, page: int, pages: Pages) -> None:
-    """Note a tree's pages; none of its values is large."""
+    """Add the pages of a tree whose values are all small."""
     if page == _NO_PAGE:
         return
     pages.index.append(page)

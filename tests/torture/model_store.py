@@ -1,4 +1,4 @@
-"""A store and what it must hold: every call works, or raises OSError and changes nothing; no byte is ever wrong."""
+"""A store and a model of it: every call works, or raises OSError and changes nothing; no byte is ever wrong."""
 
 import itertools
 import random
@@ -23,8 +23,10 @@ _T = TypeVar("_T")
 
 @dataclass
 class ModelStore:
-    """Owned by one thread. `there` is exact as long as every `OSError` means that nothing happened but for what it
-    says was evicted."""
+    """A store and the numbers of the blocks that it must have; owned by one thread.
+
+    `there` is exact as long as every `OSError` means that nothing happened but the evictions that it tells.
+    """
 
     folder: Path
     capacity_bytes: int
@@ -34,7 +36,7 @@ class ModelStore:
     there: set[int] = field(default_factory=set)
     outcomes: Counter[str] = field(default_factory=Counter)
     slowest_s: float = 0.0
-    doubtful: set[int] = field(default_factory=set)  # of puts that failed: at level commit perhaps only their sync did
+    doubtful: set[int] = field(default_factory=set)  # blocks whose put failed, at level commit perhaps at the sync only
     _chain_ids: "itertools.count[int]" = field(default_factory=itertools.count)
     _store: LmdbStore | None = None
 
@@ -49,25 +51,25 @@ class ModelStore:
 
     @property
     def capacity(self) -> int:
-        """Of the disk there is, in bytes."""
+        """The capacity in bytes that the store has now: less than asked for on a full disk."""
         return self.store.statistics().capacity_bytes
 
     def open(self) -> None:
-        """OSError if it cannot be."""
+        """Open the store; OSError if that fails."""
         self._store = self._timed(lambda: open_store(self.folder, self.capacity_bytes, self.codec, self.durability))
 
     def close(self) -> None:
-        """Closed in any case; OSError if that was not clean."""
+        """Close the store in any case; OSError if that was not clean."""
         store, self._store = self.store, None
         self._timed(store.close)
 
     def abandon(self) -> None:
-        """Closed, and nobody minds how."""
+        """Close the store, whether cleanly or not."""
         with suppress(OSError):
             self.close()
 
     def try_anything(self) -> OSError | None:
-        """One random call, and a look at what came of it."""
+        """Make one random call, and check its result."""
         act = self.rng.choices([self.put, self.touch, self.delete, self.read, self.sync], [10, 2, 2, 4, 1])[0]
         try:
             act()
@@ -78,7 +80,7 @@ class ModelStore:
         return None
 
     def put(self, kind: str = "") -> None:
-        """A chain's blocks, tail first."""
+        """The blocks of a chain, tail first."""
         numbers = chain(kind or self.rng.choice(KINDS), next(self._chain_ids))[::-1][
             : self.rng.randint(1, BATCH_BLOCKS)
         ]
@@ -108,17 +110,17 @@ class ModelStore:
         self.there -= numbers
 
     def delete_one(self) -> None:
-        """Any one that is there, if any is."""
+        """Delete a block of the store, if it has any."""
         numbers = sorted(self.there)[:1]
         self.store.delete([key_of(number) for number in numbers])
         self.there -= set(numbers)
 
     def read_any(self, numbers: list[int]) -> tuple[list[int], dict[int, Fault]]:
-        """Which of *numbers* came back right, and what of the others; wrong bytes are an AssertionError."""
+        """Read *numbers*: those that came back right, and the faults of the others. AssertionError for wrong bytes."""
         return self._timed(lambda: read_numbers(self.store, numbers))
 
     def read(self) -> None:
-        """A read never raises; with faults about it may miss, but no record is bad."""
+        """Check that a read never raises and finds no bad record; while I/O fails it may miss."""
         numbers = self._some()
         _, faults = self._timed(lambda: read_numbers(self.store, numbers))
         assert set(faults.values()) <= {Fault.MISSING, Fault.IO_ERROR}, f"bad records: {faults}"
@@ -129,7 +131,7 @@ class ModelStore:
         self._timed(self.store.sync)
 
     def assert_as_expected(self) -> None:
-        """The same keys as here, and no other."""
+        """Check that the store has the keys of the model and no others."""
         found = self._timed(lambda: numbers_in(self.store))
         assert len(set(found)) == len(found), "a key stands twice"
         missing, extra = self.there - set(found), set(found) - self.there
@@ -139,7 +141,7 @@ class ModelStore:
         assert (missing, extra) == (set(), set()), f"missing {sorted(missing)}, not expected {sorted(extra)}"
 
     def assert_whole(self) -> None:
-        """As expected, every block bit for bit, and the books agree."""
+        """Check the store against the model: every block bit for bit, and the accounting."""
         self.assert_as_expected()
         self.store.check()
         numbers = sorted(self.there)

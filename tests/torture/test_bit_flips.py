@@ -62,7 +62,7 @@ def test_new_blocks_that_a_page_sends_astray_are_damage(stores: list[Template], 
 
 
 def places_of(what: bytes, data: bytes, page_at: int) -> Iterator[int]:
-    """Where in a page *what* begins."""
+    """Offset of *what* in a page."""
     place = data.find(what, page_at, page_at + PAGE_BYTES)
     while place >= 0:
         yield place

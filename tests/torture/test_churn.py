@@ -1,4 +1,4 @@
-"""Days of use in fast-forward: nothing leaks, the file does not grow, the books agree; not even a dead reader hurts."""
+"""After days of use in fast-forward nothing leaks, the files do not grow, and the accounting agrees."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from kvtier.store.lmdb.data_file import most_bytes
 from kvtier.store.lmdb.reader import NUM_READERS
 
 WARM_UP_TURNOVERS = 5
-HEAP_SLACK_BYTES = 12 << 20  # and a sixteenth of the capacity: 10 MiB were measured in 400 turnovers, then no more
+HEAP_SLACK_BYTES = 12 << 20  # plus a sixteenth of the capacity: 10 MiB were measured in 400 turnovers, then no more
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def assert_nothing_grows(footprints: list[dict[str, Any]], capacity_bytes: int) 
     assert len(rest) >= WARM_UP_TURNOVERS
     limits = {
         "num_files": max(line["num_files"] for line in footprints[:WARM_UP_TURNOVERS]),
-        "num_threads": warm["num_threads"] + NUM_READERS,  # these come when they are needed
+        "num_threads": warm["num_threads"] + NUM_READERS,  # readers start when they are needed
         "num_objects": 1.2 * warm["num_objects"] + 5000,
         "heap_bytes": warm["heap_bytes"] + HEAP_SLACK_BYTES + capacity_bytes // 16,
         "num_slabs": 3 * rest[-1]["num_sizes"],  # through the page cache, past it, and the map
@@ -114,7 +114,7 @@ def test_a_reader_killed_inside_its_transaction_does_not_make_the_file_grow_for_
     reader.listen(DEADLINE_S, "holding")
     assert num_slots_of(reader.pid, folder) == 1
     reader.kill()
-    assert num_slots_of(reader.pid, folder) == 1  # nobody tells LMDB
+    assert num_slots_of(reader.pid, folder) == 1  # LMDB is not told that the process is dead
     go_on.touch()
 
     ended = child.wait()

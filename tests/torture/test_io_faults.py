@@ -1,4 +1,4 @@
-"""While the medium fails, is full or slow, every call works or raises OSError; when it is well, so is the store."""
+"""While the medium fails, is full or slow, every call works or raises OSError; afterwards the store works again."""
 
 import random
 from pathlib import Path
@@ -38,7 +38,7 @@ def survive_faults(
         f"{len(unusable)} times unusable until opened again, {len(emptied)} times emptied",
         flush=True,
     )
-    assert num_hits > num_stores  # else nothing was tried
+    assert num_hits > num_stores  # else no fault was met
     assert unusable == []
     assert emptied == []
 
@@ -92,7 +92,7 @@ def test_a_medium_that_cannot_be_read_costs_only_those_reads(
     )
 
     ended.assert_fine(f"TORTURE_SEED={seed} {codec}")
-    assert ended.of("faults") == [{}, {}]  # short reads go on, and a call that failed is done again in pieces
+    assert ended.of("faults") == [{}, {}]  # short reads are continued, and a call that failed is repeated in pieces
     assert ended.of("hits")[0] > 0
 
 
@@ -107,4 +107,4 @@ def test_reads_do_not_wait_for_a_medium_that_takes_long_to_sync(
     ended.assert_fine(f"TORTURE_SEED={seed} {durability}")
     (said,) = [line for line in ended.lines if "num_reads" in line]
     assert said["writing_s"] >= 0.5
-    assert said["num_reads"] > 20  # one for each sync, if they waited
+    assert said["num_reads"] > 20  # one for each sync, had reads waited

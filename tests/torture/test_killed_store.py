@@ -23,7 +23,7 @@ CODEC_NAMES = [name for name in CODECS if name in ("none", "zstd-plane-2")]
 
 
 def fill(folder: Path, durability: str, book: Book) -> tuple[list[int], int]:
-    """Make a store that evicts from now on; what is in it, and the chain to go on with."""
+    """Make a store that is full; returns its blocks, and the number of the next chain."""
     with open_store(folder, CAPACITY_BYTES, "none", durability) as store:
         for chain_id in itertools.count():
             numbers = chain(KINDS[chain_id % 4], chain_id)[::-1]
@@ -35,7 +35,7 @@ def fill(folder: Path, durability: str, book: Book) -> tuple[list[int], int]:
 
 
 def kill_many(forks: ForkServer, folder: Path, durability: str, num_kills: int, seed: int) -> None:
-    """Load and kill one store, look at it, and go on with it, *num_kills* times."""
+    """Load and kill one store, check it and use it on, *num_kills* times."""
     rng = random.Random(f"{seed} {durability}")
     book, num_under_way, num_calls, num_full, slowest_s = Book(), 0, 0, 0, 0.0
     present, first_chain = fill(folder, durability, book)

@@ -23,16 +23,16 @@ from kvtier.store.record import Fault
 
 CAPACITY_BYTES = 1 << 20
 NUM_CHAINS = 60
-HANGS_AFTER_S = 120.0  # of what takes a second
+HANGS_AFTER_S = 120.0  # a call that normally takes a second
 BAD = {f"read: {fault}" for fault in Fault if fault.is_bad_record}
 
 
-Page = tuple[str, int]  # of which file, and its place there
+Page = tuple[str, int]  # the file, and the offset in it
 
 
 @dataclass(frozen=True)
 class Template:
-    """A closed store, its files as they were in the end and a while before, its pages by kind, and its blocks."""
+    """A closed store: its files at the end and some time before, its pages by kind, and its blocks."""
 
     folder: Path
     files: dict[str, bytes]
@@ -89,7 +89,7 @@ def pages_of_payloads(store: LmdbStore, numbers: list[int]) -> list[Page]:
 
 
 def tear(data: bytearray, older: bytes, page: int, rng: random.Random) -> str:
-    """Damage *page* in one of the ways of disks and drivers; what was done."""
+    """Damage *page* as disks and drivers do; returns what was done."""
     start, end = page * PAGE_BYTES, (page + 1) * PAGE_BYTES
     first = start + rng.randrange(PAGE_BYTES - 512)
     last = rng.randint(first + 512, end)
@@ -109,7 +109,7 @@ def tear(data: bytearray, older: bytes, page: int, rng: random.Random) -> str:
 
 
 def tear_some(template: Template, folder: Path, what: str, rng: random.Random) -> list[str]:
-    """Make a copy of the template with 1 to 4 torn pages of a kind; what was done to them."""
+    """Make a copy of the template with 1 to 4 torn pages of a kind; returns what was done to them."""
     files = {name: bytearray(data) for name, data in template.files.items()}
     done = []
     for _ in range(rng.choice([1, 1, 2, 4])):
@@ -120,7 +120,7 @@ def tear_some(template: Template, folder: Path, what: str, rng: random.Random) -
 
 
 def tear_many(forks: ForkServer, template: Template, folder: Path, what: str, seed: int, num_cases: int) -> None:
-    """Many stores with torn pages of a kind; what became of them is printed."""
+    """Use many stores with torn pages of a kind, and print their outcomes."""
     outcomes, crashes, hangs, strange = Counter[str](), list[str](), list[str](), list[str]()
     only = os.environ.get("TORTURE_CASE")
     for case_id in range(num_cases) if only is None else [int(only)]:
@@ -163,11 +163,11 @@ def tear_many(forks: ForkServer, template: Template, folder: Path, what: str, se
     assert (hangs, strange) == ([], []), "\n".join(["not OSError, or no end:", *hangs, *strange])
     if what == "payload":
         assert crashes == []
-        assert outcomes["bad records"] > 0  # else nothing was torn
+        assert outcomes["bad records"] > 0  # else no page was torn
 
 
 def _where(errors: Path) -> str:
-    """What `faulthandler` and LMDB said about a crash, in a line."""
+    """The messages of `faulthandler` and LMDB about a crash, in one line."""
     text = errors.read_text()
     assertion = [line.partition("Assertion ")[2] for line in text.splitlines() if "Assertion" in line]
     _, _, current = text.partition("Current thread")

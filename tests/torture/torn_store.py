@@ -1,4 +1,4 @@
-"""A store opened on a damaged file, and everything done to it that a store is there for; run by `fork_server.py`."""
+"""Opens a store on a damaged file and calls all its methods; run by `fork_server.py`."""
 
 import logging
 import traceback
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 def run(say: Say, folder: str, capacity_bytes: int, durability: str, numbers: list[int], first_chain: int) -> None:
-    """Look at the store twice, as a process does and its successor. AssertionError for wrong bytes."""
+    """Use the store twice, as a process and its successor do. AssertionError for wrong bytes."""
     watch = Watch()
     logging.getLogger("kvtier").addHandler(watch)
     for _ in range(2):
@@ -33,13 +33,13 @@ def run(say: Say, folder: str, capacity_bytes: int, durability: str, numbers: li
 
 @dataclass
 class Look:
-    """What came of everything that was tried: counts, and exceptions that no store may raise."""
+    """Results of the calls: counts, and exceptions that no store may raise."""
 
     counts: Counter[str]
     strange: list[str]
 
     def attempt(self, what: str, act: Callable[[], _T]) -> _T | None:
-        """Do it; OSError is fine, wrong bytes end the process, and of others it is said where they came from."""
+        """Make a call. OSError is fine, wrong bytes end the process, and other errors are told with their place."""
         try:
             return act()
         except OSError:
@@ -54,7 +54,7 @@ class Look:
         return None
 
     def do_everything(self, store: LmdbStore, numbers: list[int], first_chain: int) -> None:
-        """Every method, and enough new blocks to evict everything that was there."""
+        """Call every method, and put enough new blocks to evict all that were there."""
         self.attempt("read", lambda: self._read(store, numbers))
         self.attempt("verify", lambda: self._verify(store))
         self.attempt("keys", lambda: self._read_what_is_listed(store, numbers))

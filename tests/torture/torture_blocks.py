@@ -1,4 +1,4 @@
-"""Blocks whose number says everything: their key, their size, every one of their bytes, and the block they continue."""
+"""Blocks that are determined by a number: their key, size and bytes, and the block that they continue."""
 
 from pathlib import Path
 
@@ -12,8 +12,8 @@ from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.record import Fault, digest
 
 NAMESPACE = b"model-T layout-1"
-KINDS = ("equal", "whole pages", "small", "mixed")  # how large the blocks are; `number % 4`
-CHAIN_BLOCKS = 8  # in a row, each continuing the one before it
+KINDS = ("equal", "whole pages", "small", "mixed")  # kinds of sizes; `number % 4` is the kind
+CHAIN_BLOCKS = 8  # in a chain, each continuing the one before it
 MAX_BYTES = 200_000
 _PAGE_BYTES = 4096
 _PAGE_HEADER_BYTES = 16
@@ -23,7 +23,7 @@ _NOISE_BYTES = _NOISE.tobytes()
 
 
 def open_store(folder: Path | str, capacity_bytes: int, codec: str, durability: str) -> LmdbStore:
-    """The store under test, all by name."""
+    """Open the store under test, with its settings by name."""
     return LmdbStore(Path(folder), capacity_bytes, CODECS[codec], durability=Durability(durability))
 
 
@@ -39,12 +39,12 @@ def parent_of(number: int) -> int | None:
 
 
 def num_bytes(number: int) -> int:
-    """Size of a block."""
+    """Bytes of the block *number*."""
     dice = _hash(number)
     match KINDS[number % len(KINDS)]:
         case "equal":
             return 20_000
-        case "whole pages":  # not a byte left in its last page, or one element too many for it
+        case "whole pages":  # fills its last page, or is one element too long for it
             return 4 * _PAGE_BYTES - _PAGE_HEADER_BYTES + 2 * (dice % 2)
         case "small":  # in leaf pages up to half a page, in pages of their own above that
             return 2 + dice % 3000 // 2 * 2
@@ -82,12 +82,12 @@ def blob_of(number: int) -> Blob:
 
 
 def most_charged(number: int) -> int:
-    """The most that a block counts against the capacity."""
+    """Most bytes that the block counts against the capacity."""
     return charged_bytes(num_bytes(number))
 
 
 def least_charged(number: int) -> int:
-    """The least, whichever codec wrote it."""
+    """Least bytes that it counts, whichever codec wrote it."""
     return charged_bytes(num_bytes(number) // 2)
 
 
@@ -108,7 +108,7 @@ def read_numbers(store: BlobStore, numbers: list[int]) -> tuple[list[int], dict[
 
 
 def _hash(number: int) -> int:
-    """Splitmix64: as good as random, and the same in every process."""
+    """Splitmix64: a number as good as random, and the same in every process."""
     mixed = (number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF

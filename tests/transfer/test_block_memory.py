@@ -1,4 +1,4 @@
-"""BlockMemory: one contract for CPU and GPU; a block has the same bytes on both sides. DeviceSlab: where it lies."""
+"""BlockMemory: one contract for CPU and GPU; a block has the same bytes on both sides. DeviceSlab: its layout."""
 
 import sys
 import threading
@@ -28,7 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass
 class Device:
-    """A memory under test, and the device's bytes beside it."""
+    """A memory under test, and the device's bytes, by which it is judged."""
 
     memory: BlockMemory
     blocks: torch.Tensor  # [num_slots, block_bytes]
@@ -67,13 +67,13 @@ def on_cuda(way: str | None) -> Device:
 
 
 def on_cuda_unpinned(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Half of the host slots are not pinned yet, for ever."""
+    """A memory on CUDA in which half of the host slots never get pinned."""
     monkeypatch.setattr(HostSlab, "num_pinned_slots", property(lambda slab: NUM_HOST_SLOTS // 2))
     return on_cuda("batch")
 
 
 def on_cuda_by_kernel(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Which takes whole words of 16 bytes only."""
+    """A memory on CUDA that copies by kernel, which takes whole words of 16 bytes only."""
     monkeypatch.setattr(sys.modules[__name__], "BLOCK_BYTES", BLOCK_BYTES // 16 * 16)
     return on_cuda("kernel")
 
@@ -279,7 +279,7 @@ def test_a_copy_up_has_landed_when_it_returns(cuda_device: Device) -> None:
 
     cuda_device.memory.to_device([12], [3])
 
-    with torch.cuda.stream(torch.cuda.Stream()):  # which waits for nobody
+    with torch.cuda.stream(torch.cuda.Stream()):  # which waits for no other stream
         content = cuda_device.blocks[3].cpu()
     assert bool((content == 7).all())
 
@@ -290,7 +290,7 @@ def test_layers_have_landed_when_their_copy_returns(cuda_device: Device) -> None
 
     cuda_device.memory.to_device_layers([12], [3], range(1))
 
-    with torch.cuda.stream(torch.cuda.Stream()):  # which waits for nobody
+    with torch.cuda.stream(torch.cuda.Stream()):  # which waits for no other stream
         content = cuda_device.blocks[3].cpu()
     assert bool((content == 7).all())
 

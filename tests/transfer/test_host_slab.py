@@ -1,4 +1,4 @@
-"""HostSlab: memory without a name in any file system, prepared in the background, usable at once."""
+"""HostSlab: memory that is in no file system, is prepared in the background, and can be used at once."""
 
 import contextlib
 import logging
@@ -27,7 +27,7 @@ def wait_for_event(event: threading.Event) -> None:
 
 
 def mapped_file(address: int) -> str:
-    """What the kernel says is mapped at the address; empty for ordinary memory and for none."""
+    """The file that is mapped at the address, as the kernel names it; empty for ordinary memory and for none."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, _, _, _, _, *path = line.split(maxsplit=5)
         first, last = (int(end, 16) for end in span.split("-"))
@@ -45,7 +45,7 @@ def memory_files() -> list[str]:
 
 
 def pinning(do: Callable[[int, int], object], undo: Callable[[int], object] = lambda address: None) -> host_slab.Pin:
-    """What CUDA's registering looks like to a slab."""
+    """A function that pins as CUDA's registering does, as a slab sees it."""
 
     def pin(address: int, num_bytes: int) -> Callable[[], None]:
         do(address, num_bytes)
@@ -335,7 +335,7 @@ def test_slots_count_as_pinned_from_the_first_on_as_pieces_are(monkeypatch: pyte
     assert slab.num_pinned_slots == 5
 
 
-def test_a_slab_that_nobody_pins_has_no_pinned_slots() -> None:
+def test_a_slab_without_a_pin_has_no_pinned_slots() -> None:
     slab = HostSlab(5, PAGE)
 
     assert slab.wait_prepared(DEADLINE_S)
@@ -450,7 +450,7 @@ def test_without_a_known_call_memory_lies_where_it_lies(monkeypatch: pytest.Monk
 
 
 class FakeCudart:
-    """What torch offers of the runtime; `refuse` is the error of the next registration."""
+    """Stands for torch's CUDA runtime; `refuse` is the error of the next registration."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, ...]] = []

@@ -1,4 +1,4 @@
-"""The gate between a lane that brings layers and the thread that computes them."""
+"""LayerGate: the gate between a lane that brings layers and the thread that computes them."""
 
 import threading
 import time

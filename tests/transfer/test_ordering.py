@@ -57,7 +57,7 @@ class Machine:
         assert self.lane.submit(Transfer(work, 1, lambda transfer: None))
 
     def wait(self) -> None:
-        """Until the transfer has come back, as `poll` would hear of it."""
+        """Wait until the transfer has come back, as `poll` would."""
         with self.time_passes():
             assert self.finished.get(timeout=DEADLINE_S).error is None
 
@@ -169,7 +169,7 @@ def test_a_promotion_waits_for_compute_that_still_reads_its_slot(machine: Machin
     assert promoted.unique().tolist() == [9]
 
 
-def test_a_slot_that_nobody_wrote_shows_as_poison_wherever_it_gets_to(machine: Machine) -> None:
+def test_a_slot_that_was_never_written_shows_as_poison_wherever_it_gets_to(machine: Machine) -> None:
     machine.memory.poison([2])
     machine.submit(lambda: machine.memory.to_host([2], [3]))
 

@@ -80,7 +80,7 @@ def blocked_by(gate: threading.Event, begun: threading.Event | None = None) -> C
     def work() -> str:
         if begun is not None:
             begun.set()
-        assert gate.wait(DEADLINE_S), "nobody opened the gate"
+        assert gate.wait(DEADLINE_S), "the gate was never opened"
         return "through"
 
     return work
@@ -180,7 +180,7 @@ def test_poll_returns_as_soon_as_something_has_finished(
 
 
 class NotedQueue(queue.SimpleQueue[Transfer]):
-    """Outcomes that nobody has; it notes how long it was waited for them."""
+    """A queue in which no outcome ever is; it notes for how long the engine waits."""
 
     def __init__(self) -> None:
         super().__init__()

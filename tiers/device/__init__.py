@@ -1,1 +1,1 @@
-"""The device's slots: which holds which block, and which goes next."""
+"""The device's slots: which slot holds which block, and which one goes next."""

@@ -1,28 +1,28 @@
-"""DirtyMarks: which slots of a pool hold a block that has no copy further down."""
+"""DirtyMarks: which slots of a pool hold a block that has no copy in a tier below."""
 
 from collections import deque
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.block_pool import NOTHING, Ids
+from kvtier.tiers.device.slot_ids import NOTHING, Ids
 
-MOST_ENTRIES = 4  # times as many as there are slots: then what is marked longest is queued anew
+MOST_ENTRIES = 4  # for each slot: when the queue is longer, its oldest pieces are queued anew
 CLEAN = 0
 
 
 class DirtyMarks:
-    """A mark for each slot, and a queue of those marked, for whoever asks for the oldest.
+    """A mark for each slot, and a queue of the marked slots, the one marked first first.
 
-    A mark is the number of the piece of the queue that its slot is in, and counts only there: so taking a mark away
-    costs no search, and what is over in the queue is left out when it comes to its front.
+    A mark is the number of the piece of the queue that its slot is in, and counts only there. So taking a mark away
+    costs no search; a slot that is not marked any more is left out when it comes to the queue's front.
     """
 
     def __init__(self, num_slots: int) -> None:
         self._marks = np.full(num_slots, CLEAN, np.int64)
         self._num_marked = 0
         self._pieces: deque[tuple[int, Ids]] = deque()
-        self._num_entries = 0  # in all of them
+        self._num_entries = 0  # slots in all pieces, marked or not
         self._most_entries = MOST_ENTRIES * num_slots
         self._number = CLEAN  # of the newest piece
 
@@ -42,11 +42,11 @@ class DirtyMarks:
         return self._num_marked > 0 and bool(np.count_nonzero(self._marks[slots]))
 
     def add(self, slots: Ids) -> None:
-        """Mark the slots that are not. The array is kept."""
+        """Mark the slots that are not marked yet. The array is kept."""
         num_before = int(np.count_nonzero(self._marks[slots]))
         self._queue(slots[self._marks[slots] == CLEAN] if num_before else slots)
         self._num_marked += len(slots) - num_before
-        to_look_through = 2 * len(slots)  # more than comes
+        to_look_through = 2 * len(slots)  # more than are added, so that the queue gets shorter
         while self._num_entries > self._most_entries and to_look_through > 0:
             number, oldest = self._pieces.popleft()
             self._num_entries -= len(oldest)
@@ -54,7 +54,7 @@ class DirtyMarks:
             self._queue(oldest[self._marks[oldest] == number])
 
     def remove(self, slots: Ids) -> None:
-        """Take away the marks of those of the slots that have one."""
+        """Take the marks of these slots away."""
         if self._num_marked:
             self._num_marked -= int(np.count_nonzero(self._marks[slots]))
             self._marks[slots] = CLEAN
@@ -75,7 +75,7 @@ class DirtyMarks:
         return np.concatenate([NOTHING, *found])[:most]
 
     def clear(self) -> None:
-        """No slot is marked."""
+        """Take all marks away."""
         self._marks.fill(CLEAN)
         self._num_marked = self._num_entries = 0
         self._pieces.clear()

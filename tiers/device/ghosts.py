@@ -16,8 +16,9 @@ MOST_PENDING = 2048  # names: half a millisecond's work at once
 class Ghosts:
     """Remembers the last *num_names* lost blocks, by the first 64 bits of their names: a mistake is a wrong statistic.
 
-    A ring that is searched as a whole, once a request. A set or dict is found in at once, but costs every eviction
-    three to five times as much, and keeps the names. What was lost in small numbers is put in there many at a time.
+    The names are in a ring that is searched as a whole, once a request. A look-up in a set or dict is faster, but every
+    eviction costs three to five times as much, and it keeps the names. Names that come in small numbers are put into
+    the ring many at a time.
     """
 
     def __init__(self, num_names: int) -> None:
@@ -28,7 +29,7 @@ class Ghosts:
         self._num_pending = 0
 
     def remember(self, names: Sequence[BlockName], tier: Tier) -> None:
-        """*tier* dropped the last copies of these blocks, whose names are of one length; nobody changes the list."""
+        """Note that *tier* dropped the last copies of these blocks. Their names have one length; the list is kept."""
         if not names:
             return
         self._pending.append((names, tier))
@@ -36,8 +37,8 @@ class Ghosts:
         if self._num_pending >= MOST_PENDING:
             self._take_in()
 
-    def who_dropped(self, name: BlockName) -> Tier | None:
-        """The tier that dropped the block's last copy; None if that was never, or too long ago."""
+    def dropped_by(self, name: BlockName) -> Tier | None:
+        """The tier that dropped the block's last copy; None if there was none, or it is too long ago."""
         self._take_in()
         places = np.flatnonzero(self._prefixes == np.frombuffer(name[:8], np.uint64))
         if not len(places):

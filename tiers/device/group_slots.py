@@ -1,5 +1,4 @@
-"""GroupSlots: one group's slots on the device or in host memory, and how one is taken from the block that can best be
-spared."""
+"""GroupSlots: one group's slots on the device or in host memory, and which of their blocks have a copy below."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,35 +6,36 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.block_pool import NOTHING, BlockPool, Ids, Slots
+from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.device.dirty_marks import DirtyMarks
+from kvtier.tiers.device.slot_ids import NOTHING, Ids, Slots
 from kvtier.tiers.naming.block_hash import BlockName
 
-Forgotten = Callable[[Ids, Sequence[BlockName], set[BlockName | None]], None]
-"""Told that slots have lost their blocks: the slots, the blocks' names, and those of them that had no copy further
-down."""
+OnForgotten = Callable[[Ids, Sequence[BlockName], set[BlockName | None]], None]
+"""Called when slots have lost their blocks: with the slots, the blocks' names, and the names of those that had no copy
+below."""
 
 
 class GroupSlots:
-    """A pool, and which of its blocks have no copy further down: they are *dirty*. Owned by the cache's thread."""
+    """A pool of slots, and marks on the *dirty* ones: their blocks have no copy below. Owned by the cache's thread."""
 
-    def __init__(self, num_slots: int, is_spilled: bool, forgotten: Forgotten) -> None:
-        """*is_spilled*: there is a tier further down; else nothing is ever dirty."""
+    def __init__(self, num_slots: int, is_spilled: bool, on_forgotten: OnForgotten) -> None:
+        """*is_spilled*: whether there is a tier below; without one no slot is ever dirty."""
         self.pool = BlockPool(num_slots)
         self.dirty = DirtyMarks(num_slots)
         self.is_spilled = is_spilled
-        self.num_lost = 0  # times that a block lost its copy further down
+        self.num_lost = 0  # times that blocks lost their copies below
         self.num_evicted = 0
-        self.dropped_spills = 0  # evicted although there was no copy further down yet
-        self._forgotten = forgotten
+        self.dropped_spills = 0  # blocks evicted without a copy below
+        self._on_forgotten = on_forgotten
 
     def mark_dirty(self, slots: Ids) -> None:
-        """These slots' blocks have no copy further down yet."""
+        """Mark these slots: their blocks have no copy below yet."""
         if self.is_spilled:
             self.dirty.add(slots)
 
-    def lost_copies(self, slots: Sequence[int] | Ids) -> None:
-        """These slots' blocks have no copy further down any more."""
+    def on_copies_lost(self, slots: Sequence[int] | Ids) -> None:
+        """Mark these slots: their blocks have no copy below any more."""
         if self.is_spilled and len(slots):
             self.num_lost += 1
             self.dirty.add(np.array(slots, np.intp))
@@ -43,7 +43,7 @@ class GroupSlots:
     def take(self, num_slots: int, window: int) -> list[int] | None:
         """Lease that many slots, evicting clean blocks first. None, and nothing changed, if too few are free.
 
-        A dirty block that has to go is dropped and counted; nobody waits for a copy.
+        A dirty block that has to go is dropped and counted. Never waits for a copy.
         """
         pool = self.pool
         if num_slots > pool.num_blank:
@@ -66,12 +66,12 @@ class GroupSlots:
     def num_clean(self, window: int, besides: npt.NDArray[np.integer[Any]] = NOTHING) -> int:
         """How many slots could be taken now, blank or among the *window* oldest, without losing a last copy.
 
-        The slots *besides* are about to be leased: neither they nor their places count.
+        The slots *besides* are about to be leased: they and their places do not count.
         """
         pool = self.pool
         if not self.is_spilled:
             return pool.num_blank
-        oldest = pool.oldest(window + len(besides))
+        oldest = pool.order.oldest(window + len(besides))
         if len(besides):
             counts = np.ones(pool.num_slots, np.bool_)
             counts[besides] = False
@@ -79,13 +79,13 @@ class GroupSlots:
         return pool.num_blank + int(np.count_nonzero(~self.dirty.among(oldest[:window])))
 
     def evict(self, slots: Slots) -> None:
-        """Forget the blocks in the slots, whoever leases them."""
+        """Forget the blocks in the slots, leased or not."""
         ids = np.asarray(slots, np.intp)
         were_dirty = self._clean(ids)
         self._tell(ids, self.pool.evict(ids), were_dirty)
 
     def clear(self) -> None:
-        """Forget every block, and tell nobody; no slot may be leased."""
+        """Forget every block without telling of it; no slot may be leased."""
         self.pool.evict(self.pool.cached_slots())
         self.dirty.clear()
 
@@ -97,11 +97,11 @@ class GroupSlots:
         assert self.pool.are_named(self.dirty.oldest(len(self.dirty))).all(), "a slot without a block is dirty"
 
     def _choose(self, num_slots: int, window: int) -> Ids:
-        """Up to *num_slots* cached slots to evict: clean ones among the oldest, then simply the oldest.
+        """Up to *num_slots* cached slots to evict: clean ones among the oldest first, then dirty ones.
 
         A dirty one is passed over for a clean one that comes at most *window* later, as `num_clean` counts.
         """
-        oldest = self.pool.victims(num_slots)
+        oldest = self.pool.order.victims(num_slots)
         if not self.dirty.any_among(oldest):
             return oldest
         clean = self._oldest_clean(num_slots + window, num_slots)
@@ -109,10 +109,10 @@ class GroupSlots:
         return np.concatenate([clean, passed_over[: num_slots - len(clean)]])
 
     def _oldest_clean(self, window: int, most: int) -> Ids:
-        """Of the *window* oldest cached slots up to *most* whose block may go: it will still be found below."""
+        """Up to *most* clean slots among the *window* oldest cached ones: their blocks will still be found below."""
         if not self.is_spilled:
             return NOTHING
-        oldest = self.pool.oldest(window)
+        oldest = self.pool.order.oldest(window)
         return oldest[~self.dirty.among(oldest)][:most]
 
     def _clean(self, slots: Ids) -> set[BlockName | None]:
@@ -125,4 +125,4 @@ class GroupSlots:
 
     def _tell(self, slots: Ids, names: Sequence[BlockName], were_dirty: set[BlockName | None]) -> None:
         self.num_evicted += len(names)
-        self._forgotten(slots, names, were_dirty)
+        self._on_forgotten(slots, names, were_dirty)

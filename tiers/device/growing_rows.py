@@ -6,16 +6,16 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-STEP_BYTES = 1 << 20  # grown by so much at a time, once it is that large …
-BACK_BYTES = 4 << 20  # … and given back by so much: a fifth of a millisecond
+STEP_BYTES = 1 << 20  # by which an array of that size or more grows at a time …
+BACK_BYTES = 4 << 20  # … and which it gives back at a time: a fifth of a millisecond
 
 
 class GrowingRows:
     """Rows of *width* numbers, zeros at first, in memory that the kernel moves by its page tables (mremap): growing by
     a step takes 5 µs at any size, where numpy, lists and sets copy all they have. Freeing 600 MB at once takes 27 ms.
 
-    *all* is that memory, for one at a time *items*, flat, and *memory*, its bytes. Keep no view of it while it grows or
-    is given back: BufferError.
+    *all* is the rows for numpy, *items* their numbers one at a time, *memory* their bytes. Keep no view of them while
+    the array grows or is given back: BufferError.
     """
 
     def __init__(self, dtype: npt.DTypeLike, width: int) -> None:
@@ -27,18 +27,18 @@ class GrowingRows:
         self._view()
 
     def grow(self, num_rows: int) -> None:
-        """Have at least that many rows."""
+        """Grow to at least that many rows."""
         if num_rows > len(self.all):
             num_bytes = num_rows * self._row_bytes
             step_bytes = min(max(len(self.memory), mmap.PAGESIZE), STEP_BYTES)
             self._resize(-(-num_bytes // step_bytes) * step_bytes)
 
     def drop(self, num_rows: int, num_kept: int) -> None:
-        """Let the rows after the first ones take their place, so many of them: 0.2 ms for a million numbers."""
+        """Drop the first *num_rows* rows: *num_kept* after them move to the front, 0.2 ms for a million numbers."""
         self.memory.move(0, num_rows * self._row_bytes, num_kept * self._row_bytes)
 
     def give_back(self) -> bool:
-        """Give some of the memory back, from the end on; whether there is more."""
+        """Give some of the memory back, from the end on; whether more is left."""
         if self.memory.closed:
             return False
         left = len(self.memory) - BACK_BYTES

@@ -1,4 +1,4 @@
-"""PartialMatches: cached blocks that continue one prefix, so that a prompt can share the first tokens of one."""
+"""PartialMatches: finds cached blocks by their first tokens, so that a prompt can share a part of a block."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ MOST_TRIED = 8  # of the blocks that share most
 
 @dataclass(slots=True)
 class _Piece:
-    """Blocks *start* to *end* of a chain, in slots that the arrays do not tell of yet."""
+    """Blocks *start* to *end* of a chain, in slots that are not in the arrays yet."""
 
     chain: BlockChain
     start: int
@@ -26,8 +26,8 @@ class _Piece:
 
 
 class PartialMatches:
-    """For each slot that holds a named block: what the block continues, and its tokens, or as many as are computed.
-    Slots without a named block are not told of: whoever names one says `record`, `record_tail` or `forget`.
+    """For each slot with a named block a key of what the block continues, and its computed tokens. The caller that
+    names a block calls `record`, `record_tail` or `forget`; what is noted of slots without a name is out of date.
 
     Plain arrays that are searched as a whole, half a nanosecond a slot: an index would cost every commit and every
     eviction more than the one search per request does. They are filled many blocks at a time, at the latest before they
@@ -36,15 +36,15 @@ class PartialMatches:
 
     def __init__(self, num_slots: int, block_size: int) -> None:
         self._pending: list[_Piece] = []
-        self._num_pending = 0  # blocks in there
-        # Of each key the first four bytes; 0 if the slot has no block, and one block in 4 billion is not found.
+        self._num_pending = 0  # blocks in `_pending`
+        # The first four bytes of each key; 0 for a slot without a block, so that one block in 4 billion is not found.
         self._first = np.zeros(num_slots, np.uint32)
         self._keys = np.zeros((num_slots, KEY_BYTES // 8), np.uint64)
         self._token_ids = np.zeros((num_slots, block_size), np.uint32)
         self._num_tokens = np.zeros(num_slots, np.int32)
 
     def record(self, slots: npt.NDArray[np.intp], chain: BlockChain, start: int) -> None:
-        """The slots hold the chain's named blocks from *start* on. The array is kept."""
+        """Note that the slots hold the chain's named blocks from *start* on. The array is kept."""
         last = self._pending[-1] if self._pending else None
         if last is not None and last.chain is chain and last.end == start:
             last.slots.append(slots)
@@ -56,7 +56,7 @@ class PartialMatches:
             self._take_in()
 
     def record_tail(self, slot: int, key: bytes, token_ids: TokenIds) -> None:
-        """The slot holds a block of which only the first tokens, these, are computed."""
+        """Note that the slot holds a block of which only the first tokens, these, are computed."""
         self._take_in()
         self._keys[slot] = np.frombuffer(key, np.uint64)
         self._first[slot] = np.frombuffer(key, np.uint32)[0]
@@ -64,22 +64,17 @@ class PartialMatches:
         self._num_tokens[slot] = len(token_ids)
 
     def forget(self, slots: npt.NDArray[np.intp]) -> None:
-        """Nothing is known of the blocks that the slots hold."""
+        """Find the blocks in these slots no more."""
         self._take_in()
         self._first[slots] = 0
 
-    def is_part(self, slot: int) -> bool:
-        """Whether the slot holds a block of which only the first tokens are computed."""
-        self._take_in()
-        return bool(self._first[slot]) and int(self._num_tokens[slot]) < int(self._token_ids.shape[1])
-
     def is_used_up(self, slot: int, num_tokens: int) -> bool:
-        """Whether a block that goes on from *num_tokens* of this one makes it useless: it has no more."""
+        """Whether *num_tokens* are all tokens of a block that is not full: one that goes on from them replaces it."""
         self._take_in()
         return num_tokens == int(self._num_tokens[slot]) < int(self._token_ids.shape[1])
 
     def parents(self, pool: BlockPool) -> Iterator[tuple[int, int]]:
-        """Each slot whose parent is in the pool too, with the parent's; not those with extra keys. For checks."""
+        """Slots whose block has its parent in the pool, with the parent's slot; not of blocks with extra keys."""
         self._take_in()
         for slot in range(pool.num_slots):
             if pool.name(slot) is not None:
@@ -88,10 +83,9 @@ class PartialMatches:
                     yield slot, parent
 
     def sharing(self, key: bytes, token_ids: TokenIds, pool: BlockPool) -> list[tuple[int, int]]:
-        """Slots of *pool*'s named blocks that continue the prefix with *key* by the first of *token_ids*, and by how
-        many of them.
+        """Slots of *pool* whose blocks continue the prefix with *key* by some of *token_ids*, and by how many of them.
 
-        Those that share most first; at most `MOST_TRIED`, and only such as share any.
+        The slots that share most come first, `MOST_TRIED` at most.
         """
         self._take_in()
         wanted = np.frombuffer(key, np.uint64)
@@ -106,7 +100,7 @@ class PartialMatches:
         return [(int(slots[i]), int(num_shared[i])) for i in order if num_shared[i]]
 
     def _take_in(self) -> None:
-        """Write what is pending into the arrays. Of a slot that comes more than once the last entry stands."""
+        """Write the pending blocks into the arrays. For a slot that is pending more than once the last one stands."""
         if not self._pending:
             return
         pending, self._pending, self._num_pending = self._pending, [], 0
@@ -122,5 +116,5 @@ class PartialMatches:
 
 
 def _rows(array: npt.NDArray[Any]) -> npt.NDArray[np.void]:
-    """The rows of a contiguous array as its items, the same memory."""
+    """The same memory with each row of a contiguous array as one item."""
     return array.view(f"V{array.itemsize * array.shape[1]}")[:, 0]

@@ -1,4 +1,4 @@
-"""Runs: blocks of one chain in a row, whose names are kept, looked up and forgotten together."""
+"""Runs: blocks of one chain in a row, and their names, which are kept, looked up and forgotten together."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -10,27 +10,27 @@ import numpy.typing as npt
 
 from kvtier.tiers.naming.block_hash import BlockName
 
-NO_SPOT = -1  # of a slot without a named block
-ALONE = -2  # the spot of a slot whose block has a name but is in no run, and those below it
+NO_SPOT = -1  # the spot of a slot without a named block
+ALONE = -2  # this and lower ones are the spots of slots whose block has a name but is in no run
 PLACE_BITS = 32
 PLACES = (1 << PLACE_BITS) - 1
 PIECE = 256  # names compared at once
-SHARE = 4  # a run with less than this part of its blocks left lets the names of its tail go
+SHARE = 4  # a run with less than this part of its blocks left forgets the names of its tail
 
 
 @dataclass(slots=True)
 class Run:
-    """Block *first* of a chain and those after it. *names* is the chain's list of all its names, which only grows."""
+    """Block *first* of a chain and blocks after it. *names* is the chain's list of all its names, which only grows."""
 
     names: Sequence[BlockName]
     first: int
     slots: "array[int]"
-    num_left: int = 0  # of its blocks that are still where they were
+    num_left: int = 0  # blocks that are still in their slots
 
 
 class Span(NamedTuple):
-    """Blocks of one run in a row, the last one first: places *start* to before *end* of the slots that were asked for.
-    *place* is the first one's in the run. A block in no run is a span by itself, of run NO_SPOT."""
+    """Blocks of one run in a row, the last one first: *start* to before *end* of the slots that were asked for. *place*
+    is the first one's place in the run. A block in no run is a span by itself, of run NO_SPOT."""
 
     start: int
     end: int
@@ -39,7 +39,7 @@ class Span(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The blocks of a `Span`: *parent* is the name before the names of all, if it is known."""
+    """The blocks of a `Span` by name. *parent* is the name of the block that the row continues, if it is known."""
 
     start: int
     end: int
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 
 class Runs:
-    """Which slot holds which block, seen from the slot; for look-ups a hint beside the pool's index.
+    """Which block each slot holds. For look-ups a hint beside the pool's index, which is by name.
 
     A dict answers with a cache miss or three for each name, 43 ns in a pool of 10,000 and 230 in one of a million.
     Names and slots of a run lie in a row: 11 and 14. A request that is named chunk by chunk makes one run.
@@ -62,13 +62,13 @@ class Runs:
         self._all_spots = np.frombuffer(self.spots, np.int64) if num_slots else np.empty(0, np.int64)  # the same memory
         self._runs: dict[int, Run] = {}
         self._next = 0
-        self._alone: dict[int, BlockName] = {}  # of named slots that are in no run
+        self._alone: dict[int, BlockName] = {}  # names of slots that are in no run
         self._next_alone = ALONE
 
     def add(
         self, before: int | None, names: Sequence[BlockName], start: int, slots: Sequence[int] | npt.NDArray[np.intp]
     ) -> None:
-        """These slots have just got the names from *start* on; *before* holds the one before them."""
+        """Note that these slots have got *names* from *start* on; slot *before* holds the block before them."""
         run_id = NO_SPOT if before is None else self.spots[before] >> PLACE_BITS
         run = self._runs.get(run_id)
         if run is None or run.names is not names or run.first + len(run.slots) != start:
@@ -86,13 +86,13 @@ class Runs:
         run.slots.frombytes(ids.astype(np.int32).tobytes())
 
     def add_alone(self, slot: int, name: BlockName) -> None:
-        """The slot has just got that name, and no run."""
+        """Note that the slot has got that name, in no run."""
         self.spots[slot] = self._next_alone
         self._next_alone -= 1
         self._alone[slot] = name
 
     def remove(self, slots: npt.NDArray[np.intp]) -> list[BlockName]:
-        """The slots no longer hold what they held; the names of the blocks, run by run, those in no run last."""
+        """Forget the blocks in these slots; their names, run by run, blocks in no run last."""
         if not len(slots):
             return []
         spots = self._all_spots[slots]
@@ -107,8 +107,8 @@ class Runs:
         return names + [self._alone.pop(slot) for slot in slots[spots <= ALONE].tolist()]
 
     def spans(self, slots: npt.NDArray[np.intp]) -> list[Span]:
-        """The slots, which hold named blocks, in pieces, one after the other, that are blocks of one run in a row, from
-        the last one on, as a tail is evicted."""
+        """The slots, which hold named blocks, cut into pieces that are one run's blocks in a row, the last block first,
+        as a tail is evicted."""
         spots = self._all_spots[slots]
         is_last = np.empty(len(spots), np.bool_)
         np.not_equal(spots[:-1], spots[1:] + 1, out=is_last[:-1])
@@ -125,7 +125,7 @@ class Runs:
         ]
 
     def rows(self, slots: npt.NDArray[np.intp]) -> list[Row]:
-        """The same with the blocks' names."""
+        """The same as rows, with the blocks' names."""
         rows = []
         for start, end, run_id, place in self.spans(slots) if len(slots) else ():
             if run_id == NO_SPOT:
@@ -138,10 +138,10 @@ class Runs:
         return rows
 
     def remove_spans(self, slots: npt.NDArray[np.intp], spans: Iterable[Span]) -> list[BlockName]:
-        """The slots, which are those of the *spans*, no longer hold what they held; the names of the blocks."""
+        """Forget the blocks in these slots, which are the slots of the *spans*; the names of the blocks."""
         self._all_spots[slots] = NO_SPOT
         names: list[BlockName] = []
-        num_gone: dict[int, int] = {}  # of each run all at once: half gone, it would look for the other half
+        num_gone: dict[int, int] = {}  # all of a run go at once: one that is half gone looks for the other half
         for start, end, run_id, place in spans:
             if run_id == NO_SPOT:
                 names.append(self._alone.pop(int(slots[len(names)])))
@@ -161,7 +161,7 @@ class Runs:
         return run.names[run.first + (spot & PLACES)]
 
     def parent(self, slot: int) -> BlockName | None:
-        """The name before that of the block in the slot, if it is in a run and not a chain's first."""
+        """The name of the block that the slot's block continues, if that is in a run and not a chain's first block."""
         spot = self.spots[slot]
         if spot < 0:
             return None
@@ -170,7 +170,7 @@ class Runs:
         return None if before < 0 else run.names[before]
 
     def following(self, slot: int, names: Sequence[BlockName], start: int) -> npt.NDArray[np.int32]:
-        """The slots of as many of *names* from *start* on as are in one run from *slot* on, which holds the first."""
+        """The slots of *names* from *start* on, as far as they are in one run. *slot* holds the first."""
         spot = self.spots[slot]
         if spot < 0:
             return np.empty(0, np.int32)
@@ -203,13 +203,13 @@ class Runs:
         assert alone == self._alone.keys(), "a name is kept for a slot without a block"
 
     def _take_out(self, run_id: int, places: Sequence[int]) -> list[BlockName]:
-        """Take the blocks in these places out of the run, whose spots are cleared already; their names."""
+        """Take the blocks in these places, whose spots are cleared already, out of the run; their names."""
         names = self._names(run_id, places)
         self._shrink(run_id, len(places))
         return names
 
     def _names(self, run_id: int, places: Sequence[int]) -> list[BlockName]:
-        """The names of the blocks in these places of the run; if they are a range, it goes downwards."""
+        """The names of the blocks in these places of the run. A range of places goes downwards."""
         run = self._runs[run_id]
         names, first = run.names, run.first
         if isinstance(places, range):
@@ -218,7 +218,7 @@ class Runs:
         return [names[first + place] for place in places]
 
     def _shrink(self, run_id: int, num_slots: int) -> None:
-        """So many more of the run's blocks have left it, whose spots are cleared already."""
+        """Take *num_slots* blocks, whose spots are cleared already, off the run's count."""
         run = self._runs[run_id]
         run.num_left -= num_slots
         if run.num_left == 0:

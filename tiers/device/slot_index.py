@@ -8,17 +8,17 @@ from typing import cast
 from kvtier.tiers.naming.block_hash import BlockName
 
 NAME_BYTES = 32
-MOST_IN_ONE = 3 << 13  # slots whose names are one dict: it is made anew in a millisecond
-MOST_IN_ROW = 1 << 13  # of more slots than that
-NUM_BYTES = 256  # that a name may begin with
+MOST_IN_ONE = 3 << 13  # slots of a pool whose names are in one dict: it is made anew in a millisecond
+MOST_IN_ROW = 1 << 13  # names in each dict of a larger pool
+NUM_BYTES = 256  # values of a name's first byte
 
 Slots = dict[BlockName, int]
 
 
 class SlotIndex:
-    """One dict in a small pool; in a large one as many as are needed to keep each small, by a name's first byte.
+    """The slot of each name, in one dict for a small pool, in many by the name's first byte for a large one.
 
-    A dict in which names come and go is made anew once what was taken out of it is as much as is in it: 0.1 s with a
+    A dict in which names come and go is made anew once as many were taken out of it as are in it: 0.1 s with a
     million names. The choice of the dict costs 0.1 to 0.2 µs a name, in large pools only.
     """
 
@@ -40,15 +40,15 @@ class SlotIndex:
 
     @property
     def most_in_one(self) -> int:
-        """Names in the fullest dict, which is made anew as a whole."""
+        """Number of names in the fullest dict, which is made anew as a whole."""
         return max(map(len, self._dicts))
 
     def get(self, name: BlockName) -> int | None:
-        """The slot of the name, or None; for an empty one too."""
+        """The slot of the name, or None; None for an empty name."""
         return self._by_byte[name[0]].get(name) if name else None
 
     def get_all(self, names: Sequence[BlockName], absent: int) -> list[int]:
-        """The slots of the names, *absent* for those that have none."""
+        """The slot of each name, *absent* for names without one."""
         if self._one is None:
             return list(map(dict.get, self._dicts_of(names), names, repeat(absent)))
         if len(names) > 1:
@@ -65,7 +65,7 @@ class SlotIndex:
         return not any(map(dict.__contains__, self._dicts_of(names), names))
 
     def give(self, name: BlockName, slot: int) -> int:
-        """The slot of the name: this one, unless it has another already."""
+        """Give the name this slot, unless it has one already; the slot that it has now."""
         return self._by_byte[name[0]].setdefault(name, slot)
 
     def give_all(self, names: Sequence[BlockName], slots: Iterable[int]) -> list[int]:
@@ -75,7 +75,7 @@ class SlotIndex:
         return list(map(dict.setdefault, self._dicts_of(names), names, slots))
 
     def remove_all(self, names: Sequence[BlockName]) -> None:
-        """These names have no slots any more."""
+        """Take the names, which all have slots, out of the index."""
         if self._one is not None:
             index = self._one
             for name in names:

@@ -1,1 +1,1 @@
-"""The way down: copies made ahead of eviction."""
+"""The way down: device blocks are copied to host memory before they are evicted."""

@@ -1,1 +1,1 @@
-"""What lies below the device: which block is in host memory and on disk, and what may be there."""
+"""The tiers below the device: which block is in host memory and which on disk, and what is admitted there."""

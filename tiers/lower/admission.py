@@ -1,4 +1,4 @@
-"""Admission: which blocks get in to the disk under and over its budget of writes.
+"""Admission: which blocks are let in to the disk, under and over its budget of writes.
 
 Writing every block wears a drive of one drive-write a day out 15 times too fast behind one H100. Over the budget only
 what is asked for a second time is written: a fifth of the bytes for half of the hits (trace study).
@@ -29,24 +29,24 @@ class AdmissionStatistics:
 class Admission:
     """Says which blocks may go to disk: all while the budget spares it, else those that were refused and used again.
 
-    The latter have the budget's reserve to themselves, and when that is used up nothing goes.
+    The latter have the budget's reserve to themselves; when that is used up no block may go.
 
     Never a block behind a hole: not one whose predecessor is refused in the same call, nor a new one whose predecessor
     was refused before and is not there yet. But chains come down tail first, a batch at a time, and a predecessor that
     is still to come cannot be waited for: it is *promised*, and will be admitted when it is asked for, whatever the
     budget says then. So what has begun at its tail is written to its front, and may overdraw the budget by its length.
-    (Only what stands on the disk already would admit nothing at all over the budget, and fill it with tails under it.)
+    (To admit only what continues a block on disk: nothing would be admitted over the budget, and tails under it.)
 
-    What is assumed: to ask is to have used. A block is asked for once when it comes to host memory, and again only when
-    it was used there or computed anew; who uses a block uses all before it, so these are asked for too, later in the
-    same round (tail first). A refused block is not kept for another try: nobody may wait for it.
+    It assumes that to ask is to have used. A block is asked for once when it comes to host memory, and again only when
+    it was used there or computed anew; a request that uses a block uses all before it, so these are asked for too,
+    later in the same round (tail first). A refused block is not kept for another try: nothing waits for it.
 
-    Owned by the tiers' thread. Writes nothing and spends nothing: that is the caller's, when the bytes are written.
+    Owned by the tiers' thread. Writes nothing and spends nothing: its caller does, when the bytes are written.
     """
 
     def __init__(self, budget: WriteBudget, num_disk_blocks: int, holds: Callable[[int, BlockName], bool]) -> None:
-        """The disk has room for about *num_disk_blocks*. *holds* says of a group's block whether the disk has it, or is
-        being sent it now."""
+        """*num_disk_blocks*: about as many have room on disk. *holds* says whether a group's block is there, or on its
+        way."""
         self._budget = budget
         self._holds = holds
         self._refused = RefusedBlocks(REMEMBERED_PER_BLOCK * num_disk_blocks)
@@ -57,7 +57,7 @@ class Admission:
     def admit(
         self, group_id: int, names: Sequence[BlockName], parents: Sequence[BlockName | None], block_bytes: int
     ) -> list[bool]:
-        """For each of a group's blocks, which were used, whether it may be written now. The others are remembered.
+        """Decide for each of these blocks, which were used, whether it may be written now; the others are remembered.
 
         *names* are distinct and in any order, of one chain or of many. *parents* are the names of the blocks that they
         continue; None for a chain's first block, and for one that is of use without the one before it (the last blocks
@@ -110,7 +110,7 @@ class Admission:
         assert len(self._promised) <= MAX_PROMISED, f"{len(self._promised)} promises, more than there may be"
 
     def _take_promised(self, group_id: int, parent_of: dict[BlockName, BlockName | None]) -> set[BlockName]:
-        """The blocks that must be admitted: the promised ones, and what comes before them in this call."""
+        """Take the promises for blocks of this call; the blocks to admit: those, and those before them in this call."""
         due: set[BlockName] = set()
         for name in parent_of:
             if (group_id, name) in self._promised:
@@ -137,7 +137,7 @@ class Admission:
 
 
 def _parents_first(parent_of: dict[BlockName, BlockName | None]) -> Iterator[BlockName]:
-    """The names, each after its parent if that is among them."""
+    """The names, each after its parent if its parent is among them."""
     seen: set[BlockName] = set()
     for name in parent_of:
         run = []

@@ -7,7 +7,7 @@ from typing import NewType
 MAX_FAILURES = 3  # in a row; a hang is enough by itself
 REST_S = 1.0
 MAX_REST_S = 60.0  # the rest doubles up to this while probes fail
-HUNG_S = 10.0  # of one operation for which nobody has a deadline: it is not slow, it hangs
+HUNG_S = 10.0  # an operation without a deadline of its own that takes longer is not slow: it hangs
 
 Attempt = NewType("Attempt", int)
 
@@ -21,12 +21,12 @@ class BreakerState(StrEnum):
 
 
 class CircuitBreaker:
-    """One kind of operation on one disk: a full disk still reads, so reads and writes have a breaker each.
+    """Says whether one kind of operation on one disk is worth trying: reads, or writes, since a full disk still reads.
 
-    Who uses the disk begins an attempt and owes it one of `succeeded`, `failed`, `hung` and `withdrawn`, or no other
-    probe is ever let through. An attempt counts in the period in which it began; opening and closing begin a new one.
-    So what is still under way when the breaker opens can neither close it nor lengthen its rest, nor spoil the time
-    after. Touched by the owner's thread only; starts nothing and waits for nothing.
+    The caller begins an attempt before it uses the disk, and ends it with one of `on_succeeded`, `on_failed`, `on_hung`
+    and `withdraw`; without that no other probe is ever let through. An attempt counts in the period in which it began;
+    opening and closing begin a new one. So what is still under way when the breaker opens can neither close it nor
+    lengthen its rest, nor spoil the time after. Touched by the owner's thread only; starts nothing, waits for nothing.
     """
 
     def __init__(self, clock: Callable[[], float], max_failures: int = MAX_FAILURES) -> None:
@@ -44,13 +44,13 @@ class CircuitBreaker:
 
     @property
     def state(self) -> BreakerState:
-        """What is let through now. Time alone takes it from open to half-open."""
+        """What the breaker lets through now. Time alone takes it from open to half-open."""
         if self._rests_until is None:
             return BreakerState.CLOSED
         return BreakerState.OPEN if self._clock() < self._rests_until else BreakerState.HALF_OPEN
 
     def allows(self) -> bool:
-        """Whether `begin` would give an attempt now: for who only wants to know if the disk is worth asking."""
+        """Whether `begin` would give an attempt now."""
         return self.state is BreakerState.CLOSED or (self.state is BreakerState.HALF_OPEN and not self._is_probing)
 
     def begin(self) -> Attempt | None:
@@ -60,31 +60,31 @@ class CircuitBreaker:
         self._is_probing = self._rests_until is not None
         return Attempt(self._period)
 
-    def succeeded(self, attempt: Attempt) -> None:
-        """The operation did what it should. A probe's success closes the breaker, and all is forgiven."""
+    def on_succeeded(self, attempt: Attempt) -> None:
+        """Note that the operation succeeded. A probe's success closes the breaker and forgets earlier failures."""
         if attempt == self._period:
             self._num_failed = 0
             if self._is_probing:
                 self._new_period()
                 self._rests_until, self._next_rest_s = None, REST_S
 
-    def failed(self, attempt: Attempt) -> None:
-        """The operation ended with an error that is the disk's. A probe's failure opens the breaker again."""
+    def on_failed(self, attempt: Attempt) -> None:
+        """Note that the operation ended with an error of the disk's. A probe's failure opens the breaker again."""
         if attempt == self._period:
             self._num_failed += 1
             if self._is_probing or self._num_failed == self._max_failures:
                 self._open()
 
-    def hung(self, attempt: Attempt) -> None:
-        """The operation has outlived its deadline, which opens the breaker at once.
+    def on_hung(self, attempt: Attempt) -> None:
+        """Note that the operation has outlived its deadline, which opens the breaker at once.
 
-        Its outcome, should there ever be one, may be told or not: it is late.
+        Should the operation ever end, its outcome may be told or not: it counts no more.
         """
         if attempt == self._period:
             self._open()
 
-    def withdrawn(self, attempt: Attempt) -> None:
-        """The operation was never started, and says nothing about the disk. After a probe, another may be tried."""
+    def withdraw(self, attempt: Attempt) -> None:
+        """End an attempt that was never started: it says nothing about the disk. A probe may be tried again."""
         if attempt == self._period and self._is_probing:
             self._new_period()
 

@@ -1,4 +1,4 @@
-"""CleanAhead: how many blocks at the eviction end must have a copy below, so that no allocation meets a dirty one."""
+"""CleanAhead: how many of the blocks to be evicted next must have a copy below, so that no allocation waits for one."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ HEADROOM = 2.0  # twice what is allocated while one spill is under way
 
 
 class CleanAhead:
-    """The window's length, from the measured rate of allocation and the measured time of a spill."""
+    """The length of a pool's clean-ahead window, from the measured rate of allocation and time of a spill."""
 
     def __init__(self, least_blocks: int, most_blocks: int, clock: Callable[[], float]) -> None:
         self._least = least_blocks
@@ -17,22 +17,22 @@ class CleanAhead:
         self._clock = clock
         self._rate = 0.0  # blocks a second
         self._rate_at = clock()
-        self._num_new = 0  # blocks taken since then
+        self._num_new = 0  # blocks taken since `_rate_at`
         self._spill_s = 0.0
 
-    def allocated(self, num_blocks: int) -> None:
-        """Blocks were taken from the pool."""
+    def on_allocated(self, num_blocks: int) -> None:
+        """Note that blocks were taken from the pool."""
         if self._clock() - self._rate_at >= GRAIN_S:
             self._rate_now()
         self._num_new += num_blocks
 
-    def spilled(self, seconds: float) -> None:
-        """A spill took so long, from its submission to the owner's poll."""
+    def on_spilled(self, seconds: float) -> None:
+        """Note how long a spill took, from its submission to the owner's poll."""
         self._spill_s = seconds if self._spill_s == 0 else 0.8 * self._spill_s + 0.2 * seconds
 
     @property
     def num_blocks(self) -> int:
-        """The window now."""
+        """The length of the window now."""
         if self._spill_s == 0:
             return min(self._most, self._least)
         return min(self._most, max(self._least, math.ceil(HEADROOM * self._rate_now() * self._spill_s)))

@@ -31,7 +31,7 @@ class Clearing:
     def begin(self) -> None:
         """The index was emptied just now."""
         self._is_due = self._disk.is_there
-        self._disk.begin_index_again()
+        self._disk.rewind_index()
 
     def go_on(self) -> None:
         """Have the next page looked through, unless one is."""
@@ -76,5 +76,5 @@ class Clearing:
 
     def _rest(self) -> None:
         """Begin again later."""
-        self._disk.begin_index_again()
+        self._disk.rewind_index()
         self._not_before = self._clock() + REST_S

@@ -1,4 +1,4 @@
-"""Copies: batches of blocks on their way down one route, and whether they get on."""
+"""Copies: the batches of blocks that are under way down one route, and whether they get on."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -6,14 +6,15 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from kvtier.tiers.device.block_pool import NOTHING, BlockPool, Ids
+from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.device.runs import Row
+from kvtier.tiers.device.slot_ids import NOTHING, Ids
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.lane import Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 BATCH_BYTES = 8 << 20
-PATIENCE_S = 1.0  # after which nobody waits for a copy any more
+PATIENCE_S = 1.0  # after which nothing waits for the slots of a copy down any more
 
 
 def blocks_in_batch(block_bytes: int, num_copiers: int, most: int, batch_bytes: int = BATCH_BYTES) -> int:
@@ -23,8 +24,10 @@ def blocks_in_batch(block_bytes: int, num_copiers: int, most: int, batch_bytes: 
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """Blocks of one group on their way down, in the order in which they should be evicted below. The slots that they
-    leave, of *upper*, are leased."""
+    """Blocks of one group on their way down, in the order in which they should be evicted below.
+
+    The slots of *upper* that they are copied from are leased.
+    """
 
     upper: BlockPool
     rows: Sequence[Row]
@@ -40,8 +43,10 @@ AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 
 class Copies(Generic[AnyBatch]):
-    """The batches that are under way on one route, and the leases on the slots that they leave. Owned by the cache's
-    thread."""
+    """The batches under way on one route, and their leases on the slots that they are copied from.
+
+    Owned by the tiers' thread.
+    """
 
     def __init__(
         self,
@@ -55,25 +60,25 @@ class Copies(Generic[AnyBatch]):
         self._transfers = transfers
         self._most_in_flight = most_in_flight
         self._clock = clock
-        self.ended_at = float("-inf")  # when a batch last did
+        self.ended_at = float("-inf")  # when a batch ended last
         self.batches: list[AnyBatch] = []
 
     def start(
         self, batch: AnyBatch, num_bytes: int, work: Callable[[], object], deliver: Callable[[Transfer], None]
     ) -> bool:
-        """Hand *work* to the route's lane; False, and the batch is to be ended, if the lane is full."""
+        """Lease the batch's slots and hand *work* to the lane. False if the lane is full: the caller ends the batch."""
         batch.upper.lend(batch.upper_slots)
         self.batches.append(batch)
         return self._transfers.submit(self._route, work, num_bytes, deliver)
 
     def end(self, batch: AnyBatch) -> None:
-        """The batch is over, whatever became of it: its upper slots go back to where they were in the order."""
+        """End the leases of a batch, whatever became of it: its slots go back to where they were in the order."""
         self.batches.remove(batch)
         self.ended_at = self._clock()
         batch.upper.put_back(batch.upper_slots)
 
     def most(self, upper: BlockPool, batch_blocks: int, num_lendable: int | None = None) -> int:
-        """How many blocks the next batch from this pool may have; 0 if there is no room for one.
+        """How many blocks the next batch from this pool may have; 0 if no further batch may start.
 
         A batch leases its source: never more than a quarter of *num_lendable* slots, by default of those that are free,
         so that allocations find the rest.
@@ -88,7 +93,7 @@ class Copies(Generic[AnyBatch]):
         return max(most, 0 if under_way else 1)
 
     def slots(self, upper: BlockPool) -> Ids:
-        """Slots of the pool that are being copied."""
+        """The slots of the pool that batches are copied from."""
         return np.concatenate([NOTHING, *(batch.upper_slots for batch in self.batches if batch.upper is upper)])
 
     def num_leases(self, upper: BlockPool) -> int:
@@ -96,6 +101,9 @@ class Copies(Generic[AnyBatch]):
         return sum(len(batch.upper_slots) for batch in self.batches if batch.upper is upper)
 
     def is_moving(self, since: float) -> bool:
-        """Whether there are batches, and the first is no older than *since*, or others have got past it since then."""
+        """Whether batches are under way and get on.
+
+        They do if the oldest began after *since*, or since then another has begun and one has ended.
+        """
         submitted = [batch.submitted_at for batch in self.batches]
         return bool(submitted) and (min(submitted) > since or (max(submitted) > since and self.ended_at > since))

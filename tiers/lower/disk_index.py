@@ -1,4 +1,4 @@
-"""DiskIndex: which blocks the disk has, known without asking it."""
+"""DiskIndex: which blocks are on disk, kept in memory, so that no look-up waits for the disk."""
 
 from collections import defaultdict, deque
 from collections.abc import Container, Iterator, Sequence
@@ -14,11 +14,11 @@ BUCKETS_AT_ONCE = 64  # names of so many are forgotten in a call: some 220
 
 
 class DiskIndex:
-    """The names on disk, by group, in memory: no look-up waits for a disk. About 70 bytes a block.
+    """The names of the blocks on disk, by group; about 70 bytes a block.
 
-    Its owner tells it of every write and eviction. What was there before it began is loaded in pages, newest first, so
-    that what is most likely to be asked for is known at once; what is not known yet counts as not there. No call takes
-    longer for there being more names.
+    Its owner tells it of every write and eviction. Blocks that were on disk before it began are loaded in pages, newest
+    first, so that those most likely to be asked for are known at once; a block that is not known yet counts as not on
+    disk. No call takes longer for there being more names.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,9 @@ class DiskIndex:
         self._gone: defaultdict[int, NameSet] = defaultdict(
             NameSet
         )  # while loading: a page read earlier may still name them
-        self._past: deque[tuple[int, NameSet, Iterator[list[BlockName]]]] = deque()  # what is not known any more
+        self._past: deque[tuple[int, NameSet, Iterator[list[BlockName]]]] = (
+            deque()
+        )  # names of openings before this one, to be told
 
     @property
     def num_blocks(self) -> int:
@@ -54,24 +56,24 @@ class DiskIndex:
         return np.zeros(len(names), np.bool_) if held is None or not names else held.holds(rows_of(names))
 
     def find_any(self, besides: Container[tuple[int, BlockName]]) -> tuple[int, BlockName] | None:
-        """Group and name of some block on disk that is none of *besides*; None if none was found, by this call."""
+        """Group and name of some block on disk that is none of *besides*; None if this call found none."""
         blocks = ((group_id, name) for group_id, names in self._names.items() for name in names.find())
         return next((block for block in blocks if block not in besides), None)
 
     def load(self, group_id: int, rows: Rows) -> list[BlockName]:
-        """These were on disk when the page was read; those of them that are new to the index."""
+        """Add one page of names that were on disk when it was read; those of them that are new to the index."""
         gone = self._gone.get(group_id)
         if gone is not None:
             rows = rows[~gone.holds(rows)]
         return names_of(rows[self._names[group_id].add(rows)])
 
-    def loaded(self) -> None:
-        """That was the last page."""
+    def finish_loading(self) -> None:
+        """Note that the last page has been loaded: what is not known now is not on disk."""
         self.is_loaded = True
         self._let_go(self._gone)
 
     def add(self, group_id: int, names: Sequence[BlockName]) -> None:
-        """These have been written."""
+        """Add names of blocks that have been written."""
         held = self._names[group_id]
         if len(names) <= FEW:
             for name in names:
@@ -84,14 +86,13 @@ class DiskIndex:
                 gone.discard(name)
 
     def remove(self, group_id: int, name: BlockName) -> bool:
-        """The block has left the disk, or was found not to be there; whether it was known to be."""
+        """Remove a block that has left the disk or was found not to be there; whether it was in the index."""
         if not self.is_loaded:
             self._gone[group_id].add_one(name)
         return group_id in self._names and self._names[group_id].discard(name)
 
     def begin_again(self) -> None:
-        """Nothing is known any more of what is on disk: it is loaded from the first page on. `forget_some` tells what
-        was known."""
+        """Empty the index, to be loaded from the first page on; `forget_some` hands over what was in it."""
         for group_id, names in self._names.items():
             self._past.append((group_id, names, names.pages(BUCKETS_AT_ONCE)))
         self._names.clear()
@@ -99,14 +100,14 @@ class DiskIndex:
         self.is_loaded = False
 
     def clear(self) -> None:
-        """Nothing is on disk."""
+        """Empty the index: nothing is on disk, and no page is to be loaded."""
         self._let_go(self._names)
         self._let_go(self._gone)
         self._past = deque((group_id, names, iter(())) for group_id, names, _ in self._past)
         self.is_loaded = True
 
     def forget_some(self) -> tuple[int, list[BlockName]] | None:
-        """A group and some of its names that were known before `begin_again`; None when all have been told.
+        """Hand over a group and some of its names that were known before `begin_again`; None when there are no more.
 
         Gives their memory back, a part with each call: 600 MB at once are 30 ms.
         """

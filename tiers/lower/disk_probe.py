@@ -1,4 +1,4 @@
-"""DiskProbe: tries a disk that has been left alone, with a block that no request waits for."""
+"""DiskProbe: tries to read from a disk that has been left alone, with a block that no request waits for."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,10 +13,10 @@ Block = tuple[int, BlockName]  # group and name
 
 
 class DiskProbe:
-    """One small read once the disk has rested; look-ups count on the disk again when that has gone well.
+    """Reads one block once the disk has rested; when that has gone well, look-ups find blocks on disk again.
 
     It reads into memory of its own: a probe that hangs keeps a reader's thread, and no slot. Each tries another block
-    than those that hang. Owned by the cache's thread.
+    than those that hang. Owned by the tiers' thread.
     """
 
     def __init__(
@@ -30,16 +30,16 @@ class DiskProbe:
         self._block_bytes = block_bytes
         self._transfers = transfers
         self._clock = clock
-        self._under_way: dict[Block, tuple[Attempt, float]] = {}  # since when
+        self._under_way: dict[Block, tuple[Attempt, float]] = {}  # and since when
 
     def go_on(self) -> None:
-        """Begin a probe if one is due; one that hangs has the disk rest again."""
+        """Begin a probe if one is due. One that hangs lets the disk rest again."""
         disk = self._index.disk
         if disk.is_readable:
             return
         for earlier, since in self._under_way.values():
             if self._clock() - since > HUNG_S:
-                disk.reading.hung(earlier)
+                disk.reading.on_hung(earlier)
         block = disk.index.find_any(besides=self._under_way) if disk.reading.allows() else None
         attempt = None if block is None else disk.reading.begin()
         if block is None or attempt is None:
@@ -49,21 +49,21 @@ class DiskProbe:
         if not self._transfers.submit(
             Route.DISK_TO_HOST,
             lambda: disk.read([key], [memory]),
-            0,  # says nothing of how fast the disk is
-            lambda transfer: self._probed(block, transfer),
+            0,  # bytes: a probe says nothing of how fast the disk is
+            lambda transfer: self._on_probed(block, transfer),
         ):
             del self._under_way[block]
-            disk.reading.withdrawn(attempt)
+            disk.reading.withdraw(attempt)
 
-    def _probed(self, block: Block, transfer: Transfer) -> None:
+    def _on_probed(self, block: Block, transfer: Transfer) -> None:
         disk = self._index.disk
         attempt, _ = self._under_way.pop(block)
         (outcome,) = transfer.result if transfer.error is None else [Fault.IO_ERROR]
         if isinstance(transfer.error, LaneClosed):
-            disk.reading.withdrawn(attempt)
+            disk.reading.withdraw(attempt)
         elif outcome is Fault.IO_ERROR:
-            disk.reading.failed(attempt)
+            disk.reading.on_failed(attempt)
         else:
-            disk.reading.succeeded(attempt)
+            disk.reading.on_succeeded(attempt)
         if isinstance(outcome, Fault) and not isinstance(transfer.error, LaneClosed):
-            self._index.could_not_be_read(*block, outcome)
+            self._index.on_read_failed(*block, outcome)

@@ -32,13 +32,13 @@ BATCH_BLOCKS = 32  # at most, so that taking in what became of them is short
 def read_blocks(
     disk: DiskTier, memory: HostMemory, keys: Sequence[bytes], host_slots: Sequence[int]
 ) -> list[bytes | Fault]:
-    """A reader's work: fill the host slots from disk, verified; each block's digest or fault."""
+    """Fill the host slots from disk, verified: a reader's work. Each block's digest or fault."""
     return disk.read(keys, [memory.host_block(slot) for slot in host_slots])
 
 
 @dataclass(eq=False, slots=True)
 class DiskRead:
-    """One block on its way from disk into host memory. While *waiters* are told of its end it leases *host_slot*."""
+    """One block on its way from disk into host memory. It leases *host_slot* until its *waiters* have been told."""
 
     group_id: int
     name: BlockName
@@ -49,15 +49,15 @@ class DiskRead:
 
 
 class Waiter(Protocol):
-    """Who waits for reads."""
+    """A fetch that waits for blocks to be read."""
 
-    def landed(self, place: int, disk_read: DiskRead, failure: Reason | None) -> None:
-        """The block of that place has landed (None), or never will."""
+    def on_landed(self, place: int, disk_read: DiskRead, failure: Reason | None) -> None:
+        """Take in that the block at that place has landed (*failure* is None), or why it never will."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Read:
-    """A batch at a reader."""
+    """A batch of blocks that a reader is reading."""
 
     batch: tuple[DiskRead, ...]
     attempt: Attempt
@@ -66,11 +66,12 @@ class Read:
 
 
 class DiskReads:
-    """A block is read once, however many wait for it. A batch that finds its lane full waits here, in order. What is
-    wanted now goes before what may come later.
+    """The blocks that fetches wait for, read from disk in batches: those wanted now before those that may come later.
 
-    Nobody waits for a read that hangs, and its blocks count as not on disk; if it comes back after all they are in host
-    memory. Until then it leases its slots. Owned by the cache's thread.
+    A block is read once, however many fetches wait for it. What finds the lane full waits here, in order.
+
+    No fetch waits for a read that hangs, and its blocks count as not on disk; if it comes back after all they are in
+    host memory. Until then it leases its slots. Owned by the tiers' thread.
     """
 
     def __init__(
@@ -96,13 +97,15 @@ class DiskReads:
         self._wanted_later: OrderedDict[DiskRead, None] = OrderedDict()
         self._num_wanted_now = [0 for _ in memories]
         self._reading: list[Read] = []
-        self._hanging: list[Read] = []  # nobody waits for these any more
+        self._hanging: list[Read] = []  # no fetch waits for these any more
 
     def join(
         self, group_id: int, blocks: NamedBlocks, places: Iterable[int], waiter: Waiter, now: bool
     ) -> dict[int, DiskRead]:
-        """Have these of the blocks read that are on disk, by place, in their turn; *now*: before all that may come
-        later."""
+        """Queue the blocks at *places* to be read, and have *waiter* told of each; the reads, by place.
+
+        *now*: before all that may come later.
+        """
         under_way, disk_reads = self._under_way[group_id], {}
         for place in places:
             name = blocks.names[place]
@@ -118,7 +121,10 @@ class DiskReads:
         return disk_reads
 
     def leave(self, disk_read: DiskRead, waiter: Waiter) -> None:
-        """Wait no longer. What nobody waits for is not begun; what is being read lands in host memory nevertheless."""
+        """Let *waiter* wait for the read no longer.
+
+        A read that no fetch waits for is not begun; one that has begun lands in host memory nevertheless.
+        """
         disk_read.waiters.pop(waiter, None)
         for queue in (self._wanted_now, self._wanted_later):
             if not disk_read.waiters and disk_read in queue:
@@ -126,12 +132,14 @@ class DiskReads:
                 self._num_wanted_now[disk_read.group_id] -= queue is self._wanted_now
 
     def pump(self) -> None:
-        """Hand queued blocks to readers that are free: what may come later only where nothing else is to be read, and
-        in one batch at a time."""
+        """Hand queued blocks to readers that are free.
+
+        Those that may come later only where nothing else is to be read, and in one batch at a time.
+        """
         if not self._reading and not self._wanted_now and not self._wanted_later:
             return
         if any(read.is_for_later and self._clock() - read.submitted_at > HUNG_S for read in self._reading):
-            self.hung()  # no promotion's deadline tells of it
+            self.time_out()  # no promotion waits for it, so no deadline of one ends it
         while self._wanted_now and self._submit(self._wanted_now):
             pass
         if self._wanted_later and not self._wanted_now and not any(read.is_for_later for read in self._reading):
@@ -139,19 +147,21 @@ class DiskReads:
 
     @property
     def queued_bytes(self) -> int:
-        """Of blocks wanted now that wait for a reader."""
+        """Bytes of the blocks wanted now that wait for a reader."""
         return sum(m.block_bytes * num for m, num in zip(self._memories, self._num_wanted_now, strict=True))
 
-    def hung(self) -> None:
-        """A deadline has passed: all reads under way count as hung, and all that waits for the disk ends, or every
-        request to come would wait as long."""
+    def time_out(self) -> None:
+        """Count all reads under way as hung, and end all that waits for the disk: a request's deadline has passed.
+
+        Otherwise every request to come would wait as long.
+        """
         hung, self._reading = self._reading, []
         self._hanging += hung
         for read in hung:
-            self._index.disk.reading.hung(read.attempt)
+            self._index.disk.reading.on_hung(read.attempt)
             for disk_read in read.batch:
-                self._index.not_on_disk(disk_read.group_id, disk_read.name)
-                self._tell(disk_read, Reason.DEADLINE)
+                self._index.remove_from_disk_index(disk_read.group_id, disk_read.name)
+                self._end(disk_read, Reason.DEADLINE)
         if hung:
             self._give_up()
 
@@ -162,25 +172,25 @@ class DiskReads:
         )
 
     def check(self) -> None:
-        """Raise AssertionError if a block under way is neither queued nor being read, or waited for by nobody."""
+        """Raise AssertionError if a block under way is neither queued nor being read, or no fetch waits for it."""
         reading = [disk_read for read in self._reading for disk_read in read.batch]
         queued = [*self._wanted_now, *self._wanted_later]
         under_way = [disk_read for disk_reads in self._under_way for disk_read in disk_reads.values()]
         assert set(under_way) == {*reading, *queued}, "the books of what is being read disagree"
         assert len(under_way) == len(reading) + len(queued), "a block is under way twice"
         assert all(disk_read.waiters and disk_read.host_slot is None for disk_read in queued), (
-            "a block is read for nobody"
+            "a block is queued that no fetch waits for"
         )
         num_now = [sum(disk_read.group_id == i for disk_read in self._wanted_now) for i in range(len(self._memories))]
         assert num_now == self._num_wanted_now, "the blocks to be read now were miscounted"
 
     def _put(self, disk_read: DiskRead, now: bool) -> None:
-        """At the end of its queue."""
+        """Queue the block behind those that are wanted now, or later."""
         (self._wanted_now if now else self._wanted_later)[disk_read] = None
         self._num_wanted_now[disk_read.group_id] += now
 
     def _submit(self, queue: OrderedDict[DiskRead, None]) -> bool:
-        """Have the first blocks of the queue read that are of one group, up to a batch; False if that cannot be."""
+        """Hand the queue's first blocks of one group, up to a batch, to a reader; False if that cannot be now."""
         disk = self._index.disk
         attempt = disk.reading.begin() if disk.is_readable else None
         if attempt is None:
@@ -200,9 +210,9 @@ class DiskReads:
             Route.DISK_TO_HOST,
             lambda: read_blocks(disk, memory, keys, slots),
             len(keys) * memory.block_bytes,
-            lambda transfer: self._landed(read, transfer),
+            lambda transfer: self._on_read(read, transfer),
         ):
-            disk.reading.withdrawn(attempt)
+            disk.reading.withdraw(attempt)
             host.pool.release(slots)
             return False
         for disk_read, slot in zip(read.batch, slots, strict=True):
@@ -213,43 +223,43 @@ class DiskReads:
         return True
 
     def _give_up(self) -> None:
-        """The disk is to be left alone: what is queued fails."""
+        """Fail all that is queued, since the disk is to be left alone."""
         queued = [*self._wanted_now, *self._wanted_later]
         self._wanted_now.clear()
         self._wanted_later.clear()
         self._num_wanted_now = [0 for _ in self._memories]
         for disk_read in queued:
-            self._tell(disk_read, Reason.FAILED)
+            self._end(disk_read, Reason.FAILED)
 
-    def _landed(self, read: Read, transfer: Transfer) -> None:
+    def _on_read(self, read: Read, transfer: Transfer) -> None:
         disk = self._index.disk
         outcomes = transfer.result if transfer.error is None else [Fault.IO_ERROR] * len(read.batch)
         is_late = read in self._hanging
         (self._hanging if is_late else self._reading).remove(read)
         if isinstance(transfer.error, LaneClosed):
-            disk.reading.withdrawn(read.attempt)
+            disk.reading.withdraw(read.attempt)
         elif Fault.IO_ERROR in outcomes:
-            disk.reading.failed(read.attempt)
+            disk.reading.on_failed(read.attempt)
         else:
-            disk.reading.succeeded(read.attempt)
+            disk.reading.on_succeeded(read.attempt)
         good = [
             (disk_read, outcome)
             for disk_read, outcome in zip(read.batch, outcomes, strict=True)
             if not isinstance(outcome, Fault)
         ]
-        self._came_to_host(good, is_late)
+        self._add_to_host(good, is_late)
         for disk_read, outcome in zip(read.batch, outcomes, strict=True):
             if isinstance(outcome, Fault) and not is_late:
-                self._index.could_not_be_read(disk_read.group_id, disk_read.name, outcome)
+                self._index.on_read_failed(disk_read.group_id, disk_read.name, outcome)
             if not is_late:
-                self._tell(disk_read, REASONS.get(outcome, Reason.CORRUPT) if isinstance(outcome, Fault) else None)
+                self._end(disk_read, REASONS.get(outcome, Reason.CORRUPT) if isinstance(outcome, Fault) else None)
         slots = [disk_read.host_slot for disk_read in read.batch if disk_read.host_slot is not None]
         self._index.host[read.batch[0].group_id].pool.release(slots)
         for tenant in {disk_read.origin.tenant for disk_read in read.batch}:  # host memory has become fuller
-            self._index.keep_quota(read.batch[0].group_id, tenant)
+            self._index.quotas.enforce(read.batch[0].group_id, tenant)
 
-    def _came_to_host(self, landed: Sequence[tuple[DiskRead, bytes]], is_late: bool) -> None:
-        """These blocks of a batch are in host memory, with these digests."""
+    def _add_to_host(self, landed: Sequence[tuple[DiskRead, bytes]], is_late: bool) -> None:
+        """Make blocks of a batch findable that are in their host slots, with these digests."""
         if not landed:
             return
         disk_reads, digests = [disk_read for disk_read, _ in landed], [digest for _, digest in landed]
@@ -258,12 +268,12 @@ class DiskReads:
         group_id = disk_reads[0].group_id
         slots = [disk_read.host_slot for disk_read in disk_reads if disk_read.host_slot is not None]
         names, origin = [disk_read.name for disk_read in disk_reads], [disk_read.origin for disk_read in disk_reads]
-        new = self._index.all_came_to_host(group_id, slots, names, digests, origin)
+        new = self._index.add_to_host(group_id, slots, names, digests, origin)
         if is_late:  # they do not count as being on disk
-            self._index.used_in_host(group_id, new)
+            self._index.offer_to_disk(group_id, new)
 
-    def _tell(self, disk_read: DiskRead, failure: Reason | None) -> None:
-        """The block is not under way any more, and who waits for it learns of that."""
+    def _end(self, disk_read: DiskRead, failure: Reason | None) -> None:
+        """Take the block off what is under way, and tell the fetches that wait for it."""
         del self._under_way[disk_read.group_id][disk_read.name]
         for waiter, place in list(disk_read.waiters.items()):
-            waiter.landed(place, disk_read, failure)
+            waiter.on_landed(place, disk_read, failure)

@@ -1,4 +1,4 @@
-"""DiskSpill: writes what is in host memory to disk, so that the host is clean and never keeps a load waiting."""
+"""DiskSpill: writes blocks of host memory to disk, so that a load finds host slots that lose nothing."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.store.blob_store import Blob, StoreFull
-from kvtier.tiers.device.block_pool import NOTHING, Ids
+from kvtier.tiers.device.slot_ids import NOTHING, Ids
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt
 from kvtier.tiers.lower.clean_ahead import CleanAhead
 from kvtier.tiers.lower.copies import PATIENCE_S, Batch, Copies, blocks_in_batch
@@ -29,14 +29,16 @@ class DiskBatch(Batch):
     group_id: int
     spots: npt.NDArray[np.int64]  # of the host slots, see `BlockPool.spots`: a block that rotted leaves meanwhile
     attempt: Attempt
-    # Names that batches told of before this one have pushed out of the disk. They came before it there or after, so the
-    # block may be gone: it counts as gone.
+    # Names that batches whose outcome came before this one's have pushed out of the disk. They were written before it
+    # or after, so a block of these names may be gone from disk: it counts as gone.
     pushed_out: set[BlockName] = field(default_factory=set)
 
 
 class DiskSpill:
-    """Writes everything, what came to host memory first goes first: nearly all of it would have to in the end. Owned by
-    the cache's thread."""
+    """Writes every dirty block of host memory, the oldest first: nearly all of them would be written in the end.
+
+    Owned by the tiers' thread.
+    """
 
     def __init__(
         self,
@@ -57,10 +59,10 @@ class DiskSpill:
         self.num_stored = 0  # blocks that have been written
 
     def spill(self) -> None:
-        """Start writes that are due."""
+        """Start the writes that are due, and count those that hang."""
         for batch in self.copies.batches:
             if self._clock() - batch.submitted_at > HUNG_S:
-                self._disk.writing.hung(batch.attempt)
+                self._disk.writing.on_hung(batch.attempt)
         for group_id in range(len(self._memories)):
             num_started = 0
             while num_started < MOST_STARTED and (num_more := self._start(group_id)):
@@ -77,7 +79,7 @@ class DiskSpill:
         return sum(len(host.dirty) for host in self._host)
 
     def _start(self, group_id: int) -> int:
-        """Start one batch of what is dirty in host memory; of how many blocks, 0 if there are none or it cannot be."""
+        """Start to write one batch of a group's dirty blocks; of how many, 0 if there are none or it cannot be now."""
         if not self._host[group_id].dirty or not (most := self._most(group_id)):
             return 0
         pool, slots = self._host[group_id].pool, self._dirty(group_id, most)
@@ -85,7 +87,9 @@ class DiskSpill:
             return 0
         batch = DiskBatch(pool, pool.rows(slots), slots, self._clock(), group_id, pool.spots(slots), attempt)
         num_bytes = len(slots) * self._memories[group_id].block_bytes
-        if not self.copies.start(batch, num_bytes, self._work(batch), lambda transfer: self._written(batch, transfer)):
+        if not self.copies.start(
+            batch, num_bytes, self._work(batch), lambda transfer: self._on_written(batch, transfer)
+        ):
             self._end(batch, LaneClosed())
             return 0
         return len(slots)
@@ -108,7 +112,7 @@ class DiskSpill:
         return slots[~np.array(on_disk, np.bool_)]
 
     def _work(self, batch: DiskBatch) -> Callable[[], object]:
-        """What the lane does, with nothing but memory and values."""
+        """The batch's work for the lane: it has memory and values, and none of our state."""
         disk, memory = self._disk, self._memories[batch.group_id]
         digest_of = self._index.host_blocks[batch.group_id].digest
         blobs = [
@@ -124,24 +128,24 @@ class DiskSpill:
         ]
         return lambda: disk.write(blobs)
 
-    def _written(self, batch: DiskBatch, transfer: Transfer) -> None:
+    def _on_written(self, batch: DiskBatch, transfer: Transfer) -> None:
         group_id = batch.group_id
         if transfer.error is None:
             self._disk.on_written(transfer.result)
             self.num_stored += len(batch.names)
-            self._windows[group_id].spilled(self._clock() - batch.submitted_at)
+            self._windows[group_id].on_spilled(self._clock() - batch.submitted_at)
             is_there = batch.upper.spots(batch.upper_slots) == batch.spots
             self._host[group_id].dirty.remove(batch.upper_slots[is_there])
             there = [name for name in batch.names if name not in batch.pushed_out]
-            self._pushed_out(batch, transfer.result.evicted)
-            self._index.came_to_disk(group_id, there, transfer.result.evicted)
+            self._mark_pushed_out(batch, transfer.result.evicted)
+            self._index.on_written(group_id, there, transfer.result.evicted)
         elif isinstance(transfer.error, StoreFull):
-            self._pushed_out(batch, transfer.error.evicted)
-            self._index.came_to_disk(group_id, (), transfer.error.evicted)
+            self._mark_pushed_out(batch, transfer.error.evicted)
+            self._index.on_written(group_id, (), transfer.error.evicted)
         self._end(batch, transfer.error)
 
-    def _pushed_out(self, batch: DiskBatch, keys: Sequence[bytes]) -> None:
-        """Tell the other batches at writing: two writers' outcomes come in any order."""
+    def _mark_pushed_out(self, batch: DiskBatch, keys: Sequence[bytes]) -> None:
+        """Note in the other batches that these keys are gone: two writers' outcomes come in any order."""
         others = [other for other in self.copies.batches if other is not batch]
         if others and keys:
             blocks = {block for key in keys if (block := self._disk.block_of(key)) is not None}
@@ -151,8 +155,8 @@ class DiskSpill:
     def _end(self, batch: DiskBatch, error: BaseException | None) -> None:
         self.copies.end(batch)
         if error is None:
-            self._disk.writing.succeeded(batch.attempt)
+            self._disk.writing.on_succeeded(batch.attempt)
         elif isinstance(error, LaneClosed):
-            self._disk.writing.withdrawn(batch.attempt)
+            self._disk.writing.withdraw(batch.attempt)
         else:
-            self._disk.writing.failed(batch.attempt)
+            self._disk.writing.on_failed(batch.attempt)

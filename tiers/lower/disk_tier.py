@@ -32,7 +32,7 @@ PAGE_KEYS = 512  # of the index at a time: half a millisecond of a reader's, and
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What became of a batch: the keys that had to go for it, and the store after it."""
+    """The outcome of writing a batch: the keys that were evicted for it, and the store's counts after it."""
 
     evicted: list[bytes]
     statistics: StoreStatistics
@@ -40,13 +40,12 @@ class Written:
 
 
 class DiskTier:
-    """Key = namespace (16 B) ‖ block name ‖ group id (4 B, big endian).
+    """The disk as the tiers see it: a `BlobStore` by group and name, what it holds, and how it is doing.
 
-    The store is asked on lanes' threads only, by `read`, `write`, `touch`, `delete` and
-    `read_index`; everything else is the
-    owner's and waits for nothing, but for `clear`. While a breaker is open its side of the disk is left alone.
-    A store may open later than the tier begins, and be opened anew with other content: see `IndexLoad`. While it is not
-    open the tier has no blocks and takes none.
+    A block's key is namespace (16 B) ‖ block name ‖ group id (4 B, big endian). Lanes' threads alone ask the store, by
+    `read`, `write`, `touch`, `delete` and `read_index`; everything else is the owner's and waits for nothing, but for
+    `clear`. While a breaker is open its side of the disk is left alone. A store may open later than the tier begins,
+    and be opened anew with other content: see `IndexLoad`. While it is not open the tier has no blocks and takes none.
     """
 
     is_there = True
@@ -59,11 +58,11 @@ class DiskTier:
         written_bytes_per_day: int | None = None,
         opening: Callable[[], int] = lambda: 1,
     ) -> None:
-        """*written_bytes_per_day*: see `WriteBudget`. *opening* tells the number of the opening of the store that lasts
-        now, 0 while it is not open; asked by all threads, it waits for nothing."""
+        """*written_bytes_per_day*: see `WriteBudget`. *opening*: the number of the store's present opening, 0 while it
+        is not open; all threads ask it, so it waits for nothing."""
         assert len(namespace) == NAMESPACE_BYTES, f"a namespace has {NAMESPACE_BYTES} bytes, not {len(namespace)}"
         self.clock = clock
-        self.life: SsdLife | None = None  # if somebody knows what the drive is made for
+        self.life: SsdLife | None = None  # if the configuration says what the drive is made for
         self.index = DiskIndex()
         self.faults: Counter[str] = Counter()
         self.reading = CircuitBreaker(clock)
@@ -82,12 +81,13 @@ class DiskTier:
         self._walk: Iterator[bytes] | None = None
 
     def take_in_opening(self) -> None:
-        """Go by the opening that lasts now: its index is not known yet, and what is known of another one is forgotten.
+        """Go by the store's present opening: forget what was known of another one, and load the index anew.
 
-        Bytes that were written before it count against the budget, as far as they did not already."""
+        Bytes that were written before it count against the budget, as far as they did not already.
+        """
         self.taken_in = self.opening()
         self.index.begin_again()
-        self.begin_index_again()
+        self.rewind_index()
         if self.taken_in not in (0, self._counted):
             self._counted = self.taken_in
             before, self.latest = self.latest, self._store.statistics()
@@ -97,15 +97,15 @@ class DiskTier:
 
     @property
     def is_open(self) -> bool:
-        """Whether the store is open, and is what this tier goes by."""
+        """Whether the store is open, and the tier goes by its present opening."""
         return self.taken_in != 0 and self.taken_in == self.opening()
 
     def may_write(self) -> bool:
-        """Whether a batch would be worth a try now."""
+        """Whether writing a batch is worth a try now."""
         return self.is_open and self.writing.allows()
 
     def on_written(self, written: Written) -> None:
-        """Take in what a batch did; others that came after it may have been written."""
+        """Take in the outcome of a batch, unless that of a later one has been taken in before."""
         if written.number < self._latest_number:
             return
         total_bytes = written.statistics.written_bytes_total
@@ -126,15 +126,15 @@ class DiskTier:
         return int.from_bytes(key[-GROUP_BYTES:], "big"), BlockName(key[NAMESPACE_BYTES:-GROUP_BYTES])
 
     def holds(self, group_id: int, name: BlockName) -> bool:
-        """Whether the block is known to be there. No while reading is out of order: it could not be had."""
+        """Whether the block is known to be on disk. No while reading is out of order: it could not be had."""
         return self.index.holds(group_id, name) and self.is_readable
 
     def are_held(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
-        """The same for each of some blocks."""
+        """For each of the blocks what `holds` says."""
         return self.index.are_held(group_id, names) if self.is_readable else np.zeros(len(names), np.bool_)
 
     def num_held(self, group_id: int, names: Sequence[BlockName]) -> int:
-        """How many of *names* come before one that `holds` would say no to."""
+        """How many of *names* come before the first that `holds` says no to."""
         return self.index.num_held(group_id, names) if self.is_readable else 0
 
     def read(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> list[bytes | Fault]:
@@ -143,7 +143,7 @@ class DiskTier:
             return self._store.read_many(keys, blocks)
 
     def write(self, blobs: Sequence[Blob]) -> Written:
-        """Store the blobs, first of them first evicted. What the store raises."""
+        """Write the blobs; the first of them will be evicted first. Raises what the store raises."""
         opening = self.opening()
         with self._errors_of("write"):
             evicted = self._store.put_many(blobs)
@@ -154,23 +154,23 @@ class DiskTier:
         return written
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Let these outlive what nobody asks for. What the store raises."""
+        """Mark these records as used, so that they leave after those that are not. Raises what the store raises."""
         self._store.touch(keys)
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Forget these records. What the store raises."""
+        """Delete these records. Raises what the store raises."""
         self._store.delete(keys)
 
     def read_index(self) -> list[bytes]:
-        """The next page of what was there before us, newest first; none at the end. What the store raises."""
+        """Read the next page of the store's keys, newest first; empty at the end. Raises what the store raises."""
         if self._walk is None:
             self._walk = self._store.keys()
         return list(islice(self._walk, PAGE_KEYS))
 
     def load(self, keys: Sequence[bytes]) -> dict[int, list[BlockName]]:
-        """Take a page of the index in; the blocks that are new, by group."""
+        """Add a page of keys to the index; the blocks that are new to it, by group. An empty page is the last."""
         if not keys:
-            self.index.loaded()
+            self.index.finish_loading()
         if set(map(len, keys)) != {KEY_BYTES}:  # what is of another length is of another namespace
             keys = [key for key in keys if len(key) == KEY_BYTES]
         # All at once: one by one they take as long as the index does.
@@ -184,8 +184,8 @@ class DiskTier:
         }
         return {group_id: new for group_id, page in pages.items() if (new := self.index.load(group_id, page))}
 
-    def begin_index_again(self) -> None:
-        """The page could not be read: go back to the first."""
+    def rewind_index(self) -> None:
+        """Have `read_index` begin with the first page again."""
         self._walk = None
 
     def clear(self) -> bool:
@@ -200,7 +200,7 @@ class DiskTier:
         return True
 
     def statistics(self) -> TierStatistics:
-        """The store as it was after the last write, all namespaces together; faults as this process has met them."""
+        """The store as it was after the last write, all namespaces together; faults that this process has met."""
         return TierStatistics(
             num_blocks=self.latest.num_records,
             num_bytes=self.latest.stored_bytes,
@@ -210,13 +210,13 @@ class DiskTier:
         )
 
     def details(self) -> DiskStatistics:
-        """What only a disk has."""
+        """The statistics that only a disk has."""
         return DiskStatistics(
             file_bytes=self.latest.file_bytes,
             written_bytes_total=self.latest.written_bytes_total,
             known_blocks=self.index.num_blocks,
             is_open=self.is_open,
-            is_known=self.index.is_loaded,
+            is_indexed=self.index.is_loaded,
             breakers={"read": self.reading.state, "write": self.writing.state},
             num_opened={"read": self.reading.num_opened, "write": self.writing.num_opened},
             why_failed=dict(self.why_failed),
@@ -227,7 +227,7 @@ class DiskTier:
 
     @property
     def is_readable(self) -> bool:
-        """Whether reading is in order, as far as is known. Half open is not: no request waits for a probe."""
+        """Whether the disk can be read from, as far as is known. Not half open: no request waits for a probe."""
         return self.reading.state is BreakerState.CLOSED
 
     @property
@@ -237,7 +237,7 @@ class DiskTier:
 
     @contextmanager
     def _errors_of(self, side: str) -> Iterator[None]:
-        """Remember for people what a side fails of. An assignment: it is no state that anything goes by."""
+        """Keep the last error of a side for people. An assignment, from any thread: nothing here goes by it."""
         try:
             yield
         except OSError as error:
@@ -246,10 +246,10 @@ class DiskTier:
 
 
 class NoDisk(DiskTier):
-    """The disk tier of who has no disk: of a store that is never open."""
+    """The disk tier where there is no disk: that of a store which is never open."""
 
     is_there = False
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(MemoryStore(0), bytes(NAMESPACE_BYTES), clock, opening=lambda: 0)
-        self.index.loaded()
+        self.index.finish_loading()

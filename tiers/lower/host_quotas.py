@@ -1,32 +1,87 @@
-"""HostQuotas: how many bytes of host memory each tenant has that may have only so many."""
+"""HostQuotas: each tenant with a quota has at most so many bytes of host memory, or loses its oldest blocks there."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from kvtier.tiers.device.group_slots import GroupSlots
+from kvtier.tiers.lower.host_blocks import HostBlocks
 from kvtier.tiers.naming.tenant import OwnerNumbers, tenant_with
+
+QUOTA_PART = 1 << 12  # entries of the host's order looked through at once for blocks of a tenant over its quota
+MOST_SHED = 128  # blocks that such a tenant loses at once
 
 
 class HostQuotas:
-    """A tenant without a quota is exempt, and not counted. Owned by the tiers' thread."""
+    """Counts the bytes of host memory of each tenant with a quota, and evicts what a tenant has too much.
 
-    def __init__(self, quotas: Mapping[bytes, int]) -> None:
-        """*quotas* in bytes, by tenant."""
+    A tenant without a quota is exempt, and not counted. Owned by the tiers' thread.
+    """
+
+    def __init__(
+        self,
+        quotas: Mapping[bytes, int],
+        host: Sequence[GroupSlots],
+        host_blocks: Sequence[HostBlocks],
+        block_bytes: Sequence[int],
+    ) -> None:
+        """*quotas* in bytes, by tenant; the others by group."""
         self._quotas = quotas
+        self._host = host
+        self._host_blocks = host_blocks
+        self._block_bytes = block_bytes
         self._num_bytes = dict.fromkeys(quotas, 0)
+        # Tenants that are over their quota, by group, and up to where in the host's order they have no block.
+        self._over: dict[tuple[int, bytes], int] = {}
 
     @property
-    def any(self) -> bool:
-        """Whether anybody's host memory is counted. Without a quota it is not: each salt ever used would stay."""
+    def has_any(self) -> bool:
+        """Whether a tenant has a quota. Without one nothing is counted: each salt ever used would stay."""
         return bool(self._quotas)
 
     @property
     def num_bytes(self) -> dict[bytes, int]:
-        """Bytes of host memory that the blocks of each tenant with a quota are in."""
+        """Bytes of host memory that the blocks of each tenant with a quota take."""
         return dict(self._num_bytes)
 
-    def count(self, owners: OwnerNumbers, num_bytes: int) -> None:
-        """The owners have each a block of so many bytes more in host memory; or, if that is negative, one less."""
+    def excess(self, tenant: bytes) -> int:
+        """Bytes of host memory that the tenant has beyond its quota."""
+        quota = self._quotas.get(tenant)
+        return 0 if quota is None else max(0, self._num_bytes[tenant] - quota)
+
+    def add(self, group_id: int, owners: OwnerNumbers) -> None:
+        """Count blocks of the group that have come to host memory; *owners*: the tenant of each."""
+        self._count(owners, self._block_bytes[group_id])
+
+    def remove(self, group_id: int, owners: OwnerNumbers) -> None:
+        """Take blocks of the group off the count that have left host memory; *owners*: the tenant of each."""
+        self._count(owners, -self._block_bytes[group_id])
+
+    def enforce(self, group_id: int, tenant: bytes) -> None:
+        """Evict the oldest blocks of a tenant that is over its quota from host memory, tails first.
+
+        A part of the host's order is looked through now, the rest by `go_on`.
+        """
+        if self.excess(tenant):
+            self._shed(group_id, tenant, self._over.pop((group_id, tenant), 0))
+
+    def go_on(self) -> None:
+        """Look through the next part of the host's order for a tenant that is still over its quota."""
+        if self._over:
+            (group_id, tenant), start = next(iter(self._over.items()))
+            del self._over[group_id, tenant]
+            self._shed(group_id, tenant, start)
+
+    def check(self) -> None:
+        """Raise AssertionError if a tenant's bytes are not those of its blocks."""
+        num_bytes = dict.fromkeys(self._num_bytes, 0)
+        for blocks, block_bytes in zip(self._host_blocks, self._block_bytes, strict=True):
+            for slot in blocks.slots().tolist():
+                if (tenant := blocks.tenant(slot)) in num_bytes:
+                    num_bytes[tenant] += block_bytes
+        assert self._num_bytes == num_bytes, "the bytes of a tenant with a quota were miscounted"
+
+    def _count(self, owners: OwnerNumbers, num_bytes: int) -> None:
         if not self._quotas:
             return
         numbers, counts = np.unique(owners, return_counts=True)
@@ -34,7 +89,17 @@ class HostQuotas:
             if (tenant := tenant_with(number)) in self._num_bytes:
                 self._num_bytes[tenant] += count * num_bytes
 
-    def excess(self, tenant: bytes) -> int:
-        """Bytes of host memory that the tenant has beyond its quota."""
-        quota = self._quotas.get(tenant)
-        return 0 if quota is None else max(0, self._num_bytes[tenant] - quota)
+    def _shed(self, group_id: int, tenant: bytes, start: int) -> None:
+        """Evict from a part of the host's order, from its entry *start* on, what the tenant has too much."""
+        host = self._host[group_id]
+        num_blocks = -(-self.excess(tenant) // self._block_bytes[group_id])
+        slots, end = host.pool.order.part(start, QUOTA_PART)
+        own = slots[self._host_blocks[group_id].of_tenant(slots, tenant)].tolist()
+        dirty = host.dirty
+        clean_first = sorted(own, key=lambda slot: slot in dirty)
+        going = clean_first[: min(num_blocks, MOST_SHED)]
+        host.evict(going)
+        if len(going) < num_blocks:
+            left = start if len(going) < len(own) else end
+            if left is not None:
+                self._over[group_id, tenant] = left

@@ -5,16 +5,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.block_pool import ABSENT
+from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.disk_reads import DiskRead, DiskReads
 from kvtier.tiers.lower.lower_index import LowerIndex
-from kvtier.tiers.lower.lower_tiers import Places, Tell
+from kvtier.tiers.lower.lower_tiers import OnFetched, Places
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tier import Reason
 
 
 class LocalFetch:
-    """See `Fetch`. It begins with what is in host memory; `read` has the rest read. Owned by the tiers' thread."""
+    """See `Fetch`. `lease` leases what is in host memory, `read` has the rest read. Owned by the tiers' thread."""
 
     def __init__(
         self,
@@ -22,34 +22,34 @@ class LocalFetch:
         blocks: NamedBlocks,
         index: LowerIndex,
         disk_reads: DiskReads,
-        tell: Tell,
-        came: Callable[["LocalFetch", int, Reason | None], None],
-        ended: Callable[["LocalFetch"], None],
+        on_fetched: OnFetched,
+        on_come: Callable[["LocalFetch", int, Reason | None], None],
+        on_ended: Callable[["LocalFetch"], None],
     ) -> None:
-        """*tell* is the caller's; *came* is told of each block that was read or could not be, *ended* when nothing is
-        leased any more and nothing to come."""
+        """*on_fetched* is the caller's. *on_come* is called for each block that was read or could not be, *on_ended*
+        when the fetch leases nothing any more and waits for nothing."""
         self.group_id = group_id
         self.slots: Places = np.full(len(blocks.parents), ABSENT, np.int32)
         self.failures: dict[int, Reason] = {}
-        self.tell = tell
+        self.on_fetched = on_fetched
         self._blocks = blocks
         self._index = index
         self._pool = index.host[group_id].pool
         self._disk_reads = disk_reads
-        self._came = came
-        self._ended = ended
+        self._on_come = on_come
+        self._on_ended = on_ended
         self._reads: dict[int, DiskRead] = {}  # under way, by place
         self._were_read: dict[int, DiskRead] = {}  # leased, by place
         self._num_leased = 0
 
     @property
     def is_reading(self) -> bool:
-        """Whether some of it has still to come."""
+        """Whether some of its blocks have still to come."""
         return bool(self._reads)
 
     @property
     def num_leased(self) -> int:
-        """Blocks that are there and not released."""
+        """Blocks that have come and were not released."""
         return self._num_leased
 
     def lease(self, slots: Places) -> None:
@@ -60,26 +60,26 @@ class LocalFetch:
         self._pool.lease(there)
 
     def read(self, now: bool) -> None:
-        """Have the others read; *now*: before all that may come later."""
+        """Have the blocks that are not leased read; *now*: before those of all that may come later."""
         places = np.flatnonzero(self.slots == ABSENT).tolist()
         self._reads = self._disk_reads.join(self.group_id, self._blocks, places, self, now)
 
-    def landed(self, place: int, disk_read: DiskRead, failure: Reason | None) -> None:
-        """A block has been read, or never will be."""
+    def on_landed(self, place: int, disk_read: DiskRead, failure: Reason | None) -> None:
+        """Lease a block that has been read, or note why it never will be."""
         del self._reads[place]
         if failure is None and disk_read.host_slot is not None:
             self._pool.lease([disk_read.host_slot])
             self.slots[place] = disk_read.host_slot
             self._were_read[place] = disk_read
             self._num_leased += 1
-            self._came(self, place, None)
+            self._on_come(self, place, None)
         else:
             self.fail(place, failure or Reason.FAILED)
 
     def fail(self, place: int, reason: Reason) -> None:
-        """A block will not come."""
+        """Note that a block will not come."""
         self.failures[place] = reason
-        self._came(self, place, reason)
+        self._on_come(self, place, reason)
 
     def digest(self, place: int) -> bytes:
         was_read = self._were_read.get(place)
@@ -97,7 +97,7 @@ class LocalFetch:
         ids = np.asarray(places, np.int64)
         slots = self.slots[ids]
         there = slots[slots != ABSENT]
-        tenants = set(map(self.tenant, ids[slots != ABSENT].tolist())) if self._index.quotas.any else ()
+        tenants = set(map(self.tenant, ids[slots != ABSENT].tolist())) if self._index.quotas.has_any else ()
         if len(there) < len(slots) and self._reads:
             for place in ids[slots == ABSENT].tolist():
                 if (disk_read := self._reads.pop(place, None)) is not None:
@@ -105,11 +105,11 @@ class LocalFetch:
         self.slots[ids] = ABSENT
         self._pool.release(there)
         self._num_leased -= len(there)
-        for tenant in tenants:  # what was leased could not go
-            self._index.keep_quota(self.group_id, tenant)
+        for tenant in tenants:  # leased blocks could not be evicted for a quota
+            self._index.quotas.enforce(self.group_id, tenant)
         if not self._num_leased and not self._reads:
-            self._ended(self)
+            self._on_ended(self)
 
     def time_out(self) -> None:
         if self._reads:
-            self._disk_reads.hung()
+            self._disk_reads.time_out()

@@ -1,14 +1,15 @@
-"""LocalTiers: host memory and disk in this process."""
+"""LocalTiers: the tiers below the device in this process: host memory, and a disk if there is one."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from types import MappingProxyType
 
 import numpy as np
 
 from kvtier.store.record import Fault
-from kvtier.tiers.device.block_pool import ABSENT, NOTHING, Ids
 from kvtier.tiers.device.runs import Row
+from kvtier.tiers.device.slot_ids import ABSENT, NOTHING, Ids
 from kvtier.tiers.lower.clean_ahead import CleanAhead
 from kvtier.tiers.lower.clearing import Clearing
 from kvtier.tiers.lower.disk_probe import DiskProbe
@@ -19,7 +20,7 @@ from kvtier.tiers.lower.fetches import Fetches
 from kvtier.tiers.lower.index_load import IndexLoad
 from kvtier.tiers.lower.local_fetch import LocalFetch
 from kvtier.tiers.lower.lower_index import LowerIndex
-from kvtier.tiers.lower.lower_tiers import Lost, LowerStatistics, LowerTiers, Places, Saving, Tell
+from kvtier.tiers.lower.lower_tiers import Lost, LowerStatistics, LowerTiers, OnFetched, Places, SpillProgress
 from kvtier.tiers.lower.no_tiers import NoTiers
 from kvtier.tiers.lower.statistics import slot_statistics
 from kvtier.tiers.naming.block_hash import BlockName
@@ -45,9 +46,9 @@ def lower_tiers(
     quotas: Mapping[bytes, int] = MappingProxyType({}),
     events: EventLog | None = None,
 ) -> LowerTiers:
-    """What is below the device in this process: `LocalTiers`, or `NoTiers` without host memory.
+    """The tiers below the device in this process: `LocalTiers`, or `NoTiers` without host memory.
 
-    ValueError for a disk without host memory: it is read into that.
+    ValueError for a disk without host memory: blocks are read into that.
     """
     if all(memory.num_host_slots for memory in memories):
         return LocalTiers(groups, memories, transfers, disk, clock, quotas=quotas, events=events)
@@ -57,8 +58,8 @@ def lower_tiers(
 
 
 class LocalTiers:
-    """See `LowerTiers`. Copies between host memory and disk go by *transfers*, whose owner polls it: the thread that
-    owns these tiers too."""
+    """See `LowerTiers`. Copies between host memory and disk go by *transfers*, which the thread that owns these tiers
+    polls."""
 
     def __init__(
         self,
@@ -71,8 +72,8 @@ class LocalTiers:
         quotas: Mapping[bytes, int] = MappingProxyType({}),
         events: EventLog | None = None,
     ) -> None:
-        """*memories*, by group, have the host slots. *quotas*: bytes of host memory by tenant. *events*: where to tell
-        which block came and went."""
+        """*memories*, by group, have the host slots. *quotas*: bytes of host memory by tenant. *events* is told which
+        blocks came to host memory and disk, and which left."""
         self.num_slots = [memory.num_host_slots for memory in memories]
         self._block_bytes = [memory.block_bytes for memory in memories]
         self._transfers = transfers
@@ -88,7 +89,7 @@ class LocalTiers:
         self._clearing = Clearing(self.index.disk, transfers, clock)
         self._fetches = Fetches(self.index, self._disk_reads)
         self._reserved = [0 for _ in memories]
-        self._unmet = [0 for _ in memories]  # slots asked for and not had since `spill`
+        self._unmet = [0 for _ in memories]  # slots that `reserve` could not give since the last `spill`
         self._index_load.go_on()
 
     @property
@@ -100,11 +101,11 @@ class LocalTiers:
         return self.index.epoch
 
     @property
-    def is_known(self) -> bool:
+    def is_indexed(self) -> bool:
         return self.index.disk.index.is_loaded
 
     @property
-    def is_in_order(self) -> bool:
+    def is_readable(self) -> bool:
         return self.index.disk.is_readable
 
     @property
@@ -121,13 +122,13 @@ class LocalTiers:
         self,
         group_id: int,
         blocks: NamedBlocks,
-        tell: Tell,
+        on_fetched: OnFetched,
         found: Places | None = None,
     ) -> LocalFetch:
-        return self._fetches.begin(group_id, blocks, tell, found, now=True)
+        return self._fetches.begin(group_id, blocks, on_fetched, found, now=True)
 
-    def fetch_later(self, group_id: int, blocks: NamedBlocks, tell: Tell) -> LocalFetch:
-        return self._fetches.begin(group_id, blocks, tell, None, now=False)
+    def fetch_later(self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched) -> LocalFetch:
+        return self._fetches.begin(group_id, blocks, on_fetched, None, now=False)
 
     def reserve(self, group_id: int, num_slots: int) -> list[int]:
         host, window = self.index.host[group_id], self._windows[group_id]
@@ -135,7 +136,7 @@ class LocalTiers:
             slots = host.take_clean(num_slots, window.num_blocks)
         else:
             slots = host.take(min(num_slots, host.pool.num_free), window.num_blocks) or []
-        window.allocated(len(slots))
+        window.on_allocated(len(slots))
         self._unmet[group_id] += num_slots - len(slots)
         self._reserved[group_id] += len(slots)
         return slots
@@ -158,11 +159,11 @@ class LocalTiers:
         self, group_id: int, slots: Ids, rows: Sequence[Row], digests: Sequence[bytes], owners: OwnerNumbers
     ) -> None:
         come = [self._publish_row(group_id, slots, row, digests, owners) for row in rows]
-        self.index.used_in_host(group_id, np.concatenate([NOTHING, *come]).tolist())
+        self.index.offer_to_disk(group_id, np.concatenate([NOTHING, *come]).tolist())
         self.abandon(group_id, slots)
-        if self.index.quotas.any:
+        if self.index.quotas.has_any:
             for number in np.unique(owners).tolist():
-                self.index.keep_quota(group_id, tenant_with(number))
+                self.index.quotas.enforce(group_id, tenant_with(number))
 
     def abandon(self, group_id: int, slots: Ids) -> None:
         self._reserved[group_id] -= len(slots)
@@ -173,13 +174,14 @@ class LocalTiers:
         slots = pool.find_all(names)
         in_host = slots[slots != ABSENT]
         pool.refresh(in_host)
-        self.index.used_in_host(group_id, in_host.tolist())
+        self.index.offer_to_disk(group_id, in_host.tolist())
         disk = self.index.disk
-        keys = [disk.key(group_id, name) for name, was_read in zip(names, were_read, strict=False) if was_read]
-        if keys:  # not done while the lane to disk is full
+        assert len(were_read) in (0, len(names)), f"{len(names)} blocks were used, {len(were_read)} have an origin"
+        keys = [disk.key(group_id, name) for name in compress(names, were_read)]
+        if keys:  # left out while the lane to disk is full
             self._transfers.submit(Route.HOST_TO_DISK, lambda: disk.touch(keys), 0, lambda transfer: None)
 
-    def keep(self, group_id: int, places: Places) -> None:
+    def evict_last(self, group_id: int, places: Places) -> None:
         self.index.host[group_id].pool.refresh(places[places >= 0][::-1])
 
     def forget(self, group_id: int, names: Sequence[BlockName]) -> None:
@@ -218,9 +220,9 @@ class LocalTiers:
         if self._clearing.is_done:
             self._index_load.go_on()
         self._disk_probe.go_on()
-        self.index.keep_quotas()
+        self.index.quotas.go_on()
         self._disk_reads.pump()
-        self._fetches.tell()
+        self._fetches.deliver()
 
     def take_lost(self) -> Sequence[Lost]:
         return self.index.take_lost()
@@ -231,10 +233,10 @@ class LocalTiers:
     def queued_read_bytes(self) -> int:
         return self._disk_reads.queued_bytes + self._transfers.pending_bytes(Route.DISK_TO_HOST)
 
-    def saving(self) -> Saving:
+    def spill_progress(self) -> SpillProgress:
         spill = self._disk_spill
-        return Saving(
-            is_there=self.index.disk.is_there,
+        return SpillProgress(
+            has_target=self.index.disk.is_there,
             is_possible=not self.index.disk.is_failing,
             num_left=spill.num_dirty,
             num_done=spill.num_stored,
@@ -262,13 +264,15 @@ class LocalTiers:
             fetched = self._fetches.num_leased(group_id)
             written, read = self._disk_spill.copies.num_leases(host.pool), self._disk_reads.num_leases(group_id)
             expected = fetched + written + read + self._reserved[group_id]
-            assert host.pool.num_leases == expected, f"host: {host.pool.num_leases} leases, {expected} accounted for"
+            assert host.pool.num_leases == expected, (
+                f"host slots of group {group_id}: {host.pool.num_leases} leases, {expected} accounted for"
+            )
 
     def _publish_row(self, group_id: int, slots: Ids, row: Row, digests: Sequence[bytes], owners: OwnerNumbers) -> Ids:
-        """The slots of a row's blocks, without those of blocks that another slot has."""
+        """Publish one row's blocks; the slots of those that no other slot had."""
         own = slots[row.start : row.end]
         names = row.names[::-1] if row.parent is None else [row.parent, *reversed(row.names)]
-        taken = self.index.came_to_host(
+        taken = self.index.add_chain_to_host(
             group_id,
             own[::-1],
             names,
@@ -279,7 +283,7 @@ class LocalTiers:
         return np.delete(own, [len(own) - 1 - place for place in taken]) if taken else own
 
     def _is_roomy(self) -> bool:
-        """Whether each pool could give a window of slots, and what was asked for in vain, and lose no last copy."""
+        """Whether each pool could give a window of slots, and those that it did not give, and lose no last copy."""
         return all(
             host.num_clean(window.num_blocks + unmet) >= window.num_blocks + unmet
             for host, window, unmet in zip(self.index.host, self._windows, self._unmet, strict=True)

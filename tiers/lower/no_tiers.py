@@ -1,22 +1,22 @@
-"""NoTiers: nothing is below the device."""
+"""NoTiers: the tiers below a device that has nothing below it."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.block_pool import Ids
 from kvtier.tiers.device.runs import Row
-from kvtier.tiers.lower.lower_tiers import NOWHERE, Lost, LowerStatistics, Places, Saving, Tell
+from kvtier.tiers.device.slot_ids import Ids
+from kvtier.tiers.lower.lower_tiers import NOWHERE, Lost, LowerStatistics, OnFetched, Places, SpillProgress
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
-from kvtier.tiers.naming.tenant import NOBODY, OwnerNumbers
+from kvtier.tiers.naming.tenant import NO_TENANT, OwnerNumbers
 from kvtier.tiers.naming.tier import Reason
 from kvtier.transfer.lane_speed import LaneSpeed
 
 
 class NoFetch:
-    """Nothing of it ever comes."""
+    """See `Fetch`. None of its blocks ever comes."""
 
     def __init__(self, group_id: int, names: Sequence[BlockName]) -> None:
         self.group_id = group_id
@@ -27,7 +27,7 @@ class NoFetch:
         raise KeyError(f"block {place}: nothing is below the device")
 
     def tenant(self, place: int) -> bytes:
-        return NOBODY
+        return NO_TENANT
 
     def release(self, places: Sequence[int] | npt.NDArray[np.int64]) -> None:
         pass
@@ -41,14 +41,14 @@ class NoTiers:
 
     num_changes = 0
     epoch = 0
-    is_known = True
-    is_in_order = True
+    is_indexed = True
+    is_readable = True
     is_making_room = False
 
     def __init__(self, num_groups: int) -> None:
         self.num_slots = [0] * num_groups
         self._speed = LaneSpeed()
-        self._untold: list[tuple[NoFetch, Tell]] = []
+        self._untold: list[tuple[NoFetch, OnFetched]] = []
 
     def find(self, group_id: int, names: Sequence[BlockName]) -> Places:
         return _nowhere(names)
@@ -60,15 +60,15 @@ class NoTiers:
         self,
         group_id: int,
         blocks: NamedBlocks,
-        tell: Tell,
+        on_fetched: OnFetched,
         found: Places | None = None,
     ) -> NoFetch:
         fetch = NoFetch(group_id, blocks.names)
-        self._untold.append((fetch, tell))
+        self._untold.append((fetch, on_fetched))
         return fetch
 
-    def fetch_later(self, group_id: int, blocks: NamedBlocks, tell: Tell) -> NoFetch:
-        return self.fetch(group_id, blocks, tell)
+    def fetch_later(self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched) -> NoFetch:
+        return self.fetch(group_id, blocks, on_fetched)
 
     def reserve(self, group_id: int, num_slots: int) -> list[int]:
         return []
@@ -84,7 +84,7 @@ class NoTiers:
     def refresh(self, group_id: int, names: Sequence[BlockName], were_read: Sequence[bool]) -> None:
         pass
 
-    def keep(self, group_id: int, places: Places) -> None:
+    def evict_last(self, group_id: int, places: Places) -> None:
         pass
 
     def forget(self, group_id: int, names: Sequence[BlockName]) -> None:
@@ -98,9 +98,9 @@ class NoTiers:
 
     def poll(self) -> None:
         untold, self._untold = self._untold, []
-        for fetch, tell in untold:
+        for fetch, on_fetched in untold:
             for place, reason in fetch.failures.items():
-                tell(fetch, place, reason)
+                on_fetched(fetch, place, reason)
 
     def take_lost(self) -> Sequence[Lost]:
         return ()
@@ -111,8 +111,8 @@ class NoTiers:
     def queued_read_bytes(self) -> int:
         return 0
 
-    def saving(self) -> Saving:
-        return Saving()
+    def spill_progress(self) -> SpillProgress:
+        return SpillProgress()
 
     def statistics(self) -> LowerStatistics:
         return LowerStatistics()

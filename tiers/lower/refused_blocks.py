@@ -1,4 +1,4 @@
-"""RefusedBlocks: what was not written the first time, so that the second is noticed."""
+"""RefusedBlocks: which blocks were not let in to the disk, so that the second time they are asked for is noticed."""
 
 import math
 from collections.abc import Sequence
@@ -15,17 +15,18 @@ GROUP_STRIDE = 0x9E3779B97F4A7C15  # odd, so that groups with the same names hav
 class RefusedBlocks:
     """Remembers about the last *num_blocks* refused blocks, by 64 bits each: a mistake writes a block too early.
 
-    Rows of `WAYS` places, a block's row given by its name; in a row the oldest makes way. (`Ghosts`, one ring that is
-    searched as a whole, takes half a millisecond a name for the four million that a disk of a terabyte asks for.)
+    They are in rows of `WAYS` places, a block's row given by its name; in a row the oldest makes way. (`Ghosts`, one
+    ring that is searched as a whole, takes half a millisecond a name for the four million that a disk of a terabyte
+    asks for.)
     """
 
     def __init__(self, num_blocks: int) -> None:
         num_rows = max(1, math.ceil(num_blocks / WAYS))
-        self._keys = np.zeros((num_rows, WAYS), np.uint64)  # [row, place]; 0 if nobody's
+        self._keys = np.zeros((num_rows, WAYS), np.uint64)  # [row, place]; 0: the place is empty
         self._next = np.zeros(num_rows, np.uint8)  # [row] the place that is taken next
 
     def remember(self, group_id: int, names: Sequence[BlockName]) -> None:
-        """These blocks were refused, and are not remembered yet."""
+        """Remember blocks that were refused. None of them may be remembered already."""
         keys = self._keys_of(group_id, names)
         for row, key in zip((keys % np.uint64(len(self._keys))).tolist(), keys, strict=True):
             place = int(self._next[row])
@@ -33,16 +34,16 @@ class RefusedBlocks:
             self._next[row] = (place + 1) % WAYS
 
     def has(self, group_id: int, names: Sequence[BlockName]) -> list[bool]:
-        """For each block whether it is remembered."""
+        """For each block whether it is remembered as refused."""
         keys = self._keys_of(group_id, names)
         found: list[bool] = (self._keys[keys % np.uint64(len(self._keys))] == keys[:, None]).any(axis=1).tolist()
         return found
 
     def check(self) -> None:
-        """Raise AssertionError if a key is in another's row, twice in its own, or behind an empty place."""
+        """Raise AssertionError if a key is in a wrong row, twice in its own, or behind an empty place."""
         rows, places = np.nonzero(self._keys)
-        assert (self._keys[rows, places] % np.uint64(len(self._keys)) == rows).all(), "a key in another's row"
-        assert (self._next < WAYS).all(), "a row goes on outside itself"
+        assert (self._keys[rows, places] % np.uint64(len(self._keys)) == rows).all(), "a key is in another key's row"
+        assert (self._next < WAYS).all(), "the next place of a row is outside it"
         for row in np.unique(rows):
             keys = self._keys[row][self._keys[row] != 0]
             assert len(np.unique(keys)) == len(keys), "a block is remembered twice"

@@ -10,18 +10,18 @@ TERABYTE = 10**12  # as the makers of drives count
 
 @dataclass(frozen=True, slots=True)
 class SsdLifeStatistics:
-    """What kvtier's own writes have cost the drive; others' writes and the drive's own amplification come on top."""
+    """What kvtier's writes have cost the drive; other programs' writes and the drive's amplification come on top."""
 
-    used: float  # of the bytes it is made for; above 1 when it has had more
-    years_left: float  # until that is 1, at the rate since the start; infinite while nothing is written
+    used: float  # share of the bytes that the drive is made for; above 1 when it has had more
+    years_left: float  # until *used* is 1, at the rate since the start; infinite while nothing is written
 
 
 class SsdLife:
-    """A gauge of the drive's endurance against the bytes written. Owned by nobody: only numbers in, numbers out."""
+    """How far the bytes written are on the way to the drive's endurance. Numbers only: it asks no drive."""
 
     def __init__(self, endurance_terabytes: float, clock: Callable[[], float], written_bytes: int) -> None:
-        """*endurance_terabytes* is the maker's TBW figure, decimal; *written_bytes* are those, as stored, of all starts
-        before this one. ValueError if the figure is not positive."""
+        """*endurance_terabytes* is the maker's TBW figure, decimal; *written_bytes* are those of all starts before this
+        one, as stored. ValueError if the figure is not positive."""
         if endurance_terabytes <= 0:
             raise ValueError(f"an endurance of {endurance_terabytes} terabytes written; need more than 0")
         self._endurance_bytes = endurance_terabytes * TERABYTE
@@ -29,12 +29,12 @@ class SsdLife:
         self.begin(written_bytes)
 
     def begin(self, written_bytes: int) -> None:
-        """Count the rate of writing from now on, when *written_bytes* were written."""
+        """Measure the rate of writing from now on, when *written_bytes* have been written."""
         self._started_at = self._clock()
         self._written_at_start = written_bytes
 
     def statistics(self, written_bytes: int) -> SsdLifeStatistics:
-        """The gauge when *written_bytes* were written, as stored, in this start and all before it."""
+        """The share used and the years left when *written_bytes* were written, as stored, in this start and before."""
         since_start = written_bytes - self._written_at_start
         left_bytes = max(0.0, self._endurance_bytes - written_bytes)
         years = (self._clock() - self._started_at) / YEAR_S

@@ -1,4 +1,4 @@
-"""Statistics: what the tiers did, as frozen values that any thread may keep."""
+"""Statistics of the tiers, as frozen values that any thread may keep."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class TokenBalance:
         return self.device + self.host + self.disk + self.recomputed
 
     def plus(self, other: "TokenBalance") -> "TokenBalance":
-        """Both together."""
+        """The sum of this balance and another."""
         reasons = dict(self.reasons)
         for reason, num_tokens in other.reasons.items():
             reasons[reason] = reasons.get(reason, 0) + num_tokens
@@ -45,7 +45,7 @@ class TokenBalance:
 
 @dataclass(frozen=True, slots=True)
 class PrefixStatistics:
-    """Tokens looked up and found, of requests that read the cache; when a preempted one comes again, apart."""
+    """Tokens looked up and found, of requests that read the cache; those of preempted requests are counted apart."""
 
     num_requests: int = 0
     queries: int = 0
@@ -71,7 +71,7 @@ class TierStatistics:
 def slot_statistics(
     groups: Sequence[GroupSlots], block_bytes: Sequence[int], corrupt: Mapping[str, int] = MappingProxyType({})
 ) -> TierStatistics:
-    """Of the device or of host memory; *block_bytes* by group."""
+    """The statistics of the device or of host memory; *block_bytes* by group."""
     both = [(slots.pool, num_bytes) for slots, num_bytes in zip(groups, block_bytes, strict=True)]
     return TierStatistics(
         num_blocks=sum(pool.num_named for pool, _ in both),
@@ -85,24 +85,24 @@ def slot_statistics(
 
 @dataclass(frozen=True, slots=True)
 class DiskStatistics:
-    """What only a disk has, now."""
+    """The statistics that only a disk has, at one moment."""
 
-    file_bytes: int  # that the store takes on the medium
+    file_bytes: int  # that the store's files take on the medium
     written_bytes_total: int  # since the store was made
     known_blocks: int
     is_open: bool  # whether there is a store to read from and write to
-    is_known: bool  # whether what was there when it was opened has been looked through
+    is_indexed: bool  # whether the blocks that were there when it was opened have all been found
     breakers: Mapping[str, BreakerState]  # of "read" and "write"
     num_opened: Mapping[str, int]
-    why_failed: Mapping[str, str]  # of each side its last error, for people; empty if it had none
+    why_failed: Mapping[str, str]  # the last error of "read" and "write", for people; empty if there was none
     budget_left_bytes: int | None  # of writes; None: no limit
     life: SsdLifeStatistics | None
-    tenants: Mapping[bytes, int]  # bytes of each
+    tenants: Mapping[bytes, int]  # bytes on disk of each
 
 
 @dataclass(frozen=True, slots=True)
 class PlanStatistics:
-    """Hits in colder tiers by what was loaded of them (all, part, nothing), and what the choice goes by."""
+    """How many hits in colder tiers were loaded whole, in part or not at all, and the speed that the choice goes by."""
 
     num_plans: Mapping[str, int]
     prefill_tokens_per_s: float | None  # of the first 1,000 tokens of a prompt; None before it is known

@@ -10,8 +10,9 @@ RESERVE = 0.25  # of a day's bytes, kept for blocks that are used again: six hou
 class WriteBudget:
     """A bucket of one day's bytes that refills evenly: in N days not more than N + 1 days' worth is written.
 
-    A quarter of it is a reserve for what matters more. Who writes says `spend` afterwards, in bytes as stored if they
-    are known; what was under way meanwhile may overdraw it, and is paid back first. Owned by the tiers' thread.
+    A quarter of it is a reserve, for blocks that are used again. The caller asks before it writes and calls `spend`
+    afterwards, with the bytes as stored if they are known; writes that were under way together may overdraw the bucket,
+    and that is paid back first. Owned by the tiers' thread.
     """
 
     def __init__(self, bytes_per_day: int | None, clock: Callable[[], float], written_last_day_bytes: int = 0) -> None:
@@ -30,21 +31,21 @@ class WriteBudget:
         return None if self._bytes_per_day is None else math.floor(self._left_now(self._bytes_per_day))
 
     def allows(self, num_bytes: int) -> bool:
-        """Whether that much may be written now."""
+        """Whether so many bytes may be written now, from the reserve too."""
         return self._bytes_per_day is None or num_bytes <= self._left_now(self._bytes_per_day)
 
     def spares(self, num_bytes: int) -> bool:
-        """Whether that much may be written now and the reserve stays untouched."""
+        """Whether so many bytes may be written now without touching the reserve."""
         return self._bytes_per_day is None or self.allows(num_bytes + math.ceil(RESERVE * self._bytes_per_day))
 
     def spend(self, num_bytes: int) -> None:
-        """That much was written, allowed or not."""
+        """Take bytes out of the bucket that were written, allowed or not."""
         if self._bytes_per_day is not None:
             self._left_bytes = self._left_now(self._bytes_per_day) - num_bytes
             self._left_at = self._clock()
 
     def check(self) -> None:
-        """Raise AssertionError if there is more in it than a day's bytes."""
+        """Raise AssertionError if the bucket has more than a day's bytes."""
         assert self.left_bytes is None or self.left_bytes <= (self._bytes_per_day or 0), "more than one day's bytes"
 
     def _left_now(self, bytes_per_day: int) -> float:

@@ -1,1 +1,1 @@
-"""What blocks are called, and which of them must be there to go on after a token."""
+"""Names of blocks, and which blocks must be present for a request to go on after a token."""

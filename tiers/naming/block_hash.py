@@ -22,16 +22,19 @@ ExtraKey = tuple[str | int | bytes, ...]  # a tag, then what it is
 
 
 class HashAlgorithm(StrEnum):
-    """`sha256` for everybody. `sha256_cbor` gives vLLM's names, for routers that compute names themselves, and takes
-    over ten times as long. All are cryptographic: nothing but its name says whose bytes a block has, and whoever sends
-    two prompts with one name has the blocks of one used for the other."""
+    """How blocks are named: `sha256`, or `sha256_cbor`, which gives vLLM's names and takes over ten times as long.
+
+    The latter is for routers that compute names themselves. Both are cryptographic: nothing but its name says which
+    prompt's bytes a block has, so a client that found two prompts with one name would have the blocks of one used for
+    the other.
+    """
 
     SHA256 = "sha256"
     SHA256_CBOR = "sha256_cbor"
 
     @property
     def default_seed(self) -> str:
-        """What the root is made of if nobody says otherwise. Data of the namespace, never of the environment."""
+        """The seed of the root where the configuration has none. Data of the namespace, never of the environment."""
         return "vllm-none-hash" if self is HashAlgorithm.SHA256_CBOR else "kvtier"
 
 
@@ -47,7 +50,7 @@ _sha256 = cast("Callable[[bytes], _Hasher]", hashlib.sha256)
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """The adapter a prompt runs with; both fields are part of every block's name. ValueError if one is no text."""
+    """The adapter that a prompt runs with; both fields are part of each block's name. ValueError if one is no text."""
 
     name: str
     path: str
@@ -59,7 +62,7 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class MultimodalItem:
-    """An image, a sound…: *num_tokens* placeholder tokens from *offset* on whose content is *identifier*.
+    """An image or a sound: *num_tokens* placeholder tokens from *offset* on, whose content *identifier* stands for.
 
     ValueError for an identifier that is no text, and for a place that no prompt has.
     """
@@ -78,7 +81,7 @@ class MultimodalItem:
 
 @dataclass(frozen=True, slots=True)
 class ExtraKeys:
-    """What decides a block's KV beside its token ids. Order and tags are part of the name's format.
+    """Everything beside a prompt's token ids that decides its KV or separates it. Order and tags are part of a name.
 
     ValueError for a salt that is no text: here, where its sender learns of it, and not in the step that names a block.
     """
@@ -98,7 +101,7 @@ class ExtraKeys:
 
     @property
     def end(self) -> int:
-        """No block that starts at this token or later has a key."""
+        """The token from which on no block that starts there or later has a key."""
         ends = [item.offset + item.num_tokens for item in self.multimodal]
         ends.append(0 if self.prompt_embeddings is None else len(self.prompt_embeddings))
         ends.append(0 if self.cache_salt is None else 1)
@@ -120,7 +123,7 @@ class ExtraKeys:
         return tuple(keys) or None
 
     def of_block(self, start: int, end: int) -> bytes:
-        """The same as bytes, each part after its length: different keys never give the same. Empty for None."""
+        """`keys_of_block` as bytes, each part after its length, so that different keys differ. Empty for None."""
         encoded = b""
         for key in self.keys_of_block(start, end) or ():
             for part in key:
@@ -204,8 +207,10 @@ class BlockChain:
         return keys + self.names[start + len(keys) - 1 : end - 1]
 
     def continued_key(self, block_id: int) -> bytes:
-        """What another block must have in common with this one to continue the same prefix with the same extra keys,
-        whatever its tokens. As long as a name; also for the block after the last full one."""
+        """A key that blocks share if they continue one prefix with the same extra keys, whatever their tokens.
+
+        As long as a name; there is one for the block after the last full one too.
+        """
         parent = self.parent(block_id)
         if block_id < self._num_keyed and (keys := self._keys(block_id)):
             return self._keyed(parent, keys).digest()
@@ -229,7 +234,7 @@ class BlockChain:
         parent = self.parent(start)
         blocks = ids.view(f"V{4 * self.block_size}").tolist()  # as bytes: 12 ns a token in all, with slices 14
         num_keyed = max(0, self._num_keyed - start)
-        hasher = self._hasher.copy()  # whatever is raised in here leaves the chain as it was
+        hasher = self._hasher.copy()  # an exception in here leaves the chain as it was
 
         for block_id, block in enumerate(blocks[:num_keyed], start):
             if keys := self._keys(block_id):

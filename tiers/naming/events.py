@@ -1,4 +1,4 @@
-"""KV events: what became findable in which tier, and what went. For routers that send a prompt to its prefix."""
+"""KV events: which blocks became findable in which tier, and which left it, for routers of prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,16 +39,16 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventLog:
-    """Events in the order in which they happened, until somebody takes them."""
+    """Events in the order in which they happened, kept until the engine takes them."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
 
     def append(self, event: Event) -> None:
-        """The newest event."""
+        """Add an event, the newest."""
         self._events.append(event)
 
     def take(self) -> list[Event]:
-        """All events since the last call."""
+        """Take out all events since the last call."""
         events, self._events = self._events, []
         return events

@@ -33,7 +33,7 @@ class AttentionGroup(Protocol):
         """
 
     def longest(self, num_blocks: int, first_hole: FirstHole) -> int:
-        """The largest number of blocks <= *num_blocks* after which this group can resume."""
+        """The largest number of blocks, *num_blocks* at most, after which a request can go on in this group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,14 @@ class FullAttention:
 
 
 class _Windowed:
-    """Groups that forget: the newest blocks alone decide, so the longest prefix is tried first."""
+    """What groups that forget have in common: the newest blocks alone decide, so the longest prefix is tried first."""
 
     __slots__ = ()
     forgets: ClassVar[bool] = True
     resumes_inside: ClassVar[bool] = True
 
     def longest(self: AttentionGroup, num_blocks: int, first_hole: FirstHole) -> int:
-        """See `AttentionGroup.longest`. One question per end that is tried, and few ends:
+        """See `AttentionGroup.longest`. It asks one question for each end that it tries, and tries few:
 
         Two failures in a row pass a whole window and a hole, so windows of w blocks cost at most
         2 * num_blocks / (w + 1) + 2 questions, num_blocks / w when nothing is there. Any search needs that many: a hole
@@ -118,9 +118,10 @@ def name_block_size(groups: Iterable[AttentionGroup]) -> int:
 
 
 def longest_hit(num_tokens: int, groups: Sequence[AttentionGroup], first_hole: Callable[[int, int, int], int]) -> int:
-    """The largest number of tokens <= *num_tokens* after which all *groups* can resume, a multiple of `alignment`.
+    """The largest number of tokens, *num_tokens* at most, after which a request can go on in all *groups*.
 
-    `first_hole(group_id, start, end)` is the group's `FirstHole`, in blocks of its own size; it is asked, never told.
+    A multiple of `alignment`. `first_hole(group_id, start, end)` is the group's `FirstHole`, in blocks of its own size;
+    it must change nothing.
     """
     return _longest_agreed(num_tokens, range(len(groups)), groups, first_hole)
 
@@ -128,7 +129,7 @@ def longest_hit(num_tokens: int, groups: Sequence[AttentionGroup], first_hole: C
 def longest_single(
     num_tokens: int, groups: Sequence[AttentionGroup], first_hole: Callable[[int, int, int], int]
 ) -> int:
-    """The hit but for what some groups lack: what those that never forget can give or, if all forget, the best of them.
+    """The longest hit that some groups would give alone: those that never forget or, if all forget, the best of them.
 
     Aligned as `longest_hit`. Where it is longer, it ends at a *junction*: a prefix that has come a second time, so that
     the blocks to resume after it, not worth naming the first time, are now.
@@ -144,7 +145,7 @@ def _longest_agreed(
     groups: Sequence[AttentionGroup],
     first_hole: Callable[[int, int, int], int],
 ) -> int:
-    """`longest_hit` of the groups *group_ids* alone, aligned to all.
+    """The `longest_hit` of the groups *group_ids* alone, aligned to all groups.
 
     Groups that never forget are asked once; then a small fixed point: each other group may only shrink the answer,
     until all agree on it in a row.

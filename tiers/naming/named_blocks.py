@@ -1,4 +1,4 @@
-"""NamedBlocks: blocks by name, with all that has to be known of them to keep them."""
+"""NamedBlocks: names of blocks, with the parents and the tenant that a tier needs to keep them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,21 +8,21 @@ import numpy.typing as npt
 
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.groups import AttentionGroup
-from kvtier.tiers.naming.tenant import NOBODY, Origin, tenant_of
+from kvtier.tiers.naming.tenant import NO_TENANT, Origin, tenant_of
 
 BlockIds = npt.NDArray[np.int64]  # of one chain and group, ascending
 
 
 @dataclass(frozen=True, slots=True)
 class NamedBlocks:
-    """Some blocks of one tenant. *parents*: for each the block that it continues, if it is of no use without that."""
+    """Some blocks of one tenant. *parents*: for each the block that it continues; None if it is of use without that."""
 
     names: Sequence[BlockName]
     parents: Sequence[BlockName | None]
-    tenant: bytes = NOBODY
+    tenant: bytes = NO_TENANT
 
     def origin(self, place: int) -> Origin:
-        """Of one of the blocks."""
+        """The parent and the tenant of the block at *place*."""
         return Origin(self.parents[place], self.tenant)
 
 

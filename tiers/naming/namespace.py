@@ -1,4 +1,4 @@
-"""Namespace: everything besides the prompt that decides KV bytes. Another namespace's block is a miss, never a hit."""
+"""Namespace: everything beside the prompt that decides KV bytes. A block of another namespace is never a hit."""
 
 import hashlib
 import json
@@ -37,6 +37,6 @@ class Namespace:
 
     @property
     def digest(self) -> bytes:
-        """16 bytes; equal only for equal fields."""
+        """16 bytes that are equal only for equal fields."""
         canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).digest()[:16]

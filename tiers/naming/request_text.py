@@ -1,8 +1,8 @@
-"""Text that a request brings, checked before it is used: names, files, events and metrics are written as UTF-8."""
+"""Checks text that a request brings: it gets into names, files, events and metrics, which are UTF-8."""
 
 
 def check_text(what: str, text: object) -> None:
-    """ValueError unless *text* is a string that UTF-8 can say. The message has no part of it: salts are secrets."""
+    """Raise ValueError unless *text* is a string that UTF-8 can say. The message has none of it: salts are secrets."""
     if not isinstance(text, str):
         raise ValueError(f"{what} is of type {type(text).__name__}; give a text")
     try:

@@ -1,4 +1,4 @@
-"""Retention: which blocks of a group that forgets are worth a name, so that a later prompt can resume at them?"""
+"""Retention: which blocks of a group that forgets get a name, so that a later prompt can go on from them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from kvtier.tiers.naming.groups import AttentionGroup, alignment
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Names every block, or the *tails* of some prefixes only: the blocks still needed to resume after them.
+    """Gives every block a name, or the *tails* of some prefixes only: the blocks still needed to go on after them.
 
-    Tails are kept of the prefixes the caller names (a prompt's end, junctions), and one more every *interval_tokens*:
-    None keeps every block, 0 no further tails. A group that never forgets keeps every block whatever the interval.
+    Tails are named of the prefixes that the caller gives (a prompt's end, junctions), and one more every
+    *interval_tokens*: None names every block, 0 no further tails. Where a group never forgets every block gets a name.
     """
 
     groups: Sequence[AttentionGroup]

@@ -1,10 +1,10 @@
-"""The tiers by name, and why a token had to be recomputed."""
+"""The names of the tiers, and the reasons why a token had to be recomputed."""
 
 from enum import StrEnum
 
 
 class Tier(StrEnum):
-    """Where a block can be found, warmest first."""
+    """A tier in which a block can be found, warmest first."""
 
     DEVICE = "device"
     HOST = "host"
@@ -12,7 +12,7 @@ class Tier(StrEnum):
 
     @property
     def depth(self) -> int:
-        """0 for the warmest tier; a prefix's tokens count for the coldest tier they came from."""
+        """How cold the tier is, 0 for the warmest. A prefix's tokens count for the coldest tier that they came from."""
         return list(Tier).index(self)
 
 
@@ -33,5 +33,5 @@ class Reason(StrEnum):
 
     @classmethod
     def evicted_from(cls, tier: Tier) -> "Reason":
-        """The reason of a block whose last copy was dropped by *tier*."""
+        """The reason for tokens of a block whose last copy *tier* dropped."""
         return cls(f"evicted_from_{tier}")

@@ -1,1 +1,1 @@
-"""The way up: what a hit brings to the device, from host memory and from disk."""
+"""The way up: how the blocks of a hit come to the device, from host memory and from disk."""

@@ -1,4 +1,4 @@
-"""Backlogs: blocks that promotions have still to bring up, and for which nothing is under way yet."""
+"""Backlogs: blocks that promotions have still to bring up, and of which no copy has been started yet."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -7,17 +7,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.group_tiers import GroupTiers
-from kvtier.tiers.lower.lower_tiers import Fetch, Places, Tell
+from kvtier.tiers.lower.lower_tiers import Fetch, LowerTiers, OnFetched, Places
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.named_blocks import BlockIds
 from kvtier.tiers.up.promotion import Promotion
 
 NO_PLACE = -1
-Source = tuple[Fetch, int]  # what leases a block in host memory, and its place in that
+Source = tuple[Fetch, int]  # the fetch that leases a block in host memory, and the block's place in it
 
 
 class Backlog:
-    """The blocks of one promotion in one group, and what leases those of them in host memory that were found there."""
+    """One promotion's blocks of one group, and the fetch that leases the ones that were found in host memory."""
 
     def __init__(self, group: GroupTiers, ids: BlockIds, fetch: Fetch | None, fetched: BlockIds) -> None:
         """*fetch* leases the blocks *fetched*."""
@@ -32,11 +32,11 @@ class Backlog:
 
     @property
     def blocks(self) -> BlockIds:
-        """Those that are left, in order."""
+        """The blocks that are left, in order."""
         return np.flatnonzero(self._is_left)
 
     def has(self, ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """For each of the blocks whether it is here."""
+        """For each of the blocks whether it is left."""
         found = np.zeros(len(ids), np.bool_)
         known = ids < len(self._is_left)
         found[known] = self._is_left[ids[known]]
@@ -44,11 +44,11 @@ class Backlog:
 
     @property
     def num_fetched(self) -> int:
-        """How many of the blocks were in host memory."""
+        """How many of the blocks that are left were in host memory."""
         return int(np.count_nonzero(self._places[self._is_left] != NO_PLACE))
 
     def sources(self, ids: BlockIds) -> list["Source | None"]:
-        """Where the blocks come from; None for those that are to be fetched."""
+        """Where the blocks come from; None for blocks that are not fetched yet."""
         fetch = self._fetch
         if fetch is None:
             return [None] * len(ids)
@@ -56,14 +56,14 @@ class Backlog:
         return [None if place == NO_PLACE or place in fetch.failures else (fetch, place) for place in places]
 
     def release(self, ids: BlockIds) -> None:
-        """End the leases on these, the prefix's tail first."""
+        """End the leases on these blocks, the prefix's tail first."""
         places = self._places[ids]
         fetched = places[places != NO_PLACE]
         if self._fetch is not None and len(fetched):
             self._fetch.release(fetched[::-1])
 
     def remove(self, ids: BlockIds) -> None:
-        """These are not here any more; the leases on them are the caller's."""
+        """Take these blocks out; the leases on them are the caller's from here on."""
         self._is_left[ids] = False
         self.num_left -= len(ids)
 
@@ -71,15 +71,16 @@ class Backlog:
 class Backlogs:
     """The backlogs of all promotions, in the order in which these began. Owned by the cache's thread.
 
-    A block has one slot reserved on the device (`BlockPool.reserve`), however many promotions want it; it is under way
-    or here, never both.
+    A block has one slot reserved on the device (`BlockPool.reserve`), however many promotions want it. It is under way
+    or in backlogs, never both.
     """
 
-    def __init__(self, groups: Sequence[GroupTiers], tell: Tell) -> None:
-        """*tell* learns what comes of blocks that are fetched, see `LowerTiers.fetch`."""
+    def __init__(self, groups: Sequence[GroupTiers], lower: LowerTiers, on_fetched: OnFetched) -> None:
+        """*on_fetched* is called with what has come of the fetched blocks, see `LowerTiers.fetch`."""
         self._groups = groups
-        self._tell = tell
-        self._backlogs: dict[Promotion, list[Backlog]] = {}  # of each group; not those of which nothing is left
+        self._lower = lower
+        self._on_fetched = on_fetched
+        self._backlogs: dict[Promotion, list[Backlog]] = {}  # by group; without promotions of which no block is left
 
     def __contains__(self, promotion: Promotion) -> bool:
         return promotion in self._backlogs
@@ -88,21 +89,21 @@ class Backlogs:
         return iter(list(self._backlogs))
 
     def add(self, promotion: Promotion, blocks: Sequence[BlockIds], below: Sequence[Places]) -> None:
-        """Lease what is *below* in host memory already, and reserve device slots for all the blocks."""
+        """Lease the blocks that *below* finds in host memory, and reserve device slots for all *blocks*."""
         backlogs = []
         for group, ids, places in zip(self._groups, blocks, below, strict=True):
-            is_new = ~self.coming(promotion.chain, group, ids)
+            is_new = ~self.are_coming(promotion.chain, group, ids)
             group.pool.reserve(int(np.count_nonzero(is_new)))
             is_in_host = places >= 0
             fetched, fetch = ids[is_in_host], None
             if len(fetched):
                 wanted, found = group.blocks_of(promotion.chain, fetched), places[is_in_host]
-                fetch = group.below.fetch(wanted, self._tell, found)
+                fetch = self._lower.fetch(group.id, wanted, self._on_fetched, found)
             backlogs.append(Backlog(group, ids, fetch, fetched))
         if any(backlog.num_left for backlog in backlogs):
             self._backlogs[promotion] = backlogs
 
-    def coming(self, chain: BlockChain, group: GroupTiers, ids: BlockIds) -> npt.NDArray[np.bool_]:
+    def are_coming(self, chain: BlockChain, group: GroupTiers, ids: BlockIds) -> npt.NDArray[np.bool_]:
         """For each of the chain's blocks whether some promotion has it still to bring up."""
         found = np.zeros(len(ids), np.bool_)
         for promotion, backlogs in self._backlogs.items():
@@ -118,15 +119,16 @@ class Backlogs:
     def take(
         self, promotion: Promotion, group: GroupTiers, ids: BlockIds
     ) -> tuple[list[Source], list[tuple[Promotion, npt.NDArray[np.bool_]]]]:
-        """Take these blocks of a promotion's out of all backlogs; the reservation ends.
+        """Take these blocks of a promotion out of all backlogs; their reservation ends.
 
-        Where they come from, leased for the caller, and who wanted which. What was not in host memory is fetched.
+        Their sources, leased for the caller, and the promotions that wanted them, each with a mask of the blocks it
+        wanted. Blocks that were not in host memory are fetched.
         """
         found = self._backlogs[promotion][group.id].sources(ids)
         lacking = [place for place, source in enumerate(found) if source is None]
         if lacking:
             wanted_blocks = group.blocks_of(promotion.chain, ids[lacking])
-            fetch = group.below.fetch(wanted_blocks, self._tell)
+            fetch = self._lower.fetch(group.id, wanted_blocks, self._on_fetched)
             for number, place in enumerate(lacking):
                 found[place] = fetch, number
         wanted = self._leave(promotion, group, ids)
@@ -135,12 +137,15 @@ class Backlogs:
     def discard(
         self, promotion: Promotion, group: GroupTiers, ids: BlockIds
     ) -> list[tuple[Promotion, npt.NDArray[np.bool_]]]:
-        """Take these blocks of a promotion's out of all backlogs, for they are on the device; who wanted which."""
+        """Take these blocks, which are on the device, out of all backlogs. The promotions that wanted them, see `take`.
+
+        The leases on them in host memory end.
+        """
         self._backlogs[promotion][group.id].release(ids)
         return self._leave(promotion, group, ids)
 
     def drop(self, promotion: Promotion, num_tokens: int = 0) -> bool:
-        """A promotion does not bring up what comes after its first *num_tokens* tokens; whether that was anything."""
+        """Give up a promotion's blocks after its first *num_tokens* tokens; whether it had any."""
         any_dropped = False
         for backlog in self._backlogs.get(promotion, ()):
             group, ids = backlog.group, backlog.blocks
@@ -149,12 +154,12 @@ class Backlogs:
                 any_dropped = True
                 backlog.release(ids)
                 self._remove(promotion, group, ids)
-                is_unwanted = ~self.coming(promotion.chain, group, ids)
+                is_unwanted = ~self.are_coming(promotion.chain, group, ids)
                 group.pool.unreserve(int(np.count_nonzero(is_unwanted)))
         return any_dropped
 
     def num_left(self, promotion: Promotion) -> list[int]:
-        """By group, how many blocks a promotion has here."""
+        """By group, how many blocks of a promotion are left."""
         backlogs = self._backlogs.get(promotion)
         return [0 for _ in self._groups] if backlogs is None else [backlog.num_left for backlog in backlogs]
 
@@ -199,8 +204,8 @@ class Backlogs:
 
 
 def _num_shared(one: BlockChain, other: BlockChain, group: GroupTiers) -> int:
-    """How many of the group's first blocks two chains have in common. Blocks of one name have one place in every
-    chain, and one name in common means all before it."""
+    """How many of the group's first blocks two chains have in common. A name has the same place in every chain, and one
+    name in common means that all before it are."""
     num_names = min(len(one.names), len(other.names))
     if one is not other:
         num_names = bisect_left(range(num_names), True, key=lambda i: one.names[i] != other.names[i])

@@ -1,4 +1,4 @@
-"""LayeredUpload: the host blocks of one promotion, copied up layer by layer while they are being verified."""
+"""LayeredUpload: one promotion's host blocks, copied to the device layer by layer while they are verified."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ from kvtier.transfer.layer_gate import LayerGate
 
 
 class LayeredUpload:
-    """`copy` is a lane's work; everything else is the owner's. Done when it has been copied and all was verified."""
+    """A lane runs `copy`, the owner's thread everything else. It is done when all blocks are copied and verified."""
 
     def __init__(self, uploads: Sequence[Upload], num_parts: int) -> None:
         self.gate = LayerGate(num_parts)
@@ -23,7 +23,7 @@ class LayeredUpload:
             device_slots.append(upload.device_slot)
 
     def copy(self) -> None:
-        """Copy part after part, of all groups, and open the gate for each."""
+        """Copy part after part of all groups' layers, and open the gate after each."""
         try:
             for part in range(self.gate.num_parts):
                 for memory, (host_slots, device_slots) in self._copies.items():
@@ -34,19 +34,19 @@ class LayeredUpload:
         finally:
             self.gate.open_all()
 
-    def copied(self, is_copied: bool) -> None:
-        """The copies have ended, well or not."""
-        self.gate.open_all()  # a lane that closes does not even begin
+    def on_copied(self, is_copied: bool) -> None:
+        """Note that the copies have ended: *is_copied* if without an error."""
+        self.gate.open_all()  # a lane that was closed has not begun `copy`
         self._is_copied = is_copied
 
-    def verified(self, uploads: Sequence[Upload], outcomes: Sequence[bool | None]) -> None:
-        """Whether the host's bytes of these are right; None if nobody knows."""
+    def on_verified(self, uploads: Sequence[Upload], outcomes: Sequence[bool | None]) -> None:
+        """Note whether these blocks' bytes in host memory are right; None if their verification failed."""
         self._outcomes.update(zip(uploads, outcomes, strict=True))
 
     def outcomes(self) -> Mapping[Upload, bool | None] | None:
-        """For each block whether it arrived and is right, None if its copy failed; None until all that is known."""
+        """For each block whether it has arrived and is right, or None if its copy failed. None until all is known."""
         if self._is_copied is None or len(self._outcomes) < self._num_uploads:
             return None
-        if self._is_copied and not self.gate.missed:  # who went on without a layer has computed with what was there
+        if self._is_copied and not self.gate.missed:  # else a step has computed without a layer
             return self._outcomes
         return {upload: None if is_good else is_good for upload, is_good in self._outcomes.items()}

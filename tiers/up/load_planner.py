@@ -1,4 +1,4 @@
-"""LoadPlanner: how much of a hit to load, and what to compute although it is cached, because that is faster."""
+"""LoadPlanner: how much of a hit to load, and how much to compute anew because that is faster."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from kvtier.tiers.lower.statistics import PlanStatistics
 from kvtier.tiers.up.prefill_speed import PrefillSpeed
 from kvtier.transfer.lane_speed import LaneSpeed
 
-# A lane that was slow is tried again some time. So long after the last measurement it is believed, and then thought
-# twice as fast every so often: a disk that is slow for good costs one request in so much time.
+# A lane that was slow is tried again some time. Its measured speed is believed for _PATIENCE_S, then thought twice as
+# fast every _OPTIMISM_S: a disk that is slow for good costs one request in that time.
 _PATIENCE_S = 120.0
 _OPTIMISM_S = 30.0
 _MOST_DOUBLINGS = 64.0
@@ -22,7 +22,7 @@ _LEAST_GAIN = 0.1  # of the time to the first token, for which a part is compute
 
 
 class Plan(NamedTuple):
-    """What to do with a hit: load it up to *end*, beginning at *start* while what comes before is computed."""
+    """What to do with a hit: load tokens *start* to *end*, while the tokens before *start* are computed."""
 
     start: int
     end: int
@@ -37,7 +37,7 @@ class LoadSpeeds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What each prefix of a hit has to move, beside what is queued already. The first one moves nothing."""
+    """Bytes that each prefix of a hit has to move, beside the bytes queued already. The first one moves nothing."""
 
     ends: npt.NDArray[np.float64]  # [num_prefixes] tokens, ascending
     disk_bytes: npt.NDArray[np.float64]  # [num_prefixes] to read from disk
@@ -49,31 +49,30 @@ class Demand:
 class LoadPlanner:
     """Chooses the prefix with which a request's first token comes soonest, if prefill speed and lanes are known.
 
-    Until they are, everything is loaded. Loading runs beside the computing of others: what the device is busy with
-    anyway hides it. What is queued on a lane counts, so a disk that is too slow for all is used by some. Owned by the
-    engine's thread.
+    Until they are, everything is loaded. Loading runs beside the computing of other requests, which hides it. The bytes
+    queued on a lane count, so a disk that is too slow for all requests is used by some. Owned by the engine's thread.
     """
 
     def __init__(
         self, prefill: PrefillSpeed, chunk: int, clock: Callable[[], float], with_splits: bool = False
     ) -> None:
         """*chunk*: tokens of a prompt computed in a step at most. *with_splits*: whether the front of a hit may be
-        computed while the rest of it is loaded; not where a group forgets, whose demand no prefix makes smaller."""
+        computed while the rest of it is loaded; False if a group forgets: no prefix makes its demand smaller."""
         self.prefill = prefill
-        self.num_plans: Counter[str] = Counter()  # by what came of it: all, split, part, nothing
+        self.num_plans: Counter[str] = Counter()  # by outcome: all, split, part, nothing
         self._chunk = chunk
         self._clock = clock
         self._with_splits = with_splits
 
     def best(self, demand: Demand, num_tokens: int, busy_s: float, speeds: LoadSpeeds) -> Plan:
-        """What to do with the hit of a prompt of *num_tokens*; *busy_s*: computing that goes first anyway."""
+        """What to do with the hit of a prompt of *num_tokens*; *busy_s*: seconds of computing that go first."""
         if not self.prefill.is_known:
             return Plan(0, int(demand.ends[-1]))
         loads = self._load_seconds(demand, demand.disk_bytes, demand.device_bytes, speeds)
         computes = self.prefill.seconds_of_rest(demand.ends, num_tokens, self._chunk)
         totals = np.maximum(loads, busy_s) + computes
         last = len(totals) - 1
-        place = last - int(np.argmin(totals[::-1]))  # of equals the longest: it leaves more time to others
+        place = last - int(np.argmin(totals[::-1]))  # of equals the longest: the device is left to others
         if self._with_splits:
             from_disk, to_device = demand.disk_bytes, demand.device_bytes
             loads = self._load_seconds(demand, from_disk[-1] - from_disk, to_device[-1] - to_device, speeds)
@@ -87,16 +86,16 @@ class LoadPlanner:
         return Plan(0, int(demand.ends[place]))
 
     def statistics(self) -> PlanStatistics:
-        """By value."""
+        """The plans by outcome and the measured speed, by value."""
         seconds = self.compute_seconds(0, _FIRST_TOKENS)
         return PlanStatistics(dict(self.num_plans), _FIRST_TOKENS / seconds if seconds else None)
 
     def compute_seconds(self, depth: int, num_tokens: int) -> float:
-        """To compute that many tokens after *depth* others; 0 if that is not known yet."""
+        """Seconds to compute *num_tokens* tokens after *depth* tokens; 0 if that is not known yet."""
         return self.prefill.seconds(depth, num_tokens, self._chunk) if self.prefill.is_known else 0.0
 
     def load_seconds(self, demand: Demand, speeds: LoadSpeeds) -> float | None:
-        """To move all of it; None if it has to take a lane of which no speed was measured."""
+        """Seconds to move all of it; None if it needs a lane whose speed was never measured."""
         ways = zip(speeds, (demand.disk_bytes, demand.device_bytes), strict=True)
         if any(num_bytes[-1] and speed.bytes_per_s is None for speed, num_bytes in ways):
             return None
@@ -109,7 +108,7 @@ class LoadPlanner:
         device_bytes: npt.NDArray[np.float64],
         speeds: LoadSpeeds,
     ) -> npt.NDArray[np.float64]:
-        """To move that much after what is queued: both lanes work at the same time."""
+        """Seconds to move these bytes after the queued ones. Both lanes work at the same time."""
         return np.maximum(
             self._seconds(speeds.reads, disk_bytes, demand.queued_disk_bytes),
             self._seconds(speeds.uploads, device_bytes, demand.queued_device_bytes),
@@ -118,7 +117,7 @@ class LoadPlanner:
     def _seconds(
         self, speed: LaneSpeed, num_bytes: npt.NDArray[np.float64], queued_bytes: int
     ) -> npt.NDArray[np.float64]:
-        """Until a lane that starts with what is queued has moved that much too; 0 where there is nothing to move."""
+        """Seconds until one lane has moved the queued bytes and these; 0 where these are none."""
         if speed.bytes_per_s is None:
             return np.zeros(len(num_bytes))
         hope = 2.0 ** min(max(0.0, self._clock() - speed.measured_at - _PATIENCE_S) / _OPTIMISM_S, _MOST_DOUBLINGS)

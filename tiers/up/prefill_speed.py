@@ -1,9 +1,9 @@
-"""PrefillSpeed: how long it takes to compute tokens, by how many and how deep in their prompt."""
+"""PrefillSpeed: how long it takes to compute tokens, by their number and their depth in the prompt."""
 
 import numpy as np
 import numpy.typing as npt
 
-_FADING = 0.98  # by step: the last fifty count
+_FADING = 0.98  # of the weight of all earlier steps with each step: about the last fifty count
 _LEAST_STEPS = 3
 
 
@@ -25,8 +25,8 @@ class PrefillSpeed:
         """Whether enough has been measured to say anything."""
         return self._num_steps >= _LEAST_STEPS
 
-    def computed(self, num_tokens: int, num_read: float, seconds: float, num_steps: int = 1) -> None:
-        """So long did *num_steps* steps take, for tokens that together read *num_read* tokens; see `tokens_read`."""
+    def on_computed(self, num_tokens: int, num_read: float, seconds: float, num_steps: int = 1) -> None:
+        """Note that *num_steps* steps took *seconds* for tokens that read *num_read* tokens, see `tokens_read`."""
         features = np.array([num_steps, num_tokens, num_read], np.float64)
         weight = 1.0 / max(num_tokens, 1) ** 2  # the error by token counts, or long steps would decide alone
         self._products = self._products * _FADING + weight * np.outer(features, features)
@@ -35,13 +35,13 @@ class PrefillSpeed:
         self._fit = None
 
     def seconds(self, depth: int, num_tokens: int, chunk: int) -> float:
-        """To compute that many tokens after *depth* others, *chunk* at a time."""
+        """Seconds to compute *num_tokens* tokens after *depth* tokens, *chunk* at a time."""
         return float(self.seconds_of_rest(np.array([depth], np.float64), depth + num_tokens, chunk)[0])
 
     def seconds_of_rest(
         self, depths: npt.NDArray[np.float64], num_tokens: int | npt.NDArray[np.float64], chunk: int
     ) -> npt.NDArray[np.float64]:
-        """To compute the rest of a prompt of *num_tokens*, from each of the *depths* on; or of each of several."""
+        """Seconds to compute a prompt of *num_tokens*, or each of several, from each of the *depths* on."""
         if self._fit is None:
             self._fit = _non_negative_fit(self._products, self._with_seconds)
         per_step, per_token, per_read = self._fit
@@ -53,14 +53,14 @@ class PrefillSpeed:
 
 
 def tokens_read(depth: int, num_tokens: int) -> float:
-    """How many tokens *num_tokens* tokens after *depth* others read, all together."""
+    """How many tokens *num_tokens* tokens after *depth* tokens read, all together."""
     return num_tokens * (depth + num_tokens / 2)
 
 
 def _non_negative_fit(
     products: npt.NDArray[np.float64], with_seconds: npt.NDArray[np.float64]
 ) -> tuple[float, float, float]:
-    """The best of all fits that leave out some of the three and make none of the others negative."""
+    """The best of all fits that leave out some of the three coefficients and make none negative."""
     scale = np.sqrt(np.maximum(np.diag(products), 1e-300))
     best, least_error = np.zeros(3), 0.0
     for kept in ([0, 1, 2], [1, 2], [0, 1], [0, 2], [1], [2], [0]):

@@ -1,33 +1,32 @@
-"""Promoter: gives a hit device slots, has what is missing brought up, and tells who waits."""
+"""Promoter: brings the blocks of hits to the device: leases, slots, copies up, and the end of each promotion."""
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.block_pool import ABSENT
+from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.lower_tiers import Places
-from kvtier.tiers.naming.groups import alignment, longest_hit
+from kvtier.tiers.naming.groups import longest_hit
 from kvtier.tiers.naming.named_blocks import BlockIds
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.residency import Residency
 from kvtier.tiers.up.backlog import Backlogs
-from kvtier.tiers.up.load_planner import Demand
+from kvtier.tiers.up.hits import Hits, absent_blocks
 from kvtier.tiers.up.promotion import COMPUTED, NO_SLOT, Hit, Promotion, Upload
 from kvtier.tiers.up.refreshes import Refreshes
 from kvtier.tiers.up.uploads import Uploads
-from kvtier.transfer.transfer_engine import Route, TransferEngine
+from kvtier.transfer.transfer_engine import TransferEngine
 
 PART = 48  # blocks put under way at once: half a millisecond's work
 MOST_UNDER_WAY = 160  # blocks of one promotion: 8 MiB if they are of 52 KiB, and little to give up
 
 
 class Promoter:
-    """Leases every source, then takes destinations, then has them filled (`Uploads`), a part at a time: the rest is a
-    promotion's backlog. Owned by the cache's thread."""
+    """Leases every source, then takes device slots, then has them filled (`Uploads`), a part at a time. The rest of a
+    promotion waits in its backlog. Owned by the cache's thread."""
 
     def __init__(
         self,
@@ -40,18 +39,17 @@ class Promoter:
         self._residency = residency
         self._groups = residency.groups
         self._attentions = [group.attention for group in residency.groups]
-        self._transfers = transfers
         self._clock = clock
         self._hand_over = hand_over
         self._by_layers = by_layers
-        self._alignment = alignment(self._attentions)
-        self._uploads = Uploads(residency, transfers, self._resolved, clock)
-        self._backlogs = Backlogs(self._groups, self._uploads.landed)
-        self._refreshes = Refreshes()
+        self._uploads = Uploads(residency, transfers, self._on_resolved, clock)
+        self._backlogs = Backlogs(self._groups, residency.lower, self._uploads.on_fetched)
+        self.hits = Hits(residency, self._uploads, self._backlogs, transfers)
+        self._refreshes = Refreshes(residency.lower)
         self._waiting: set[Promotion] = set()
-        # Blocks under way of promotions that are to come layer by layer, until none is in the backlog: then they start.
+        # Blocks of promotions that are to come layer by layer. Their copies start when no block is left in the backlog.
         self._kept_back: dict[Promotion, list[Upload]] = {}
-        self.could_start_more = False  # but for `PART`
+        self.could_start_more = False  # the last call ended because of `PART`
 
     @property
     def num_waiting(self) -> int:
@@ -60,17 +58,7 @@ class Promoter:
 
     def promote(self, hit: Hit, window: int, deadline: float | None = None) -> Promotion:
         """Start bringing the hit up; done at once if all of it is on the device."""
-        if hit.as_of != self._residency.num_changes or self._residency.is_cut_off:
-            shorter = self.shorter(hit, hit.num_tokens)
-            if shorter.num_tokens < hit.num_tokens:
-                why = self._residency.why_missing([hit.chain.names[shorter.num_blocks]])
-                shorter = replace(shorter, misses=hit.misses.cut(hit.num_tokens, why))
-            hit = shorter
-        slots = self._slots_from_start(hit)
-        while (deficit := self._deficit(hit, slots)) > 0:
-            misses = hit.misses.cut(hit.num_tokens, Reason.CAPACITY)
-            hit = replace(self.shorter(hit, hit.num_tokens - deficit), misses=misses)
-            slots = self._slots_from_start(hit)
+        hit, slots = self.hits.fitting(self.hits.still_there(hit))
         promotion = Promotion(
             hit.chain,
             hit.limit,
@@ -82,10 +70,10 @@ class Promoter:
             hit.start,
         )
         if hit.start:
-            computed = range(self.on_device(hit).num_blocks, hit.start // hit.chain.block_size)
+            computed = range(self.hits.on_device(hit).num_blocks, hit.start // hit.chain.block_size)
             promotion.depths[computed.start : computed.stop] = bytes([COMPUTED]) * len(computed)
         blocks = self._lease_what_is_there(promotion, slots)
-        below = self._below(hit, blocks)
+        below = self.hits.below(hit, blocks)
         self._backlogs.add(promotion, blocks, below)
         self._note_depths(promotion, blocks, below)
         self._copy_partial(promotion, hit, window)
@@ -99,72 +87,13 @@ class Promoter:
         self._finish_if_arrived(promotion)
         return promotion
 
-    def device_slots(self, hit: Hit) -> Sequence[npt.NDArray[np.int32]]:
-        """For each group the device slots of the blocks that the hit needs, ABSENT for those further down."""
-        if hit.as_of == self._residency.num_changes:
-            return hit.device_slots
-        return [group.pool.find_all(group.names_in(hit.chain, group.needed(hit.num_tokens))) for group in self._groups]
-
-    def on_device(self, hit: Hit) -> Hit:
-        """As much of the hit as is on the device."""
-        end = hit.num_tokens
-        for group, found in zip(self._groups, self.device_slots(hit), strict=True):
-            absent = found == ABSENT
-            if absent.any():
-                end = min(end, (group.needed(hit.num_tokens).start + int(absent.argmax())) * group.block_size)
-        return self.shorter(replace(hit, start=0), end)
-
-    def resident_and_missing(self, hit: Hit) -> list[tuple[npt.NDArray[np.int32], int]]:
-        """For each group: the device slots that the hit's blocks are in already, and how many slots it would take."""
-        result = []
-        for group, found in zip(self._groups, self.device_slots(hit), strict=True):
-            absent = _absent(found, group.needed(hit.num_tokens))
-            missing = len(absent) - int(np.count_nonzero(self._are_coming(hit, group, absent)))
-            result.append((found[found != ABSENT], missing))
-        return result
-
-    def demand(self, hit: Hit, step: int) -> Demand | None:
-        """What the hit's prefixes have to move, those that end at a multiple of *step* tokens; None if nothing.
-
-        Where a group forgets, every prefix is taken to need as much of its blocks as the whole hit.
-        """
-        absent = [
-            _absent(found, group.needed(hit.num_tokens))
-            for group, found in zip(self._groups, self.device_slots(hit), strict=True)
-        ]
-        firsts = [
-            0 if group.attention.forgets else int(ids[0]) * group.block_size // step
-            for group, ids in zip(self._groups, absent, strict=True)
-            if len(ids)
-        ]
-        if not firsts:
-            return None
-        start = min(firsts)
-        ends = np.arange(start, hit.num_tokens // step + 1, dtype=np.float64) * step
-        moved = np.zeros((2, len(ends)))  # from disk, to the device
-        for group, ids, below in zip(self._groups, absent, self._below(hit, absent), strict=True):
-            if len(ids):
-                # The first prefix that needs each block.
-                places = ids * group.block_size // step + 1 - start
-                places = np.ones_like(places) if group.attention.forgets else places
-                for row, num_bytes in enumerate(self._to_move(hit, group, ids, below)):
-                    moved[row] += np.bincount(places, num_bytes, len(ends))
-        disk_bytes, device_bytes = moved.cumsum(axis=1)
-        queued_disk_bytes = self._residency.lower.queued_read_bytes()
-        queued_device_bytes = self._uploads.queued_bytes + self._transfers.pending_bytes(Route.HOST_TO_DEVICE)
-        for group in self._groups:
-            num_read, num_copied = self._backlogs.num_queued(group)
-            queued_disk_bytes += num_read * group.memory.block_bytes
-            queued_device_bytes += num_copied * group.memory.block_bytes
-        return Demand(ends, disk_bytes, device_bytes, queued_disk_bytes, queued_device_bytes)
-
     def keep_warm(self, hit: Hit) -> None:
-        """Make the hit's host blocks the last to be evicted there: they are wanted, only not yet. Not those of a hit
-        that is out of date, which have been."""
+        """Make the hit's host blocks the last to be evicted: a request will want them soon. A hit that is out of date
+        is left alone: an earlier call has done it."""
         if hit.as_of != self._residency.num_changes:
             return
         for group, places in zip(self._groups, hit.below, strict=True):
-            group.below.keep(places)
+            self._residency.lower.evict_last(group.id, places)
             self._refreshes.add(hit.chain, group, group.needed(hit.num_tokens))
         self._refreshes.go_on()
 
@@ -182,12 +111,12 @@ class Promoter:
         for promotion in [late for late in self._waiting if late.deadline is not None and late.deadline <= now]:
             for fetch in {upload.fetch for upload in promotion.waiting if upload.host_slot is None}:
                 fetch.time_out()
-            if self._uploads.hang(promotion.waiting):
-                self._uploads_hang()
+            if self._uploads.is_any_hung(promotion.waiting):
+                self._give_up_all()
             self.give_up(promotion, Reason.DEADLINE)
 
     def give_up(self, promotion: Promotion, reason: Reason) -> None:
-        """Stop waiting: what has not arrived is left out."""
+        """End a promotion without the blocks that have not arrived."""
         if self._backlogs.drop(promotion):
             promotion.failure = reason
         left: dict[GroupTiers, list[tuple[int, Upload]]] = {group: [] for group in self._groups}
@@ -203,125 +132,52 @@ class Promoter:
                 group.pool.release(table[ids])
                 table[ids] = NO_SLOT
                 self._uploads.drop([upload for _, upload in blocks if not upload.waiters])
-        self._come_as_usual(promotion)
+        self._copy_kept_back(promotion)
         self._finish_if_arrived(promotion)
 
-    def _uploads_hang(self) -> None:
-        """All that is brought up goes by one lane: nobody waits behind what holds it up."""
+    def _give_up_all(self) -> None:
+        """Give up every promotion: all blocks come up by one lane, and it hangs."""
         for promotion in list(self._waiting):
             self.give_up(promotion, Reason.DEADLINE)
-        self._uploads.hung()
+        self._uploads.on_lane_hung()
 
-    def released(self, promotion: Promotion) -> None:
-        """A promotion's leases have ended before its caller had the beginning of a split prefix: what is on the device
-        of that, whoever left it there, must outlive the rest."""
+    def on_released(self, promotion: Promotion) -> None:
+        """Make the beginning of a split prefix more recent than its rest. The promotion's leases have ended before its
+        caller had computed that beginning, and the blocks of it on the device must outlive the rest."""
         for group in self._groups if promotion.start else ():
             _refresh_device(promotion, group, range(promotion.num_tokens // group.block_size))
 
     def num_leases(self, group: GroupTiers) -> int:
-        """Leases that blocks to come hold on device slots, beside those of the promotions that wait for them."""
+        """Leases of transfers on the group's device slots, beside the leases of the promotions that wait for them."""
         return self._uploads.num_leases(group)
 
     def num_waiting_leases(self, group: GroupTiers) -> int:
-        """Leases on device slots that belong to promotions not done yet."""
+        """Leases of promotions that are not done on the group's device slots."""
         return sum(slot != NO_SLOT for promotion in self._waiting for slot in promotion.tables[group.id])
 
     def num_to_come(self, promotion: Promotion) -> list[int]:
-        """For each group, how many of a promotion's blocks have no slot yet, but are sure of one."""
+        """For each group, how many of a promotion's blocks have no slot yet, but one reserved."""
         return self._backlogs.num_left(promotion)
 
     def check(self) -> None:
-        """Raise AssertionError if a block under way can be found already, or a promotion waits for what is not."""
+        """Raise AssertionError if a block under way can be found already, or a promotion waits for one that is not."""
         self._uploads.check()
         self._backlogs.check()
         under_way = set(self._uploads)
         for promotion in self._waiting:
             assert promotion.waiting or promotion in self._backlogs, "a promotion waits for nothing"
             assert promotion.waiting <= under_way, "a promotion waits for a block that is not under way"
-        assert set(self._backlogs) <= self._waiting, "a promotion that is done has something to come"
+        assert set(self._backlogs) <= self._waiting, "a promotion that is done has blocks to come"
         assert self._kept_back.keys() <= set(self._backlogs), "blocks are kept back for nothing"
 
-    def _slots_from_start(self, hit: Hit) -> list[npt.NDArray[np.int32]]:
-        """`device_slots` without those before the start of a split hit."""
-        return [
-            found[group.needed(hit.num_tokens, hit.start).start - group.needed(hit.num_tokens).start :]
-            for group, found in zip(self._groups, self.device_slots(hit), strict=True)
-        ]
-
-    def _below(self, hit: Hit, blocks: Sequence[BlockIds]) -> list[Places]:
-        """For each group where below these blocks of the hit are, none of them on the device. What was found, and is
-        nowhere any more, is looked for on disk."""
-        if hit.as_of == self._residency.num_changes:
-            return [
-                places[ids - group.needed(hit.num_tokens).start]
-                for group, places, ids in zip(self._groups, hit.below, blocks, strict=True)
-            ]
-        return [
-            group.below.find(group.names_of(hit.chain, ids)) for group, ids in zip(self._groups, blocks, strict=True)
-        ]
-
-    def _are_coming(self, hit: Hit, group: GroupTiers, ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """For each of these blocks of the hit whether it will have a slot on the device without this hit's doing."""
-        coming = self._backlogs.coming(hit.chain, group, ids)
-        if self._uploads.any(group):
-            coming |= self._uploads.are_coming(group, group.names_of(hit.chain, ids))
-        return coming
-
-    def _to_move(
-        self, hit: Hit, group: GroupTiers, ids: BlockIds, below: Places
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """For each of the blocks, none on the device, the bytes to read from disk and those to copy to the device."""
-        disk_bytes = np.where(below < 0, group.memory.block_bytes, 0)
-        device_bytes = np.full(len(ids), group.memory.block_bytes)
-        coming = self._are_coming(hit, group, ids)  # counted with what is queued, which it waits for
-        disk_bytes[coming] = np.minimum(disk_bytes[coming], 1)
-        device_bytes[coming] = 1
-        return disk_bytes, device_bytes
-
-    def _deficit(self, hit: Hit, slots: Sequence[npt.NDArray[np.int32]]) -> int:
-        """How many tokens fewer the hit must have, for the group that lacks most slots to hold it on the device."""
-        worst = 0
-        for group, found in zip(self._groups, slots, strict=True):
-            absent = _absent(found, group.needed(hit.num_tokens, hit.start))
-            if len(absent):
-                present = found[found != ABSENT]
-                new = len(absent) - int(np.count_nonzero(self._are_coming(hit, group, absent)))
-                taken = new + len(present) - group.pool.num_leased(present)
-                worst = max(worst, (taken - group.pool.num_free) * group.block_size)
-        return worst
-
-    def shorter(self, hit: Hit, num_tokens: int) -> Hit:
-        """The same hit with at most that many tokens, and no partial block; of a split one its beginning stays."""
-
-        def first_hole(group_id: int, start: int, end: int) -> int:
-            group = self._groups[group_id]
-            return start + self._residency.locate(group, group.names_in(hit.chain, range(start, end))).num_found
-
-        is_fresh = hit.as_of == self._residency.num_changes and not self._residency.is_cut_off
-        if is_fresh and not any(
-            attention.forgets for attention in self._attentions
-        ):  # then every prefix of a hit is one
-            longest = max(hit.start, min(hit.num_tokens, num_tokens) // self._alignment * self._alignment)
-            ends = [longest // group.block_size for group in self._groups]
-            hit = replace(
-                hit,
-                device_slots=[slots[:end] for slots, end in zip(hit.device_slots, ends, strict=True)],
-                below=[places[:end] for places, end in zip(hit.below, ends, strict=True)],
-            )
-            return hit if longest == hit.num_tokens else replace(hit, num_tokens=longest, partial=None)
-        longest = max(hit.start, longest_hit(max(0, num_tokens), self._attentions, first_hole))
-        if longest == hit.num_tokens:
-            return replace(hit, as_of=-1)
-        return replace(hit, num_tokens=longest, partial=None, as_of=-1)
-
     def _lease_what_is_there(self, promotion: Promotion, slots: Sequence[npt.NDArray[np.int32]]) -> list[BlockIds]:
-        """Lease device blocks and join uploads, in all groups, before a slot is taken; the blocks that are neither."""
+        """Lease device blocks and join uploads, in all groups, before a slot is taken. The blocks that are missing."""
         missing: list[BlockIds] = []
         for group, found in zip(self._groups, slots, strict=True):
             promotion.tables[group.id].frombytes(found.tobytes())
-            absent = _absent(found, group.needed(promotion.num_tokens, promotion.start))
+            absent = absent_blocks(found, group.needed(promotion.num_tokens, promotion.start))
             group.pool.lease(found[found != ABSENT] if len(absent) else found)
-            if len(absent) and self._uploads.any(group):
+            if len(absent) and self._uploads.has_any(group):
                 names = group.names_of(promotion.chain, absent)
                 coming = self._uploads.are_coming(group, names)
                 joined = [self._uploads.find(group, names[place]) for place in np.flatnonzero(coming).tolist()]
@@ -341,7 +197,7 @@ class Promoter:
         sources = [(group, slot) for group in self._groups if (slot := group.pool.find(name)) is not None]
         if len(sources) < len(self._groups):
             return
-        for group, source in sources:  # lent: a word in common makes no document a recent one
+        for group, source in sources:  # lent, not leased: a word in common makes no document a recent one
             group.pool.lend([source])
         if all(group.pool.num_free > 0 for group in self._groups):
             for group, source in sources:
@@ -358,7 +214,7 @@ class Promoter:
                     group.slots.evict([source])
 
     def _start_more(self, window: int) -> None:
-        """Put more of the backlogs under way, those first that began first."""
+        """Put more blocks of backlogs under way, the oldest promotion first."""
         num_left = PART
         for promotion in self._backlogs:
             while num_left > 0 and promotion in self._backlogs:
@@ -372,18 +228,18 @@ class Promoter:
         self.could_start_more = num_left <= 0
         for promotion in [there for there in self._kept_back if there not in self._backlogs]:
             if promotion.waiting:
-                promotion.gate = self._uploads.by_layers(self._kept_back[promotion])
+                promotion.gate = self._uploads.start_by_layers(self._kept_back[promotion])
             if promotion.gate is None:
-                self._come_as_usual(promotion)
+                self._copy_kept_back(promotion)
             else:
                 del self._kept_back[promotion]
 
     def _start_part(self, promotion: Promotion, most: int, window: int) -> int:
-        """Put the first blocks of a backlog under way; how many left it."""
+        """Put the first blocks of a backlog under way; how many have left it."""
         group, ids = self._backlogs.first(promotion, most)
         names = group.names_of(promotion.chain, ids)
         here = group.pool.find_all(names)
-        if (here != ABSENT).any():  # they were computed meanwhile
+        if (here != ABSENT).any():  # a request has computed them meanwhile
             self._use(promotion, group, ids[here != ABSENT], here[here != ABSENT])
             return int(np.count_nonzero(here != ABSENT))
         if group.pool.num_free < 0:  # copies down lease some of what is reserved, for a moment
@@ -398,9 +254,9 @@ class Promoter:
                 joined = [uploads[place] for place in np.flatnonzero(is_wanted).tolist()]
             _join(waiter, group, ids[is_wanted], joined)
             if waiter is not promotion:
-                self._come_as_usual(waiter)
+                self._copy_kept_back(waiter)
         if any(upload.host_slot is None for upload in uploads):  # not all is in host memory after all
-            self._come_as_usual(promotion)
+            self._copy_kept_back(promotion)
         if promotion in self._kept_back:
             self._kept_back[promotion] += uploads
         else:
@@ -408,7 +264,7 @@ class Promoter:
         return len(ids)
 
     def _use(self, promotion: Promotion, group: GroupTiers, ids: BlockIds, slots: npt.NDArray[np.int32]) -> None:
-        """Blocks of backlogs are on the device, in these slots."""
+        """Give promotions blocks of their backlogs that are on the device, in these slots."""
         wanted = self._backlogs.discard(promotion, group, ids)
         for waiter, is_wanted in wanted:
             group.pool.lease(slots[is_wanted])
@@ -416,12 +272,12 @@ class Promoter:
         for waiter, _ in wanted:
             self._finish_if_arrived(waiter)
 
-    def _come_as_usual(self, promotion: Promotion) -> None:
-        """A promotion's blocks do not come layer by layer."""
+    def _copy_kept_back(self, promotion: Promotion) -> None:
+        """Start the copies of a promotion whose blocks do not come layer by layer after all."""
         self._uploads.copy_up(upload for upload in self._kept_back.pop(promotion, ()) if upload.waiters)
 
     def _note_depths(self, promotion: Promotion, blocks: Sequence[BlockIds], below: Sequence[Places]) -> None:
-        """Where the blocks come from: those that are under way already, and those of the backlog."""
+        """Note which tier the blocks come from, of uploads that were joined and of the backlog."""
         depths = np.frombuffer(promotion.depths, np.uint8)
         under_way = [
             (block_id, upload)
@@ -449,20 +305,20 @@ class Promoter:
         if first < promotion.num_blocks:
             promotion.depths[:first] = bytes([promotion.depths[first]]) * first
 
-    def _resolved(self, upload: Upload, failure: Reason | None) -> None:
-        """A block has arrived, or never will."""
+    def _on_resolved(self, upload: Upload, failure: Reason | None) -> None:
+        """Take a block that has arrived, or never will, off the promotions that wait for it."""
         for promotion, block_id in upload.waiters:
             promotion.waiting.discard(upload)
             if failure is not None:
                 _leave_out(promotion, upload, block_id, failure)
-                # Whatever the groups are: no prefix that goes beyond this block can be resumed any more.
+                # For every kind of group: no prefix that goes beyond this block can be resumed any more.
                 self._backlogs.drop(promotion, block_id * upload.group.block_size)
                 if promotion not in self._backlogs:
-                    self._come_as_usual(promotion)
+                    self._copy_kept_back(promotion)
             self._finish_if_arrived(promotion)
 
     def _finish_if_arrived(self, promotion: Promotion) -> None:
-        """Once nothing is under way: cut the prefix at what cannot be resumed, and hand its leases to the caller."""
+        """If no block is to come any more: cut the prefix to what can be resumed, and hand its leases to the caller."""
         if promotion.waiting or promotion.done or promotion in self._backlogs:
             return
         if promotion.failure is not None:
@@ -490,11 +346,11 @@ class Promoter:
             unneeded = table.copy()
             unneeded[needed.start : needed.stop] = NO_SLOT
             group.pool.release(unneeded[unneeded != NO_SLOT][::-1])
-            end = promotion.num_tokens // group.block_size  # then a copy may follow, of no name
+            end = promotion.num_tokens // group.block_size  # a copied block without a name may follow
             behind = np.flatnonzero(unneeded[needed.stop : end] != NO_SLOT) + needed.stop
             table[: needed.start] = NO_SLOT
             promotion.tables[group.id] = array("i", table[: needed.stop].tobytes())
-            # Meanwhile somebody may have filled the hole, and left: what is behind it must not outlive that.
+            # A request may have filled the hole meanwhile, and left: the blocks behind it must not outlive it.
             if promotion.start:
                 _refresh_device(promotion, group, range(usable // group.block_size))
             if len(behind):
@@ -504,7 +360,7 @@ class Promoter:
 
 
 def _join(promotion: Promotion, group: GroupTiers, ids: BlockIds, uploads: Sequence[Upload]) -> None:
-    """Have a promotion wait for these, which bring its blocks *ids*."""
+    """Have a promotion wait for these uploads, which bring its blocks *ids*."""
     slots = np.array([upload.device_slot for upload in uploads], np.int32)
     group.pool.lease(slots)
     np.frombuffer(promotion.tables[group.id], np.int32)[ids] = slots
@@ -520,11 +376,6 @@ def _leave_out(promotion: Promotion, upload: Upload, block_id: int, failure: Rea
 
 
 def _refresh_device(promotion: Promotion, group: GroupTiers, blocks: range) -> None:
-    """Make those of the prefix's device blocks that nobody leases the most recent, the tail the least."""
+    """Make the prefix's device blocks that are not leased the most recent, its tail the least of them."""
     slots = group.pool.find_all(group.names_in(promotion.chain, blocks))[::-1]
     group.pool.refresh(slots[slots != ABSENT])
-
-
-def _absent(found: npt.NDArray[np.int32], needed: range) -> BlockIds:
-    """Those of the needed blocks that are not on the device, where they were found or not."""
-    return needed.start + np.flatnonzero(found == ABSENT)

@@ -15,8 +15,8 @@ from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.transfer.layer_gate import LayerGate
 
-NO_SLOT = -1  # in a table: this block is not needed by this group, and never read
-COMPUTED = 255  # in depths: cached somewhere, but computed while the rest of a split hit is loaded
+NO_SLOT = -1  # in a table: the group does not need this block, and never reads it
+COMPUTED = 255  # in depths: the block is cached, but computed while the rest of a split hit is loaded
 if TYPE_CHECKING:  # block -> device slot or NO_SLOT; an array of "i", which numpy and torch read as it is
     Table = array[int]
 else:
@@ -27,21 +27,21 @@ WARMEST_FIRST = tuple(Tier)
 
 @dataclass(frozen=True, slots=True)
 class PartialHit:
-    """A cached block whose first *num_tokens* tokens are the prompt's next ones, after the whole blocks of the hit."""
+    """A cached block whose first *num_tokens* tokens are the prompt's next ones, after the hit's whole blocks."""
 
     name: BlockName
     num_tokens: int
-    is_used_up: bool = False  # it has no more tokens than these: who goes on from it will offer all of it
+    is_used_up: bool = False  # it has no more tokens than these: a request that goes on from it will offer them all
 
 
 @dataclass(frozen=True, slots=True)
 class Misses:
-    """Why the tokens after a prefix have to be computed: each reason with the token up to which it is the one."""
+    """Why the tokens after a prefix have to be computed: reasons, each with the token up to which it holds."""
 
     reasons: tuple[tuple[int, Reason], ...]  # ascending
 
     def after(self, num_tokens: int) -> dict[Reason, int]:
-        """Tokens after the first *num_tokens*, by reason."""
+        """Number of tokens after the first *num_tokens*, by reason."""
         counts: dict[Reason, int] = {}
         for end, reason in self.reasons:
             if end > num_tokens:
@@ -50,25 +50,25 @@ class Misses:
         return counts
 
     def first(self, num_tokens: int) -> Reason:
-        """Why the token after *num_tokens* is missed; LAST_BLOCK if none is."""
+        """Why the token after *num_tokens* is missed; LAST_BLOCK if no token is."""
         return next(iter(self.after(num_tokens)), Reason.LAST_BLOCK)
 
     def cut(self, num_tokens: int, reason: Reason) -> "Misses":
-        """The same for a prefix of *num_tokens* that *reason* has made shorter."""
+        """The same with *reason* up to *num_tokens*, because of which the prefix became shorter than that."""
         return Misses(((num_tokens, reason), *self.reasons))
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The longest prefix that can be resumed. A value: nothing is leased, and it may be out of date a step later."""
+    """The longest prefix of a prompt that can be resumed. A value: it leases nothing, and may be out of date soon."""
 
     chain: BlockChain
     limit: int  # tokens that may hit: whole blocks of all groups, and never the last token
-    num_tokens: int  # of them found
+    num_tokens: int  # found of them
     misses: Misses
     partial: PartialHit | None = None
-    # For each group the slots of the blocks it needs on the device, ABSENT for those elsewhere; for these where below;
-    # and as of which `Residency.num_changes`.
+    # For each group the device slots of the blocks it needs, ABSENT for blocks that are not there, and these blocks'
+    # places below; as of this `Residency.num_changes`.
     device_slots: Sequence[npt.NDArray[np.int32]] = ()
     below: Sequence[Places] = ()
     as_of: int = -1
@@ -76,12 +76,12 @@ class Hit:
 
     @property
     def num_blocks(self) -> int:
-        """The hit in names of the chain."""
+        """The hit's length in names of the chain."""
         return self.num_tokens // self.chain.block_size
 
     @property
     def why_no_more(self) -> Reason:
-        """For the first block not found; LAST_BLOCK if all were."""
+        """Why the first block was not found that was not; LAST_BLOCK if all were found."""
         return self.misses.first(self.num_tokens)
 
 
@@ -90,8 +90,8 @@ class Promotion:
     """A prefix on its way into device slots. Once `done`, the caller owns one lease on each slot in `tables`.
 
     `num_tokens` may then be smaller than the hit's: blocks that failed, were corrupt or late are left out, with all
-    that needs them. *num_copied* tokens follow that were copied out of a cached block; they are in a block of the
-    caller's own, which nobody else can find. Of a split hit it brings only what comes after the first *start* tokens.
+    blocks that need them. *num_copied* tokens follow that were copied out of a cached block; they are in a block of the
+    caller's own, which no look-up finds. Of a split hit it brings only what comes after the first *start* tokens.
     """
 
     chain: BlockChain
@@ -110,12 +110,12 @@ class Promotion:
 
     @property
     def num_blocks(self) -> int:
-        """The prefix in names of the chain."""
+        """The prefix's length in names of the chain."""
         return self.num_tokens // self.chain.block_size
 
     @property
     def why_no_more(self) -> Reason:
-        """Of the first token that has to be computed; LAST_BLOCK if it is the last one's block."""
+        """Why the first token has to be computed that has to; LAST_BLOCK if it is in the prompt's last block."""
         return self.misses.first(self.num_tokens + self.num_copied)
 
     @property
@@ -123,14 +123,14 @@ class Promotion:
         """Tokens before *start* that the caller computes although they are cached."""
         return self.depths.count(COMPUTED) * self.chain.block_size
 
-    def continues(self, earlier: "Promotion") -> None:
-        """This one goes on where *earlier* was cut short: what that one brought up counts for where it came from."""
+    def take_over(self, earlier: "Promotion") -> None:
+        """Take over from *earlier*, which was cut short, where the blocks came from that it brought up."""
         both = zip(self.depths, earlier.depths, strict=False)
         self.depths[: len(earlier.depths)] = bytes(map(max, both))
         self.misses = earlier.misses
 
     def balance(self, num_prompt_tokens: int) -> TokenBalance:
-        """Where the tokens of the request's prompt came from; a block that no group needs counts with the next one."""
+        """Where the tokens of the request's prompt came from. A block that no group needs counts with the next one."""
         depths, block_size = self.depths[: self.num_blocks], self.chain.block_size
         device, host, disk = (depths.count(tier.depth) * block_size for tier in WARMEST_FIRST)
         after = num_prompt_tokens - self.num_tokens - self.num_copied
@@ -145,14 +145,14 @@ class Promotion:
 
 @dataclass(eq=False, slots=True)
 class Upload:
-    """One block on its way up, shared by every promotion that waits for it; its transfer leases *device_slot*."""
+    """One block on its way to the device, for every promotion that waits for it. Its transfer leases *device_slot*."""
 
     group: GroupTiers
     name: BlockName
     device_slot: int
     source: Tier
-    fetch: Fetch  # which leases it in host memory
-    place: int  # in that
-    host_slot: int | None = None  # once it is there
+    fetch: Fetch  # leases the block in host memory
+    place: int  # of the block in the fetch
+    host_slot: int | None = None  # once the block is in host memory
     digest: bytes = b""  # of the bytes in the host slot
     waiters: list[tuple[Promotion, int]] = field(default_factory=list)  # with the block's place in the table

@@ -1,4 +1,4 @@
-"""Uploads: blocks on their way up to the device, through host memory, verified before they are copied."""
+"""Uploads: blocks on their way to the device through host memory, verified before they are copied."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.store.record import digest_among
-from kvtier.tiers.device.block_pool import ABSENT
+from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.copies import blocks_in_batch
 from kvtier.tiers.lower.lower_tiers import Fetch
@@ -24,14 +24,14 @@ from kvtier.transfer.layer_gate import LayerGate
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 BATCH_BYTES = 4 << 20  # for each copier: small enough that reading, verifying and uploading overlap
-BATCH_BLOCKS = 32  # at most, so that taking in what became of them is short
-MOST_PARTS = 8  # that blocks come in layer by layer: an eighth of the copy is all that computing has to wait for
-BY_LAYERS_BYTES = 4 << 20  # less is there before computing could begin
-LATE_S = 1.0  # a copy to the device that made a deadline pass is on its lane for so long
+BATCH_BLOCKS = 32  # at most, so that taking in a finished batch is short
+MOST_PARTS = 8  # of a copy by layers: computing waits for the first part only, an eighth of the copy
+BY_LAYERS_BYTES = 4 << 20  # fewer bytes have arrived before computing could begin
+LATE_S = 1.0  # a copy hangs if it is on its lane for so long and a deadline has passed
 
 
 def verify_blocks(memory: BlockMemory, host_slots: Sequence[int], digests: Sequence[bytes]) -> list[bool]:
-    """Which host blocks still are what arrived there."""
+    """For each host block whether its bytes still have their digest."""
     digest = digest_among(memory.num_copiers)
     return [digest(memory.host_block(slot)) == known for slot, known in zip(host_slots, digests, strict=True)]
 
@@ -39,7 +39,7 @@ def verify_blocks(memory: BlockMemory, host_slots: Sequence[int], digests: Seque
 def upload_blocks(
     memory: BlockMemory, host_slots: Sequence[int], digests: Sequence[bytes], device_slots: Sequence[int]
 ) -> list[bool]:
-    """An uploader's work: copy to the device those host blocks that still are what arrived there."""
+    """Copy host blocks whose bytes still have their digests to the device; for each whether it has. A lane's work."""
     good = verify_blocks(memory, host_slots, digests)
     memory.to_device(
         [slot for slot, is_good in zip(host_slots, good, strict=True) if is_good],
@@ -50,9 +50,9 @@ def upload_blocks(
 
 class Uploads:
     """A block is under way once, however many promotions want it. A batch that finds its lane full waits here, in
-    order. *resolved* is told of each block that has arrived (None) or never will (the reason).
+    order. *on_resolved* is called for each block that has arrived (with None) or never will (with the reason).
 
-    What is on a lane that hangs is under way for nobody any more, but leases both of its slots until it comes back.
+    A block on a lane that hangs counts as under way no more, but leases both of its slots until it comes back.
     Owned by the cache's thread.
     """
 
@@ -60,19 +60,19 @@ class Uploads:
         self,
         residency: Residency,
         transfers: TransferEngine,
-        resolved: Callable[[Upload, Reason | None], None],
+        on_resolved: Callable[[Upload, Reason | None], None],
         clock: Callable[[], float],
     ) -> None:
         self._residency = residency
         self._transfers = transfers
-        self._resolved = resolved
+        self._on_resolved = on_resolved
         self._clock = clock
         self._uploads: dict[GroupTiers, dict[BlockName, Upload]] = {group: {} for group in residency.groups}
-        self._coming: dict[Source, Upload] = {}  # those that are not in host memory yet
+        self._coming: dict[Source, Upload] = {}  # blocks that are not in host memory yet
         self._to_upload: OrderedDict[Upload, None] = OrderedDict()
-        self.queued_bytes = 0  # of those
+        self.queued_bytes = 0  # of `_to_upload`
         self._to_verify: deque[tuple[LayeredUpload, list[Upload]]] = deque()
-        self._on_lane: dict[Upload, float] = {}  # and since when
+        self._on_lane: dict[Upload, float] = {}  # blocks on the lane to the device, and since when
         self._hanging: set[Upload] = set()
 
     def __iter__(self) -> Iterator[Upload]:
@@ -82,7 +82,7 @@ class Uploads:
         """The block, if it is under way."""
         return self._uploads[group].get(name)
 
-    def any(self, group: GroupTiers) -> bool:
+    def has_any(self, group: GroupTiers) -> bool:
         """Whether any block of the group is under way."""
         return bool(self._uploads[group])
 
@@ -93,8 +93,8 @@ class Uploads:
     def start(
         self, group: GroupTiers, names: Sequence[BlockName], device_slots: Sequence[int], sources: Sequence[Source]
     ) -> list[Upload]:
-        """Put blocks under way from their *sources* into *device_slots*; the leases on both become the transfers'. What
-        is in host memory waits for `copy_up`."""
+        """Put blocks under way from their *sources* into *device_slots*; the leases on both become the transfers'.
+        Blocks that are in host memory wait for `copy_up`."""
         uploads, under_way = [], self._uploads[group]
         for name, device_slot, (fetch, place) in zip(names, device_slots, sources, strict=True):
             host_slot = fetch.slots.item(place)
@@ -108,8 +108,8 @@ class Uploads:
             uploads.append(upload)
         return uploads
 
-    def landed(self, fetch: Fetch, place: int, failure: Reason | None) -> None:
-        """A block has come to host memory, or never will."""
+    def on_fetched(self, fetch: Fetch, place: int, failure: Reason | None) -> None:
+        """Queue a block that has come to host memory, or end it if it never will."""
         upload = self._coming.pop((fetch, place), None)
         if upload is None:
             return  # it is still in a backlog
@@ -120,17 +120,17 @@ class Uploads:
         self.copy_up([upload])
 
     def copy_up(self, uploads: Iterable[Upload]) -> None:
-        """Have those of these blocks that are in host memory copied to the device, in their turn."""
+        """Queue the blocks that are in host memory for their copy to the device; the others are left out."""
         for upload in uploads:
             if upload.host_slot is not None:
                 self._to_upload[upload] = None
                 self.queued_bytes += upload.group.memory.block_bytes
 
-    def by_layers(self, uploads: Sequence[Upload]) -> LayerGate | None:
-        """Have these, just started and all in host memory, come layer by layer, so that computing can begin before
-        they are all there; None if they come as usual.
+    def start_by_layers(self, uploads: Sequence[Upload]) -> LayerGate | None:
+        """Start copying these blocks layer by layer, so that computing can begin before all have arrived. None if they
+        cannot come so. They were just started, and all are in host memory.
 
-        They are verified beside the copies: see `LayerGate` for what that means.
+        They are verified beside the copies; `LayerGate` says what that means.
         """
         num_parts = min(MOST_PARTS, max(upload.group.memory.num_layers for upload in uploads))
         num_bytes = sum(upload.group.memory.block_bytes for upload in uploads)
@@ -138,7 +138,7 @@ class Uploads:
             return None
         layered = LayeredUpload(uploads, num_parts)
         if self._to_upload or not self._transfers.submit(
-            Route.HOST_TO_DEVICE, layered.copy, num_bytes, lambda transfer: self._copied_layers(layered, transfer)
+            Route.HOST_TO_DEVICE, layered.copy, num_bytes, lambda transfer: self._on_layers_copied(layered, transfer)
         ):
             return None
         self._on_lane.update(dict.fromkeys(uploads, self._clock()))
@@ -153,8 +153,8 @@ class Uploads:
             pass
 
     def drop(self, unwanted: Sequence[Upload]) -> None:
-        """Nobody waits for these blocks any more. What is not being copied up gives its device slot back now: a read,
-        however slow, needs only the host slot."""
+        """End uploads that no promotion waits for any more. A block that is not being copied up gives its device slot
+        back now: a read, however slow, needs only the host slot."""
         dropped = [upload for upload in unwanted if upload not in self._on_lane]
         for upload in dropped:
             self._coming.pop((upload.fetch, upload.place), None)
@@ -163,24 +163,24 @@ class Uploads:
                 self.queued_bytes -= upload.group.memory.block_bytes
         self._end(dropped)
 
-    def hang(self, uploads: Iterable[Upload]) -> bool:
-        """Whether the lane to the device holds one of these up."""
+    def is_any_hung(self, uploads: Iterable[Upload]) -> bool:
+        """Whether one of these hangs on the lane to the device."""
         since = self._clock() - LATE_S
         return any(self._on_lane.get(upload, since + 1) <= since for upload in uploads)
 
-    def hung(self) -> None:
-        """The lane to the device hangs, and nobody waits for what is on it. Until it has moved, nothing is looked for
-        below the device: every request to come would wait as long."""
+    def on_lane_hung(self) -> None:
+        """Write off the blocks on the lane to the device, which hangs; they have no waiters. Until the lane has moved,
+        no block is looked for below the device: every request to come would wait as long."""
         for upload in self._on_lane.keys() - self._hanging:
             assert not upload.waiters, "a block that hangs is waited for"
             del self._uploads[upload.group][upload.name]
             self._hanging.add(upload)
         self._residency.is_cut_off = True
         # Other threads of the lane may be well; if it is full, something on it comes back or nothing ever will.
-        self._transfers.submit(Route.HOST_TO_DEVICE, lambda: None, 0, lambda transfer: self._moved())
+        self._transfers.submit(Route.HOST_TO_DEVICE, lambda: None, 0, lambda transfer: self._on_lane_moved())
 
     def num_leases(self, group: GroupTiers) -> int:
-        """Leases that blocks under way hold on device slots, beside those of the promotions that wait for them."""
+        """Leases of transfers on the group's device slots, beside the leases of the promotions that wait for them."""
         return len(self._uploads[group]) + sum(upload.group is group for upload in self._hanging)
 
     def check(self) -> None:
@@ -202,7 +202,7 @@ class Uploads:
             Route.HOST_TO_DEVICE,
             lambda: upload_blocks(memory, host_slots, digests, device_slots),
             len(batch) * memory.block_bytes,
-            lambda transfer: self._uploaded(batch, transfer),
+            lambda transfer: self._on_uploaded(batch, transfer),
         )
         if submitted:
             self._on_lane.update(dict.fromkeys(batch, self._clock()))
@@ -220,37 +220,37 @@ class Uploads:
             Route.HOST_TO_DEVICE,
             lambda: verify_blocks(memory, host_slots, digests),
             0,
-            lambda transfer: self._verified(layered, batch, transfer),
+            lambda transfer: self._on_verified(layered, batch, transfer),
         )
         if submitted:
             self._to_verify.popleft()
         return submitted
 
-    def _moved(self) -> None:
-        """Something came back from the lane to the device: it does not hang, or not all of it."""
+    def _on_lane_moved(self) -> None:
+        """Note that a copy came back from the lane to the device: it does not hang, or not all of its threads."""
         self._residency.is_cut_off = False
 
-    def _copied_layers(self, layered: LayeredUpload, transfer: Transfer) -> None:
-        self._moved()
-        layered.copied(transfer.error is None)
+    def _on_layers_copied(self, layered: LayeredUpload, transfer: Transfer) -> None:
+        self._on_lane_moved()
+        layered.on_copied(transfer.error is None)
         self._take_in(layered)
 
-    def _verified(self, layered: LayeredUpload, batch: Sequence[Upload], transfer: Transfer) -> None:
-        self._moved()
-        layered.verified(batch, transfer.result if transfer.error is None else [None] * len(batch))
+    def _on_verified(self, layered: LayeredUpload, batch: Sequence[Upload], transfer: Transfer) -> None:
+        self._on_lane_moved()
+        layered.on_verified(batch, transfer.result if transfer.error is None else [None] * len(batch))
         self._take_in(layered)
 
     def _take_in(self, layered: LayeredUpload) -> None:
         if (outcomes := layered.outcomes()) is not None:
             for batch in _batches(list(outcomes)):
-                self._came_to_device(batch, [outcomes[upload] for upload in batch])
+                self._finish(batch, [outcomes[upload] for upload in batch])
 
-    def _uploaded(self, batch: Sequence[Upload], transfer: Transfer) -> None:
-        self._moved()
-        self._came_to_device(batch, transfer.result if transfer.error is None else [None] * len(batch))
+    def _on_uploaded(self, batch: Sequence[Upload], transfer: Transfer) -> None:
+        self._on_lane_moved()
+        self._finish(batch, transfer.result if transfer.error is None else [None] * len(batch))
 
-    def _came_to_device(self, batch: Sequence[Upload], outcomes: Sequence[bool | None]) -> None:
-        """*outcomes*: whether a block's bytes are right; None if its copy failed."""
+    def _finish(self, batch: Sequence[Upload], outcomes: Sequence[bool | None]) -> None:
+        """End these uploads. *outcomes*: for each block whether its bytes are right; None if its copy failed."""
         good = [upload for upload, is_good in zip(batch, outcomes, strict=True) if is_good]
         for row in _rows(good):
             self._publish(row)
@@ -259,19 +259,19 @@ class Uploads:
             if is_good is None:
                 self._resolve([upload], Reason.FAILED)
             elif not is_good:
-                upload.group.below.forget([upload.name])
+                self._residency.lower.forget(upload.group.id, [upload.name])
                 self._resolve([upload], Reason.CORRUPT)
 
     def _publish(self, row: Sequence[Upload]) -> None:
-        """A row of one chain's blocks is on the device: name them, or let those who waited use the ones that were
-        computed meanwhile."""
+        """Name a row of one chain's blocks that have arrived. Promotions use another slot for a block that was computed
+        there meanwhile."""
         promotion, block_id = row[0].waiters[0] if row[0].waiters else (None, 0)
         chain = None if promotion is None else promotion.chain
         slots = [upload.device_slot for upload in row]
         names = [upload.name for upload in row]
         tenants = [upload.fetch.tenant(upload.place) for upload in row]
         group = row[0].group
-        used = self._residency.came_up(group, slots, names, tenants, chain, block_id)
+        used = self._residency.publish(group, slots, names, tenants, chain, block_id)
         for upload, slot in zip(row, used, strict=True):
             if slot != upload.device_slot:
                 for waiter, place in upload.waiters:
@@ -280,13 +280,13 @@ class Uploads:
                     waiter.tables[group.id][place] = slot
 
     def _resolve(self, uploads: Sequence[Upload], failure: Reason | None) -> None:
-        """The blocks have arrived, or never will: the transfers' leases end, and who waited learns of it."""
+        """End the uploads of blocks that have arrived or never will, and tell `on_resolved` of each."""
         self._end(uploads)
         for upload in uploads:
-            self._resolved(upload, failure)
+            self._on_resolved(upload, failure)
 
     def _end(self, uploads: Sequence[Upload]) -> None:
-        """These are under way no more: the transfers' leases end, on host memory's tails first."""
+        """Take the uploads out and end their transfers' leases, in host memory the tail first."""
         fetched: dict[Fetch, list[int]] = {}
         for upload in reversed(uploads):
             if upload in self._hanging:
@@ -302,7 +302,7 @@ class Uploads:
 
 
 def _batches(uploads: Sequence[Upload]) -> Iterator[list[Upload]]:
-    """Those of one group together, as many as are copied in one go."""
+    """The uploads in batches, each of one group and as large as one copy may be."""
     by_group: dict[GroupTiers, list[Upload]] = {}
     for upload in uploads:
         by_group.setdefault(upload.group, []).append(upload)
@@ -312,7 +312,7 @@ def _batches(uploads: Sequence[Upload]) -> Iterator[list[Upload]]:
 
 
 def _rows(uploads: Sequence[Upload]) -> Iterator[list[Upload]]:
-    """Those of one chain in a row together, each that nobody waits for alone."""
+    """The uploads in rows of one chain's blocks; one without waiters is a row by itself."""
     row: list[Upload] = []
     for upload in uploads:
         if row and row[-1].waiters and upload.waiters:

@@ -1,1 +1,1 @@
-"""Copies on a CUDA device."""
+"""Copies of blocks between host memory and a CUDA device."""

@@ -1,7 +1,6 @@
-"""Ways to copy scattered blocks between device and host slots: one batched call, a loop of copies, or staging buffers.
-One more is `cuda_kernel`'s.
+"""Three ways to copy scattered blocks between device and host slots: one batched call, a loop, or staging buffers.
 
-Which of them is fastest depends on the runtime and on the size of a block: `copy_choice` measures.
+`kernel.py` has a fourth. Which is fastest depends on the runtime and on the size of a block: `copy_choice.py` measures.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,15 +34,15 @@ class Ends:
     slots_per_piece: int
 
     def runs(self, device: Slots, host: Slots) -> BlockRuns:
-        """What the pairs come to as copies of contiguous memory."""
+        """The copies of contiguous memory that the pairs of slots come to."""
         return merge_neighbours(device, host, self.slots_per_piece)
 
 
 class BlockCopies(Protocol):
-    """One way to copy. Several threads may use it at once.
+    """One way to copy blocks. Several threads may use it at once.
 
     The slots pair up and exist (`slot_pairs`), and no slot is a target twice. A copy runs on the calling thread's
-    current stream, after what is enqueued there, and has landed when the method returns.
+    current stream, after the operations that are enqueued there, and has landed when the method returns.
     """
 
     def to_host(self, device: Slots, host: Slots) -> None:
@@ -72,18 +71,18 @@ class LoopCopies:
         _wait_landed(self._ends.device.device)
 
     def to_device_part(self, host: Slots, device: Slots, part: slice) -> None:
-        """`to_device` of some bytes of each block."""
+        """As `to_device`, for the bytes *part* of each block."""
         for source, target in zip(host.tolist(), device.tolist(), strict=True):
             self._ends.device[target, part].copy_(self._ends.host[source, part], non_blocking=True)
         _wait_landed(self._ends.device.device)
 
 
 class SourceOrder(IntEnum):
-    """When a batch may read its sources: `cudaMemcpySrcAccessOrder`, whose numbers these are."""
+    """When a batch of copies may read its sources: the numbers of CUDA's `cudaMemcpySrcAccessOrder`."""
 
-    # Of the device: the kernels before it in the stream are still writing them.
+    # For sources on the device: the kernels before the batch in the stream are still writing them.
     STREAM = 1
-    # Of the host: they are complete before the call, so that the driver may read ahead. The writes stay in order.
+    # For sources on the host: complete before the call, so that the driver may read ahead. The writes stay in order.
     ANY = 3
 
 
@@ -92,7 +91,7 @@ SubmitBatch = Callable[[Sequence[int], Sequence[int], Sequence[int], SourceOrder
 
 
 class BatchCopies:
-    """All copies in one call of the driver, which gives up the interpreter's lock once and not for each block."""
+    """Hands all copies to the driver in one call, which gives up the interpreter's lock once and not for each block."""
 
     def __init__(self, ends: Ends, submit: SubmitBatch | None = None) -> None:
         """ImportError, AttributeError or RuntimeError if there is no batched copy here; see `cuda_batch`."""
@@ -111,14 +110,14 @@ class BatchCopies:
         _wait_landed(self._ends.device.device)
 
     def to_device_part(self, host: Slots, device: Slots, part: slice) -> None:
-        """`to_device` of some bytes of each block."""
+        """As `to_device`, for the bytes *part* of each block."""
         above = (self._ends.device.data_ptr() + device * self._block_bytes + part.start).tolist()
         below = (self._ends.host.data_ptr() + host * self._block_bytes + part.start).tolist()
         self._submit(above, below, [part.stop - part.start] * len(host), SourceOrder.ANY)
         _wait_landed(self._ends.device.device)
 
     def _addresses(self, device: Slots, host: Slots) -> tuple[list[int], list[int], list[int]]:
-        """Where each copy is on the device and in host memory, and its bytes."""
+        """The address of each copy on the device and in host memory, and its number of bytes."""
         runs, block_bytes = self._ends.runs(device, host), self._block_bytes
         above = (self._ends.device.data_ptr() + runs.device * block_bytes).tolist()
         below = (self._ends.host.data_ptr() + runs.host * block_bytes).tolist()
@@ -126,8 +125,10 @@ class BatchCopies:
 
 
 def cuda_batch(device: torch.device) -> SubmitBatch:
-    """`cudaMemcpyBatchAsync` on *device*. ImportError or AttributeError without NVIDIA's cuda-bindings of CUDA 12.8 or
-    later; what it gives raises RuntimeError if the driver is older or refuses.
+    """A function that submits batches of copies by `cudaMemcpyBatchAsync` on *device*.
+
+    ImportError or AttributeError without NVIDIA's cuda-bindings of CUDA 12.8 or later. The function raises RuntimeError
+    if the driver is older or refuses.
     """
     cuda = import_module("cuda.bindings.runtime")
     call, success = cuda.cudaMemcpyBatchAsync, cuda.cudaError_t.cudaSuccess
@@ -160,10 +161,10 @@ def cuda_batch(device: torch.device) -> SubmitBatch:
 
 
 class StagedCopies:
-    """Blocks gathered into a staging buffer by one kernel, moved in one copy, and scattered on the other side.
+    """Gathers blocks into a staging buffer by one kernel, moves it in one copy, and scatters it on the other side.
 
-    For blocks so small that a copy each costs more than moving them twice (`copy_choice` says where), and no CuPy for
-    `KernelCopies`. The host's scatter is the CPU's work, so host memory need not be pinned.
+    For blocks so small that a copy each costs more than moving them twice (`copy_choice` says where), where there is
+    no CuPy for `KernelCopies`. The host's scatter is the CPU's work, so host memory need not be pinned.
     """
 
     def __init__(self, ends: Ends) -> None:
@@ -194,7 +195,7 @@ class StagedCopies:
 
     @contextmanager
     def _stagings(self) -> "Iterator[tuple[_Staging, _Staging]]":
-        """Two staging buffers for the calling thread; what was begun with them has landed when it gives them back."""
+        """Two staging buffers for the calling thread, given back when the copies begun with them have landed."""
         try:
             stagings = self._unused.get_nowait()
         except Empty:
@@ -210,7 +211,7 @@ class StagedCopies:
 
 
 class _Staging:
-    """A buffer on each side, [num_blocks, words], with a copy between them under way or landed."""
+    """A buffer on the device and one in host memory, [num_blocks, words], and the last copy between them."""
 
     def __init__(self, num_blocks: int, like: torch.Tensor) -> None:
         shape, is_cuda = (num_blocks, like.shape[1]), like.device.type == "cuda"
@@ -219,21 +220,21 @@ class _Staging:
         self._used = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # untyped in torch
 
     def gather(self, blocks: torch.Tensor, slots: Slots) -> None:
-        """Begin to copy the device's slots to `host`."""
+        """Enqueue a copy of the device's slots to `host`."""
         index, part = torch.from_numpy(slots).to(blocks.device, non_blocking=True), self.device[: len(slots)]
         torch.index_select(blocks, 0, index, out=part)
         self.host[: len(slots)].copy_(part, non_blocking=True)
         self._mark()
 
     def scatter(self, blocks: torch.Tensor, slots: Slots) -> None:
-        """Begin to copy `host` to the device's slots."""
+        """Enqueue a copy of `host` to the device's slots."""
         index, part = torch.from_numpy(slots).to(blocks.device, non_blocking=True), self.device[: len(slots)]
         part.copy_(self.host[: len(slots)], non_blocking=True)
         blocks.index_copy_(0, index, part)
         self._mark()
 
     def wait(self) -> None:
-        """Until the last copy has landed."""
+        """Wait until the last copy has landed."""
         if self._used is not None:
             self._used.synchronize()
 
@@ -252,7 +253,7 @@ def _unpack(staging: _Staging, slots: Slots, host: torch.Tensor) -> None:
 
 
 def _words(blocks: torch.Tensor) -> torch.Tensor:
-    """The same memory in words of 8 bytes, [num_slots, words], where that goes: gathering bytes is slower."""
+    """The same memory in words of 8 bytes, [num_slots, words], where a block is whole words: bytes gather slower."""
     fits = blocks.shape[1] % _WORD_BYTES == 0 and blocks.data_ptr() % _WORD_BYTES == 0
     return blocks.view(torch.int64) if fits else blocks
 

@@ -1,4 +1,4 @@
-"""The choice among ways to copy blocks: a short measurement at the start, on memory of its own."""
+"""Chooses the fastest way to copy blocks by a short measurement at the start, on memory of its own."""
 
 import logging
 import statistics
@@ -24,7 +24,7 @@ COPIES: Mapping[str, Way] = {
     "staged": StagedCopies,
 }
 
-TRIAL_BYTES = 16 << 20  # a copy: long against its start; all rounds of three ways take about 50 ms at 25 GB/s
+TRIAL_BYTES = 16 << 20  # in one copy: long against its start; all rounds of three ways take about 50 ms at 25 GB/s
 MAX_TRIAL_BLOCKS = 1024
 NUM_ROUNDS = 5
 CLOSE = 0.9  # of the fastest: no difference that a loaded machine would show
@@ -32,7 +32,7 @@ CLOSE = 0.9  # of the fastest: no difference that a loaded machine would show
 
 @dataclass(frozen=True)
 class CopyChoice:
-    """The names of the ways taken down to the host and up to the device, and the speeds that were measured (GB/s)."""
+    """The names of the ways that were chosen down to the host and up to the device, and all speeds measured (GB/s)."""
 
     down: str
     up: str
@@ -54,7 +54,7 @@ def num_trial_blocks(block_bytes: int) -> int:
 def choose_copies(ways: Mapping[str, Way], scratch: Ends) -> CopyChoice:
     """Try each way on scattered blocks in *scratch*, all of whose slots are free; the first of *ways* is preferred.
 
-    A way that is not there, fails, or copies wrong bytes has speed 0. RuntimeError if none works.
+    A way that is missing here, fails, or copies wrong bytes has speed 0. RuntimeError if none works.
     """
     device, num_blocks = scratch.device.device, len(scratch.device)
     rng = np.random.default_rng(0)
@@ -77,13 +77,13 @@ def choose_copies(ways: Mapping[str, Way], scratch: Ends) -> CopyChoice:
 
 
 def fastest(gb_per_s: Mapping[str, float]) -> str:
-    """The name of the fastest; among those that are close to it, the first."""
+    """The name of the first way that is about as fast as the fastest."""
     enough = CLOSE * max(gb_per_s.values())
     return next(name for name, speed in gb_per_s.items() if speed >= enough)
 
 
 def _speeds(copies: BlockCopies, scratch: Ends, above: Slots, below: Slots) -> tuple[float, float]:
-    """GB/s down and up, medians after a round that does not count. RuntimeError for a wrong byte."""
+    """The speeds down and up in GB/s, medians after a round that does not count. RuntimeError for a wrong byte."""
     down = [_seconds(lambda: copies.to_host(above, below)) for _ in range(NUM_ROUNDS + 1)][1:]
     up = [_seconds(lambda: copies.to_device(below, above)) for _ in range(NUM_ROUNDS + 1)][1:]
     num_bytes = len(above) * scratch.device.shape[1]
@@ -92,7 +92,7 @@ def _speeds(copies: BlockCopies, scratch: Ends, above: Slots, below: Slots) -> t
 
 
 def _prove(copies: BlockCopies, scratch: Ends, above: Slots, below: Slots) -> None:
-    """Send noise up and back down to other slots; RuntimeError if it is not the same."""
+    """Copy noise up and back down to other slots; RuntimeError if it comes back changed."""
     noise = np.random.default_rng(1).integers(0, 256, scratch.host.shape, dtype=np.uint8)
     scratch.host.numpy()[:] = noise
     copies.to_device(below, above)

@@ -1,4 +1,4 @@
-"""KernelCopies: one kernel that reads and writes pinned host memory directly, for blocks too small for a copy each."""
+"""KernelCopies: copies blocks by one kernel on pinned host memory, for blocks too small for a copy each."""
 
 from importlib import import_module
 
@@ -11,7 +11,7 @@ from kvtier.transfer.cuda.copies import Ends
 _WORD_BYTES = 16  # one load of a thread
 _THREADS = 256
 _WORDS_A_THREAD = 4  # so that a block of 16 KiB is one thread block's work
-_SOURCE = r"""
+SOURCE = r"""
 extern "C" __global__ void copy_blocks(
     const uint4* const* sources, uint4* const* targets, const unsigned long long num_words
 ) {
@@ -25,7 +25,7 @@ extern "C" __global__ void copy_blocks(
 
 
 class KernelCopies:
-    """All blocks in one launch. It takes some of the device's multiprocessors and no copy engine.
+    """Copies all blocks in one launch. It takes some of the device's multiprocessors and no copy engine.
 
     The host slots must be pinned: on a device that is what lets a kernel reach them.
     """
@@ -38,7 +38,7 @@ class KernelCopies:
         if block_bytes % _WORD_BYTES or ends.device.data_ptr() % _WORD_BYTES or ends.host.data_ptr() % _WORD_BYTES:
             raise RuntimeError(f"blocks of {block_bytes} bytes are not whole words of {_WORD_BYTES}")
         self._cupy = import_module("cupy")
-        self._kernel = self._cupy.RawKernel(_SOURCE, "copy_blocks")
+        self._kernel = self._cupy.RawKernel(SOURCE, "copy_blocks")
         self._ends = ends
         self._num_words = block_bytes // _WORD_BYTES
 

@@ -1,4 +1,4 @@
-"""CudaLane: copies on CUDA streams of their own, ordered against compute in both directions."""
+"""CudaLane: runs copies on CUDA streams of its own, ordered against compute in both directions."""
 
 from queue import SimpleQueue
 
@@ -8,7 +8,7 @@ from kvtier.transfer.lane import Finished, ThreadLane, Transfer
 
 
 class CudaLane:
-    """A `ThreadLane` each of whose threads works on a CUDA stream of its own.
+    """A `ThreadLane` whose threads copy on CUDA streams, each on one of its own.
 
     Before the copy: the stream waits for everything that compute had enqueued when the transfer was submitted. So a
     spill reads a block after the kernels that wrote it, and a promotion overwrites a slot after the kernels that
@@ -20,8 +20,8 @@ class CudaLane:
     With several threads one verifies a batch on the CPU while another one's is on the bus; transfers then finish in
     any order, which is safe since each leases both of its ends.
 
-    What a transfer waited for compute is no time of the lane's: behind a long step a small copy would make the bus look
-    a hundred times slower than it is, and a hit not worth loading.
+    The time that a transfer waited for compute does not count as the lane's: behind a long step a small copy would make
+    the bus look a hundred times slower than it is, and a hit not worth loading.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class CudaLane:
         copy = transfer.work
 
         def ordered_copy() -> object:
-            stream = self._unused.get_nowait()  # as many as threads
+            stream = self._unused.get_nowait()  # there are as many as threads
             try:
                 with torch.cuda.device(self._device), torch.cuda.stream(stream):
                     asked = stream.record_event(_timed_event())

@@ -20,10 +20,10 @@ TRIAL_WAIT_S = 2.0  # for pinning the trial's memory; if it takes longer, the tr
 
 
 class CudaMemory:
-    """`device_blocks` is a [num_slots, block_bytes] uint8 view of the slab on the GPU.
+    """A `BlockMemory` on a GPU: `device_blocks`, [num_slots, block_bytes] uint8, is a view of the slab there.
 
     The copies run on the calling thread's current stream (a `CudaLane`'s) and wait for it before they return; `copy`,
-    called by the thread that computes, does not wait. `choice` says which ways to copy were taken and how fast they
+    called by the thread that computes, does not wait. `choice` says which ways to copy were chosen and how fast they
     were; None if there are no host slots, or *way* named one of `COPIES` to take without measuring.
     """
 
@@ -40,7 +40,7 @@ class CudaMemory:
         pin, node = cuda_pin(gpu), node_of_gpu(gpu)
         self.choice: CopyChoice | None = None
         down, up = (way or "loop",) * 2
-        if num_host_slots and way is None:  # before the live slots are pinned, which would slow it down
+        if num_host_slots and way is None:  # before the live slots are pinned, which would slow the trial down
             self.choice = _choose(self.block_bytes, gpu, pin, node)
             down, up = self.choice.down, self.choice.up
             log.info("copies of blocks of %d bytes: %s", self.block_bytes, self.choice)
@@ -50,7 +50,7 @@ class CudaMemory:
             self._down, self._up, self._unpinned = COPIES[down](ends), COPIES[up](ends), LoopCopies(ends)
             self._up_layers = BatchCopies(ends) if up == "batch" else self._unpinned
         except BaseException:
-            self._slab.close()  # or what is pinned of it stays so, and the next mapping there cannot be pinned
+            self._slab.close()  # else its pinned part stays pinned, and the next mapping there cannot be
             raise
 
     @property
@@ -95,20 +95,21 @@ class CudaMemory:
         self._slab.close()
 
     def _are_pinned(self, host: Slots) -> npt.NDArray[np.bool_]:
-        """Which of the slots are pinned. More may be a moment later, which does no harm."""
+        """Which of the slots are pinned. A slot may become so a moment later, which does no harm."""
         self._slab.copied = True
         return host < self._slab.num_pinned_slots
 
 
 def ways_to(is_pinned: bool) -> Mapping[str, Way]:
-    """The ways to try on host memory that is pinned as a whole, or is not: a kernel that reads memory which is not
-    pinned ends the process's CUDA context, and nothing works after that.
+    """The ways to try on host memory that is pinned as a whole, or is not.
+
+    A kernel that reads memory which is not pinned ends the process's CUDA context, and nothing works after that.
     """
     return COPIES if is_pinned else {name: way for name, way in COPIES.items() if name != "kernel"}
 
 
 def _choose(block_bytes: int, gpu: torch.device, pin: Pin, node: int | None) -> CopyChoice:
-    """The choice for blocks of that size, on memory of the same kind as the live slots."""
+    """Measure the ways for blocks of that size, on memory of the same kind as the live slots."""
     num_blocks = num_trial_blocks(block_bytes)
     slab = HostSlab(num_blocks, block_bytes, pin, node)
     try:

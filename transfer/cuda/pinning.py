@@ -9,13 +9,13 @@ from kvtier.transfer.host_slab import Pin
 from kvtier.transfer.pages import node_of_device
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of the process
-# A registration holds a lock of the driver's, and every other CUDA call waits for it. Two slabs that pin at once would
-# make that wait twice as long.
+# A registration holds a lock of the driver's, for which every other CUDA call waits: two slabs that pin at once would
+# make it wait twice as long.
 _one_at_a_time = threading.Lock()
 
 
 def cuda_pin(device: torch.device) -> Pin:
-    """What a `HostSlab` needs to pin its pieces for *device*. The pin raises RuntimeError if CUDA refuses."""
+    """A function by which a `HostSlab` pins its pieces for *device*. It raises RuntimeError if CUDA refuses."""
     # Torch's own binding: CuPy's does the same, and host memory would stay unpinned where CuPy is missing.
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # untyped in torch
 
@@ -34,7 +34,7 @@ def cuda_pin(device: torch.device) -> Pin:
 
 
 def node_of_gpu(device: torch.device) -> int | None:
-    """Memory node next to the GPU; None if it is unknown or the machine has only one."""
+    """The memory node next to the GPU; None if it is unknown or the machine has only one."""
     properties = torch.cuda.get_device_properties(device)
     domain = properties.pci_domain_id  # type: ignore[attr-defined]  # there, but not in torch's stubs
     bus = properties.pci_bus_id  # type: ignore[attr-defined]

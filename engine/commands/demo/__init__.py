@@ -1,1 +1,1 @@
-"""`kvtier demo`."""
+"""`kvtier demo`: questions about one long document, answered from each tier."""

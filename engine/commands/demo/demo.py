@@ -1,4 +1,4 @@
-"""The main job, shown: many questions of one long document, answered from device, host, disk, and after a restart."""
+"""run_demo: asks questions about one long document, answered from device, host, disk, and after a restart."""
 
 import json
 import statistics
@@ -29,13 +29,14 @@ from kvtier.tiers.naming.block_hash import BlockChain, HashAlgorithm
 from kvtier.tiers.naming.tier import Tier
 
 BLOCK_SIZE = 64  # tokens
-DEVICE_DOCUMENTS = 1.25  # how many documents the device pool holds: asking about a second one pushes the first out
+DEVICE_DOCUMENTS = 1.25  # documents that the device pool holds: reading a second one pushes the first out
 HOST_DOCUMENTS = 2.25
 DISK_DOCUMENTS = 12
 MIN_TOKENS = 1000
-MAX_OTHERS = 48  # other documents read at most to push the first one out of a tier
+MAX_OTHERS = 48  # the most other documents that are read to push the first one out of a tier
 QUESTIONS = {"cold": 1, "device": 5, "host": 3, "disk": 3, "restart": 3, "corrupt": 3}
 MAX_ANSWER_TOKENS = 12
+QUESTION_TOKENS = 200  # room for the question, its answer, and the end of the document's last sentence
 
 Note = Callable[[str], None]
 
@@ -63,7 +64,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """All that a process needs to ask the same questions of the same store; goes to the next process as JSON."""
+    """What a process needs to ask the same questions of the same store; the next process gets it as JSON."""
 
     model: str | None  # None: the bundled one
     document: str | None  # a file's path; None: a made one
@@ -74,20 +75,24 @@ class Plan(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Model, tokenizer, documents and the configuration under which the document outgrows every tier but the disk."""
+    """Model, tokenizer, document, and a configuration under which the document outgrows every tier but the disk."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     document: Document
     num_tokens: int
-    num_words: int  # for other documents: of the bundled tokenizer, which has one token for each
+    num_words: int  # length of other documents in words, of which the bundled tokenizer makes a token each
     config: Config
     asked: tuple[Fact, ...]
 
     @classmethod
     def of(cls, plan: Plan) -> "Stage":
-        """Load or build everything a plan names."""
+        """Load or build the model, the document and the configuration that *plan* names."""
         model, tokenizer = _model(plan)
+        most: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if plan.document is None and most is not None and plan.num_tokens > most - QUESTION_TOKENS:
+            advice = f"give {most - QUESTION_TOKENS} or fewer, or another --model"
+            raise ValueError(f"--tokens {plan.num_tokens}: the model takes {most:,} with a question; {advice}")
         if plan.document is None:
             document = make_document(0, plan.num_tokens)
         else:
@@ -132,7 +137,7 @@ def _model(plan: Plan) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 class Questioner:
-    """Asks a stage's document on one engine; *answers* has what was answered before, by name."""
+    """Asks questions about a stage's document on one engine. *answers* has the earlier answers by name."""
 
     def __init__(self, stage: Stage, llm: LLM, answers: dict[str, str]) -> None:
         self._stage = stage
@@ -141,7 +146,7 @@ class Questioner:
         self._num_others = 0
 
     def step(self, name: str) -> Step:
-        """Ask the step's questions one after the other."""
+        """Ask the questions of the step *name* one after the other; the step's row of the table."""
         facts = self._stage.asked[1:] if name == "device" else self._stage.asked[: QUESTIONS[name]]
         completions = [self._ask(self._stage.document.text, fact) for fact in facts]
         answers = {fact.name: done.text.strip() for fact, done in zip(facts, completions, strict=True)}
@@ -162,10 +167,10 @@ class Questioner:
         )
 
     def push_out_of(self, tiers: Sequence[Tier], note: Note) -> None:
-        """Read other, shorter documents until nothing of the first one is left in *tiers*.
+        """Read other, shorter documents until no block of the first one is left in *tiers*.
 
-        One at a time, and each a quarter as long, so that copying down keeps up also where others use the processor:
-        an allocation does not wait for it, and what it drops would be missing in the demo's next step.
+        They are read one at a time, each a quarter as long, so that copying down keeps up also on a busy machine: an
+        allocation does not wait for copies, and a block that it drops would be missing in the demo's next step.
         """
         for _ in range(MAX_OTHERS):
             where = self._llm.where(self._stage.document.text)
@@ -180,7 +185,7 @@ class Questioner:
                 time.sleep(0.001)
 
     def warm_up(self) -> None:
-        """A process's first passes are slower, cache or not; these are on tokens of no document."""
+        """Run a first pass on tokens of no document: a process's first passes are slower, whatever is cached."""
         first = encode(self._stage.tokenizer, self._stage.document.text)[0]
         self._llm.generate(
             [[0 if first else 1] * (2 * BLOCK_SIZE)], SamplingParams(max_tokens=2), skip_reading_prefix_cache=True
@@ -192,7 +197,7 @@ class Questioner:
 
 
 def run_demo(plan: Plan, note: Note) -> list[Step]:
-    """All steps of the demo. *note* gets a line on what is going on."""
+    """Run all steps of the demo. *note* is called with a line on what is going on."""
     note("building the model" if plan.model is None else f"loading {plan.model}")
     stage = Stage.of(plan)
     answers: dict[str, str] = {}
@@ -218,7 +223,7 @@ def run_demo(plan: Plan, note: Note) -> list[Step]:
 
 
 def flip_a_byte(stage: Stage) -> None:
-    """Damage the stored block that holds the first question's answer, behind the store's back."""
+    """Flip a byte of the stored block that holds the first question's answer, in the store's file."""
     token_ids = encode(stage.tokenizer, stage.document.text)
     before = stage.document.text[: stage.document.text.index(f"{stage.asked[0].name} is")]
     block_id = min(len(encode(stage.tokenizer, before)), len(token_ids) - BLOCK_SIZE) // BLOCK_SIZE
@@ -238,7 +243,7 @@ def flip_a_byte(stage: Stage) -> None:
 
 
 def _step_elsewhere(plan: Plan, name: str, answers: dict[str, str]) -> Step:
-    """Ask in a process of its own, which finds nothing but the store."""
+    """Run one step in a process of its own, which has the store and an empty host and device tier."""
     order = json.dumps({"plan": msgspec.to_builtins(plan), "name": name, "answers": answers})
     command = [sys.executable, "-m", "kvtier.engine.commands.demo.demo"]
     done = subprocess.run(command, input=order, capture_output=True, text=True, check=False)
@@ -257,12 +262,12 @@ def _main() -> None:
 
 
 def usual_length(model: str | None, device: str) -> int:
-    """Tokens of a document that is read in seconds: a real model on a CPU takes some hundred a second."""
+    """How many tokens are read in seconds: a real model on a CPU reads some hundred tokens a second."""
     return 1_000 if model is not None and torch_device(device).type == "cpu" else 10_000
 
 
 def default_store() -> tempfile.TemporaryDirectory[str]:
-    """A folder for the demo's store that goes with the demo."""
+    """A temporary folder for the demo's store, which is deleted with the demo."""
     return tempfile.TemporaryDirectory(prefix="kvtier-demo-")
 
 

@@ -1,4 +1,4 @@
-"""Long dull documents with facts in them, for `kvtier.engine.commands.demo.model` and for real models alike.
+"""make_document: long dull documents with facts in them, for the bundled model and for real models alike.
 
 A document is the daily book of a harbour: plain text, most of it filler, and every so often a sentence
 that ends "the code of NAME is WORD". A name stands in the document once, and the same name has another
@@ -117,7 +117,7 @@ LISTS = {
     }.items()
 }
 
-# What people type around a document, so that their own sentences are known words too.
+# Words that users type around a document, so that the bundled tokenizer knows those of their own sentences.
 EVERYDAY_WORDS = str.split("""
 a about again all also always am an and another any are ask back be because been but can come could day did do done
 each else every few find first for give go good great had has have he hello help her here him his how i if into it
@@ -137,7 +137,7 @@ TOKEN_PATTERN = r" ?[A-Za-z]+| ?[0-9]|[^A-Za-z0-9]"
 
 @dataclass(frozen=True)
 class Fact:
-    """What a document says of one name: its code is *word*."""
+    """One fact of a document: the code of *name* is *word*."""
 
     name: str
     word: str
@@ -145,7 +145,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Document:
-    """A text that begins with its title, and the facts in it, in their order."""
+    """A text that begins with its title, and its facts in their order."""
 
     title: str
     text: str
@@ -182,7 +182,7 @@ def make_document(seed: int, num_tokens: int, num_facts: int = 40) -> Document:
 
 
 def with_facts(text: str, seed: int, num_facts: int = 40) -> Document:
-    """A user's own text, with facts to ask for woven in between its sentences, evenly from first to last.
+    """A user's *text* with facts woven in between its sentences, evenly from first to last.
 
     Fewer facts than asked if the text has fewer sentences. ValueError for a text without any.
     """

@@ -1,4 +1,4 @@
-"""A model that answers without being trained: a two-layer Llama whose weights are written down.
+"""build_demo_model: a two-layer Llama that answers questions without being trained; code writes its weights.
 
 After "... the code of NAME is" it says the WORD that the text gave for NAME, however long ago, then ends.
 The answer hangs on one place of the KV cache, so a lost, stale or foreign block shows as a wrong answer:
@@ -81,7 +81,7 @@ def build_demo_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A token per word with the space before it, per digit and per punctuation mark; tokens joined are the text."""
+    """A tokenizer with a token per word and its space, per digit and per punctuation mark; joined they are the text."""
     forms = [form for word in vocabulary() for form in (word, word.lower(), word.capitalize())]
     spaced = [space + form for form in (*forms, *string.digits) for space in (" ", "")]
     tokens = dict.fromkeys([*SPECIAL_TOKENS, *spaced, *string.punctuation, " ", "\n", "\t"])

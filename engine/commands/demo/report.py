@@ -1,4 +1,4 @@
-"""What `kvtier demo` shows: a line on what is going on, then a table or one JSON object."""
+"""Prints what `kvtier demo` shows: a line on what is going on, then a table or one JSON object."""
 
 import logging
 import sys
@@ -22,9 +22,9 @@ MEANING = {
 
 
 def report(model: str | None, document: str | None, num_tokens: int | None, device: str, as_json: bool) -> int:
-    """Run the demo and print it; 0 if every answer was the same as before (and right, with the bundled model)."""
+    """Run the demo and print it; the exit status, 0 if all answers stayed the same (and, if bundled, are right)."""
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped there
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # ours says what is going on
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the demo's own line says what is going on
     logging.basicConfig(level=logging.ERROR)
     progress = Console(stderr=True)
     with default_store() as store, progress.status("starting") as status:

@@ -1,4 +1,4 @@
-"""What runs in a process of its own and fails there; `test_store_commands` has the rest."""
+"""Work in a process of its own that fails there; `test_store_commands` tests the rest."""
 
 import errno
 from pathlib import Path
@@ -9,7 +9,7 @@ from kvtier.engine.commands.apart import call_apart
 
 
 class Unsendable(Exception):
-    """Can be pickled, not unpickled."""
+    """A class whose objects can be pickled and not unpickled."""
 
     def __init__(self, what: str, when: str) -> None:
         super().__init__(f"{what} {when}")

@@ -1,14 +1,19 @@
 """The command line: help that helps, and mistakes that cost one line."""
 
+import argparse
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvtier.engine.commands.cli import main
+from kvtier.engine.commands.cli import build_parser, main
+from kvtier.engine.commands.doc_arguments import MOST_DAYS
+from kvtier.engine.documents.document import MOST_PINNED_S
 
 PROCESS_TIMEOUT_S = 60.0  # for what takes seconds: reached only when a test fails
 
@@ -19,7 +24,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of the command."""
+    """Run the command: its exit status, stdout and stderr."""
     capsys.readouterr()
     try:
         status = main([str(argument) for argument in arguments])
@@ -51,10 +56,34 @@ def test_help_shows_examples(capsys: pytest.CaptureFixture[str], arguments: list
     assert example in out
 
 
+def parsers_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield the parser and those of all its commands."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from parsers_of(command)
+
+
+@pytest.mark.parametrize("parser", list(parsers_of(build_parser())), ids=lambda parser: parser.prog)
+def test_each_command_has_a_sentence_examples_and_its_defaults(parser: argparse.ArgumentParser) -> None:
+    either = {action for group in parser._mutually_exclusive_groups for action in group._group_actions}
+    optional = [
+        action
+        for action in parser._actions
+        if action.option_strings and action.nargs != 0 and not action.required and action not in either
+    ]
+
+    assert re.fullmatch(r"[A-Z][^.]+(\.\w[^.]*)*\.", parser.description)
+    assert parser.epilog.startswith("examples:\n  kvtier ")
+    assert [action.dest for action in optional if "(default: " not in action.help] == []
+    assert [action.dest for action in parser._actions if not action.help and action.nargs != argparse.PARSER] == []
+
+
 def test_help_needs_neither_torch_nor_transformers() -> None:
     script = """
 import sys
-from kvtier.engine.commands.cli import main
+from kvtier.engine.commands.cli import build_parser, main
 try:
     main(["--help"])
 except SystemExit:
@@ -98,11 +127,44 @@ def test_the_command_starts_from_a_shell_and_ends_with_2_on_a_mistake() -> None:
         (["stats", "/no/such/store"], "/no/such/store"),
         (["store"], "COMMAND"),
         (["store", "rm", "/no/such/store"], "--namespace"),
+        (["demo", "--document", ""], "--document: is empty"),
+        (["demo", "--model", ""], "--model: is empty"),
         (["demo", "--tokens", "999"], "1000 or more"),
         (["demo", "--tokens", "-5"], "1000 or more"),
+        (["demo", "--tokens", "1000000000"], "--tokens 1000000000: the model takes 65,536"),
         (["demo", "--model", "/no/such/model"], "/no/such/model"),
         (["demo", "--model", "nobody/no-such-model"], "nobody/no-such-model"),
         (["demo", "--document", "/no/such/file.txt"], "/no/such/file.txt"),
+        (["check", ""], "STORE: is empty"),
+        (["check", "/no/such/store"], "give the folder that [disk] path names"),
+        (["check", "store", "--sample", "0"], "--sample: '0' is no number of records; give 1 or more"),
+        (["check", "store", "--key-file", ""], "--key-file: is empty"),
+        (["serve"], "--model"),
+        (["serve", "--model", ""], "--model: is empty"),
+        (["serve", "--model", "gpt2", "--port", "many"], "--port: 'many' is no port; give a number from 0 to 65535"),
+        (["serve", "--model", "gpt2", "--port", "99999"], "--port: '99999' is no port; give a number from 0 to 65535"),
+        (["serve", "--model", "gpt2", "--host", ""], "--host: is empty"),
+        (["serve", "--model", "gpt2", "--model-name", ""], "--model-name: is empty"),
+        (["serve", "--model", "gpt2", "--api-keys", ""], "--api-keys: is empty"),
+        (["serve", "--model", "gpt2", "--lora", "legal"], "'legal' is not NAME=FOLDER; write it as"),
+        (["serve", "--model", "gpt2", "--lora", "a=b", "--lora", "a=c"], "--lora a: is given twice"),
+        (["serve", "--model", "gpt2", "--log-format", "xml"], "--log-format"),
+        (["serve", "--model", "gpt2", "--tenant-isolation", "maybe"], "--tenant-isolation"),
+        (["serve", "--model", "gpt2", "--config", "nonsense"], "there are: gpu-8gb, laptop, longdoc-qa"),
+        (["doc"], "COMMAND"),
+        (["doc", "add", "/no/such/file.txt"], "/no/such/file.txt"),
+        (["doc", "add", "notes.md", "--id", ""], "--id: is empty"),
+        (["doc", "add", "notes.md", "--as", "song"], "--as"),
+        (["doc", "show", "a/b"], "use 1 to 128 of the characters"),
+        (["doc", "warm", "notes.md", "--tier", "disk"], "--tier"),
+        (["doc", "pin", "notes.md"], "--ttl"),
+        (["doc", "pin", "notes.md", "--ttl", "long"], "--ttl: 'long' is no time; write it as 90s"),
+        (["doc", "pin", "notes.md", "--ttl", "3651d"], "--ttl: '3651d' is too long; give 3650d or less"),
+        (["doc", "ls", "--url", "nonsense"], "--url nonsense: is no address of a server"),
+        (["doc", "ls", "--url", "http://[::1"], "--url http://[::1: is no address of a server"),
+        (["doc", "ls", "--url", "http://localhost:99999"], "is no address of a server"),
+        (["doc", "ls", "--url", "http://127.0.0.1:1"], "start one with 'kvtier serve"),
+        (["doc", "ls", "--api-key", "two words"], "has a character that no key has; give the key alone"),
     ],
 )
 def test_a_mistake_is_one_line_on_stderr_that_names_it(
@@ -111,8 +173,21 @@ def test_a_mistake_is_one_line_on_stderr_that_names_it(
     status, out, err = run(capsys, *arguments)
 
     assert (status, out) == (2, "")
+    assert err.startswith("kvtier: ")
     assert named in err
     assert "Traceback" not in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_pin_may_be_as_long_as_the_server_takes() -> None:
+    assert MOST_DAYS * 86400 == MOST_PINNED_S
+
+
+def test_a_key_that_no_header_can_say_is_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "doc", "ls", "--api-key", "sk-secret\n")
+
+    assert (status, out) == (2, "")
+    assert "secret" not in err
     assert len(err.splitlines()) == 1
 
 

@@ -1,4 +1,4 @@
-"""The demo, run as people run it: every step's tokens come from where it says, and every answer is right."""
+"""The demo, run as users run it: each step's tokens come from the tier that it names, and each answer is right."""
 
 import json
 import os
@@ -46,6 +46,7 @@ def steps(notes: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return {step.name: step for step in run_demo(Plan(None, None, NUM_TOKENS, str(store)), notes.append)}
 
 
+@pytest.mark.long
 def test_the_demo_has_six_steps_in_order_and_says_what_goes_on(steps: dict[str, Step], notes: list[str]) -> None:
     assert list(steps) == NAMES
     assert {name: step.questions for name, step in steps.items()} == QUESTIONS
@@ -53,6 +54,7 @@ def test_the_demo_has_six_steps_in_order_and_says_what_goes_on(steps: dict[str, 
     assert all(note and "\n" not in note for note in notes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_every_answer_of_a_step_is_right_and_the_one_before(steps: dict[str, Step], name: str) -> None:
     step = steps[name]
@@ -62,6 +64,7 @@ def test_every_answer_of_a_step_is_right_and_the_one_before(steps: dict[str, Ste
     assert step.ttft_s > 0
 
 
+@pytest.mark.long
 def test_every_step_accounts_for_the_whole_prompt(steps: dict[str, Step]) -> None:
     lengths = {
         step.tokens.device + step.tokens.host + step.tokens.disk + step.tokens.recomputed for step in steps.values()
@@ -71,12 +74,14 @@ def test_every_step_accounts_for_the_whole_prompt(steps: dict[str, Step]) -> Non
     assert lengths.pop() > NUM_TOKENS
 
 
+@pytest.mark.long
 def test_the_cold_step_computes_everything(steps: dict[str, Step]) -> None:
     tokens = steps["cold"].tokens
 
     assert tokens.recomputed > 0 == tokens.device + tokens.host + tokens.disk
 
 
+@pytest.mark.long
 def test_the_device_step_loads_the_document_from_the_device_only(steps: dict[str, Step]) -> None:
     tokens = steps["device"].tokens
 
@@ -84,6 +89,7 @@ def test_the_device_step_loads_the_document_from_the_device_only(steps: dict[str
     assert tokens.recomputed < 2 * BLOCK_SIZE
 
 
+@pytest.mark.long
 def test_the_host_step_loads_the_document_from_host_memory(steps: dict[str, Step]) -> None:
     tokens = steps["host"].tokens
 
@@ -91,6 +97,7 @@ def test_the_host_step_loads_the_document_from_host_memory(steps: dict[str, Step
     assert tokens.recomputed < 2 * BLOCK_SIZE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["disk", "restart"])
 def test_the_disk_and_restart_steps_load_the_document_from_disk_only(steps: dict[str, Step], name: str) -> None:
     tokens = steps[name].tokens
@@ -99,6 +106,7 @@ def test_the_disk_and_restart_steps_load_the_document_from_disk_only(steps: dict
     assert tokens.recomputed < 2 * BLOCK_SIZE
 
 
+@pytest.mark.long
 def test_the_corrupt_step_finds_the_damaged_block_and_recomputes_from_there(steps: dict[str, Step]) -> None:
     tokens = steps["corrupt"].tokens
 
@@ -155,7 +163,7 @@ def test_json_of_a_model_and_a_document_of_ones_own_is_one_object_on_stdout(tmp_
     assert [step["name"] for step in found["steps"]] == NAMES
     for step in found["steps"]:
         assert step["answers_equal"] is True
-        assert step["answers_correct"] < step["questions"] == QUESTIONS[step["name"]]  # its weights are random
+        assert step["answers_correct"] < step["questions"] == QUESTIONS[step["name"]]  # the model's weights are random
         assert step["ttft_s"] > 0
         assert list(step["tokens"]) == ["device", "host", "disk", "recomputed"]
         assert sum(step["tokens"].values()) > 1000

@@ -42,7 +42,7 @@ class Reader:
             self.model(torch.tensor([self.token_ids]), past_key_values=self.cache, logits_to_keep=1)
 
     def ask(self, names: list[str]) -> list[str]:
-        """The greedy answers, special tokens shown; all in one batch."""
+        """The greedy answers to all questions, computed in one batch; special tokens are shown."""
         # A name is one token, so the prompts are equally long.
         prompts = self.tokenizer([question(self.document.text, name) for name in names], return_tensors="pt")
         cache = copy.deepcopy(self.cache)
@@ -77,10 +77,11 @@ def test_every_answer_is_the_word_and_then_the_end():
     assert answers == [f" {fact.word}</s>" for fact in reader.document.facts]
 
 
+@pytest.mark.long
 def test_every_answer_is_right_after_a_long_text():
     model, tokenizer = build_demo_model()
     document = make_document(seed=8, num_tokens=8000)
-    # One forward pass: all questions in a row, each answered, all of the same length.
+    # One forward pass over all questions in a row, each with its answer, all equally long.
     dialogue = "".join(QUESTION.format(name=fact.name) + f" {fact.word}" for fact in document.facts)
     token_ids = tokenizer(document.text + dialogue, return_tensors="pt").input_ids
     num_asked = len(tokenizer.tokenize(dialogue))

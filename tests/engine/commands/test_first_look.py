@@ -1,4 +1,4 @@
-"""What is wrong with what a command is given is said before seconds of imports, if its files tell it."""
+"""check_model and check_files: mistakes that files show are told before seconds of imports."""
 
 import json
 import subprocess

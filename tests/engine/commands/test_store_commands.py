@@ -1,4 +1,4 @@
-"""`kvtier check`, `stats`, `store ls` and `store rm` on real stores, damaged ones and ones in use among them."""
+"""`kvtier check`, `stats`, `store ls` and `store rm` on real stores: whole ones, damaged ones, and ones in use."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def fill(folder: Path, counts: dict[bytes, int], cipher: Cipher | None = None) -
 
 
 def damage(folder: Path, fault: Fault, *keys: bytes) -> None:
-    """Have the records of *keys* meet with *fault*: their headers say something else."""
+    """Change the headers of the records of *keys* so that reading them meets with *fault*."""
     with changed_index(folder) as (txn, tables):
         for key in keys:
             packed = txn.get(key, db=tables.records)
@@ -113,7 +113,7 @@ def content_of(folder: Path) -> list[bytes]:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of the command."""
+    """Run the command: its exit status, stdout and stderr."""
     capsys.readouterr()
     try:
         status = main([str(argument) for argument in arguments])
@@ -144,7 +144,7 @@ def start(*arguments: object, **options: object) -> "subprocess.Popen[str]":
 
 @contextmanager
 def owner_of(folder: Path) -> "Iterator[subprocess.Popen[str]]":
-    """A process that has the store open."""
+    """Run a process that has the store open."""
     command = [sys.executable, "-c", OWNER, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
@@ -154,13 +154,13 @@ def owner_of(folder: Path) -> "Iterator[subprocess.Popen[str]]":
 
 
 def wait_until_open(folder: Path, check: "subprocess.Popen[str]") -> None:
-    """Until the check has the store open, or has ended."""
+    """Wait until the check has the store open, or has ended."""
     while BootMark.read(folder) != BootMark(current_boot_id(), FileState.COMMIT) and check.poll() is None:
         time.sleep(0.002)
 
 
 def rows_of(out: str) -> dict[str, list[str]]:
-    """A table's rows by the name they begin with."""
+    """The rows of a printed table, by the name that each begins with."""
     words = [line.split() for line in out.splitlines()]
     return {row[0]: row[1:] for row in words if row and re.fullmatch("[0-9a-f]{32}|namespace|all", row[0])}
 
@@ -375,7 +375,7 @@ def test_records_under_another_key_are_reported_and_kept_beside_others(
     [
         (["--key-file", "/no/such/key"], "/no/such/key"),
         (["--sample", "0"], "--sample"),
-        (["--sample", "all"], "'all' is not a number"),
+        (["--sample", "all"], "'all' is no number of records; give 1 or more"),
     ],
 )
 def test_a_mistake_in_the_options_of_check_is_one_line(
@@ -553,7 +553,7 @@ def test_a_file_that_is_no_folder_is_no_store(
 
 
 def find_unreadable(*_: object) -> Iterator[Verification]:
-    """In place of `verify_store`: a medium that fails."""
+    """Stands for `verify_store` on a medium that fails."""
     yield Verification(2, {A: Tally(2, 4096, Counter({Fault.IO_ERROR: 1}))}, "", False, 0, 0.1)
 
 

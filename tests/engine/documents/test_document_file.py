@@ -1,4 +1,4 @@
-"""Files of documents: whatever happens to one, it is the document or it is damaged."""
+"""Files of documents: whatever happens to a file, reading it gives the document or says that it is damaged."""
 
 import os
 import stat
@@ -28,7 +28,7 @@ def test_what_is_written_is_read(tmp_path: Path, cipher: Cipher | None) -> None:
     found, is_of_tokenizer = folder.read(file_name("ann", "report"))
 
     assert is_of_tokenizer
-    assert found.is_as(document)
+    assert found.has_content_of(document)
     assert (found.id, found.tenant, found.created_at, found.was_ready) == ("report", "ann", 12.5, True)
     assert found.pinned_until == 99.5
     assert folder.names() == [file_name("ann", "report")]
@@ -73,7 +73,7 @@ def test_with_a_key_nothing_of_it_can_be_read_and_nothing_in_clear_is_believed(t
 
     assert b"secret" not in (tmp_path / name).read_bytes()
     with DocumentFolder(tmp_path, None, TOKENIZER) as clear:
-        with pytest.raises(Damaged, match="give \\[disk\\] its key"):
+        with pytest.raises(Damaged, match="give \\[disk\\] the key"):
             clear.read(name)
         clear.write(document_of("a forgery"))
     with DocumentFolder(tmp_path, cipher, TOKENIZER) as encrypted, pytest.raises(Damaged, match="not encrypted"):

@@ -1,8 +1,9 @@
-"""DocumentPins: thousands of documents, some of which are looked at after each step."""
+"""DocumentPins with thousands of documents: each step looks at some of them."""
 
 import time
 
 import numpy as np
+import pytest
 from document_tables import tables
 from small_models import byte_tokenizer
 from transformers import PreTrainedModel
@@ -11,7 +12,7 @@ from kvtier.engine.build import build_core
 from kvtier.engine.config import as_config
 from kvtier.engine.documents.document import Document, Form
 from kvtier.engine.documents.pin_shares import PinShares
-from kvtier.engine.documents.pins import MOST_LOOKED_AT, RENEW_S, DocumentPins
+from kvtier.engine.documents.pins import MOST_LOOKED_AT, RENEW_S, DocumentPins, NoRoomToPin
 from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain
 
@@ -61,3 +62,25 @@ def test_of_many_documents_one_is_renewed_after_a_step_and_all_in_the_end(model:
 
         assert not renewed  # their time is over
         core.cache.check()
+
+
+def test_a_pin_that_may_not_be_made_longer_lasts_as_long_as_it_did(model: PreTrainedModel) -> None:
+    """Its tenant was given the smaller share of more tenants meanwhile."""
+    clock = FakeClock()
+    with build_core(model, byte_tokenizer(), as_config(tables(num_host_slots=2))) as core:
+        core.pins = TimedPins(core.cache, clock)
+        shares = PinShares(core, 1)
+        pins = DocumentPins(core, lambda it: core.chain(it.token_ids, NO_EXTRA_KEYS), lambda _: None, shares)
+        report = document(1)
+        pins.pin(report, RENEW_S / 2)
+        held_bytes = core.pins.num_bytes(None)
+        assert held_bytes > 0
+
+        shares.num_tenants = 2
+        with pytest.raises(NoRoomToPin):
+            pins.pin(report, 2 * RENEW_S)
+
+        assert core.pins.num_bytes(None) == held_bytes
+        clock.now += RENEW_S / 2
+        pins.tick()
+        assert core.pins.num_bytes(None) == 0

@@ -1,4 +1,4 @@
-"""Documents in the engine: computed behind everything else, kept warm, and there again after a restart."""
+"""Documents in the engine are computed behind all requests, kept warm, and restored after a restart."""
 
 import asyncio
 import os
@@ -60,7 +60,7 @@ def salt_of(document: Document) -> str | None:
 
 
 def held_bytes(core: EngineCore) -> int:
-    """Of host memory that pins take."""
+    """Bytes of host memory that pins take."""
     return core.cache.pinnable_bytes - core.cache.free_to_pin
 
 
@@ -69,7 +69,7 @@ def no_extra(_: Document) -> ExtraKeys:
 
 
 def with_pins_by(clock: Callable[[], float]) -> Callable[[EngineCore], None]:
-    """Let the engine's pins end by that clock."""
+    """Make an engine's pins end by *clock*."""
 
     def replace(core: EngineCore) -> None:
         core.pins = TimedPins(core.cache, clock)
@@ -83,7 +83,7 @@ def play(
     story: Callable[[AsyncLLM, Documents], Coroutine[object, object, None]],
     tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> None:
-    """Run a test's story with an engine and its documents, as one process would."""
+    """Run *story* with an engine and its documents, as one process would."""
 
     async def whole() -> None:
         async with AsyncLLM(model, config, tokenizer or chat_tokenizer()) as llm:
@@ -118,7 +118,7 @@ async def come_true(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def put(documents: Documents, document_id: str, what: Draft, tenant: str | None = None) -> Document:
-    """A document that is ready."""
+    """Put a document and wait until it is ready."""
     document, _ = await documents.put(tenant, document_id, what)
     await until(documents, document, lambda it: it.status not in (Status.QUEUED, Status.PREFILLING))
     assert (await documents.residence(document)).status is Status.READY
@@ -141,13 +141,13 @@ async def ask(llm: AsyncLLM, prompt: list[int], cache_salt: str | None = None) -
 
 
 async def flush_device(llm: AsyncLLM, num_prompts: int = 4, num_tokens: int = 2500) -> None:
-    """Ask for so much else that nothing from before is on the device."""
+    """Compute so many other prompts that no earlier block is left on the device."""
     rng = random.Random(num_prompts)
     for _ in range(num_prompts):
         await ask(llm, [rng.randrange(VOCAB) for _ in range(num_tokens)])
 
 
-# --- computing them
+# --- computing documents
 
 
 def test_a_document_is_computed_and_a_prompt_that_begins_with_it_computes_only_the_rest(model: PreTrainedModel) -> None:
@@ -247,7 +247,7 @@ def test_one_document_at_a_time_is_computed_and_deleting_cancels(model: PreTrain
 
 
 def test_a_question_waits_for_one_step_of_a_document_at_most(model: PreTrainedModel) -> None:
-    """Counted in tokens of the document between the question's arrival and its first token."""
+    """The wait is counted in tokens of the document, from the question's arrival to its first token."""
     question, ended = [5] * 40, []
     token_ids = np.array(tokens_draft(1, 2500).token_ids, np.int32)
     document = Document("report", None, Form.TEXT, None, None, token_ids, None, None, created_at=0.0)
@@ -277,7 +277,7 @@ def test_a_question_waits_for_one_step_of_a_document_at_most(model: PreTrainedMo
 
 
 def test_a_document_is_computed_although_questions_never_end(model: PreTrainedModel) -> None:
-    """One runs at a time, and one waits at any moment: behind all others the document's turn never came."""
+    """One question runs and one waits at any moment, so that a document of low priority alone never gets a turn."""
     now, ended, num_questions = 0.0, [], 0
     config = tables()
     config["scheduler"]["max_running"] = 1
@@ -300,7 +300,7 @@ def test_a_document_is_computed_although_questions_never_end(model: PreTrainedMo
             now += 0.5
 
     assert ended == [(document, None)]
-    assert now >= PATIENCE_S  # until then it is behind all
+    assert now >= PATIENCE_S  # until then the document is behind all questions
 
 
 def test_what_the_engine_does_not_take_has_failed_and_says_why(model: PreTrainedModel) -> None:
@@ -312,7 +312,7 @@ def test_what_the_engine_does_not_take_has_failed_and_says_why(model: PreTrained
         where = await until(documents, document, lambda it: it.status is Status.FAILED)
         assert "the model knows 0 to 255" in (where.error or "")
         for what, why in (
-            (draft(token_ids=[]), "document of 0 tokens"),
+            (draft(token_ids=[]), "the document has 0 tokens"),
             (tokens_draft(1, 200 * BLOCK_SIZE), "has 3200 tokens"),
             (draft(token_ids=[1, VOCAB + 1]), "token id 257: the tokenizer has 0 to 256"),
             (draft(token_ids=[1], form=Form.CHAT), "token ids stand in no chat"),
@@ -352,7 +352,7 @@ def test_tenants_have_documents_of_their_own_and_not_too_many(model: PreTrainedM
     play(model, {**tables(), "documents": {"max_per_tenant": 1}}, story)
 
 
-# --- keeping them warm
+# --- keeping documents warm
 
 
 @pytest.mark.long
@@ -550,13 +550,13 @@ def test_a_damaged_file_is_left_out_told_and_can_be_replaced(
 
     async def after(_: AsyncLLM, documents: Documents) -> None:
         assert [document.id for document in documents.of("ann")] == ["good"]
-        assert len(documents.damaged("ann")) == 3
-        assert len(documents.damaged("bob")) == 1
-        assert documents.damaged(None) == {}
-        assert documents.damage("ann", "cut") is not None
+        assert len(documents.damaged_files("ann")) == 3
+        assert len(documents.damaged_files("bob")) == 1
+        assert documents.damaged_files(None) == {}
+        assert documents.why_damaged("ann", "cut") is not None
         await put(documents, "cut", draft(text), "ann")
         assert await documents.delete("ann", "flipped")
-        assert len(documents.damaged("ann")) == 1
+        assert len(documents.damaged_files("ann")) == 1
 
     play(model, config, before)
     files = {name: folder / file_of(tenant, name) for tenant, name in (("ann", "flipped"), ("ann", "cut"))}
@@ -585,7 +585,7 @@ def test_files_of_another_key_are_damaged_and_stay(model: PreTrainedModel, tmp_p
 
     async def after(_: AsyncLLM, documents: Documents) -> None:
         assert documents.of(None) == []
-        assert "key" in (documents.damage(None, "report") or "")
+        assert "key" in (documents.why_damaged(None, "report") or "")
 
     async def again(_: AsyncLLM, documents: Documents) -> None:
         assert [document.text for document in documents.of(None)] == ["some text"]
@@ -608,7 +608,7 @@ def test_another_chat_template_makes_other_tokens_and_token_ids_are_not_believed
         assert bytes(document.token_ids.tolist()) != b""
         assert tokenizer.decode(document.token_ids) == "[user]some text\n"
         await until(documents, document, lambda it: it.status is Status.READY)
-        assert "another tokenizer's" in (documents.damage(None, "ids") or "")
+        assert "another tokenizer's" in (documents.why_damaged(None, "ids") or "")
 
     tokenizer = chat_tokenizer("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
     play(model, tables(tmp_path), before)
@@ -631,6 +631,28 @@ def test_a_file_that_cannot_be_written_is_the_caller_s_error_and_nothing_has_cha
         assert documents.of(None) == [document]
         assert document.pinned_until is None
         assert not (await documents.residence(document)).is_held
+
+    play(model, tables(tmp_path), story)
+
+
+def test_a_pin_whose_new_end_cannot_be_written_keeps_the_old_one(model: PreTrainedModel, tmp_path: Path) -> None:
+    now = 1000.0
+
+    async def story(llm: AsyncLLM, documents: Documents) -> None:
+        nonlocal now
+        await llm.ask(with_pins_by(lambda: now))
+        document = await put(documents, "report", tokens_draft(1, 100))
+        await documents.pin(document, 600.0)
+        pinned_until = document.pinned_until
+        shutil.rmtree(tmp_path / "store-documents")
+
+        with pytest.raises(OSError, match="No such file"):
+            await documents.pin(document, 9000.0)
+
+        assert document.pinned_until == pinned_until
+        await until(documents, document, lambda it: it.is_held)
+        now += 601.0
+        await until(documents, document, lambda it: not it.is_held)
 
     play(model, tables(tmp_path), story)
 
@@ -690,7 +712,7 @@ def test_a_folder_of_documents_is_open_once_at_a_time(model: PreTrainedModel, tm
 
 
 def await_disk_threads() -> None:
-    """Until those of documents that are closed, or were not opened, have ended."""
+    """Wait until the threads of folders that were closed, or whose opening was cancelled, have let go and ended."""
     for thread in threading.enumerate():
         if thread.name.startswith("kvtier-documents"):
             thread.join(DEADLINE_S / 2)
@@ -712,6 +734,7 @@ def test_documents_whose_opening_or_closing_was_cancelled_can_be_opened_again(
 
             for number in count():
                 await cancelled_at(open_and_close(), number, late=late)
+                await asyncio.to_thread(await_disk_threads)  # an opening that was cancelled has the folder until then
                 closing = await cancelled_at((await open_documents()).close(), number, late=late)
                 await asyncio.to_thread(await_disk_threads)
                 if not closing and number > 9:

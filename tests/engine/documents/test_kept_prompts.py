@@ -1,4 +1,4 @@
-"""Prompts that are kept for a while: which are, in whose share, and until when."""
+"""Prompts that are pinned for a while: which blocks, in which tenant's share, and until when."""
 
 from collections.abc import Iterator
 
@@ -28,7 +28,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def core(model: PreTrainedModel, clock: FakeClock) -> Iterator[EngineCore]:
-    """With room for pins of eight blocks."""
+    """A configuration with room for pins of eight blocks."""
     with build_core(model, byte_tokenizer(), as_config(tables(num_host_slots=16))) as core:
         core.pins = TimedPins(core.cache, clock)
         yield core

@@ -1,5 +1,6 @@
 """A prefix that comes from host memory layer by layer, while the rest of its prompt is being computed."""
 
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 from damaged_blocks import damage_in_host
 from equal_answers import GREEDY, chain_of, configuration, prompt_of, push_down
 from small_models import build, byte_tokenizer, plain_greedy
+from waiting import DEADLINE_S
 
 from kvtier.engine.llm import LLM
 from kvtier.engine.model import paged_model
@@ -28,7 +30,7 @@ def _small_blocks_come_by_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_disk(folder: Path) -> dict[str, object]:
-    """All that has left the device is in host memory."""
+    """An engine without a disk: blocks that leave the device are in host memory."""
     tables = configuration(folder, 1.5, 6.0)
     del tables["disk"]
     return tables
@@ -36,7 +38,7 @@ def without_disk(folder: Path) -> dict[str, object]:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The layers that computing has waited at."""
+    """The layers at which a step has waited."""
     seen: list[int] = []
     wait = LayerGate.wait
 
@@ -55,16 +57,22 @@ def test_a_layer_that_comes_after_the_wait_has_ended_is_no_wrong_token(
     prompt = prompt_of(1)
     tables = without_disk(tmp_path)
     tables["device"]["poison"] = True
-    copy = CpuMemory.to_device_layers
+    copy, wait, given_up = CpuMemory.to_device_layers, LayerGate.wait, threading.Event()
+
+    def wait_in_vain(gate: LayerGate, layer: int, num_layers: int, give_up_at: float) -> None:
+        wait(gate, layer, num_layers, give_up_at)
+        if gate.missed and layer == num_layers - 1:  # else the copies overtake the step, and what it reads is right
+            given_up.set()
 
     def late(memory: CpuMemory, host_slots: Sequence[int], device_slots: Sequence[int], layers: range) -> None:
-        time.sleep(0.3)
+        assert given_up.wait(DEADLINE_S), "computing never gave up waiting"
         copy(memory, host_slots, device_slots, layers)
 
     with LLM(model, tables, byte_tokenizer()) as llm:
         llm.generate(prompt, GREEDY)
         push_down(llm, prompt, Tier.DEVICE)
         monkeypatch.setattr(paged_model, "ARRIVAL_WAIT_S", 0.01)
+        monkeypatch.setattr(LayerGate, "wait", wait_in_vain)
         monkeypatch.setattr(CpuMemory, "to_device_layers", late)
         done = llm.generate(prompt, GREEDY)[0]
         llm.check()
@@ -80,7 +88,7 @@ def test_a_request_that_began_early_can_be_aborted_whatever_came_of_that(
     prompt = prompt_of(1)
     with LLM(model, configuration(tmp_path, 1.5, 6.0), byte_tokenizer()) as llm:
         llm.generate(prompt, GREEDY)
-        llm.core.cache.flush(20.0)
+        llm.core.cache.flush(DEADLINE_S)
         push_down(llm, prompt, Tier.DEVICE)
         core = llm.core
         free = core.cache.free_slots()
@@ -120,7 +128,7 @@ def test_tokens_are_the_same_and_computing_began_early(name: str, tmp_path: Path
     assert model.config._attn_implementation != IMPLEMENTATION  # the engine is closed
 
 
-def test_without_it_nobody_waits_at_a_layer(tmp_path: Path, waits: list[int]) -> None:
+def test_without_it_no_step_waits_at_a_layer(tmp_path: Path, waits: list[int]) -> None:
     model = build("llama")
     prompt = prompt_of(1)
     tables = without_disk(tmp_path)
@@ -135,7 +143,7 @@ def test_without_it_nobody_waits_at_a_layer(tmp_path: Path, waits: list[int]) ->
 
 
 def test_what_was_computed_on_a_damaged_block_counts_for_nothing(tmp_path: Path, waits: list[int]) -> None:
-    """The digest is known only after computing has begun: nothing of it may get out."""
+    """The digest is known only after computing has begun; no token of that may come out."""
     model = build("llama")
     prompt = prompt_of(1)
     expected = plain_greedy(model, prompt, NUM_NEW)

@@ -1,4 +1,4 @@
-"""What a model may be given as: a folder, a GGUF file, "smollm2" or a name on the hub; mistakes are one line."""
+"""Checkpoint: a model is given as a folder, a GGUF file, "smollm2" or a name on the hub; mistakes are one line."""
 
 import subprocess
 import sys
@@ -49,6 +49,7 @@ def test_a_gguf_file_answers_as_the_folder_of_the_same_model(gguf_file: Path, tm
     assert answers[0] == plain_greedy(model, PROMPT, 8)
 
 
+@pytest.mark.long
 def test_what_a_gguf_file_leaves_on_disk_is_found_by_the_next_engine(gguf_file: Path, tmp_path: Path) -> None:
     tables = {**TINY, "disk": {"path": str(tmp_path / "store"), "capacity": "64MiB"}}
     with LLM(str(gguf_file), tables) as llm:
@@ -67,7 +68,7 @@ def test_the_plan_of_a_gguf_file_is_what_the_engine_finds(gguf_file: Path) -> No
 
     with LLM(gguf_file, config) as llm:
         assert plan.longest_request == llm.core.longest_request
-        assert plan.rooms[0].num_blocks == llm.core.cache.free_slots()[0]
+        assert plan.tiers[0].num_blocks == llm.core.cache.free_slots()[0]
     assert plan.dtype == "float32"
     assert plan.model_tokens == 4096
     assert not plan.remarks  # one would be that the tokenizer has no chat template

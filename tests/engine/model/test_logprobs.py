@@ -1,4 +1,4 @@
-"""Log probabilities of what was generated."""
+"""Logarithmic probabilities of generated tokens."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Adapters: the tokens of plain transformers with peft, in one batch, from every tier; and no block is another's."""
+"""Adapters: the tokens of plain transformers with peft, in one batch and from every tier; no two share a block."""
 
 import asyncio
 import random
@@ -16,7 +16,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from kvtier import LLM, AsyncLLM, SamplingParams
 from kvtier.engine.llm import keyed
-from kvtier.engine.model.lora_adapter import UnusableLora, load_adapter
+from kvtier.engine.model.adapter_folder import UnusableLora
+from kvtier.engine.model.lora_adapter import load_adapter
 from kvtier.engine.model.runner import Chunk, ModelRunner
 from kvtier.engine.model.unsupported_model import UnsupportedModel
 from kvtier.engine.scheduling.request import Request
@@ -45,7 +46,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str,
 
 
 class Plain:
-    """What plain transformers and peft answer, for each adapter."""
+    """The answers of plain transformers and peft, for each adapter."""
 
     def __init__(self, folders: Mapping[str, Mapping[str, Path]]) -> None:
         self._folders = folders
@@ -208,7 +209,7 @@ def test_a_prompt_preempted_or_aborted_among_others_changes_no_token(
         assert not llm.core.has_work
         llm.check()
     assert urgent is not None
-    assert went_back, "nobody was preempted"
+    assert went_back, "no request was preempted"
     assert urgent.generated == plain.answer("llama", "mlp", prompt_of(9, 140))
 
     for number, (prompt, lora) in enumerate(asked):
@@ -253,7 +254,7 @@ def test_the_base_models_store_is_the_same_with_and_without_adapters(
 def test_an_adapter_is_its_weights_and_scales_not_only_its_name(
     saved: Mapping[str, Mapping[str, Path]], plain: Plain, tmp_path: Path
 ) -> None:
-    """On one store, under one name: what was trained on, what was scaled otherwise, and a copy in another folder."""
+    """On one store, under one name: an adapter trained on, one scaled otherwise, and a copy in another folder."""
     prompt, store = prompt_of(1), tmp_path / "store"
     settings = ADAPTERS["all"]
     versions = {
@@ -320,7 +321,7 @@ def test_streams_of_all_adapters_at_once_get_their_own_tokens(
 # The model stays what it is
 
 
-def test_a_model_with_adapters_that_nobody_uses_has_no_hooks_and_is_given_back_as_it_was(
+def test_a_model_with_adapters_that_no_request_uses_has_no_hooks_and_is_given_back_as_it_was(
     saved: Mapping[str, Mapping[str, Path]],
 ) -> None:
     model = build("llama")
@@ -404,7 +405,7 @@ def test_other_layers_get_their_deltas_in_mixed_steps(kind: str, tmp_path: Path)
 
 
 def test_a_layer_that_gets_its_tokens_in_another_order_is_refused(saved: Mapping[str, Mapping[str, Path]]) -> None:
-    """As experts do; who gets whose delta would be left to chance."""
+    """Experts do so; which token gets which delta would be left to chance."""
     model = build("llama")
     mlp = model.model.layers[1].mlp
     plain = mlp.forward
@@ -515,7 +516,7 @@ def test_an_adapter_that_is_not_there_is_the_callers_mistake(saved: Mapping[str,
     with LLM(build("llama"), tables(saved["llama"]), byte_tokenizer()) as llm:
         with pytest.raises(ValueError, match="lora legal: no such adapter; there is all, ranked, mlp"):
             llm.generate("text", lora="legal")
-        with pytest.raises(ValueError, match="no adapter that is loaded"):
+        with pytest.raises(ValueError, match="no such adapter is loaded"):
             llm.generate("text", extra=ExtraKeys(lora=Lora("all", "sha256:of another")))
         llm.check()
 

@@ -1,4 +1,4 @@
-"""The memories of a model's groups: all of them, or none that keeps anything."""
+"""The memories of a model's groups: all are made, or those that were made are closed."""
 
 import pytest
 from small_models import build

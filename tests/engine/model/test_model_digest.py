@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch.ao says that it is de
 
 
 def quantised(dtype: torch.dtype, shift: float) -> PreTrainedModel:
-    """A model whose linear layers are packed: neither parameters nor buffers."""
+    """A model whose linear layers are packed, which are neither parameters nor buffers."""
     model = build("llama")
     torch.manual_seed(1)
     with torch.no_grad():
@@ -56,7 +56,7 @@ def test_a_model_with_other_packed_weights_gets_nothing_from_the_store_of_the_fi
 
 
 class Packed:
-    """What a library of quantisation may keep beside its tensors."""
+    """An object that a library of quantisation may keep beside its tensors."""
 
     def __init__(self, scale: float) -> None:
         self.parts = {"scale": torch.tensor([scale]), "axis": 1}

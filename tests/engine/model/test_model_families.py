@@ -133,7 +133,7 @@ def test_a_family_that_cannot_be_paged_is_refused_with_the_reason(family: str) -
 
 
 class DenseUntilAttention(LlamaAttention):
-    """Looks at its tokens one by one as long as they are few, as sparse attention that begins at a length does."""
+    """Changes what it computes beyond a number of tokens, as sparse attention that begins at a length does."""
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if hidden_states.shape[1] > self.config.dense_until:

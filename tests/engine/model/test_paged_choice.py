@@ -1,6 +1,7 @@
-"""Which way attention goes is decided once for a class of segments; where the kernel cannot be used, it gathers."""
+"""Choice: attention's path is decided once for a class of segments; without a usable kernel it gathers."""
 
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -21,13 +22,16 @@ def part(start: int, num_tokens: int, group: FullAttention | SlidingWindow = GRO
     return segment(group, [0] * 10_000, slice(0, num_tokens), start, num_tokens, CPU)
 
 
-@pytest.fixture(autouse=True)
-def _no_choices_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_choice, "_choices", {})
+NUM_HEADS = count(10, 2)
+
+
+def new_shape(device: torch.device = CPU) -> Shape:
+    """One that this process has made no choice for."""
+    return replace(SHAPE, device=device, num_heads=next(NUM_HEADS))
 
 
 def test_on_a_cpu_everything_is_gathered() -> None:
-    choice = choose(SHAPE, SLAB)
+    choice = choose(new_shape(), SLAB)
 
     assert not any(choice.in_place(part(start, count)) for start in (0, 4000, 100_000) for count in (1, 64, 4096))
 
@@ -51,25 +55,9 @@ def test_every_class_goes_one_way_and_what_was_not_measured_is_read_in_place() -
     assert not ALL_GATHERED.in_place(part(100_000, 4096))
 
 
-def test_a_shape_is_measured_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = []
-
-    def measure(shape: Shape, slab: torch.Tensor) -> Choice:
-        measured.append(shape)
-        return Choice(frozenset({(0, len(measured))}))
-
-    monkeypatch.setattr(paged_choice, "_measured", measure)
-
-    first, again, other = choose(SHAPE, SLAB), choose(replace(SHAPE), SLAB), choose(replace(SHAPE, num_heads=4), SLAB)
-
-    assert first is again
-    assert other is not first
-    assert len(measured) == 2
-
-
 @pytest.fixture
 def _pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as choosing goes: what is measured is replaced by each test."""
+    """Have choosing take the device for CUDA; each test replaces what is measured."""
     pytest.importorskip("triton", reason="Triton is not installed (it is no part of torch for the CPU)")
     nothing = SimpleNamespace(
         get_rng_state=lambda device: None, set_rng_state=lambda state, device: None, empty_cache=lambda: None
@@ -78,11 +66,30 @@ def _pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_pretend_cuda")
+def test_a_shape_is_measured_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Shape] = []
+
+    def measure(shape: Shape) -> float:
+        measured.append(shape)
+        return 0.5
+
+    monkeypatch.setattr(paged_choice, "largest_error", measure)
+    one, other = new_shape(CUDA), new_shape(CUDA)
+
+    for shape in (one, replace(one), other, one):
+        choose(shape, SLAB)
+
+    assert measured == [one, other]
+
+
+@pytest.mark.usefixtures("_pretend_cuda")
 @pytest.mark.parametrize("error", [0.5, float("nan")])
 def test_a_kernel_that_answers_otherwise_is_never_used(error: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_choice, "_largest_error", lambda shape: error)
+    monkeypatch.setattr(paged_choice, "largest_error", lambda shape: error)
+    monkeypatch.setattr(paged_choice, "both_ways", lambda *_: (1.0, 2.0))  # although it would be faster
+    monkeypatch.setattr(paged_choice, "median_seconds", lambda call: call)
 
-    assert choose(replace(SHAPE, device=CUDA), SLAB) == ALL_GATHERED
+    assert choose(new_shape(CUDA), SLAB) == ALL_GATHERED
 
 
 @pytest.mark.usefixtures("_pretend_cuda")
@@ -93,9 +100,9 @@ def test_a_kernel_that_does_not_compile_is_never_used(error: Exception, monkeypa
     def fail(shape: Shape) -> float:
         raise error
 
-    monkeypatch.setattr(paged_choice, "_largest_error", fail)
+    monkeypatch.setattr(paged_choice, "largest_error", fail)
 
-    assert choose(replace(SHAPE, device=CUDA), SLAB) == ALL_GATHERED
+    assert choose(new_shape(CUDA), SLAB) == ALL_GATHERED
 
 
 @pytest.mark.usefixtures("_pretend_cuda")
@@ -103,11 +110,11 @@ def test_each_class_goes_the_way_that_was_faster(monkeypatch: pytest.MonkeyPatch
     def calls(shape: Shape, slab: torch.Tensor, segments: list[Segment]) -> tuple[float, float]:
         return (2.0, 1.0) if class_of(segments[0])[1] == 0 else (1.0, 2.0)
 
-    monkeypatch.setattr(paged_choice, "_largest_error", lambda shape: 0.0)
-    monkeypatch.setattr(paged_choice, "_calls", calls)
-    monkeypatch.setattr(paged_choice, "_seconds", lambda call: call)
+    monkeypatch.setattr(paged_choice, "largest_error", lambda shape: 0.0)
+    monkeypatch.setattr(paged_choice, "both_ways", calls)
+    monkeypatch.setattr(paged_choice, "median_seconds", lambda call: call)
 
-    choice = choose(replace(SHAPE, device=CUDA), SLAB)
+    choice = choose(new_shape(CUDA), SLAB)
 
     assert choice == Choice(frozenset({(0, 0), (1, 0)}))
     assert choice.in_place(part(30_000, 1))

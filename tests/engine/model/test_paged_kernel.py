@@ -82,13 +82,13 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def _short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that small cases have several."""
+    """Make splits short, so that small cases have several."""
     monkeypatch.setattr(paged_in_place, "MIN_SPLIT_KEYS", 16)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Tensors of a case. All that no query may read is NaN: other slots and layers, tails, what a window has left."""
+    """Tensors of a case. All that no query may read is NaN: other slots and layers, tails, keys before a window."""
 
     case: Case
     query: torch.Tensor
@@ -98,7 +98,7 @@ class Bench:
     expected: torch.Tensor  # [num_tokens, num_heads, head_dim] float64
 
     def in_place(self, segments: list[Segment] | None = None) -> torch.Tensor:
-        """What the kernels answer."""
+        """The output of the kernels."""
         case, device = self.case, self.slab.device
         output = torch.full_like(self.expected, float("nan"), dtype=self.slab.dtype)
         packed = plan(
@@ -142,7 +142,7 @@ def bench(case: Case, device: str, dtype: torch.dtype) -> Bench:
 
 
 def oldest(group: AttentionGroup, position: int) -> int:
-    """The first token that is read, by the words of the kind."""
+    """The first token that a query reads, computed from the kind's definition."""
     match group:
         case SlidingWindow(window_tokens=window):
             return max(0, position - (window - 1))
@@ -153,7 +153,7 @@ def oldest(group: AttentionGroup, position: int) -> int:
 
 
 def plainly(case: Case, query: torch.Tensor, kv: torch.Tensor, start: int, sinks: torch.Tensor | None) -> torch.Tensor:
-    """One query and head after the other, over the keys it reads, in float64."""
+    """Attention of one query and head after the other, over the keys that it reads, in float64."""
     rows = []
     for i in range(len(query)):
         keys, values = kv[:, oldest(case.group, start + i) : start + i + 1].double()
@@ -221,7 +221,7 @@ def test_what_the_kernels_cannot_do_is_known_beforehand() -> None:
 
 
 def logits(model: PreTrainedModel, choice: Choice, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """After each of several steps, in which two requests go on beside each other."""
+    """The logits of each of several steps that compute two requests."""
     monkeypatch.setattr(attention, "choose", lambda *_: choice)
     runner = ModelRunner(model, 16, 4 << 20)
     rng = random.Random(6)

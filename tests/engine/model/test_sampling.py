@@ -1,3 +1,5 @@
+"""Sampling: draws follow temperature, top-k, top-p and seed, and mistakes are refused."""
+
 import pytest
 import torch
 

@@ -1,4 +1,4 @@
-"""Whatever one copy does that never comes back: who waits, and for how long? On a clock that only waiting moves.
+"""Copies that never end: which requests wait, and for how long, on a clock that only waiting moves.
 
 Every transfer of a scripted day is, one run after the other, the one that hangs: on a lane whose only thread it takes
 with it, and on one that has another thread.
@@ -49,7 +49,7 @@ TOKENIZER = byte_tokenizer()
 
 @dataclass(eq=False)
 class Asked:
-    """A request, and when on our clock it came and had its first token."""
+    """A request, with the times of its arrival and of its first token on the test's clock."""
 
     request: Request
     at: float
@@ -91,7 +91,7 @@ class Engine(HangingWorld):
 
     @property
     def hung_at(self) -> float | None:
-        """When the transfer that never comes back began."""
+        """The time at which the transfer that never ends began."""
         return min((lane.stuck_at for lane in self.lanes.values() if lane.stuck_at is not None), default=None)
 
     def ask(self, document: str, num_tokens: int = DOCUMENT, max_tokens: int = 2, priority: int = 0) -> Asked:
@@ -105,7 +105,7 @@ class Engine(HangingWorld):
         return self.asked[-1]
 
     def step(self) -> None:
-        """What `EngineCore.step` does."""
+        """Do what `EngineCore.step` does."""
         work = self.scheduler.schedule()
         for item in work:
             self.fill(item)
@@ -113,7 +113,7 @@ class Engine(HangingWorld):
         for item in work:
             self.wait_for_layers(item)
         lost = self.scheduler.settle(work)
-        self.scheduler.computed([item for item in work if item.request not in lost])
+        self.scheduler.on_computed([item for item in work if item.request not in lost])
         for item in work:
             if item.request not in lost and item.request.num_to_compute == 0:
                 self.sample(item.request)
@@ -124,7 +124,7 @@ class Engine(HangingWorld):
             self.cache.wait(STEP_S)
 
     def fill(self, work: Work) -> None:
-        """See that what the request goes on from is right, and write what it computes."""
+        """Assert that the blocks that the request continues are right, and write those that it computes."""
         request, end = work.request, work.request.num_computed + work.num_tokens
         request.chain.extend(request.token_ids)
         (table,) = request.tables
@@ -137,7 +137,7 @@ class Engine(HangingWorld):
                 assert (block == expected).all(), "a request goes on from wrong bytes"
 
     def wait_for_layers(self, work: Work) -> None:
-        """What attention does at each layer of a prefix that is still arriving."""
+        """Wait as attention does at each layer of a prefix that is still arriving."""
         if work.gate is not None:
             work.gate.wait(3, 4, give_up_at=0.0)
             self.let_time_pass(ARRIVAL_WAIT_S if work.gate.missed else 0.0)
@@ -172,7 +172,7 @@ class Engine(HangingWorld):
         raise AssertionError("a request never ends")
 
     def let_go(self) -> None:
-        """Every client and every hold leaves."""
+        """End all requests and release all held slots."""
         for asked in self.asked:
             self.scheduler.abort(asked.request)
         for pin in self.holds:
@@ -202,7 +202,7 @@ def _small_blocks_come_by_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "BY_LAYERS_BYTES", 0)
 
 
-def test_a_day_without_a_fault_uses_every_lane_and_nobody_waits() -> None:
+def test_a_day_without_a_fault_uses_every_lane_and_no_request_waits() -> None:
     engine = whole_day(None, by_layers=False)
 
     assert max(asked.waited_s for asked in engine.asked) < SHORT_S
@@ -221,22 +221,22 @@ def see_that_nobody_waits_twice(engine: Engine) -> None:
     assert hung_at is not None, "the fault never happened"
     for asked in engine.asked:
         waited_s = asked.waited_s
-        # Who is there when it happens waits no longer than its deadline, and who comes until it is known no longer
-        # than that takes.
+        # A request that is there when the copy hangs waits no longer than its deadline. One that comes before that is
+        # known waits no longer than it takes to know it.
         assert waited_s <= LOAD_TIMEOUT_S + STALL_S + SHORT_S, f"{asked.at}: {waited_s} s, beyond its deadline"
         left_s = max(0.0, hung_at + KNOWN_S - asked.at)
         assert waited_s <= left_s + SHORT_S, f"{asked.at - hung_at} s after the fault: {waited_s} s"
 
 
 def live_through(fault: Fault, by_layers: bool) -> Engine:
-    """The day, and all that must hold of it."""
+    """Run the whole day, and assert all that must hold of it."""
     engine = whole_day(fault, by_layers)
     see_that_nobody_waits_twice(engine)
     return engine
 
 
 def see_that_it_still_serves(engine: Engine, fault: Fault) -> None:
-    """What works is used: a document that everybody has asked for comes from where it is."""
+    """Assert that the tiers that work are used: a document that all requests asked for comes from its tier."""
     disk = engine.index.disk
     assert disk is not None
     has_threads = fault.num_threads > 1
@@ -260,7 +260,7 @@ def see_that_it_still_serves(engine: Engine, fault: Fault) -> None:
 
 
 def see_that_it_ends(engine: Engine) -> None:
-    """Closing takes no longer than a lane's time to close, and nothing is lost when what hung has ended."""
+    """Assert that closing takes no longer than a lane may take, and no lease is lost once hanging copies have ended."""
     engine.let_go()
     began_at = engine.clock.now
     engine.cache.flush(120.0)
@@ -280,7 +280,7 @@ def see_that_it_ends(engine: Engine) -> None:
 
 
 def faults(route: Route, num_threads: int, by_layers: bool, most: int | None) -> list[Fault]:
-    """Some of the day's transfers on that route, or all."""
+    """The numbers of the day's transfers on a route that hang: some, or all."""
     numbers = list(range(num_transfers(by_layers)[route]))
     if most is not None:
         seed = random.SystemRandom().randrange(1 << 30)
@@ -323,7 +323,7 @@ def test_one_request_at_most_waits_whichever_copy_never_comes_back(
 
 
 def live_on(engine: Engine, num_steps: int) -> None:
-    """So many steps of the day after the copy hung."""
+    """Run so many steps of the day after the copy hung."""
     for _ in engine.day():
         if engine.hung_at is not None:
             num_steps -= 1
@@ -382,14 +382,14 @@ def test_closing_waits_once_for_a_lane_that_hangs_and_says_so(route: Route, monk
 
 
 def without_answers(engine: Engine, seconds: float) -> None:
-    """So long nothing but time passes, and what the lanes do."""
+    """Let time pass and lanes work, without a step."""
     until = engine.clock.now + seconds
     while engine.clock.now < until:
         engine.step()
 
 
 def wait_for(engine: Engine, *documents: str) -> list[float]:
-    """How long each of these, asked for one after the other, waits for its first token."""
+    """Ask for documents one after the other; how long each waits for its first token."""
     waits = []
     for document in documents:
         asked = engine.ask(document)
@@ -400,7 +400,7 @@ def wait_for(engine: Engine, *documents: str) -> list[float]:
 
 
 def only_on_disk(engine: Engine, *documents: str) -> None:
-    """Have these computed, written, and gone from device and host memory."""
+    """Have documents computed and written, then pushed out of device and host memory."""
     wait_for(engine, *documents)
     while engine.scheduler.has_work:
         engine.step()

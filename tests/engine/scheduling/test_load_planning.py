@@ -60,13 +60,13 @@ def test_steps_are_told_when_a_token_was_sampled_and_only_with_prefill(request_o
     told: list[tuple[int, float, float, int]] = []
 
     class Listening(PrefillSpeed):
-        def computed(self, num_tokens: int, num_read: float, seconds: float, num_steps: int = 1) -> None:
+        def on_computed(self, num_tokens: int, num_read: float, seconds: float, num_steps: int = 1) -> None:
             told.append((num_tokens, num_read, seconds, num_steps))
 
     times = StepTimes(Listening(), 16)
-    times.stepped([Work(request_of, 64)], [0], 0.5, has_sampled=False)
-    times.stepped([Work(request_of, 40)], [64], 0.25, has_sampled=True)
-    times.stepped([Work(request_of, 1)], [104], 0.125, has_sampled=True)
+    times.on_step([Work(request_of, 64)], [0], 0.5, has_sampled=False)
+    times.on_step([Work(request_of, 40)], [64], 0.25, has_sampled=True)
+    times.on_step([Work(request_of, 1)], [104], 0.125, has_sampled=True)
 
     assert told == [(104, tokens_read(0, 64) + tokens_read(64, 40), 0.75, 2)]
 
@@ -74,4 +74,4 @@ def test_steps_are_told_when_a_token_was_sampled_and_only_with_prefill(request_o
 @pytest.fixture
 def request_of() -> Request:
     machine = Machine(device_blocks=16, host_blocks=16)
-    return SimulatedEngine(machine, "always", with_disk=False)._ask(documents(1, num_blocks=2)[0])
+    return SimulatedEngine(machine, "always", with_disk=False).ask(documents(1, num_blocks=2)[0])

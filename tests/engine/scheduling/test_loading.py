@@ -21,21 +21,21 @@ from kvtier.tiers.up.prefill_speed import PrefillSpeed
 from kvtier.transfer.transfer_engine import Route
 
 BLOCK_SIZE = 4
-NUM_DEVICE_SLOTS = 26  # three documents
-NUM_HOST_SLOTS = 60  # seven
+NUM_DEVICE_SLOTS = 26  # room for three documents
+NUM_HOST_SLOTS = 60  # room for seven
 PROMPT = 8 * BLOCK_SIZE + 2
 CHUNK = 3 * BLOCK_SIZE
 LOAD_S = 20.0
 HANGS_S = 5.0  # longer than a step that began early waits, shorter than a load may take
 DOCUMENTS = "abcdefgh"
-FEW_EVENTS = 3000  # of a walk
+FEW_EVENTS = 3000  # events of a short walk
 MOST_EVENTS = 300_000  # until every way has been gone: often 5,000, seldom 50,000
 TOKENIZER = byte_tokenizer()
 EVERY_STEP = {(state, later) for state, states in NEXT_STATES.items() for later in states}
 
 
 class RestingQueue(StirringQueue):
-    """One whose lanes do nothing for a while."""
+    """A queue whose lanes can be made to do nothing for a while."""
 
     rests = False
 
@@ -83,12 +83,12 @@ class Walk(World):
         return self.clock.now
 
     def plan(self, demand: Demand, *_: object) -> Plan:
-        """All of a hit, or its end."""
+        """Plan to load all of a hit, or its end."""
         start = self.rng.choice([0, *demand.ends[:-1].tolist()])
         return Plan(int(start), int(demand.ends[-1]))
 
     def something_happens(self) -> None:
-        """One event of one loading, or of the world."""
+        """Have one event of one loading, or of the world, happen."""
         rng = self.rng
         self.clock.now += 0.001
         dice = rng.random()
@@ -123,7 +123,7 @@ class Walk(World):
         self.loadings.append((request, Loading(request, self.around)))
 
     def go_on(self, request: Request, loading: Loading) -> None:
-        """One of the events that the state has."""
+        """Call one of the events that the loading's state has."""
         before = loading.state
         event = self.rng.choice(self.events(request, loading))
         event()
@@ -141,7 +141,7 @@ class Walk(World):
             see_what_is_illegal(loading)
 
     def events(self, request: Request, loading: Loading) -> Sequence[Callable[[], object]]:
-        """What the scheduler may do in this state, what brings the loading further more than once."""
+        """The events of the loading's state; those that bring it further several times, to be drawn more often."""
 
         def ask_for_room() -> None:
             if loading.ask_for_room():
@@ -175,7 +175,7 @@ class Walk(World):
         return events[loading.state]
 
     def compute_to(self, request: Request, end: int) -> None:
-        """Do what a model does, if there are slots."""
+        """Compute tokens as a model does, if there are slots."""
         slots = self.cache.allocate([-(-end // BLOCK_SIZE) - len(table) for table in request.tables])
         if slots is None:
             return
@@ -194,7 +194,7 @@ class Walk(World):
             assert (self.device[0][slot] == self.bytes_of(0, name)).all(), "a request goes on from wrong bytes"
 
     def end(self) -> None:
-        """Everybody leaves, and every copy ends."""
+        """Give up all loadings, end all copies, and assert that no lease is lost."""
         for request, loading in self.loadings:
             loading.give_up()
             self.release(request)
@@ -207,7 +207,7 @@ class Walk(World):
 
 
 def see_what_is_illegal(loading: Loading) -> None:
-    """Every event that the state does not have raises and changes nothing; a state that is not so is found."""
+    """Assert that events that the state does not have raise and change nothing, and `check` finds a wrong state."""
     state = loading.state
     events: dict[Callable[[], object], Set[State]] = {
         loading.look_up: WAITING,
@@ -233,7 +233,7 @@ def see_what_is_illegal(loading: Loading) -> None:
 
 
 def walk(monkeypatch: pytest.MonkeyPatch, most_events: int) -> Walk:
-    """Until every way has been gone, or so many events have happened; then all leave."""
+    """Go on until every way has been gone, or so many events have happened; then end all loadings."""
     monkeypatch.setattr(uploads, "BY_LAYERS_BYTES", 0)
     seed = random.SystemRandom().randrange(1 << 30)
     print(f"seed {seed}")

@@ -1,4 +1,4 @@
-"""Who goes first: urgent requests before others, and what waits is brought from disk meanwhile."""
+"""Priorities: urgent requests run first, and cached prefixes of waiting ones are brought from disk."""
 
 import random
 from pathlib import Path

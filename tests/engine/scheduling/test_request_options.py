@@ -1,4 +1,4 @@
-"""What a caller may ask of the cache for one request."""
+"""RequestOptions: how one request may use the cache."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Scheduler, driven step by step on a real model: who computes what, who waits, and whose slots come back."""
+"""Scheduler, driven step by step on a real model: which requests compute or wait, and which slots come back."""
 
 import random
 from collections.abc import Sequence
@@ -25,13 +25,16 @@ from transformers import PreTrainedModel
 
 from kvtier.engine import core as engine_core
 from kvtier.engine.core import EngineCore
+from kvtier.engine.scheduling import loading
 from kvtier.engine.scheduling.request import FinishReason, Request
 from kvtier.engine.scheduling.stall import LEAST_S, CopyHangs, Stall
+from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.tier import Reason
+from kvtier.tiers.up.promotion import Hit
 
 
 def smallest_engine(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int, token_budget: int) -> EngineCore:
-    """One whose device holds just so many blocks that it accepts the prompt."""
+    """The engine with the smallest device that accepts the prompt."""
     for num_slots in range(2, PLENTY):
         core = engine(model, num_slots, token_budget=token_budget)
         try:
@@ -117,7 +120,7 @@ def test_no_more_requests_are_active_than_max_running(model: PreTrainedModel, tm
         scheduler = core.scheduler
         num_active = []
 
-        with reads_hang(core):  # the first one is parked, and counts
+        with reads_hang():  # the first one is parked, and counts
             for _ in range(6):
                 step(core)
                 num_active.append(len(scheduler.promoting) + len(scheduler.running))
@@ -137,7 +140,7 @@ def test_a_request_whose_prefix_is_being_promoted_is_parked_while_others_go_on(
     store_prompt(model, tmp_path, stored)
 
     with engine(model, folder=tmp_path) as core:
-        with reads_hang(core):
+        with reads_hang():
             parked = add(core, stored)
             requests = [add(core, prompt) for prompt in others]
             steps = step_until(core, lambda: all(request.finish_reason for request in requests))
@@ -152,17 +155,44 @@ def test_a_request_whose_prefix_is_being_promoted_is_parked_while_others_go_on(
     assert parked.tokens.reasons == {Reason.LAST_BLOCK: 6}
 
 
+def test_a_prompt_that_waits_for_slots_is_looked_up_again_only_when_enough_of_them_are_free(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "HIT_LASTS_S", 0.0)
+    prompt = prompt_of(2, 12 * BLOCK_SIZE)
+    with engine(model, num_slots=26) as core:
+        lookup = core.cache.lookup
+        num_lookups = 0
+
+        def counted(chain: BlockChain, num_tokens: int) -> Hit:
+            nonlocal num_lookups
+            num_lookups += chain is waiting.chain
+            return lookup(chain, num_tokens)
+
+        monkeypatch.setattr(core.cache, "lookup", counted)
+        running = add(core, prompt_of(1, 20 * BLOCK_SIZE), max_tokens=40)
+        small = add(core, prompt_of(3, 10), max_tokens=3)  # its end frees slots, and too few of them
+        waiting = add(core, prompt)
+        step_until(core, lambda: running.finish_reason is not None)
+        assert small.finish_reason is not None
+        assert (num_lookups, waiting.first_token_at) == (1, None)
+        finish(core)
+
+    assert num_lookups == 2
+    assert waiting.generated == plain_greedy(model, prompt, 8)
+
+
 def test_a_promotion_that_is_late_is_recomputed_for_the_reason_deadline(model: PreTrainedModel, tmp_path: Path) -> None:
     stored = prompt_of(1, 150)
     expected = plain_greedy(model, stored, 8)
     store_prompt(model, tmp_path, stored)
 
     with engine(model, folder=tmp_path, read_timeout_s=0.05) as core:
-        with reads_hang(core):
+        with reads_hang():
             request = add(core, stored)
             finish(core)
             core.check()
-            assert num_hanging(core) > 0
+            assert num_hanging() > 0
         assert_nothing_leased(core)
         again = add(core, stored)
         finish(core)
@@ -179,7 +209,7 @@ def test_a_disk_that_hangs_keeps_no_device_slots_from_the_request_that_gave_it_u
     expected = plain_greedy(model, stored, 8)
     store_prompt(model, tmp_path, stored)
 
-    with engine(model, num_slots=12, folder=tmp_path, read_timeout_s=0.05) as core, reads_hang(core):
+    with engine(model, num_slots=12, folder=tmp_path, read_timeout_s=0.05) as core, reads_hang():
         request = add(core, stored)
         for _ in range(60):
             if core.has_work:
@@ -280,10 +310,10 @@ def test_aborting_frees_every_lease_and_leaves_the_others_alone(state: str, name
 
     with engine(model, folder=tmp_path) as core:
         scheduler = core.scheduler
-        with reads_hang(core):
+        with reads_hang():
             aborted, stays = add(core, stored), add(core, other)
             if state == "promoting":
-                step_until(core, lambda: aborted in scheduler.promoting and num_hanging(core) > 0)
+                step_until(core, lambda: aborted in scheduler.promoting and num_hanging() > 0)
             elif state == "prefilling":
                 step_until(core, lambda: aborted.num_computed > 0)
                 assert not aborted.generated
@@ -307,7 +337,7 @@ def test_aborting_one_of_two_that_wait_for_the_same_blocks_takes_nothing_from_th
     store_prompt(model, tmp_path, stored)
 
     with engine(model, folder=tmp_path) as core:
-        with reads_hang(core):
+        with reads_hang():
             first, second = add(core, stored), add(core, stored)
             step_until(core, lambda: len(core.scheduler.promoting) == 2)
             core.abort(first)

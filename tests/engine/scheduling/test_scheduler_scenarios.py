@@ -44,7 +44,7 @@ def text(seed: int, num_tokens: int) -> list[int]:
 
 
 class Machine(World):
-    """An engine whose model answers every prompt with tokens that nobody had before."""
+    """An engine whose model answers every prompt with tokens that no prompt or answer had before."""
 
     def __init__(
         self,
@@ -74,13 +74,13 @@ class Machine(World):
         return request
 
     def step(self) -> list[tuple[Request, int]]:
-        """One step; who computed how many tokens."""
+        """Do one step; which requests computed how many tokens."""
         work = self.scheduler.schedule()
         self.compute_work(work)
         return [(item.request, item.num_tokens) for item in work]
 
     def compute_work(self, work: Sequence[Work]) -> None:
-        self.scheduler.computed(work)
+        self.scheduler.on_computed(work)
         for item in work:
             request = item.request
             if request.num_to_compute == 0:
@@ -92,7 +92,7 @@ class Machine(World):
         self.scheduler.check()
 
     def finish(self, *requests: Request) -> None:
-        """Step until these, or all, have their answers; copies arrive between the steps."""
+        """Step until these requests, or all, have their answers; copies arrive between the steps."""
         for _ in range(1000):
             if not (any(r.finish_reason is None for r in requests) if requests else self.scheduler.has_work):
                 return
@@ -101,17 +101,17 @@ class Machine(World):
         raise AssertionError("no end")
 
     def answer(self, prompt: Sequence[int], max_tokens: int = 1, **options: bool) -> Request:
-        """A request from its beginning to its end, alone."""
+        """Run a request alone, from its beginning to its end."""
         request = self.ask(prompt, max_tokens, **options)
         self.finish(request)
         return request
 
     def queue(self, group_id: int = 0) -> list[int]:
-        """The free slots in the order in which they would be given out; nothing changes."""
-        return self.pools[group_id]._blank[::-1] + self.pools[group_id].cached_slots()
+        """The free slots in the order in which they would be given out; changes nothing."""
+        return self.pools[group_id].blank_slots() + self.pools[group_id].cached_slots()
 
     def holders(self, request: Request, group_id: int = 0) -> list[int | None]:
-        """For each full block of the request the device slot in which others find it."""
+        """For each full block of the request, the device slot in which look-ups find it."""
         return [self.pools[group_id].find(name) for name in request.chain.names]
 
     def flush(self) -> None:
@@ -123,7 +123,7 @@ class Machine(World):
         assert self.cache.flush(10, progress) == 0
 
     def push_out(self, request: Request, to: Tier = Tier.HOST) -> None:
-        """Leave the request's full blocks in that tier only."""
+        """Push the request's full blocks out of all other tiers."""
         self.flush()
         groups, below = self.cache.residency.groups, self.host
         assert below is not None
@@ -143,7 +143,7 @@ def with_tiers(groups: Sequence[AttentionGroup] = FULL, num_slots: int = 20, **o
     return Machine(groups, num_slots, num_host_slots=60, store=MemoryStore(1 << 24), **options)
 
 
-# --- who is let in
+# --- which requests are admitted
 
 
 def test_a_request_that_does_not_fit_beside_a_running_one_waits_and_nothing_changes() -> None:  # S10
@@ -195,7 +195,7 @@ def test_a_request_is_not_let_in_because_its_first_chunk_fits() -> None:  # S19
     assert len(long.tables[0]) == 1
 
 
-def test_one_that_leaves_no_room_is_let_in_only_while_nobody_runs() -> None:  # S21
+def test_a_request_that_leaves_no_room_is_let_in_only_while_no_other_runs() -> None:  # S21
     machine = Machine()
     alone = machine.ask(text(1, 150), max_tokens=10)
     small = machine.ask(text(2, 20), max_tokens=10)
@@ -512,7 +512,7 @@ def test_two_that_wait_for_the_same_blocks_have_them_brought_up_once() -> None: 
     assert (one.tokens.host, two.tokens.host) == (64, 64)
 
 
-def test_while_room_is_made_for_a_hit_running_requests_go_on_and_nobody_overtakes() -> None:  # S63: unlike vLLM
+def test_while_room_is_made_for_a_hit_running_requests_go_on_and_no_request_overtakes() -> None:  # S63: unlike vLLM
     machine = with_tiers(num_slots=12)
     stored = machine.answer(text(1, 64))
     machine.push_out(stored)
@@ -592,7 +592,7 @@ def test_a_copy_that_fails_is_computed_in_all_groups_and_no_error() -> None:  # 
     assert machine.cache.free_slots() == [20, 20]
 
 
-def test_slots_that_a_copy_writes_to_are_nobody_else_s_until_it_has_ended() -> None:  # S67
+def test_slots_that_a_copy_writes_to_are_not_given_out_until_it_has_ended() -> None:  # S67
     machine = with_tiers(num_slots=6)
     stored = machine.answer(text(1, 64))
     machine.push_out(stored)
@@ -610,7 +610,7 @@ def test_slots_that_a_copy_writes_to_are_nobody_else_s_until_it_has_ended() -> N
     assert machine.cache.where(stored.chain) == [Tier.DEVICE] * 4  # it has come, so it may be found
 
 
-def test_slots_that_wait_for_the_disk_are_free_as_soon_as_nobody_wants_the_blocks() -> None:  # S67
+def test_slots_that_wait_for_the_disk_are_free_as_soon_as_no_request_wants_the_blocks() -> None:  # S67
     machine = with_tiers(num_slots=6)
     stored = machine.answer(text(1, 64))
     machine.push_out(stored, Tier.DISK)

@@ -44,12 +44,12 @@ def test_questions_about_a_new_document_that_come_together_compute_it_once(model
         assert_nothing_leased(core)
 
     assert [request.generated for request in asked] == [plain_greedy(model, question(n), 8) for n in range(6)]
-    # Each of the others computes its question, and what of the document was less than a chunk when its turn came.
+    # Each later request computes its question, and the rest of the document, less than a chunk, when its turn came.
     assert recomputed(*asked) <= len(DOCUMENT) + 6 * 20 + 5 * CHUNK
     assert recomputed(asked[0]) == len(question(0))
 
 
-def test_nobody_else_waits_with_them(model: PreTrainedModel) -> None:
+def test_a_request_that_begins_otherwise_does_not_wait_with_them(model: PreTrainedModel) -> None:
     with engine(model, token_budget=256) as core:
         first, second = (add(core, question(number)) for number in range(2))
         other = add(core, prompt_of(5, 30))
@@ -62,7 +62,7 @@ def test_nobody_else_waits_with_them(model: PreTrainedModel) -> None:
     assert second.tokens.recomputed < 20 + CHUNK
 
 
-def test_whoever_waits_goes_on_if_the_first_is_ended(model: PreTrainedModel) -> None:
+def test_the_requests_that_wait_go_on_if_the_first_is_ended(model: PreTrainedModel) -> None:
     with engine(model) as core:
         first, second = (add(core, question(number)) for number in range(2))
         for _ in range(2):
@@ -87,7 +87,7 @@ def test_whoever_waits_goes_on_if_the_first_is_ended(model: PreTrainedModel) -> 
     ],
     ids=["for the less urgent", "if it wants no hit", "for one that takes no hits"],
 )
-def test_nobody_waits(model: PreTrainedModel, options: tuple[RequestOptions, RequestOptions]) -> None:
+def test_no_request_waits(model: PreTrainedModel, options: tuple[RequestOptions, RequestOptions]) -> None:
     greedy = SamplingParams(max_tokens=8, ignore_eos=True)
     with engine(model, token_budget=256) as core:
         for number, its in enumerate(options):
@@ -98,7 +98,7 @@ def test_nobody_waits(model: PreTrainedModel, options: tuple[RequestOptions, Req
         finish(core)
 
 
-def test_for_less_than_a_chunk_nobody_waits(model: PreTrainedModel) -> None:
+def test_for_less_than_a_chunk_no_request_waits(model: PreTrainedModel) -> None:
     with engine(model, token_budget=256) as core:
         for number in range(2):
             add(core, DOCUMENT[: CHUNK - 1] + prompt_of(number, 200))

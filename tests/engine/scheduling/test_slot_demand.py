@@ -1,4 +1,4 @@
-"""SlotDemand: how many slots a request needs, asked without walking through its prompt."""
+"""SlotDemand: the number of slots that a request needs, found without walking through its prompt."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""TimedPins: what ends when, whose bytes are counted, and what ending pins costs each step."""
+"""TimedPins: when pins end, which owner their bytes count for, and how many end with each tick."""
 
 import random
 

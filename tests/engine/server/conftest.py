@@ -1,4 +1,4 @@
-"""One server for most tests, and the model's folder for those that start processes."""
+"""The server that most tests share, and the folder of its model for tests that start processes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,15 +11,15 @@ from small_models import build
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerInThread]:
-    """The small Llama, served."""
-    torch.set_num_threads(1)  # it is there before what the engine's tests set for each of their modules
+    """A server of the small Llama, in a thread."""
+    torch.set_num_threads(1)  # the fixture is made before the engine's tests set it for each module
     with serving(build("llama"), tables()) as address:
         yield address
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model, on disk."""
+    """A folder with the small Llama and its tokenizer."""
     folder = tmp_path_factory.mktemp("models") / "small-llama"
     build("llama").save_pretrained(folder)
     chat_tokenizer().save_pretrained(folder)

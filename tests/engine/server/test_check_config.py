@@ -1,4 +1,4 @@
-"""`kvtier serve --check-config`: the plan, without weights."""
+"""`kvtier serve --check-config` prints the plan without loading weights, and finds what the server would refuse."""
 
 import shutil
 from pathlib import Path
@@ -21,7 +21,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def no_weights(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model's folder without what is in its layers."""
+    """A copy of the model's folder without the weights of its layers."""
     folder = tmp_path_factory.mktemp("described") / "small-llama"
     shutil.copytree(model_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     return folder
@@ -30,7 +30,7 @@ def no_weights(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def check(
     capsys: pytest.CaptureFixture[str], folder: Path, model: Path, config: str, *arguments: str
 ) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr."""
+    """Run `kvtier serve --check-config`: its exit status, stdout and stderr."""
     file = folder / "kvtier.toml"
     file.write_text(config)
     capsys.readouterr()
@@ -189,5 +189,5 @@ def test_the_plan_agrees_with_what_the_engine_finds(tmp_path: Path, name: str) -
 
     with build_core(model, byte_tokenizer(), config) as core:
         assert plan.longest_request == core.longest_request
-        assert plan.rooms[0].num_blocks == core.cache.free_slots()[0]
+        assert plan.tiers[0].num_blocks == core.cache.free_slots()[0]
         assert plan.block_bytes == BLOCK_BYTES

@@ -1,4 +1,4 @@
-"""LoadingApp and Switch: what is answered before the model is there, and how the next app takes over."""
+"""LoadingApp and Switch: what is answered while the model is loading, and how the next app takes over."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,7 +19,7 @@ MODELS = ServedModels("small", ("an-adapter",), created=7, longest_request=None)
 
 
 def loading(keys: ApiKeys | None = None) -> tuple[LoadingApp, Callable[..., httpx.Response]]:
-    """The app, and how it is asked."""
+    """A LoadingApp, and requests to it without a socket."""
     entrance = Entrance(ServerConfig(), keys)
     app = LoadingApp(entrance, MODELS)
 
@@ -91,7 +91,7 @@ def test_a_server_that_ends_before_its_model_is_loaded_tells_nobody_to_come_agai
 
 
 class NamedApp:
-    """Says who it is, once it may."""
+    """An app that answers with its name once the test lets it."""
 
     def __init__(self, name: bytes) -> None:
         self.name = name
@@ -105,10 +105,10 @@ class NamedApp:
         await send({"type": "http.response.body", "body": self.name})
 
     def share_among(self, num_tenants: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def end(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def test_a_request_is_answered_to_its_end_by_the_app_that_began() -> None:

@@ -1,4 +1,4 @@
-"""What a connection may take of the server before anybody is known by a key."""
+"""Limits on what a connection may take of the server before its client has shown a key."""
 
 import socket
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ FAR_S = 3600.0
 
 @pytest.fixture(scope="module")
 def patient() -> Iterator[ServerInThread]:
-    """A server whose times are never over, with small sizes and few connections."""
+    """A server with small limits on sizes and connections, whose timeouts are never reached."""
     limits = {"max_body": 4000, "max_header": 2000, "header_timeout_s": FAR_S, "body_timeout_s": FAR_S}
     with serving(build("llama"), tables(40, **limits, max_connections_per_address=8), KEYS) as address:
         yield address
@@ -25,7 +25,7 @@ def patient() -> Iterator[ServerInThread]:
 
 @pytest.fixture(scope="module")
 def hasty() -> Iterator[ServerInThread]:
-    """One whose times are over at once."""
+    """A server whose timeouts are over at once."""
     with serving(build("llama"), tables(40, header_timeout_s=SHORT_S, body_timeout_s=SHORT_S), KEYS) as address:
         yield address
 
@@ -35,7 +35,7 @@ def connected(server: ServerInThread) -> closing[socket.socket]:
 
 
 def answer(connection: socket.socket) -> bytes:
-    """All that comes until the server ends the connection."""
+    """All bytes that come until the server ends the connection."""
     received = b""
     try:
         while data := connection.recv(65536):
@@ -46,7 +46,7 @@ def answer(connection: socket.socket) -> bytes:
 
 
 def sent_until_cut(connection: socket.socket, data: bytes, most: int) -> int:
-    """Bytes that could be sent before the connection was cut, and not more than *most*."""
+    """How many bytes, *most* at most, could be sent before the connection was cut."""
     num_bytes = 0
     try:
         while num_bytes < most:
@@ -141,7 +141,7 @@ def test_a_client_that_is_refused_cannot_go_on_sending(
         num_bytes = sent_until_cut(connection, piece * 16, most=1 << 30)
 
     assert told.startswith(b"HTTP/1.1 " + status)
-    assert num_bytes < 1 << 26  # what is in buffers, and what it takes to read the answer
+    assert num_bytes < 1 << 26  # what fits in buffers, and comes until the answer is read
     come_true(lambda: all_left(patient))
 
 

@@ -1,4 +1,4 @@
-"""Documents over HTTP and from the command line."""
+"""Documents over HTTP and with `kvtier doc`."""
 
 import asyncio
 import json
@@ -69,7 +69,7 @@ def call(server: Address, method: str, path: str, key: str = ANN, **others: obje
 
 
 def put(server: Address, document_id: str, key: str = ANN, **body: object) -> dict:
-    """The document, once it is ready."""
+    """Put a document and wait until it is ready; its object."""
     answer = call(server, "PUT", f"/{document_id}", key, json=body)
     assert answer.status_code in (200, 201), answer.text
     come_true(lambda: call(server, "GET", f"/{document_id}", key).json()["status"] == "ready")
@@ -204,15 +204,15 @@ def test_a_pin_holds_until_it_is_ended_and_what_does_not_fit_is_refused(worker: 
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "what"),
     [
-        ("PUT", "/a", {}, 400, "text: give it, or token_ids"),
-        ("PUT", "/a", {"text": "a", "token_ids": [1]}, 400, "text: give it"),
+        ("PUT", "/a", {}, 400, "text: give either text or token_ids"),
+        ("PUT", "/a", {"text": "a", "token_ids": [1]}, 400, "text: give either text or token_ids"),
         ("PUT", "/a", {"text": ""}, 400, "text"),
         ("PUT", "/a", {"token_ids": [-1]}, 400, "token_ids[0]"),
         ("PUT", "/a", {"token_ids": [1 << 31]}, 400, "token_ids[0]"),
         ("PUT", "/a", {"token_ids": [1, 256]}, 400, "token id 256: the tokenizer has 0 to 255"),
         ("PUT", "/a", {"text": "a" * 100_000}, 400, "or more; 1 to 3000"),
         ("PUT", "/a", {"text": "a" * 100_000, "as": "text"}, 400, "or more; 1 to 3000"),
-        ("PUT", "/a", {"token_ids": []}, 400, "document of 0 tokens"),
+        ("PUT", "/a", {"token_ids": []}, 400, "the document has 0 tokens"),
         ("PUT", "/a", {"token_ids": [1], "as": "chat"}, 400, "as: token ids"),
         ("PUT", "/a", {"text": "a", "as": "song"}, 400, "as"),
         ("PUT", "/a", {"text": "a", "colour": 1}, 400, "colour: unknown parameter"),
@@ -220,7 +220,7 @@ def test_a_pin_holds_until_it_is_ended_and_what_does_not_fit_is_refused(worker: 
         ("PUT", "/a", {"text": "a" * 3001}, 400, "1 to 3000"),
         ("PUT", "/a%20b", {"text": "a"}, 400, "1 to 128 of the characters"),
         ("PUT", "/" + "a" * 129, {"text": "a"}, 400, "1 to 128 of the characters"),
-        ("POST", "/there/warm?tier=disk", None, 400, "tier: is host or device"),
+        ("POST", "/there/warm?tier=disk", None, 400, "tier: is neither host nor device"),
         ("POST", "/there/pin", {}, 400, "ttl_s: is missing"),
         ("POST", "/there/pin", {"ttl_s": 0}, 400, "ttl_s"),
         ("POST", "/there/eat", None, 404, "no such route"),
@@ -344,9 +344,9 @@ def test_damaged_files_are_told_to_their_tenant_and_can_be_put_again_or_deleted(
 
 
 def doc(capsys: pytest.CaptureFixture[str], server: Address, *arguments: object) -> tuple[int, str]:
-    """What `kvtier doc` prints, and its status."""
+    """Run `kvtier doc`: what it prints, and its exit status."""
     action, *others = map(str, arguments)
-    capsys.readouterr()  # what other threads have written until now
+    capsys.readouterr()  # drops what other threads have written until now
     status = main(["doc", action, "--url", server.url, *others])
     written = capsys.readouterr()
     return status, written.out + written.err

@@ -1,4 +1,4 @@
-"""`kvtier serve` on a disk that goes wrong: clients get right answers, the log a line."""
+"""`kvtier serve` on a failing disk: clients get right answers, the log one line."""
 
 import shutil
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_a_folder_removed_under_a_server_costs_a_line_and_no_answer(tmp_path: Pa
 
     assert (status, after) == (0, before)
     assert warnings == [
-        f"disk: {store} was removed or replaced while it was open; what was in it is lost, and it is opened anew"
+        f"disk: {store} was removed or replaced while it was open; its blocks are lost, and it is opened anew"
     ]
     assert (store / "data.mdb").exists()
 

@@ -1,4 +1,4 @@
-"""The server under more than it can take, and with clients that leave."""
+"""The server under more requests than it takes, with clients that leave, and while it ends."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from kvtier.engine.server.waiting_room import RoomFull, WaitingRoom
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[ServerInThread]:
-    """A server that runs two completions, and lets one wait."""
+    """A server that runs two completions and lets one wait."""
     config = tables(max_queued=1, max_body=4000, max_prompt_tokens=300)
     config["scheduler"] = {"load": "always", "max_running": 2, "token_budget": 64, "prefill_chunk": 64}
     with serving(build("llama"), config) as address:
@@ -102,7 +102,7 @@ def test_a_client_that_does_not_wait_for_its_answer_takes_its_leases_along(small
     body = {"model": MODEL, "prompt": "Hello " * 20, "max_tokens": 3500, "ignore_eos": True}
 
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{small.url}/v1/completions", json=body, timeout=0.3)
+        httpx.post(f"{small.url}/v1/completions", json=body, timeout=httpx.Timeout(DEADLINE_S, read=0.3))
 
     come_true(small.is_at_rest)
     small.ask(lambda core: core.cache.check())

@@ -1,4 +1,4 @@
-"""Adapters are models: in the list, in requests, on the command line."""
+"""Adapters are served as models: in `/v1/models`, in requests, and with `--lora`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def adapted(folders: dict[str, Path]) -> Iterator[ServerInThread]:
-    """The small Llama and its adapters, served."""
+    """A server of the small Llama and its adapters."""
     lora = {name: {"path": str(folder)} for name, folder in folders.items()}
     with serving(build("llama"), {**tables(), "lora": lora}) as address:
         yield address
@@ -75,13 +75,13 @@ def test_a_chat_with_an_adapter_streams_under_its_name(adapted: ServerInThread) 
 
 
 def test_an_unknown_model_is_answered_with_those_that_are_there(adapted: ServerInThread) -> None:
-    with pytest.raises(openai.NotFoundError, match=f"there is {MODEL}, all, ranked, mlp"):
+    with pytest.raises(openai.NotFoundError, match=f"ask for {MODEL}, all, ranked, mlp"):
         adapted.openai().completions.create(model="legal", prompt="x")
 
 
 def test_an_adapter_with_the_models_own_name_is_refused(folders: dict[str, Path]) -> None:
     clash = {**tables(), "lora": {MODEL: {"path": str(folders["mlp"])}}}
-    with pytest.raises(ValueError, match="the model itself is served by that name"), serving(build("llama"), clash):
+    with pytest.raises(ValueError, match="the model itself has this name"), serving(build("llama"), clash):
         raise AssertionError("it serves")
 
 

@@ -1,6 +1,7 @@
-"""The server, as the openai client sees it."""
+"""The server answers the `openai` client, and refuses mistakes in OpenAI's shape."""
 
 import asyncio
+import json
 import random
 from itertools import groupby
 
@@ -136,6 +137,51 @@ def test_the_last_chunk_has_the_usage_if_it_is_wanted(server: ServerInThread) ->
     assert second.usage.prompt_tokens_details.cached_tokens == 99
     assert second.kvtier["tokens"] == {"device": 99, "host": 0, "disk": 0, "recomputed": 1}
     assert second.kvtier["reasons"] == {"last_block": 1}
+
+
+def varying_bytes(chunk: dict) -> int:
+    """The size of what differs between the chunks of one stream: the text, its log probabilities and the padding."""
+    (choice,) = chunk["choices"]
+    told = [choice.get("text", choice.get("delta", {}).get("content", "")), choice["logprobs"]]
+    return len(json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode()) + len(chunk["obfuscation"])
+
+
+@pytest.mark.parametrize("logprobs", [False, True], ids=["text", "with logprobs"])
+@pytest.mark.parametrize("endpoint", ["completions", "chat/completions"])
+def test_obfuscation_pads_every_delta_to_a_multiple_of_32_bytes_if_it_is_asked_for(
+    server: ServerInThread, endpoint: str, logprobs: bool
+) -> None:
+    about = {"prompt": "Say hello.", "logprobs": 2 if logprobs else None}
+    if endpoint == "chat/completions":
+        about = {"messages": [{"role": "user", "content": "Say hello."}], "logprobs": logprobs}
+    ask = {**GREEDY, **about, "max_tokens": 20, "stream": True}
+    options = {"include_usage": True, "include_obfuscation": True}
+
+    answer = server.post(f"/v1/{endpoint}", json={**ask, "stream_options": options})
+    again = server.post(f"/v1/{endpoint}", json={**ask, "stream_options": {"include_obfuscation": False}})
+    plain = server.post(f"/v1/{endpoint}", json=ask)
+
+    *deltas, usage = events(iter(answer.text.splitlines()))
+    assert len(deltas) > 3
+    assert {varying_bytes(chunk) % 32 for chunk in deltas} == {0}
+    assert all(chunk["obfuscation"] for chunk in deltas)
+    if not logprobs:
+        assert {varying_bytes(chunk) for chunk in deltas} == {32}
+        assert len({chunk["obfuscation"] for chunk in deltas}) == len(deltas)
+    assert "obfuscation" not in usage
+    assert "obfuscation" not in again.text + plain.text
+
+
+def test_the_openai_client_reads_an_obfuscated_stream(server: ServerInThread) -> None:
+    ask = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 20, "stream": True, **GREEDY}
+    client = server.openai().chat.completions
+
+    plain, padded = (
+        "".join(chunk.choices[0].delta.content or "" for chunk in client.create(**ask, stream_options=options))
+        for options in ({}, {"include_obfuscation": True})
+    )
+
+    assert padded == plain != ""
 
 
 def test_tokens_add_up_and_each_recomputed_one_has_a_reason(server: ServerInThread) -> None:

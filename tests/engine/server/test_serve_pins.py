@@ -1,4 +1,4 @@
-"""Prompts that a client asks to be kept in host memory for a while."""
+"""Prompts that a request pins in host memory for a while."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""`kvtier serve` as a process: signals, its log, and what the next one finds."""
+"""`kvtier serve` as a process: its signals, its log, its exit status, and what the next process finds."""
 
 import json
 import re
@@ -256,10 +256,10 @@ def test_sighup_reads_the_keys_again_and_a_broken_file_keeps_the_old_ones(tmp_pa
 def test_what_libraries_warn_of_stands_in_the_log_as_lines_of_its_own(kind: str) -> None:
     script = f"""
 import warnings
-from kvtier.engine.server.log_lines import take_in_libraries, write_log
+from kvtier.engine.server.log_lines import redirect_libraries, write_log
 write_log({kind!r})
 import huggingface_hub.utils.logging, torch, transformers.utils.logging
-take_in_libraries()
+redirect_libraries()
 warnings.warn("of the warnings module")
 transformers.utils.logging.get_logger("transformers.models").warning("of transformers,\\nin two lines")
 huggingface_hub.utils.logging.get_logger("huggingface_hub.file_download").warning("of the hub")

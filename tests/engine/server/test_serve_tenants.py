@@ -1,4 +1,4 @@
-"""Keys and tenants: who may ask, and with whom cached blocks are shared."""
+"""Keys and tenants: which requests are let in, and which requests share cached blocks."""
 
 import hashlib
 import logging
@@ -41,7 +41,7 @@ def prompt_of(seed: int, num_tokens: int) -> list[int]:
 
 
 def hit(server: ServerInThread, key: str, prompt: list[int], **others: object) -> int:
-    """Cached tokens of the prompt."""
+    """How many tokens of the prompt were cached."""
     return server.complete(prompt, key, max_tokens=2, **others)["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
@@ -102,19 +102,19 @@ def test_nobody_comes_to_anothers_blocks_by_a_salt(request: pytest.FixtureReques
 
 @pytest.mark.long
 def test_timing_tells_nothing_of_another_tenants_prompts(strict: ServerInThread, sharing: ServerInThread) -> None:
-    """A probe's time to its first token, with and without a foreign hit: alike when strict, else far apart."""
+    """A probe takes the same time with and without another tenant's hit when isolation is strict, and else far less."""
 
     def ratio(server: ServerInThread) -> float:
-        """Median of probes of what ann has asked, to that of probes of what nobody has asked."""
+        """Median time of probes with ann's prompt, divided by that of probes with prompts never asked."""
         asked, never_asked = [], []
         for seed in range(7):
             warm, cold = prompt_of(1000 + seed, 1200), prompt_of(2000 + seed, 1200)
             server.complete(warm, ANN, max_tokens=1)
-            for prompt, times in ((warm, asked), (cold, never_asked)):  # in turns: what else runs here slows both
+            for prompt, times in ((warm, asked), (cold, never_asked)):  # in turns, so that other processes slow both
                 times.append(server.complete(prompt, BOB, max_tokens=1)["kvtier"]["ttft_s"])
         return median(asked) / median(never_asked)
 
-    assert ratio(sharing) < 0.5  # the leak is there to be seen
+    assert ratio(sharing) < 0.5  # without isolation the leak can be seen
     assert 0.6 < ratio(strict) < 1 / 0.6
 
 

@@ -1,4 +1,4 @@
-"""The waiting room between tenants: shares, turns, and who gives way."""
+"""The waiting room between tenants: shares, turns, and which visits give way."""
 
 import asyncio
 import random
@@ -22,7 +22,7 @@ class Clock:
 
 
 class Guest:
-    """One request: enters, waits for its turn, and stays until it is told to leave."""
+    """A request that enters, waits for its turn, and stays until the test has it leave."""
 
     def __init__(self, room: WaitingRoom, tenant: str, num_completions: int = 1, priority: int = 0) -> None:
         self.tenant = tenant
@@ -32,7 +32,7 @@ class Guest:
 
     async def stay(self, room: WaitingRoom, num_completions: int, priority: int) -> None:
         with room.enter(num_completions, self.tenant, priority) as self.visit:
-            await self.visit.turn()
+            await self.visit.wait_for_turn()
             await self.leave.wait()
 
     @property
@@ -41,7 +41,7 @@ class Guest:
 
 
 def refused(enter: Callable[[], object]) -> int:
-    """After how many seconds to come again."""
+    """After how many seconds the refused request may come again."""
     with pytest.raises(RoomFull) as full:
         enter()
     return full.value.retry_after_s
@@ -117,7 +117,7 @@ def test_turns_go_to_the_tenant_with_the_fewest_and_within_it_to_the_most_urgent
             await settle()
             order += [name for name, each in waiting.items() if each.has_turn and name not in order]
 
-        assert order == ["b urgent", "a urgent", "a oldest", "b"]  # one each, then whoever has none left
+        assert order == ["b urgent", "a urgent", "a oldest", "b"]  # one each, then the tenant with none left
 
     story(tell)
 

@@ -1,3 +1,5 @@
+"""Detokenizer: the pieces of a stream join to the text, and none has to be taken back."""
+
 import random
 
 import pytest

@@ -1,4 +1,4 @@
-"""Refusing texts that are too long before they are tokenized."""
+"""LeastTokens: texts that are too long are refused before they are tokenized."""
 
 import random
 
@@ -30,7 +30,7 @@ class CountingBackend:
 
 
 class Counted:
-    """A tokenizer that says how much of a text it has seen."""
+    """A tokenizer that counts how much of a text it was given."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.backend_tokenizer = CountingBackend(tokenizer.backend_tokenizer)
@@ -45,7 +45,7 @@ def trained(model: object, trainer: object, **parts: object) -> PreTrainedTokeni
 
 
 def as_qwen() -> PreTrainedTokenizerFast:
-    """Bytes, composed characters, words of a pattern; and a token of many blanks."""
+    """A tokenizer like Qwen's: bytes, composed characters, words of a pattern, and a token of many blanks."""
     pattern = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
     split = pre_tokenizers.Split(pattern, behavior="isolated")
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -62,7 +62,7 @@ def as_qwen() -> PreTrainedTokenizerFast:
 
 
 def as_llama_2() -> PreTrainedTokenizerFast:
-    """No words at all, and single bytes for what it does not know."""
+    """A tokenizer like Llama 2's: no words, and single bytes for unknown characters."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -73,7 +73,7 @@ def as_llama_2() -> PreTrainedTokenizerFast:
 
 
 def as_bert() -> PreTrainedTokenizerFast:
-    """Drops blanks and accents, and has one token for each word that it does not know."""
+    """A tokenizer like BERT's: drops blanks and accents, and has one token for each unknown word."""
     return trained(
         models.WordPiece(unk_token="[UNK]"),
         trainers.WordPieceTrainer(vocab_size=100, special_tokens=["[UNK]"], show_progress=False),
@@ -83,7 +83,7 @@ def as_bert() -> PreTrainedTokenizerFast:
 
 
 def as_t5() -> PreTrainedTokenizerFast:
-    """The likeliest pieces of words; one token for any run of characters that it does not know."""
+    """A tokenizer like T5's: the likeliest pieces of words, one token for any run of unknown characters."""
     return trained(
         models.Unigram(),
         trainers.UnigramTrainer(vocab_size=60, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False),

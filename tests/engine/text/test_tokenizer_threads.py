@@ -1,4 +1,4 @@
-"""Tokenizing for many tenants: in turns, and not for those who have left."""
+"""Tokenizing for many tenants: in turns, and not for callers that have left."""
 
 import asyncio
 import random
@@ -97,7 +97,7 @@ def test_a_job_whose_caller_leaves_in_the_middle_keeps_its_thread_until_it_is_do
     within_deadline(story)
 
 
-def test_whoever_waits_for_a_turn_when_they_are_closed_is_refused() -> None:
+def test_a_caller_that_waits_for_a_turn_when_they_are_closed_is_refused() -> None:
     async def story() -> None:
         threads, gate = TokenizerThreads(byte_tokenizer(), 1), threading.Event()
         first = asyncio.create_task(threads.run(lambda _: gate.wait(DEADLINE_S)))

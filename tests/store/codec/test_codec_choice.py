@@ -40,7 +40,7 @@ def choice_of(codec: MadeUpCodec) -> CodecChoice:
 
 def read_at(choice: CodecChoice, medium_speed: float, num_reads: int = 200) -> None:
     for _ in range(num_reads):
-        choice.read(BLOCK_BYTES, BLOCK_BYTES / medium_speed)
+        choice.on_read(BLOCK_BYTES, BLOCK_BYTES / medium_speed)
 
 
 def test_nothing_is_compressed_before_reads_were_measured() -> None:
@@ -112,8 +112,8 @@ def test_empty_blocks_and_a_coarse_clock_teach_nothing() -> None:
     choice.pick(BLOCK[:0])
     choice.pick(BLOCK)
 
-    choice.read(0, 1.0)
-    choice.read(BLOCK_BYTES, 0.0)
+    choice.on_read(0, 1.0)
+    choice.on_read(BLOCK_BYTES, 0.0)
 
     assert choice.pick(BLOCK) is NO_CODEC
 

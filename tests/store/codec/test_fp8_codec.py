@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtier.store.codec.codec import CODECS, Codec
-from kvtier.store.codec.fp8_codec import _CODES, _VALUES
+from kvtier.store.codec.fp8_codec import CODES, VALUES
 
 FP8 = [codec for codec in CODECS.values() if codec.name.startswith("fp8-")]
 DTYPES = {"fp8-bf16": np.uint16, "fp8-fp16": np.float16, "fp8-fp32": np.float32}  # numpy has no bfloat16
@@ -144,10 +144,10 @@ def test_the_codes_are_those_of_e4m3_elsewhere() -> None:
     patterns = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
     codes = torch.from_numpy(patterns.clip(-448, 448)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
-    assert np.array_equal(_VALUES, values, equal_nan=True)
+    assert np.array_equal(VALUES, values, equal_nan=True)
     is_number = ~np.isnan(patterns)
-    differs = patterns[(codes != _CODES) & is_number]
-    assert np.isnan(_VALUES[_CODES[~is_number]]).all()
+    differs = patterns[(codes != CODES) & is_number]
+    assert np.isnan(VALUES[CODES[~is_number]]).all()
     assert differs.size == 2 * 63  # midway between two codes: here away from zero, there to the even one
-    numbers, mine, other = patterns[is_number], _VALUES[_CODES[is_number]], values[codes[is_number]]
+    numbers, mine, other = patterns[is_number], VALUES[CODES[is_number]], values[codes[is_number]]
     np.testing.assert_array_equal(np.abs(numbers - mine), np.abs(numbers - other))

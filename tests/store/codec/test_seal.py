@@ -1,4 +1,4 @@
-"""What is written for a block: its length, whose memory it is, what the header says, what encryption adds."""
+"""The sealed form of a block: its length and memory, its header, and what encryption adds."""
 
 import random
 

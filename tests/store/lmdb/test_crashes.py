@@ -2,7 +2,9 @@
 
 import logging
 import os
+import pickle
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -19,9 +21,12 @@ from kvtier.store.lmdb import crashes
 from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.lmdb.inspection import NextStart, standing
 from kvtier.store.lmdb.lmdb_store import LmdbStore
+from kvtier.store.lmdb.open_folder import OpenFolder
 from kvtier.store.lmdb.tables import ascending
 from kvtier.store.owner_lock import FolderInUse
+from kvtier.store.process.channel import Mappings, receive, send
 from kvtier.store.process.store_process import StoreProcess
+from kvtier.store.process.store_server import StoreServer, Walks
 from kvtier.store.record import Fault, digest
 from kvtier.store.store_settings import StoreSettings
 
@@ -44,9 +49,15 @@ def opened(folder: Path) -> StoreProcess:
 def put(store: StoreProcess, number: int) -> str:
     try:
         store.put_many([blob_of(number, BLOCK_BYTES)])
-    except OSError as error:  # before the process has ended it may still say that its index is damaged
+    except OSError as error:  # a put that waited while damage was found says that the index is damaged
         return type(error).__name__
     return "done"
+
+
+def damage(folder: Path, key: bytes) -> None:
+    """Have a row of the index that makes no sense."""
+    with LmdbStore(folder, CAPACITY_BYTES) as store, store.files.tables.env.begin(write=True) as txn:
+        txn.put(key, b"short", db=store.files.tables.records)
 
 
 def num_crashes(folder: Path) -> int:
@@ -149,8 +160,7 @@ def test_who_goes_round_in_a_circle_computes_and_who_was_stopped_does_not(
 
 
 def test_a_process_that_finds_its_index_damaged_is_started_again_without_it(folder: Path) -> None:
-    with LmdbStore(folder, CAPACITY_BYTES) as store, store.files.tables.env.begin(write=True) as txn:
-        txn.put(key_of(5), b"short", db=store.files.tables.records)
+    damage(folder, key_of(5))
     out = bytearray(BLOCK_BYTES)
 
     with opened(folder) as store:
@@ -161,6 +171,36 @@ def test_a_process_that_finds_its_index_damaged_is_started_again_without_it(fold
         assert first is Fault.IO_ERROR
         assert second == digest(kv_bytes(100, BLOCK_BYTES))
         assert oldest_first(store) == [key_of(100)]
+
+
+def test_a_question_that_comes_after_damage_was_found_gets_no_answer(folder: Path) -> None:
+    damage(folder, key_of(5))
+    ours, theirs = socket.socketpair()
+    with LmdbStore(folder, CAPACITY_BYTES) as store, ours:
+        assert store.read_many([key_of(5)], [memoryview(bytearray(BLOCK_BYTES))]) == [Fault.IO_ERROR]
+        send(ours, 1, pickle.dumps(("contains", (key_of(4),))))
+        with theirs:
+            StoreServer(store, Mappings([]), Walks(store), theirs).serve()
+
+        with pytest.raises((EOFError, ConnectionResetError)):
+            receive(ours)
+
+
+def test_a_store_is_lost_only_once_its_next_start_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    damage(folder, key_of(5))
+    with LmdbStore(folder, CAPACITY_BYTES) as store:
+        marked: list[tuple[FileState, bool]] = []
+        mark = OpenFolder.mark
+
+        def mark_and_note(opened: OpenFolder, state: FileState, num_crashes: int = 0) -> None:
+            marked.append((state, store.is_lost))  # a thread that is told it is lost ends the process here
+            mark(opened, state, num_crashes)
+
+        monkeypatch.setattr(OpenFolder, "mark", mark_and_note)
+        assert store.read_many([key_of(5)], [memoryview(bytearray(BLOCK_BYTES))]) == [Fault.IO_ERROR]
+
+        assert marked == [(FileState.DAMAGED, False)]
+        assert store.is_lost
 
 
 def test_a_root_that_points_beyond_the_file_makes_no_larger_file(
@@ -209,5 +249,5 @@ def test_a_list_of_keys_with_another_key_in_it_ends_with_an_error(folder: Path) 
             owned[20] ^= 1
             txn.put(cursor.key(), bytes(owned), db=tables.order)
 
-        with pytest.raises(OSError, match="its checksum is another"):
+        with pytest.raises(OSError, match="its checksum is wrong"):
             list(store.keys())

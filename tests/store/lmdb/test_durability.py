@@ -1,4 +1,4 @@
-"""What is left after a crash of the machine, at each level. The crash is made from the file's pages, see `crash`."""
+"""What a crash of the machine leaves, at each level of durability. `crash` makes one from the file's pages."""
 
 import logging
 import random

@@ -1,4 +1,4 @@
-"""Group commit: who works for whom, and what an interruption of his leaves to the others."""
+"""Group commit: which call works for which, and what an interruption of one leaves to the others."""
 
 import threading
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What only a store on disk can get wrong: reopening, other processes, kills, crashes, full disks."""
+"""Tests of what only a store on disk can get wrong: reopening, other processes, kills, crashes, full disks."""
 
 import errno
 import logging
@@ -29,6 +29,7 @@ from kvtier.store.lmdb import reader as lmdb_reader
 from kvtier.store.lmdb.boot_mark import BootMark, FileState, current_boot_id
 from kvtier.store.lmdb.files import LmdbFiles
 from kvtier.store.lmdb.lmdb_store import LmdbStore
+from kvtier.store.lmdb.map_users import MapUsers
 from kvtier.store.owner_lock import FolderInUse
 from kvtier.store.record import Fault, digest
 from kvtier.store.slab import Slabs, Slot
@@ -276,7 +277,7 @@ def test_closing_waits_for_a_read_under_way(tmp_path: Path, monkeypatch: pytest.
 
     def read_while_closing(slabs: Slabs, slots: list[Slot], outs: list[memoryview]) -> None:
         closer.start()
-        closer.join(timeout=0.2)
+        wait_for(lambda: is_in(closer.ident or 0, MapUsers.close) or not closer.is_alive())
         assert closer.is_alive()  # else the files are no longer open
         read(slabs, slots, outs)
 
@@ -397,7 +398,7 @@ def test_an_index_that_cannot_be_opened_again_yet_is_an_error_until_it_can(
     with LmdbStore(tmp_path, CAPACITY_BYTES) as store:
         store.put_many([blob_of(1)])
         with monkeypatch.context() as broken:
-            broken.setattr(data_file, "reopened", fail)
+            broken.setattr(data_file, "reopen", fail)
             panicking.give_up()
             for _ in range(2):
                 assert store.read_many([key_of(1)], [memoryview(bytearray(20_000))]) == [Fault.IO_ERROR]

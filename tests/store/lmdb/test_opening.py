@@ -54,7 +54,7 @@ def crash(folder: Path) -> None:
 
 
 def excess_bytes(store: LmdbStore) -> int:
-    """What the slabs take that no slot has."""
+    """Bytes of the slabs that belong to no slot."""
     with store.files.reading() as txn:
         return store.files.slabs.file_bytes() - store.files.tables.counters(txn).slab_bytes
 
@@ -82,7 +82,7 @@ def break_the_index(folder: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of a closed store with ten blocks."""
+    """The folder of a closed store with ten blocks."""
     with LmdbStore(tmp_path / "store", CAPACITY_BYTES) as store:
         store.put_many([blob_of(n) for n in range(10)])
     return tmp_path / "store"
@@ -145,7 +145,7 @@ def test_an_index_that_could_not_be_synced_is_not_clean(folder: Path, monkeypatc
     store = LmdbStore(folder, CAPACITY_BYTES)
     store.put_many([blob_of(100)])
     with monkeypatch.context() as broken:
-        broken.setattr(data_file, "reopened", fail)
+        broken.setattr(data_file, "reopen", fail)
         panicking.give_up()
         for reason in ("MDB_PANIC", "Too many open files"):
             with pytest.raises(OSError, match=reason):
@@ -455,19 +455,19 @@ def test_a_lowered_capacity_takes_small_changes_and_few_punches(
             store.put_many([blob_of(n, 4096) for n in range(first, first + 200)])
     taken: list[int] = []
     punched: list[int] = []
-    give_back, punch = Change.give_back, slab._Slab.punch
+    give_back, punch = Change.give_back, slab.SlabFile.punch
 
     def note(change: Change, limit_bytes: int, most: int = 128) -> list[Slot]:
         slots = give_back(change, limit_bytes, most)
         taken.append(len(slots))
         return slots
 
-    def note_punch(of: "slab._Slab", first: int, num_slots: int) -> None:
+    def note_punch(of: "slab.SlabFile", first: int, num_slots: int) -> None:
         punched.append(num_slots)
         punch(of, first, num_slots)
 
     monkeypatch.setattr(Change, "give_back", note)
-    monkeypatch.setattr(slab._Slab, "punch", note_punch)
+    monkeypatch.setattr(slab.SlabFile, "punch", note_punch)
     with LmdbStore(tmp_path, 1 << 20) as store:
         store.check()
 

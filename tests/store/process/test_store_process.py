@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -27,7 +27,8 @@ from kvtier.store.blob_store import Blob
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.owner_lock import FolderInUse
 from kvtier.store.process.channel import Channel, SharedMemory
-from kvtier.store.process.store_process import NUM_READERS, StoreDied, StoreProcess
+from kvtier.store.process.store_process import NUM_READERS, NUM_WRITERS, StoreDied, StoreProcess
+from kvtier.store.process.store_server import WRITER_NICENESS
 from kvtier.store.record import Fault, digest
 from kvtier.store.store_settings import StoreSettings
 
@@ -75,7 +76,7 @@ class Unsendable(Exception):
 
 
 class RaisingCodec:
-    """One that raises *error* in the store's process."""
+    """A codec that raises *error* in the store's process."""
 
     codec_id = 0
     name = "none"
@@ -675,3 +676,27 @@ def test_a_file_in_the_working_directory_is_no_module_of_the_stores(
 
     with StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES)) as store:
         store.put_many([blob_of(1)])
+
+
+def niceness_of_threads(pid: int) -> list[int]:
+    """The niceness of each thread of a process, the kindest last."""
+    stats = [task.read_text().rpartition(")")[2].split() for task in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return sorted(int(fields[16]) for fields in stats)  # proc_pid_stat(5): field 19, and two are before the bracket
+
+
+@pytest.mark.parametrize("more", [0, 15])
+def test_writers_are_nicer_than_the_process_that_started_them_and_no_thread_is_less_nice(
+    tmp_path: Path, more: int
+) -> None:
+    def start_and_put() -> tuple[int, list[int]]:
+        inherited = os.nice(more)  # of this thread, and so of what it starts
+        with StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES), timeout_s=DEADLINE_S) as store:
+            for number in range(NUM_WRITERS):  # each by another thread there
+                store.put_many([blob_of(number)])
+            return inherited, niceness_of_threads(pid_of(store))
+
+    with ThreadPoolExecutor(1) as thread:
+        inherited, found = thread.submit(start_and_put).result(DEADLINE_S)
+
+    assert found[0] == inherited
+    assert found[-NUM_WRITERS:] == [min(inherited + WRITER_NICENESS, 19)] * NUM_WRITERS

@@ -1,4 +1,4 @@
-"""FakeDevice: operations in streams, the order in which they run, and who may touch what when."""
+"""FakeDevice: operations in streams, the order in which they run, and which of them may touch the same memory."""
 
 import threading
 from collections import deque
@@ -17,12 +17,12 @@ CYCLES_PER_S = 2e9
 
 
 class CudaMisuse(RuntimeError):
-    """What a real device would answer with an error, a crash, or now and then wrong bytes."""
+    """A use of CUDA that a real device would answer with an error, a crash, or now and then wrong bytes."""
 
 
 @dataclass(eq=False, repr=False)
 class Operation:
-    """One thing enqueued in a stream. *seconds* are the device's own, which no clock measures."""
+    """One operation that was enqueued in a stream. *seconds* are the device's own, which no clock measures."""
 
     what: str
     stream: "StreamState"
@@ -42,11 +42,11 @@ class Operation:
         return f"{self.what} (stream {self.stream.stream_id}, operation {self.number})"
 
     def comes_after(self, other: "Operation") -> bool:
-        """Whether streams and events put *other* before this."""
+        """Whether streams and events put *other* before this operation."""
         return self.known_before.get(other.stream.stream_id, 0) >= other.number
 
     def conflict(self, other: "Operation") -> tuple[int, int] | None:
-        """Addresses that both touch and one of them writes."""
+        """The first addresses that both operations touch and at least one writes; None if there are none."""
         return (
             first_overlap(self.writes, other.writes)
             or first_overlap(self.writes, other.reads)
@@ -56,7 +56,7 @@ class Operation:
 
 @dataclass(eq=False, repr=False)
 class StreamState:
-    """A stream's queue, and what an operation that is enqueued now comes after."""
+    """A stream's queue, and the operations that one which is enqueued now comes after."""
 
     stream_id: int
     queue: deque[Operation] = field(default_factory=deque)
@@ -70,8 +70,8 @@ class FakeDevice:
     """Runs operations in the threads that wait for them, under one lock; *schedule* may run some earlier.
 
     A kernel that takes long (`hold`) ends only when the thread that made the device waits for it, or lets the device's
-    time pass (`time_passes`): so a test decides what is still running. `violations` has every misuse, also those
-    whose exceptions were caught on their way.
+    time pass (`time_passes`): so a test decides what is still running. `violations` has every misuse, also one whose
+    exception was caught on its way.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -83,7 +83,7 @@ class FakeDevice:
         self._owner = threading.get_ident()
         self._num_waiting = 0
         self._changed = threading.Condition(threading.RLock())
-        self._open: list[Operation] = []  # of which the host does not know that they have finished
+        self._open: list[Operation] = []  # operations of which the host does not know that they have finished
         self._known: dict[int, int] = {}  # by stream, the last operation that the host knows to have finished
         self._host_time = 0.0
         self._failures: dict[str, int] = {}  # by operation, how many more of them until one fails
@@ -139,7 +139,7 @@ class FakeDevice:
             self._look_for_races(operation, sorted_spans(unordered_reads))
             stream.known = {**known, stream.stream_id: operation.number}
             stream.last = operation
-            self.memory.written(writes)
+            self.memory.forget_uploads(writes)
             self._scramble_targets(operation)
             self._open.append(operation)
             stream.queue.append(operation)
@@ -147,7 +147,7 @@ class FakeDevice:
             return operation
 
     def wait(self, operation: Operation) -> None:
-        """Until it has finished. Of what it does not come after nothing needs to run."""
+        """Wait until the operation has finished. Operations that it does not come after need not run."""
         with self._changed:
             self._finish(operation)
             self._known = _latest(self._known, operation.known_before)
@@ -156,19 +156,19 @@ class FakeDevice:
             self._open = [each for each in self._open if self._known.get(each.stream.stream_id, 0) < each.number]
 
     def wait_all(self) -> None:
-        """Until everything has finished that any stream has."""
+        """Wait until all operations of all streams have finished."""
         with self._changed:
             for stream in list(self._streams):
                 if stream.last is not None:
                     self.wait(stream.last)
 
     def hold(self, stream: StreamState, cycles: int) -> None:
-        """Enqueue a kernel that takes so long."""
+        """Enqueue a kernel that takes *cycles* of the device's time."""
         self.enqueue(stream, "a long kernel", seconds=cycles / CYCLES_PER_S, is_held=True)
 
     @contextmanager
     def time_passes(self) -> Iterator[None]:
-        """Let kernels that take long end, while the owner waits for what other threads do."""
+        """Let kernels that take long end, while the owner waits for other threads."""
         with self._changed:
             self._num_waiting += 1
             self._changed.notify_all()
@@ -184,7 +184,7 @@ class FakeDevice:
             self._failures[what] = number
 
     def register(self, address: int, num_bytes: int) -> int:
-        """`cudaHostRegister`, with its error."""
+        """What `cudaHostRegister` does; returns its error."""
         with self._changed:
             if self.memory.register(address, num_bytes):
                 return 0
@@ -192,7 +192,7 @@ class FakeDevice:
             return 712  # cudaErrorHostMemoryAlreadyRegistered
 
     def unregister(self, address: int) -> int:
-        """`cudaHostUnregister`, with its error."""
+        """What `cudaHostUnregister` does; returns its error."""
         with self._changed:
             span = self.memory.unregister(address)
             if span is None:
@@ -204,14 +204,14 @@ class FakeDevice:
                     operation.run = None  # the memory may be gone when it would run
             return 0
 
-    def misused(self, message: str) -> CudaMisuse:
-        """The error to raise, once it has been noted."""
+    def note_misuse(self, message: str) -> CudaMisuse:
+        """Note a misuse, and give the error to raise for it."""
         with self._changed:
             self.violations.append(message)
         return CudaMisuse(message)
 
     def check(self) -> None:
-        """`CudaMisuse` if anything was wrong so far, or host memory is still registered."""
+        """Raise `CudaMisuse` if there was a misuse so far, or host memory is still registered."""
         if self.memory.left_registered:
             self.violations.append(f"{len(self.memory.left_registered)} pieces of host memory are still registered")
         if self.violations:
@@ -220,17 +220,17 @@ class FakeDevice:
     def _look_for_races(self, operation: Operation, unordered_reads: Spans) -> None:
         for one, other in pairwise(operation.writes):
             if other[0] < one[1]:
-                raise self.misused(f"{operation} writes {other[0]:#x} twice")
+                raise self.note_misuse(f"{operation} writes {other[0]:#x} twice")
         for other_operation in self._open:
             if operation.comes_after(other_operation):
                 addresses = first_overlap(unordered_reads, other_operation.writes)
             else:
                 addresses = operation.conflict(other_operation)
             if addresses is not None:
-                raise self.misused(f"{operation} and {other_operation} are unordered; both touch {addresses[0]:#x}")
+                raise self.note_misuse(f"{operation} and {other_operation} are unordered; both touch {addresses[0]:#x}")
 
     def _scramble_targets(self, operation: Operation) -> None:
-        """In host memory, where nothing else that was enqueued needs what is there."""
+        """Scramble the host memory that the operation will write, unless another operation needs what is there."""
         in_host = tuple(span for span in operation.writes if self.memory.is_registered(span[0], span[1] - span[0]))
         is_wanted = any(
             first_overlap(in_host, each.reads) or first_overlap(in_host, each.writes) for each in self._open
@@ -262,7 +262,7 @@ class FakeDevice:
                 self._finish(head.waits_for)
             elif head.is_held and self._owner != threading.get_ident() and not self._num_waiting:
                 if not self._changed.wait(DEADLINE_S):
-                    raise self.misused(f"nobody lets time pass for {head}")
+                    raise self.note_misuse(f"no thread lets time pass for {head}")
             else:
                 self._run(head)
 

@@ -1,4 +1,4 @@
-"""HostKernel: a CUDA kernel's own source, compiled for the host and run thread by thread."""
+"""HostKernel: compiles a CUDA kernel's own source for the host and runs it thread by thread."""
 
 import ctypes
 import functools
@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-# What the source takes for granted, and a launch: all threads of all blocks, one after the other, last ones first (a
-# kernel that needs an order is wrong).
+# Names that CUDA defines for the source. `_LAUNCH` runs all threads of all blocks, one after the other, last ones first
+# (a kernel that needs an order is wrong).
 _PRELUDE = """
 struct dim3 { unsigned int x, y, z; };
 struct alignas(16) uint4 { unsigned int x, y, z, w; };
@@ -34,12 +34,12 @@ extern "C" void launch(unsigned int columns, unsigned int rows, unsigned int thr
 
 
 def host_compiler() -> str | None:
-    """A C++ compiler of this machine."""
+    """The path of a C++ compiler of this machine; None if it has none."""
     return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
 
 class HostKernel:
-    """`extern "C" __global__ void name(...)` with parameters of 64 bits each: pointers and numbers."""
+    """A kernel `extern "C" __global__ void name(...)`, with parameters of 64 bits each: pointers and numbers."""
 
     def __init__(self, source: str, name: str) -> None:
         """RuntimeError without a compiler, or if it refuses the source."""
@@ -49,12 +49,12 @@ class HostKernel:
         self._launch.restype = None
 
     def __call__(self, grid: tuple[int, int], num_threads: int, arguments: Sequence[int]) -> None:
-        """Run it; returns when all threads have."""
+        """Run the kernel; returns when all its threads have run."""
         self._launch(*grid, num_threads, *arguments)
 
 
 def _parameter_types(source: str, name: str) -> list[str]:
-    """Of each parameter, as the source writes it."""
+    """The type of each parameter, as the source writes it."""
     parameters = source.split(f"void {name}(")[1].split(")", maxsplit=1)[0].split(",")
     return [parameter.strip().rpartition(" ")[0] for parameter in parameters]
 

@@ -18,7 +18,7 @@ from fake_cuda.tensors import Place
 
 @contextmanager
 def installed(schedule: Schedule) -> Iterator[FakeDevice]:
-    """A fake device 0 for all threads. At the end `CudaMisuse` for every misuse, and for what is left registered."""
+    """Put a fake device 0 in place for all threads. At the end `CudaMisuse` for any misuse or registration left."""
     device = FakeDevice(schedule)
     with pytest.MonkeyPatch.context() as patch:
         streams = CurrentStreams(device)
@@ -59,7 +59,7 @@ def _patch_streams(patch: pytest.MonkeyPatch, device: FakeDevice, streams: Curre
 
 
 def _patch_tensors(patch: pytest.MonkeyPatch, place: Place) -> None:
-    """Torch's own functions go on for what is not on a GPU and not pinned."""
+    """Replace what makes device tensors and pinned memory; for other tensors torch's own functions go on."""
     own = {name: getattr(torch, name) for name in ("empty", "zeros", "full")}
     own_to = torch.Tensor.to
 

@@ -7,11 +7,11 @@ import torch
 
 from fake_cuda.spans import Span, Spans, first_overlap
 
-FRESH = 0xA5  # what memory holds that nobody wrote
+FRESH = 0xA5  # in each byte of memory that was never written
 
 
 class Memory:
-    """Device memory is ordinary memory here, at its real address, and stays until the device goes."""
+    """The memory that a device knows. Device memory is ordinary memory, at its real address, as long as the device."""
 
     def __init__(self) -> None:
         self._allocations: list[tuple[int, int]] = []  # by address
@@ -21,20 +21,20 @@ class Memory:
         self._uploads: dict[Span, bytes] = {}
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Fresh device memory, [num_bytes] uint8, aligned as `cudaMalloc` does."""
+        """Allocate device memory, [num_bytes] uint8, aligned as `cudaMalloc` aligns it."""
         blocks = self._aligned(num_bytes)
         self._insert(self._allocations, blocks)
         return blocks
 
     def allocate_pinned(self, num_bytes: int) -> torch.Tensor:
-        """Host memory that torch has registered for as long as the device is there."""
+        """Allocate host memory that torch has registered for as long as the device is there."""
         blocks = self._aligned(num_bytes)
         self._insert(self._registrations, blocks)
         self._pinned_by_torch.add(blocks.data_ptr())
         return blocks
 
     def register(self, address: int, num_bytes: int) -> bool:
-        """False if any of these bytes is registered already."""
+        """Register host memory; False, and nothing is registered, if any of these bytes is already."""
         if first_overlap(tuple(self._registrations), ((address, address + num_bytes),)) is not None:
             return False
         self._registrations.append((address, address + num_bytes))
@@ -42,7 +42,7 @@ class Memory:
         return True
 
     def unregister(self, address: int) -> Span | None:
-        """What was registered from that address on; None if nothing was."""
+        """Undo the registration that begins at the address; its span, None if there is none."""
         span = next((span for span in self._registrations if span[0] == address), None)
         if span is not None:
             self._registrations.remove(span)
@@ -63,20 +63,20 @@ class Memory:
 
     @property
     def left_registered(self) -> list[Span]:
-        """Registrations that nobody undid; torch's own pinned memory is not among them."""
+        """Registrations that were not undone; torch's own pinned memory is not among them."""
         return [span for span in self._registrations if span[0] not in self._pinned_by_torch]
 
-    def uploaded(self, address: int, content: bytes) -> None:
+    def remember_upload(self, address: int, content: bytes) -> None:
         """Remember what will be in fresh device memory, so that an operation's tables are known when it is enqueued."""
         self._uploads[address, address + len(content)] = content
 
-    def written(self, spans: Spans) -> None:
-        """Forget what was uploaded where something else is written now."""
+    def forget_uploads(self, spans: Spans) -> None:
+        """Forget the uploads to memory that something else is written to now."""
         for span in [span for span in self._uploads if first_overlap((span,), spans)]:
             del self._uploads[span]
 
     def upload_at(self, address: int, num_bytes: int) -> bytes:
-        """The bytes that an upload brings there; NotImplementedError if they come from anything else."""
+        """The bytes that an upload brings to the address; NotImplementedError if anything else brings them."""
         for (start, end), content in self._uploads.items():
             if start <= address and address + num_bytes <= end:
                 return content[address - start : address - start + num_bytes]
@@ -95,12 +95,12 @@ class Memory:
 
 
 def read(address: int, num_bytes: int) -> bytes:
-    """What is there now."""
+    """The bytes that are at the address now."""
     return ctypes.string_at(address, num_bytes)
 
 
 def scramble(spans: Spans) -> None:
-    """Nobody may count on what is in memory that a copy is on its way to."""
+    """Overwrite memory that a copy is on its way to: nothing may count on its bytes before the copy has landed."""
     for start, end in spans:
         ctypes.memset(start, FRESH, end - start)
 

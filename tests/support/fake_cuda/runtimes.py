@@ -1,4 +1,4 @@
-"""What `transfer/cuda` calls with addresses: torch's cudart, NVIDIA's bindings and CuPy, on a fake device."""
+"""The libraries that `transfer/cuda` calls with addresses, on a fake device: cudart, NVIDIA's bindings and CuPy."""
 
 import ctypes
 import struct
@@ -18,7 +18,7 @@ _WORD_BYTES = 16
 
 
 class SourceAccessOrder(IntEnum):
-    """`cudaMemcpySrcAccessOrder`."""
+    """The numbers of `cudaMemcpySrcAccessOrder`."""
 
     STREAM = 1
     DURING_API_CALL = 2
@@ -26,7 +26,7 @@ class SourceAccessOrder(IntEnum):
 
 
 class Cudart:
-    """What `torch.cuda.cudart()` offers."""
+    """Stands for what `torch.cuda.cudart()` gives."""
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
@@ -39,7 +39,7 @@ class Cudart:
 
 
 class Bindings:
-    """`cuda.bindings.runtime` of CUDA 13."""
+    """Stands for `cuda.bindings.runtime` of CUDA 13."""
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
@@ -58,7 +58,7 @@ class Bindings:
         num_attributes: int,
         stream: int,
     ) -> tuple[int]:
-        """The copies run in reverse: nothing orders them among each other."""
+        """Enqueue the copies, to run in reverse: nothing orders them among each other."""
         is_complete = len(targets) == len(sources) == len(sizes) == count > 0 and all(sizes)
         if not is_complete or (list(first_of_attributes), num_attributes) != ([0], 1) or stream == 0:
             return (INVALID_VALUE,)
@@ -86,14 +86,14 @@ class Bindings:
         return (0,)
 
     def _is_a_copy(self, target: int, source: int, size: int) -> bool:
-        """Between device and registered memory, within one piece of each: others are refused or slow."""
+        """Whether a copy is between device and registered memory, within one piece of each. Others fail or are slow."""
         memory = self._device.memory
         ends = [(memory.is_on_device(end, size), memory.is_registered(end, size)) for end in (target, source)]
         return sorted(ends) == [(False, True), (True, False)]
 
 
 class Cupy:
-    """What `KernelCopies` needs of CuPy. Kernels run on CuPy's own current stream, not on torch's."""
+    """Stands for the part of CuPy that `KernelCopies` uses. Kernels run on CuPy's current stream, not on torch's."""
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
@@ -121,7 +121,7 @@ class Cupy:
 
 
 class Kernel:
-    """`copy_blocks`: the product's own source, run on the host, after a look at every address it was given."""
+    """Runs `copy_blocks`, the product's own source, on the host, after a check of every address it was given."""
 
     def __init__(self, cupy: Cupy, device: FakeDevice, source: str, name: str) -> None:
         self._cupy = cupy
@@ -146,5 +146,5 @@ class Kernel:
         memory = self._device.memory
         for address in addresses:
             if not memory.is_on_device(address, num_bytes) and not memory.is_registered(address, num_bytes):
-                raise self._device.misused(f"a kernel touches {num_bytes} bytes at {address:#x}: illegal access")
+                raise self._device.note_misuse(f"a kernel touches {num_bytes} bytes at {address:#x}: illegal access")
         return tuple((address, address + num_bytes) for address in addresses)

@@ -1,4 +1,4 @@
-"""When a fake device runs what may run: the two answers that find bugs."""
+"""Schedules: when a fake device runs operations that may run. Two of them find bugs."""
 
 import random
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True)
 class Late:
-    """Nothing runs before the host waits for it, or for what comes after it."""
+    """No operation runs before the host waits for it, or for one that comes after it."""
 
     def __str__(self) -> str:
         return "late"
@@ -25,7 +25,7 @@ class Late:
 
 @dataclass(frozen=True)
 class Seeded:
-    """Every other operation runs at once. The choice depends on the seed and the operation, not on threads."""
+    """Half of the operations run at once. The choice depends on the seed and the operation, not on threads."""
 
     seed: int
 

@@ -1,4 +1,4 @@
-"""Streams and events of a fake device, as `torch.cuda` has them, and which stream is whose current one."""
+"""Streams and events of a fake device, as `torch.cuda` has them, and each thread's current stream."""
 
 import threading
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class Stream:
 
     def wait_event(self, event: "Event") -> None:
         if event.recorded is None:
-            raise self._device.misused("a stream waits for an event that was never recorded, which is no wait")
+            raise self._device.note_misuse("a stream waits for an event that was never recorded, which is no wait")
         self._device.enqueue(self.state, "a wait for an event", seconds=0.0, waits_for=event.recorded)
 
     def wait_stream(self, stream: "Stream") -> None:
@@ -44,7 +44,7 @@ class Event:
 
     def __init__(self, device: FakeDevice, enable_timing: bool = False) -> None:
         self._device = device
-        self._has_time = enable_timing
+        self.has_time = enable_timing
         self.recorded: Operation | None = None
 
     def record(self, stream: Stream) -> None:
@@ -63,10 +63,10 @@ class Event:
     def elapsed_time(self, end_event: "Event") -> float:
         """Milliseconds of the device's time; CudaMisuse if either has not happened yet, or has no time."""
         first, last = self.recorded, end_event.recorded
-        if first is None or last is None or not (self._has_time and end_event._has_time):
-            raise self._device.misused("the time between events that were not recorded, or without timing")
+        if first is None or last is None or not (self.has_time and end_event.has_time):
+            raise self._device.note_misuse("the time between events that were not recorded, or without timing")
         if not (first.is_done and last.is_done):
-            raise self._device.misused("the time between events before they have happened")
+            raise self._device.note_misuse("the time between events before they have happened")
         return (last.done_at - first.done_at) * 1000
 
 
@@ -83,7 +83,7 @@ class CurrentStreams(threading.local):
 
     @contextmanager
     def using(self, stream: Stream | None) -> Iterator[None]:
-        """Make it the thread's current stream for a while."""
+        """Make *stream* the thread's current one within the block; None changes nothing."""
         self._taken.append(self.current if stream is None else stream)
         try:
             yield

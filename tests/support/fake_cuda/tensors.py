@@ -1,4 +1,4 @@
-"""DeviceTensor: a tensor on the fake device. What touches its bytes is enqueued in the thread's current stream."""
+"""DeviceTensor: a tensor on the fake device, whose operations are enqueued in the thread's current stream."""
 
 import ctypes
 import functools
@@ -21,7 +21,7 @@ _FACTS = {
     torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.__len__,
 }  # fmt: skip
 _FACT_NAMES = {"shape", "dtype", "ndim", "itemsize", "nbytes", "layout"}
-# They bring their tensors to the host first, each with a wait.
+# Functions that bring their tensors to the host first, each with a wait.
 _READS = {
     torch.Tensor.unique, torch.Tensor.eq, torch.Tensor.__eq__, torch.Tensor.all, torch.Tensor.any, torch.Tensor.tolist,
     torch.Tensor.item, torch.Tensor.__bool__, torch.equal, torch.Tensor.__repr__,
@@ -65,7 +65,7 @@ class DeviceTensor(torch.Tensor):
 
 
 class Place:
-    """Where device tensors are: makes them, and enqueues what is done with them."""
+    """Makes device tensors, and enqueues the operations on them."""
 
     def __init__(self, device: FakeDevice, streams: CurrentStreams) -> None:
         self._device = device
@@ -82,7 +82,7 @@ class Place:
         }
 
     def tensor(self, plain: torch.Tensor) -> DeviceTensor:
-        """A tensor over device memory."""
+        """The same memory as a device tensor."""
         tensor = plain.as_subclass(DeviceTensor)
         tensor.place = self
         return tensor
@@ -102,11 +102,11 @@ class Place:
         self._copy(target, source.contiguous(), non_blocking)
         address, num_bytes = source.data_ptr(), _num_bytes(source.shape, source.dtype)
         if self._device.memory.is_pageable(address, num_bytes):
-            self._device.memory.uploaded(target.data_ptr(), read(address, num_bytes))
+            self._device.memory.remember_upload(target.data_ptr(), read(address, num_bytes))
         return target
 
     def to_host(self, source: Any) -> Any:
-        """A device tensor's content once it is there; anything else as it is."""
+        """A device tensor's content, after a wait for it; anything else as it is."""
         if not isinstance(source, DeviceTensor):
             return source
         target = torch.empty(source.shape, dtype=source.dtype)
@@ -140,7 +140,7 @@ class Place:
             return False
         if self._device.memory.is_pageable(address, num_bytes):
             return True
-        raise self._device.misused(f"a copy of {num_bytes} bytes goes over the end of a registration")
+        raise self._device.note_misuse(f"a copy of {num_bytes} bytes goes over the end of a registration")
 
     def _fill(self, target: DeviceTensor, value: float) -> DeviceTensor:
         self._kernel("a fill", lambda: _plain(target).fill_(value), writes=_spans(target)[0])
@@ -169,13 +169,13 @@ class Place:
         return target
 
     def _rows(self, blocks: DeviceTensor, dim: int, index: DeviceTensor) -> Spans:
-        """Where the rows are; CudaMisuse if one is not there, on which a device would end the process's context."""
+        """The addresses of the rows. CudaMisuse for a row that does not exist, where a device would end the context."""
         if dim != 0 or index.dtype != torch.int64:
             raise NotImplementedError("the fake device gathers rows by int64")
         content = self._device.memory.upload_at(index.data_ptr(), index.numel() * 8)
         rows = torch.frombuffer(bytearray(content), dtype=torch.int64).tolist() if content else []
         if any(not 0 <= row < len(blocks) for row in rows):
-            raise self._device.misused(f"rows {min(rows)} to {max(rows)} of {len(blocks)}")
+            raise self._device.note_misuse(f"rows {min(rows)} to {max(rows)} of {len(blocks)}")
         (((start, _),), num_bytes) = _spans(blocks)
         row_bytes = num_bytes // len(blocks)
         return tuple((start + row * row_bytes, start + (row + 1) * row_bytes) for row in rows)
@@ -185,7 +185,7 @@ class Place:
 
 
 def _move(target: int, source: int | bytes, num_bytes: int, kept: object) -> None:
-    """*kept* has the memory, which stays as long as something is going to touch it."""
+    """Copy bytes. *kept* has the tensors whose memory these are, so that it is there until the copy has run."""
     ctypes.memmove(target, source, num_bytes)
 
 
@@ -203,7 +203,7 @@ def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def _spans(tensor: torch.Tensor) -> tuple[Spans, int]:
-    """The tensor's addresses, and how many bytes they are."""
+    """The tensor's addresses, and its number of bytes."""
     with torch._C.DisableTorchFunctionSubclass():
         if not tensor.is_contiguous():
             raise NotImplementedError("the fake device touches contiguous tensors only")

@@ -1,4 +1,4 @@
-"""Siblings: the block that shares most of a prompt's next tokens, against a search one by one."""
+"""PartialMatches: the block that shares most of a prompt's next tokens, against a search one by one."""
 
 import hashlib
 import random

@@ -1,4 +1,4 @@
-"""Which blocks get in to the disk: whole chains, under and over the budget."""
+"""Admission: which blocks are let in to the disk, under and over the budget; never a block behind a hole."""
 
 import hashlib
 import random
@@ -35,7 +35,7 @@ RESERVE_BYTES = round(RESERVE * DAYS_BYTES)
 
 
 class Disk:
-    """A disk of names and an admission to it; what is admitted is there at once, and paid for."""
+    """A disk of names and an admission to it; an admitted block is there at once, and paid for."""
 
     def __init__(self, budget: WriteBudget, num_blocks: int = 10_000) -> None:
         self.budget = budget
@@ -48,7 +48,7 @@ class Disk:
         parents: Sequence[BlockName | None],
         group_id: int = 0,
     ) -> list[bool]:
-        """What is admitted, and there now."""
+        """Ask for blocks; those that are admitted are on the disk now. One answer for each."""
         admitted = self.admission.admit(group_id, names, parents, BLOCK_BYTES)
         self.admission.check()
         self.blocks.update((group_id, name) for name, is_admitted in zip(names, admitted, strict=True) if is_admitted)
@@ -68,7 +68,7 @@ def disk(budget: WriteBudget) -> Disk:
 
 @pytest.fixture
 def disk_over_budget(disk: Disk) -> Disk:
-    """Only the reserve is left."""
+    """A disk of whose budget only the reserve is left."""
     disk.budget.spend(DAYS_BYTES - RESERVE_BYTES)
     return disk
 
@@ -261,7 +261,7 @@ def test_a_block_twice_in_one_call_is_a_mistake(disk: Disk) -> None:
         disk.ask([name, name], [None, None])
 
 
-def test_promises_that_nobody_collects_do_not_pile_up(disk: Disk) -> None:
+def test_promises_that_are_never_kept_do_not_pile_up(disk: Disk) -> None:
     names = names_of("a", 0, 2 * MAX_PROMISED + 2048)
 
     for start in range(0, len(names), 2048):  # each by itself, behind one that never comes

@@ -27,11 +27,11 @@ def begin(breaker: CircuitBreaker) -> Attempt:
 
 
 def open_by_hang(breaker: CircuitBreaker) -> None:
-    breaker.hung(begin(breaker))
+    breaker.on_hung(begin(breaker))
 
 
 def rest_s(breaker: CircuitBreaker, clock: FakeClock) -> float:
-    """How long the breaker, which is open, stays so; the clock then stands at the end of it."""
+    """For how long the breaker, which is open, stays so; moves the clock to the end of that."""
     start = clock.now
     while breaker.state is BreakerState.OPEN:
         clock.now += 0.5
@@ -46,14 +46,14 @@ def test_a_breaker_that_saw_nothing_allows_everything(breaker: CircuitBreaker) -
 
 def test_a_few_failures_do_not_open_it(breaker: CircuitBreaker) -> None:
     for _ in range(MAX_FAILURES - 1):
-        breaker.failed(begin(breaker))
+        breaker.on_failed(begin(breaker))
 
     assert breaker.state is BreakerState.CLOSED
 
 
 def test_failures_in_a_row_open_it(breaker: CircuitBreaker) -> None:
     for _ in range(MAX_FAILURES):
-        breaker.failed(begin(breaker))
+        breaker.on_failed(begin(breaker))
 
     assert breaker.state is BreakerState.OPEN
     assert not breaker.allows()
@@ -64,8 +64,8 @@ def test_failures_in_a_row_open_it(breaker: CircuitBreaker) -> None:
 def test_a_success_between_failures_starts_the_count_again(breaker: CircuitBreaker) -> None:
     for _ in range(10):
         for _ in range(MAX_FAILURES - 1):
-            breaker.failed(begin(breaker))
-        breaker.succeeded(begin(breaker))
+            breaker.on_failed(begin(breaker))
+        breaker.on_succeeded(begin(breaker))
 
     assert breaker.state is BreakerState.CLOSED
 
@@ -73,7 +73,7 @@ def test_a_success_between_failures_starts_the_count_again(breaker: CircuitBreak
 def test_how_many_failures_it_takes_can_be_said(clock: FakeClock) -> None:
     breaker = CircuitBreaker(clock, max_failures=1)
 
-    breaker.failed(begin(breaker))
+    breaker.on_failed(begin(breaker))
 
     assert breaker.state is BreakerState.OPEN
 
@@ -114,7 +114,7 @@ def test_half_open_exactly_one_probe_is_let_through(breaker: CircuitBreaker, clo
     assert breaker.state is BreakerState.HALF_OPEN
 
 
-def test_asking_whether_it_allows_takes_nobodys_probe(breaker: CircuitBreaker, clock: FakeClock) -> None:
+def test_asking_whether_it_allows_takes_no_probe(breaker: CircuitBreaker, clock: FakeClock) -> None:
     open_by_hang(breaker)
     clock.now += REST_S
 
@@ -126,7 +126,7 @@ def test_a_probe_that_succeeds_closes_it(breaker: CircuitBreaker, clock: FakeClo
     open_by_hang(breaker)
     clock.now += REST_S
 
-    breaker.succeeded(begin(breaker))
+    breaker.on_succeeded(begin(breaker))
 
     assert breaker.state is BreakerState.CLOSED
     assert breaker.num_opened == 1
@@ -136,13 +136,13 @@ def test_a_probe_that_fails_opens_it_again_at_once(breaker: CircuitBreaker, cloc
     open_by_hang(breaker)
     clock.now += REST_S
 
-    breaker.failed(begin(breaker))
+    breaker.on_failed(begin(breaker))
 
     assert breaker.state is BreakerState.OPEN
     assert breaker.num_opened == 2
 
 
-@pytest.mark.parametrize("outcome", [CircuitBreaker.failed, CircuitBreaker.hung])
+@pytest.mark.parametrize("outcome", [CircuitBreaker.on_failed, CircuitBreaker.on_hung])
 def test_the_rest_doubles_up_to_a_limit_while_probes_fail(
     breaker: CircuitBreaker, clock: FakeClock, outcome: Callable[[CircuitBreaker, Attempt], None]
 ) -> None:
@@ -160,9 +160,9 @@ def test_after_a_success_the_rest_is_short_again(breaker: CircuitBreaker, clock:
     open_by_hang(breaker)
     for _ in range(4):
         rest_s(breaker, clock)
-        breaker.failed(begin(breaker))
+        breaker.on_failed(begin(breaker))
     rest_s(breaker, clock)
-    breaker.succeeded(begin(breaker))
+    breaker.on_succeeded(begin(breaker))
 
     open_by_hang(breaker)
 
@@ -171,11 +171,11 @@ def test_after_a_success_the_rest_is_short_again(breaker: CircuitBreaker, clock:
 
 def test_after_a_success_it_takes_all_failures_again(breaker: CircuitBreaker, clock: FakeClock) -> None:
     for _ in range(MAX_FAILURES):
-        breaker.failed(begin(breaker))
+        breaker.on_failed(begin(breaker))
     clock.now += REST_S
-    breaker.succeeded(begin(breaker))
+    breaker.on_succeeded(begin(breaker))
 
-    breaker.failed(begin(breaker))
+    breaker.on_failed(begin(breaker))
 
     assert breaker.state is BreakerState.CLOSED
 
@@ -184,13 +184,13 @@ def test_a_late_success_does_not_close_it(breaker: CircuitBreaker, clock: FakeCl
     old = begin(breaker)
     open_by_hang(breaker)
 
-    breaker.succeeded(old)
+    breaker.on_succeeded(old)
     while_open = breaker.state
     clock.now += REST_S
-    breaker.succeeded(old)
+    breaker.on_succeeded(old)
     before_the_probe = breaker.state
     begin(breaker)
-    breaker.succeeded(old)
+    breaker.on_succeeded(old)
 
     assert (while_open, before_the_probe, breaker.state) == (
         BreakerState.OPEN,
@@ -205,9 +205,9 @@ def test_late_failures_and_hangs_do_not_lengthen_the_rest(breaker: CircuitBreake
     clock.now += REST_S / 2
 
     for attempt in old[:10]:
-        breaker.failed(attempt)
+        breaker.on_failed(attempt)
     for attempt in old[10:]:
-        breaker.hung(attempt)
+        breaker.on_hung(attempt)
 
     assert rest_s(breaker, clock) == REST_S / 2
     assert breaker.num_opened == 1
@@ -220,8 +220,8 @@ def test_late_failures_do_not_end_the_probe(breaker: CircuitBreaker, clock: Fake
     probe = begin(breaker)
 
     for attempt in old:
-        breaker.failed(attempt)
-    breaker.succeeded(probe)
+        breaker.on_failed(attempt)
+    breaker.on_succeeded(probe)
 
     assert breaker.state is BreakerState.CLOSED
 
@@ -230,24 +230,24 @@ def test_failures_from_before_it_opened_do_not_count_after_it_closed(breaker: Ci
     old = [begin(breaker) for _ in range(5)]
     open_by_hang(breaker)
     clock.now += REST_S
-    breaker.succeeded(begin(breaker))
+    breaker.on_succeeded(begin(breaker))
 
     for attempt in old:
-        breaker.failed(attempt)
+        breaker.on_failed(attempt)
 
     assert breaker.state is BreakerState.CLOSED
 
 
 def test_a_hung_operation_that_ends_after_all_changes_nothing(breaker: CircuitBreaker, clock: FakeClock) -> None:
     attempt = begin(breaker)
-    breaker.hung(attempt)
+    breaker.on_hung(attempt)
 
-    breaker.succeeded(attempt)
+    breaker.on_succeeded(attempt)
     after_its_success = breaker.state
     clock.now += REST_S
     probe = begin(breaker)
-    breaker.hung(probe)
-    breaker.succeeded(probe)
+    breaker.on_hung(probe)
+    breaker.on_succeeded(probe)
 
     assert (after_its_success, breaker.state) == (BreakerState.OPEN, BreakerState.OPEN)
 
@@ -256,9 +256,9 @@ def test_a_probe_s_outcome_counts_once(breaker: CircuitBreaker, clock: FakeClock
     open_by_hang(breaker)
     clock.now += REST_S
     probe = begin(breaker)
-    breaker.succeeded(probe)
+    breaker.on_succeeded(probe)
 
-    breaker.hung(probe)
+    breaker.on_hung(probe)
 
     assert breaker.state is BreakerState.CLOSED
 
@@ -267,7 +267,7 @@ def test_of_a_batch_of_failures_only_the_first_few_count(breaker: CircuitBreaker
     attempts = [begin(breaker) for _ in range(4 * MAX_FAILURES)]
 
     for attempt in attempts:
-        breaker.failed(attempt)
+        breaker.on_failed(attempt)
 
     assert breaker.num_opened == 1
     assert rest_s(breaker, clock) == REST_S
@@ -278,21 +278,21 @@ def test_a_probe_that_was_never_started_leaves_room_for_another(breaker: Circuit
     clock.now += REST_S
     first = begin(breaker)
 
-    breaker.withdrawn(first)
+    breaker.withdraw(first)
     second = begin(breaker)
-    breaker.succeeded(first)
+    breaker.on_succeeded(first)
     after_the_first = breaker.state
-    breaker.succeeded(second)
+    breaker.on_succeeded(second)
 
     assert (after_the_first, breaker.state) == (BreakerState.HALF_OPEN, BreakerState.CLOSED)
 
 
 def test_an_operation_that_was_never_started_neither_fails_nor_succeeds(breaker: CircuitBreaker) -> None:
-    breaker.failed(begin(breaker))
-    breaker.failed(begin(breaker))
-    breaker.withdrawn(begin(breaker))
+    breaker.on_failed(begin(breaker))
+    breaker.on_failed(begin(breaker))
+    breaker.withdraw(begin(breaker))
     before = breaker.state
-    breaker.failed(begin(breaker))
+    breaker.on_failed(begin(breaker))
 
     assert (before, breaker.state) == (BreakerState.CLOSED, BreakerState.OPEN)
 
@@ -345,17 +345,17 @@ def test_random_operations_agree_with_the_rules_as_told(seed: int) -> None:
                 model.probe = number if state is BreakerState.HALF_OPEN else None
         elif under_way:
             attempt, opening, its_number = under_way.pop(rng.randrange(len(under_way)))
-            outcome = rng.choices(["succeeded", "failed", "hung", "withdrawn"], [5, 4, 1, 1])[0]
+            outcome = rng.choices(["on_succeeded", "on_failed", "on_hung", "withdraw"], [5, 4, 1, 1])[0]
             getattr(breaker, outcome)(attempt)
             is_probe = model.probe == its_number
             counts = is_probe or (state is BreakerState.CLOSED and opening == model.opened)
             if not counts:
                 pass
-            elif outcome == "withdrawn":
+            elif outcome == "withdraw":
                 model.probe = None
-            elif outcome == "hung" or (outcome == "failed" and (is_probe or model.failures == MAX_FAILURES - 1)):
+            elif outcome == "on_hung" or (outcome == "on_failed" and (is_probe or model.failures == MAX_FAILURES - 1)):
                 model.open(clock.now)
-            elif outcome == "failed":
+            elif outcome == "on_failed":
                 model.failures += 1
             elif is_probe:
                 model.state, model.probe, model.rest_s = BreakerState.CLOSED, None, REST_S

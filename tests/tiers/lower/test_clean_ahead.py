@@ -1,4 +1,4 @@
-"""CleanAhead: the window follows what is allocated while a spill is under way, under a clock of our own."""
+"""CleanAhead: the window follows what is allocated while a spill is under way, by a fake clock."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def allocate_steadily(window: CleanAhead, clock: FakeClock, blocks_per_s: float,
     step_s = 0.01
     for _ in range(round(seconds / step_s)):
         clock.now += step_s
-        window.allocated(round(blocks_per_s * step_s))
+        window.on_allocated(round(blocks_per_s * step_s))
 
 
 @pytest.fixture
@@ -43,13 +43,13 @@ def test_allocations_alone_do_not_widen_the_window(window: CleanAhead, clock: Fa
 
 
 def test_spills_alone_do_not_widen_the_window(window: CleanAhead) -> None:
-    window.spilled(60.0)
+    window.on_spilled(60.0)
 
     assert window.num_blocks == LEAST
 
 
 def test_slow_allocation_never_narrows_the_window_below_the_least(window: CleanAhead, clock: FakeClock) -> None:
-    window.spilled(0.001)
+    window.on_spilled(0.001)
 
     allocate_steadily(window, clock, 100)
 
@@ -57,7 +57,7 @@ def test_slow_allocation_never_narrows_the_window_below_the_least(window: CleanA
 
 
 def test_the_window_is_never_wider_than_the_most(window: CleanAhead, clock: FakeClock) -> None:
-    window.spilled(60.0)
+    window.on_spilled(60.0)
 
     allocate_steadily(window, clock, 100_000)
 
@@ -72,7 +72,7 @@ def test_a_pool_smaller_than_the_least_window_is_the_window(clock: FakeClock) ->
 def test_the_window_is_what_is_allocated_during_a_spill_with_headroom(
     window: CleanAhead, clock: FakeClock, blocks_per_s: int, spill_s: float
 ) -> None:
-    window.spilled(spill_s)
+    window.on_spilled(spill_s)
 
     allocate_steadily(window, clock, blocks_per_s)
 
@@ -82,17 +82,17 @@ def test_the_window_is_what_is_allocated_during_a_spill_with_headroom(
 def test_a_burst_at_one_moment_counts_as_much_as_the_same_blocks_one_by_one(clock: FakeClock) -> None:
     at_once, one_by_one = CleanAhead(1, MOST, clock), CleanAhead(1, MOST, clock)
     for window in (at_once, one_by_one):
-        window.spilled(1.0)
+        window.on_spilled(1.0)
 
-    at_once.allocated(500)
+    at_once.on_allocated(500)
     for _ in range(500):
-        one_by_one.allocated(1)
+        one_by_one.on_allocated(1)
 
     assert at_once.num_blocks == pytest.approx(one_by_one.num_blocks, abs=1)
 
 
 def test_the_window_narrows_as_allocation_slows_down(window: CleanAhead, clock: FakeClock) -> None:
-    window.spilled(0.1)
+    window.on_spilled(0.1)
     allocate_steadily(window, clock, 20_000)
     wide = window.num_blocks
 
@@ -102,7 +102,7 @@ def test_the_window_narrows_as_allocation_slows_down(window: CleanAhead, clock: 
 
 
 def test_the_window_narrows_while_nothing_is_allocated(window: CleanAhead, clock: FakeClock) -> None:
-    window.spilled(0.1)
+    window.on_spilled(0.1)
     allocate_steadily(window, clock, 20_000)
     wide = window.num_blocks
 
@@ -112,7 +112,7 @@ def test_the_window_narrows_while_nothing_is_allocated(window: CleanAhead, clock
 
 
 def test_a_long_idle_time_brings_the_window_back_to_the_least(window: CleanAhead, clock: FakeClock) -> None:
-    window.spilled(0.1)
+    window.on_spilled(0.1)
     allocate_steadily(window, clock, 20_000)
 
     clock.now += 3600.0
@@ -121,7 +121,7 @@ def test_a_long_idle_time_brings_the_window_back_to_the_least(window: CleanAhead
 
 
 def test_asking_for_the_window_does_not_change_it(window: CleanAhead, clock: FakeClock) -> None:
-    window.spilled(0.1)
+    window.on_spilled(0.1)
     allocate_steadily(window, clock, 20_000)
     clock.now += 0.5
 
@@ -129,13 +129,13 @@ def test_asking_for_the_window_does_not_change_it(window: CleanAhead, clock: Fak
 
 
 def test_one_slow_spill_widens_the_window_less_than_many(window: CleanAhead, clock: FakeClock) -> None:
-    window.spilled(0.1)
+    window.on_spilled(0.1)
     allocate_steadily(window, clock, 10_000)
     before = window.num_blocks
 
-    window.spilled(1.0)
+    window.on_spilled(1.0)
     after_one = window.num_blocks
     for _ in range(100):
-        window.spilled(1.0)
+        window.on_spilled(1.0)
 
     assert before < after_one < window.num_blocks == pytest.approx(10 * before, rel=0.02)

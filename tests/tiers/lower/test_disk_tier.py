@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from chaos import NAMESPACE, FakeClock, World
+from late_store import LateStore, empty
 from small_cache import BLOCK_BYTES, CHARGE, DOCUMENT, balance, read
 
 from kvtier.store.blob_store import Blob, StoreFull
@@ -52,7 +53,7 @@ def test_an_index_agrees_with_a_model_whatever_happens_while_it_is_loaded() -> N
             for group_id in range(2):
                 index.load(group_id, rows_of([name(n) for g, n in page if g == group_id]))
             if not pages:
-                index.loaded()
+                index.finish_loading()
         elif action < 0.7:
             index.add(group, [name(n)])
             disk.add((group, n))
@@ -87,7 +88,7 @@ def test_the_newest_blocks_are_known_first(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class FailingStore(MemoryStore):
-    """A disk that fails, or hangs, for a while."""
+    """A store that fails, or hangs, for a while."""
 
     fails = False
     num_asked = 0
@@ -120,12 +121,12 @@ def test_a_disk_that_fails_is_left_alone_and_tried_again_with_one_batch() -> Non
     for document in "ab":
         assert w.cache.lookup(w.chain(document, DOCUMENT), DOCUMENT + 1).why_no_more is not Reason.FAILED
         read(w, document)
-    assert store.num_asked == asked  # nobody asked it
+    assert store.num_asked == asked  # it was not asked
 
     store.fails = False
     w.clock.now += 2
     assert disk.reading.state is BreakerState.HALF_OPEN
-    assert w.cache.lookup(w.chain("h", DOCUMENT), DOCUMENT + 1).num_tokens < DOCUMENT  # nobody waits for the probe
+    assert w.cache.lookup(w.chain("h", DOCUMENT), DOCUMENT + 1).num_tokens < DOCUMENT  # no look-up waits for the probe
     w.cache.poll()
     w.settle()
     assert store.num_asked == asked + 1
@@ -135,7 +136,7 @@ def test_a_disk_that_fails_is_left_alone_and_tried_again_with_one_batch() -> Non
 
 
 def restarted_beside_a_store_that_failed() -> World:
-    """A tier whose store has a document, and could not be read when it began; now it can, and the rest is over."""
+    """A tier whose store has a document and could not be read at the start; now it can be, and the rest is over."""
     store = FailingStore(1000 * CHARGE)
     before = world(store)
     read(before, "a")
@@ -169,7 +170,7 @@ def test_an_index_whose_reading_found_its_lane_full_is_read_later() -> None:
 
 
 def _start(w: World, store: MemoryStore) -> None:
-    """A world that does not wait for ever for its index."""
+    """Make a world that does not wait for ever for its index."""
     tries = iter(range(50))
     settle = World.settle
 
@@ -234,7 +235,7 @@ def test_copies_to_a_disk_that_fails_stop_and_begin_again() -> None:
 
 
 class FullStore(MemoryStore):
-    """One that has room for nothing, for a while."""
+    """A store that has room for no block, for a while."""
 
     is_full = False
     num_asked = 0
@@ -253,7 +254,7 @@ def test_a_store_that_is_full_freezes_nothing_and_takes_blocks_as_soon_as_it_has
     disk = w.index.disk
     store.is_full = True
     for document in "bcdefghi":
-        read(w, document)  # nobody waits for room on disk
+        read(w, document)  # no request waits for room on disk
     asked = store.num_asked
     assert disk.is_failing
     assert disk.details().why_failed["write"] == "[Errno 28] No space left on device"
@@ -294,11 +295,12 @@ def test_batches_that_land_in_another_order_never_count_backwards() -> None:
 
 def test_a_store_that_begins_again_gives_no_budget_back() -> None:
     clock = FakeClock()
-    disk = DiskTier(MemoryStore(1000 * CHARGE), bytes(16), clock, 1000)
+    store = LateStore(empty())
+    disk = DiskTier(store, bytes(16), clock, 1000)  # type: ignore[arg-type]  # it has what a tier asks for
     disk.life = SsdLife(1, clock, 0)
     clock.now += 1.0
     disk.on_written(disk.write([Blob(disk.key(0, BlockName(bytes(32))), digest(b"k" * 600), memoryview(b"k" * 600))]))
-    disk._store = MemoryStore(1000 * CHARGE)  # as after damage
+    store.begin_again()
 
     disk.on_written(disk.write([Blob(disk.key(0, BlockName(bytes(32))), digest(b"k" * 300), memoryview(b"k" * 300))]))
 

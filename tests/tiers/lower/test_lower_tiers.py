@@ -1,4 +1,4 @@
-"""The contract of `LowerTiers`, for every kind of them."""
+"""The contract of `LowerTiers`: every kind of tiers below the device keeps it."""
 
 import random
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from unreliable_tiers import UnreliableTiers
 
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
-from kvtier.tiers.device.block_pool import ABSENT
 from kvtier.tiers.device.runs import Row
+from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers, lower_tiers
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, Fetch, LowerTiers
@@ -31,7 +31,7 @@ GROUPS = [FullAttention(SIZE), SlidingWindow(SIZE, 10)]
 
 
 class WaitingLane:
-    """Does what it was given when it is told to."""
+    """A lane that runs its transfers when `work` is called."""
 
     def __init__(self, finished: Finished) -> None:
         self._finished = finished
@@ -58,7 +58,7 @@ class WaitingLane:
 
 @dataclass
 class Bed:
-    """Tiers of one kind, and what a device pool would know."""
+    """Tiers of one kind, and around them what a device pool would have."""
 
     tiers: LowerTiers
     memories: Sequence[CpuMemory]
@@ -86,7 +86,7 @@ class Bed:
     def blocks(self, salt: str, num_blocks: int) -> NamedBlocks:
         return blocks_of(self.chain(salt, num_blocks), GROUPS[0], np.arange(num_blocks))
 
-    def tell(self, fetch: Fetch, place: int, failure: Reason | None) -> None:
+    def on_fetched(self, fetch: Fetch, place: int, failure: Reason | None) -> None:
         self.told.append((fetch, place, failure))
 
     def put(self, salt: str, num_blocks: int) -> None:
@@ -101,7 +101,7 @@ class Bed:
         self.settle()
 
     def reserve(self, num_slots: int) -> list[int]:
-        """As many as that: an answer may be less than what was asked for, several are not."""
+        """Reserve exactly so many slots: one answer may be fewer than were asked for, several together are not."""
         slots: list[int] = []
         for _ in range(40):
             slots += self.tiers.reserve(0, num_slots - len(slots))
@@ -114,7 +114,7 @@ class Bed:
         return self.tiers.find(0, self.names(salt, num_blocks)).tolist()
 
     def fetch(self, salt: str, num_blocks: int) -> Fetch:
-        fetch = self.tiers.fetch(0, self.blocks(salt, num_blocks), self.tell)
+        fetch = self.tiers.fetch(0, self.blocks(salt, num_blocks), self.on_fetched)
         self.settle()
         return fetch
 
@@ -155,19 +155,19 @@ def bed(kind: str, monkeypatch: pytest.MonkeyPatch) -> Bed:
 
 @pytest.fixture(params=["host", "host and disk", "unreliable"])
 def lower(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bed:
-    """Tiers that keep something."""
+    """Tiers of each kind that can keep a block."""
     return bed(request.param, monkeypatch)
 
 
 @pytest.fixture(params=["none", "host", "host and disk", "unreliable"])
 def any_lower(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bed:
-    """Tiers of every kind."""
+    """Tiers of every kind, `NoTiers` included."""
     return bed(request.param, monkeypatch)
 
 
 @pytest.fixture(params=["host and disk", "unreliable"])
 def with_disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bed:
-    """Tiers that have a disk."""
+    """Tiers of each kind that has a disk."""
     return bed(request.param, monkeypatch)
 
 
@@ -179,7 +179,7 @@ def test_what_was_never_published_is_nowhere(any_lower: Bed) -> None:
 
 
 def test_what_is_nowhere_is_told_once_not_to_come_and_in_a_poll_only(any_lower: Bed) -> None:
-    fetch = any_lower.tiers.fetch(0, any_lower.blocks("a", 3), any_lower.tell)
+    fetch = any_lower.tiers.fetch(0, any_lower.blocks("a", 3), any_lower.on_fetched)
     assert any_lower.told == []
 
     any_lower.settle()
@@ -197,8 +197,8 @@ def test_tiers_that_keep_nothing_take_nothing_and_are_whole_at_once(monkeypatch:
 
     assert tiers.reserve(0, 4) == []
     assert list(tiers.num_slots) == [0, 0]
-    assert (tiers.is_known, tiers.is_in_order, tiers.is_making_room) == (True, True, False)
-    assert not tiers.saving().is_there
+    assert (tiers.is_indexed, tiers.is_readable, tiers.is_making_room) == (True, True, False)
+    assert not tiers.spill_progress().has_target
     assert tiers.statistics().tiers == {}
     assert tiers.clear()
 
@@ -227,7 +227,7 @@ def test_a_run_ends_at_the_first_block_that_is_nowhere(lower: Bed) -> None:
     assert run.tolist() == lower.find("a", 3)
 
 
-def test_a_reserved_slot_is_nobody_elses_and_invisible_until_it_is_published(lower: Bed) -> None:
+def test_a_reserved_slot_is_not_given_again_and_holds_nothing_to_find_until_it_is_published(lower: Bed) -> None:
     slots = lower.reserve(NUM_SLOTS)
 
     assert sorted(slots) == list(range(NUM_SLOTS))
@@ -287,7 +287,7 @@ def test_a_place_that_was_found_is_good_while_nothing_has_changed(lower: Bed) ->
     places = lower.tiers.find(0, lower.names("a", 3))
     assert lower.tiers.num_changes == before
 
-    fetch = lower.tiers.fetch(0, lower.blocks("a", 3), lower.tell, found=places)
+    fetch = lower.tiers.fetch(0, lower.blocks("a", 3), lower.on_fetched, found=places)
     lower.settle()
 
     assert fetch.slots.tolist() == places.tolist()
@@ -344,6 +344,52 @@ def test_what_was_used_last_goes_last(lower: Bed) -> None:
     assert sum(place >= 0 for place in lower.find("b", 4)) == 2
 
 
+@pytest.mark.parametrize("kind", ["host", "host and disk"])
+def test_what_is_wanted_later_is_the_last_to_be_evicted(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lower = bed(kind, monkeypatch)
+    lower.put("a", 4)
+    lower.put("b", 4)
+    for _ in range(4):
+        lower.tiers.spill()
+        lower.settle()
+
+    places = np.append(lower.tiers.find(0, lower.names("a", 4)), [ON_DISK, NOWHERE])
+    lower.tiers.evict_last(0, places.astype(np.int32))
+    lower.put("c", 3)
+
+    assert min(lower.find("a", 4)) >= 0
+    lower.put("d", 2)  # one of "b" is left: the tail of "a" goes
+    assert [place >= 0 for place in lower.find("a", 4)] == [True, True, True, False]
+    lower.tiers.check()
+
+
+def test_releasing_a_block_twice_does_nothing(lower: Bed) -> None:
+    lower.put("a", 3)
+    fetch, other = lower.fetch("a", 3), lower.fetch("a", 3)
+
+    fetch.release([2, 1, 0])
+    fetch.release([2, 1, 0])
+    lower.settle()
+
+    assert not set(lower.reserve(NUM_SLOTS)) & set(other.slots.tolist())
+    lower.tiers.check()
+    other.release([2, 1, 0])
+    lower.settle()
+    lower.tiers.check()
+
+
+def test_a_fetch_that_waits_for_nothing_has_no_time_to_be_over(with_disk: Bed) -> None:
+    with_disk.put("a", 3)
+    fetch = with_disk.fetch("a", 3)
+
+    fetch.time_out()
+    with_disk.settle()
+
+    assert with_disk.tiers.is_readable
+    assert (fetch.slots != ABSENT).all()
+    fetch.release([2, 1, 0])
+
+
 def test_what_is_on_disk_only_is_read_and_is_what_was_written(with_disk: Bed) -> None:
     with_disk.push_to_disk("a", 3)
 
@@ -367,10 +413,10 @@ def test_the_speed_of_reads_is_known_once_something_was_read(with_disk: Bed) -> 
     assert with_disk.tiers.queued_read_bytes() == 0
 
 
-def test_who_leaves_before_a_read_is_begun_or_done_is_told_nothing(with_disk: Bed) -> None:
+def test_a_fetch_released_before_its_read_is_begun_or_done_is_told_nothing(with_disk: Bed) -> None:
     with_disk.push_to_disk("a", 3)
 
-    fetch = with_disk.tiers.fetch(0, with_disk.blocks("a", 3), with_disk.tell)
+    fetch = with_disk.tiers.fetch(0, with_disk.blocks("a", 3), with_disk.on_fetched)
     fetch.release([2, 1, 0])
     with_disk.settle()
 
@@ -394,7 +440,7 @@ def test_a_record_that_is_gone_is_a_block_that_never_comes(with_disk: Bed) -> No
 
 def test_a_fetch_whose_time_is_over_is_told_so_and_the_disk_is_left_alone(with_disk: Bed) -> None:
     with_disk.push_to_disk("a", 3)
-    fetch = with_disk.tiers.fetch(0, with_disk.blocks("a", 3), with_disk.tell)
+    fetch = with_disk.tiers.fetch(0, with_disk.blocks("a", 3), with_disk.on_fetched)
     for _ in range(40):  # nothing comes back from the reader
         with_disk.transfers.poll()
         with_disk.tiers.poll()
@@ -405,7 +451,7 @@ def test_a_fetch_whose_time_is_over_is_told_so_and_the_disk_is_left_alone(with_d
         with_disk.tiers.poll()
 
     assert [reason for _, _, reason in with_disk.told] == [Reason.DEADLINE] * 3
-    assert not with_disk.tiers.is_in_order
+    assert not with_disk.tiers.is_readable
     fetch.release([2, 1, 0])
     with_disk.settle()
     with_disk.tiers.check()
@@ -417,8 +463,8 @@ def test_what_may_come_later_is_read_when_nothing_more_urgent_is(monkeypatch: py
     lower.push_to_disk("b", 2)
     slots = lower.reserve(NUM_SLOTS)  # until there is room nothing is read
 
-    later = lower.tiers.fetch_later(0, lower.blocks("a", 2), lower.tell)
-    now = lower.tiers.fetch(0, lower.blocks("b", 2), lower.tell)
+    later = lower.tiers.fetch_later(0, lower.blocks("a", 2), lower.on_fetched)
+    now = lower.tiers.fetch(0, lower.blocks("b", 2), lower.on_fetched)
     lower.tiers.abandon(0, np.array(slots, np.intp))
     lower.tiers.poll()
 
@@ -433,7 +479,7 @@ def test_a_dying_process_below_fails_what_it_was_asked_and_comes_back_empty(monk
     lower.put("a", 3)
     held = lower.fetch("a", 2)
     epoch, slots = lower.tiers.epoch, held.slots.tolist()
-    asked = lower.tiers.fetch(0, lower.blocks("b", 2), lower.tell)
+    asked = lower.tiers.fetch(0, lower.blocks("b", 2), lower.on_fetched)
 
     lower.tiers.die()
     lower.settle()

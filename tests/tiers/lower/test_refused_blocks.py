@@ -1,4 +1,4 @@
-"""What is remembered of refused blocks, and for how long."""
+"""RefusedBlocks: which refused blocks are remembered, and for how long."""
 
 import hashlib
 

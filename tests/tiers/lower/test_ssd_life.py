@@ -1,4 +1,4 @@
-"""The gauge of a drive's life."""
+"""SsdLife: how much of a drive's endurance has been used, and how long the rest will last."""
 
 import math
 

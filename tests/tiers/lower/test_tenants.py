@@ -1,4 +1,4 @@
-"""Tenants: whose blocks are where, what a quota costs its owner and nobody else."""
+"""Tenants: each tenant's blocks are counted, and a quota costs its own tenant blocks and no other."""
 
 import random
 from collections.abc import Mapping
@@ -9,10 +9,10 @@ from chaos import World
 from small_cache import BLOCK_BYTES, CHARGE, DOCUMENT, read
 
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers.device.block_pool import BlockPool
-from kvtier.tiers.lower import lower_index
+from kvtier.tiers.device.eviction_order import EvictionOrder
+from kvtier.tiers.lower import host_quotas
 from kvtier.tiers.naming.groups import FullAttention
-from kvtier.tiers.naming.tenant import NOBODY, tenant_of, tenant_with
+from kvtier.tiers.naming.tenant import NO_TENANT, tenant_of, tenant_with
 from kvtier.tiers.naming.tier import Tier
 
 BLOCK_SIZE = 4
@@ -28,13 +28,13 @@ def world(host: Mapping[bytes, int], disk: Mapping[bytes, int], num_device_slots
 
 
 def push_out(w: World) -> None:
-    """Have the device filled by others."""
+    """Fill the device with other documents."""
     for number in range(3):
         read(w, f"other {number}")
 
 
 def test_a_tenant_is_known_by_its_salt_and_shows_nothing_of_it() -> None:
-    assert tenant_of(None) == tenant_of("") == NOBODY
+    assert tenant_of(None) == tenant_of("") == NO_TENANT
     assert len({tenant_of(salt) for salt in ("a", "b", "ab")}) == 3
     assert all(len(tenant_of(salt)) == 8 and salt.encode() not in tenant_of(salt) for salt in ("secret", "x"))
 
@@ -79,11 +79,11 @@ def test_a_salt_that_came_and_went_leaves_nothing_behind() -> None:
 
 
 def test_a_tenants_own_blocks_are_looked_for_in_parts_of_the_hosts_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lower_index, "QUOTA_PART", 5)
-    monkeypatch.setattr(lower_index, "MOST_SHED", 2)
+    monkeypatch.setattr(host_quotas, "QUOTA_PART", 5)
+    monkeypatch.setattr(host_quotas, "MOST_SHED", 2)
     looked_at: list[int] = []
-    ordered = BlockPool.ordered
-    monkeypatch.setattr(BlockPool, "ordered", lambda *a: [looked_at.append(a[2]), ordered(*a)][1])
+    part = EvictionOrder.part
+    monkeypatch.setattr(EvictionOrder, "part", lambda *a: [looked_at.append(a[2]), part(*a)][1])
     w = world({ANN: 4 * BLOCK_BYTES, BOB: 1 << 30}, {})
     for number in range(3):
         read(w, f"other {number}")  # stand before hers
@@ -149,14 +149,14 @@ def test_a_chains_first_blocks_are_its_parents_on_disk() -> None:
     w.flush()
 
     disk, names = w.index.disk, w.names("ann", DOCUMENT)
-    parents = {key: row.parent for key, row in w.store._rows.items()}
+    parents = {key: row.parent for key, row in w.store.rows.items()}
     assert [parents[disk.key(0, name)] for name in names] == [b"", *(disk.key(0, name) for name in names[:-1])]
 
 
 def test_what_a_tenant_has_too_much_goes_though_all_of_it_stands_in_the_last_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lower_index, "MOST_SHED", 2)
+    monkeypatch.setattr(host_quotas, "MOST_SHED", 2)
     w = world({ANN: 0}, {})
     read(w, "ann")
     push_out(w)

@@ -1,4 +1,4 @@
-"""The budget of writes, under a clock of our own."""
+"""WriteBudget: how many bytes may be written, by a fake clock."""
 
 import random
 

@@ -282,7 +282,7 @@ def test_s30_names_come_as_tokens_fill_blocks_and_nothing_new_gives_no_name(algo
 
 
 def random_extra(pick: random.Random) -> ExtraKeys:
-    """Each kind of key, or not."""
+    """Extra keys that have, or lack, each kind of key at random."""
     images = tuple(MultimodalItem(pick.choice("ab"), pick.randrange(150), pick.randrange(1, 40)) for _ in range(3))
     return ExtraKeys(
         pick.choice([None, Lora("ad", "/p")]),
@@ -671,7 +671,7 @@ def test_prompt_embeddings_alone_change_the_name() -> None:
 
 
 def adversarial_keys() -> Iterator[ExtraKeys]:
-    """Keys that read alike once glued together: shifted boundaries, tags as content, content that looks encoded."""
+    """Keys that would be alike if they were joined: shifted boundaries, tags as content, content that looks encoded."""
     text = ["", "a", "aa", "lora", "mm", "cache_salt", "a\x02\x00\x00\x00mm", "\x04\x00\x00\x00lora"]
     loras = [None, *itertools.starmap(Lora, itertools.product(text, repeat=2))]
     items = [MultimodalItem(identifier, offset, 20) for identifier in text for offset in (0, 1)]

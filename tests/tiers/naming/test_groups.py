@@ -21,7 +21,7 @@ from kvtier.tiers.naming.groups import (
 
 
 class Present:
-    """Which blocks are present: one string of 1 and 0 for each group. Counts what it is asked."""
+    """Which blocks are present: one string of 1 and 0 for each group. Counts the questions."""
 
     def __init__(self, *groups: str) -> None:
         self.groups = groups
@@ -197,7 +197,7 @@ def random_groups(pick: random.Random) -> list[AttentionGroup]:
 
 
 def random_blocks(pick: random.Random, num_blocks: int) -> str:
-    """Mostly a few holes, sometimes one long hole or noise."""
+    """Random blocks: mostly a few holes, sometimes one long hole or noise."""
     if not num_blocks:
         return ""
     if pick.random() < 0.7:

@@ -1,4 +1,4 @@
-"""Namespace: every field separates, and nothing else does."""
+"""Namespace: a difference in any field is another namespace, and nothing else is."""
 
 import hashlib
 from dataclasses import fields, replace

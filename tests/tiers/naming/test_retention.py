@@ -1,4 +1,4 @@
-"""Retention: which blocks are named, and where a later prompt can resume because of it."""
+"""Retention: which blocks get a name, and from where a later prompt can go on because of it."""
 
 import random
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ FULL_AND_STATE = [FullAttention(16), RecurrentState(16)]
 
 
 class Named:
-    """What is named: blocks of all groups that retention keeps, each by its group and the prefix that it ends."""
+    """The blocks of all groups that retention has named, each by its group and the prefix that it ends."""
 
     def __init__(self, groups: Sequence[AttentionGroup], interval_tokens: int | None) -> None:
         self.groups = groups

@@ -11,7 +11,7 @@ import torch
 from cuda_devices import CUDA_KINDS, GPU_0, CudaDevice, CudaKind
 
 from kvtier.tiers.group_tiers import GroupTiers
-from kvtier.tiers.lower.no_tiers import NoFetch, NoTiers
+from kvtier.tiers.lower.no_tiers import NoFetch
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.up.layered_upload import LayeredUpload
@@ -50,8 +50,8 @@ class Watched(CpuMemory):
 
 
 def of(memory: BlockMemory) -> GroupTiers:
-    """A group whose slots that memory has."""
-    return GroupTiers(0, FullAttention(1), memory, NoTiers(1), lambda *left: None, is_matched_in_part=False)
+    """A group that has its slots in this memory."""
+    return GroupTiers(0, FullAttention(1), memory, lambda *left: None, is_spilled=False, is_matched_in_part=False)
 
 
 def test_the_gate_of_a_layer_opens_behind_its_copy() -> None:

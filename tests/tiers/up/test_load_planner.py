@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 from chaos import FakeClock
-from small_cache import BLOCK_BYTES, DOCUMENT, balance, read, world
+from small_cache import BLOCK_BYTES, DOCUMENT, balance, demand_of, read, world
 
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.up.load_planner import Demand, LoadPlanner, LoadSpeeds, Plan
@@ -28,7 +28,7 @@ def learnt(noise: float = 0.0, num_steps: int = 100) -> PrefillSpeed:
     for _ in range(num_steps):
         num_tokens, depth = rng.choice([32, 200, CHUNK]), rng.randrange(30_000)
         seconds = device_seconds(depth, num_tokens) * rng.uniform(1 - noise, 1 + noise)
-        prefill.computed(num_tokens, tokens_read(depth, num_tokens), seconds)
+        prefill.on_computed(num_tokens, tokens_read(depth, num_tokens), seconds)
     return prefill
 
 
@@ -45,7 +45,7 @@ def test_the_time_to_compute_is_learnt_from_steps(depth: int, num_tokens: int) -
 def test_steps_of_one_kind_predict_that_kind_and_nothing_negative() -> None:
     prefill = PrefillSpeed()
     for seconds in (0.05, 0.051, 0.049):
-        prefill.computed(CHUNK, tokens_read(0, CHUNK), seconds)
+        prefill.on_computed(CHUNK, tokens_read(0, CHUNK), seconds)
 
     assert prefill.seconds(0, CHUNK, CHUNK) == pytest.approx(0.05, rel=0.02)
     assert prefill.seconds(0, 10, CHUNK) >= 0
@@ -56,19 +56,19 @@ def test_a_device_that_becomes_slower_is_believed_after_some_steps() -> None:
     prefill = learnt()
 
     for _ in range(200):
-        prefill.computed(CHUNK, tokens_read(0, CHUNK), 10 * device_seconds(0, CHUNK))
+        prefill.on_computed(CHUNK, tokens_read(0, CHUNK), 10 * device_seconds(0, CHUNK))
 
     assert prefill.seconds(0, CHUNK, CHUNK) == pytest.approx(10 * device_seconds(0, CHUNK), rel=0.05)
 
 
 def moved(route: Route, num_bytes: int, seconds: float, finished_at: float, transfers: TransferEngine) -> None:
-    transfers.speed(route).finished(
+    transfers.speed(route).learn_from(
         Transfer(int, num_bytes, lambda transfer: None, seconds=seconds, finished_at=finished_at)
     )
 
 
 class Case:
-    """A planner whose device is known, and lanes that moved so many bytes a second."""
+    """A planner that knows the device's speed, and lanes that moved so many bytes a second."""
 
     def __init__(
         self, disk_bytes_per_s: float | None, device_bytes_per_s: float | None, with_splits: bool = False
@@ -105,7 +105,7 @@ def test_a_lane_slower_than_computing_loads_nothing() -> None:
 
 
 def test_deep_tokens_are_loaded_where_shallow_ones_would_not_be() -> None:
-    """Loading all beats loading a part: the last tokens are the dearest to compute."""
+    """Loading all beats loading a part: the last tokens cost most to compute."""
     assert Case(0.9e7, 1e10).best(8500) == 0 or Case(0.9e7, 1e10).best(8500) == 8000
     seconds = learnt().seconds(0, 8500, CHUNK)
     loads_in = 8_000_000 / 1e7 + learnt().seconds(8000, 500, CHUNK)
@@ -208,13 +208,11 @@ def test_nothing_is_split_for_a_small_gain(disk_bytes_per_s: float, tokens: int)
 
 
 def test_a_hit_not_worth_loading_is_computed_and_says_why() -> None:
-    w = world(num_device_slots=16, num_host_slots=24)
+    clock = FakeClock()
+    w = world(16, 24, clock=clock, planner=LoadPlanner(learnt(), CHUNK, clock))
     for document in "abcdefgh":
         read(w, document)
-    slow = learnt()
-    planner = LoadPlanner(slow, CHUNK, w.clock)
-    w.cache._planner = planner
-    moved(Route.DISK_TO_HOST, 1, 1000.0, w.clock.now, w.cache._transfers)
+    moved(Route.DISK_TO_HOST, 1, 1000.0, w.clock.now, w.transfers)
     hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
     assert hit.num_tokens == DOCUMENT
 
@@ -239,7 +237,7 @@ def test_demand_is_what_each_prefix_has_to_move() -> None:
     host[0].evict(host[0].pool.find_all(names[7:]).tolist())
     hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
 
-    demand = w.cache._promoter.demand(hit, w.cache.alignment)
+    demand = demand_of(w, hit)
 
     assert demand is not None
     assert demand.ends.tolist() == [16, 20, 24, 28, 32, 36, 40]
@@ -253,7 +251,7 @@ def test_a_hit_that_is_all_on_the_device_needs_no_plan() -> None:
     read(w, "a")
     hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
 
-    assert w.cache._promoter.demand(hit, w.cache.alignment) is None
+    assert demand_of(w, hit) is None
 
 
 def test_every_missed_token_has_the_reason_that_made_the_prefix_shorter_there() -> None:

@@ -1,4 +1,4 @@
-"""Ways to copy: what each asks of CUDA, run here on ordinary memory; on a GPU test_block_memory.py runs them."""
+"""The ways to copy: what each asks of CUDA, run here on ordinary memory; test_block_memory.py runs them on a GPU."""
 
 import ctypes
 import sys
@@ -34,7 +34,7 @@ Batch = tuple[list[int], list[int], list[int], SourceOrder]
 
 
 class Submitter:
-    """Stands for `cudaMemcpyBatchAsync`: keeps what it was asked for and does it, last copy first."""
+    """Stands for `cudaMemcpyBatchAsync`: records what it was asked for and does it, last copy first."""
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
@@ -65,7 +65,7 @@ WAYS: Mapping[str, Callable[[Ends], BlockCopies]] = {
 
 @pytest.fixture(autouse=True)
 def small_stagings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four blocks, so that a copy takes several."""
+    """Make staging buffers of four blocks, so that a copy takes several."""
     monkeypatch.setattr(cuda_copies, "STAGING_BYTES", 4 * 5003)
 
 
@@ -175,7 +175,7 @@ class FakeStream:
 
 
 class FakeRuntime:
-    """`cuda.bindings.runtime` with the names and the shapes of answers of CUDA 12.9 and 13."""
+    """Stands for `cuda.bindings.runtime`, with the names and the shapes of answers of CUDA 12.9 and 13."""
 
     def __init__(self, answer: tuple[object, ...]) -> None:
         self.calls: list[tuple[object, ...]] = []
@@ -339,7 +339,7 @@ def test_a_way_that_copies_wrong_bytes_is_left_out(caplog: pytest.LogCaptureFixt
 
 
 def test_a_kernel_is_not_tried_on_memory_that_is_not_pinned() -> None:
-    """It would end the process's CUDA context."""
+    """The kernel would end the process's CUDA context."""
     assert "kernel" not in ways_to(is_pinned=False)
     assert ways_to(is_pinned=True).keys() == ways_to(is_pinned=False).keys() | {"kernel"}
 

@@ -1,4 +1,4 @@
-"""The fake device that other tests trust: it is late, it orders what must be ordered, and every misuse is an error."""
+"""The fake CUDA device: it runs late, it orders what must be ordered, and every misuse is an error."""
 
 import contextlib
 import threading
@@ -19,7 +19,7 @@ NUM_BYTES = 4096
 
 @pytest.fixture
 def device() -> Iterator[FakeDevice]:
-    """Misuse is what these tests are about, so none of it counts at the end."""
+    """A fake device whose misuses do not count at the end: these tests are about them."""
     with installed(Late()) as device:
         yield device
         for address, _ in device.memory.left_registered:
@@ -40,7 +40,7 @@ def on_device(value: int = 0) -> torch.Tensor:
 # --- it is late
 
 
-def test_a_copy_down_has_not_landed_before_somebody_waits(device: FakeDevice) -> None:
+def test_a_copy_down_has_not_landed_before_the_host_waits(device: FakeDevice) -> None:
     blocks, host = on_device(7), pinned(3)
 
     host.copy_(blocks, non_blocking=True)
@@ -122,7 +122,7 @@ def test_the_device_s_time_is_counted_and_not_measured(device: FakeDevice) -> No
 
 
 @pytest.mark.parametrize("schedule", [Late(), Seeded(1), Seeded(2)], ids=str)
-def test_any_schedule_gives_the_same_bytes_to_who_waits(schedule: Schedule) -> None:
+def test_any_schedule_gives_the_same_bytes_after_a_wait(schedule: Schedule) -> None:
     with installed(schedule):
         blocks, host, side = on_device(), pinned(), torch.cuda.Stream()
 

@@ -1,4 +1,4 @@
-"""The copy kernel's own source, compiled for the host: which bytes its threads write, and that they write no others."""
+"""The copy kernel's own source, compiled for the host: its threads write the bytes they should, and no others."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ FREE = 0xEE
 
 @pytest.fixture(scope="module")
 def kernel() -> HostKernel:
-    return HostKernel(kernel_module._SOURCE, "copy_blocks")
+    return HostKernel(kernel_module.SOURCE, "copy_blocks")
 
 
 def words(num_bytes: int, value: int = FREE) -> np.ndarray:
@@ -29,7 +29,7 @@ def words(num_bytes: int, value: int = FREE) -> np.ndarray:
 def test_every_word_of_every_block_is_copied_and_nothing_beside_it(
     kernel: HostKernel, num_blocks: int, num_rows: int, num_threads: int, num_words: int
 ) -> None:
-    """Whatever the launch's shape: too few threads take several words each, too many none."""
+    """For any shape of the launch: too few threads take several words each, of too many some take none."""
     rng = np.random.default_rng(num_words)
     slot_bytes = (num_words + 2) * WORD_BYTES  # a free word before and one behind each block
     source = words(num_blocks * slot_bytes).reshape(num_blocks, slot_bytes)

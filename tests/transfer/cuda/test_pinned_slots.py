@@ -22,7 +22,7 @@ WAYS = ["batch", "loop", "staged"]
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two slots."""
+    """Make pieces of host memory two slots long."""
     monkeypatch.setattr(host_slab, "PIECE_BYTES", 2 * BLOCK_BYTES)
 
 
@@ -57,7 +57,7 @@ def pin_after(gate: threading.Event, num_free: int) -> Callable[[torch.device], 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", EVERY_CUDA)
 def test_neighbours_in_several_registrations_are_copied_both_ways(kind: CudaKind, way: str) -> None:
-    """As one copy CUDA would refuse them."""
+    """CUDA would refuse one copy over both."""
     with kind.opened(), opened(way) as (memory, blocks):
         assert memory.wait_prepared(DEADLINE_S)
         content = np.random.default_rng(1).integers(0, 256, (NUM_SLOTS, BLOCK_BYTES), dtype=np.uint8)

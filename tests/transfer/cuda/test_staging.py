@@ -1,4 +1,4 @@
-"""Staging buffers between copies: what is under way from one is not disturbed by who takes it next."""
+"""Staging buffers between copies: a copy that is under way from one is not disturbed by the next that takes it."""
 
 import numpy as np
 import pytest
@@ -20,10 +20,10 @@ def make_ends() -> Ends:
 
 @pytest.mark.parametrize("kind", EVERY_FAKE)
 @pytest.mark.parametrize(("direction", "fails"), [("down", "a gather"), ("up", "a scatter")])
-def test_a_copy_that_fails_half_way_leaves_its_buffers_to_nobody_before_they_are_still(
+def test_a_copy_that_fails_half_way_gives_its_buffers_back_only_when_they_are_still(
     kind: CudaKind, direction: str, fails: str
 ) -> None:
-    """The next one works on another stream, which waits for nothing of the first."""
+    """The copy that takes them next is on another stream, which waits for nothing of the first."""
     with kind.opened() as cuda:
         assert cuda.fake is not None
         ends = make_ends()

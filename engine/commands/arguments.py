@@ -1,0 +1,25 @@
+"""What the arguments of all commands share: how help looks, how a mistake is said, and what a value may be."""
+
+import argparse
+from typing import NoReturn
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Wraps a description to the terminal's width, and leaves the lines of examples as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Reports a mistake in the arguments in one line, without the usage, which --help prints."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"kvtier: {message}; see {self.prog} --help\n")
+
+
+def some_text(text: str) -> str:
+    """The value of an option, which must not be empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; give it a value, or leave the option out")
+    return text

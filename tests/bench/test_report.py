@@ -1,0 +1,50 @@
+"""The commit that a benchmark's result names: marked where the tree has changes that may have changed the result."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RESULT, MEASURED, NEW = "bench/results/store.json", "measured.py", "bench/results/new.json"
+
+
+def output_of(folder: Path, command: Sequence[str]) -> str:
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A repository with a benchmark's report, a result, and a file that is measured, all committed."""
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    for name in ("__init__.py", "report.py"):
+        shutil.copy(REPOSITORY / "bench" / name, tmp_path / "bench")
+    for name in (RESULT, MEASURED):
+        (tmp_path / name).write_text("1\n")
+    author = ("-c", "user.name=A", "-c", "user.email=a@localhost", "-c", "commit.gpgsign=false")
+    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "one"]):
+        output_of(tmp_path, ["git", *command])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changed", "mark"),
+    [([], ""), ([RESULT], ""), ([NEW], ""), ([MEASURED], "-dirty"), ([RESULT, MEASURED], "-dirty")],
+    ids=["nothing", "a result", "a new result", "what is measured", "both"],
+)
+def test_a_commit_is_marked_when_anything_but_results_was_changed(tree: Path, changed: list[str], mark: str) -> None:
+    for name in changed:
+        (tree / name).write_text("2\n")
+
+    told = output_of(tree, [sys.executable, "-c", "from bench.report import commit; print(commit())"])
+
+    assert told == output_of(tree, ["git", "rev-parse", "--short", "HEAD"]) + mark
+
+
+def test_without_a_repository_the_commit_is_unknown(tree: Path) -> None:
+    shutil.rmtree(tree / ".git")
+
+    assert output_of(tree, [sys.executable, "-c", "from bench.report import commit; print(commit())"]) == "unknown"
