@@ -5,7 +5,7 @@ BIN := .venv/bin
 SEED ?=
 KILLS ?= 200
 
-.PHONY: demo test-quick test test-all test-slow smoke docs torture planted-bugs bench gpu-bench check format clean
+.PHONY: demo test-quick test test-all test-slow test-engines smoke docs torture planted-bugs bench gpu-bench check format clean
 
 ROOMS := configs engine store tiers transfer
 
@@ -46,6 +46,10 @@ test-all: test .venv/smollm2 .venv/llama-index/installed
 
 test-slow: .venv/installed
 	$(BIN)/pytest -q -m slow
+
+# Engines that others write, in a venv of theirs: make test-engines KVTIER_LMCACHE_PYTHON=.../bin/python
+test-engines: .venv/installed
+	$(BIN)/pytest -q -m engines
 
 # The wheel in a clean environment far from here, with this one's other packages. `make test-all` runs it too.
 smoke: .venv/installed
