@@ -23,6 +23,7 @@ MORE_EXAMPLES = """  kvtier check ~/.cache/kvtier                 verify every b
   kvtier store rm ~/.cache/kvtier --all-but 3f2a
   kvtier serve --model Qwen/Qwen3-0.6B         an OpenAI-compatible server
   kvtier doc add report.txt                    a document that it keeps warm
+  kvtier sidecar --host 32GiB                  host memory and disk for the engines of this machine
 """
 CHECK_EXAMPLES = """examples:
   kvtier check ~/.cache/kvtier                 the accounting, and every record
@@ -54,6 +55,23 @@ then:
   curl localhost:8000/v1/completions -d '{"model": "Qwen/Qwen3-0.6B", "prompt": "The capital of France is"}'
 
 exit status: 0 it was told to end, or --check-config found nothing that it would refuse; 2 it could not serve
+"""
+SIDECAR_EXAMPLES = """examples:
+  kvtier sidecar --host 32GiB
+  kvtier sidecar --host 32GiB --disk ~/.cache/kvtier-sidecar:500GiB
+  kvtier sidecar --config sidecar.toml --check-config
+
+then, in another terminal:
+  kvtier top http://127.0.0.1:9464
+
+exit status: 0 it was told to end, or --check-config found nothing that it would refuse; 2 it could not serve
+"""
+TOP_EXAMPLES = """examples:
+  kvtier top                                   the sidecar of this machine, Ctrl-C ends
+  kvtier top http://127.0.0.1:9464 --once      one view, for scripts
+  kvtier top https://node-3.example/kv --token-file ~/kvtier.token
+
+exit status: 0, 2 nothing could be read
 """
 
 _MODELS = "a causal LM that transformers loads: a folder, a GGUF file, a hub id, or smollm2 (in kvtier[real])"
@@ -112,6 +130,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_store(commands)
     _add_serve(commands)
     add_doc(commands, _doc)
+    _add_sidecar(commands)
+    _add_top(commands)
     return parser
 
 
@@ -236,6 +256,41 @@ def _add_serve(commands: _Commands) -> None:
     serve.set_defaults(run=_serve)
 
 
+def _add_sidecar(commands: _Commands) -> None:
+    sidecar = commands.add_parser(
+        "sidecar",
+        help="host memory and disk as a process of its own, for other engines",
+        description="Keeps KV of the engines that attach in host memory and on disk, beyond their lives. What is given "
+        "here replaces what the configuration has. SIGTERM has what is in host memory only written to disk; a second "
+        "one ends at once.",
+        epilog=SIDECAR_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    sidecar.add_argument("--config", metavar="FILE", help="a TOML file")
+    sidecar.add_argument("--host", metavar="SIZE", help="host memory (4GiB)")
+    sidecar.add_argument("--disk", type=_disk, metavar="PATH:SIZE", help="a folder, and what it takes at most")
+    sidecar.add_argument("--http-port", type=_http_port, metavar="N", help="0: a free one; none: no HTTP (9464)")
+    sidecar.add_argument("--log-format", choices=["human", "json"], help="json: one object a line (human)")
+    sidecar.add_argument("--check-config", action="store_true", help="print what the configuration comes to, and end")
+    sidecar.set_defaults(run=_sidecar)
+
+
+def _add_top(commands: _Commands) -> None:
+    top = commands.add_parser(
+        "top",
+        help="what a sidecar has and does, live",
+        description="Shows tiers, hits, lanes, clients and leases of a sidecar, again and again.",
+        epilog=TOP_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    url = "http://127.0.0.1:9464"
+    top.add_argument("url", nargs="?", default=url, metavar="URL", help=f"where its HTTP is ({url})")
+    top.add_argument("--once", action="store_true", help="print one view and end")
+    top.add_argument("--interval", type=_interval, default=1.0, metavar="SECONDS", help="between two views (1)")
+    top.add_argument("--token-file", type=_path, metavar="FILE", help="the token that the sidecar asks for")
+    top.set_defaults(run=_top)
+
+
 def _add_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", type=_path, metavar="STORE", help="the store's folder, as [disk] path names it")
 
@@ -249,6 +304,29 @@ def _adapter(text: str) -> tuple[str, str]:
     if not name or not folder:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FOLDER")
     return name, folder
+
+
+def _disk(text: str) -> dict[str, str]:
+    path, _, size = text.rpartition(":")
+    if not path or not size:
+        raise argparse.ArgumentTypeError(f"{text!r} is not PATH:SIZE, such as ~/.cache/kvtier-sidecar:500GiB")
+    return {"path": path, "capacity": size}
+
+
+def _http_port(text: str) -> int | str:
+    if text != "none" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a port nor none")
+    return text if text == "none" else int(text)
+
+
+def _interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
+    return seconds
 
 
 def _count(text: str) -> int:
@@ -286,6 +364,21 @@ def _doc(options: argparse.Namespace) -> int:
     return run(options)
 
 
+def _sidecar(options: argparse.Namespace) -> int:
+    from kvtier.engine.commands.sidecar import run_sidecar
+
+    given: dict[str, object] = {}
+    if options.host is not None:
+        given["host"] = {"capacity": options.host}
+    if options.disk is not None:
+        given["disk"] = options.disk
+    if options.http_port is not None:
+        given["http"] = {"port": options.http_port}
+    if options.log_format is not None:
+        given["log_format"] = options.log_format
+    return run_sidecar(options.config, given, options.check_config)
+
+
 # Imported there: rich and LMDB take a quarter of a second.
 
 
@@ -305,6 +398,12 @@ def _store_ls(options: argparse.Namespace) -> int:
     from kvtier.engine.commands.store import list_namespaces
 
     return list_namespaces(options.store)
+
+
+def _top(options: argparse.Namespace) -> int:
+    from kvtier.engine.commands.top import top
+
+    return top(options.url, options.token_file, None if options.once else options.interval)
 
 
 def _store_rm(options: argparse.Namespace) -> int:
