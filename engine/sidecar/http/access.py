@@ -70,7 +70,7 @@ class Access:
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
         if self._token is None:
-            host = headers.get("host", "localhost").strip()
+            host = headers.get("host", "localhost").strip().lower()
             name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
             if "origin" in headers or not is_loopback(name):
                 message = "requests of browsers' pages, and by another name than localhost or 127.0.0.1, need a token"
