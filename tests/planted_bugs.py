@@ -815,6 +815,48 @@ BUGS = [
         "pass  # the keys",
         "tests/engine/server/test_serve_limits.py",
     ),
+    Bug(
+        "the sidecar's HTTP has things done for a page in a browser",
+        "engine/sidecar/http/access.py",
+        'if "origin" in headers or not is_loopback(name):',
+        "if not is_loopback(name):",
+        "tests/engine/sidecar/test_sidecar_http.py",
+    ),
+    Bug(
+        "questions to a stuck owner pile up",
+        "engine/sidecar/sidecar.py",
+        "if self._asked.qsize() >= MOST_ASKED:",
+        "if not MOST_ASKED:",
+        "tests/engine/sidecar/test_sidecar_http.py",
+    ),
+    Bug(
+        "a layout is cleared and the doors are not told",
+        "engine/sidecar/sidecar.py",
+        "door.on_clear(layouts)",
+        "pass",
+        "tests/engine/sidecar/test_sidecar_http.py",
+    ),
+    Bug(
+        "the salts of tenants are shown to all who reach the sidecar's HTTP",
+        "engine/sidecar/http/views.py",
+        """view["tenants"] = [msgspec.to_builtins(tenant, enc_hook=int) for tenant in config.tenants.values()]""",
+        "pass",
+        "tests/engine/sidecar/test_sidecar_http.py",
+    ),
+    Bug(
+        "a breaker that one layout has opened is closed for another's",
+        "engine/sidecar/statistics.py",
+        "max((disk.breakers[side] for disk in disks), key=_WORSE.index)",
+        "disks[-1].breakers[side]",
+        "tests/engine/sidecar/test_sidecar_statistics.py",
+    ),
+    Bug(
+        "the watchdog is told once only",
+        "engine/sidecar/systemd.py",
+        "self._alive_at = now",
+        'self._alive_at = float("inf")',
+        "tests/engine/sidecar/test_systemd.py",
+    ),
 ]
 
 

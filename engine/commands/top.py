@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.engine.byte_size import size_text
+from kvtier.engine.sidecar.config import is_loopback
 
 _ANSWER_S = 5.0
 _MOST_BYTES = 16 << 20  # of an answer
@@ -58,11 +59,13 @@ def top(url: str, token_file: Path | None, interval_s: float | None) -> int:
         while True:
             time.sleep(interval_s)
             try:
-                before, view = view, read(url, token)
+                latest = read(url, token)
+                shown = rendered(latest, view)
             except NoAnswer as error:
-                live.update(Group(Text(f"no answer: {error}", style="bold red"), rendered(view, None)), refresh=True)
+                shown = Group(Text(f"no answer: {error}", style="bold red"), rendered(view, None))
             else:
-                live.update(rendered(view, before), refresh=True)
+                view = latest
+            live.update(shown, refresh=True)
 
 
 def read(url: str, token: str | None) -> View:
@@ -91,10 +94,20 @@ def rendered(view: View, before: View | None) -> RenderableType:
         raise NoAnswer("what answers there is no sidecar of this version of kvtier") from None
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect is an error: the token would go along, to wherever it leads."""
+
+    def redirect_request(self, *_: object) -> None:
+        """None: it is not followed."""
+
+
 def _answer(url: str, token: str | None) -> Any:
     request = urllib.request.Request(url, headers={} if token is None else {"Authorization": f"Bearer {token}"})
+    is_own = is_loopback(urlsplit(url).hostname or "")
+    # A proxy in the environment is for other machines: it would look for the sidecar on its own.
+    opener = urllib.request.build_opener(_NoRedirects, *([urllib.request.ProxyHandler({})] if is_own else []))
     try:
-        with urllib.request.urlopen(request, timeout=_ANSWER_S) as reply:
+        with opener.open(request, timeout=_ANSWER_S) as reply:
             return json.loads(reply.read(_MOST_BYTES))
     except urllib.error.HTTPError as error:
         if error.code == 401:

@@ -24,9 +24,12 @@ class Owner:
         the question is not answered later either, unless that has begun."""
         wait_s = self._answer_s if answer_s is None else answer_s
         answer = asyncio.wrap_future(self.sidecar.ask(question))
-        await asyncio.wait({answer}, timeout=wait_s)
-        if not answer.done():
+        try:
+            await asyncio.wait({answer}, timeout=wait_s)
+        finally:  # also when this server ends meanwhile: an answer must not come to a loop that is closed
+            is_answered = answer.done()
             answer.cancel()
+        if not is_answered:
             raise ApiError(503, f"the thread that owns the tiers has not answered for {wait_s:g} s", code="stuck")
         try:
             return answer.result()

@@ -120,6 +120,14 @@ def test_a_store_that_dies_is_in_the_log_and_the_sidecar_goes_on(tmp_path: Path)
         assert process.child.poll() is None
 
 
+def test_the_process_has_no_torch_and_no_transformers() -> None:
+    modules = "kvtier.engine.commands.sidecar, kvtier.engine.sidecar.http.build"
+    program = f"import sys, {modules}; print({{'torch', 'transformers', 'cupy'}} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert found.stdout.strip() == "set()"
+
+
 def test_the_command_prints_what_the_configuration_comes_to(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["sidecar", "--host", "1GiB", "--disk", "/kv:2GiB", "--http-port", "9500", "--check-config"])
 

@@ -126,6 +126,29 @@ def test_a_sidecar_with_a_token_is_read_with_it(tmp_path: Path, capsys: pytest.C
     assert "it asks for a token; give --token-file FILE" in refused
 
 
+def test_a_redirect_is_not_followed_and_a_proxy_not_asked(
+    running: RunningSidecar, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(302)
+            self.send_header("Location", f"{running.url}{self.path}")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with HTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        redirected = main(["top", f"http://127.0.0.1:{server.server_port}", "--once"])
+        server.shutdown()
+
+    assert redirected == 2
+    assert "302 Found" in capsys.readouterr().err
+    assert main(["top", running.url, "--once"]) == 0
+
+
 @pytest.mark.parametrize("reply", [b"[]", b"{}", b"not JSON", b'{"ready": 1}'])
 def test_what_is_no_sidecar_is_one_line(reply: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     class Other(BaseHTTPRequestHandler):
