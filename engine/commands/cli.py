@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from kvtier.engine.commands.doc_arguments import add_doc
+from kvtier.engine.commands.sidecar_arguments import add_sidecar, given_tables
 
 EXAMPLES = """examples:
   kvtier demo                                  the bundled model, offline, on the CPU; about a minute
@@ -23,7 +24,7 @@ MORE_EXAMPLES = """  kvtier check ~/.cache/kvtier                 verify every b
   kvtier store rm ~/.cache/kvtier --all-but 3f2a
   kvtier serve --model Qwen/Qwen3-0.6B         an OpenAI-compatible server
   kvtier doc add report.txt                    a document that it keeps warm
-  kvtier sidecar --host 32GiB                  host memory and disk for the engines of this machine
+  kvtier sidecar --host 32GiB                  host memory and disk for vLLM, by a flag of its own
 """
 CHECK_EXAMPLES = """examples:
   kvtier check ~/.cache/kvtier                 the accounting, and every record
@@ -53,16 +54,6 @@ SERVE_EXAMPLES = """examples:
 
 then:
   curl localhost:8000/v1/completions -d '{"model": "Qwen/Qwen3-0.6B", "prompt": "The capital of France is"}'
-
-exit status: 0 it was told to end, or --check-config found nothing that it would refuse; 2 it could not serve
-"""
-SIDECAR_EXAMPLES = """examples:
-  kvtier sidecar --host 32GiB
-  kvtier sidecar --host 32GiB --disk ~/.cache/kvtier-sidecar:500GiB
-  kvtier sidecar --config sidecar.toml --check-config
-
-then, in another terminal:
-  kvtier top http://127.0.0.1:9464
 
 exit status: 0 it was told to end, or --check-config found nothing that it would refuse; 2 it could not serve
 """
@@ -127,11 +118,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_check(commands)
     _add_stats(commands)
+    _add_top(commands)
     _add_store(commands)
     _add_serve(commands)
     add_doc(commands, _doc)
-    _add_sidecar(commands)
-    _add_top(commands)
+    add_sidecar(commands, _sidecar)
     return parser
 
 
@@ -256,25 +247,6 @@ def _add_serve(commands: _Commands) -> None:
     serve.set_defaults(run=_serve)
 
 
-def _add_sidecar(commands: _Commands) -> None:
-    sidecar = commands.add_parser(
-        "sidecar",
-        help="host memory and disk as a process of its own, for other engines",
-        description="Keeps KV of the engines that attach in host memory and on disk, beyond their lives. What is given "
-        "here replaces what the configuration has. SIGTERM has what is in host memory only written to disk; a second "
-        "one ends at once.",
-        epilog=SIDECAR_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    sidecar.add_argument("--config", metavar="FILE", help="a TOML file")
-    sidecar.add_argument("--host", metavar="SIZE", help="host memory (4GiB)")
-    sidecar.add_argument("--disk", type=_disk, metavar="PATH:SIZE", help="a folder, and what it takes at most")
-    sidecar.add_argument("--http-port", type=_http_port, metavar="N", help="0: a free one; none: no HTTP (9464)")
-    sidecar.add_argument("--log-format", choices=["human", "json"], help="json: one object a line (human)")
-    sidecar.add_argument("--check-config", action="store_true", help="print what the configuration comes to, and end")
-    sidecar.set_defaults(run=_sidecar)
-
-
 def _add_top(commands: _Commands) -> None:
     top = commands.add_parser(
         "top",
@@ -304,19 +276,6 @@ def _adapter(text: str) -> tuple[str, str]:
     if not name or not folder:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FOLDER")
     return name, folder
-
-
-def _disk(text: str) -> dict[str, str]:
-    path, _, size = text.rpartition(":")
-    if not path or not size:
-        raise argparse.ArgumentTypeError(f"{text!r} is not PATH:SIZE, such as ~/.cache/kvtier-sidecar:500GiB")
-    return {"path": path, "capacity": size}
-
-
-def _http_port(text: str) -> int | str:
-    if text != "none" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a port nor none")
-    return text if text == "none" else int(text)
 
 
 def _interval(text: str) -> float:
@@ -367,16 +326,7 @@ def _doc(options: argparse.Namespace) -> int:
 def _sidecar(options: argparse.Namespace) -> int:
     from kvtier.engine.commands.sidecar import run_sidecar
 
-    given: dict[str, object] = {}
-    if options.host is not None:
-        given["host"] = {"capacity": options.host}
-    if options.disk is not None:
-        given["disk"] = options.disk
-    if options.http_port is not None:
-        given["http"] = {"port": options.http_port}
-    if options.log_format is not None:
-        given["log_format"] = options.log_format
-    return run_sidecar(options.config, given, options.check_config)
+    return run_sidecar(options.config, given_tables(options), options.check_config)
 
 
 # Imported there: rich and LMDB take a quarter of a second.

@@ -131,6 +131,6 @@ def _http(sidecar: Sidecar, config: SidecarConfig) -> "HttpThread":
     try:
         from kvtier.engine.sidecar.http.build import serve_http
     except ImportError as error:
-        raise ImportError(f"sidecar: {error}; pip install 'kvtier[sidecar]', or --http-port none") from error
+        raise ImportError(f"sidecar: {error}; pip install 'kvtier[sidecar]', or port = \"none\" in [http]") from error
 
     return serve_http(sidecar, config)

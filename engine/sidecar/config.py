@@ -111,4 +111,4 @@ def sidecar_config(source: str | Path | None, given: Mapping[str, object]) -> Si
     for table, values in given.items():
         found = data.get(table)
         data[table] = {**found, **values} if isinstance(found, dict) and isinstance(values, dict) else values
-    return tree_from_dict(SidecarConfig, data, "kvtier sidecar" if source is None else str(source))
+    return tree_from_dict(SidecarConfig, data, "sidecar" if source is None else str(source))

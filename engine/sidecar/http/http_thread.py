@@ -31,7 +31,7 @@ class HttpThread:
             self._bound = socket.create_server((host, port), family=family)
         except OSError as error:
             raise OSError(
-                f"http: cannot listen on {host}:{port} ({error.strerror}); choose another --http-port, or none"
+                f'http: cannot listen on {host}:{port} ({error.strerror}); choose another port in [http], or "none"'
             ) from error
         self.port: int = self._bound.getsockname()[1]
         settings = uvicorn.Config(

@@ -351,7 +351,9 @@ def test_more_connections_than_there_may_be_are_turned_away(plain: RunningSideca
 
 
 def test_a_port_that_is_taken_is_one_line_that_says_what_to_do(plain: RunningSidecar) -> None:
-    with pytest.raises(OSError, match=r"http: cannot listen on 127.0.0.1:\d+ .*; choose another --http-port") as raised:
+    with pytest.raises(
+        OSError, match=r"http: cannot listen on 127.0.0.1:\d+ .*; choose another port in .http."
+    ) as raised:
         serve_http(plain.sidecar, small_config(http={"port": plain.port}))
 
     assert "\n" not in str(raised.value)
