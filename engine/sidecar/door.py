@@ -27,7 +27,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class AttachedClient:
     """An engine's process, or one connection of it, that is attached. *name* is what its door tells clients apart by,
     such as an instance's number and its address; *layout* is None for a client that has registered none."""
 
@@ -38,7 +38,7 @@ class Client:
 
 
 @dataclass(frozen=True, slots=True)
-class DoorStatistics:
+class DoorCounts:
     """Totals of one door since the start, in chunks of one rank. The keys of *lost*, *operations* and *refused* are the
     door's own words, which no client can add to."""
 
@@ -71,12 +71,12 @@ class Door(Protocol):
 
     def on_clear(self, layouts: Sequence[Layout]) -> None:
         """Every chunk of these layouts is about to be forgotten: what engines have begun to store of them is never to
-        be found either, and what they were promised is promised no longer."""
+        be found either. What they were promised stays where it is, as the end of a promise ends vLLM's engine."""
 
-    def clients(self) -> Sequence[Client]:
+    def clients(self) -> Sequence[AttachedClient]:
         """All that are attached, by value."""
 
-    def statistics(self) -> DoorStatistics:
+    def counts(self) -> DoorCounts:
         """Everything counted, by value."""
 
     def check(self) -> None:

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from kvtier.engine.reopening_store import ReopeningStore
-from kvtier.engine.sidecar.door import Client, Door
+from kvtier.engine.sidecar.door import AttachedClient, Door
 from kvtier.engine.sidecar.finished_transfers import FinishedTransfers
 from kvtier.engine.sidecar.layout import Layout
 from kvtier.engine.sidecar.layouts import Layouts
@@ -116,7 +116,7 @@ class Sidecar:
             return "no host memory is backed yet"
         return ""
 
-    def clients(self) -> list[Client]:
+    def clients(self) -> list[AttachedClient]:
         """All engines that are attached, by value."""
         return [client for door in self.doors for client in door.clients()]
 
@@ -165,7 +165,7 @@ class Sidecar:
     def statistics(self) -> SidecarStatistics:
         """Everything counted, by value."""
         store = None if self._store is None else (self._store.standing(), self._store.statistics())
-        doors = tuple(door.statistics() for door in self.doors)
+        doors = tuple(door.counts() for door in self.doors)
         return statistics_of(self.layouts, self._segment, self._transfers, store, doors)
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.engine.reopening_store import StoreStanding
-from kvtier.engine.sidecar.door import DoorStatistics
+from kvtier.engine.sidecar.door import DoorCounts
 from kvtier.engine.sidecar.layout import Layout
 from kvtier.engine.sidecar.layouts import Layouts
 from kvtier.store.blob_store import StoreStatistics
@@ -41,7 +41,7 @@ class SidecarStatistics:
     disk: DiskStatistics | None  # as all layouts together have met it; None before any, and without a disk
     routes: Mapping[Route, RouteStatistics]
     store: StoreStanding | None
-    doors: tuple[DoorStatistics, ...]
+    doors: tuple[DoorCounts, ...]
 
 
 def statistics_of(
@@ -49,7 +49,7 @@ def statistics_of(
     segment: Segment,
     transfers: TransferEngine,
     store: tuple[StoreStanding, StoreStatistics] | None,
-    doors: tuple[DoorStatistics, ...],
+    doors: tuple[DoorCounts, ...],
 ) -> SidecarStatistics:
     """The statistics of these parts now; *store* is None without a disk."""
     found, disks, disk_tiers = [], [], []

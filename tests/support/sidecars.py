@@ -1,6 +1,7 @@
 """Sidecars for tests: real ones, small, on a thread of the test's process, with a door at which the test attaches."""
 
 import os
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from waiting import DEADLINE_S, join, wait_for
 
 from kvtier.engine.sidecar.build import build_sidecar
 from kvtier.engine.sidecar.config import SidecarConfig, sidecar_config
-from kvtier.engine.sidecar.door import Client, DoorStatistics
+from kvtier.engine.sidecar.door import AttachedClient, DoorCounts
 from kvtier.engine.sidecar.http.build import serve_http
 from kvtier.engine.sidecar.layout import Layout
 from kvtier.engine.sidecar.sidecar import Sidecar
@@ -26,8 +27,9 @@ from kvtier.tiers.naming.tenant import number_of, tenant_of
 
 T = TypeVar("T")
 TOKEN = "a-token-of-operators"
-# One for all, as each reads the certificates of all authorities; a connection for each request.
-_CLIENT = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
+# Made once, as it reads the certificates of all authorities. A client for each request: one that several threads share
+# and that keeps no connections closes some that are another thread's by then (httpcore 1.0).
+_TLS = ssl.create_default_context()
 
 
 class OpenDoor:
@@ -37,8 +39,8 @@ class OpenDoor:
 
     def __init__(self) -> None:
         self.file = os.eventfd(0, os.EFD_CLOEXEC)
-        self.attached: list[Client] = []
-        self.counted = DoorStatistics("open")
+        self.attached: list[AttachedClient] = []
+        self.counted = DoorCounts("open")
         self.cleared: list[Layout] = []
         self.damage = ""
 
@@ -51,10 +53,10 @@ class OpenDoor:
     def on_clear(self, layouts: Sequence[Layout]) -> None:
         self.cleared += layouts
 
-    def clients(self) -> Sequence[Client]:
+    def clients(self) -> Sequence[AttachedClient]:
         return list(self.attached)
 
-    def statistics(self) -> DoorStatistics:
+    def counts(self) -> DoorCounts:
         return self.counted
 
     def check(self) -> None:
@@ -87,10 +89,10 @@ class RunningSidecar:
         return f"http://127.0.0.1:{self.port}"
 
     def get(self, path: str, **others: object) -> httpx.Response:
-        return _CLIENT.get(self.url + path, timeout=DEADLINE_S, **others)
+        return httpx.get(self.url + path, timeout=DEADLINE_S, verify=_TLS, **others)
 
     def post(self, path: str, **others: object) -> httpx.Response:
-        return _CLIENT.post(self.url + path, timeout=DEADLINE_S, **others)
+        return httpx.post(self.url + path, timeout=DEADLINE_S, verify=_TLS, **others)
 
     def ask(self, question: Callable[[], T]) -> T:
         return self.sidecar.ask(question).result(DEADLINE_S)

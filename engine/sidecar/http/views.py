@@ -8,7 +8,7 @@ import msgspec
 
 from kvtier.engine.reopening_store import StoreStanding
 from kvtier.engine.sidecar.config import SidecarConfig
-from kvtier.engine.sidecar.door import Client, DoorStatistics
+from kvtier.engine.sidecar.door import AttachedClient, DoorCounts
 from kvtier.engine.sidecar.layout import Layout
 from kvtier.engine.sidecar.statistics import LayoutStatistics, SidecarStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
@@ -33,7 +33,7 @@ class Snapshot:
 
     statistics: SidecarStatistics
     why_not_ready: str
-    clients: tuple[Client, ...]
+    clients: tuple[AttachedClient, ...]
     now: float
     started_at: float
 
@@ -143,8 +143,8 @@ def _lane_view(totals: RouteStatistics) -> Object:
     return asdict(totals)
 
 
-def _door_view(door: DoorStatistics) -> Object:
-    return {name: _plain(getattr(door, name)) for name in DoorStatistics.__slots__}
+def _door_view(door: DoorCounts) -> Object:
+    return {name: _plain(getattr(door, name)) for name in DoorCounts.__slots__}
 
 
 def _plain(value: object) -> object:

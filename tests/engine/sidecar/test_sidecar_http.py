@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sidecars import TOKEN, RunningSidecar, running_sidecar, small_config
 from waiting import DEADLINE_S, wait_for
 
-from kvtier.engine.sidecar.door import Client, DoorStatistics, Lease, LeaseUse
+from kvtier.engine.sidecar.door import AttachedClient, DoorCounts, Lease, LeaseUse
 from kvtier.engine.sidecar.http.app import DO, READ
 from kvtier.engine.sidecar.http.build import LIMITS, serve_http
 from kvtier.engine.sidecar.sidecar import MOST_ASKED
@@ -43,8 +43,8 @@ def attach(running: RunningSidecar) -> None:
     now = running.sidecar.now()
     leases = (Lease(LeaseUse.PROMISED, 0, 3, now - 5.0), Lease(LeaseUse.WRITTEN, 0, 4, now - 9.0))
     running.door.attached = [
-        Client("instance 7, 127.0.0.1:4123", now - 60.0, layout(), leases),
-        Client("connection 2", now, None),
+        AttachedClient("instance 7, 127.0.0.1:4123", now - 60.0, layout(), leases),
+        AttachedClient("connection 2", now, None),
     ]
 
 
@@ -169,7 +169,7 @@ def test_the_configuration_is_shown_without_secrets(tmp_path: Path) -> None:
 def test_metrics_are_of_the_sidecar_and_no_label_is_a_clients(with_disk: RunningSidecar) -> None:
     with_disk.store(1, 6, model="a-name-that-a-client-chose")
     attach(with_disk)
-    with_disk.door.counted = DoorStatistics("open", 10, 8, 7, 6, {"late": 2}, {"LOOKUP": 5}, {"garbage": 1})
+    with_disk.door.counted = DoorCounts("open", 10, 8, 7, 6, {"late": 2}, {"LOOKUP": 5}, {"garbage": 1})
     with_disk.post("/spill")
     with_disk.get("/made/up")
 

@@ -21,7 +21,7 @@ from sidecars import TOKEN, RunningSidecar, running_sidecar, small_config
 from waiting import DEADLINE_S
 
 from kvtier.engine.commands.cli import main
-from kvtier.engine.sidecar.door import Client, DoorStatistics, Lease, LeaseUse
+from kvtier.engine.sidecar.door import AttachedClient, DoorCounts, Lease, LeaseUse
 
 
 @pytest.fixture
@@ -31,8 +31,8 @@ def running(tmp_path: Path) -> Iterator[RunningSidecar]:
         made.post("/spill")
         now = made.sidecar.now()
         lease = Lease(LeaseUse.READ, 0, 3, now - 5.0)
-        made.door.attached = [Client("instance 7 \x1b[2J", now - 7300.0, layout("a-model"), (lease,))]
-        made.door.counted = DoorStatistics("open", 10, 8, 7, 6, {"late": 2})
+        made.door.attached = [AttachedClient("instance 7 \x1b[2J", now - 7300.0, layout("a-model"), (lease,))]
+        made.door.counted = DoorCounts("open", 10, 8, 7, 6, {"late": 2})
         yield made
 
 
