@@ -363,7 +363,10 @@ def _choices(kind: object, path: str = "$") -> dict[str, list[str]]:
     choices: dict[str, list[str]] = {}
     if get_origin(kind) is dict:
         return _choices(get_args(kind)[1], f"{path}[...]")
-    for table in (kind, *get_args(kind)):  # Table, or Table | None
+    numbers = ["a number"] if any(get_origin(each) is Annotated for each in get_args(kind)) else []
+    for table in (kind, *get_args(kind)):  # Table, Table | None, or a number | Literal
+        if get_origin(table) is Literal:
+            choices[path] = [*numbers, *get_args(table)]
         if isinstance(table, type) and issubclass(table, Table):
             fields = msgspec.structs.fields(table)
             choices[path] = [field.name for field in fields]

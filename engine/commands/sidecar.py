@@ -4,15 +4,25 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from kvtier.engine.byte_size import size_text
+from kvtier.engine.fault_log import FaultLog
 from kvtier.engine.server.log_lines import write_log
-from kvtier.engine.sidecar.build import build_sidecar
+from kvtier.engine.sidecar.build import MakeDoors, build_sidecar
 from kvtier.engine.sidecar.config import SidecarConfig, sidecar_config
 from kvtier.engine.sidecar.doors import doors_of
 from kvtier.engine.sidecar.model_weights import weights_of
+from kvtier.engine.sidecar.sidecar import Sidecar
+from kvtier.engine.sidecar.statistics import SidecarStatistics
+from kvtier.engine.sidecar.systemd import Systemd
+
+if TYPE_CHECKING:
+    from kvtier.engine.sidecar.http.http_thread import HttpThread
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +41,7 @@ def run_sidecar(source: str | None, given: Mapping[str, object], checks_only: bo
     if checks_only:
         return 0
     write_log(config.log_format)
-    return _serve(config)
+    return serve_engines(config, doors_of(config, weights_of(config.models, log.info)))
 
 
 def attach_command(config: SidecarConfig) -> str:
@@ -62,6 +72,9 @@ def _plan(config: SidecarConfig) -> list[str]:
         lines.append("disk         none: what leaves host memory is gone; give --disk PATH:SIZE")
     else:
         lines.append(f"disk         {config.disk.path}, {size_text(config.disk.capacity)} at most")
+    if config.http.port != "none":
+        where = url_of(config.http.host, config.http.port) if config.http.port else "a free port"
+        lines.append(f"http         {where}: /health, /metrics, kvtier top")
     if config.lmcache is not None:
         lines.append(f"engines      {config.lmcache.listen}, chunks of {config.lmcache.chunk_tokens} tokens")
         lines.append(f"\nAttach vLLM 0.32 or 0.33, with lmcache {LEAST_LMCACHE} or later in its environment:\n")
@@ -69,28 +82,57 @@ def _plan(config: SidecarConfig) -> list[str]:
     return lines
 
 
-def _serve(config: SidecarConfig) -> int:
-    weights = weights_of(config.models, log.info)
-    sidecar = build_sidecar(config, doors_of(config, weights), log.info)
+def serve_engines(config: SidecarConfig, make_doors: MakeDoors) -> int:
+    """Serve those that attach at the doors until a signal; the exit status."""
     signals: list[int] = []
+    with Systemd(os.environ, time.monotonic) as systemd, ExitStack() as running:
+        sidecar = build_sidecar(config, make_doors, log.info)
 
-    def end(number: int, _: FrameType | None) -> None:
-        signals.append(number)
-        if len(signals) > 1:  # at once: what was written already is whole, and the next start removes the segment
-            os._exit(128 + number)
-        sidecar.stop()
+        def end(number: int, _: FrameType | None) -> None:
+            signals.append(number)
+            if len(signals) > 1:  # at once: what was written already is whole, and the next start removes the segment
+                os._exit(128 + number)
+            sidecar.stop()
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            running.callback(signal.signal, number, signal.signal(number, end))
+        running.callback(sidecar.close)
+        if config.http.port != "none":
+            http = running.enter_context(_http(sidecar, config))
+            log.info("http: listening on %s", url_of(config.http.host, http.port))
         log.info("engines may attach")
-        sidecar.run()
+        sidecar.run(_look(sidecar, systemd))
+        systemd.stopping()
         if config.disk is not None:
             log.info("writing what is in host memory only; a second signal ends at once")
-            num_left = sidecar.flush(config.drain_s)
+            num_left = sidecar.flush(config.drain_s, systemd.alive)
             if num_left:
                 log.warning("%d chunks were not written to disk within %.0f s", num_left, config.drain_s)
-    finally:
-        sidecar.close()
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return 0
+
+
+def url_of(host: str, port: int) -> str:
+    """Where HTTP is, for `kvtier top` and browsers."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _look(sidecar: Sidecar, systemd: Systemd) -> Callable[[SidecarStatistics], None]:
+    """What the owner's thread does twice a second beside serving."""
+    fault_log = FaultLog(time.monotonic)
+
+    def look(statistics: SidecarStatistics) -> None:
+        fault_log.look(statistics.store, statistics.disk, statistics.tiers)
+        if not sidecar.why_not_ready:
+            systemd.ready()
+        systemd.alive()
+
+    return look
+
+
+def _http(sidecar: Sidecar, config: SidecarConfig) -> "HttpThread":
+    try:
+        from kvtier.engine.sidecar.http.build import serve_http
+    except ImportError as error:
+        raise ImportError(f"sidecar: {error}; pip install 'kvtier[sidecar]', or port = \"none\" in [http]") from error
+
+    return serve_http(sidecar, config)

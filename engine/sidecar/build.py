@@ -10,9 +10,10 @@ from kvtier.engine.config import DiskConfig
 from kvtier.engine.disk_store import cipher_of
 from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.engine.sidecar.config import SidecarConfig
+from kvtier.engine.sidecar.door import Door
 from kvtier.engine.sidecar.finished_transfers import FinishedTransfers
 from kvtier.engine.sidecar.layouts import Layouts
-from kvtier.engine.sidecar.sidecar import Door, Sidecar
+from kvtier.engine.sidecar.sidecar import Sidecar
 from kvtier.store.codec.codec import CODECS, NO_CODEC, Codec
 from kvtier.store.codec.codec_choice import CodecChoice
 from kvtier.store.durability import Durability

@@ -1,6 +1,7 @@
 """The sidecar's configuration: tables of one TOML file, most of them those that an engine has."""
 
 from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -49,6 +50,38 @@ class ModelWeightsConfig(Table, frozen=True, kw_only=True):
             raise ValueError("give path, the folder of the weights, or revision, a text that changes with them")
 
 
+class HttpConfig(Table, frozen=True, kw_only=True):
+    """`[http]`: where people and machines ask how the sidecar is. *port* "none": nowhere; 0: a free one. With a token,
+    in *token* or in the file *token_file*, every request but that for `/health` needs `Authorization: Bearer TOKEN`.
+    Without one *host* must be this machine's own, as `/clear` is there for all who reach it."""
+
+    host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | Literal["none"] = 9464
+    token: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    token_file: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.token is not None and self.token_file is not None:
+            raise ValueError("token and token_file: give one of them")
+        if not self.has_token and not is_loopback(self.host):
+            raise ValueError(f"host {self.host} can be reached from other machines: give token_file, or use 127.0.0.1")
+
+    @property
+    def has_token(self) -> bool:
+        """Whether requests need a token."""
+        return self.token is not None or self.token_file is not None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether *host*, a name or an address, can only be reached from this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 class SidecarConfig(Table, frozen=True, kw_only=True):
     """The whole tree. Host memory is cut into extents of *extent* bytes, each with chunks of one layout; no chunk is
     larger. Told to end, the sidecar writes for *drain_s* seconds at most what is in host memory only."""
@@ -56,6 +89,7 @@ class SidecarConfig(Table, frozen=True, kw_only=True):
     host: HostConfig = HostConfig()
     disk: DiskConfig | None = None
     lmcache: LmcacheConfig | None = LmcacheConfig()
+    http: HttpConfig = HttpConfig()
     models: dict[str, ModelWeightsConfig] = msgspec.field(default_factory=dict)
     tenants: dict[str, TenantConfig] = msgspec.field(default_factory=dict)
     extent: ByteSize = parse_bytes("64MiB")

@@ -9,7 +9,7 @@ from kvtier.engine.sidecar.layouts import Layouts
 from kvtier.engine.sidecar.lmcache.door import Door as LmcacheDoor
 from kvtier.engine.sidecar.lmcache.port import Port, listen
 from kvtier.engine.sidecar.lmcache.refusals import Refusals
-from kvtier.engine.sidecar.sidecar import Door
+from kvtier.engine.sidecar.door import Door
 from kvtier.transfer.transfer_engine import TransferEngine
 
 

@@ -4,11 +4,14 @@ import selectors
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from kvtier.engine.reopening_store import ReopeningStore
+from kvtier.engine.sidecar.door import AttachedClient, Door
 from kvtier.engine.sidecar.finished_transfers import FinishedTransfers
+from kvtier.engine.sidecar.layout import Layout
 from kvtier.engine.sidecar.layouts import Layouts
 from kvtier.engine.sidecar.statistics import SidecarStatistics, statistics_of
 from kvtier.transfer.segment import Segment
@@ -18,28 +21,21 @@ _Answer = TypeVar("_Answer")
 
 TICK_S = 0.05  # while something is under way: deadlines are looked at so often at least
 IDLE_TICK_S = 0.5  # the disk's openings and breakers are looked at so often
+MOST_ASKED = 256  # questions of other threads that wait for the owner's: more only if that is stuck
 TAKING_IN_S = 0.001  # of a turn, for what the lanes have finished; the rest waits for the next turn
 
 
-class Door(Protocol):
-    """A place where engines attach: it turns frames into calls of the layouts. Owned by the sidecar's thread."""
+class TooManyAsked(RuntimeError):
+    """So many questions wait for the owner's thread that it takes no more."""
 
-    @property
-    def file(self) -> int:
-        """A descriptor that is readable when frames may have come."""
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether engines wait for answers that are not ready, or deadlines run."""
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """How far what is in host memory is on its way to disk."""
 
-    def receive(self) -> bool:
-        """Take in some of the frames that have come and answer what can be answered; whether there may be more."""
-
-    def tick(self) -> None:
-        """Answer what has become ready, and end what is past its deadline."""
-
-    def close(self) -> None:
-        """Take no more frames."""
+    is_there: bool  # there is a disk
+    is_possible: bool  # and writing to it does not fail now
+    num_left: int  # chunks that are in host memory only
 
 
 class Sidecar:
@@ -63,6 +59,7 @@ class Sidecar:
         self._transfers = transfers
         self._store = store
         self._clock = clock
+        self.started_at = clock()
         self._is_stopping = False
         self._asked: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._selector = selectors.DefaultSelector()
@@ -97,14 +94,61 @@ class Sidecar:
         self._finished.wake()
 
     def ask(self, question: Callable[[], _Answer]) -> Future[_Answer]:
-        """Have *question* answered by the thread that owns the tiers, between two of its deeds; from any thread."""
+        """Have *question* answered by the thread that owns the tiers, between two of its deeds; from any thread.
+
+        The answer is `TooManyAsked` if that thread has `MOST_ASKED` questions before this one."""
         answer: Future[_Answer] = Future()
+        if self._asked.qsize() >= MOST_ASKED:
+            answer.set_exception(TooManyAsked(f"{MOST_ASKED} questions wait for the sidecar's thread already"))
+            return answer
         self._asked.put((question, answer))
         self._finished.wake()
         return answer
 
-    def flush(self, timeout_s: float) -> int:
-        """Copy what is in host memory only to disk, *timeout_s* at most; how many chunks are left. Doors are closed."""
+    @property
+    def why_not_ready(self) -> str:
+        """Why engines cannot attach and store now, empty if they can."""
+        if self._is_stopping:
+            return "the sidecar is about to end"
+        if not self.doors:
+            return "no door is open"
+        if self._segment.backed_bytes < self.layouts.extents.extent_bytes:
+            return "no host memory is backed yet"
+        return ""
+
+    def clients(self) -> list[AttachedClient]:
+        """All engines that are attached, by value."""
+        return [client for door in self.doors for client in door.clients()]
+
+    def saving(self) -> Saving:
+        """How far what is in host memory is on its way to disk."""
+        is_there = self._store is not None
+        return Saving(is_there, is_there and self.layouts.is_saving_possible, self.layouts.num_unsaved)
+
+    def clear(self, layouts: Sequence[Layout]) -> None:
+        """Forget every chunk of these layouts, also what engines are storing now."""
+        for door in self.doors:
+            door.on_clear(layouts)
+        for tiers in self.layouts:
+            if tiers.layout in layouts:
+                tiers.clear()
+
+    def check(self, layout: Layout) -> None:
+        """Raise AssertionError if any two books of the layout disagree."""
+        self.layouts.open(layout).check()
+
+    def check_doors(self) -> None:
+        """Raise AssertionError if any two books of a door disagree."""
+        for door in self.doors:
+            door.check()
+
+    def now(self) -> float:
+        """The time of the clock by which clients and leases are as old as they are."""
+        return self._clock()
+
+    def flush(self, timeout_s: float, on_turn: Callable[[], None] = lambda: None) -> int:
+        """Copy what is in host memory only to disk, *timeout_s* at most; how many chunks are left. Doors are closed.
+        *on_turn* is called again and again meanwhile."""
         for door in self.doors:
             self._selector.unregister(door.file)
             door.close()
@@ -112,6 +156,7 @@ class Sidecar:
         give_up_at = self._clock() + timeout_s
         while (num_left := self.layouts.num_unsaved) and self._clock() < give_up_at:
             self.turn()
+            on_turn()
             if not self.layouts.is_saving_possible:
                 break
             self._wait(False)
@@ -119,8 +164,9 @@ class Sidecar:
 
     def statistics(self) -> SidecarStatistics:
         """Everything counted, by value."""
-        standing = None if self._store is None else self._store.standing()
-        return statistics_of(self.layouts, self._segment, self._transfers, standing)
+        store = None if self._store is None else (self._store.standing(), self._store.statistics())
+        doors = tuple(door.counts() for door in self.doors)
+        return statistics_of(self.layouts, self._segment, self._transfers, store, doors)
 
     def close(self) -> None:
         """End lanes and store, and take the segment's name away. `flush` first if the disk should have everything."""

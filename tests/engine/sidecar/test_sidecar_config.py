@@ -33,6 +33,14 @@ def test_what_is_given_replaces_the_files_keys_and_leaves_the_others(tmp_path: P
     assert (config.disk.path, config.disk.capacity, config.host.capacity) == ("/kv", 2 << 30, 1 << 30)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost"])
+def test_http_on_this_machine_alone_needs_no_token_and_elsewhere_one(tmp_path: Path, host: str) -> None:
+    config = sidecar_config(written(tmp_path, f"[http]\nhost = '{host}'\nport = 'none'"), {})
+    elsewhere = sidecar_config(written(tmp_path, "[http]\nhost = '0.0.0.0'\ntoken = 'a-long-token'"), {})
+
+    assert (config.http.port, config.http.has_token, elsewhere.http.has_token) == ("none", False, True)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -41,6 +49,14 @@ def test_what_is_given_replaces_the_files_keys_and_leaves_the_others(tmp_path: P
         ("[lmcache]\nlisten = 'tcp://0.0.0.0:5555'", "this protocol has no keys"),
         ("[lmcache]\nlisten = 'udp://127.0.0.1:1'", r"\$.lmcache.listen"),
         ("[lmcache]\nchunk_tokens = 3", r"\$.lmcache.chunk_tokens"),
+        ("[http]\nhost = '0.0.0.0'", "host 0.0.0.0 can be reached from other machines: give token_file"),
+        ("[http]\nhost = '::'", "host :: can be reached from other machines"),
+        ("[http]\nhost = 'localhost.example'", "can be reached from other machines"),
+        ("[http]\nport = 65536", r"\$.http.port"),
+        ("[http]\nport = 'web'", r"\$.http.port: .*; use one of a number, none$"),
+        ("[http]\ntoken = 'x'\ntoken_file = 'y'", "token and token_file: give one of them"),
+        ("[http]\ntoken = ''", r"\$.http.token"),
+        ("[http]\ntokn = 'x'", r"\$.http.tokn: unknown key; did you mean token"),
         ("[models.a]", r"models\[...\]: give path, the folder of the weights, or revision"),
         ("[models.a]\npath = 'x'\nrevision = 'y'", "give path, the folder of the weights, or revision"),
         ("extent = 5000", "use a multiple of 4096"),
