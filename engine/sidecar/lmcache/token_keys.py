@@ -14,7 +14,7 @@ MOST_BYTES = 256 << 20  # kept of all requests: over a hundred of 131,072 tokens
 _OVERHEAD = 4096  # of a request, beside what grows with its tokens
 _WIDTHS = {0xDC: 3, 0xDD: 5}  # bytes of an array's header by its first byte; others have one
 
-_decode_ids = msgspec.msgpack.Decoder(list[int]).decode
+decode_ids = msgspec.msgpack.Decoder(list[int]).decode
 
 
 @dataclass(eq=False, slots=True)
@@ -89,7 +89,7 @@ def _grow(named: Named, encoded: bytes, num_tokens: int) -> None:
     """The tokens go on: decode and hash what is new."""
     num_new = num_tokens - len(named.token_ids)
     try:
-        new = array("I", _decode_ids(b"\xdd" + num_new.to_bytes(4, "big") + encoded[len(named.encoded) :]))
+        new = array("I", decode_ids(b"\xdd" + num_new.to_bytes(4, "big") + encoded[len(named.encoded) :]))
     except (msgspec.MsgspecError, OverflowError, RecursionError):
         raise Refused("token_ids", "token ids that are no numbers of 32 bits") from None
     named.token_ids += new

@@ -132,7 +132,7 @@ def test_a_client_that_reads_no_answers_is_read_no_further_and_let_go(
     deaf = Plain(bed)
     deaf.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     bed.settle()
-    (client,) = bed.port._clients
+    (client,) = bed.port.clients
     client.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     served = -1
     while bed.door.statistics().operations.get("noop", 0) > served:  # until nothing moves any more
@@ -182,7 +182,7 @@ def test_messages_that_never_end_have_a_bound(bed: Bed, client: RawClient, monke
     monkeypatch.setattr(port_module, "MOST_HELD_BYTES", 8 << 20)
     begun = HANDSHAKE + b"\2" + struct.pack(">Q", MOST_MESSAGE_BYTES) + bytes(3 << 20)
     plains = [Plain(bed, begun) for _ in range(2)]
-    held = sum(client.zmtp.num_held_bytes for client in bed.port._clients)
+    held = sum(client.zmtp.num_held_bytes for client in bed.port.clients)
     assert 6 << 20 <= held < 7 << 20
 
     with contextlib.suppress(ConnectionError):

@@ -59,13 +59,13 @@ def test_names_are_those_of_the_tokens_whatever_came_before(seed: int) -> None:
 
 def test_only_what_is_new_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[int] = []
-    decode = token_keys._decode_ids
+    decode = token_keys.decode_ids
 
     def counted(data: bytes) -> list[int]:
         decoded.append(int.from_bytes(data[1:5], "big"))
         return decode(data)
 
-    monkeypatch.setattr(token_keys, "_decode_ids", counted)
+    monkeypatch.setattr(token_keys, "decode_ids", counted)
     keys, ids = TokenKeys(CHUNK), list(range(1000, 1100))
     for upto in (80, 80, 60, 80, 100):
         keys.names("r", "", raw(ids[:upto]))
