@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
@@ -22,8 +21,6 @@ LOOKUP_S = 10.0  # after that the prefix that has come counts …
 RETRIEVE_S = 3.0  # … where a worker stands still meanwhile: less than what a client waits for any answer
 IDLE_S = 60.0  # a promise lasts so long without a word of its request
 READING_S = 60.0  # a worker loads for so long, of its own time, unless it says that it is done
-
-Places = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +104,7 @@ class RankChunks:
 
     def time_out(self) -> int:
         """No more time: what is verified counts. How many chunks do not."""
-        num_left = self.end - self.num_good
+        num_left = max(0, self.end - self.num_good)
         if num_left and (self._fetch.slots[self.num_good : self.end] == ABSENT).any():
             self._fetch.time_out()
         return num_left
@@ -162,7 +159,9 @@ class RankChunks:
         self.end = min(self.end, place)
         if is_good is False:
             self.num_corrupt += 1
-            self._tiers.tiers.forget(self.rank, [self._names[place]])
+            name = self._names[place]
+            if self._tiers.tiers.find(self.rank, [name])[0] == self._fetch.slots[place]:  # else it was stored anew
+                self._tiers.tiers.forget(self.rank, [name])
 
 
 @dataclass(eq=False, slots=True)

@@ -366,6 +366,29 @@ def test_a_flipped_byte_makes_the_prefix_shorter(bed: Bed, client: RawClient) ->
     assert client.lookup(DOCUMENT, "fourth") == 6
 
 
+def test_a_chunk_stored_anew_is_not_forgotten_for_the_damage_of_the_old_one(bed: Bed, client: RawClient) -> None:
+    slots = client.ask("prepare_store", key(DOCUMENT, "first"), 1)["context"]["slots"]
+    client.ask("commit_store", key(DOCUMENT, "first"), 1, b"")
+    bed.settle()
+    bed.bytes_of(slots[0])[0] ^= 1
+    bed.lanes["host_to_device"].is_stopped = True
+    for request in ("a", "b"):
+        client.ask("lookup", key(DOCUMENT, request, worker=None), 1)
+    bed.settle()
+    waiting = bed.lanes["host_to_device"].waiting
+    bed.lanes["host_to_device"].waiting, later = waiting[:1], waiting[1:]
+    bed.lanes["host_to_device"].is_stopped = False
+    assert client.ask("status", "a") == 0
+    bed.lanes["host_to_device"].is_stopped = True
+    assert client.store(DOCUMENT, "again") == [0]
+    bed.settle()
+    bed.lanes["host_to_device"].waiting += later
+    bed.lanes["host_to_device"].is_stopped = False
+    assert client.ask("status", "b") == 0
+
+    assert client.lookup(DOCUMENT, "c") == 6
+
+
 def test_without_a_registration_there_are_no_hits(bed: Bed, client: RawClient) -> None:
     client.store(DOCUMENT, "first")
 
