@@ -8,8 +8,11 @@ from collections.abc import Mapping
 from types import FrameType
 
 from kvtier.engine.byte_size import size_text
+from kvtier.engine.server.log_lines import write_log
 from kvtier.engine.sidecar.build import build_sidecar
 from kvtier.engine.sidecar.config import SidecarConfig, sidecar_config
+from kvtier.engine.sidecar.doors import doors_of
+from kvtier.engine.sidecar.model_weights import weights_of
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +28,10 @@ def run_sidecar(source: str | None, given: Mapping[str, object], checks_only: bo
     config = sidecar_config(source, given)
     for line in _plan(config):
         print(line, flush=True)
-    return 0 if checks_only else _serve(config)
+    if checks_only:
+        return 0
+    write_log(config.log_format)
+    return _serve(config)
 
 
 def attach_command(config: SidecarConfig) -> str:
@@ -64,7 +70,8 @@ def _plan(config: SidecarConfig) -> list[str]:
 
 
 def _serve(config: SidecarConfig) -> int:
-    sidecar = build_sidecar(config, lambda layouts, transfers: [], log.info)
+    weights = weights_of(config.models, log.info)
+    sidecar = build_sidecar(config, doors_of(config, weights), log.info)
     signals: list[int] = []
 
     def end(number: int, _: FrameType | None) -> None:

@@ -77,6 +77,11 @@ class Port:
         return self._selector.fileno()
 
     @property
+    def clients(self) -> list[Client]:
+        """Connections that are open, in the order of their turns."""
+        return list(self._clients)
+
+    @property
     def num_clients(self) -> int:
         """Connections that are open."""
         return len(self.clients)
