@@ -66,7 +66,7 @@ class Port:
         self._allowed_uids = {os.geteuid()} if allowed_uids is None else set(allowed_uids)
         self._selector = selectors.EpollSelector()
         self._listeners = list(listeners)
-        self.clients: dict[Client, None] = {}  # in the order of their turns
+        self._clients: dict[Client, None] = {}  # in the order of their turns
         self._gone: list[Client] = []
         for listener in listeners:
             listener.setblocking(False)
@@ -84,12 +84,12 @@ class Port:
     @property
     def num_clients(self) -> int:
         """Connections that are open."""
-        return len(self.clients)
+        return len(self._clients)
 
     @property
     def has_more(self) -> bool:
         """Whether messages have been read and not given yet."""
-        return any(client.messages and client.is_reading for client in self.clients)
+        return any(client.messages and client.is_reading for client in self._clients)
 
     def receive(self) -> list[Message]:
         """What has come, a few messages of each client."""
@@ -99,7 +99,7 @@ class Port:
             elif key.data.is_open:
                 self._move(key.data, events)
         given: list[Message] = []
-        for client in list(self.clients):
+        for client in list(self._clients):
             for _ in range(min(len(client.messages), MOST_MESSAGES) if client.is_reading else 0):
                 given.append(Message(client, client.messages.popleft()))
             self._watch(client)
@@ -117,14 +117,14 @@ class Port:
 
     def tick(self) -> None:
         """Let go of clients that read no answers."""
-        for client in [client for client in self.clients if client.unread]:
+        for client in [client for client in self._clients if client.unread]:
             if self._clock() - client.moved_at > STUCK_S:
                 self._refused("unread", "a client has read no answers for a minute; its connection is closed")
                 self._end(client)
 
     def close(self) -> None:
         """End every connection and stop listening. The names of Unix sockets are who made them's to remove."""
-        for client in list(self.clients):
+        for client in list(self._clients):
             self._end(client)
         for listener in self._listeners:
             listener.close()
@@ -144,7 +144,7 @@ class Port:
             connection, _ = listener.accept()
         except OSError:
             return
-        if len(self.clients) >= MOST_CLIENTS:
+        if len(self._clients) >= MOST_CLIENTS:
             self._refused("clients", f"{MOST_CLIENTS} clients are there already")
         elif connection.family == socket.AF_UNIX and (uid := _uid(connection)) not in self._allowed_uids:
             self._refused("uid", f"a client of the user {uid}, who is not allowed in")
@@ -153,7 +153,7 @@ class Port:
             if connection.family != socket.AF_UNIX:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             client = Client(connection, self._clock())
-            self.clients[client] = None
+            self._clients[client] = None
             self._selector.register(connection, selectors.EVENT_READ, client)
             return
         connection.close()
@@ -231,11 +231,11 @@ class Port:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(client.connection)
             client.connection.close()
-            del self.clients[client]
+            del self._clients[client]
             self._gone.append(client)
 
     def _num_held_bytes(self) -> int:
-        return sum(client.zmtp.num_held_bytes for client in self.clients)
+        return sum(client.zmtp.num_held_bytes for client in self._clients)
 
 
 def listen(url: str) -> socket.socket:
