@@ -869,7 +869,7 @@ BUGS = [
         "engine/sidecar/lmcache/promises.py",
         "        needed |= self._is_being_verified\n",
         "",
-        "tests/engine/sidecar/lmcache/test_door_random.py",
+        "tests/engine/sidecar/lmcache/test_door.py",
     ),
     Bug(
         "a hit is as long as the first rank's",
@@ -911,13 +911,13 @@ BUGS = [
         "engine/sidecar/lmcache/stores.py",
         "        if store.num_taken < len(store.slots):\n            return\n",
         "",
-        "tests/engine/sidecar/lmcache/test_door_random.py",
+        "tests/engine/sidecar/lmcache/test_door.py",
     ),
     Bug(
         "what was committed before a clear is found after it",
         "engine/sidecar/lmcache/stores.py",
-        "            store.is_void = True\n\n    def tick",
-        "            store.is_void = False\n\n    def tick",
+        "            store.is_void |= store.tiers.layout in layouts\n",
+        "            pass\n",
         "tests/engine/sidecar/lmcache/test_door.py",
     ),
     Bug(

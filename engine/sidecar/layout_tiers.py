@@ -115,6 +115,11 @@ class LayoutTiers:
         return sum(len(self._extents.extents_of(rank)) for rank in self._ranks) * self._extents.extent_bytes
 
     @property
+    def is_being_indexed(self) -> bool:
+        """Whether chunks are on disk of which this process does not know yet: its start was a moment ago."""
+        return self.tiers.index.disk.is_open and not self.tiers.is_indexed
+
+    @property
     def num_leased(self) -> int:
         """Chunks and reserved slots of all ranks that are leased now."""
         pools = [host.pool for host in self.tiers.index.host]

@@ -98,12 +98,17 @@ class Sidecar:
 
         The answer is `TooManyAsked` if that thread has `MOST_ASKED` questions before this one."""
         answer: Future[_Answer] = Future()
-        if self._asked.qsize() >= MOST_ASKED:
+        if self.num_asked >= MOST_ASKED:
             answer.set_exception(TooManyAsked(f"{MOST_ASKED} questions wait for the sidecar's thread already"))
             return answer
         self._asked.put((question, answer))
         self._finished.wake()
         return answer
+
+    @property
+    def num_asked(self) -> int:
+        """Questions that wait for this thread; any thread may ask."""
+        return self._asked.qsize()
 
     @property
     def why_not_ready(self) -> str:
@@ -173,12 +178,14 @@ class Sidecar:
         for door in self.doors:
             door.close()
         self._selector.close()
-        self._segment.close()
         if self._store is not None:
             self._store.stop_opening()
         is_closed = self._transfers.close()
         if self._store is not None:
             self._store.close() if is_closed else self._store.kill()
+        self._segment.close()  # after the store, whose process is given its descriptor
+        if is_closed:
+            self._finished.close()
 
     def _answer_asked(self) -> None:
         while not self._asked.empty():

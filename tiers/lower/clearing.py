@@ -53,12 +53,10 @@ class Clearing:
         keys: Sequence[bytes] = transfer.result
         if not keys:
             self._is_due = False
+            if self._was_opened_anew:  # what was written since then has to be found, and the rest written again
+                self._was_opened_anew, self._disk.taken_in = False, 0
             return
-        unknown = [
-            key
-            for key in keys
-            if (block := self._disk.block_of(key)) is not None and not self._disk.index.holds(*block)
-        ]
+        unknown = [key for key in keys if self._is_unknown(key)]
         self._is_under_way = bool(unknown) and self._transfers.submit(
             Route.HOST_TO_DISK, lambda: self._disk.delete(unknown), 0, self._on_deleted
         )

@@ -4,9 +4,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvtier.engine.sidecar.layout import LayoutRefused
+from kvtier.engine.sidecar.door import AttachedClient, DoorCounts
+from kvtier.engine.sidecar.layout import Layout, LayoutRefused
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.layouts import Layouts
+from kvtier.engine.sidecar.lmcache.attached import attached
 from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
 from kvtier.engine.sidecar.lmcache.port import Client, Message, Port
 from kvtier.engine.sidecar.lmcache.promises import MOST_PROMISES, RETRIEVE_S, Counts, Promise, Promises
@@ -162,6 +164,33 @@ class Door:
         self._port.close()
         for client in self._port.take_gone():
             self._end_client(client)
+
+    def on_clear(self, layouts: Sequence[Layout]) -> None:
+        """What engines store of these layouts is never found. What was promised is kept: engines count on it."""
+        self._stores.void(layouts)
+
+    def clients(self) -> list[AttachedClient]:
+        """All that are attached, by value."""
+        return list(attached(self._port.clients, self._registrations, self._promises, self._stores))
+
+    def counts(self) -> DoorCounts:
+        """What every door counts, by value."""
+        promised, stored = self._promises.counts, self._stores.counts
+        return DoorCounts(
+            "lmcache",
+            num_asked=promised.num_asked,
+            num_promised=promised.num_promised,
+            num_loaded=promised.num_loaded,
+            num_stored=stored.num_stored,
+            lost={
+                "corrupt": promised.num_corrupt,
+                "late": promised.num_late,
+                "without_room": stored.num_without_room,
+                "given_up": stored.num_given_up,
+            },
+            operations=dict(self._num_operations),
+            refused=dict(self._refusals.counts),
+        )
 
     def statistics(self) -> DoorStatistics:
         """Everything counted, by value."""
@@ -330,10 +359,9 @@ class Door:
         return None
 
     def _clear(self, call: Call, force: bool) -> object:
-        """Nothing that is here now is found from now on. What was promised is kept: another engine may count on it."""
-        self._stores.void_all()
-        for tiers in self._layouts:
-            tiers.clear()
+        """Nothing that is here now is found from now on."""
+        self.on_clear([tiers.layout for tiers in self._layouts])
+        self._layouts.clear()
         return None
 
     # What these share.

@@ -29,6 +29,7 @@ class Client:
         self.zmtp = Zmtp()
         self.messages: deque[list[bytes]] = deque()  # complete, and not given yet
         self.unread = bytearray()  # what it has still to be sent
+        self.since = now  # when it came
         self.moved_at = now  # when it last read something, or began to have something to read
         self.is_open = True
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
@@ -18,12 +17,11 @@ from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tier import Reason
 
 MOST_PROMISES = 4096
+INDEXING_S = 2.0  # so long a lookup waits for the disk's index, which is read when a layout is seen for the first time
 LOOKUP_S = 10.0  # after that the prefix that has come counts …
 RETRIEVE_S = 3.0  # … where a worker stands still meanwhile: less than what a client waits for any answer
 IDLE_S = 60.0  # a promise lasts so long without a word of its request
 READING_S = 60.0  # a worker loads for so long, of its own time, unless it says that it is done
-
-Places = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +37,7 @@ class Reading:
 class Counts:
     """Totals since the start, in chunks."""
 
+    num_asked: int = 0
     num_promised: int = 0
     num_loaded: int = 0
     num_corrupt: int = 0
@@ -107,7 +106,7 @@ class RankChunks:
 
     def time_out(self) -> int:
         """No more time: what is verified counts. How many chunks do not."""
-        num_left = self.end - self.num_good
+        num_left = max(0, self.end - self.num_good)
         if num_left and (self._fetch.slots[self.num_good : self.end] == ABSENT).any():
             self._fetch.time_out()
         return num_left
@@ -162,7 +161,9 @@ class RankChunks:
         self.end = min(self.end, place)
         if is_good is False:
             self.num_corrupt += 1
-            self._tiers.tiers.forget(self.rank, [self._names[place]])
+            name = self._names[place]
+            if self._tiers.tiers.find(self.rank, [name])[0] == self._fetch.slots[place]:  # else it was stored anew
+                self._tiers.tiers.forget(self.rank, [name])
 
 
 @dataclass(eq=False, slots=True)
@@ -177,6 +178,7 @@ class Promise:
     first: int
     ranks: Sequence[int]
     num_readers: int
+    begun_at: float
     give_up_at: float
     heard_at: float
     chunks: list[RankChunks] = field(default_factory=list)  # empty while it waits for stores
@@ -242,8 +244,9 @@ class Promises:
         """Find out how many of the *blocks*, from chunk *first* of their prefix on, can be loaded by *num_readers*
         workers for each of the ranks. After *most_s* what has come counts."""
         now = self._clock()
-        promise = Promise(client, request_id, tiers, blocks, first, ranks, num_readers, now + most_s, now)
+        promise = Promise(client, request_id, tiers, blocks, first, ranks, num_readers, now, now + most_s, now)
         self._promises.setdefault(request_id, []).append(promise)
+        self.counts.num_asked += len(blocks.names)
         self._go_on(promise)
         return promise
 
@@ -326,11 +329,13 @@ class Promises:
             own.cut(end)
 
     def _begin_chunks(self, promise: Promise) -> bool:
-        """Lease what is there for all ranks; False if a chunk that is missing will be there in a moment."""
+        """Lease what is there for all ranks; False if a chunk that is missing may be there in a moment."""
         names, tiers = promise.blocks.names, promise.tiers
         num_there = min(tiers.find_run(rank, names) for rank in promise.ranks)
         if num_there < len(names) and self._clock() < promise.give_up_at:
             missing = names[num_there]
+            if tiers.is_being_indexed and self._clock() < promise.begun_at + INDEXING_S:
+                return False
             if any(self._stores.is_coming(tiers, rank, missing) for rank in promise.ranks):
                 return False
         promise.is_begun = True

@@ -1,11 +1,12 @@
 """Stores: chunks that engines write into the segment, from the room that is reserved until they can be found."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvtier.engine.sidecar.layout import Layout
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
 from kvtier.engine.sidecar.lmcache.registrations import Instance
@@ -110,10 +111,10 @@ class Stores:
         for store in [store for store in self._reserved if store.instance is instance]:
             self._give_up(store)
 
-    def void_all(self) -> None:
-        """Nothing that was begun before now may ever be found."""
+    def void(self, layouts: Collection[Layout]) -> None:
+        """Nothing of these layouts that was begun before now may ever be found."""
         for store in self:
-            store.is_void = True
+            store.is_void |= store.tiers.layout in layouts
 
     def tick(self) -> None:
         """End the reservations of workers that have had their time."""

@@ -103,7 +103,7 @@ def test_questions_to_a_stuck_owner_do_not_pile_up() -> None:
         let_go = running.hold()
         with ThreadPoolExecutor(8) as threads:
             answers = list(threads.map(lambda _: running.get("/health"), range(MOST_ASKED + 20)))
-        num_waiting = running.sidecar._asked.qsize()
+        num_waiting = running.sidecar.num_asked
         let_go()
 
         assert {answer.status_code for answer in answers} == {503}
@@ -205,7 +205,7 @@ def test_spill_that_is_not_done_in_time_says_how_much_is_left(with_disk: Running
         return with_disk.sidecar.saving().num_left
 
     with_disk.store(1, 6)
-    with_disk.ask(with_disk.sidecar._transfers.close)  # the lanes take nothing any more
+    with_disk.ask(with_disk.sidecar._transfers.close)  # noqa: SLF001  lanes that take nothing any more
     with_disk.store(2, 6)
 
     answer = with_disk.post("/spill?timeout_s=0")
@@ -252,7 +252,7 @@ def test_check_is_200_while_the_books_agree_and_a_500_with_the_sentence_when_not
     plain.door.damage = ""
 
     def lose_an_extent() -> None:
-        plain.sidecar.layouts.extents._free.append(99)
+        plain.sidecar.layouts.extents._free.append(99)  # noqa: SLF001  books that disagree
 
     plain.ask(lose_an_extent)
     of_layout = plain.post("/check")

@@ -104,6 +104,8 @@ def test_a_worker_that_is_stopped_while_it_writes_keeps_its_slots(bed: Bed, clie
     client.ask("prepare_store", key(DOCUMENT, "r"), 1)
 
     bed.pass_time(3600)  # and says nothing: when it wakes up it goes on writing
+    client.ask("ping", 1)
+    bed.settle()
 
     assert bed.num_leases() == 6
     assert client.ask("commit_store", key(DOCUMENT, "r"), 1, b"") is True
@@ -295,6 +297,35 @@ def test_a_hit_is_what_all_ranks_have(bed: Bed) -> None:
     assert bed.num_leases() == 0
 
 
+def test_a_chunk_that_one_rank_has_lost_is_promised_to_none(bed: Bed) -> None:
+    workers = [RawClient(bed), RawClient(bed)]
+    for rank, worker in enumerate(workers):
+        worker.register(instance_id=10 + rank, world_size=2)
+        worker.store(DOCUMENT, "first", instance=10 + rank, worker=rank, world_size=2)
+    slots = workers[1].prepare_retrieve(DOCUMENT, "look", 11, worker=1, world_size=2)["context"]["slots"]
+    workers[1].ask("commit_retrieve", key(DOCUMENT, "look", worker=1, world_size=2), 11)
+    bed.bytes_of(slots[2])[7] ^= 1
+
+    assert workers[0].lookup(DOCUMENT, "second", world_size=2) == 2
+
+    assert bed.num_leases() == 4
+    for rank, worker in enumerate(workers):
+        assert worker.retrieve(DOCUMENT, "second", 10 + rank, worker=rank, world_size=2, end=2 * CHUNK)
+
+
+def test_chunks_stay_while_they_are_verified(bed: Bed, client: RawClient) -> None:
+    client.store(DOCUMENT, "first")
+    bed.lanes["host_to_device"].is_stopped = True
+    client.ask("lookup", key(DOCUMENT, "second", worker=None), 1)
+
+    client.ask("end_session", "second")
+
+    assert bed.num_leases() == 6
+    bed.lanes["host_to_device"].is_stopped = False
+    bed.settle()
+    assert bed.num_leases() == 0
+
+
 def test_a_load_without_a_promise_makes_one(bed: Bed, client: RawClient) -> None:
     client.store(DOCUMENT, "first")
     client.lookup(DOCUMENT, "second")
@@ -333,6 +364,29 @@ def test_a_flipped_byte_makes_the_prefix_shorter(bed: Bed, client: RawClient) ->
     assert bed.door.statistics().promised.num_corrupt == 1
     assert client.store(DOCUMENT, "third") == [3]
     assert client.lookup(DOCUMENT, "fourth") == 6
+
+
+def test_a_chunk_stored_anew_is_not_forgotten_for_the_damage_of_the_old_one(bed: Bed, client: RawClient) -> None:
+    slots = client.ask("prepare_store", key(DOCUMENT, "first"), 1)["context"]["slots"]
+    client.ask("commit_store", key(DOCUMENT, "first"), 1, b"")
+    bed.settle()
+    bed.bytes_of(slots[0])[0] ^= 1
+    bed.lanes["host_to_device"].is_stopped = True
+    for request in ("a", "b"):
+        client.ask("lookup", key(DOCUMENT, request, worker=None), 1)
+    bed.settle()
+    waiting = bed.lanes["host_to_device"].waiting
+    bed.lanes["host_to_device"].waiting, later = waiting[:1], waiting[1:]
+    bed.lanes["host_to_device"].is_stopped = False
+    assert client.ask("status", "a") == 0
+    bed.lanes["host_to_device"].is_stopped = True
+    assert client.store(DOCUMENT, "again") == [0]
+    bed.settle()
+    bed.lanes["host_to_device"].waiting += later
+    bed.lanes["host_to_device"].is_stopped = False
+    assert client.ask("status", "b") == 0
+
+    assert client.lookup(DOCUMENT, "c") == 6
 
 
 def test_without_a_registration_there_are_no_hits(bed: Bed, client: RawClient) -> None:
