@@ -54,7 +54,7 @@ def test_a_breaker_that_one_layout_has_opened_is_open(running: RunningSidecar) -
         disk = next(iter(sidecar.layouts)).tiers.index.disk
         disk.why_failed["write"] = "[Errno 28] No space left on device"
         for _ in range(MAX_FAILURES):
-            disk.writing.failed(disk.writing.begin())
+            disk.writing.on_failed(disk.writing.begin())
 
     running.ask(lambda: fail(running.sidecar))
     found = running.get("/stats").json()["disk"]
