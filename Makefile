@@ -5,7 +5,7 @@ BIN := .venv/bin
 SEED ?=
 KILLS ?= 200
 
-.PHONY: demo test-quick test test-all test-slow smoke docs torture planted-bugs bench gpu-bench check format clean
+.PHONY: demo test-quick test test-all test-slow test-engines bench-engines smoke docs torture planted-bugs bench gpu-bench check format clean
 
 ROOMS := configs engine store tiers transfer
 
@@ -46,6 +46,17 @@ test-all: test .venv/smollm2 .venv/llama-index/installed
 
 test-slow: .venv/installed
 	$(BIN)/pytest -q -m slow
+
+# The real vLLM for CPUs and LMCache, in an environment of theirs: their requirements and ours exclude each other.
+.venv/foreign/installed: tests/support/foreign/install.py | .venv/installed
+	$(BIN)/python tests/support/foreign/install.py .venv/foreign
+	touch $@
+
+test-engines: .venv/installed .venv/foreign/installed
+	KVTIER_LMCACHE_PYTHON=$(CURDIR)/.venv/foreign/bin/python $(BIN)/pytest -q -m engines
+
+bench-engines: .venv/installed .venv/foreign/installed
+	$(BIN)/python -m bench.sidecar --python .venv/foreign/bin/python
 
 # The wheel in a clean environment far from here, with this one's other packages. `make test-all` runs it too.
 smoke: .venv/installed

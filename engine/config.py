@@ -3,10 +3,10 @@
 import difflib
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_origin
+from typing import Annotated, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -49,18 +49,21 @@ _LEAST_REQUEST_BYTES = 1024  # of headers, and of a body: what clients send with
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 
-class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A TOML table. Plain construction does not check types and ranges; `as_config` does."""
 
 
-class ModelConfig(_Table, frozen=True, kw_only=True):
+_Tree = TypeVar("_Tree", bound=Table)
+
+
+class ModelConfig(Table, frozen=True, kw_only=True):
     """`[model]`: how the weights are loaded. "auto" follows the checkpoint's dtype and takes a GPU if there is one."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
-class DeviceConfig(_Table, frozen=True, kw_only=True):
+class DeviceConfig(Table, frozen=True, kw_only=True):
     """`[device]`: the KV pool that attention reads. *capacity* in bytes of KV, *block_size* in tokens.
 
     With *partial_blocks* a prompt that agrees with the first tokens only of a cached block gets a copy of it.
@@ -80,13 +83,13 @@ class DeviceConfig(_Table, frozen=True, kw_only=True):
             raise ValueError('capacity 0 holds no block; give the device pool a size such as "1GiB"')
 
 
-class HostConfig(_Table, frozen=True, kw_only=True):
+class HostConfig(Table, frozen=True, kw_only=True):
     """`[host]`: host memory below the device, pinned where there is a GPU. *capacity* in bytes; 0: no host tier."""
 
     capacity: ByteSize = parse_bytes("4GiB")
 
 
-class DiskConfig(_Table, frozen=True, kw_only=True):
+class DiskConfig(Table, frozen=True, kw_only=True):
     """`[disk]`: the store that outlives the process; without this table there is none.
 
     *path* is a folder, `~` expanded; it never takes more than *capacity* bytes. A read later than *read_timeout_s*
@@ -119,7 +122,7 @@ class DiskConfig(_Table, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "path", str(Path(self.path).expanduser()))
 
 
-class TenantConfig(_Table, frozen=True, kw_only=True):
+class TenantConfig(Table, frozen=True, kw_only=True):
     """`[tenants."SALT"]`: byte quotas of the requests with that cache_salt; without one a tier is not limited.
 
     Over its quota a tenant loses its own blocks, tails first. *name* stands for it in metrics, where the salt must not.
@@ -130,13 +133,13 @@ class TenantConfig(_Table, frozen=True, kw_only=True):
     name: str | None = None
 
 
-class LoraConfig(_Table, frozen=True, kw_only=True):
+class LoraConfig(Table, frozen=True, kw_only=True):
     """`[lora.NAME]`: a LoRA adapter of the model; *path* is a folder that `peft` wrote. Requests name it by NAME."""
 
     path: Annotated[str, msgspec.Meta(min_length=1)]
 
 
-class NameConfig(_Table, frozen=True, kw_only=True):
+class NameConfig(Table, frozen=True, kw_only=True):
     """`[names]`: how blocks are named. Another *algorithm* or *seed* is another namespace: nothing stored is found.
 
     Without a *seed* it is the algorithm's own: for sha256_cbor, which gives vLLM's names, vLLM's.
@@ -155,7 +158,7 @@ class NameConfig(_Table, frozen=True, kw_only=True):
         return HashAlgorithm(self.algorithm).default_seed if self.seed is None else self.seed
 
 
-class SchedulerConfig(_Table, frozen=True, kw_only=True):
+class SchedulerConfig(Table, frozen=True, kw_only=True):
     """`[scheduler]`: *token_budget* tokens are computed per step at most, *prefill_chunk* of one prompt at most.
 
     *max_running* requests decode together, *max_waiting* queue behind them; one more is refused.
@@ -181,7 +184,7 @@ Endpoint = Annotated[str, msgspec.Meta(pattern="^(tcp|ipc|inproc)://.")]
 BatchCount = Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
 
 
-class EventsConfig(_Table, frozen=True, kw_only=True):
+class EventsConfig(Table, frozen=True, kw_only=True):
     """`[events]`: KV events for routers, in vLLM's format over ZMQ; without this table there are none.
 
     *endpoint* is bound if it has a `*` or `::` or begins with ipc:// or inproc://, else connected to; *replay_endpoint*
@@ -205,7 +208,7 @@ class EventsConfig(_Table, frozen=True, kw_only=True):
                 raise ValueError(f"endpoint {endpoint} has no such port; use 1 to 65535, or 0 for a free one")
 
 
-class DocumentsConfig(_Table, frozen=True, kw_only=True):
+class DocumentsConfig(Table, frozen=True, kw_only=True):
     """`[documents]`: the documents that `kvtier serve` keeps warm by name. A tenant may have *max_per_tenant*.
 
     Each is a file in the folder *path*, by default one beside `disk.path`, with "-documents" behind its name; without a
@@ -220,7 +223,7 @@ class DocumentsConfig(_Table, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "path", str(Path(self.path).expanduser()))
 
 
-class ServerConfig(_Table, frozen=True, kw_only=True):
+class ServerConfig(Table, frozen=True, kw_only=True):
     """`[server]`: settings of `kvtier serve`; options of its command line override them.
 
     The model is served under *model_name*, by default its own. *api_keys* is a file of keys and their tenants. With
@@ -259,7 +262,7 @@ class ServerConfig(_Table, frozen=True, kw_only=True):
                 raise ValueError(f"{name} {size}: no request is so small; use {_LEAST_REQUEST_BYTES} or more")
 
 
-class Config(_Table, frozen=True, kw_only=True):
+class Config(Table, frozen=True, kw_only=True):
     """The whole configuration. A tier of None is absent; *metrics_port* None serves no metrics, 0 picks a free port."""
 
     model: ModelConfig = ModelConfig()
@@ -303,6 +306,11 @@ def as_config(value: Config | Mapping[str, object] | str | Path) -> Config:
 
 def load_config(source: str | Path) -> Config:
     """The `Config` in the TOML file *source*, or the one that ships in `kvtier.configs` by that name ("laptop")."""
+    return config_from_dict(load_toml(source), str(source))
+
+
+def load_toml(source: str | Path) -> dict[str, object]:
+    """The tables in the TOML file *source*, or in the one that ships by that name; `ConfigError`."""
     folder = files("kvtier.configs").iterdir()
     shipped = {file.name.removesuffix(".toml"): file for file in folder if file.name.endswith(".toml")}
     file = shipped.get(str(source)) or Path(source).expanduser()
@@ -313,34 +321,38 @@ def load_config(source: str | Path) -> Config:
         )
 
     try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # not TOML, or not UTF-8
         raise ConfigError(f"{source}: {error}") from error
-    return config_from_dict(data, str(source))
 
 
 def config_from_dict(data: Mapping[str, object], source: str = "config") -> Config:
     """The `Config` of TOML-like *data*; *source* begins the message of a `ConfigError`."""
+    return tree_from_dict(Config, data, source)
+
+
+def tree_from_dict(kind: type[_Tree], data: Mapping[str, object], source: str) -> _Tree:
+    """The tree of that *kind* of TOML-like *data*; *source* begins the message of a `ConfigError`."""
     try:
-        return msgspec.convert(dict(data), Config, dec_hook=lambda _, size: parse_bytes(size))
+        return msgspec.convert(dict(data), kind, dec_hook=lambda _, size: parse_bytes(size))
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {_explain(str(error))}") from error
+        raise ConfigError(f"{source}: {_explain(str(error), _choices(kind))}") from error
 
 
-def _explain(message: str) -> str:
-    """msgspec's "what - at `$.path`" as "$.path: what", with the values that are allowed there."""
+def _explain(message: str, choices: Mapping[str, Sequence[str]]) -> str:
+    """msgspec's "what - at `$.path`" as "$.path: what", with those of the *choices* that are allowed there."""
     located = re.fullmatch(r"(.*) - at `(\$[^`]*)`", message, re.DOTALL)  # the top table's own mistakes have no path
     what, path = located.groups() if located else (message, "$")
 
     if unknown := re.fullmatch("Object contains unknown field `(.*)`", what):
         key = unknown[1]
-        elsewhere = [f"{table}.{key}" for table, keys in _CHOICES.items() if key in keys]
-        near = difflib.get_close_matches(key, _CHOICES[path], n=1) or elsewhere
+        elsewhere = [f"{table}.{key}" for table, keys in choices.items() if key in keys]
+        near = difflib.get_close_matches(key, choices[path], n=1) or elsewhere
         return f"{path}.{key}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
     if what.startswith("Invalid enum value"):
         if (gone := _GONE.get((path, what.removeprefix("Invalid enum value ").strip("'")))) is not None:
             return f"{path}: {gone}"
-        return f"{path}: {what}; use one of {', '.join(_CHOICES[path])}"
+        return f"{path}: {what}; use one of {', '.join(choices[path])}"
     return f"{path}: {what.replace('`object', '`table')}"
 
 
@@ -351,13 +363,13 @@ def _choices(kind: object, path: str = "$") -> dict[str, list[str]]:
     choices: dict[str, list[str]] = {}
     if get_origin(kind) is dict:
         return _choices(get_args(kind)[1], f"{path}[...]")
-    for table in (kind, *get_args(kind)):  # Table, or Table | None
-        if isinstance(table, type) and issubclass(table, _Table):
+    numbers = ["a number"] if any(get_origin(each) is Annotated for each in get_args(kind)) else []
+    for table in (kind, *get_args(kind)):  # Table, Table | None, or a number | Literal
+        if get_origin(table) is Literal:
+            choices[path] = [*numbers, *get_args(table)]
+        if isinstance(table, type) and issubclass(table, Table):
             fields = msgspec.structs.fields(table)
             choices[path] = [field.name for field in fields]
             for field in fields:
                 choices |= _choices(field.type, f"{path}.{field.name}")
     return choices
-
-
-_CHOICES = _choices(Config)

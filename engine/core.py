@@ -255,10 +255,11 @@ class EngineCore:
 
     def _flush(self, progress: Callable[[int], None]) -> None:
         if self._store is not None and (num_left := self.cache.flush(FLUSH_TIMEOUT_S, progress)):
+            now = self._snapshot()
             log.warning(
                 "flush: %d blocks did not reach the disk (%s); they will be recomputed",
                 num_left,
-                flush_fault(self._snapshot(), FLUSH_TIMEOUT_S),
+                flush_fault(now.store, now.cache.disk, FLUSH_TIMEOUT_S),
             )
 
     def _close_tiers(self) -> None:
@@ -335,7 +336,7 @@ class EngineCore:
     def _take_snapshot(self) -> None:
         self.statistics = self._snapshot()
         self._snapshot_at = time.monotonic()
-        self._fault_log.look(self.statistics)
+        self._fault_log.look(self.statistics.store, self.statistics.cache.disk, self.statistics.cache.tiers)
 
     def _snapshot(self) -> EngineStatistics:
         scheduler, cache = self.scheduler, self.cache.statistics()

@@ -43,7 +43,7 @@ def open_store(
         Path(config.path),
         capacity_bytes,
         _codec(config, dtype),
-        _cipher(config),
+        cipher_of(config),
         Durability(config.durability),
         config.checkpoint_s,
         {tenant_of(salt): quota.disk for salt, quota in tenants.items() if quota.disk is not None},
@@ -70,7 +70,7 @@ def disk_tier(store: ReopeningStore, config: DiskConfig, namespace: Namespace) -
     return tier
 
 
-def _cipher(config: DiskConfig) -> Cipher | None:
+def cipher_of(config: DiskConfig) -> Cipher | None:
     """The configured encryption. ValueError if its key cannot be read, ImportError without the package."""
     if config.encryption_key_file is not None:
         return Cipher.from_file(Path(config.encryption_key_file).expanduser())

@@ -2,15 +2,13 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from kvtier.engine.reopening_store import NotOpen, StoreStanding
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.breaker import BreakerState
-from kvtier.tiers.lower.statistics import DiskStatistics
-
-if TYPE_CHECKING:
-    from kvtier.engine.core import EngineStatistics
+from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
+from kvtier.tiers.naming.tier import Tier
 
 _T = TypeVar("_T")
 QUIET_S = 60.0  # after a line about one thing, until there is another about the same
@@ -21,10 +19,11 @@ log = logging.getLogger(__name__)
 
 
 class FaultLog:
-    """Compares each snapshot of the engine with what was told last, and logs what has changed since: a line for each
-    thing, and at most one in `QUIET_S` about the same. What happens meanwhile is in the next one, with how often.
+    """Compares each snapshot of store, disk and tiers with what was told last, and logs what has changed since: a line
+    for each thing, and at most one in `QUIET_S` about the same. What happens meanwhile is in the next one, with how
+    often.
 
-    Owned by the engine's thread.
+    Owned by the thread that owns the tiers: the engine's, or the sidecar's.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -32,15 +31,16 @@ class FaultLog:
         self._told: dict[str, object] = {}  # by thing, its state in the last line
         self._told_at: dict[str, float] = {}
 
-    def look(self, statistics: "EngineStatistics") -> None:
-        """Log what is new in *statistics*."""
-        standing, disk = statistics.store, statistics.cache.disk
+    def look(
+        self, standing: StoreStanding | None, disk: DiskStatistics | None, tiers: Mapping[Tier, TierStatistics]
+    ) -> None:
+        """Log what is new in these; *standing* and *disk* are None without a disk."""
         if standing is not None:
             self._look_at_store(standing)
         if disk is not None:
             for side in disk.breakers:
                 self._look_at_side(side, disk)
-        for tier, found in statistics.cache.tiers.items():
+        for tier, found in tiers.items():
             self._look_at_damage(tier, found.corrupt)
 
     def _look_at_store(self, standing: StoreStanding) -> None:
@@ -92,9 +92,8 @@ class FaultLog:
             yield told
 
 
-def flush_fault(statistics: "EngineStatistics", timeout_s: float) -> str:
+def flush_fault(standing: StoreStanding | None, disk: DiskStatistics | None, timeout_s: float) -> str:
     """Why not all blocks have reached the disk, as far as that is known."""
-    standing, disk = statistics.store, statistics.cache.disk
     assert disk is not None, "a flush to no disk"
     if standing is not None and standing.not_open is not None:
         return f"{standing.folder} is not open: {standing.why}"

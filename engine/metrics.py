@@ -1,4 +1,5 @@
-"""Metrics: the name of every metric, filled from the engine's statistics when Prometheus asks."""
+"""Metrics: every name in one place, filled from statistics when Prometheus asks; the sidecar's own names are in
+`sidecar/http/metrics.py`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
@@ -9,9 +10,11 @@ from prometheus_client.registry import Collector
 
 from kvtier.engine.config import Config
 from kvtier.engine.reopening_store import NotOpen, StoreStanding
+from kvtier.tiers.lower.admission import AdmissionStatistics
 from kvtier.tiers.lower.breaker import BreakerState
-from kvtier.tiers.lower.statistics import CacheStatistics, TierStatistics
+from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.tier import Tier
+from kvtier.transfer.transfer_engine import Route, RouteStatistics
 
 if TYPE_CHECKING:
     from kvtier.engine.core import EngineStatistics  # which imports torch: a server counts before it has that
@@ -27,11 +30,16 @@ class EngineCollector(Collector):
         """All metrics of one snapshot."""
         statistics = self._statistics()
         yield from _token_metrics(statistics)
-        yield from _tier_metrics(statistics.cache.tiers)
-        yield from _route_metrics(statistics)
-        yield from _disk_metrics(statistics.cache)
+        yield from tier_metrics(statistics.cache.tiers)
+        yield from route_metrics(statistics.cache.routes)
+        yield prepared_metric(statistics.host_prepared_bytes)
+        yield from _plan_metrics(statistics)
+        if statistics.cache.disk is not None:
+            yield from disk_metrics(statistics.cache.disk)
+        if statistics.cache.admission is not None:
+            yield from _admission_metrics(statistics.cache.admission)
         if statistics.store is not None:
-            yield from _store_metrics(statistics.store)
+            yield from store_metrics(statistics.store)
         yield from _tenant_metrics(statistics)
         requests = GaugeMetricFamily("kvtier_requests", "Requests by state", labels=["state"])
         requests.add_metric(["waiting"], statistics.num_waiting)
@@ -75,7 +83,8 @@ def _token_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
     )
 
 
-def _tier_metrics(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Metric]:
+def tier_metrics(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Metric]:
+    """What is in each tier, and what has left it."""
     blocks = GaugeMetricFamily("kvtier_resident_blocks", "Blocks in the tier, which look-ups find", labels=["tier"])
     resident = GaugeMetricFamily("kvtier_resident_bytes", "Bytes of the blocks in the tier", labels=["tier"])
     capacity = GaugeMetricFamily("kvtier_capacity_bytes", "Bytes of blocks that the tier can hold", labels=["tier"])
@@ -97,21 +106,29 @@ def _tier_metrics(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Metric]:
     yield from (blocks, resident, capacity, evicted, dropped, corrupt)
 
 
-def _route_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
+def route_metrics(routes: Mapping[Route, RouteStatistics]) -> Iterator[Metric]:
+    """Copies between tiers."""
     moved = CounterMetricFamily("kvtier_moved_bytes", "Bytes copied between tiers, by route", labels=["route"])
     seconds = CounterMetricFamily("kvtier_moved_seconds", "Seconds for which copies ran, by route", labels=["route"])
     failed = CounterMetricFamily("kvtier_failed_transfers", "Copies that failed, by route", labels=["route"])
     lately = "Bytes per second of the route's latest copies"
     speed = GaugeMetricFamily("kvtier_route_bytes_per_second", lately, labels=["route"])
-    for route, totals in statistics.cache.routes.items():
+    for route, totals in routes.items():
         moved.add_metric([route], totals.num_bytes)
         seconds.add_metric([route], totals.seconds)
         failed.add_metric([route], totals.num_failed)
         if totals.bytes_per_s is not None:
             speed.add_metric([route], totals.bytes_per_s)
     yield from (moved, seconds, failed, speed)
+
+
+def prepared_metric(num_bytes: int) -> Metric:
+    """How far host memory is prepared."""
     prepared = "Bytes of the host tier that have memory behind them, pinned on CUDA"
-    yield GaugeMetricFamily("kvtier_host_prepared_bytes", prepared, statistics.host_prepared_bytes)
+    return GaugeMetricFamily("kvtier_host_prepared_bytes", prepared, num_bytes)
+
+
+def _plan_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
     plans = CounterMetricFamily(
         "kvtier_load_plans",
         "Hits below the device, by how much of them was loaded: all, split, part, nothing",
@@ -125,10 +142,8 @@ def _route_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
         yield GaugeMetricFamily("kvtier_prefill_tokens_per_second", prefill, statistics.plans.prefill_tokens_per_s)
 
 
-def _disk_metrics(statistics: CacheStatistics) -> Iterator[Metric]:
-    disk = statistics.disk
-    if disk is None:
-        return
+def disk_metrics(disk: DiskStatistics) -> Iterator[Metric]:
+    """What only a disk has."""
     yield GaugeMetricFamily("kvtier_disk_file_bytes", "Bytes that the store takes on the disk", disk.file_bytes)
     written = "Bytes written to the store since it was created"
     yield CounterMetricFamily("kvtier_disk_written_bytes", written, disk.written_bytes_total)
@@ -148,15 +163,6 @@ def _disk_metrics(statistics: CacheStatistics) -> Iterator[Metric]:
             state.add_metric([side, possible], possible is current)
         opened.add_metric([side], disk.num_opened[side])
     yield from (state, opened)
-    if statistics.admission is not None:
-        blocks = CounterMetricFamily(
-            "kvtier_disk_admission_blocks",
-            "Blocks by whether they were admitted to the disk or refused",
-            labels=["decision"],
-        )
-        blocks.add_metric(["admitted"], statistics.admission.num_admitted)
-        blocks.add_metric(["refused"], statistics.admission.num_refused)
-        yield blocks
     if disk.budget_left_bytes is not None:
         left = "Bytes that may be written now under max_written_bytes_per_day; below 0: too much was written"
         yield GaugeMetricFamily("kvtier_disk_budget_left_bytes", left, disk.budget_left_bytes)
@@ -167,7 +173,19 @@ def _disk_metrics(statistics: CacheStatistics) -> Iterator[Metric]:
         yield GaugeMetricFamily("kvtier_ssd_years_left", years, disk.life.years_left)
 
 
-def _store_metrics(store: StoreStanding) -> Iterator[Metric]:
+def _admission_metrics(admission: AdmissionStatistics) -> Iterator[Metric]:
+    blocks = CounterMetricFamily(
+        "kvtier_disk_admission_blocks",
+        "Blocks by whether they were admitted to the disk or refused",
+        labels=["decision"],
+    )
+    blocks.add_metric(["admitted"], admission.num_admitted)
+    blocks.add_metric(["refused"], admission.num_refused)
+    yield blocks
+
+
+def store_metrics(store: StoreStanding) -> Iterator[Metric]:
+    """Whether the disk tier's store is open, and what has happened to it."""
     is_open = "1 while the disk tier's store is open; at 0 kvtier serves without it and tries again"
     yield GaugeMetricFamily("kvtier_disk_open", is_open, store.not_open is None)
     reasons = GaugeMetricFamily(
@@ -196,8 +214,8 @@ _TTFT_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 _TOKEN_GAP_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
-class HttpMetrics:
-    """The metrics that the HTTP server counts itself, as things happen."""
+class RequestMetrics:
+    """What every HTTP server of kvtier counts itself, as it happens."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
@@ -209,6 +227,13 @@ class HttpMetrics:
             ["why"],
             registry=registry,
         )
+
+
+class HttpMetrics(RequestMetrics):
+    """What a server of completions counts."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
         self.ttft = Histogram(
             "kvtier_http_ttft_seconds",
             "Seconds from a request's tokenized prompt to its first token",

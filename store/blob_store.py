@@ -66,19 +66,8 @@ class StoreStatistics:
     faults: Mapping[Fault, int]  # failed reads by cause; `missing` is no failure and not counted
 
 
-class BlobStore(Protocol):
-    """A store of bytes at rest: a key gives back exactly the bytes that were put, or nothing.
-
-    The bytes of a key never change. At any moment `stored_bytes <= capacity_bytes`. Records leave by
-    CLOCK: the oldest leaves unless it is marked; a marked one loses its mark and becomes the newest. No record is
-    evicted before one that continues it, so the records that stay are prefix-closed. All methods may be called from
-    any thread: reads run side by side, changes one after another. A tenant with a quota never has more than that:
-    records of its own are evicted for what is beyond it, in the same order. OSError means that the change did not
-    happen. ValueError after `close`.
-    """
-
-    def contains(self, key: bytes) -> bool:
-        """Whether *key* has a record. Reads no payload: it is cheap, and a read may still find the record damaged."""
+class Records(Protocol):
+    """The records of a store, as a tier uses them: see `BlobStore`."""
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
         """Store *blobs*, the last one as the newest, and return the keys evicted for them.
@@ -105,13 +94,28 @@ class BlobStore(Protocol):
     def keys(self) -> Iterator[bytes]:
         """All keys, newest first. A record that is put, deleted or touched meanwhile may be missing or come twice."""
 
+    def statistics(self) -> StoreStatistics: ...
+
+
+class BlobStore(Records, Protocol):
+    """A store of bytes at rest: a key gives back exactly the bytes that were put, or nothing.
+
+    The bytes of a key never change. At any moment `stored_bytes <= capacity_bytes`. Records leave by
+    CLOCK: the oldest leaves unless it is marked; a marked one loses its mark and becomes the newest. No record is
+    evicted before one that continues it, so the records that stay are prefix-closed. All methods may be called from
+    any thread: reads run side by side, changes one after another. A tenant with a quota never has more than that:
+    records of its own are evicted for what is beyond it, in the same order. OSError means that the change did not
+    happen. ValueError after `close`.
+    """
+
+    def contains(self, key: bytes) -> bool:
+        """Whether *key* has a record. Reads no payload: it is cheap, and a read may still find the record damaged."""
+
     def verify(self) -> Iterator[tuple[bytes, Fault | None]]:
         """Read every record, newest first; gives its key and fault, None if it is good. Deletes and counts nothing."""
 
     def sync(self) -> None:
         """Return when everything put so far is on the medium."""
-
-    def statistics(self) -> StoreStatistics: ...
 
     def check(self) -> None:
         """Raise AssertionError if accounting, order and records disagree. Counts all records, reads no payload."""

@@ -7,21 +7,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.transfer.block_runs import slot_pairs
+from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.host_slab import HostSlab
 
 
-class BlockMemory(Protocol):
+class BlockMemory(HostMemory, Protocol):
     """Device and host slots of one attention group; a block has the same bytes in both.
 
     Lanes' threads call the copies, several at once, with both ends leased; they return when the bytes have landed.
     ValueError if slots do not pair up, IndexError for a slot that does not exist.
     """
 
-    block_bytes: int
     num_device_slots: int
-    num_host_slots: int
     num_layers: int  # of the group; each has an equal share of a block, one after the other
-    num_copiers: int  # threads that should copy in one direction at a time: while one verifies, another copies
 
     @property
     def prepared_bytes(self) -> int:
@@ -38,9 +36,6 @@ class BlockMemory(Protocol):
 
     def copy(self, source: int, target: int) -> None:
         """Copy one device slot to another, in order with what the calling thread computes on the device."""
-
-    def host_block(self, slot: int) -> memoryview:
-        """The bytes of a host slot, writable, [block_bytes]."""
 
     def host_span(self) -> tuple[int, int, int]:
         """The host slots as a file, which other processes may map: its descriptor, their address here, bytes."""

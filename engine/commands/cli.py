@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from kvtier.engine.commands.arguments import HelpFormatter, OneLineParser, some_text
 from kvtier.engine.commands.doc_arguments import add_doc
+from kvtier.engine.commands.sidecar_arguments import add_sidecar, given_tables
 
 DEMO_EXAMPLES = """examples:
   kvtier demo                                  the bundled model, offline, on the CPU; about a minute
@@ -26,6 +27,7 @@ EXAMPLES = """examples:
   kvtier demo --json > demo.json               the same as one JSON object, for scripts
   kvtier serve --model Qwen/Qwen3-0.6B         an OpenAI-compatible server on http://127.0.0.1:8000
   kvtier doc add report.txt                    a document that the server keeps warm
+  kvtier sidecar --host 32GiB                  host memory and disk for vLLM, which attaches by configuration
   kvtier check ~/.cache/kvtier                 verify every byte of a store that no engine has open
   kvtier stats ~/.cache/kvtier                 what is in a store, also while an engine uses it
   kvtier store rm ~/.cache/kvtier --all-but 3f2a
@@ -71,6 +73,13 @@ signals: SIGTERM and Ctrl-C let running requests finish, write what is cached to
 ends it at once. SIGHUP reads the file of API keys again.
 
 exit status: 0 it was told to end, or --check-config found nothing that the server would refuse; 2 it could not serve
+"""
+TOP_EXAMPLES = """examples:
+  kvtier top                                   the sidecar of this machine, Ctrl-C ends
+  kvtier top http://127.0.0.1:9464 --once      one view, for scripts
+  kvtier top https://node-3.example/kv --token-file ~/kvtier.token
+
+exit status: 0, 2 nothing could be read
 """
 
 _MODELS = "a causal LM that transformers loads: a folder, a GGUF file, a hub id, or smollm2 (in kvtier[real])"
@@ -124,8 +133,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_serve(commands)
     add_doc(commands, _doc)
+    add_sidecar(commands, _sidecar)
     _add_check(commands)
     _add_stats(commands)
+    _add_top(commands)
     _add_store(commands)
     return parser
 
@@ -281,6 +292,22 @@ def _add_serve(commands: _Commands) -> None:
     serve.set_defaults(run=_serve)
 
 
+def _add_top(commands: _Commands) -> None:
+    top = commands.add_parser(
+        "top",
+        help="what a sidecar has and does, live",
+        description="Shows tiers, hits, lanes, clients and leases of a sidecar, again and again.",
+        epilog=TOP_EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    url = "http://127.0.0.1:9464"
+    top.add_argument("url", nargs="?", default=url, metavar="URL", help=f"where its HTTP is (default: {url})")
+    top.add_argument("--once", action="store_true", help="print one view and end")
+    top.add_argument("--interval", type=_interval, default=1.0, metavar="SECONDS", help="between two views (default: 1)")
+    top.add_argument("--token-file", type=_path, metavar="FILE", help="the token that the sidecar asks for (default: none)")
+    top.set_defaults(run=_top)
+
+
 def _add_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", type=_path, metavar="STORE", help="the store's folder, as [disk] path names it")
 
@@ -300,6 +327,16 @@ def _adapter(text: str) -> tuple[str, str]:
     if not name or not folder:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FOLDER; write it as legal=adapters/legal")
     return name, folder
+
+
+def _interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
+    return seconds
 
 
 def _count(text: str) -> int:
@@ -346,7 +383,14 @@ def _doc(options: argparse.Namespace) -> int:
     return run(options)
 
 
+def _sidecar(options: argparse.Namespace) -> int:
+    from kvtier.engine.commands.sidecar import run_sidecar
+
+    return run_sidecar(options.config, given_tables(options), options.check_config)
+
+
 # The next four import late: rich and LMDB take a quarter of a second.
+# Imported there: rich and LMDB take a quarter of a second.
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -365,6 +409,12 @@ def _store_ls(options: argparse.Namespace) -> int:
     from kvtier.engine.commands.store import list_namespaces
 
     return list_namespaces(options.store)
+
+
+def _top(options: argparse.Namespace) -> int:
+    from kvtier.engine.commands.top import top
+
+    return top(options.url, options.token_file, None if options.once else options.interval)
 
 
 def _store_rm(options: argparse.Namespace) -> int:

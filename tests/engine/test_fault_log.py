@@ -8,25 +8,17 @@ from pathlib import Path
 import pytest
 from chaos import FakeClock
 
-from kvtier.engine.core import EngineStatistics
 from kvtier.engine.fault_log import QUIET_S, FaultLog, flush_fault
 from kvtier.engine.reopening_store import NotOpen, StoreStanding
 from kvtier.tiers.lower.breaker import BreakerState
-from kvtier.tiers.lower.statistics import (
-    CacheStatistics,
-    DiskStatistics,
-    PlanStatistics,
-    PrefixStatistics,
-    TierStatistics,
-    TokenBalance,
-)
+from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.tier import Tier
 
 OPEN = StoreStanding(Path("/kv"), None)
 
 
 class Engine:
-    """Snapshots of an engine, one changed figure at a time, shown to a log."""
+    """What is known of an engine's tiers, one changed figure at a time, shown to a log."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self.clock = FakeClock()
@@ -38,19 +30,16 @@ class Engine:
         self.num_opened = {"read": 0, "write": 0}
         self.why_failed = {"read": "", "write": ""}
 
-    def statistics(self) -> EngineStatistics:
-        disk = DiskStatistics(
+    def disk(self) -> DiskStatistics:
+        return DiskStatistics(
             0, 0, 0, True, True, dict(self.breakers), dict(self.num_opened), dict(self.why_failed), None, None, {}
         )
-        tiers = {tier: TierStatistics(corrupt=dict(counts)) for tier, counts in self.corrupt.items()}
-        cache = CacheStatistics(tiers, {}, 0, 0, disk)
-        plans = PlanStatistics({}, None)
-        return EngineStatistics(cache, TokenBalance(), PrefixStatistics(), 0, 0, 0, 0, {}, 0, plans, self.standing)
 
     def look(self) -> list[str]:
         """The lines that the log writes for the present snapshot."""
         self._caplog.clear()
-        self._log.look(self.statistics())
+        tiers = {tier: TierStatistics(corrupt=dict(counts)) for tier, counts in self.corrupt.items()}
+        self._log.look(self.standing, self.disk(), tiers)
         assert all(record.levelno == logging.WARNING for record in self._caplog.records)
         return self._caplog.messages
 
@@ -164,11 +153,13 @@ def test_damage_is_told_of_by_tier_and_cause(engine: Engine) -> None:
 
 
 def test_a_flush_that_is_not_complete_has_its_true_cause(engine: Engine) -> None:
-    late = flush_fault(engine.statistics(), 120.0)
+    late = flush_fault(engine.standing, engine.disk(), 120.0)
     engine.open_breaker("write", "[Errno 28] No space left on device")
-    full = flush_fault(engine.statistics(), 120.0)
+    full = flush_fault(engine.standing, engine.disk(), 120.0)
     engine.standing = StoreStanding(Path("/kv"), NotOpen.READ_ONLY, "[Errno 30] Read-only file system: '/kv'")
 
     assert late == "not all were written within 120 s, or there is no room for them"
     assert full == "[Errno 28] No space left on device"
-    assert flush_fault(engine.statistics(), 120.0) == "/kv is not open: [Errno 30] Read-only file system: '/kv'"
+    assert (
+        flush_fault(engine.standing, engine.disk(), 120.0) == "/kv is not open: [Errno 30] Read-only file system: '/kv'"
+    )

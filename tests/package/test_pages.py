@@ -9,7 +9,8 @@ import pytest
 from markdown_links import ROOT, anchors_of, code_of, examples_of, links_of, pages
 from reading_list import count_lines, said_lines, said_sum
 
-from kvtier.engine.config import Config, as_config
+from kvtier.engine.config import Config, as_config, tree_from_dict
+from kvtier.engine.sidecar.config import SidecarConfig
 
 PAGES = [page.relative_to(ROOT).as_posix() for page in pages()]
 # DESIGN.md and CHANGELOG.md also name what is planned, or gone.
@@ -31,6 +32,12 @@ def keys_of(table: str) -> set[str]:
         if isinstance(struct, type) and issubclass(struct, msgspec.Struct):
             return {field.name for field in msgspec.structs.fields(struct)}
     return set()
+
+
+def exported_metrics() -> set[str]:
+    """The names of all metrics, an engine's and the sidecar's."""
+    files = [ROOT / "engine" / "metrics.py", ROOT / "engine" / "sidecar" / "http" / "metrics.py"]
+    return {name for file in files for name in re.findall(r'"(kvtier_\w+)"', file.read_text())}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -92,7 +99,9 @@ def test_examples_of_configuration_are_accepted(page: str) -> None:
     for example in examples_of(ROOT / page, "toml"):
         tables = tomllib.loads(example)
 
-        if set(tables) != {"keys"}:  # the file of API keys
+        if page == "docs/sidecar.md":
+            tree_from_dict(SidecarConfig, tables, page)
+        elif set(tables) != {"keys"}:  # the file of API keys
             as_config(tables)
 
 
@@ -120,7 +129,7 @@ def test_the_library_page_has_each_key_of_the_configuration_with_its_default() -
 
 
 def test_the_metrics_page_has_each_metric_and_no_other() -> None:
-    exported = set(re.findall(r'"(kvtier_\w+)"', (ROOT / "engine" / "metrics.py").read_text()))
+    exported = exported_metrics()
     named = set(re.findall(r"\bkvtier_\w+", (ROOT / "docs" / "metrics.md").read_text())) - {"kvtier_"}
 
     assert exported
@@ -129,7 +138,7 @@ def test_the_metrics_page_has_each_metric_and_no_other() -> None:
 
 @pytest.mark.parametrize("page", GUIDES)
 def test_each_metric_that_is_named_exists(page: str) -> None:
-    exported = set(re.findall(r'"(kvtier_\w+)"', (ROOT / "engine" / "metrics.py").read_text()))
+    exported = exported_metrics()
     named = set(re.findall(r"\bkvtier_\w+", (ROOT / page).read_text())) - {"kvtier_"}
 
     assert named <= exported

@@ -142,6 +142,16 @@ class BlockPool:
             self._all_leases[slots] = 1
         return slots
 
+    def lease_blank(self, slots: Ids) -> None:
+        """Lease these very slots, which are blank. Takes as long as there are blank slots."""
+        wanted = np.zeros(self.num_slots, np.bool_)
+        wanted[slots] = True
+        blank = np.array(self._blank, np.intp)
+        is_wanted = wanted[blank]
+        assert int(np.count_nonzero(is_wanted)) == len(slots), "a slot is not blank"
+        self._blank[:] = blank[~is_wanted].tolist()
+        self._all_leases[slots] = 1
+
     def reserve(self, num_slots: int) -> None:
         """Keep that many of the free slots, any of them, until `unreserve`: `num_free` does not count them."""
         self.num_reserved += num_slots

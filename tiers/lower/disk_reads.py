@@ -16,7 +16,7 @@ from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import Origin
 from kvtier.tiers.naming.tier import Reason
-from kvtier.transfer.block_memory import BlockMemory
+from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
@@ -30,7 +30,7 @@ BATCH_BLOCKS = 32  # at most, so that taking in what became of them is short
 
 
 def read_blocks(
-    disk: DiskTier, memory: BlockMemory, keys: Sequence[bytes], host_slots: Sequence[int]
+    disk: DiskTier, memory: HostMemory, keys: Sequence[bytes], host_slots: Sequence[int]
 ) -> list[bytes | Fault]:
     """Fill the host slots from disk, verified: a reader's work. Each block's digest or fault."""
     return disk.read(keys, [memory.host_block(slot) for slot in host_slots])
@@ -77,7 +77,7 @@ class DiskReads:
     def __init__(
         self,
         index: LowerIndex,
-        memories: Sequence[BlockMemory],
+        memories: Sequence[HostMemory],
         transfers: TransferEngine,
         windows: Sequence[CleanAhead],
         is_host_cleaned: Callable[[], bool],

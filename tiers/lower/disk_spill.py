@@ -13,7 +13,7 @@ from kvtier.tiers.lower.clean_ahead import CleanAhead
 from kvtier.tiers.lower.copies import PATIENCE_S, Batch, Copies, blocks_in_batch
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.transfer.block_memory import BlockMemory
+from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
@@ -43,7 +43,7 @@ class DiskSpill:
     def __init__(
         self,
         index: LowerIndex,
-        memories: Sequence[BlockMemory],
+        memories: Sequence[HostMemory],
         transfers: TransferEngine,
         windows: Sequence[CleanAhead],
         clock: Callable[[], float],

@@ -12,7 +12,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.store.blob_store import Blob, BlobStore, StoreStatistics, StoreUnavailable
+from kvtier.store.blob_store import Blob, Records, StoreStatistics, StoreUnavailable
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.breaker import BreakerState, CircuitBreaker
@@ -43,16 +43,16 @@ class DiskTier:
     """The disk as the tiers see it: a `BlobStore` by group and name, what it holds, and how it is doing.
 
     A block's key is namespace (16 B) ‖ block name ‖ group id (4 B, big endian). Lanes' threads alone ask the store, by
-    `read`, `write`, `touch` and `read_index`; everything else is the owner's and waits for nothing, but for `clear`.
-    While a breaker is open its side of the disk is left alone. A store may open later than the tier begins, and be
-    opened anew with other content: see `IndexLoad`. While it is not open the tier has no blocks and takes none.
+    `read`, `write`, `touch`, `delete` and `read_index`; everything else is the owner's and waits for nothing, but for
+    `clear`. While a breaker is open its side of the disk is left alone. A store may open later than the tier begins,
+    and be opened anew with other content: see `IndexLoad`. While it is not open the tier has no blocks and takes none.
     """
 
     is_there = True
 
     def __init__(
         self,
-        store: BlobStore,
+        store: Records,
         namespace: bytes,
         clock: Callable[[], float] = time.monotonic,
         written_bytes_per_day: int | None = None,
@@ -156,6 +156,10 @@ class DiskTier:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark these records as used, so that they leave after those that are not. Raises what the store raises."""
         self._store.touch(keys)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Delete these records. Raises what the store raises."""
+        self._store.delete(keys)
 
     def read_index(self) -> list[bytes]:
         """Read the next page of the store's keys, newest first; empty at the end. Raises what the store raises."""

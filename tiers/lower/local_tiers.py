@@ -11,6 +11,7 @@ from kvtier.store.record import Fault
 from kvtier.tiers.device.runs import Row
 from kvtier.tiers.device.slot_ids import ABSENT, NOTHING, Ids
 from kvtier.tiers.lower.clean_ahead import CleanAhead
+from kvtier.tiers.lower.clearing import Clearing
 from kvtier.tiers.lower.disk_probe import DiskProbe
 from kvtier.tiers.lower.disk_reads import DiskReads
 from kvtier.tiers.lower.disk_spill import DiskSpill
@@ -28,7 +29,7 @@ from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import OwnerNumbers, tenant_with
 from kvtier.tiers.naming.tier import Tier
-from kvtier.transfer.block_memory import BlockMemory
+from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.lane_speed import LaneSpeed
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
@@ -37,7 +38,7 @@ LEAST_CLEAN_AHEAD = 32  # host blocks at the eviction end that are on disk alrea
 
 def lower_tiers(
     groups: Sequence[AttentionGroup],
-    memories: Sequence[BlockMemory],
+    memories: Sequence[HostMemory],
     transfers: TransferEngine,
     disk: DiskTier | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -63,7 +64,7 @@ class LocalTiers:
     def __init__(
         self,
         groups: Sequence[AttentionGroup],
-        memories: Sequence[BlockMemory],
+        memories: Sequence[HostMemory],
         transfers: TransferEngine,
         disk: DiskTier | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -85,6 +86,7 @@ class LocalTiers:
         )
         self._disk_probe = DiskProbe(self.index, self._block_bytes, transfers, clock)
         self._index_load = IndexLoad(self.index, transfers, clock)
+        self._clearing = Clearing(self.index.disk, transfers, clock)
         self._fetches = Fetches(self.index, self._disk_reads)
         self._reserved = [0 for _ in memories]
         self._unmet = [0 for _ in memories]  # slots that `reserve` could not give since the last `spill`
@@ -139,6 +141,20 @@ class LocalTiers:
         self._reserved[group_id] += len(slots)
         return slots
 
+    def withdraw(self, group_id: int, slots: Ids) -> bool:
+        """Lease these very host slots, as `reserve` does; the blocks in them are forgotten. False, and nothing has
+        changed, if one of them is leased or has a block without a copy on a disk that works."""
+        host = self.index.host[group_id]
+        is_needed = bool(host.pool.num_leased(slots)) or (
+            host.dirty.any_among(slots) and not self.index.disk.is_failing
+        )
+        if is_needed:
+            return False
+        host.evict(slots)
+        host.pool.lease_blank(slots)
+        self._reserved[group_id] += len(slots)
+        return True
+
     def publish(
         self, group_id: int, slots: Ids, rows: Sequence[Row], digests: Sequence[bytes], owners: OwnerNumbers
     ) -> None:
@@ -184,13 +200,25 @@ class LocalTiers:
         self.index.clear()
         return True
 
+    def forget_all(self) -> None:
+        """Forget every block, also those that are leased or on their way to disk; the disk's records are deleted later.
+        Waits for nothing, unlike `clear`, and ends no fetch: what is being read still comes to host memory."""
+        for host in self.index.host:
+            host.evict(np.arange(host.pool.num_slots))
+        for batch in self._disk_spill.copies.batches:
+            batch.pushed_out.update(batch.names)
+        self.index.disk.index.clear()
+        self._clearing.begin()
+
     def spill(self) -> None:
         if not self._fetches.any_reading or not self._is_roomy():
             self._disk_spill.spill()
         self._unmet = [0 for _ in self._unmet]
 
     def poll(self) -> None:
-        self._index_load.go_on()
+        self._clearing.go_on()
+        if self._clearing.is_done:
+            self._index_load.go_on()
         self._disk_probe.go_on()
         self.index.quotas.go_on()
         self._disk_reads.pump()

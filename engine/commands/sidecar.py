@@ -1,0 +1,138 @@
+"""`kvtier sidecar`: what belongs to the process: configuration, signals, the log, what engines are told to do."""
+
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from kvtier.engine.byte_size import size_text
+from kvtier.engine.fault_log import FaultLog
+from kvtier.engine.server.log_lines import write_log
+from kvtier.engine.sidecar.build import MakeDoors, build_sidecar
+from kvtier.engine.sidecar.config import SidecarConfig, sidecar_config
+from kvtier.engine.sidecar.doors import doors_of
+from kvtier.engine.sidecar.model_weights import weights_of
+from kvtier.engine.sidecar.sidecar import Sidecar
+from kvtier.engine.sidecar.statistics import SidecarStatistics
+from kvtier.engine.sidecar.systemd import Systemd
+
+if TYPE_CHECKING:
+    from kvtier.engine.sidecar.http.http_thread import HttpThread
+
+log = logging.getLogger(__name__)
+
+LEAST_LMCACHE = "0.5.5"
+
+
+def run_sidecar(source: str | None, given: Mapping[str, object], checks_only: bool) -> int:
+    """Serve engines until a signal; the exit status. *given* are tables that replace the file's, key by key.
+
+    ValueError, OSError: what cannot be used, before an engine is let in. With *checks_only* nothing is served: the
+    configuration is checked, and what it comes to is printed.
+    """
+    config = sidecar_config(source, given)
+    for line in _plan(config):
+        print(line, flush=True)
+    if checks_only:
+        return 0
+    write_log(config.log_format)
+    return serve_engines(config, doors_of(config, weights_of(config.models, log.info)))
+
+
+def attach_command(config: SidecarConfig) -> str:
+    """What an engine's operator types, to be pasted into a shell."""
+    assert config.lmcache is not None, "no door for LMCache's client"
+    extra: dict[str, object] = {}
+    scheme, _, address = config.lmcache.listen.partition("://")
+    if scheme == "ipc":  # host and port are joined with a colon
+        extra["lmcache.mp.server_urls"] = [config.lmcache.listen]
+    else:
+        host, _, port = address.rpartition(":")
+        extra |= {"lmcache.mp.host": f"tcp://{host}", "lmcache.mp.port": int(port)}
+    # A server that is gone stalls an engine for mq_timeout, by default five minutes.
+    extra |= {"lmcache.mp.mp_transfer_mode": "engine_driven", "lmcache.mp.mq_timeout": 5}
+    extra["lmcache.mp.heartbeat_interval"] = 2
+    transfer = {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+    return f"vllm serve MODEL --kv-transfer-config '{json.dumps(transfer, separators=(',', ':'))}'"
+
+
+def _plan(config: SidecarConfig) -> list[str]:
+    lines = [f"host memory  {size_text(config.host.capacity)}, in extents of {size_text(config.extent)}"]
+    if config.disk is None:
+        lines.append("disk         none: what leaves host memory is gone; give --disk PATH:SIZE")
+    else:
+        lines.append(f"disk         {config.disk.path}, {size_text(config.disk.capacity)} at most")
+    if config.http.port != "none":
+        where = url_of(config.http.host, config.http.port) if config.http.port else "a free port"
+        lines.append(f"http         {where}: /health, /metrics, kvtier top")
+    if config.lmcache is not None:
+        lines.append(f"engines      {config.lmcache.listen}, chunks of {config.lmcache.chunk_tokens} tokens")
+        lines.append(f"\nAttach vLLM 0.32 or 0.33, with lmcache {LEAST_LMCACHE} or later in its environment:\n")
+        lines.append(f"  {attach_command(config)}\n")
+    return lines
+
+
+def serve_engines(config: SidecarConfig, make_doors: MakeDoors) -> int:
+    """Serve those that attach at the doors until a signal; the exit status."""
+    signals: list[int] = []
+    with Systemd(os.environ, time.monotonic) as systemd, ExitStack() as running:
+        sidecar = build_sidecar(config, make_doors, log.info)
+
+        def end(number: int, _: FrameType | None) -> None:
+            signals.append(number)
+            if len(signals) > 1:  # at once: what was written already is whole, and the next start removes the segment
+                os._exit(128 + number)
+            sidecar.stop()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            running.callback(signal.signal, number, signal.signal(number, end))
+        running.callback(sidecar.close)
+        if config.http.port != "none":
+            http = running.enter_context(_http(sidecar, config))
+            log.info("http: listening on %s", url_of(config.http.host, http.port))
+        log.info("engines may attach")
+        sidecar.run(_look(sidecar, systemd))
+        systemd.stopping()
+        if config.disk is not None:
+            log.info("writing what is in host memory only; a second signal ends at once")
+            num_left = sidecar.flush(config.drain_s, systemd.alive)
+            if num_left:
+                log.warning("%d chunks were not written to disk within %.0f s", num_left, config.drain_s)
+    return 0
+
+
+def url_of(host: str, port: int) -> str:
+    """Where HTTP is, for `kvtier top` and browsers."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _look(sidecar: Sidecar, systemd: Systemd) -> Callable[[SidecarStatistics], None]:
+    """What the owner's thread does twice a second beside serving."""
+    fault_log = FaultLog(time.monotonic)
+
+    def look(statistics: SidecarStatistics) -> None:
+        fault_log.look(statistics.store, statistics.disk, statistics.tiers)
+        if not sidecar.why_not_ready:
+            systemd.ready()
+        systemd.alive()
+
+    return look
+
+
+def _http(sidecar: Sidecar, config: SidecarConfig) -> "HttpThread":
+    try:
+        from kvtier.engine.sidecar.http.build import serve_http
+    except ImportError as error:
+        raise ImportError(f"sidecar: {error}; pip install 'kvtier[sidecar]', or port = \"none\" in [http]") from error
+
+    return serve_http(sidecar, config)

@@ -1,0 +1,66 @@
+"""The command line of `kvtier sidecar`."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvtier.engine.commands.arguments import HelpFormatter
+from kvtier.engine.config import parse_bytes
+
+EXAMPLES = """examples:
+  kvtier sidecar --host 32GiB --disk ~/.cache/kvtier-sidecar:500GiB
+  kvtier sidecar --config sidecar.toml --check-config     what the configuration comes to, and the engine's command
+  kvtier sidecar --host 8GiB --listen ipc:///run/user/1000/kvtier.sock
+
+It prints the command with which vLLM attaches. A second engine with the same command shares what the first has cached.
+
+exit status: 0 it was told to end, 2 it could not serve
+"""
+
+
+def add_sidecar(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+    """Add the command to argparse's *commands*; *run* carries it out."""
+    sidecar = commands.add_parser(
+        "sidecar",
+        help="host memory and disk for engines that attach to it, such as vLLM",
+        description="Keep the KV cache of engines on this machine in host memory and on disk, in a process of its own: "
+        "engines attach by configuration, share what they have cached, and find it again after they were restarted.",
+        epilog=EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    sidecar.add_argument("--config", metavar="FILE", help="a TOML file; the options below count more (default: none)")
+    sidecar.add_argument("--host", type=_size, metavar="SIZE", help="host memory, in /dev/shm (default: 4GiB)")
+    sidecar.add_argument(
+        "--disk", type=_disk, metavar="PATH:SIZE", help="a folder, and how large it may become (default: no disk)"
+    )
+    sidecar.add_argument("--listen", metavar="ENDPOINT", help="where engines attach (default: tcp://127.0.0.1:5555)")
+    sidecar.add_argument("--chunk-tokens", type=int, metavar="N", help="tokens of a chunk (default: 256)")
+    sidecar.add_argument("--log-format", choices=["human", "json"], help="json: one object a line (default: human)")
+    sidecar.add_argument("--check-config", action="store_true", help="print what the configuration comes to, and end")
+    sidecar.set_defaults(run=run)
+
+
+def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
+    """The options that were given, as tables of `SidecarConfig`."""
+    lmcache = {"listen": options.listen, "chunk_tokens": options.chunk_tokens}
+    tables: dict[str, object] = {
+        "host": None if options.host is None else {"capacity": options.host},
+        "disk": options.disk,
+        "lmcache": {key: value for key, value in lmcache.items() if value is not None} or None,
+        "log_format": options.log_format,
+    }
+    return {table: values for table, values in tables.items() if values is not None}
+
+
+def _size(text: str) -> int:
+    try:
+        return int(parse_bytes(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _disk(text: str) -> dict[str, object]:
+    path, colon, size = text.rpartition(":")
+    if not colon or not path:
+        raise argparse.ArgumentTypeError(f"{text!r} is not PATH:SIZE, such as ~/.cache/kvtier-sidecar:500GiB")
+    return {"path": path, "capacity": _size(size)}

@@ -1,0 +1,98 @@
+"""Building a sidecar: the one place where its parts are made and put together."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from kvtier.engine.config import DiskConfig
+from kvtier.engine.disk_store import cipher_of
+from kvtier.engine.reopening_store import ReopeningStore
+from kvtier.engine.sidecar.config import SidecarConfig
+from kvtier.engine.sidecar.door import Door
+from kvtier.engine.sidecar.finished_transfers import FinishedTransfers
+from kvtier.engine.sidecar.layouts import Layouts
+from kvtier.engine.sidecar.sidecar import Sidecar
+from kvtier.store.codec.codec import CODECS, NO_CODEC, Codec
+from kvtier.store.codec.codec_choice import CodecChoice
+from kvtier.store.durability import Durability
+from kvtier.store.lmdb.data_file import capacity_within
+from kvtier.store.process.channel import SharedMemory
+from kvtier.store.process.store_process import SWITCH_INTERVAL_S
+from kvtier.store.store_settings import StoreSettings
+from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.transfer.lane import Lane, ThreadLane
+from kvtier.transfer.segment import Segment
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+NUM_READERS = 4  # reads from disk at a time
+NUM_WRITERS = 2  # writes: one at work and one that gathers behind it
+NUM_CHECKERS = 2  # threads that verify chunks for engines, and as many that take digests of new ones
+OPENING_WAIT_S = 5.0  # of the disk, before engines are let in; it may join later
+
+MakeDoors = Callable[[Layouts, TransferEngine], Sequence[Door]]
+
+
+def build_sidecar(
+    config: SidecarConfig, make_doors: MakeDoors, progress: Callable[[str], None] = lambda line: None
+) -> Sidecar:
+    """A sidecar as the configuration has it; *make_doors* gives what engines attach to. OSError, ValueError, with what
+    to do, for what cannot be had; what was made until then is closed."""
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
+    with ExitStack() as undo:
+        progress(f"host memory: {config.host.capacity >> 20} MiB")
+        segment = Segment(config.host.capacity // config.extent * config.extent)
+        undo.callback(segment.close)
+        store = None
+        if config.disk is not None:
+            progress(f"opening the store {config.disk.path}")
+            store = _open_store(config, config.disk, segment)
+            undo.callback(store.close)
+            store.wait_opened(OPENING_WAIT_S)
+        finished = FinishedTransfers()
+        transfers = TransferEngine(_lanes(finished), finished)
+        undo.callback(transfers.close)
+        layouts = Layouts(
+            segment,
+            transfers,
+            store,
+            lambda: 0 if store is None else store.opening(),
+            time.monotonic,
+            extent_bytes=config.extent,
+            quotas={tenant_of(salt): each.host for salt, each in config.tenants.items() if each.host is not None},
+            written_bytes_per_day=None if config.disk is None else config.disk.max_written_bytes_per_day,
+        )
+        sidecar = Sidecar(segment, finished, transfers, layouts, make_doors(layouts, transfers), store)
+        undo.pop_all()
+    return sidecar
+
+
+def _lanes(finished: FinishedTransfers) -> dict[Route, Lane]:
+    return {
+        Route.HOST_TO_DISK: ThreadLane(finished, "store", num_threads=NUM_WRITERS),
+        Route.DISK_TO_HOST: ThreadLane(finished, "load", num_threads=NUM_READERS),
+        Route.DEVICE_TO_HOST: ThreadLane(finished, "digest", num_threads=NUM_CHECKERS),
+        Route.HOST_TO_DEVICE: ThreadLane(finished, "verify", num_threads=NUM_CHECKERS),
+    }
+
+
+def _open_store(config: SidecarConfig, disk: DiskConfig, segment: Segment) -> ReopeningStore:
+    settings = StoreSettings(
+        Path(disk.path),
+        capacity_within(disk.capacity),
+        _codec(disk),
+        cipher_of(disk),
+        Durability(disk.durability),
+        disk.checkpoint_s,
+        {tenant_of(salt): each.disk for salt, each in config.tenants.items() if each.disk is not None},
+    )
+    return ReopeningStore(settings, [SharedMemory(*segment.span)])
+
+
+def _codec(disk: DiskConfig) -> Codec | CodecChoice:
+    """Engines' KV mostly has elements of two bytes, which the codec takes apart; others get smaller by less."""
+    if disk.codec == "none":
+        return NO_CODEC
+    compressed = CODECS["zstd-plane-2"]
+    return compressed if disk.codec == "zstd" else CodecChoice(compressed)

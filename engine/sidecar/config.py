@@ -1,0 +1,114 @@
+"""The sidecar's configuration: tables of one TOML file, most of them those that an engine has."""
+
+from collections.abc import Mapping
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from kvtier.engine.config import (
+    ByteSize,
+    DiskConfig,
+    HostConfig,
+    Seconds,
+    Table,
+    TenantConfig,
+    load_toml,
+    parse_bytes,
+    tree_from_dict,
+)
+
+_LOOPBACK = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:", "ipc://")
+_PAGE_BYTES = 4096
+
+
+class LmcacheConfig(Table, frozen=True, kw_only=True):
+    """`[lmcache]`: where engines with LMCache's client attach, such as vLLM. *listen* is a ZMQ endpoint of its own. A
+    chunk has *chunk_tokens* tokens, a multiple of the engine's block size."""
+
+    listen: Annotated[str, msgspec.Meta(pattern="^(tcp|ipc)://.")] = "tcp://127.0.0.1:5555"
+    chunk_tokens: Annotated[int, msgspec.Meta(ge=16, le=65536)] = 256
+
+    def __post_init__(self) -> None:
+        if not self.listen.startswith(_LOOPBACK):
+            raise ValueError(
+                f"listen {self.listen}: this protocol has no keys, and its clients need this machine's memory; "
+                "use tcp://127.0.0.1:PORT or ipc:///PATH"
+            )
+
+
+class ModelWeightsConfig(Table, frozen=True, kw_only=True):
+    """`[models."NAME"]`: which weights an engine means that serves NAME. *path* is the folder or file of its weights,
+    whose digest is taken at the start; *revision* any text that changes when they do. One of them."""
+
+    path: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    revision: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.revision is None):
+            raise ValueError("give path, the folder of the weights, or revision, a text that changes with them")
+
+
+class HttpConfig(Table, frozen=True, kw_only=True):
+    """`[http]`: where people and machines ask how the sidecar is. *port* "none": nowhere; 0: a free one. With a token,
+    in *token* or in the file *token_file*, every request but that for `/health` needs `Authorization: Bearer TOKEN`.
+    Without one *host* must be this machine's own, as `/clear` is there for all who reach it."""
+
+    host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | Literal["none"] = 9464
+    token: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    token_file: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.token is not None and self.token_file is not None:
+            raise ValueError("token and token_file: give one of them")
+        if not self.has_token and not is_loopback(self.host):
+            raise ValueError(f"host {self.host} can be reached from other machines: give token_file, or use 127.0.0.1")
+
+    @property
+    def has_token(self) -> bool:
+        """Whether requests need a token."""
+        return self.token is not None or self.token_file is not None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether *host*, a name or an address, can only be reached from this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class SidecarConfig(Table, frozen=True, kw_only=True):
+    """The whole tree. Host memory is cut into extents of *extent* bytes, each with chunks of one layout; no chunk is
+    larger. Told to end, the sidecar writes for *drain_s* seconds at most what is in host memory only."""
+
+    host: HostConfig = HostConfig()
+    disk: DiskConfig | None = None
+    lmcache: LmcacheConfig | None = LmcacheConfig()
+    http: HttpConfig = HttpConfig()
+    models: dict[str, ModelWeightsConfig] = msgspec.field(default_factory=dict)
+    tenants: dict[str, TenantConfig] = msgspec.field(default_factory=dict)
+    extent: ByteSize = parse_bytes("64MiB")
+    drain_s: Seconds = 30.0
+    log_format: Literal["human", "json"] = "human"
+
+    def __post_init__(self) -> None:
+        if self.extent < 1 << 20 or self.extent % _PAGE_BYTES:
+            raise ValueError(f'extent {self.extent}: use a multiple of {_PAGE_BYTES} from "1MiB" on')
+        if self.host.capacity < self.extent:
+            raise ValueError(f"host.capacity {self.host.capacity}: use {self.extent} (one extent) or more")
+        if self.disk is not None and self.disk.codec == "fp8":
+            raise ValueError("disk.codec fp8 is for one dtype, and a sidecar keeps any; use none, zstd or auto")
+
+
+def sidecar_config(source: str | Path | None, given: Mapping[str, object]) -> SidecarConfig:
+    """The configuration in the TOML file *source*, with the tables *given* in place of its own; `ConfigError`."""
+    data: dict[str, object] = {} if source is None else load_toml(source)
+    for table, values in given.items():
+        found = data.get(table)
+        data[table] = {**found, **values} if isinstance(found, dict) and isinstance(values, dict) else values
+    return tree_from_dict(SidecarConfig, data, "sidecar" if source is None else str(source))

@@ -1,0 +1,90 @@
+"""Extents: which extent of the segment belongs to which layout, so that memory follows use."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from kvtier.transfer.segment import Segment
+
+
+class Holder(Protocol):
+    """Chunks of one size, which lie in extents of their own."""
+
+    def give(self, extent: int) -> None:
+        """The extent is the holder's from now on, and empty."""
+
+    def take_back(self, extent: int) -> bool:
+        """Empty the extent, which is the holder's no longer; False, and nothing has changed, if a chunk in it is
+        leased, or has no copy below yet."""
+
+    def oldest_extent(self) -> int | None:
+        """The extent of the chunk that the holder would evict first; None if it would evict none."""
+
+
+class Extents:
+    """The segment, cut into extents of *extent_bytes*. An extent that has never been given is given first; then the one
+    that was used least lately is taken from its holder, if the holder that asks has used all of its own later. Owned by
+    the sidecar's thread.
+    """
+
+    def __init__(self, segment: Segment, extent_bytes: int, clock: Callable[[], float]) -> None:
+        self.extent_bytes = extent_bytes
+        self._segment = segment
+        self._clock = clock
+        self._holders: dict[int, Holder] = {}  # by extent
+        self._used_at: dict[int, float] = {}  # by extent that has a holder
+        self._num_given = 0  # extents that have been given once: the first ones
+        self._free: list[int] = []  # of these, those without a holder
+
+    def acquire(self, holder: Holder) -> bool:
+        """Give the holder one more extent; False if all are used later than its own."""
+        extent = self._unused()
+        if extent is None:
+            extent = self._take_oldest(holder)
+        if extent is None:
+            return False
+        self._holders[extent] = holder
+        self.touch(extent)
+        holder.give(extent)
+        return True
+
+    def touch(self, extent: int) -> None:
+        """Chunks in the extent are used now."""
+        self._used_at[extent] = self._clock()
+
+    def extents_of(self, holder: Holder) -> list[int]:
+        """The extents that are this holder's."""
+        return [extent for extent, its_holder in self._holders.items() if its_holder is holder]
+
+    def release_all(self, holder: Holder) -> None:
+        """The holder is gone, and with it all that was in its extents."""
+        for extent in self.extents_of(holder):
+            del self._holders[extent], self._used_at[extent]
+            self._free.append(extent)
+
+    def check(self) -> None:
+        """Raise AssertionError if an extent has no holder and is not free, or both."""
+        assert self._holders.keys() == self._used_at.keys(), "an extent is used and has no holder"
+        assert sorted([*self._free, *self._holders]) == list(range(self._num_given)), "an extent is lost"
+
+    def _unused(self) -> int | None:
+        if self._free:
+            return self._free.pop()
+        if (self._num_given + 1) * self.extent_bytes > self._segment.backed_bytes:
+            return None
+        self._num_given += 1
+        return self._num_given - 1
+
+    def _take_oldest(self, taker: Holder) -> int | None:
+        """The extent that was used least lately and can be emptied, of another holder than *taker*. Of several that
+        were used last at the same time the one that its holder would evict first: a document's tail."""
+        own = taker.oldest_extent()
+        limit = self._clock() if own is None else self._used_at[own]
+        first_to_go = {holder.oldest_extent() for holder in self._holders.values() if holder is not taker}
+        others = [extent for extent, holder in self._holders.items() if holder is not taker]
+        for extent in sorted(others, key=lambda extent: (self._used_at[extent], extent not in first_to_go)):
+            if self._used_at[extent] > limit:
+                return None
+            if self._holders[extent].take_back(extent):
+                del self._holders[extent], self._used_at[extent]
+                return extent
+        return None

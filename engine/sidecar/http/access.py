@@ -1,0 +1,85 @@
+"""What happens around every request: whether it is let in, and its count in the metrics."""
+
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvtier.engine.metrics import RequestMetrics
+from kvtier.engine.server.api_error import ApiError
+from kvtier.engine.server.api_keys import ApiKeys
+from kvtier.engine.server.connection import in_time
+from kvtier.engine.sidecar.config import HttpConfig, is_loopback
+
+HEALTH = "/health"  # needs no token: a machine that restarts what does not answer has none
+
+
+def token_of(config: HttpConfig) -> ApiKeys | None:
+    """What requests must bring, None if they need nothing. ValueError for a token that is too short, and for a file
+    that cannot be read."""
+    if not config.has_token:
+        return None
+    token, where = config.token or "", "http.token"
+    if config.token_file is not None:
+        where = f"http.token_file {config.token_file}"
+        try:
+            token = Path(config.token_file).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            what = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ValueError(f"{where}: {what}; give a file that has the token in its only line") from None
+    try:
+        return ApiKeys({token: "operator"})
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+class Access:
+    """The outermost ASGI layer: refuses requests without the token, and counts all by path and status.
+
+    Without a token any process of this machine may ask, but no page that a browser on it shows: such a request has an
+    `Origin`, or names a host that is not this machine.
+    """
+
+    def __init__(self, app: ASGIApp, token: ApiKeys | None, paths: frozenset[str], metrics: RequestMetrics) -> None:
+        """*paths* are those that there are: others are counted as one, since a client could make up any number."""
+        self._app = app
+        self._token = token
+        self._paths = paths
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, then count."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 500
+
+        async def send_noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        refusal = self._refusal(scope)
+        try:
+            await (self._app if refusal is None else refusal.response())(scope, receive, in_time(send_noted))
+        finally:
+            path = scope["path"] if scope["path"] in self._paths else "other"
+            self._metrics.requests.labels(path, str(status)).inc()
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = Headers(scope=scope)
+        if self._token is None:
+            host = headers.get("host", "localhost").strip().lower()
+            name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+            if "origin" in headers or not is_loopback(name):
+                message = "requests of browsers' pages, and by another name than localhost or 127.0.0.1, need a token"
+                return ApiError(403, message, code="forbidden")
+            return None
+        if scope["path"] == HEALTH:
+            return None
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and self._token.tenant_of(token.strip()) is not None:
+            return None
+        message = "no token, or a wrong one; send it as 'Authorization: Bearer TOKEN'"
+        return ApiError(401, message, code="invalid_token", headers={"WWW-Authenticate": "Bearer"})

@@ -1,0 +1,194 @@
+"""The routes beside the sidecar: what it is and has, and what operators may have it do."""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvtier.engine.server.api_error import ApiError, json_response
+from kvtier.engine.sidecar.config import SidecarConfig
+from kvtier.engine.sidecar.http.access import HEALTH
+from kvtier.engine.sidecar.http.metrics import SidecarMetrics
+from kvtier.engine.sidecar.http.owner import Owner
+from kvtier.engine.sidecar.http.views import (
+    Snapshot,
+    clients_view,
+    config_view,
+    leases_view,
+    stats_view,
+    tiers_view,
+)
+from kvtier.engine.sidecar.layout import Layout
+
+log = logging.getLogger(__name__)
+
+SPILL_S = 10.0  # that `/spill` waits, unless it is told otherwise …
+MOST_SPILL_S = 60.0  # … up to this
+SPILL_LOOK_S = 0.05  # how often it looks meanwhile
+CHECK_S = 60.0  # that the books of one layout may take: the owner's thread does nothing else meanwhile
+
+READ = ("/ready", "/stats", "/tiers", "/clients", "/leases", "/config", "/metrics")
+DO = ("/spill", "/clear", "/check")
+PATHS = frozenset({HEALTH, *READ, *DO})
+
+
+class SidecarRoutes:
+    """Answers by asking the thread that owns the tiers. Owned by the event loop."""
+
+    def __init__(self, owner: Owner, config: SidecarConfig, metrics: SidecarMetrics) -> None:
+        self._owner = owner
+        self._sidecar = owner.sidecar
+        self._config = config
+        self._metrics = metrics
+
+    def app(self) -> Starlette:
+        """The app of all routes."""
+        reading: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
+            HEALTH: self._health,
+            "/ready": self._ready,
+            "/stats": self._stats,
+            "/tiers": self._tiers,
+            "/clients": self._clients,
+            "/leases": self._leases,
+            "/config": self._config_,
+            "/metrics": self._text,
+        }
+        doing = {"/spill": self._spill, "/clear": self._clear, "/check": self._check}
+        routes = [Route(path, answer, methods=["GET"]) for path, answer in reading.items()]
+        routes += [Route(path, answer, methods=["POST"]) for path, answer in doing.items()]
+        handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _unexpected}
+        return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]  # each takes its own kind
+
+    async def _health(self, _: Request) -> Response:
+        """The process lives, and the owner's thread answers."""
+        await self._owner.ask(lambda: None)
+        return json_response({"status": "alive"})
+
+    async def _ready(self, _: Request) -> Response:
+        why_not = await self._owner.ask(lambda: self._sidecar.why_not_ready)
+        return json_response({"status": why_not or "ready"}, 503 if why_not else 200)
+
+    async def _stats(self, _: Request) -> Response:
+        return json_response(stats_view(await self._snapshot()))
+
+    async def _tiers(self, _: Request) -> Response:
+        return json_response(tiers_view((await self._snapshot()).statistics.tiers))
+
+    async def _clients(self, _: Request) -> Response:
+        return json_response({"clients": clients_view(await self._snapshot())})
+
+    async def _leases(self, _: Request) -> Response:
+        return json_response({"leases": leases_view(await self._snapshot())})
+
+    async def _config_(self, _: Request) -> Response:
+        return json_response(config_view(self._config))
+
+    async def _text(self, _: Request) -> Response:
+        text = self._metrics.text(await self._snapshot())
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def _spill(self, request: Request) -> Response:
+        """Wait until nothing is in host memory only: the owner's thread writes it in any case."""
+        timeout_s = _seconds(_options(request, {"timeout_s"}).get("timeout_s"))
+        give_up_at = time.monotonic() + timeout_s
+        while True:
+            saving = await self._owner.ask(self._sidecar.saving)
+            if not saving.is_there:
+                raise ApiError(409, "there is no disk; start the sidecar with --disk PATH:SIZE", code="no_disk")
+            if not saving.num_left:
+                return json_response({"num_left": 0})
+            if not saving.is_possible:
+                raise ApiError(503, f"{saving.num_left} chunks are left: writing to the disk fails", code="disk")
+            if time.monotonic() >= give_up_at:
+                message = f"{saving.num_left} chunks are not on disk after {timeout_s:g} s"
+                raise ApiError(504, message, code="timeout")
+            await asyncio.sleep(SPILL_LOOK_S)
+
+    async def _clear(self, request: Request) -> Response:
+        """Forget every chunk, or those of the layout with this digest."""
+        digest = _options(request, {"layout"}).get("layout")
+
+        def clear() -> list[str]:
+            layouts = [layout for layout in self._layouts() if digest in (None, layout.digest.hex())]
+            self._sidecar.clear(layouts)
+            return [layout.digest.hex() for layout in layouts]
+
+        cleared = await self._owner.ask(clear)
+        if digest is not None and not cleared:
+            raise ApiError(404, f"no layout {digest[:64]!r}; /stats has the digests of all", code="no_layout")
+        log.warning("http: %d layouts were cleared", len(cleared))
+        return json_response({"cleared": cleared})
+
+    async def _check(self, request: Request) -> Response:
+        """All books agree, or the sentence that says which do not. The owner's thread goes on between two layouts."""
+        _options(request, frozenset())
+        layouts = await self._owner.ask(self._layouts)
+        try:
+            for layout in layouts:
+                await self._owner.ask(partial(self._sidecar.check, layout), CHECK_S)
+            await self._owner.ask(self._sidecar.check_doors, CHECK_S)
+        except AssertionError as error:
+            log.error("http: the books do not agree: %s", error)
+            raise ApiError(500, f"the books do not agree: {error}", code="check") from None
+        return json_response({"status": "in order", "num_layouts": len(layouts)})
+
+    def _layouts(self) -> list[Layout]:
+        return [tiers.layout for tiers in self._sidecar.layouts]
+
+    async def _snapshot(self) -> Snapshot:
+        sidecar = self._sidecar
+
+        def look() -> Snapshot:
+            return Snapshot(
+                sidecar.statistics(), sidecar.why_not_ready, tuple(sidecar.clients()), sidecar.now(), sidecar.started_at
+            )
+
+        return await self._owner.ask(look)
+
+
+def _options(request: Request, known: frozenset[str] | set[str]) -> dict[str, str]:
+    """What follows the `?`. 400 for a key that is not known, and for one that is there twice."""
+    found: dict[str, str] = {}
+    for key, value in request.query_params.multi_items():
+        if key not in known:
+            there = f"there is {', '.join(sorted(known))}" if known else "there are none"
+            raise ApiError(400, f"no option {key[:64]!r}; {there}", param=key[:64])
+        if key in found:
+            raise ApiError(400, f"the option {key!r} is there twice", param=key)
+        found[key] = value
+    return found
+
+
+def _seconds(text: str | None) -> float:
+    try:
+        seconds = SPILL_S if text is None else float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= MOST_SPILL_S:
+        message = f"timeout_s {(text or '')[:64]!r}: give seconds from 0 to {MOST_SPILL_S:g}"
+        raise ApiError(400, message, param="timeout_s")
+    return seconds
+
+
+async def _api_error(_: Request, error: ApiError) -> Response:
+    return error.response()
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    """Starlette's own: no such route, or not with this method."""
+    what = f"no such route; there are {', '.join(sorted(PATHS))}" if error.status_code == 404 else error.detail
+    return ApiError(error.status_code, f"{request.method}: {what}", headers=error.headers).response()
+
+
+async def _unexpected(_: Request, error: Exception) -> Response:
+    log.error("http: an answer failed: %r", error)
+    return ApiError(500, "something went wrong; the sidecar's log has it").response()

@@ -1,0 +1,101 @@
+"""Layouts: the chunks of all layouts, in one segment and one store."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+
+from kvtier.engine.sidecar.chunk_memory import ChunkMemory
+from kvtier.engine.sidecar.extents import Extents
+from kvtier.engine.sidecar.layout import Layout, LayoutRefused
+from kvtier.engine.sidecar.layout_tiers import LayoutTiers
+from kvtier.engine.sidecar.shared_store import SharedStore
+from kvtier.store.blob_store import Records
+from kvtier.tiers.lower.disk_tier import DiskTier
+from kvtier.tiers.lower.local_tiers import LocalTiers
+from kvtier.tiers.naming.groups import FullAttention
+from kvtier.transfer.segment import Segment
+from kvtier.transfer.transfer_engine import TransferEngine
+
+MOST_LAYOUTS = 64  # each costs some ten bytes for each slot that the segment could have
+EXTENT_BYTES = 64 << 20
+
+
+class Layouts:
+    """Makes the tiers of a layout when an engine first asks for them, and keeps them. Owned by the sidecar's thread."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        transfers: TransferEngine,
+        store: Records | None = None,
+        opening: Callable[[], int] = lambda: 1,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        extent_bytes: int = EXTENT_BYTES,
+        quotas: Mapping[bytes, int] = MappingProxyType({}),
+        written_bytes_per_day: int | None = None,
+    ) -> None:
+        """*opening* is the store's, see `DiskTier`; *quotas* are bytes of host memory by tenant, in each layout."""
+        self.segment = segment
+        self.extents = Extents(segment, extent_bytes, clock)
+        self._transfers = transfers
+        self._store = None if store is None else SharedStore(store)
+        self._opening = opening
+        self._clock = clock
+        self._quotas = quotas
+        self._written_bytes_per_day = written_bytes_per_day
+        self._layouts: dict[Layout, LayoutTiers] = {}
+
+    def __iter__(self) -> Iterator[LayoutTiers]:
+        return iter(list(self._layouts.values()))
+
+    def open(self, layout: Layout) -> LayoutTiers:
+        """The tiers of the layout, the same ones each time. `LayoutRefused` if its chunks have no place here."""
+        known = self._layouts.get(layout)
+        if known is not None:
+            return known
+        extent_bytes = self.extents.extent_bytes
+        if layout.chunk_bytes > extent_bytes:
+            raise LayoutRefused(
+                f"a chunk of {layout.chunk_tokens} tokens has {layout.chunk_bytes} bytes, an extent {extent_bytes}; "
+                "start the sidecar with fewer tokens in a chunk, or larger extents"
+            )
+        if len(self._layouts) == MOST_LAYOUTS:
+            raise LayoutRefused(f"{MOST_LAYOUTS} layouts are there already; restart the sidecar to forget them")
+        memories = [ChunkMemory(self.segment, extent_bytes, layout.chunk_bytes) for _ in range(layout.world_size)]
+        view = None if self._store is None else self._store.view(layout.digest)
+        disk = None
+        if view is not None:
+            disk = DiskTier(view, layout.digest, self._clock, self._written_bytes_per_day, self._opening)
+        groups = [FullAttention(layout.chunk_tokens) for _ in memories]
+        tiers = LocalTiers(groups, memories, self._transfers, disk, self._clock, quotas=self._quotas)
+        made = LayoutTiers(layout, tiers, memories, self.extents, view)
+        self._layouts[layout] = made
+        return made
+
+    def poll(self) -> None:
+        """Go on with all that is under way."""
+        for layout_tiers in self:
+            layout_tiers.poll()
+
+    @property
+    def num_unsaved(self) -> int:
+        """Chunks that are in host memory only, and are to be written to disk."""
+        return sum(tiers.num_unsaved for tiers in self)
+
+    @property
+    def is_saving_possible(self) -> bool:
+        """Whether there is a disk, and writing to it does not fail now."""
+        return all(
+            tiers.tiers.spill_progress().has_target and tiers.tiers.spill_progress().is_possible for tiers in self
+        )
+
+    def clear(self) -> None:
+        """Forget every chunk of every layout."""
+        for layout_tiers in self:
+            layout_tiers.clear()
+
+    def check(self) -> None:
+        """Raise AssertionError if any two books disagree."""
+        for layout_tiers in self:
+            layout_tiers.check()

@@ -1,0 +1,46 @@
+"""What is told of the clients that are attached with LMCache's protocol."""
+
+from collections.abc import Iterable, Iterator
+
+from kvtier.engine.sidecar.door import AttachedClient, Lease, LeaseUse
+from kvtier.engine.sidecar.lmcache.port import Client
+from kvtier.engine.sidecar.lmcache.promises import Promise
+from kvtier.engine.sidecar.lmcache.registrations import Instance
+from kvtier.engine.sidecar.lmcache.stores import Store
+
+
+def attached(
+    clients: Iterable[Client], instances: Iterable[Instance], promises: Iterable[Promise], stores: Iterable[Store]
+) -> Iterator[AttachedClient]:
+    """Each worker by the number that it has registered with, and each connection of another, such as a scheduler's, by
+    its descriptor here. Promises are the connection's that asked for them, copies the worker's."""
+    workers, all_promises, all_stores = list(instances), list(promises), list(stores)
+    for client in clients:
+        own = [instance for instance in workers if instance.client is client]
+        promised = tuple(_promised(promise) for promise in all_promises if promise.client is client)
+        if not own:
+            yield AttachedClient(f"connection {client.connection.fileno()}", client.since, None, sum(promised, ()))
+        for instance in own:
+            leases = [*sum(promised, ()), *_read(instance, all_promises), *_written(instance, all_stores)]
+            name = f"worker {instance.instance_id:x}"
+            yield AttachedClient(name, client.since, instance.tiers.layout, tuple(leases))
+
+
+def _promised(promise: Promise) -> tuple[Lease, ...]:
+    if promise.is_ended:
+        return ()
+    return tuple(Lease(LeaseUse.PROMISED, own.rank, own.num_good, promise.begun_at) for own in promise.chunks)
+
+
+def _read(instance: Instance, promises: Iterable[Promise]) -> Iterator[Lease]:
+    for promise in promises:
+        for own in promise.chunks:
+            for reading in own.readings:
+                if reading.instance is instance:
+                    yield Lease(LeaseUse.READ, own.rank, len(reading.chunks), promise.begun_at)
+
+
+def _written(instance: Instance, stores: Iterable[Store]) -> Iterator[Lease]:
+    for store in stores:
+        if store.instance is instance:
+            yield Lease(LeaseUse.WRITTEN, store.rank, len(store.slots), instance.heard_at)

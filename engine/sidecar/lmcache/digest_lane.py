@@ -1,0 +1,63 @@
+"""DigestLane: digests of chunks in host memory, taken beside the owner's thread."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvtier.store.record import digest_among
+from kvtier.transfer.host_memory import HostMemory
+from kvtier.transfer.lane import Transfer
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+BATCH_BYTES = 8 << 20  # a millisecond's work: the lane's threads share what one request has, and another's comes soon
+BATCH_CHUNKS = 32
+
+Deliver = Callable[[range, Sequence[bytes] | None], None]
+"""Told of each part of what was asked for: which places, and their digests, None if they could not be taken."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Batch:
+    """Slots on their way, the caller's places of them, and whom to tell."""
+
+    memory: HostMemory
+    slots: Sequence[int]
+    places: range
+    deliver: Deliver
+
+
+class DigestLane:
+    """What finds the lane full waits here, in order. The caller keeps a lease on every slot until it is told of it.
+    Owned by the sidecar's thread."""
+
+    def __init__(self, transfers: TransferEngine, route: Route) -> None:
+        self._transfers = transfers
+        self._route = route
+        self._waiting: deque[Batch] = deque()
+
+    def take(self, memory: HostMemory, slots: Sequence[int], deliver: Deliver) -> None:
+        """Have the digests of these slots taken; *deliver* is called within a later `poll` of the transfers."""
+        most = max(1, min(BATCH_CHUNKS, BATCH_BYTES // memory.block_bytes))
+        for start in range(0, len(slots), most):
+            places = range(start, min(start + most, len(slots)))
+            self._waiting.append(Batch(memory, slots[places.start : places.stop], places, deliver))
+        self.pump()
+
+    def pump(self) -> None:
+        """Hand waiting batches to the lane while it has room."""
+        while self._waiting and self._submit(self._waiting[0]):
+            self._waiting.popleft()
+
+    def _submit(self, batch: Batch) -> bool:
+        def on_taken(transfer: Transfer) -> None:
+            batch.deliver(batch.places, transfer.result if transfer.error is None else None)
+
+        num_bytes = len(batch.slots) * batch.memory.block_bytes
+        return self._transfers.submit(self._route, lambda: _digests(batch.memory, batch.slots), num_bytes, on_taken)
+
+
+def _digests(memory: HostMemory, slots: Sequence[int]) -> list[bytes]:
+    """What the lane does. As if several did it: the interpreter's lock is given up, so that the owner's thread, which
+    answers engines, waits for no digest."""
+    digest = digest_among(2)
+    return [digest(memory.host_block(slot)) for slot in slots]

@@ -1,0 +1,422 @@
+"""Door: LMCache's multiprocess protocol for the tiers of the sidecar. Frames in, calls of `LayoutTiers`, frames out."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvtier.engine.sidecar.door import AttachedClient, DoorCounts
+from kvtier.engine.sidecar.layout import Layout, LayoutRefused
+from kvtier.engine.sidecar.layout_tiers import LayoutTiers
+from kvtier.engine.sidecar.layouts import Layouts
+from kvtier.engine.sidecar.lmcache.attached import attached
+from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
+from kvtier.engine.sidecar.lmcache.port import Client, Message, Port
+from kvtier.engine.sidecar.lmcache.promises import MOST_PROMISES, RETRIEVE_S, Counts, Promise, Promises
+from kvtier.engine.sidecar.lmcache.refusals import Refusals
+from kvtier.engine.sidecar.lmcache.registrations import Instance, Registrations
+from kvtier.engine.sidecar.lmcache.stores import StoreCounts, Stores
+from kvtier.engine.sidecar.lmcache.token_keys import TokenKeys
+from kvtier.engine.sidecar.lmcache.wire import (
+    NEEDED_CLIENT,
+    OPERATIONS,
+    Key,
+    Loaded,
+    Pool,
+    Refused,
+    Registration,
+    Room,
+    Slot,
+    Stored,
+    check_salt,
+    decode_operation,
+    encode,
+    is_number,
+)
+from kvtier.tiers.naming.named_blocks import NamedBlocks
+from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+HELD_S = 0.05  # an answer to "how much?" waits so long for it: an engine's scheduler may be waiting for the answer
+MOST_HELD = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request, and where its answer goes."""
+
+    client: Client
+    uid: bytes
+    operation: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An answer that waits until the promise is settled, at most *until* then."""
+
+    call: Call
+    promise: Promise
+    until: float
+    answer: Callable[[], object]
+
+
+class _Later:
+    """What a call gives that is answered later."""
+
+
+_LATER = _Later()
+
+
+@dataclass(frozen=True, slots=True)
+class DoorStatistics:
+    """Everything counted at the door, by value."""
+
+    operations: Mapping[str, int]
+    refused: Mapping[str, int]
+    num_clients: int
+    num_instances: int
+    num_promises: int
+    num_held: int
+    promised: Counts
+    stored: StoreCounts
+
+
+class Door:
+    """Every operation is answered, always: what is refused with what does no harm. Answers wait for nothing but
+    promises, which are bounded in time. Owned by the sidecar's thread, whose loop calls `receive` when `file` is
+    readable or there was more, then `poll` of transfers and tiers, then `tick`.
+
+    The protocol: an engine's scheduler asks how much of a prompt is here (`lookup`, then `query_prefetch_status`), its
+    workers map the segment, copy out what was promised (between `prepare_retrieve` and `commit_retrieve`) and in what
+    they have computed (between `prepare_store` and `commit_store`). A load that fails after it was promised ends vLLM's
+    engine under its default policy, so a promise is kept: see `Promises`.
+    """
+
+    def __init__(
+        self,
+        port: Port,
+        layouts: Layouts,
+        transfers: TransferEngine,
+        chunk_tokens: int,
+        refusals: Refusals,
+        clock: Callable[[], float],
+        weights: Callable[[str], str] = lambda model: "",
+    ) -> None:
+        """*weights*: a digest or revision of a model's weights, by its name; empty if it is not known."""
+        self._port = port
+        self._layouts = layouts
+        self._chunk_tokens = chunk_tokens
+        self._refusals = refusals
+        self._clock = clock
+        self._num_operations: Counter[str] = Counter()
+        self._token_keys = TokenKeys(chunk_tokens)
+        self._registrations = Registrations(layouts, chunk_tokens, weights, clock)
+        self._verifying = DigestLane(transfers, Route.HOST_TO_DEVICE)
+        self._taking = DigestLane(transfers, Route.DEVICE_TO_HOST)
+        self._stores = Stores(self._taking)
+        self._promises = Promises(self._verifying, self._stores, clock)
+        self._held: list[Held] = []
+        self._does: Mapping[int | str, Callable[..., object]] = {
+            8: self._lookup,
+            9: self._query_prefetch_status,
+            10: self._wait_prefetch_status,
+            12: self._free_lookup_locks,
+            13: self._end_session,
+            14: self._register,
+            15: self._unregister,
+            16: self._prepare_store,
+            17: self._commit_store,
+            18: self._prepare_retrieve,
+            19: self._commit_retrieve,
+            20: self._clear,
+            21: self._get_chunk_size,
+            22: self._ping,
+        }
+
+    @property
+    def file(self) -> int:
+        """Readable when frames have come, and until all have been taken in."""
+        return self._port.fileno()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether answers wait for what is not ready, or for their time."""
+        return bool(self._held)
+
+    def receive(self) -> bool:
+        """Serve what has come; whether more has, and waits for its turn."""
+        for message in self._port.receive():
+            self._serve(message)
+        for client in self._port.take_gone():
+            self._end_client(client)
+        return self._port.has_more
+
+    def tick(self) -> None:
+        """Go on with what lanes and tiers have brought, and end what has had its time."""
+        self._port.tick()
+        self._stores.tick()
+        self._promises.tick()
+        self._verifying.pump()
+        self._taking.pump()
+        self._answer_held()
+
+    def close(self) -> None:
+        """Take no more frames, and end every connection."""
+        self._port.close()
+        for client in self._port.take_gone():
+            self._end_client(client)
+
+    def on_clear(self, layouts: Sequence[Layout]) -> None:
+        """What engines store of these layouts is never found. What was promised is kept: engines count on it."""
+        self._stores.void(layouts)
+
+    def clients(self) -> list[AttachedClient]:
+        """All that are attached, by value."""
+        return list(attached(self._port.clients, self._registrations, self._promises, self._stores))
+
+    def counts(self) -> DoorCounts:
+        """What every door counts, by value."""
+        promised, stored = self._promises.counts, self._stores.counts
+        return DoorCounts(
+            "lmcache",
+            num_asked=promised.num_asked,
+            num_promised=promised.num_promised,
+            num_loaded=promised.num_loaded,
+            num_stored=stored.num_stored,
+            lost={
+                "corrupt": promised.num_corrupt,
+                "late": promised.num_late,
+                "without_room": stored.num_without_room,
+                "given_up": stored.num_given_up,
+            },
+            operations=dict(self._num_operations),
+            refused=dict(self._refusals.counts),
+        )
+
+    def statistics(self) -> DoorStatistics:
+        """Everything counted, by value."""
+        return DoorStatistics(
+            dict(self._num_operations),
+            dict(self._refusals.counts),
+            self._port.num_clients,
+            len(self._registrations),
+            len(self._promises),
+            len(self._held),
+            replace(self._promises.counts),
+            replace(self._stores.counts),
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError if any two books disagree."""
+        self._token_keys.check()
+        self._stores.check()
+
+    def _serve(self, message: Message) -> None:
+        frames = message.frames
+        if len(frames) < 2 or not is_number(frames[0]):
+            self._refusals.refused("garbage", "a message that is no request")
+            return
+        if not frames[1]:  # credit for a stream of events, of which there are none: no request
+            return
+        call, number, payload = Call(message.client, frames[0], frames[1]), None, frames[2:]
+        try:
+            number = decode_operation(call.operation, len(payload))
+            operation = OPERATIONS[number]
+            self._num_operations[operation.name] += 1
+            does, values = self._does.get(number), operation.decode(payload)
+            answer = operation.harmless if does is None else does(call, *values)
+        except Refused as error:
+            self._refusals.refused(error.kind, str(error))
+            answer = None if number is None else OPERATIONS[number].harmless
+        if answer is not _LATER:
+            self._answer(call, answer)
+
+    def _answer(self, call: Call, answer: object) -> None:
+        self._port.send(call.client, [call.uid, call.operation, encode(answer)])
+
+    def _answer_held(self) -> None:
+        """Answer what has waited long enough, or for long enough."""
+        now, waiting = self._clock(), self._held
+        self._held = []
+        for held in waiting:
+            if not held.call.client.is_open:
+                continue
+            if held.promise.is_settled or now >= held.until:
+                self._answer(held.call, held.answer())
+            else:
+                self._held.append(held)
+
+    def _hold(self, call: Call, promise: Promise, until: float, answer: Callable[[], object]) -> object:
+        """The answer, now or later."""
+        if promise.is_settled:
+            return answer()
+        if len(self._held) >= MOST_HELD:
+            raise Refused("held", f"{MOST_HELD} requests wait for their answers already")
+        self._held.append(Held(call, promise, until, answer))
+        return _LATER
+
+    # What engines ask for, in the order in which they do.
+
+    def _get_chunk_size(self, call: Call) -> object:
+        return self._chunk_tokens
+
+    def _register(self, call: Call, registration: Registration) -> object:
+        self._end_instance(self._registrations.remove(registration.instance_id))
+        try:
+            self._registrations.add(call.client, registration)
+        except LayoutRefused as error:
+            raise Refused("layout", f"an engine of {registration.model_name!r} cannot be served: {error}") from None
+        segment = self._layouts.segment
+        return Pool(f"/{segment.name.lstrip('/')}", segment.num_bytes)
+
+    def _unregister(self, call: Call, instance_id: int) -> object:
+        self._end_instance(self._registrations.remove(instance_id))
+        return None
+
+    def _ping(self, call: Call, instance_id: int | None) -> object:
+        return self._registrations.answer_ping(instance_id)
+
+    def _lookup(self, call: Call, key: Key, tp_size: int) -> object:
+        """Begin to find out how much is here; `query_prefetch_status` tells."""
+        for earlier in self._promises.of_request(key.request_id):
+            if earlier.client is call.client:
+                earlier.end()
+        if not key.num_kv_readers:
+            raise Refused(
+                "old_client", f"a client that does not send num_kv_readers has no hits; install {NEEDED_CLIENT} there"
+            )
+        tiers = self._registrations.tiers_of(key.model_name, key.world_size)
+        if tiers is None:
+            return None
+        if len(self._promises) >= MOST_PROMISES:
+            raise Refused("promises", f"{MOST_PROMISES} requests have been promised something already")
+        blocks = self._blocks(key, range(key.end // self._chunk_tokens))
+        ranks = range(key.world_size)
+        self._promises.begin(call.client, key.request_id, tiers, blocks, ranks, key.num_kv_readers)
+        return None
+
+    def _query_prefetch_status(self, call: Call, request_id: str, most_s: float = HELD_S) -> object:
+        """Chunks of the prefix that can be loaded. None: not known yet."""
+        own = [promise for promise in self._promises.of_request(request_id) if promise.client is call.client]
+        if not own:
+            return 0
+        promise = own[0]
+        return self._hold(
+            call, promise, self._clock() + most_s, lambda: promise.num_chunks if promise.is_settled else None
+        )
+
+    def _wait_prefetch_status(self, call: Call, request_id: str, timeout_s: float) -> object:
+        return self._query_prefetch_status(call, request_id, min(max(0.0, timeout_s), HELD_S))
+
+    def _free_lookup_locks(self, call: Call, key: Key, tp_size: int) -> object:
+        """The engine has these chunks already, or does not want them."""
+        self._promises.free(key.request_id, range(key.start // self._chunk_tokens, key.end // self._chunk_tokens))
+        return None
+
+    def _prepare_retrieve(self, call: Call, key: Key, instance_id: int) -> object:
+        """Where the chunks are, every one of them; without a promise that has them a new one is made."""
+        instance = self._registrations.find(instance_id)
+        if instance is None:
+            return Loaded()
+        rank, chunks = instance.rank_of(key), self._chunks(key)
+        blocks = self._all_blocks(key, chunks)
+        promise = self._promise_of(instance, rank, key, chunks, blocks)
+        if promise is None:
+            promise = self._promises.begin(
+                call.client, key.request_id, instance.tiers, blocks, [rank], 1, chunks.start, RETRIEVE_S
+            )
+        return self._hold(
+            call, promise, promise.give_up_at, lambda: self._begin_reading(call, promise, instance, rank, chunks)
+        )
+
+    def _commit_retrieve(self, call: Call, key: Key, instance_id: int) -> object:
+        instance = self._registrations.find(instance_id)
+        if instance is not None:
+            self._promises.loaded(key.request_id, instance.rank_of(key), instance, self._chunks(key))
+        return True
+
+    def _prepare_store(self, call: Call, key: Key, instance_id: int) -> object:
+        """Room for those chunks of the range that are not here. None: also if there is no room."""
+        instance = self._registrations.find(instance_id)
+        if instance is None:
+            return Stored()
+        rank, chunks = instance.rank_of(key), self._chunks(key)
+        store = self._stores.reserve(instance, rank, key.request_id, chunks, self._all_blocks(key, chunks))
+        if store is None:
+            return Stored()
+        return Stored(Room(_slots(store.tiers, rank, store.slots), store.places))
+
+    def _commit_store(self, call: Call, key: Key, instance_id: int, data: bytes) -> object:
+        if data:
+            raise Refused("pickle", "a worker sends its chunks pickled: it could not map the segment; share /dev/shm")
+        instance = self._registrations.find(instance_id)
+        if instance is None:
+            return False
+        return self._stores.commit(instance, instance.rank_of(key), key.request_id, self._chunks(key))
+
+    def _end_session(self, call: Call, request_id: str) -> object:
+        self._promises.end_request(request_id)
+        self._token_keys.forget(request_id)
+        return None
+
+    def _clear(self, call: Call, force: bool) -> object:
+        """Nothing that is here now is found from now on."""
+        self.on_clear([tiers.layout for tiers in self._layouts])
+        self._layouts.clear()
+        return None
+
+    # What these share.
+
+    def _chunks(self, key: Key) -> range:
+        """Which chunks a worker speaks of. `Refused` for what are none."""
+        if key.start % self._chunk_tokens or key.end % self._chunk_tokens or key.start >= key.end:
+            raise Refused("range", f"tokens {key.start} to {key.end} are no chunks of {self._chunk_tokens}")
+        return range(key.start // self._chunk_tokens, key.end // self._chunk_tokens)
+
+    def _blocks(self, key: Key, chunks: range) -> NamedBlocks:
+        """These of the chunks; as many as the tokens fill."""
+        check_salt(key.cache_salt)
+        names = self._token_keys.names(key.request_id, key.cache_salt, key.token_ids)
+        own = names[chunks.start : chunks.stop]
+        parents = [names[chunk - 1] if chunk else None for chunk in chunks[: len(own)]]
+        return NamedBlocks(own, parents, tenant_of(key.cache_salt))
+
+    def _all_blocks(self, key: Key, chunks: range) -> NamedBlocks:
+        """The same; `Refused` if there are fewer."""
+        blocks = self._blocks(key, chunks)
+        if len(blocks.names) < len(chunks):
+            raise Refused("range", f"chunks up to token {key.end}, and there are fewer tokens")
+        return blocks
+
+    def _promise_of(
+        self, instance: Instance, rank: int, key: Key, chunks: range, blocks: NamedBlocks
+    ) -> Promise | None:
+        """One that has these chunks, or may come to have them."""
+        for promise in self._promises.of_request(key.request_id):
+            if promise.tiers is instance.tiers and promise.has(rank, chunks, blocks.names[-1]):
+                return promise
+        return None
+
+    def _begin_reading(self, call: Call, promise: Promise, instance: Instance, rank: int, chunks: range) -> Loaded:
+        here, own = promise.places(chunks), promise.of_rank(rank)
+        is_there = own is not None and here.stop <= promise.num_chunks and own.has(here)
+        if own is None or not is_there or not self._registrations.is_attached(instance):
+            if promise.client is call.client:  # it was made for this load
+                promise.end()
+            return Loaded()
+        return Loaded(True, b"", {"slots": _slots(promise.tiers, rank, own.begin_reading(instance, here))})
+
+    def _end_instance(self, instance: Instance | None) -> None:
+        if instance is not None:
+            self._stores.end_instance(instance)
+            self._promises.end_instance(instance)
+
+    def _end_client(self, client: Client) -> None:
+        for instance in self._registrations.of_client(client):
+            self._end_instance(self._registrations.remove(instance.instance_id))
+        self._promises.end_client(client)
+
+
+def _slots(tiers: LayoutTiers, rank: int, slots: Sequence[int]) -> list[Slot]:
+    """Where in the segment these slots are, as workers are told."""
+    layout, memory = tiers.layout, tiers.memories[rank]
+    return [Slot(memory.offset(slot), layout.chunk_bytes, layout.shape, layout.dtype) for slot in slots]

@@ -1,0 +1,287 @@
+"""Port: the sockets at which engines' clients come in, and what they send and are sent."""
+
+import contextlib
+import os
+import selectors
+import socket
+import stat
+import struct
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from kvtier.engine.sidecar.lmcache.zmtp import Garbage, Zmtp, message_bytes
+
+MOST_CLIENTS = 512
+MOST_HELD_BYTES = 256 << 20  # of messages of all clients that are not complete
+PIECE_BYTES = 256 << 10  # read from one client at a time …
+MOST_MESSAGES = 16  # … and so many messages of it given at a time: then the others'
+MOST_UNREAD_BYTES = 1 << 20  # answers a client has not read; before it has, nothing more is read from it
+STUCK_S = 60.0  # a client that has answers to read and reads none of them for so long is let go
+
+
+class Client:
+    """One connection, seen by who answers it: something to compare, and to send to."""
+
+    def __init__(self, connection: socket.socket, now: float) -> None:
+        self.connection = connection
+        self.zmtp = Zmtp()
+        self.messages: deque[list[bytes]] = deque()  # complete, and not given yet
+        self.unread = bytearray()  # what it has still to be sent
+        self.since = now  # when it came
+        self.moved_at = now  # when it last read something, or began to have something to read
+        self.is_open = True
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether it has read enough of its answers to be answered more."""
+        return len(self.unread) <= MOST_UNREAD_BYTES
+
+
+class Message(NamedTuple):
+    """What a client has sent."""
+
+    client: Client
+    frames: Sequence[bytes]
+
+
+class Port:
+    """Accepts at *listeners*, reads and writes without ever waiting, and gives messages in turns. Owned by one thread,
+    which calls `receive` when `fileno` is readable or `has_more` is true. Memory is bounded by the limits above; a
+    client that sends garbage, too much or too large loses its connection and nothing else.
+
+    At a Unix socket only processes of *allowed_uids* are let in: by default this process's user.
+    """
+
+    def __init__(
+        self,
+        listeners: Sequence[socket.socket],
+        clock: Callable[[], float],
+        refused: Callable[[str, str], None],
+        allowed_uids: Collection[int] | None = None,
+    ) -> None:
+        """*refused* is told what kind of thing was refused, and what of it."""
+        self._clock = clock
+        self._refused = refused
+        self._allowed_uids = {os.geteuid()} if allowed_uids is None else set(allowed_uids)
+        self._selector = selectors.EpollSelector()
+        self._listeners = list(listeners)
+        self._clients: dict[Client, None] = {}  # in the order of their turns
+        self._gone: list[Client] = []
+        for listener in listeners:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ, None)
+
+    def fileno(self) -> int:
+        """Readable while there is something to do (level-triggered)."""
+        return self._selector.fileno()
+
+    @property
+    def clients(self) -> list[Client]:
+        """Connections that are open, in the order of their turns."""
+        return list(self._clients)
+
+    @property
+    def num_clients(self) -> int:
+        """Connections that are open."""
+        return len(self._clients)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether messages have been read and not given yet."""
+        return any(client.messages and client.is_reading for client in self._clients)
+
+    def receive(self) -> list[Message]:
+        """What has come, a few messages of each client."""
+        for key, events in self._selector.select(0):
+            if key.data is None:
+                self._accept(key.fileobj)  # type: ignore[arg-type]  # listeners are sockets
+            elif key.data.is_open:
+                self._move(key.data, events)
+        given: list[Message] = []
+        for client in list(self._clients):
+            for _ in range(min(len(client.messages), MOST_MESSAGES) if client.is_reading else 0):
+                given.append(Message(client, client.messages.popleft()))
+            self._watch(client)
+        return given
+
+    def send(self, client: Client, frames: Sequence[bytes]) -> None:
+        """Answer the client, as soon as it reads; nothing happens if it has gone."""
+        if client.is_open:
+            self._queue(client, message_bytes(frames))
+
+    def take_gone(self) -> list[Client]:
+        """Clients whose connection has ended since the last call."""
+        gone, self._gone = self._gone, []
+        return gone
+
+    def tick(self) -> None:
+        """Let go of clients that read no answers."""
+        for client in [client for client in self._clients if client.unread]:
+            if self._clock() - client.moved_at > STUCK_S:
+                self._refused("unread", "a client has read no answers for a minute; its connection is closed")
+                self._end(client)
+
+    def close(self) -> None:
+        """End every connection and stop listening. The names of Unix sockets are who made them's to remove."""
+        for client in list(self._clients):
+            self._end(client)
+        for listener in self._listeners:
+            listener.close()
+        self._listeners = []
+        self._selector.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        if len(self._clients) >= MOST_CLIENTS:
+            self._refused("clients", f"{MOST_CLIENTS} clients are there already")
+        elif connection.family == socket.AF_UNIX and (uid := _uid(connection)) not in self._allowed_uids:
+            self._refused("uid", f"a client of the user {uid}, who is not allowed in")
+        else:
+            connection.setblocking(False)
+            if connection.family != socket.AF_UNIX:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            client = Client(connection, self._clock())
+            self._clients[client] = None
+            self._selector.register(connection, selectors.EVENT_READ, client)
+            return
+        connection.close()
+
+    def _move(self, client: Client, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._write(client)
+        if events & selectors.EVENT_READ and client.is_open:
+            self._read(client)
+
+    def _read(self, client: Client) -> None:
+        try:
+            data = client.connection.recv(PIECE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._end(client)
+            return
+        try:
+            client.messages += client.zmtp.receive(data)
+        except Garbage as error:
+            self._refused("garbage", f"{error}; the connection is closed")
+            self._end(client)
+            return
+        if client.zmtp.num_held_bytes > len(data) and self._num_held_bytes() > MOST_HELD_BYTES:
+            self._refused(
+                "held", f"messages that are not complete have {MOST_HELD_BYTES} bytes; a connection is closed"
+            )
+            self._end(client)
+            return
+        if client.zmtp.to_send:
+            to_send = bytes(client.zmtp.to_send)
+            client.zmtp.to_send.clear()
+            self._queue(client, to_send)
+
+    def _queue(self, client: Client, data: bytes) -> None:
+        if not client.unread:
+            client.moved_at = self._clock()
+        client.unread += data
+        self._write(client)
+
+    def _write(self, client: Client) -> None:
+        try:
+            num_sent = client.connection.send(client.unread) if client.unread else 0
+        except BlockingIOError:
+            num_sent = 0
+        except OSError:
+            self._end(client)
+            return
+        if num_sent:
+            client.moved_at = self._clock()
+        del client.unread[:num_sent]
+        self._watch(client)
+
+    def _watch(self, client: Client) -> None:
+        """Wait for what can happen next at the connection."""
+        if not client.is_open:
+            return
+        is_read = client.is_reading and len(client.messages) < MOST_MESSAGES
+        events = (selectors.EVENT_READ if is_read else 0) | (selectors.EVENT_WRITE if client.unread else 0)
+        known = self._selector.get_map().get(client.connection)
+        if known is None and events:
+            self._selector.register(client.connection, events, client)
+        elif known is not None and not events:
+            self._selector.unregister(client.connection)
+        elif known is not None and known.events != events:
+            self._selector.modify(client.connection, events, client)
+
+    def _end(self, client: Client) -> None:
+        if client.is_open:
+            client.is_open = False
+            client.messages.clear()
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(client.connection)
+            client.connection.close()
+            del self._clients[client]
+            self._gone.append(client)
+
+    def _num_held_bytes(self) -> int:
+        return sum(client.zmtp.num_held_bytes for client in self._clients)
+
+
+def listen(url: str) -> socket.socket:
+    """A socket that listens at `tcp://HOST:PORT` or `ipc://PATH`, the URLs of ZeroMQ; at a path for this user only.
+
+    OSError if that cannot be, ValueError for another URL. A socket that a process has left is taken over.
+    """
+    kind, _, place = url.partition("://")
+    if kind == "ipc" and place:
+        return _listen_at_path(place)
+    host, _, number = place.rpartition(":")
+    if kind != "tcp" or not host or not number.isdigit():
+        raise ValueError(f"{url!r} is no address to listen at; give tcp://127.0.0.1:PORT or ipc:///PATH")
+    return socket.create_server((host.strip("[]"), int(number)), family=_family(host), backlog=64)
+
+
+def _listen_at_path(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                if stat.S_ISSOCK(os.lstat(path).st_mode):  # a plain file refuses too
+                    os.unlink(path)
+            except FileNotFoundError:
+                pass
+        before = os.umask(0o177)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(before)
+        listener.listen(64)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _uid(connection: socket.socket) -> int:
+    """The user of the process at the other end."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    uid: int = struct.unpack("3i", credentials)[1]
+    return uid

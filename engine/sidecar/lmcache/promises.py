@@ -1,0 +1,368 @@
+"""Promises: chunks that an engine was told it can load, leased and verified until it has loaded them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvtier.engine.sidecar.layout_tiers import LayoutTiers
+from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
+from kvtier.engine.sidecar.lmcache.port import Client
+from kvtier.engine.sidecar.lmcache.registrations import Instance
+from kvtier.engine.sidecar.lmcache.stores import Stores
+from kvtier.tiers.device.slot_ids import ABSENT
+from kvtier.tiers.lower.lower_tiers import Fetch
+from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.named_blocks import NamedBlocks
+from kvtier.tiers.naming.tier import Reason
+
+MOST_PROMISES = 4096
+INDEXING_S = 2.0  # so long a lookup waits for the disk's index, which is read when a layout is seen for the first time
+LOOKUP_S = 10.0  # after that the prefix that has come counts …
+RETRIEVE_S = 3.0  # … where a worker stands still meanwhile: less than what a client waits for any answer
+IDLE_S = 60.0  # a promise lasts so long without a word of its request
+READING_S = 60.0  # a worker loads for so long, of its own time, unless it says that it is done
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A worker copies these chunks out of the segment now."""
+
+    instance: Instance
+    chunks: range
+    begun_at: float  # of the worker's own time
+
+
+@dataclass(slots=True)
+class Counts:
+    """Totals since the start, in chunks."""
+
+    num_asked: int = 0
+    num_promised: int = 0
+    num_loaded: int = 0
+    num_corrupt: int = 0
+    num_late: int = 0  # left out since they had not come in time
+
+
+class RankChunks:
+    """One rank's chunks of a promise, by place. A chunk is leased while it is wanted, or being verified or read; then
+    its lease ends, the tail's first."""
+
+    def __init__(self, rank: int, tiers: LayoutTiers, blocks: NamedBlocks, num_readers: int, lane: DigestLane) -> None:
+        self.rank = rank
+        self.num_good = 0  # the first so many are verified, of those that count
+        self.num_corrupt = 0
+        self.end = len(blocks.names)  # chunks from here on do not count any more
+        self.readings: list[Reading] = []
+        self._tiers = tiers
+        self._names = blocks.names
+        self._lane = lane
+        self._num_readers = num_readers
+        self._have_read: set[int] = set()  # instances
+        self._is_held = np.ones(self.end, np.bool_)  # leased, or waited for
+        self._is_wanted = np.ones(self.end, np.bool_)
+        self._is_being_verified = np.zeros(self.end, np.bool_)
+        self._is_good = np.zeros(self.end, np.bool_)
+        self._was_read = np.zeros(self.end, np.bool_)  # from disk
+        self._arrived: list[int] = []
+        self._fetch: Fetch = tiers.fetch(rank, blocks, self._on_fetched)
+        self._arrived += np.flatnonzero(self._fetch.slots != ABSENT).tolist()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it is leased or waited for."""
+        return not self._is_held.any()
+
+    def has(self, chunks: range) -> bool:
+        """Whether these are still kept for who loads them."""
+        own = slice(chunks.start, chunks.stop)
+        return chunks.stop <= self.end and bool((self._is_wanted[own] & self._is_held[own]).all())
+
+    def slots(self, chunks: range) -> list[int]:
+        """Where they are."""
+        return [int(slot) for slot in self._fetch.slots[chunks.start : chunks.stop]]
+
+    def verify_arrived(self) -> None:
+        """Have what has come since the last call verified."""
+        places = [place for place in self._arrived if place < self.end and self._is_held[place]]
+        self._arrived = []
+        if not places:
+            return
+        slots = [self._fetch.slots.item(place) for place in places]
+        known = [self._fetch.digest(place) for place in places]
+        self._is_being_verified[places] = True
+
+        def on_digests(part: range, digests: Sequence[bytes] | None) -> None:
+            for number, i in enumerate(part):
+                self._on_verified(places[i], None if digests is None else digests[number] == known[i])
+            self.let_go()
+
+        self._lane.take(self._tiers.memories[self.rank], slots, on_digests)
+
+    def cut(self, end: int) -> None:
+        """Chunks from *end* on do not count any more."""
+        self.end = min(self.end, end)
+        self.let_go()
+
+    def time_out(self) -> int:
+        """No more time: what is verified counts. How many chunks do not."""
+        num_left = max(0, self.end - self.num_good)
+        if num_left and (self._fetch.slots[self.num_good : self.end] == ABSENT).any():
+            self._fetch.time_out()
+        return num_left
+
+    def do_not_want(self, chunks: range) -> None:
+        """These are not loaded from this promise."""
+        self._is_wanted[chunks.start : chunks.stop] = False
+        self.let_go()
+
+    def begin_reading(self, instance: Instance, chunks: range) -> list[int]:
+        """The worker copies these out from now on; where they are."""
+        self.readings.append(Reading(instance, chunks, instance.own_time_s))
+        return self.slots(chunks)
+
+    def end_reading(self, reading: Reading) -> None:
+        """The worker has copied them, or never will."""
+        self.readings.remove(reading)
+        self._have_read.add(reading.instance.instance_id)
+        if len(self._have_read) >= self._num_readers:
+            self._is_wanted[:] = False
+        self.let_go()
+        places = range(reading.chunks.stop - 1, reading.chunks.start - 1, -1)
+        names = [self._names[place] for place in places]
+        self._tiers.tiers.refresh(self.rank, names, [bool(self._was_read[place]) for place in places])
+
+    def let_go(self) -> None:
+        """End the leases that nothing needs any more."""
+        needed = self._is_wanted.copy()
+        needed[self.end :] = False
+        needed |= self._is_being_verified
+        for reading in self.readings:
+            needed[reading.chunks.start : reading.chunks.stop] = True
+        going = np.flatnonzero(self._is_held & ~needed)
+        if len(going):
+            self._is_held[going] = False
+            self._fetch.release(going[::-1])
+
+    def _on_fetched(self, fetch: Fetch, place: int, failure: Reason | None) -> None:
+        if failure is None:
+            self._was_read[place] = True
+            self._arrived.append(place)
+        else:
+            self.end = min(self.end, place)
+
+    def _on_verified(self, place: int, is_good: bool | None) -> None:
+        self._is_being_verified[place] = False
+        if is_good:
+            self._is_good[place] = True
+            bad = np.flatnonzero(~self._is_good[self.num_good :])
+            self.num_good = self.num_good + int(bad[0]) if len(bad) else len(self._is_good)
+            return
+        self.end = min(self.end, place)
+        if is_good is False:
+            self.num_corrupt += 1
+            name = self._names[place]
+            if self._tiers.tiers.find(self.rank, [name])[0] == self._fetch.slots[place]:  # else it was stored anew
+                self._tiers.tiers.forget(self.rank, [name])
+
+
+@dataclass(eq=False, slots=True)
+class Promise:
+    """Chunks of one prefix, from number *first* on, on its way to be a promise; it is one once it is settled. Then the
+    first `num_chunks` of them are in host memory, leased and verified, for each of its ranks."""
+
+    client: Client  # whose request it is
+    request_id: str
+    tiers: LayoutTiers
+    blocks: NamedBlocks
+    first: int
+    ranks: Sequence[int]
+    num_readers: int
+    begun_at: float
+    give_up_at: float
+    heard_at: float
+    chunks: list[RankChunks] = field(default_factory=list)  # empty while it waits for stores
+    is_begun: bool = False
+    is_settled: bool = False
+    num_chunks: int = 0  # that can be loaded, once it is settled
+    is_ended: bool = False  # no more is loaded from it than is being read now
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it is leased, and nothing will be."""
+        return self.is_ended and all(own.is_over for own in self.chunks)
+
+    def of_rank(self, rank: int) -> RankChunks | None:
+        """The rank's part of it."""
+        return next((own for own in self.chunks if own.rank == rank), None)
+
+    def has(self, rank: int, chunks: range, last_name: BlockName) -> bool:
+        """Whether it keeps these chunks of the prefix for the rank; the name of the last stands for all of them."""
+        own, here = self.of_rank(rank), self.places(chunks)
+        return own is not None and here.start >= 0 and own.has(here) and self.blocks.names[here.stop - 1] == last_name
+
+    def places(self, chunks: range) -> range:
+        """The chunks of the prefix, counted from the promise's first."""
+        return range(chunks.start - self.first, chunks.stop - self.first)
+
+    def end(self) -> None:
+        """Nothing more is loaded from it."""
+        self.is_ended = self.is_settled = True
+        self.num_chunks = 0
+        for own in self.chunks:
+            own.do_not_want(range(len(self.blocks.names)))
+
+
+class Promises:
+    """Makes and keeps promises. What a worker may be copying is not given up while its process may still run: else it
+    would copy what another engine has written there. All else ends after `IDLE_S`. Owned by the door's thread."""
+
+    def __init__(self, lane: DigestLane, stores: Stores, clock: Callable[[], float]) -> None:
+        self.counts = Counts()
+        self._lane = lane
+        self._stores = stores
+        self._clock = clock
+        self._promises: dict[str, list[Promise]] = {}  # by request
+
+    def __iter__(self) -> Iterator[Promise]:
+        return iter([promise for promises in self._promises.values() for promise in promises])
+
+    def __len__(self) -> int:
+        return sum(map(len, self._promises.values()))
+
+    def begin(
+        self,
+        client: Client,
+        request_id: str,
+        tiers: LayoutTiers,
+        blocks: NamedBlocks,
+        ranks: Sequence[int],
+        num_readers: int,
+        first: int = 0,
+        most_s: float = LOOKUP_S,
+    ) -> Promise:
+        """Find out how many of the *blocks*, from chunk *first* of their prefix on, can be loaded by *num_readers*
+        workers for each of the ranks. After *most_s* what has come counts."""
+        now = self._clock()
+        promise = Promise(client, request_id, tiers, blocks, first, ranks, num_readers, now, now + most_s, now)
+        self._promises.setdefault(request_id, []).append(promise)
+        self.counts.num_asked += len(blocks.names)
+        self._go_on(promise)
+        return promise
+
+    def of_request(self, request_id: str) -> list[Promise]:
+        """All promises to the request that have not ended, newest first. It was heard of just now."""
+        promises = [promise for promise in self._promises.get(request_id, ()) if not promise.is_ended]
+        for promise in promises:
+            promise.heard_at = self._clock()
+        return promises[::-1]
+
+    def free(self, request_id: str, chunks: range) -> None:
+        """These chunks of the request's prefix are not loaded."""
+        for promise in self.of_request(request_id):
+            here = promise.places(chunks)
+            for own in promise.chunks:
+                own.do_not_want(range(max(0, here.start), max(0, here.stop)))
+
+    def loaded(self, request_id: str, rank: int, instance: Instance, chunks: range) -> None:
+        """The worker has loaded these chunks of the request's prefix, or will not."""
+        for promise in self._promises.get(request_id, ()):
+            here = promise.places(chunks)
+            for own in promise.chunks:
+                for reading in [r for r in own.readings if own.rank == rank and r.instance is instance]:
+                    if reading.chunks == here:
+                        self.counts.num_loaded += len(here)
+                        own.end_reading(reading)
+        self._forget_those_over()
+
+    def end_request(self, request_id: str) -> None:
+        """The request is over; what a worker is copying for it stays until that is done."""
+        for promise in self._promises.get(request_id, ()):
+            promise.end()
+        self._forget_those_over()
+
+    def end_instance(self, instance: Instance) -> None:
+        """The worker is gone, or has let go of the segment it had: nothing is being copied by it."""
+        self._end_readings(lambda reading: reading.instance is instance)
+
+    def end_client(self, client: Client) -> None:
+        """Its connection has ended."""
+        for promise in self:
+            if promise.client is client:
+                promise.end()
+        self._forget_those_over()
+
+    def tick(self) -> None:
+        """Go on with all that are not settled, and end those whose time is over."""
+        now = self._clock()
+        for promise in self:
+            if not promise.is_settled:
+                self._go_on(promise)
+            if not promise.is_settled and now >= promise.give_up_at:
+                self._time_out(promise)
+            if not promise.is_ended and now - promise.heard_at > IDLE_S:
+                promise.end()
+        self._end_readings(lambda reading: reading.instance.own_time_s - reading.begun_at > READING_S)
+
+    def _go_on(self, promise: Promise) -> None:
+        if not promise.is_begun and not self._begin_chunks(promise):
+            return
+        for own in promise.chunks:
+            own.verify_arrived()
+        end = min((own.end for own in promise.chunks), default=0)
+        if all(own.num_good >= end for own in promise.chunks):
+            self._settle(promise, end)
+        else:
+            self._cut(promise, end)
+
+    def _settle(self, promise: Promise, num_chunks: int) -> None:
+        self._cut(promise, num_chunks)
+        promise.is_settled = True
+        promise.num_chunks = num_chunks
+        self.counts.num_promised += num_chunks
+
+    def _cut(self, promise: Promise, end: int) -> None:
+        """What one rank does not have is of no use to the others."""
+        for own in promise.chunks:
+            self.counts.num_corrupt += own.num_corrupt
+            own.num_corrupt = 0
+            own.cut(end)
+
+    def _begin_chunks(self, promise: Promise) -> bool:
+        """Lease what is there for all ranks; False if a chunk that is missing may be there in a moment."""
+        names, tiers = promise.blocks.names, promise.tiers
+        num_there = min(tiers.find_run(rank, names) for rank in promise.ranks)
+        if num_there < len(names) and self._clock() < promise.give_up_at:
+            missing = names[num_there]
+            if tiers.is_being_indexed and self._clock() < promise.begun_at + INDEXING_S:
+                return False
+            if any(self._stores.is_coming(tiers, rank, missing) for rank in promise.ranks):
+                return False
+        promise.is_begun = True
+        if num_there:
+            blocks = NamedBlocks(names[:num_there], promise.blocks.parents[:num_there], promise.blocks.tenant)
+            promise.chunks = [
+                RankChunks(rank, tiers, blocks, promise.num_readers, self._lane) for rank in promise.ranks
+            ]
+        return True
+
+    def _time_out(self, promise: Promise) -> None:
+        """Its time is over: what is verified for all ranks counts."""
+        promise.is_begun = True
+        self.counts.num_late += max((own.time_out() for own in promise.chunks), default=0)
+        self._settle(promise, min((own.num_good for own in promise.chunks), default=0))
+
+    def _end_readings(self, is_over: Callable[[Reading], bool]) -> None:
+        for promise in self:
+            for own in promise.chunks:
+                for reading in [reading for reading in own.readings if is_over(reading)]:
+                    own.end_reading(reading)
+        self._forget_those_over()
+
+    def _forget_those_over(self) -> None:
+        for request_id, promises in list(self._promises.items()):
+            left = [promise for promise in promises if not promise.is_over]
+            if left:
+                self._promises[request_id] = left
+            else:
+                del self._promises[request_id]

@@ -1,0 +1,141 @@
+"""Registrations: which engine workers are attached, and with which layout."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from kvtier.engine.sidecar.layout import Layout, LayoutRefused
+from kvtier.engine.sidecar.layout_tiers import LayoutTiers
+from kvtier.engine.sidecar.layouts import Layouts
+from kvtier.engine.sidecar.lmcache.port import Client
+from kvtier.engine.sidecar.lmcache.wire import Key, Refused, Registration
+
+MOST_INSTANCES = 1024
+MOST_PINGED = 4096  # unknown instances that were told so
+MOST_GAP_S = 10.0  # between two messages of a worker that runs: its heartbeat
+
+
+@dataclass(eq=False, slots=True)
+class Instance:
+    """One worker process that is attached, by the connection at which it registered."""
+
+    instance_id: int
+    client: Client
+    tiers: LayoutTiers
+    heard_at: float
+    own_time_s: float = 0.0  # that it ran: a worker that is stopped says nothing, and its time stands still
+
+    def heard(self, now: float) -> None:
+        """It has said something."""
+        self.own_time_s += min(now - self.heard_at, MOST_GAP_S)
+        self.heard_at = now
+
+    def rank_of(self, key: Key) -> int:
+        """Whose chunks the worker speaks of. `Refused` if they are none of its layout's."""
+        layout = self.tiers.layout
+        if (key.model_name, key.world_size) != (layout.model, layout.world_size):
+            raise Refused("foreign_key", "a worker speaks of another model than it has registered")
+        if key.worker_id is None or key.worker_id >= layout.world_size:
+            raise Refused("foreign_key", f"a worker speaks of rank {key.worker_id}, of {layout.world_size}")
+        return key.worker_id
+
+
+class Registrations:
+    """A worker is attached from its registration until it unregisters, registers anew, or its connection ends. Not
+    while it is silent: an engine without requests sends nothing at all. Owned by the door's thread."""
+
+    def __init__(
+        self,
+        layouts: Layouts,
+        chunk_tokens: int,
+        weights: Callable[[str], str],
+        clock: Callable[[], float],
+    ) -> None:
+        """*weights*: what is known of a model's weights, by its name; empty if nothing is."""
+        self._layouts = layouts
+        self._chunk_tokens = chunk_tokens
+        self._weights = weights
+        self._clock = clock
+        self._instances: dict[int, Instance] = {}
+        self._pinged: OrderedDict[int, None] = OrderedDict()  # unknown ones that have been told so
+
+    def __iter__(self) -> Iterator[Instance]:
+        return iter(list(self._instances.values()))
+
+    def __len__(self) -> int:
+        return len(self._instances)
+
+    def add(self, client: Client, registration: Registration) -> Instance:
+        """The worker is attached. `LayoutRefused` if its chunks have no place here."""
+        if len(self._instances) >= MOST_INSTANCES:
+            raise LayoutRefused(f"{MOST_INSTANCES} workers are attached already")
+        tiers = self._layouts.open(self._layout(registration))
+        instance = Instance(registration.instance_id, client, tiers, self._clock())
+        self._instances[registration.instance_id] = instance
+        self._pinged.pop(registration.instance_id, None)
+        return instance
+
+    def find(self, instance_id: int) -> Instance | None:
+        """The worker, which has just said something; None if it is not attached."""
+        instance = self._instances.get(instance_id)
+        if instance is not None:
+            instance.heard(self._clock())
+        return instance
+
+    def is_attached(self, instance: Instance) -> bool:
+        """Whether it still is."""
+        return self._instances.get(instance.instance_id) is instance
+
+    def remove(self, instance_id: int) -> Instance | None:
+        """The worker is attached no longer."""
+        return self._instances.pop(instance_id, None)
+
+    def of_client(self, client: Client) -> list[Instance]:
+        """Those that registered at this connection."""
+        return [instance for instance in self._instances.values() if instance.client is client]
+
+    def answer_ping(self, instance_id: int | None) -> bool:
+        """False once for each worker that is not attached: only then does its client register again, at the ping after
+        that one, and only if that is answered True."""
+        if instance_id is None or self.find(instance_id) is not None or instance_id in self._pinged:
+            return True
+        self._pinged[instance_id] = None
+        if len(self._pinged) > MOST_PINGED:
+            self._pinged.popitem(last=False)
+        return False
+
+    def tiers_of(self, model_name: str, world_size: int) -> LayoutTiers | None:
+        """The one layout with which workers of that model are attached, None without any. `Refused` if there are
+        several: a lookup does not say for which of them it asks."""
+        found = {
+            instance.tiers.layout: instance.tiers
+            for instance in self._instances.values()
+            if (instance.tiers.layout.model, instance.tiers.layout.world_size) == (model_name, world_size)
+        }
+        if len(found) > 1:
+            raise Refused(
+                "two_layouts",
+                f"engines of the model {model_name!r} are attached with different layouts: {_differences(found)}; "
+                "give one of them another --served-model-name or its own sidecar; until then neither has hits",
+            )
+        return next(iter(found.values()), None)
+
+    def _layout(self, registration: Registration) -> Layout:
+        return Layout(
+            model=registration.model_name,
+            weights=self._weights(registration.model_name),
+            dtype=registration.dtype_str,
+            num_planes=1 if registration.use_mla else 2,
+            num_layers=registration.num_layers,
+            width=registration.hidden_dim_size,
+            block_size=registration.block_size,
+            chunk_tokens=self._chunk_tokens,
+            num_physical_slots=registration.num_physical_slots or self._chunk_tokens,
+            world_size=registration.world_size,
+        )
+
+
+def _differences(layouts: Mapping[Layout, LayoutTiers]) -> str:
+    """What is not the same in all of them."""
+    names = [name for name in Layout.__slots__ if len({getattr(layout, name) for layout in layouts}) > 1]
+    return ", ".join(f"{name} {' and '.join(str(getattr(layout, name)) for layout in layouts)}" for name in names)

@@ -1,0 +1,180 @@
+"""Stores: chunks that engines write into the segment, from the room that is reserved until they can be found."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvtier.engine.sidecar.layout import Layout
+from kvtier.engine.sidecar.layout_tiers import LayoutTiers
+from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
+from kvtier.engine.sidecar.lmcache.registrations import Instance
+from kvtier.tiers.device.runs import Row
+from kvtier.tiers.lower.lower_tiers import NOWHERE
+from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.named_blocks import NamedBlocks
+from kvtier.tiers.naming.tenant import number_of
+
+WRITING_S = 60.0  # a worker writes for so long, of its own time, unless it says that it is done
+
+
+@dataclass(eq=False, slots=True)
+class Store:
+    """Some chunks of one prefix on their way in. *places*: which of *blocks* the *slots* are for, ascending."""
+
+    instance: Instance
+    rank: int
+    request_id: str
+    chunks: range
+    blocks: NamedBlocks
+    places: Sequence[int]
+    slots: Sequence[int]
+    begun_at: float  # of the worker's own time
+    digests: list[bytes] = field(default_factory=list)  # by place, those that have been taken
+    num_taken: int = 0
+    is_void: bool = False  # never to be found
+
+    @property
+    def tiers(self) -> LayoutTiers:
+        """Where it is stored."""
+        return self.instance.tiers
+
+    @property
+    def names(self) -> list[BlockName]:
+        """Of the chunks that have slots."""
+        return [self.blocks.names[place] for place in self.places]
+
+
+@dataclass(slots=True)
+class StoreCounts:
+    """Totals since the start, in chunks."""
+
+    num_stored: int = 0
+    num_without_room: int = 0
+    num_given_up: int = 0  # reserved and never committed, or forgotten meanwhile
+
+
+class Stores:
+    """A worker reserves slots, writes, and commits; then their digests are taken beside this thread, and the chunks can
+    be found. What was not committed never can. A reservation ends with its commit, with its worker, or after
+    `WRITING_S` in which the worker ran: a process that is stopped in the middle of a copy goes on with it when it is
+    woken up, and until then its slots are nothing else's. Owned by the door's thread.
+    """
+
+    def __init__(self, lane: DigestLane) -> None:
+        self.counts = StoreCounts()
+        self._lane = lane
+        self._reserved: list[Store] = []
+        self._committed: list[Store] = []
+        self._coming: Counter[tuple[LayoutTiers, int, BlockName]] = Counter()  # committed, and not found yet
+
+    def __iter__(self) -> Iterator[Store]:
+        return iter([*self._reserved, *self._committed])
+
+    def reserve(
+        self, instance: Instance, rank: int, request_id: str, chunks: range, blocks: NamedBlocks
+    ) -> Store | None:
+        """Room for those of the *blocks*, the *chunks* of the request's prefix, that are nowhere below; None if there
+        are none, or no room at all. The first ones have it if it is not enough for all."""
+        tiers = instance.tiers
+        for same in self._find(instance, rank, request_id, chunks):  # its answer was not waited for
+            self._give_up(same)
+        places = np.flatnonzero(tiers.tiers.find(rank, blocks.names) == NOWHERE).tolist()
+        if not places:
+            return None
+        slots = tiers.reserve(rank, len(places))
+        self.counts.num_without_room += len(places) - len(slots)
+        if not slots:
+            return None
+        store = Store(instance, rank, request_id, chunks, blocks, places[: len(slots)], slots, instance.own_time_s)
+        self._reserved.append(store)
+        return store
+
+    def commit(self, instance: Instance, rank: int, request_id: str, chunks: range) -> bool:
+        """The worker has written what it reserved; False if it has reserved nothing, or has it no more."""
+        found = self._find(instance, rank, request_id, chunks)
+        for store in found:
+            self._reserved.remove(store)
+            self._committed.append(store)
+            self._coming.update((store.tiers, rank, name) for name in store.names)
+            store.digests = [b""] * len(store.slots)
+            self._lane.take(store.tiers.memories[rank], store.slots, _taker(self, store))
+        return bool(found)
+
+    def is_coming(self, tiers: LayoutTiers, rank: int, name: BlockName) -> bool:
+        """Whether the chunk has been committed, and can be found in a moment."""
+        return (tiers, rank, name) in self._coming
+
+    def end_instance(self, instance: Instance) -> None:
+        """The worker is gone, or has let go of the segment it had: it writes no more."""
+        for store in [store for store in self._reserved if store.instance is instance]:
+            self._give_up(store)
+
+    def void(self, layouts: Collection[Layout]) -> None:
+        """Nothing of these layouts that was begun before now may ever be found."""
+        for store in self:
+            store.is_void |= store.tiers.layout in layouts
+
+    def tick(self) -> None:
+        """End the reservations of workers that have had their time."""
+        for store in list(self._reserved):
+            if store.instance.own_time_s - store.begun_at > WRITING_S:
+                self._give_up(store)
+
+    def check(self) -> None:
+        """Raise AssertionError if what is coming is miscounted."""
+        coming = Counter((store.tiers, store.rank, name) for store in self._committed for name in store.names)
+        assert coming == self._coming, "what is coming is miscounted"
+
+    def on_digests(self, store: Store, part: range, digests: Sequence[bytes] | None) -> None:
+        """Digests of a part of it have been taken; with the last one its chunks can be found."""
+        store.num_taken += len(part)
+        if digests is None:  # the lane is closed, or the memory is gone
+            store.is_void = True
+        else:
+            store.digests[part.start : part.stop] = digests
+        if store.num_taken < len(store.slots):
+            return
+        self._committed.remove(store)
+        self._coming -= Counter((store.tiers, store.rank, name) for name in store.names)
+        if store.is_void:
+            self._abandon(store)
+            return
+        self.counts.num_stored += len(store.slots)
+        store.tiers.tiers.publish(
+            store.rank,
+            np.array(store.slots[::-1], np.intp),
+            _rows(store),
+            store.digests[::-1],
+            np.full(len(store.slots), number_of(store.blocks.tenant), np.uint64),
+        )
+
+    def _find(self, instance: Instance, rank: int, request_id: str, chunks: range) -> list[Store]:
+        wanted = (instance, rank, request_id, chunks)
+        return [s for s in self._reserved if (s.instance, s.rank, s.request_id, s.chunks) == wanted]
+
+    def _give_up(self, store: Store) -> None:
+        self._reserved.remove(store)
+        self._abandon(store)
+
+    def _abandon(self, store: Store) -> None:
+        self.counts.num_given_up += len(store.slots)
+        store.tiers.tiers.abandon(store.rank, np.array(store.slots, np.intp))
+
+
+def _taker(stores: Stores, store: Store) -> Callable[[range, Sequence[bytes] | None], None]:
+    return lambda part, digests: stores.on_digests(store, part, digests)
+
+
+def _rows(store: Store) -> list[Row]:
+    """Its chunks as rows of such as follow each other, the last of all first, as `publish` takes them."""
+    rows: list[Row] = []
+    places = store.places[::-1]
+    start = 0
+    for end in range(1, len(places) + 1):
+        if end == len(places) or places[end] != places[end - 1] - 1:
+            names = [store.blocks.names[place] for place in places[start:end]]
+            rows.append(Row(start, end, names, store.blocks.parents[places[end - 1]]))
+            start = end
+    return rows

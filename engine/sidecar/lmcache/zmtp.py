@@ -1,0 +1,146 @@
+"""ZMTP 3.0, the accepting side: what a ZeroMQ DEALER says over a stream of bytes, and what it is told."""
+
+import struct
+from collections.abc import Sequence
+
+GREETING_BYTES = 64
+_SIGNATURE = b"\xff\0\0\0\0\0\0\0\1\x7f"
+_GREETING = _SIGNATURE + b"\3\0" + b"NULL".ljust(20, b"\0") + bytes(32)  # version 3.0, no security, not as its server
+_MORE, _LONG, _COMMAND = 1, 2, 4  # flags of a frame
+_READY = b"\5READY\x0bSocket-Type\0\0\0\6ROUTER\x08Identity\0\0\0\0"
+
+MOST_MESSAGE_BYTES = 32 << 20  # six million token ids
+MOST_FRAMES = 32  # of a message
+
+
+class Garbage(ValueError):
+    """What came is no ZMTP 3, or more than is taken; the connection is of no use any more."""
+
+
+class Zmtp:
+    """One connection's bytes in, messages out. It holds what has come of the message that is not complete, which is
+    `MOST_MESSAGE_BYTES` at most: what a frame's header promises costs nothing before it is there.
+
+    Written from RFC 23 (https://rfc.zeromq.org/spec/23/). Rejected: libzmq, since its sockets take messages of any
+    number of frames into memory, and tell neither whose connection it is (SO_PEERCRED) nor when it has ended.
+    """
+
+    def __init__(self) -> None:
+        self.to_send = bytearray(_GREETING)  # taken and cleared by the connection's owner
+        self._buffer = bytearray()
+        self._frames: list[bytes] = []  # of the message that is not complete
+        self._num_frame_bytes = 0
+        self._is_greeted = False
+        self._is_ready = False
+
+    @property
+    def num_held_bytes(self) -> int:
+        """Bytes of a message that is not complete yet."""
+        return len(self._buffer) + self._num_frame_bytes
+
+    def receive(self, data: bytes) -> list[list[bytes]]:
+        """The messages that are complete with *data*, each a list of frames. `Garbage` ends the connection."""
+        self._buffer += data
+        messages: list[list[bytes]] = []
+        start = 0
+        if not self._is_greeted:
+            start = self._greet()
+        if self._is_greeted:
+            while (end := self._frame(start, messages)) is not None:
+                start = end
+        del self._buffer[:start]
+        return messages
+
+    def _greet(self) -> int:
+        """Check as much of the greeting as has come; how many bytes are done with."""
+        head = bytes(self._buffer[:GREETING_BYTES])
+        if head[:1] not in (b"", b"\xff") or (len(head) > 9 and head[9] != 0x7F) or (len(head) > 10 and head[10] < 3):
+            raise Garbage("no greeting of ZMTP 3")
+        if len(head) < GREETING_BYTES:
+            return 0
+        if head[12:32].rstrip(b"\0") != b"NULL":
+            raise Garbage("a security mechanism other than NULL")
+        self._is_greeted = True
+        self.to_send += _frame_of(_COMMAND, _READY)
+        return GREETING_BYTES
+
+    def _frame(self, start: int, messages: list[list[bytes]]) -> int | None:
+        """Take in the frame at *start*; where it ends, None if it is not complete."""
+        buffer = self._buffer
+        if len(buffer) < start + 2:
+            return None
+        flags = buffer[start]
+        if flags & ~(_MORE | _LONG | _COMMAND) or (flags & _COMMAND and flags & _MORE):
+            raise Garbage("a frame of no known kind")
+        body = start + 2
+        if flags & _LONG:
+            body = start + 9
+            if len(buffer) < body:
+                return None
+            num_bytes: int = struct.unpack_from(">Q", buffer, start + 1)[0]
+        else:
+            num_bytes = buffer[start + 1]
+        if self._num_frame_bytes + num_bytes > MOST_MESSAGE_BYTES:
+            raise Garbage(f"a message of more than {MOST_MESSAGE_BYTES} bytes")
+        end = body + num_bytes
+        if len(buffer) < end:
+            return None
+        frame = bytes(memoryview(buffer)[body:end])
+        if flags & _COMMAND:
+            self._command(frame)
+        else:
+            self._message_frame(frame, bool(flags & _MORE), messages)
+        return end
+
+    def _command(self, body: bytes) -> None:
+        name = body[1 : 1 + body[0]] if body else b""
+        if name == b"READY" and not self._is_ready:
+            if _properties(body[1 + len(name) :]).get(b"socket-type") != b"DEALER":
+                raise Garbage("a socket that is no DEALER")
+            self._is_ready = True
+        elif (
+            name == b"PING" and self._is_ready
+        ):  # ttl, then what is given back; of 3.1, sent by who asks for heartbeats
+            self.to_send += _frame_of(_COMMAND, b"\4PONG" + body[7:23])
+        elif name not in (b"PONG", b"SUBSCRIBE", b"CANCEL"):
+            raise Garbage("a command that is not known or not due")
+
+    def _message_frame(self, frame: bytes, has_more: bool, messages: list[list[bytes]]) -> None:
+        if not self._is_ready:
+            raise Garbage("a message before the handshake")
+        self._frames.append(frame)
+        self._num_frame_bytes += len(frame)
+        if len(self._frames) > MOST_FRAMES:
+            raise Garbage(f"a message of more than {MOST_FRAMES} frames")
+        if not has_more:
+            messages.append(self._frames)
+            self._frames, self._num_frame_bytes = [], 0
+
+
+def message_bytes(frames: Sequence[bytes]) -> bytes:
+    """A message as it is sent."""
+    *first, last = frames
+    return b"".join([*(_frame_of(_MORE, frame) for frame in first), _frame_of(0, last)])
+
+
+def _frame_of(flags: int, body: bytes) -> bytes:
+    if len(body) < 256:
+        return bytes((flags, len(body))) + body
+    return bytes((flags | _LONG,)) + struct.pack(">Q", len(body)) + body
+
+
+def _properties(data: bytes) -> dict[bytes, bytes]:
+    """What the peer says of itself, by name in lower case."""
+    properties: dict[bytes, bytes] = {}
+    place = 0
+    while place < len(data):
+        value = place + 1 + data[place] + 4
+        if value > len(data):
+            raise Garbage("properties that end too early")
+        (num_bytes,) = struct.unpack_from(">I", data, value - 4)
+        end = value + num_bytes
+        if end > len(data):
+            raise Garbage("properties that end too early")
+        properties[data[place + 1 : value - 4].lower()] = data[value:end]
+        place = end
+    return properties

@@ -1,0 +1,71 @@
+"""SharedStore: one store for several layouts, each of which learns which of its chunks the others have pushed out."""
+
+from collections.abc import Iterator, Sequence
+from queue import Empty, SimpleQueue
+
+from kvtier.store.blob_store import Blob, Records, StoreFull, StoreStatistics
+from kvtier.store.record import NAMESPACE_BYTES, Fault
+
+
+class SharedStore:
+    """Gives each namespace a view of the store. The views are used on lanes' threads, `take_gone` by their owner's."""
+
+    def __init__(self, store: Records) -> None:
+        self.store = store
+        self._views: dict[bytes, StoreView] = {}
+
+    def view(self, namespace: bytes) -> "StoreView":
+        """The store as this namespace sees it; one view for each."""
+        view = self._views[namespace] = StoreView(self, namespace)
+        return view
+
+    def without_foreign(self, namespace: bytes, evicted: Sequence[bytes]) -> list[bytes]:
+        """Those of the evicted keys that are the namespace's; the others are told to theirs."""
+        own = []
+        for key in evicted:
+            if key.startswith(namespace):
+                own.append(key)
+            elif (view := self._views.get(key[:NAMESPACE_BYTES])) is not None:
+                view.gone.put(key)
+        return own
+
+
+class StoreView:
+    """See `Records`: those of one namespace, beside which there are others in the same store."""
+
+    def __init__(self, shared: SharedStore, namespace: bytes) -> None:
+        self.gone: SimpleQueue[bytes] = SimpleQueue()  # keys of this namespace that went for another's
+        self._shared = shared
+        self._store = shared.store
+        self._namespace = namespace
+
+    def take_gone(self) -> list[bytes]:
+        """Keys that went for other namespaces' records since the last call."""
+        keys: list[bytes] = []
+        try:
+            while True:
+                keys.append(self.gone.get_nowait())
+        except Empty:
+            return keys
+
+    def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
+        try:
+            return self._shared.without_foreign(self._namespace, self._store.put_many(blobs))
+        except StoreFull as error:
+            error.evicted = self._shared.without_foreign(self._namespace, error.evicted)
+            raise
+
+    def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
+        return self._store.read_many(keys, outs)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self._store.touch(keys)
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        return self._store.delete(keys)
+
+    def keys(self) -> Iterator[bytes]:
+        return self._store.keys()
+
+    def statistics(self) -> StoreStatistics:
+        return self._store.statistics()

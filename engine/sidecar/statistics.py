@@ -1,0 +1,147 @@
+"""What a sidecar has and has done, by value."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvtier.engine.reopening_store import StoreStanding
+from kvtier.engine.sidecar.door import DoorCounts
+from kvtier.engine.sidecar.layout import Layout
+from kvtier.engine.sidecar.layouts import Layouts
+from kvtier.store.blob_store import StoreStatistics
+from kvtier.tiers.lower.breaker import BreakerState
+from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
+from kvtier.tiers.naming.tier import Tier
+from kvtier.transfer.segment import Segment
+from kvtier.transfer.transfer_engine import Route, RouteStatistics, TransferEngine
+
+_WORSE = (BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutStatistics:
+    """One layout now: bytes of the segment that are its own, chunks in host memory by all ranks and their bytes."""
+
+    layout: Layout
+    held_bytes: int
+    host: TierStatistics
+    num_leased_chunks: int
+    num_unsaved: int  # chunks that are in host memory only
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarStatistics:
+    """A sidecar at one moment."""
+
+    segment_name: str
+    segment_bytes: int
+    backed_bytes: int
+    layouts: tuple[LayoutStatistics, ...]
+    tiers: Mapping[Tier, TierStatistics]  # of all layouts together
+    disk: DiskStatistics | None  # as all layouts together have met it; None before any, and without a disk
+    routes: Mapping[Route, RouteStatistics]
+    store: StoreStanding | None
+    doors: tuple[DoorCounts, ...]
+
+
+def statistics_of(
+    layouts: Layouts,
+    segment: Segment,
+    transfers: TransferEngine,
+    store: tuple[StoreStanding, StoreStatistics] | None,
+    doors: tuple[DoorCounts, ...],
+) -> SidecarStatistics:
+    """The statistics of these parts now; *store* is None without a disk."""
+    found, disks, disk_tiers = [], [], []
+    for tiers in layouts:
+        lower = tiers.tiers.statistics()
+        progress = tiers.tiers.spill_progress()
+        found.append(
+            LayoutStatistics(
+                tiers.layout,
+                tiers.held_bytes,
+                _own(lower.tiers[Tier.HOST], tiers.held_bytes),
+                tiers.num_leased,
+                progress.num_left,
+            )
+        )
+        if lower.disk is not None:
+            disks.append(lower.disk)
+            disk_tiers.append(lower.tiers[Tier.DISK])
+    all_tiers = {Tier.HOST: replace(_sum(each.host for each in found), capacity_bytes=segment.num_bytes)}
+    if store is not None:
+        all_tiers[Tier.DISK] = _disk_tier(store[1], disk_tiers)
+    return SidecarStatistics(
+        segment.name,
+        segment.num_bytes,
+        segment.backed_bytes,
+        tuple(found),
+        all_tiers,
+        None if store is None or not disks else disk_of_all(store[1], disks),
+        transfers.statistics(),
+        None if store is None else store[0],
+        doors,
+    )
+
+
+def disk_of_all(store: StoreStatistics, disks: Sequence[DiskStatistics]) -> DiskStatistics:
+    """The one disk as several layouts have met it: the store's own figures, what each has counted summed, and of what
+    can be in or out of order the worst."""
+    budgets = [disk.budget_left_bytes for disk in disks if disk.budget_left_bytes is not None]
+    sides = disks[0].breakers.keys()
+    return DiskStatistics(
+        file_bytes=store.file_bytes,
+        written_bytes_total=store.written_bytes_total,
+        known_blocks=sum(disk.known_blocks for disk in disks),
+        is_open=all(disk.is_open for disk in disks),
+        is_indexed=all(disk.is_indexed for disk in disks),
+        breakers={side: max((disk.breakers[side] for disk in disks), key=_WORSE.index) for side in sides},
+        num_opened={side: sum(disk.num_opened[side] for disk in disks) for side in sides},
+        why_failed={side: _why_failed(disks, side) for side in sides},
+        budget_left_bytes=min(budgets, default=None),
+        life=disks[0].life,
+        tenants=dict(store.tenants),
+    )
+
+
+def _why_failed(disks: Sequence[DiskStatistics], side: str) -> str:
+    """The error of a layout that leaves the disk alone, rather than of one that has met it once and goes on."""
+    failed = [disk for disk in disks if disk.why_failed[side]]
+    worst = max(failed, key=lambda disk: _WORSE.index(disk.breakers[side]), default=None)
+    return "" if worst is None else worst.why_failed[side]
+
+
+def _disk_tier(store: StoreStatistics, disk_tiers: Sequence[TierStatistics]) -> TierStatistics:
+    """The store's own figures: all layouts have one, and each has seen it when it last wrote. Damage is what each has
+    met itself."""
+    return TierStatistics(
+        num_blocks=store.num_records,
+        num_bytes=store.stored_bytes,
+        capacity_bytes=store.capacity_bytes,
+        num_evicted=store.evicted_total,
+        corrupt=_corrupt(disk_tiers),
+    )
+
+
+def _own(host: TierStatistics, held_bytes: int) -> TierStatistics:
+    """The same with the capacity that the layout has, in place of all that it could get."""
+    return replace(host, capacity_bytes=held_bytes)
+
+
+def _sum(tiers: Iterable[TierStatistics]) -> TierStatistics:
+    each = list(tiers)
+    return TierStatistics(
+        num_blocks=sum(one.num_blocks for one in each),
+        num_bytes=sum(one.num_bytes for one in each),
+        capacity_bytes=sum(one.capacity_bytes for one in each),
+        num_evicted=sum(one.num_evicted for one in each),
+        dropped_spills=sum(one.dropped_spills for one in each),
+        corrupt=_corrupt(each),
+    )
+
+
+def _corrupt(tiers: Iterable[TierStatistics]) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for one in tiers:
+        counts.update(one.corrupt)
+    return dict(counts)

@@ -1,0 +1,22 @@
+"""What tests of LMCache's door start from."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lmcache_bed import Bed, RawClient, lmcache_bed
+
+
+@pytest.fixture
+def bed(tmp_path: Path) -> Iterator[Bed]:
+    with lmcache_bed(tmp_path) as bed:
+        yield bed
+
+
+@pytest.fixture
+def client(bed: Bed) -> Iterator[RawClient]:
+    """A client with a worker's registration as instance 1."""
+    client = RawClient(bed)
+    client.register()
+    yield client
+    client.socket.close(0)

@@ -1,0 +1,221 @@
+"""LMCache's own client classes at the door, in an interpreter of their own: KVTIER_LMCACHE_PYTHON."""
+
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import lmcache_bed
+import pytest
+
+from kvtier.engine.sidecar.finished_transfers import FinishedTransfers
+from kvtier.engine.sidecar.layouts import Layouts
+from kvtier.engine.sidecar.lmcache.door import Door
+from kvtier.engine.sidecar.lmcache.port import Port, listen
+from kvtier.engine.sidecar.lmcache.refusals import Refusals
+from kvtier.engine.sidecar.sidecar import Sidecar
+from kvtier.transfer.lane import ThreadLane
+from kvtier.transfer.segment import Segment
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON")
+SCRIPT = Path(lmcache_bed.__file__).parent / "foreign" / "lmcache_client.py"
+CHUNK = 256
+TOKENS = list(range(1000, 1000 + 8 * CHUNK + 2))
+BLOCKS = list(range(16))
+OTHER_BLOCKS = list(range(40, 56))
+REAL_S = 30.0
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(PYTHON is None, reason="KVTIER_LMCACHE_PYTHON names no interpreter with lmcache"),
+]
+
+
+class LmcacheClient:
+    """The script, as an object with its functions."""
+
+    def __init__(self, url: str) -> None:
+        assert PYTHON is not None
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment["LMCACHE_LOG_LEVEL"] = "ERROR"
+        self.process = subprocess.Popen(
+            [PYTHON, str(SCRIPT), url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: object) -> Any:
+            assert self.process.stdin is not None
+            assert self.process.stdout is not None
+            self.process.stdin.write(json.dumps([name, *arguments]) + "\n")
+            self.process.stdin.flush()
+            for line in self.process.stdout:
+                if line.startswith("answer "):
+                    return json.loads(line.removeprefix("answer "))
+            raise RuntimeError(f"the client has ended in {name}{arguments}")
+
+        return call
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.process.kill()
+        self.process.wait(REAL_S)
+
+
+class Served:
+    """A sidecar with LMCache's door, on a thread of its own."""
+
+    def __init__(self, url: str) -> None:
+        self.segment = Segment(64 << 20)
+        assert self.segment.wait_backed(REAL_S)
+        finished = FinishedTransfers()
+        transfers = TransferEngine({route: ThreadLane(finished, route.value) for route in Route}, finished)
+        layouts = Layouts(self.segment, transfers, extent_bytes=8 << 20)
+        self.refusals = Refusals(time.monotonic)
+        self.port = Port([listen(url)], time.monotonic, self.refusals.refused)
+        self.door = Door(self.port, layouts, transfers, CHUNK, self.refusals, time.monotonic)
+        self._sidecar = Sidecar(self.segment, finished, transfers, layouts, [self.door], None)
+        self._thread = threading.Thread(target=self._sidecar.run)
+        self._thread.start()
+
+    def ask(self, question: Callable[[], Any]) -> Any:
+        """Ask the sidecar's thread."""
+        return self._sidecar.ask(question).result(REAL_S)
+
+    def num_leased(self) -> int:
+        return int(self.ask(lambda: sum(tiers.num_leased for tiers in self._sidecar.layouts)))
+
+    def until_no_lease(self) -> float:
+        """Seconds until nothing is leased or reserved."""
+        begun = time.monotonic()
+        while self.num_leased():
+            assert time.monotonic() - begun < REAL_S
+        return time.monotonic() - begun
+
+    def flip(self) -> None:
+        """A bit of each byte in the middle of the first chunk's slot."""
+        (tiers,) = self._sidecar.layouts
+        slot = self.ask(lambda: int(tiers.tiers.index.host_blocks[0].slots()[0]))
+        tiers.memories[0].host_block(slot)[1000] ^= 64
+
+    def close(self) -> None:
+        self._sidecar.stop()
+        self._thread.join(REAL_S)
+        self._sidecar.close()
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/door.sock"
+
+
+@pytest.fixture
+def served(url: str) -> Iterator[Served]:
+    served = Served(url)
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def client(url: str, served: Served) -> Iterator[LmcacheClient]:
+    with LmcacheClient(url) as client:
+        yield client
+
+
+def test_another_engine_loads_the_bytes_that_one_has_stored(served: Served, client: LmcacheClient) -> None:
+    assert client.chunk_size() == CHUNK
+    assert client.attach(1) == "EngineDrivenContextShm"
+    assert client.lookup(TOKENS, "cold") == 0
+    assert client.store(1, TOKENS, "cold", BLOCKS) is True
+    client.end_session("cold")
+    client.attach(2)
+
+    assert client.lookup(TOKENS, "warm") == 8
+    assert client.retrieve(2, TOKENS, "warm", OTHER_BLOCKS, "cold") == [True, True]
+
+    client.end_session("warm")
+    assert served.num_leased() == 0
+    assert client.lookup([*TOKENS[: 4 * CHUNK], *range(4 * CHUNK)], "half") == 4
+    assert client.lookup(TOKENS, "salted", "x") == 0
+    assert served.refusals.counts == {}
+
+
+def test_a_flipped_byte_is_found_before_it_is_promised(served: Served, client: LmcacheClient) -> None:
+    client.attach(1)
+    client.store(1, TOKENS, "cold", BLOCKS)
+    assert client.lookup(TOKENS, "before") == 8
+    client.end_session("before")
+
+    served.flip()
+
+    assert client.lookup(TOKENS, "after") < 8
+    client.end_session("after")
+    assert client.store(1, TOKENS, "again", BLOCKS) is True
+    assert client.lookup(TOKENS, "healed") == 8
+    assert client.retrieve(1, TOKENS, "healed", OTHER_BLOCKS, "again") == [True, True]
+    assert served.ask(served.door.statistics).promised.num_corrupt == 1
+
+
+def test_a_worker_that_unregisters_leaves_what_it_stored_and_no_lease(served: Served, client: LmcacheClient) -> None:
+    client.attach(1)
+    client.store(1, TOKENS, "cold", BLOCKS)
+    client.begin_store(1, [7] * 4 * CHUNK, "never")
+    assert served.num_leased() == 4
+
+    client.detach(1)
+
+    assert served.num_leased() == 0
+    assert client.lookup(TOKENS, "without registration") == 0
+    client.attach(2)
+    assert client.lookup(TOKENS, "with one") == 8
+
+
+def test_a_client_that_is_killed_in_the_middle_of_a_store_leaves_nothing(served: Served, url: str) -> None:
+    with LmcacheClient(url) as first:
+        first.attach(1)
+        assert first.begin_store(1, TOKENS, "r") == 8
+        assert served.num_leased() == 8
+
+        first.process.kill()
+
+        assert served.until_no_lease() < 1.0
+    with LmcacheClient(url) as second:
+        second.attach(2)
+        assert second.lookup(TOKENS, "r") == 0
+        assert second.store(2, TOKENS, "r", BLOCKS) is True
+        assert second.lookup(TOKENS, "s") == 8
+
+
+def test_a_load_without_a_hit_fails_without_a_hang(client: LmcacheClient) -> None:
+    client.attach(1)
+    client.store(1, TOKENS, "cold", BLOCKS)
+
+    assert client.retrieve(1, [9] * 8 * CHUNK, "none", OTHER_BLOCKS, "cold")[0] is False
+    client.clear()
+    assert client.lookup(TOKENS, "cleared") == 0
+
+
+def test_a_sidecar_that_is_started_again_gets_its_workers_back(url: str) -> None:
+    served = Served(url)
+    with LmcacheClient(url) as client:
+        client.attach(1)
+        client.store(1, TOKENS, "cold", BLOCKS)
+        served.close()
+        served = Served(url)
+
+        assert client.lookup(TOKENS, "r") == 0
+        assert [client.ping(1), client.ping(1)] == [False, True]  # upon which the connector registers again
+        client.attach(1)
+        assert client.store(1, TOKENS, "cold", BLOCKS) is True
+        assert client.lookup(TOKENS, "s") == 8
+        assert client.retrieve(1, TOKENS, "s", OTHER_BLOCKS, "cold") == [True, True]
+    served.close()

@@ -1,0 +1,99 @@
+"""LMCache's own client classes, told what to do line by line: `python lmcache_client.py URL`, in a venv with lmcache.
+
+A line is a JSON list, a function's name and its arguments. The answer is a line that begins with `answer`; there may be
+others, of the libraries.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+import zmq
+from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
+from lmcache.v1.multiprocess.transfer_context.worker_transfer import EngineDrivenTransferContext
+from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
+
+CHUNK = 256
+NUM_LAYERS, NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, WIDTH = 4, 64, 2, 128, 128  # as vLLM has them on a CPU
+BLOCKS_IN_CHUNK = CHUNK // BLOCK_SIZE
+TIMEOUT_S = 20.0
+
+client = RequestClientFactory.create(sys.argv[1], context=zmq.Context.instance())
+torch.manual_seed(1)
+kv = {f"layer {i}": torch.randn(NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, WIDTH) for i in range(NUM_LAYERS)}
+contexts: dict[int, EngineDrivenTransferContext] = {}
+kept: dict[str, list[torch.Tensor]] = {}
+
+
+def key(tokens: list[int], request: str, worker: int | None, salt: str) -> IPCCacheServerKey:
+    end = len(tokens) // CHUNK * CHUNK
+    return IPCCacheServerKey("m", 1, worker, tuple(tokens), 0, end, request, salt, None, 1)
+
+
+def chunk_size() -> int:
+    return client.get_chunk_size().result(timeout=TIMEOUT_S)
+
+
+def ping(instance: int | None) -> bool:
+    return client.ping(instance).result(timeout=TIMEOUT_S)
+
+
+def attach(instance: int) -> str:
+    """By which memory it is attached."""
+    contexts[instance] = EngineDrivenTransferContext(instance, client)
+    contexts[instance].register(kv, "m", 1, BLOCKS_IN_CHUNK, TIMEOUT_S)
+    return type(contexts[instance].engine_driven_context).__name__
+
+
+def detach(instance: int) -> None:
+    contexts.pop(instance).unregister().result(timeout=TIMEOUT_S)
+
+
+def lookup(tokens: list[int], request: str, salt: str = "") -> int | None:
+    client.lookup(key(tokens, request, None, salt), 1).result(timeout=TIMEOUT_S)
+    while (found := client.query_prefetch_status(request).result(timeout=TIMEOUT_S)) is None:
+        pass
+    return found
+
+
+def end_session(request: str) -> None:
+    client.end_session(request).result(timeout=TIMEOUT_S)
+
+
+def store(instance: int, tokens: list[int], request: str, blocks: list[int], salt: str = "") -> bool:
+    """Store what is in these blocks, and keep a copy of it to compare with."""
+    kept[request] = [layer[blocks].clone() for layer in kv.values()]
+    future = contexts[instance].submit_store(
+        request, key(tokens, request, 0, salt), kv, [blocks], None, BLOCKS_IN_CHUNK
+    )
+    return bool(future.result(timeout=TIMEOUT_S))
+
+
+def begin_store(instance: int, tokens: list[int], request: str) -> int:
+    """Reserve slots and never commit them; how many chunks."""
+    return len(client.prepare_store(key(tokens, request, 0, ""), instance).result(timeout=TIMEOUT_S).context["slots"])
+
+
+def retrieve(instance: int, tokens: list[int], request: str, blocks: list[int], like: str) -> list[bool]:
+    """Load into these blocks: whether that succeeded, and whether they are what was stored for the request *like*."""
+    for layer in kv.values():
+        layer[blocks] = 0
+    future = contexts[instance].submit_retrieve(
+        request, key(tokens, request, 0, ""), kv, [blocks], None, BLOCKS_IN_CHUNK
+    )
+    succeeded = bool(future.result(timeout=TIMEOUT_S))
+    pairs = zip(kv.values(), kept[like], strict=True)
+    return [succeeded, all(torch.equal(layer[blocks], stored) for layer, stored in pairs)]
+
+
+def clear() -> None:
+    client.clear(True).result(timeout=TIMEOUT_S)
+
+
+for line in sys.stdin:
+    name, *arguments = json.loads(line)
+    function: Any = globals()[name]
+    print("answer", json.dumps(function(*arguments)), flush=True)
+os._exit(0)

@@ -1,0 +1,148 @@
+"""Processes that tests and benchmarks of foreign engines start: the sidecar, and the real vLLM."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+HERE = Path(__file__).parent
+ENDS_WITHIN_S = 60.0
+
+
+class Sidecar:
+    """`kvtier sidecar` as a user starts it, and starts it again."""
+
+    def __init__(self, endpoint: str, *options: str, before: str = "") -> None:
+        """*before*: Python that the process runs first, to have a fault."""
+        self.endpoint = endpoint
+        arguments = ["sidecar", "--listen", endpoint, *options]
+        script = f"{before}\nfrom kvtier.engine.commands.cli import main\nraise SystemExit(main({arguments!r}))"
+        self._command = [sys.executable, "-c", script]
+        self.start()
+
+    @property
+    def segment(self) -> Path:
+        """The file of its shared memory."""
+        (path,) = Path("/dev/shm").glob(f"kvtier-*-{self.process.pid}-*")
+        return path
+
+    def start(self) -> None:
+        """Start it, and return once engines may attach."""
+        self.process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        self.said: list[str] = []
+        for line in self.process.stderr:
+            self.said.append(line)
+            if "engines may attach" in line:
+                return
+        raise RuntimeError(f"the sidecar has ended: {''.join(self.said)}")
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.process.kill()
+        self.process.wait(ENDS_WITHIN_S)
+
+    def stop(self) -> int:
+        """Have it write what it has, and end; its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(ENDS_WITHIN_S)
+
+    def pause(self) -> None:
+        """Stop it, as a debugger or a full machine would."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let it run again."""
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.kill()
+
+
+class Vllm:
+    """The real vLLM in a process of the foreign environment's *python*."""
+
+    def __init__(self, python: str, model: Path, transfer: dict[str, Any], **options: Any) -> None:
+        arguments = [json.dumps(transfer), json.dumps(options)]
+        self.process = subprocess.Popen(
+            [python, HERE / "vllm_engine.py", model, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if "KVTIER_SHOW_ENGINES" not in os.environ else None,
+            text=True,
+            bufsize=1,
+        )
+        self.attached = self._answer()
+
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int = 8, salt: str | None = None) -> Any:
+        """See `Engine.generate` of vllm_engine.py."""
+        return self._ask({"do": "generate", "prompts": list(prompts), "num_tokens": num_tokens, "salt": salt})
+
+    def reset(self) -> None:
+        """Forget the engine's own prefix cache."""
+        assert self._ask({"do": "reset"})["reset"], "vLLM did not forget its prefix cache"
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.process.kill()
+        self.process.wait(ENDS_WITHIN_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def _ask(self, question: dict[str, Any]) -> Any:
+        assert self.process.stdin is not None
+        print(json.dumps(question), file=self.process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"vLLM has ended with status {self.process.wait(ENDS_WITHIN_S)}")
+        return json.loads(line)
+
+
+def free_endpoint() -> str:
+    """A TCP endpoint of this machine that no process listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return f"tcp://127.0.0.1:{found.getsockname()[1]}"
+
+
+def make_model(python: str, folder: Path) -> Path:
+    """A tiny Llama that vLLM loads, made by the foreign environment's *python*."""
+    subprocess.run([python, HERE / "vllm_model.py", folder / "llama"], check=True, capture_output=True)
+    return folder / "llama"
+
+
+def transfer_config(endpoint: str, policy: str = "recompute") -> dict[str, Any]:
+    """What `kvtier sidecar` prints for vLLM, as a value."""
+    host, _, port = endpoint.rpartition(":")
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": host,
+            "lmcache.mp.port": int(port),
+            "lmcache.mp.mp_transfer_mode": "engine_driven",
+            "lmcache.mp.mq_timeout": 5,
+            "lmcache.mp.heartbeat_interval": 2,
+        },
+    }

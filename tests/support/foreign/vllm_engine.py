@@ -1,0 +1,104 @@
+"""The real vLLM in a process of its own, told what to do in lines of JSON: vllm_engine.py MODEL KV_TRANSFER_CONFIG.
+
+Runs in the environment that install.py makes; knows nothing of kvtier. Each line in is {"do": ..., ...}, each line out
+its answer.
+"""
+
+import json
+import os
+import sys
+
+for name, value in {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler is in this process, and can be looked at
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "LMCACHE_LOG_LEVEL": "WARNING",
+    "LMCACHE_TRACK_USAGE": "false",
+    "OMP_NUM_THREADS": "1",
+}.items():
+    os.environ.setdefault(name, value)
+
+from vllm import LLM, SamplingParams  # noqa: E402  # they read the environment
+from vllm.config import KVTransferConfig  # noqa: E402
+
+MOST_STEPS = 50  # without a request, until the last one's blocks are let go
+
+
+class Engine:
+    """One vLLM engine, and how many tokens each of its steps computes."""
+
+    def __init__(self, model: str, transfer: dict, **arguments: object) -> None:
+        self.llm = LLM(
+            model,
+            kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
+            **{
+                "enforce_eager": True,
+                "enable_prefix_caching": True,
+                "max_model_len": 10240,
+                "max_num_batched_tokens": 2048,
+                "max_num_seqs": 4,
+                "seed": 0,
+                "disable_log_stats": False,  # they have the time of the first token
+                "kv_cache_memory_bytes": 64 << 20,
+                "dtype": "float32",
+                "disable_hybrid_kv_cache_manager": True,
+                **arguments,
+            },
+        )
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduled: list[int] = []
+        schedule = self.core.scheduler.schedule
+
+        def recorded(*arguments: object, **options: object) -> object:
+            output = schedule(*arguments, **options)
+            if output.num_scheduled_tokens:
+                self.scheduled.append(sum(output.num_scheduled_tokens.values()))
+            return output
+
+        self.core.scheduler.schedule = recorded
+
+    def generate(self, prompts: list[list[int]], num_tokens: int, salt: str | None = None) -> dict:
+        """Greedy tokens; also how many tokens were computed before the first one was there, and seconds until then."""
+        parameters = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        requests = [{"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})} for prompt in prompts]
+        self.scheduled.clear()
+        outputs = self.llm.generate(requests, parameters, use_tqdm=False)
+        return {
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "finish": [output.outputs[0].finish_reason for output in outputs],
+            "cached": [output.num_cached_tokens for output in outputs],
+            "scheduled": sum(self.scheduled) - sum(len(output.outputs[0].token_ids) - 1 for output in outputs),
+            "ttft_s": [output.metrics.first_token_latency for output in outputs],
+        }
+
+    def reset(self) -> dict:
+        """Forget the engine's own prefix cache."""
+        for _ in range(MOST_STEPS):
+            self.core.step_fn()
+            if self.llm.reset_prefix_cache():
+                return {"reset": True}
+        return {"reset": False}
+
+    def connector(self) -> dict:
+        """Which class is attached."""
+        kind = type(self.core.scheduler.connector)
+        return {"connector": f"{kind.__module__}.{kind.__name__}"}
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what vLLM prints is no answer
+    model, transfer, options = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    engine = Engine(model, transfer, **options)
+    print(json.dumps({"ready": True, **engine.connector()}), file=answers)
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(json.dumps(getattr(engine, request.pop("do"))(**request)), file=answers)
+    answers.flush()
+    os._exit(0)  # some of vLLM's threads do not end
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Makes a tiny Llama with random weights whose greedy tokens depend on all of its prompt: vllm_model.py FOLDER."""
+
+import sys
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCABULARY = 512
+
+
+def main(folder: str) -> None:
+    """Save model and tokenizer in *folder*."""
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2}
+    for letter in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        words[letter] = len(words)
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=16384
+    ).save_pretrained(folder)
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=16384,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if weights.dim() == 2:  # so large that the greedy token is no tie, and another one for another prompt
+                scale = 1.0 if "embed" in name else 2.0 / weights.shape[1] ** 0.5
+                weights.copy_(torch.randn_like(weights, dtype=torch.float32) * scale)
+    model.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,78 @@
+"""Clearing: deletes what is on disk and in no index any more, beside everything else."""
+
+from collections.abc import Callable, Sequence
+
+from kvtier.tiers.lower.disk_tier import DiskTier
+from kvtier.transfer.lane import Transfer
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+REST_S = 1.0  # after an error of the disk's
+
+
+class Clearing:
+    """Once the index of the disk was emptied, its records are of no use to this process, but the next one would find
+    them. They are looked for and deleted page by page; what has been written since is in the index, and stays. Owned by
+    the tiers' thread."""
+
+    def __init__(self, disk: DiskTier, transfers: TransferEngine, clock: Callable[[], float]) -> None:
+        self._disk = disk
+        self._transfers = transfers
+        self._clock = clock
+        self._is_due = False
+        self._is_under_way = False
+        self._was_opened_anew = False
+        self._not_before = float("-inf")
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that was on disk when `begin` was called last has been deleted."""
+        return not self._is_due
+
+    def begin(self) -> None:
+        """The index was emptied just now."""
+        self._is_due = self._disk.is_there
+        self._disk.rewind_index()
+
+    def go_on(self) -> None:
+        """Have the next page looked through, unless one is."""
+        if not self._is_due or self._is_under_way or self._clock() < self._not_before:
+            return
+        if self._disk.taken_in != self._disk.opening():
+            self._was_opened_anew = True
+            self._disk.take_in_opening()
+            self._disk.index.clear()
+        if not self._disk.is_open:
+            return
+        self._is_under_way = self._transfers.submit(Route.DISK_TO_HOST, self._disk.read_index, 0, self._on_page)
+
+    def _on_page(self, transfer: Transfer) -> None:
+        self._is_under_way = False
+        if transfer.error is not None:
+            self._rest()
+            return
+        keys: Sequence[bytes] = transfer.result
+        if not keys:
+            self._is_due = False
+            if self._was_opened_anew:  # what was written since then has to be found, and the rest written again
+                self._was_opened_anew, self._disk.taken_in = False, 0
+            return
+        unknown = [key for key in keys if self._is_unknown(key)]
+        self._is_under_way = bool(unknown) and self._transfers.submit(
+            Route.HOST_TO_DISK, lambda: self._disk.delete(unknown), 0, self._on_deleted
+        )
+        if unknown and not self._is_under_way:
+            self._rest()
+
+    def _on_deleted(self, transfer: Transfer) -> None:
+        self._is_under_way = False
+        if transfer.error is not None:
+            self._rest()
+
+    def _is_unknown(self, key: bytes) -> bool:
+        block = self._disk.block_of(key)
+        return block is not None and not self._disk.index.holds(*block)
+
+    def _rest(self) -> None:
+        """Begin again later."""
+        self._disk.rewind_index()
+        self._not_before = self._clock() + REST_S

@@ -1,0 +1,125 @@
+"""Segment: host memory with a name, which other processes of the same user open and map."""
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.transfer.pages import map_pages
+
+log = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")  # where shm_open has its files
+PREFIX = "kvtier"
+PIECE_BYTES = 32 << 20  # that are backed at a time
+
+
+class Segment:
+    """*num_bytes* of shared memory, mode 0600, under a name of its own that begins with `kvtier-UID-`.
+
+    The name goes when the segment is closed. A process that is killed leaves it, and the next segment of the same user
+    removes it: each is locked for as long as its process lives, and has its name only once it is locked, so what can
+    be locked has no owner. The bytes stay for as long as any process maps them.
+
+    Memory is backed from the front, piece by piece, by a thread of its own. A process that writes where nothing is
+    backed is killed if the machine has no memory left, so only `backed_bytes` may be given to others.
+    """
+
+    def __init__(self, num_bytes: int, folder: Path = SHARED_MEMORY) -> None:
+        """OSError, with what to do, if *folder* has no room for that much."""
+        self.num_bytes = num_bytes
+        self.backed_bytes = 0
+        self.name = f"{PREFIX}-{os.geteuid()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._closing = threading.Event()
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, self._folder)
+            for name in leftovers(folder):
+                log.warning("host: removed the shared memory %s/%s of a process that was killed", folder, name)
+            room = os.fstatvfs(self._folder)
+            if (free_bytes := room.f_bavail * room.f_frsize) < num_bytes:
+                raise OSError(
+                    f"host: {folder} has room for {free_bytes >> 20} MiB, {num_bytes >> 20} MiB are asked for; "
+                    f"lower --host, or raise it: mount -o remount,size={(num_bytes >> 30) + 1}G {folder}"
+                )
+            self._lock = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            undo.callback(os.close, self._lock)
+            os.ftruncate(self._lock, num_bytes)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            # Others get this one: a lock lasts as long as any descriptor made from the one that took it.
+            self.file = os.open(f"/proc/self/fd/{self._lock}", os.O_RDWR | os.O_CLOEXEC)
+            undo.callback(os.close, self.file)
+            mapped = mmap.mmap(self.file, num_bytes)
+            self.memory: npt.NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)  # [num_bytes]
+            # linkat follows the link in /proc only if it is told to, and Python tells it so with folders alone.
+            os.link(f"/proc/self/fd/{self._lock}", self.name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+            self._thread = threading.Thread(target=self._back, name="kvtier-segment", daemon=True)
+            self._thread.start()
+            undo.pop_all()
+
+    @property
+    def span(self) -> tuple[int, int, int]:
+        """File descriptor, address in this process, and bytes: for a process that maps the same memory."""
+        return self.file, self.memory.ctypes.data, self.num_bytes
+
+    def wait_backed(self, timeout_s: float) -> bool:
+        """Wait until all of it is backed or cannot be, *timeout_s* at most; whether all of it is backed."""
+        self._thread.join(timeout_s)
+        return self.backed_bytes == self.num_bytes
+
+    def close(self) -> None:
+        """Take the name away and end the thread. This process's memory goes with the last view of `memory`."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._thread.join()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.name, dir_fd=self._folder)
+        for file in (self.file, self._lock, self._folder):
+            os.close(file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _back(self) -> None:
+        base = self.memory.ctypes.data
+        try:
+            while self.backed_bytes < self.num_bytes and not self._closing.is_set():
+                length = min(PIECE_BYTES, self.num_bytes - self.backed_bytes)
+                os.posix_fallocate(self._lock, self.backed_bytes, length)
+                map_pages(base + self.backed_bytes, length)
+                self.backed_bytes += length
+        except Exception as error:  # a thread's top: what is backed is used
+            log.warning("host: %d of %d MiB are used: %s", self.backed_bytes >> 20, self.num_bytes >> 20, error)
+
+
+def leftovers(folder: Path) -> Iterator[str]:
+    """Remove the segments of this user whose process has ended; the name of each, once it is gone."""
+    for path in folder.glob(f"{PREFIX}-{os.geteuid()}-*"):
+        with contextlib.suppress(OSError):  # another start removed it, its owner lives, or it is no segment
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                found = os.fstat(file)
+                if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                    continue
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(file)
+            yield path.name
