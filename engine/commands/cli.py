@@ -303,8 +303,12 @@ def _add_top(commands: _Commands) -> None:
     url = "http://127.0.0.1:9464"
     top.add_argument("url", nargs="?", default=url, metavar="URL", help=f"where its HTTP is (default: {url})")
     top.add_argument("--once", action="store_true", help="print one view and end")
-    top.add_argument("--interval", type=_interval, default=1.0, metavar="SECONDS", help="between two views (default: 1)")
-    top.add_argument("--token-file", type=_path, metavar="FILE", help="the token that the sidecar asks for (default: none)")
+    top.add_argument(
+        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="between two views (default: 1)"
+    )
+    top.add_argument(
+        "--token-file", type=_path, metavar="FILE", help="the token that the sidecar asks for (default: none)"
+    )
     top.set_defaults(run=_top)
 
 
