@@ -35,6 +35,9 @@ def add_sidecar(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
     )
     sidecar.add_argument("--listen", metavar="ENDPOINT", help="where engines attach (default: tcp://127.0.0.1:5555)")
     sidecar.add_argument("--chunk-tokens", type=int, metavar="N", help="tokens of a chunk (default: 256)")
+    sidecar.add_argument(
+        "--http-port", type=_port, metavar="PORT", help='of HTTP on this machine, or "none" (default: 9464)'
+    )
     sidecar.add_argument("--log-format", choices=["human", "json"], help="json: one object a line (default: human)")
     sidecar.add_argument("--check-config", action="store_true", help="print what the configuration comes to, and end")
     sidecar.set_defaults(run=run)
@@ -47,6 +50,7 @@ def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
         "host": None if options.host is None else {"capacity": options.host},
         "disk": options.disk,
         "lmcache": {key: value for key, value in lmcache.items() if value is not None} or None,
+        "http": None if options.http_port is None else {"port": options.http_port},
         "log_format": options.log_format,
     }
     return {table: values for table, values in tables.items() if values is not None}
@@ -57,6 +61,12 @@ def _size(text: str) -> int:
         return int(parse_bytes(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _port(text: str) -> int | str:
+    if text != "none" and not (text.isdecimal() and int(text) < 1 << 16):
+        raise argparse.ArgumentTypeError(f'{text!r} is no port; give 0 to 65535 (0: a free one), or "none"')
+    return text if text == "none" else int(text)
 
 
 def _disk(text: str) -> dict[str, object]:
