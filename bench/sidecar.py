@@ -1,15 +1,21 @@
 """What does the real vLLM get from `kvtier sidecar`, attached by configuration alone: after a reset, after restarts of
-the engine, of the sidecar and of both, and when bytes in host memory or on disk are damaged?
+the engine, of the sidecar and of both, and when bytes in host memory or on disk are damaged? How fast is the sidecar
+beside LMCache's own server, through LMCache's own client?
 
-vLLM runs unmodified, on the CPU, in the environment of --python (`make .venv/foreign/installed`). Some five minutes.
+vLLM and LMCache run unmodified, on the CPU, in the environment of --python (`make .venv/foreign/installed`). Some four
+minutes.
 """
 
+import json
+import os
 import random
+import socket
 import statistics
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +29,10 @@ CHUNK_TOKENS = 256
 ROUNDS = 3
 ATTACHING_S = 30.0  # until an engine has noticed a restart: two or three heartbeats of 2 s are usual
 HOST, DISK = "512MiB", "1GiB"
+STARTING_S = 60.0  # of LMCache's server
+MEASURE = Path(__file__).parents[1] / "tests" / "support" / "foreign" / "lmcache_measure.py"
+MEASURED_ROUNDS = 7
+STORED_BYTES = 128 << 20  # in one go, in chunks of 1 MiB
 UNCHECKED = """
 from kvtier.engine.sidecar.lmcache import promises
 checked = promises.RankChunks._on_verified
@@ -184,6 +194,48 @@ def vllm_rows(python: str, folder: Path) -> list[Row]:
     return rows
 
 
+@contextmanager
+def lmcache_server(python: str) -> Iterator[str]:
+    """LMCache's own server; its URL."""
+    url = free_endpoint()
+    host, port = url.removeprefix("tcp://").split(":")
+    command = [str(Path(python).parent / "lmcache"), "server", "--transport", "zmq", "--host", host, "--port", port]
+    command += ["--chunk-size", str(CHUNK_TOKENS), "--supported-transfer-mode", "engine_driven"]
+    command += ["--shm-name", f"lmcache-bench-{os.getpid()}", "--l1-size-gb", "1", "--eviction-policy", "LRU"]
+    environment = os.environ | {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            give_up_at = time.monotonic() + STARTING_S
+            while time.monotonic() < give_up_at and process.poll() is None:
+                with suppress(OSError), socket.create_connection((host, int(port)), 1):
+                    break
+                time.sleep(0.1)
+            yield url
+        finally:
+            process.kill()
+
+
+def lmcache_rows(python: str) -> list[Row]:
+    """The sidecar beside LMCache's own server, in turns; medians."""
+    with lmcache_server(python) as url, Sidecar(free_endpoint(), "--host", "1GiB") as sidecar:
+        command = [python, str(MEASURE), str(MEASURED_ROUNDS), f"kvtier={sidecar.endpoint}", f"lmcache={url}"]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+    seconds = json.loads(done.stdout.splitlines()[-1])
+    rows: list[Row] = []
+    for what in seconds["kvtier"]:
+        own, other = (statistics.median(seconds[name][what]) for name in ("kvtier", "lmcache"))
+        if what in ("store", "retrieve"):
+            speed = STORED_BYTES / own / 1e9
+            rows.append(
+                Row(f"{what}: LMCache's client, GB/s of LMCache's server", other / own, "", ">= 1", other >= own)
+            )
+            rows.append(Row(f"{what}: LMCache's client and the sidecar", speed, "GB/s"))
+        else:
+            rows.append(Row(f"{what}: of LMCache's server's time", own / other, "", "<= 1", own <= other))
+            rows.append(Row(f"{what}: the sidecar", 1e3 * own, "ms"))
+    return rows
+
+
 def main() -> None:
     """Measure, and print."""
     parser = arguments(__doc__ or "")
@@ -191,6 +243,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = vllm_rows(options.python, Path(folder))
+    rows += lmcache_rows(options.python)
     publish("sidecar", rows, options.json)
 
 
