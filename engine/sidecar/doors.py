@@ -7,7 +7,7 @@ from kvtier.engine.sidecar.build import MakeDoors
 from kvtier.engine.sidecar.config import SidecarConfig
 from kvtier.engine.sidecar.door import Door
 from kvtier.engine.sidecar.layouts import Layouts
-from kvtier.engine.sidecar.lmcache.door import Door as LmcacheDoor
+from kvtier.engine.sidecar.lmcache.door import LmcacheDoor
 from kvtier.engine.sidecar.lmcache.port import Port, listen
 from kvtier.engine.sidecar.lmcache.refusals import Refusals
 from kvtier.transfer.transfer_engine import TransferEngine

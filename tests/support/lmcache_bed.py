@@ -13,7 +13,7 @@ import zmq
 from chaos import FakeClock
 
 from kvtier.engine.sidecar.layouts import Layouts
-from kvtier.engine.sidecar.lmcache.door import Door
+from kvtier.engine.sidecar.lmcache.door import LmcacheDoor
 from kvtier.engine.sidecar.lmcache.port import Port, listen
 from kvtier.engine.sidecar.lmcache.refusals import Refusals
 from kvtier.store.memory_store import MemoryStore
@@ -208,7 +208,7 @@ class Bed:
         self.layouts = Layouts(self.segment, self.transfers, store, clock=self.clock, extent_bytes=EXTENT_BYTES)
         self.refusals = Refusals(self.clock)
         self.port = stack.enter_context(Port([listen(self.url)], self.clock, self.refusals.refused))
-        self.door = Door(self.port, self.layouts, self.transfers, CHUNK, self.refusals, self.clock)
+        self.door = LmcacheDoor(self.port, self.layouts, self.transfers, CHUNK, self.refusals, self.clock)
 
     def turn(self) -> None:
         self.clock.now += self.turn_s

@@ -80,7 +80,7 @@ class DoorStatistics:
     stored: StoreCounts
 
 
-class Door:
+class LmcacheDoor:
     """Every operation is answered, always: what is refused with what does no harm. Answers wait for nothing but
     promises, which are bounded in time. Owned by the sidecar's thread, whose loop calls `receive` when `file` is
     readable or there was more, then `poll` of transfers and tiers, then `tick`.

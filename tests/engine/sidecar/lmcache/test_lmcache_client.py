@@ -15,7 +15,7 @@ import pytest
 
 from kvtier.engine.sidecar.finished_transfers import FinishedTransfers
 from kvtier.engine.sidecar.layouts import Layouts
-from kvtier.engine.sidecar.lmcache.door import Door
+from kvtier.engine.sidecar.lmcache.door import LmcacheDoor
 from kvtier.engine.sidecar.lmcache.port import Port, listen
 from kvtier.engine.sidecar.lmcache.refusals import Refusals
 from kvtier.engine.sidecar.sidecar import Sidecar
@@ -82,7 +82,7 @@ class Served:
         layouts = Layouts(self.segment, transfers, extent_bytes=8 << 20)
         self.refusals = Refusals(time.monotonic)
         self.port = Port([listen(url)], time.monotonic, self.refusals.refused)
-        self.door = Door(self.port, layouts, transfers, CHUNK, self.refusals, time.monotonic)
+        self.door = LmcacheDoor(self.port, layouts, transfers, CHUNK, self.refusals, time.monotonic)
         self._sidecar = Sidecar(self.segment, finished, transfers, layouts, [self.door], None)
         self._thread = threading.Thread(target=self._sidecar.run)
         self._thread.start()
