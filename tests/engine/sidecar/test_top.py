@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -61,8 +62,15 @@ def in_terminal(*arguments: str) -> Iterator[tuple["subprocess.Popen[bytes]", in
     ours, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "110", "LINES": "60"}
     command = [sys.executable, "-m", "kvtier.engine.commands.cli", *arguments]
+    # A test run in the background of a shell ignores Ctrl-C, and so would what it starts.
+    script = f"import os, signal; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv({command[0]!r}, {command!r})"
     child = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+        [sys.executable, "-c", script],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment,
+        start_new_session=True,
     )
     os.close(theirs)
     try:
@@ -75,7 +83,9 @@ def in_terminal(*arguments: str) -> Iterator[tuple["subprocess.Popen[bytes]", in
 
 def read_until(terminal: int, pattern: str, seen: str = "") -> str:
     """What the terminal shows up to *pattern*."""
+    give_up_at = time.monotonic() + DEADLINE_S
     while not re.search(pattern, seen):
+        assert time.monotonic() < give_up_at, f"{pattern!r} never came: {seen[-2000:]}"
         assert select.select([terminal], [], [], DEADLINE_S)[0], f"{pattern!r} never came: {seen[-2000:]}"
         seen += os.read(terminal, 65536).decode(errors="replace")
     return seen
