@@ -89,6 +89,7 @@ class TieredCache:
         self._pins = Pins(self.residency, self._host_spill, clock)
         self._is_spilled = all(lower.num_slots)
         self._nothing = [0 for _ in groups]
+        self._demand = self._nothing  # of the promotion that wants room: device blocks that it reaches, by group
 
     def lookup(self, chain: BlockChain, num_tokens: int) -> Hit:
         """The longest prefix of the prompt that can be resumed, over all tiers at once. Pure; nothing is leased.
@@ -142,7 +143,8 @@ class TieredCache:
         if not any(short):
             return True
         self._promoter.keep_warm(hit)
-        self._spill(demand)
+        self._demand = demand
+        self._spill()
         return not self._host_spill.is_moving and not self.lower.is_making_room
 
     def promote(self, hit: Hit, timeout_s: float | None = None) -> Promotion:
@@ -266,7 +268,8 @@ class TieredCache:
         """Keep the device's oldest blocks copied to host memory, as far ahead as the measured speeds ask for, and what
         is in host memory copied to disk."""
         if self._is_spilled:
-            self._spill(self._nothing)
+            self._spill()
+            self._demand = self._nothing
 
     def flush(self, timeout_s: float, progress: Callable[[int], None] = lambda num_left: None) -> int:
         """Copy every block that no request leases down to disk, so that a restart is warm; the number not copied.
@@ -466,10 +469,13 @@ class TieredCache:
             group.memory.close()
         return True
 
-    def _spill(self, demand: Sequence[int]) -> None:
-        """Start copies down that are due. *demand*: for each group, slots about to be taken beyond the usual."""
-        self._host_spill.spill(demand)
-        self.lower.spill()
+    def _spill(self) -> None:
+        """Start copies down that are due. While a promotion wants room nothing is written to disk that need not be."""
+        self._host_spill.spill(self._demand)
+        if any(self._demand):
+            self.lower.make_room()
+        else:
+            self.lower.spill()
 
     def _limit(self, chain: BlockChain, num_tokens: int) -> int:
         most = min(max(0, num_tokens - 1), len(chain.names) * self.block_size)

@@ -218,6 +218,10 @@ class UnreliableTiers:
         if self.is_alive:
             self.inner.spill()
 
+    def make_room(self) -> None:
+        if self.is_alive:
+            self.inner.make_room()
+
     def poll(self) -> None:
         self.inner.poll()
         if not self.is_alive and not self._fetches and not self._reserved:

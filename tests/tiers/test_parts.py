@@ -397,3 +397,26 @@ def test_what_is_to_come_is_counted_by_who_asks_for_slots_and_by_who_plans_a_loa
     assert again.disk_bytes[-1] == NUM_BLOCKS  # waits for the other's, which counts as queued
     w.cache.cancel(first)
     w.check()
+
+
+def test_while_a_promotion_wants_room_nothing_is_written_to_disk_in_its_way() -> None:
+    w = world(num_device_slots=32, num_host_slots=200)
+    w.lanes[Route.HOST_TO_DISK].capacity = 0
+    read(w, "a")
+    for document in "bcd":
+        read(w, document)
+    w.lanes[Route.DEVICE_TO_HOST].capacity = 0
+    for document in "efg":
+        read(w, document)
+    for route in (Route.HOST_TO_DISK, Route.DEVICE_TO_HOST):
+        w.lanes[route].capacity = 6
+    hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
+    assert w.index.host[0].dirty
+
+    assert not w.cache.make_room(hit)
+    w.cache.spill()  # of the same step
+    assert w.lanes[Route.DEVICE_TO_HOST].num_pending
+    assert not w.lanes[Route.HOST_TO_DISK].num_pending
+
+    w.cache.spill()  # no promotion has asked since
+    assert w.lanes[Route.HOST_TO_DISK].num_pending

@@ -211,7 +211,14 @@ class LocalTiers:
         self._clearing.begin()
 
     def spill(self) -> None:
-        if not self._fetches.any_reading or not self._is_roomy():
+        if self._fetches.any_reading:
+            self.make_room()
+        else:
+            self._disk_spill.spill()
+            self._unmet = [0 for _ in self._unmet]
+
+    def make_room(self) -> None:
+        if not self._is_roomy():
             self._disk_spill.spill()
         self._unmet = [0 for _ in self._unmet]
 

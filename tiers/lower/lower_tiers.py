@@ -228,6 +228,13 @@ class LowerTiers(Protocol):
     def spill(self) -> None:
         """Start copies from host memory further down that are due. They yield to reads, unless reads wait for them."""
 
+    def make_room(self) -> None:
+        """Start copies from host memory further down only if host slots are lacking for `reserve` or for reads.
+
+        A device pool asks for this in place of `spill` while it copies down what a load will push out: other writes
+        would only slow that load. Slots are lacking if `reserve` gave fewer than it was asked for since the last call.
+        """
+
     def poll(self) -> None:
         """Go on with all that is under way, and call `on_fetched` for blocks of fetches that have come or failed.
 

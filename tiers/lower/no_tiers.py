@@ -96,6 +96,9 @@ class NoTiers:
     def spill(self) -> None:
         pass
 
+    def make_room(self) -> None:
+        pass
+
     def poll(self) -> None:
         untold, self._untold = self._untold, []
         for fetch, on_fetched in untold:

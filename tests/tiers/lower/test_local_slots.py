@@ -125,3 +125,17 @@ def test_deleting_goes_on_after_an_error_and_after_the_store_was_opened_anew(bed
     assert not list(bed.store.keys())
     assert bed.tiers.is_indexed
     bed.tiers.check()
+
+
+def test_while_a_load_wants_room_nothing_is_written_unless_host_slots_are_lacking(bed: LocalBed) -> None:
+    bed.put("a", 2)
+
+    bed.tiers.make_room()
+    assert not bed.lanes[Route.HOST_TO_DISK].waiting
+
+    bed.put("b", NUM_SLOTS - 2)
+    assert bed.tiers.reserve(0, 2) == []  # all are the last copies
+    bed.tiers.make_room()
+    assert bed.lanes[Route.HOST_TO_DISK].waiting
+    bed.settle()
+    bed.tiers.check()
