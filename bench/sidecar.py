@@ -231,7 +231,9 @@ def lmcache_rows(python: str) -> list[Row]:
             )
             rows.append(Row(f"{what}: LMCache's client and the sidecar", speed, "GB/s"))
         else:
-            rows.append(Row(f"{what}: of LMCache's server's time", own / other, "", "<= 1", own <= other))
+            is_promised = "miss" in what  # hits are verified before they are told, which LMCache's are not
+            target, ok = ("<= 1", own <= other) if is_promised else ("", None)
+            rows.append(Row(f"{what}: of LMCache's server's time", own / other, "", target, ok))
             rows.append(Row(f"{what}: the sidecar", 1e3 * own, "ms"))
     return rows
 
