@@ -116,7 +116,7 @@ def test_deleting_goes_on_after_an_error_and_after_the_store_was_opened_anew(bed
 
     bed.tiers.forget_all()
     bed.settle()
-    number = 2
+    number, epoch = 2, bed.tiers.epoch
     for _ in range(3):
         bed.clock.now += 2
         bed.settle()
@@ -124,6 +124,7 @@ def test_deleting_goes_on_after_an_error_and_after_the_store_was_opened_anew(bed
     assert bed.find("a", 3) == [NOWHERE] * 3
     assert not list(bed.store.keys())
     assert bed.tiers.is_indexed
+    assert bed.tiers.epoch > epoch, "copies that relied on the store before are not looked through"
     bed.tiers.check()
 
 
