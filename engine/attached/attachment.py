@@ -17,7 +17,15 @@ FIRST_PAUSE_S = 0.05  # between two tries; each one is twice as long …
 LONGEST_PAUSE_S = 1.0  # … up to this: a sidecar that comes back is used soon
 REFUSED_PAUSE_S = 10.0  # one that refuses will not do otherwise before someone has done something
 
-Prepared = TypeVar("Prepared")
+
+class PreparedSlots(Protocol):
+    """Host slots that are mapped, and not used yet."""
+
+    def close(self) -> None:
+        """Give them up."""
+
+
+Prepared = TypeVar("Prepared", bound=PreparedSlots)
 
 
 class AttachableMemory(Protocol[Prepared]):
@@ -41,6 +49,12 @@ class Attached(Generic[Prepared]):
 
     session: Session
     hosts: Sequence[Prepared]
+
+    def close(self) -> None:
+        """End the session, and give the slots up. For what is not used."""
+        self.session.close()
+        for host in self.hosts:
+            host.close()
 
 
 class Attachment(Generic[Prepared]):
@@ -89,7 +103,7 @@ class Attachment(Generic[Prepared]):
         self._is_wanted.set()
         self._thread.join(timeout=2 * LONGEST_PAUSE_S)  # it may wait for a sidecar that hangs: a daemon thread
         while (attached := self.take()) is not None:
-            attached.session.close()
+            attached.close()
 
     def _attach(self) -> None:
         while not self._is_closing.is_set():
@@ -108,7 +122,10 @@ class Attachment(Generic[Prepared]):
             with ExitStack() as undo:
                 session = open_session(self.path, self._hello)
                 undo.callback(session.close)
-                hosts = [memory.prepare(session.file, session.welcome.num_bytes) for memory in self._memories]
+                hosts: list[Prepared] = []
+                for memory in self._memories:
+                    hosts.append(memory.prepare(session.file, session.welcome.num_bytes))
+                    undo.callback(hosts[-1].close)
                 self._ready.put(Attached(session, hosts))
                 undo.pop_all()
         except AttachRefused as error:
