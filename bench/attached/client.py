@@ -1,4 +1,4 @@
-"""A client of the sidecar without an engine: `SidecarTiers` over blocks of this process, driven as a device pool would."""
+"""A client without an engine: `SidecarTiers` over blocks of this process, driven as a device pool would."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -53,6 +53,7 @@ class Client:
 
     def __init__(self, socket: Path, block_bytes: int, namespace: bytes = b"b" * 16) -> None:
         self.memory = MappedSlots(block_bytes)
+        self.answered_s = 0.0  # that the leases of the last `read` took
         finished = Finished()
         self._transfers = TransferEngine({}, finished)
         hello = Hello(VERSION, "bench", "bench", namespace, [GroupShape(BLOCK_TOKENS, False, block_bytes)])
@@ -97,8 +98,10 @@ class Client:
             settled[place] = True
 
         blocks = blocks_of(self.chain(document, num_blocks), GROUPS[0], np.arange(num_blocks))
+        began_at = time.perf_counter()
         fetch = self.tiers.fetch(0, blocks, on_fetched)
         self.wait(lambda: bool(settled.all()))
+        self.answered_s = time.perf_counter() - began_at
         num_read = 0
         for place in np.flatnonzero(fetch.slots != ABSENT).tolist():
             copied = self.memory.blocks[int(fetch.slots[place])].copy()
@@ -106,6 +109,10 @@ class Client:
             num_read += 1
         fetch.release(np.arange(num_blocks)[::-1])
         return num_read
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        """End the leases on slots that were reserved and not filled."""
+        self.tiers.abandon(0, np.array(slots, np.intp))
 
     def lookup(self, chain: BlockChain) -> int:
         """How many of the chain's first blocks are below."""
