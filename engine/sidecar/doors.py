@@ -8,8 +8,9 @@ from kvtier.engine.sidecar.config import SidecarConfig
 from kvtier.engine.sidecar.door import Door
 from kvtier.engine.sidecar.layouts import Layouts
 from kvtier.engine.sidecar.lmcache.door import LmcacheDoor
-from kvtier.engine.sidecar.lmcache.port import Port, listen
-from kvtier.engine.sidecar.lmcache.refusals import Refusals
+from kvtier.engine.sidecar.lmcache.zmtp import Zmtp
+from kvtier.engine.sidecar.port import Port, listen
+from kvtier.engine.sidecar.refusals import Refusals
 from kvtier.transfer.transfer_engine import TransferEngine
 
 
@@ -23,7 +24,7 @@ def doors_of(config: SidecarConfig, weights: Mapping[str, str]) -> MakeDoors:
         clock = time.monotonic
         refusals = Refusals(clock)
         try:
-            port = Port([listen(config.lmcache.listen)], clock, refusals.refused)
+            port = Port([listen(config.lmcache.listen)], clock, refusals.refused, Zmtp)
         except OSError as error:
             raise OSError(
                 f"sidecar: cannot listen at {config.lmcache.listen} ({error.strerror}); choose another --listen"

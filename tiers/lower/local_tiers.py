@@ -25,7 +25,7 @@ from kvtier.tiers.lower.no_tiers import NoTiers
 from kvtier.tiers.lower.statistics import slot_statistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import EventLog
-from kvtier.tiers.naming.groups import AttentionGroup
+from kvtier.tiers.naming.groups import BlockGroup
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import OwnerNumbers, tenant_with
 from kvtier.tiers.naming.tier import Tier
@@ -37,7 +37,7 @@ LEAST_CLEAN_AHEAD = 32  # host blocks at the eviction end that are on disk alrea
 
 
 def lower_tiers(
-    groups: Sequence[AttentionGroup],
+    groups: Sequence[BlockGroup],
     memories: Sequence[HostMemory],
     transfers: TransferEngine,
     disk: DiskTier | None = None,
@@ -63,7 +63,7 @@ class LocalTiers:
 
     def __init__(
         self,
-        groups: Sequence[AttentionGroup],
+        groups: Sequence[BlockGroup],
         memories: Sequence[HostMemory],
         transfers: TransferEngine,
         disk: DiskTier | None = None,
