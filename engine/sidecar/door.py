@@ -39,8 +39,8 @@ class AttachedClient:
 
 @dataclass(frozen=True, slots=True)
 class DoorCounts:
-    """Totals of one door since the start, in blocks of one group. The keys of *lost*, *operations* and *refused* are the
-    door's own words, which no client can add to."""
+    """Totals of one door since the start, in blocks of one group. The keys of *lost*, *operations* and *refused* are
+    the door's own words, which no client can add to."""
 
     kind: str  # such as "lmcache"
     num_asked: int = 0  # that lookups asked for

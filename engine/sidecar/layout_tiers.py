@@ -43,8 +43,8 @@ class HeldSlots:
 
 
 class LayoutTiers:
-    """The `LocalTiers` of one layout, in its extents of the segment. What takes host slots is asked of this class, since
-    it gets the layout more memory; everything else of *tiers*. Owned by the sidecar's thread."""
+    """The `LocalTiers` of one layout, in its extents of the segment. What takes host slots is asked of this class,
+    since it gets the layout more memory; everything else of *tiers*. Owned by the sidecar's thread."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class LayoutTiers:
     @property
     def held_bytes(self) -> int:
         """Bytes of the segment that are this layout's now."""
-        return sum(len(self._extents.extents_of(group_id)) for rank in self._held) * self._extents.extent_bytes
+        return sum(len(self._extents.extents_of(held)) for held in self._held) * self._extents.extent_bytes
 
     @property
     def is_being_indexed(self) -> bool:

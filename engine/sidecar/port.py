@@ -20,10 +20,10 @@ MOST_QUEUED_BYTES = 64 << 20  # a client that has so much to read is let go
 STUCK_S = 60.0  # so is one that has something to read and reads none of it for so long
 
 _M = TypeVar("_M")
-_Sent = TypeVar("_Sent", covariant=True)
+_M_co = TypeVar("_M_co", covariant=True)
 
 
-class Framing(Protocol[_Sent]):
+class Framing(Protocol[_M_co]):
     """How the bytes of one connection are cut into messages."""
 
     to_send: bytearray  # what the framing itself has to say; taken and cleared by the connection's owner
@@ -32,7 +32,7 @@ class Framing(Protocol[_Sent]):
     def num_held_bytes(self) -> int:
         """Bytes of a message that is not complete yet."""
 
-    def receive(self, data: bytes) -> Sequence[_Sent]:
+    def receive(self, data: bytes) -> Sequence[_M_co]:
         """The messages that are complete with *data*. ValueError ends the connection."""
 
 
