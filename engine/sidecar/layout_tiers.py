@@ -7,9 +7,10 @@ import numpy as np
 from kvtier.engine.sidecar.extents import Extents
 from kvtier.engine.sidecar.layout import Layout, SlotMemory
 from kvtier.engine.sidecar.shared_store import StoreView
-from kvtier.tiers.device.slot_ids import Ids
+from kvtier.tiers.device.slot_ids import ABSENT, Ids
+from kvtier.tiers.lower.local_fetch import LocalFetch
 from kvtier.tiers.lower.local_tiers import LocalTiers
-from kvtier.tiers.lower.lower_tiers import Fetch, OnFetched
+from kvtier.tiers.lower.lower_tiers import ON_DISK, Fetch, OnFetched
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 
@@ -83,6 +84,23 @@ class LayoutTiers:
         places = self.tiers.find(group_id, blocks.names)
         self.touch(group_id, places[places >= 0].astype(np.intp))
         return self.tiers.fetch(group_id, blocks, on_fetched)
+
+    def fetch_any(self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched, now: bool) -> LocalFetch:
+        """As `fetch`, for any blocks; not *now*: as `LowerTiers.fetch_later`."""
+        places = self.tiers.find(group_id, blocks.names)
+        in_host = places[places >= 0].astype(np.intp)
+        self.touch(group_id, in_host)
+        if len(in_host) == len(places):
+            return self.tiers.fetch(group_id, blocks, on_fetched, places)
+        self._get_room(group_id, int(np.count_nonzero(places == ON_DISK)))
+        begin = self.tiers.fetch if now else self.tiers.fetch_later
+        return begin(group_id, blocks, on_fetched)
+
+    def refresh(self, group_id: int, names: Sequence[BlockName], were_read: Sequence[bool]) -> None:
+        """See `LowerTiers.refresh`."""
+        places = self.tiers.index.host[group_id].pool.find_all(names)
+        self.touch(group_id, places[places != ABSENT].astype(np.intp))
+        self.tiers.refresh(group_id, names, were_read)
 
     def touch(self, group_id: int, slots: Ids) -> None:
         """The chunks in these slots are used now: their extents are taken from the layout last."""

@@ -297,9 +297,9 @@ def listen(url: str) -> socket.socket:
     return socket.create_server((host.strip("[]"), int(number)), family=_family(host), backlog=64)
 
 
-def listen_at_path(path: str) -> socket.socket:
-    """A socket that listens at *path*, for this user only. OSError if that cannot be. A socket that a process has left
-    is taken over."""
+def listen_at_path(path: str, mode: int = 0o600) -> socket.socket:
+    """A socket that listens at *path*, by default for this user only. OSError if that cannot be. A socket that a
+    process has left is taken over."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
@@ -315,6 +315,8 @@ def listen_at_path(path: str) -> socket.socket:
             listener.bind(path)
         finally:
             os.umask(before)
+        if mode != 0o600:
+            os.chmod(path, mode)
         listener.listen(64)
     except BaseException:
         listener.close()
