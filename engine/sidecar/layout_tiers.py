@@ -92,7 +92,8 @@ class LayoutTiers:
         self.touch(group_id, in_host)
         if len(in_host) == len(places):
             return self.tiers.fetch(group_id, blocks, on_fetched, places)
-        self._get_room(group_id, int(np.count_nonzero(places == ON_DISK)))
+        # One slot at least: a block of which nothing is known is looked for on disk too.
+        self._get_room(group_id, max(1, int(np.count_nonzero(places == ON_DISK))))
         begin = self.tiers.fetch if now else self.tiers.fetch_later
         return begin(group_id, blocks, on_fetched)
 

@@ -189,6 +189,8 @@ class EngineDoor:
                     self._answer(client, feed, fetched)
             case wire.Release():
                 session.release(message)
+            case wire.TimeOut():
+                session.give_up(message)
             case wire.Reserve():
                 self._answer(client, feed, session.reserve(message))
             case wire.Publish():

@@ -195,6 +195,11 @@ class Session:
             if fetched.fetch.is_reading:
                 fetched.fetch.time_out()
 
+    def give_up(self, message: wire.TimeOut) -> None:
+        """The engine takes what a fetch waits for to hang."""
+        if (fetched := self._fetches.get(message.number)) is not None:
+            fetched.fetch.time_out()
+
     def end(self) -> None:
         """The engine is gone, and with it all that it leases."""
         for fetched in self._fetches.values():
