@@ -893,6 +893,20 @@ BUGS = [
         "tests/engine/sidecar/lmcache/test_door.py",
     ),
     Bug(
+        "a client may speak for the worker of another connection",
+        "engine/sidecar/lmcache/registrations.py",
+        "        if instance.client is not client:\n            raise",
+        "        if False:\n            raise",
+        "tests/engine/sidecar/lmcache/test_door.py",
+    ),
+    Bug(
+        "a request's end ends the promise of another engine's request of that name",
+        "engine/sidecar/lmcache/promises.py",
+        "            if promise.client is client:\n                promise.end()\n        self._forget_those_over()\n\n    def end_instance",
+        "            promise.end()\n        self._forget_those_over()\n\n    def end_instance",
+        "tests/engine/sidecar/lmcache/test_door.py",
+    ),
+    Bug(
         "a reservation of a dead worker is kept",
         "engine/sidecar/lmcache/door.py",
         "            self._stores.end_instance(instance)\n",

@@ -257,9 +257,11 @@ class Promises:
             promise.heard_at = self._clock()
         return promises[::-1]
 
-    def free(self, request_id: str, chunks: range) -> None:
-        """These chunks of the request's prefix are not loaded."""
+    def free(self, client: Client, request_id: str, chunks: range) -> None:
+        """These chunks of the request's prefix are not loaded from what this client was promised."""
         for promise in self.of_request(request_id):
+            if promise.client is not client:
+                continue
             here = promise.places(chunks)
             for own in promise.chunks:
                 own.do_not_want(range(max(0, here.start), max(0, here.stop)))
@@ -275,10 +277,12 @@ class Promises:
                         own.end_reading(reading)
         self._forget_those_over()
 
-    def end_request(self, request_id: str) -> None:
-        """The request is over; what a worker is copying for it stays until that is done."""
+    def end_request(self, client: Client, request_id: str) -> None:
+        """The client's request is over; what a worker is copying for it stays until that is done. Other engines may
+        have a request of that name."""
         for promise in self._promises.get(request_id, ()):
-            promise.end()
+            if promise.client is client:
+                promise.end()
         self._forget_those_over()
 
     def end_instance(self, instance: Instance) -> None:

@@ -284,6 +284,56 @@ def test_each_reader_has_its_own_lease(bed: Bed, client: RawClient) -> None:
     assert bed.num_leases() == 0
 
 
+@pytest.mark.parametrize("deed", ["end_session", "free"])
+def test_a_request_of_the_same_name_at_another_connection_ends_no_promise(
+    bed: Bed, client: RawClient, deed: str
+) -> None:
+    client.store(DOCUMENT, "first")
+    client.lookup(DOCUMENT, "0")
+    other = RawClient(bed)
+    other.lookup(DOCUMENT, "0")
+    assert bed.num_leases() == 12
+
+    other.ask(deed, *(["0"] if deed == "end_session" else [key(DOCUMENT, "0", worker=None), 1]))
+    bed.lanes["host_to_device"].is_stopped = True  # what is not promised any more would wait for its digest
+
+    assert client.retrieve(DOCUMENT, "0")
+
+
+@pytest.mark.parametrize("deed", ["commit", "prepare", "unregister", "register", "read"])
+def test_a_client_cannot_speak_for_the_worker_of_another(bed: Bed, client: RawClient, deed: str) -> None:
+    own = key(DOCUMENT, "r")
+    slots = client.ask("prepare_store", own, 1)["context"]["slots"]
+    other = RawClient(bed)
+
+    if deed == "commit":
+        assert other.ask("commit_store", own, 1, b"") is False
+    elif deed == "prepare":
+        assert other.ask("prepare_store", own, 1)["context"]["slots"] == []
+    elif deed == "unregister":
+        other.ask("unregister", 1)
+    elif deed == "register":
+        assert other.register()["pool_size"] == 0
+    else:
+        assert other.prepare_retrieve(DOCUMENT, "r")["success"] is False
+
+    assert bed.refusals.counts == {"foreign_worker": 1}
+    assert bed.num_leases() == len(slots) == 6
+    for chunk, slot in enumerate(slots):
+        bed.bytes_of(slot)[:] = content(DOCUMENT, chunk)
+    assert client.ask("commit_store", own, 1, b"") is True
+    assert client.lookup(DOCUMENT, "s") == 6
+    assert client.retrieve(DOCUMENT, "s")
+
+
+def test_a_worker_whose_connection_has_ended_registers_at_its_next(bed: Bed, client: RawClient) -> None:
+    again = RawClient(bed)
+    client.socket.close(0)
+
+    assert bed.until(lambda: again.register()["pool_size"] or None) == bed.segment.num_bytes
+    assert again.ask("ping", 1) is True
+
+
 def test_a_hit_is_what_all_ranks_have(bed: Bed) -> None:
     workers = [RawClient(bed), RawClient(bed)]
     for rank, worker in enumerate(workers):
