@@ -17,7 +17,7 @@ ROUNDS = 3
 UNCHECKED = """
 from kvtier.engine.sidecar.lmcache import promises
 checked = promises.RankChunks._on_verified
-promises.RankChunks._on_verified = lambda self, place, is_good: checked(self, place, True)
+promises.RankChunks._on_verified = lambda self, places, are_good: checked(self, places, [True] * len(places))
 """
 
 

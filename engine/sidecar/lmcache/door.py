@@ -168,6 +168,7 @@ class LmcacheDoor:
     def on_clear(self, layouts: Sequence[Layout]) -> None:
         """What engines store of these layouts is never found. What was promised is kept: engines count on it."""
         self._stores.void(layouts)
+        self._token_keys.forget_over()
 
     def clients(self) -> list[AttachedClient]:
         """All that are attached, by value."""
@@ -209,6 +210,7 @@ class LmcacheDoor:
         """Raise AssertionError if any two books disagree."""
         self._token_keys.check()
         self._stores.check()
+        self._promises.check()
 
     def _serve(self, message: Message) -> None:
         frames = message.frames
