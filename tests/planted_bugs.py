@@ -823,6 +823,27 @@ BUGS = [
         "tests/transfer/test_attached_memory.py",
     ),
     Bug(
+        "what others share is copied down in the way of a promotion",
+        "tiers/cache.py",
+        "if self._copies_all_down and not any(self._demand) and not self._promoter.num_waiting:",
+        "if self._copies_all_down:",
+        "tests/tiers/test_copies_for_others.py",
+    ),
+    Bug(
+        "an engine alone copies all that it computes",
+        "tiers/cache.py",
+        "if self._copies_all_down and not any",
+        "if not any",
+        "tests/tiers/test_copies_for_others.py",
+    ),
+    Bug(
+        "of what others share the newest goes first",
+        "tiers/down/host_spill.py",
+        "self.copy_down(group, group.slots.dirty.oldest(MOST_STARTED))",
+        "self.copy_down(group, group.slots.dirty.oldest(2 * MOST_STARTED)[::-1])",
+        "tests/tiers/test_copies_for_others.py",
+    ),
+    Bug(
         "the gate of a layer opens before its copies",
         "tiers/up/layered_upload.py",
         "            for part in range(self.gate.num_parts):\n",

@@ -265,6 +265,7 @@ def run(
         is_unreliable=is_unreliable,
         quotas=quotas,
         by_layers=by_layers,
+        copies_all_down=seed % 3 == 0,
     )
     simulation = Simulation(world, groups)
     with pytest.MonkeyPatch.context() as patch:
