@@ -844,6 +844,27 @@ BUGS = [
         "tests/tiers/test_copies_for_others.py",
     ),
     Bug(
+        "with a sidecar the engine has a host tier of its own too",
+        "engine/config.py",
+        "if is_none or (self.sidecar is not None and self.host is _HOST_BY_DEFAULT):",
+        "if is_none:",
+        "tests/engine/test_config.py",
+    ),
+    Bug(
+        "a tenant's quota of a sidecar's tier is not refused",
+        "engine/config.py",
+        'for tier, quota in (("host", tenant.host), ("disk", tenant.disk)):',
+        'for tier, quota in (("host", tenant.host),):',
+        "tests/engine/test_config.py",
+    ),
+    Bug(
+        "--sidecar does not replace the configuration's",
+        "engine/commands/serve.py",
+        'tables["sidecar"] = sidecar',
+        'tables.setdefault("sidecar", sidecar)',
+        "tests/engine/server/test_check_config.py",
+    ),
+    Bug(
         "the gate of a layer opens before its copies",
         "tiers/up/layered_upload.py",
         "            for part in range(self.gate.num_parts):\n",
