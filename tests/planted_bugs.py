@@ -848,14 +848,14 @@ BUGS = [
         "engine/config.py",
         "if is_none or (self.sidecar is not None and self.host is _HOST_BY_DEFAULT):",
         "if is_none:",
-        "tests/engine/test_config.py",
+        "tests/engine/test_config.py::test_with_a_sidecar_there_is_no_host_tier_of_one_s_own",
     ),
     Bug(
         "a tenant's quota of a sidecar's tier is not refused",
         "engine/config.py",
         'for tier, quota in (("host", tenant.host), ("disk", tenant.disk)):',
         'for tier, quota in (("host", tenant.host),):',
-        "tests/engine/test_config.py",
+        "tests/engine/test_config.py::test_a_mistake_is_named_with_its_path",
     ),
     Bug(
         "--sidecar does not replace the configuration's",
