@@ -1048,7 +1048,7 @@ BUGS = [
     ),
     Bug(
         "a client that reads nothing is answered on",
-        "engine/sidecar/lmcache/port.py",
+        "engine/sidecar/port.py",
         "        return len(self.unread) <= MOST_UNREAD_BYTES",
         "        return len(self.unread) <= 1000 * MOST_UNREAD_BYTES",
         "tests/engine/sidecar/lmcache/test_port.py",

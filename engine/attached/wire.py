@@ -95,6 +95,12 @@ class Release(_Message, frozen=True):
     places: bytes
 
 
+class TimeOut(_Message, frozen=True):
+    """Give up the reads that the fetch waits for: they count as hanging, see `tiers.lower.Fetch.time_out`."""
+
+    number: int
+
+
 class Reserve(_Message, frozen=True):
     """Lease up to so many slots to copy blocks into."""
 
@@ -238,7 +244,7 @@ class State(_Message, frozen=True):
     host_tenants: list[tuple[bytes, int]]
 
 
-FromEngine = Hello | Fetch | Release | Reserve | Publish | Abandon | Refresh | Forget | Clear | Ping
+FromEngine = Hello | Fetch | Release | TimeOut | Reserve | Publish | Abandon | Refresh | Forget | Clear | Ping
 FromSidecar = (
     Refused | Welcome | InHost | LeftHost | OnDisk | LeftDisk | Told | Fetched | Reserved | Cleared | Pong | State
 )

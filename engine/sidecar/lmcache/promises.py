@@ -7,9 +7,9 @@ import numpy as np
 
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
-from kvtier.engine.sidecar.lmcache.port import Client
 from kvtier.engine.sidecar.lmcache.registrations import Instance
 from kvtier.engine.sidecar.lmcache.stores import Stores
+from kvtier.engine.sidecar.port import Client
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.lower_tiers import Fetch
 from kvtier.tiers.naming.block_hash import BlockName
@@ -171,7 +171,7 @@ class Promise:
     """Chunks of one prefix, from number *first* on, on its way to be a promise; it is one once it is settled. Then the
     first `num_chunks` of them are in host memory, leased and verified, for each of its ranks."""
 
-    client: Client  # whose request it is
+    client: Client[list[bytes]]  # whose request it is
     request_id: str
     tiers: LayoutTiers
     blocks: NamedBlocks
@@ -232,7 +232,7 @@ class Promises:
 
     def begin(
         self,
-        client: Client,
+        client: Client[list[bytes]],
         request_id: str,
         tiers: LayoutTiers,
         blocks: NamedBlocks,
@@ -285,7 +285,7 @@ class Promises:
         """The worker is gone, or has let go of the segment it had: nothing is being copied by it."""
         self._end_readings(lambda reading: reading.instance is instance)
 
-    def end_client(self, client: Client) -> None:
+    def end_client(self, client: Client[list[bytes]]) -> None:
         """Its connection has ended."""
         for promise in self:
             if promise.client is client:

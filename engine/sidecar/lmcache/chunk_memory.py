@@ -9,9 +9,8 @@ from kvtier.transfer.segment import Segment
 
 
 class ChunkMemory:
-    """See `HostMemory`. The segment is cut into extents of equal size, and each extent can be cut into slots of this
-    memory: they begin at page boundaries, and slot numbers go on from extent to extent. Which extents really are this
-    memory's is not known here (`Extents`)."""
+    """See `SlotMemory`. Each extent can be cut into slots of this memory: they begin at page boundaries, and slot
+    numbers go on from extent to extent."""
 
     num_copiers = 1
 
