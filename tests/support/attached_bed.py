@@ -186,6 +186,10 @@ class SteppedTiers(SidecarTiers):
         """Whether nothing has been said for some turns, and an engine is attached if it can be."""
         return self._num_quiet >= QUIET_TURNS
 
+    def stir(self) -> None:
+        """Something may have happened: only from now on it is quiet."""
+        self._num_quiet = 0
+
     def poll(self) -> None:
         if self._rng is None or self._rng.random() < 0.5:
             self.bed.turn()

@@ -168,6 +168,7 @@ class LmcacheDoor:
     def on_clear(self, layouts: Sequence[Layout]) -> None:
         """What engines store of these layouts is never found. What was promised is kept: engines count on it."""
         self._stores.void(layouts)
+        self._token_keys.forget_over()
 
     def clients(self) -> list[AttachedClient]:
         """All that are attached, by value."""
@@ -209,6 +210,7 @@ class LmcacheDoor:
         """Raise AssertionError if any two books disagree."""
         self._token_keys.check()
         self._stores.check()
+        self._promises.check()
 
     def _serve(self, message: Message[list[bytes]]) -> None:
         frames = message.content
@@ -260,6 +262,7 @@ class LmcacheDoor:
         return self._chunk_tokens
 
     def _register(self, call: Call, registration: Registration) -> object:
+        self._registrations.find(call.client, registration.instance_id)
         self._end_instance(self._registrations.remove(registration.instance_id))
         try:
             self._registrations.add(call.client, registration)
@@ -269,11 +272,12 @@ class LmcacheDoor:
         return Pool(f"/{segment.name.lstrip('/')}", segment.num_bytes)
 
     def _unregister(self, call: Call, instance_id: int) -> object:
+        self._registrations.find(call.client, instance_id)
         self._end_instance(self._registrations.remove(instance_id))
         return None
 
     def _ping(self, call: Call, instance_id: int | None) -> object:
-        return self._registrations.answer_ping(instance_id)
+        return self._registrations.answer_ping(call.client, instance_id)
 
     def _lookup(self, call: Call, key: Key, tp_size: int) -> object:
         """Begin to find out how much is here; `query_prefetch_status` tells."""
@@ -309,12 +313,14 @@ class LmcacheDoor:
 
     def _free_lookup_locks(self, call: Call, key: Key, tp_size: int) -> object:
         """The engine has these chunks already, or does not want them."""
-        self._promises.free(key.request_id, range(key.start // self._chunk_tokens, key.end // self._chunk_tokens))
+        self._promises.free(
+            call.client, key.request_id, range(key.start // self._chunk_tokens, key.end // self._chunk_tokens)
+        )
         return None
 
     def _prepare_retrieve(self, call: Call, key: Key, instance_id: int) -> object:
         """Where the chunks are, every one of them; without a promise that has them a new one is made."""
-        instance = self._registrations.find(instance_id)
+        instance = self._registrations.find(call.client, instance_id)
         if instance is None:
             return Loaded()
         rank, chunks = instance.rank_of(key), self._chunks(key)
@@ -329,14 +335,14 @@ class LmcacheDoor:
         )
 
     def _commit_retrieve(self, call: Call, key: Key, instance_id: int) -> object:
-        instance = self._registrations.find(instance_id)
+        instance = self._registrations.find(call.client, instance_id)
         if instance is not None:
             self._promises.loaded(key.request_id, instance.rank_of(key), instance, self._chunks(key))
         return True
 
     def _prepare_store(self, call: Call, key: Key, instance_id: int) -> object:
         """Room for those chunks of the range that are not here. None: also if there is no room."""
-        instance = self._registrations.find(instance_id)
+        instance = self._registrations.find(call.client, instance_id)
         if instance is None:
             return Stored()
         rank, chunks = instance.rank_of(key), self._chunks(key)
@@ -348,13 +354,13 @@ class LmcacheDoor:
     def _commit_store(self, call: Call, key: Key, instance_id: int, data: bytes) -> object:
         if data:
             raise Refused("pickle", "a worker sends its chunks pickled: it could not map the segment; share /dev/shm")
-        instance = self._registrations.find(instance_id)
+        instance = self._registrations.find(call.client, instance_id)
         if instance is None:
             return False
         return self._stores.commit(instance, instance.rank_of(key), key.request_id, self._chunks(key))
 
     def _end_session(self, call: Call, request_id: str) -> object:
-        self._promises.end_request(request_id)
+        self._promises.end_request(call.client, request_id)
         self._token_keys.forget(request_id)
         return None
 

@@ -77,11 +77,15 @@ class Registrations:
         self._pinged.pop(registration.instance_id, None)
         return instance
 
-    def find(self, instance_id: int) -> Instance | None:
-        """The worker, which has just said something; None if it is not attached."""
+    def find(self, client: Client, instance_id: int) -> Instance | None:
+        """The worker, which has just said something; None if it is not attached. `Refused` for another client's: who
+        speaks for that could have slots given away that it is writing to."""
         instance = self._instances.get(instance_id)
-        if instance is not None:
-            instance.heard(self._clock())
+        if instance is None or not instance.client.is_open:
+            return None
+        if instance.client is not client:
+            raise Refused("foreign_worker", "a client speaks for a worker that has registered at another connection")
+        instance.heard(self._clock())
         return instance
 
     def is_attached(self, instance: Instance) -> bool:
@@ -89,17 +93,17 @@ class Registrations:
         return self._instances.get(instance.instance_id) is instance
 
     def remove(self, instance_id: int) -> Instance | None:
-        """The worker is attached no longer."""
+        """The worker is attached no longer; the worker, None if it was not."""
         return self._instances.pop(instance_id, None)
 
     def of_client(self, client: Client[list[bytes]]) -> list[Instance]:
         """Those that registered at this connection."""
         return [instance for instance in self._instances.values() if instance.client is client]
 
-    def answer_ping(self, instance_id: int | None) -> bool:
+    def answer_ping(self, client: Client, instance_id: int | None) -> bool:
         """False once for each worker that is not attached: only then does its client register again, at the ping after
         that one, and only if that is answered True."""
-        if instance_id is None or self.find(instance_id) is not None or instance_id in self._pinged:
+        if instance_id is None or self.find(client, instance_id) is not None or instance_id in self._pinged:
             return True
         self._pinged[instance_id] = None
         if len(self._pinged) > MOST_PINGED:

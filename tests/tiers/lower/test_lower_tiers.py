@@ -269,6 +269,7 @@ def test_what_is_published_twice_is_there_once_and_the_second_slot_comes_back(lo
     lower.put("a", 3)
 
     assert lower.find("a", 3) == before
+    lower.settle_and_tell()
     assert lower.tiers.statistics().tiers[Tier.HOST].num_blocks == 3
     assert len(lower.reserve(NUM_SLOTS - 3)) == NUM_SLOTS - 3
 
