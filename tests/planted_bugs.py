@@ -865,6 +865,20 @@ BUGS = [
         "tests/engine/server/test_check_config.py",
     ),
     Bug(
+        "a pin keeps its leases on memory that is lost, and no other can be attached",
+        "tiers/pins.py",
+        "            self._doubtful = list(self._pins)\n",
+        "",
+        "tests/tiers/test_pins.py",
+    ),
+    Bug(
+        "every pin lets go of all it has when the disk begins anew",
+        "tiers/pins.py",
+        "lost = here[found != leased]",
+        "lost = here",
+        "tests/tiers/test_pins.py",
+    ),
+    Bug(
         "the gate of a layer opens before its copies",
         "tiers/up/layered_upload.py",
         "            for part in range(self.gate.num_parts):\n",

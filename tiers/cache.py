@@ -403,7 +403,7 @@ class TieredCache:
     @property
     def pinnable_bytes(self) -> int:
         """Bytes that may be pinned: half of host memory. The other half is for blocks that come and go."""
-        return sum(self.lower.num_slots[group.id] * group.memory.block_bytes for group in self._group_tiers) // 2
+        return self.lower.host_bytes // 2
 
     @property
     def free_to_pin(self) -> int:
