@@ -4,9 +4,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvtier.engine.attached.attachment import Attachment
+from kvtier.engine.attached.sidecar_tiers import SidecarTiers
+from kvtier.engine.attached.wire import VERSION, GroupShape, Hello
 from kvtier.engine.config import Config
 from kvtier.engine.core import EngineCore, Parts
 from kvtier.engine.disk_store import disk_tier, open_store
@@ -25,9 +30,11 @@ from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import lower_tiers
 from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.naming.events import EventLog
+from kvtier.tiers.naming.namespace import Namespace
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.tiers.up.prefill_speed import PrefillSpeed
+from kvtier.transfer.attached_memory import AttachedMemory
 from kvtier.transfer.block_memory import BlockMemory
 from kvtier.transfer.lane import Finished, Lane, ThreadLane
 from kvtier.transfer.transfer_engine import Route, TransferEngine
@@ -38,6 +45,9 @@ STARTUP_WAIT_S = 1.0
 OPENING_WAIT_S = 30.0
 INDEX_WAIT_S = 5.0  # a million blocks on disk are looked through in about three
 INDEX_LOOK_S = 0.05
+TELLING_LOOK_S = 0.002  # a sidecar tells of a few hundred blocks at a time
+ATTACH_WAIT_S = 10.0  # a sidecar that is there answers at once, and memory is mapped in much less
+MOST_NAME_CHARACTERS = 256
 LOAD_TIMEOUT_S = 10.0  # of a hit without a disk
 NUM_READERS = 4  # reads from disk at a time
 NUM_WRITERS = 2  # writes to disk at a time: one at work and one that gathers behind it
@@ -66,19 +76,30 @@ def build_core(
         if publisher is not None:
             undo.callback(publisher.close)
         progress("preparing host memory")
-        memories = runner.memories(0 if config.host is None else config.host.capacity)
+        shared = [] if config.sidecar is None else runner.attached_memories()
+        memories: Sequence[BlockMemory] = shared or runner.memories(0 if config.host is None else config.host.capacity)
         for memory in memories:
             undo.callback(memory.close)
-        store, disk = _open_disk(config, runner, memories, undo, progress)  # while memory is prepared
-        transfers = _transfers(runner, memories[0].num_copiers)
+        progress("taking the digest of the weights")
+        namespace = runner.namespace(config.names.algorithm, config.names.resolved_seed)
+        store, disk = _open_disk(config, namespace, memories, undo, progress)  # while memory is prepared
+        finished: Finished = Finished()
+        transfers = _transfers(runner, memories[0].num_copiers, finished)
         undo.callback(transfers.close)
+        sidecar = None
+        if config.sidecar_path is not None:
+            progress(f"attaching to the sidecar at {config.sidecar_path}")
+            answers = ThreadLane(finished, "answers")
+            sidecar = _attach(config.sidecar_path, runner, namespace, shared, transfers, answers, events)
+            undo.callback(sidecar.close)
+        lower = sidecar or _own_tiers(config, runner, memories, transfers, disk, events)
         if config.device.poison:
             memories = runner.poisoned(memories)
         prefill = PrefillSpeed()
         planner = _planner(config, runner, prefill)
-        cache = _cache(config, runner, memories, transfers, disk, events, planner)
+        cache = _cache(config, runner, memories, transfers, lower, events, planner)
         progress("waiting for host memory and the disk's index")
-        _wait_prepared(memories, store, cache)
+        _wait_prepared(memories, store, sidecar, cache)
         load_timeout_s = LOAD_TIMEOUT_S if config.disk is None else config.disk.read_timeout_s
         pins = TimedPins(cache, time.monotonic)
         look_ahead = _look_ahead(config, cache, pins)
@@ -88,7 +109,18 @@ def build_core(
             tokenizer,
             config,
             Parts(
-                runner, memories, cache, pins, planner, scheduler, step_times, load_timeout_s, events, publisher, store
+                runner,
+                memories,
+                cache,
+                pins,
+                planner,
+                scheduler,
+                step_times,
+                load_timeout_s,
+                events,
+                publisher,
+                store,
+                sidecar,
             ),
         )
         undo.pop_all()
@@ -97,13 +129,11 @@ def build_core(
 
 def _open_disk(
     config: Config,
-    runner: ModelRunner,
+    namespace: Namespace,
     memories: Sequence[BlockMemory],
     undo: ExitStack,
     progress: Callable[[str], None],
 ) -> tuple[ReopeningStore | None, DiskTier | None]:
-    progress("taking the digest of the weights")
-    namespace = runner.namespace(config.names.algorithm, config.names.resolved_seed)
     if config.disk is None:
         return None, None
     progress(f"opening the store {config.disk.path}")
@@ -114,9 +144,38 @@ def _open_disk(
     return store, disk_tier(store, config.disk, namespace)
 
 
-def _transfers(runner: ModelRunner, num_copiers: int) -> TransferEngine:
+def _attach(
+    path: str,
+    runner: ModelRunner,
+    namespace: Namespace,
+    memories: Sequence[AttachedMemory],
+    transfers: TransferEngine,
+    answers: Lane,
+    events: EventLog | None,
+) -> SidecarTiers:
+    """The tiers in the sidecar, also of one that will come later. ValueError if it refuses this engine."""
+    shapes = [
+        GroupShape(group.block_size, group.forgets, memory.block_bytes)
+        for group, memory in zip(runner.groups, memories, strict=True)
+    ]
+    hello = Hello(VERSION, f"kvtier {version('kvtier')}", _name_of(runner.model), namespace.digest, shapes)
+    attachment = Attachment(path, hello, memories)
+    attachment.wait_tried(ATTACH_WAIT_S)
+    if why := attachment.why_refused:
+        attachment.close()
+        answers.close()
+        raise ValueError(f"sidecar {path}: {why}")
+    return SidecarTiers(attachment, runner.groups, memories, transfers, answers, events=events)
+
+
+def _name_of(model: PreTrainedModel) -> str:
+    """What people read in the sidecar's list of those that are attached."""
+    name = Path(model.config.name_or_path or "").name or type(model).__name__
+    return "".join(filter(str.isprintable, name))[:MOST_NAME_CHARACTERS]
+
+
+def _transfers(runner: ModelRunner, num_copiers: int, finished: Finished) -> TransferEngine:
     """Lanes for the runner's device: streams on CUDA, threads elsewhere; disk always has threads of its own."""
-    finished: Finished = Finished()
     lanes: dict[Route, Lane] = {
         Route.HOST_TO_DISK: ThreadLane(finished, "store", num_threads=NUM_WRITERS),
         Route.DISK_TO_HOST: ThreadLane(finished, "load", num_threads=NUM_READERS),
@@ -142,7 +201,7 @@ def _cache(
     runner: ModelRunner,
     memories: Sequence[BlockMemory],
     transfers: TransferEngine,
-    disk: DiskTier | None,
+    lower: LowerTiers,
     events: EventLog | None,
     planner: LoadPlanner,
 ) -> TieredCache:
@@ -150,20 +209,21 @@ def _cache(
         runner.groups,
         memories,
         transfers,
-        _lower(config, runner, memories, transfers, disk, events),
+        lower,
         options=CacheOptions(
             retention_tokens=config.device.retention_tokens,
             partial_blocks=config.device.partial_blocks,
             by_layers=config.scheduler.by_layers,
             # A copy started after one step is taken in after the next, and both steps take slots of clean blocks.
             least_clean_ahead=2 * -(-config.scheduler.token_budget // config.device.block_size),
+            copies_all_down=config.sidecar is not None,
         ),
         events=events,
         planner=None if config.scheduler.load == "always" else planner,
     )
 
 
-def _lower(
+def _own_tiers(
     config: Config,
     runner: ModelRunner,
     memories: Sequence[BlockMemory],
@@ -175,8 +235,11 @@ def _lower(
     return lower_tiers(runner.groups, memories, transfers, disk, quotas=quotas, events=events)
 
 
-def _wait_prepared(memories: Sequence[BlockMemory], store: ReopeningStore | None, cache: TieredCache) -> None:
+def _wait_prepared(
+    memories: Sequence[BlockMemory], store: ReopeningStore | None, sidecar: SidecarTiers | None, cache: TieredCache
+) -> None:
     """Wait a little for prepared host memory and the disk's index, which make the first requests faster."""
+    cache.poll()  # takes over the host slots of a sidecar
     for memory in memories:
         memory.wait_prepared(STARTUP_WAIT_S / len(memories))
     give_up_at = time.monotonic() + INDEX_WAIT_S
@@ -184,11 +247,14 @@ def _wait_prepared(memories: Sequence[BlockMemory], store: ReopeningStore | None
         if cache.knows_disk:
             return
         cache.wait(INDEX_LOOK_S)
+    while sidecar is not None and sidecar.is_attached and not cache.knows_disk and time.monotonic() < give_up_at:
+        cache.poll()
+        time.sleep(TELLING_LOOK_S)
 
 
 def _look_ahead(config: Config, cache: TieredCache, pins: TimedPins) -> LookAhead | None:
     settings = config.scheduler
-    if config.host is None or config.disk is None or not settings.look_ahead:
+    if not settings.look_ahead or (config.disk is None and config.sidecar is None):
         return None
-    most_bytes = int(settings.look_ahead * config.host.capacity)
-    return LookAhead(cache, pins, most_bytes, settings.look_ahead_s)
+    share = settings.look_ahead
+    return LookAhead(cache, pins, lambda: int(share * cache.lower.host_bytes), settings.look_ahead_s)

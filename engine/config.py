@@ -212,7 +212,7 @@ class DocumentsConfig(Table, frozen=True, kw_only=True):
     """`[documents]`: the documents that `kvtier serve` keeps warm by name. A tenant may have *max_per_tenant*.
 
     Each is a file in the folder *path*, by default one beside `disk.path`, with "-documents" behind its name; without a
-    [disk] they end with the process. They are encrypted if [disk] has a key.
+    [disk], as with a sidecar, they end with the process. They are encrypted if [disk] has a key.
     """
 
     path: Annotated[str, msgspec.Meta(min_length=1)] | None = None
@@ -262,12 +262,23 @@ class ServerConfig(Table, frozen=True, kw_only=True):
                 raise ValueError(f"{name} {size}: no request is so small; use {_LEAST_REQUEST_BYTES} or more")
 
 
+_HOST_BY_DEFAULT = HostConfig()
+_SOCKET = "unix://"
+_OF_A_SIDECAR = {"host": "host memory", "disk": "disk"}
+_MOST_SOCKET_BYTES = 107  # of a Unix socket's path, as Linux has it
+
+
 class Config(Table, frozen=True, kw_only=True):
-    """The whole configuration. A tier of None is absent; *metrics_port* None serves no metrics, 0 picks a free port."""
+    """The whole configuration. A tier of None is absent; *metrics_port* None serves no metrics, 0 picks a free port.
+
+    *sidecar* is the socket of a `kvtier sidecar`, "unix:///run/kvtier.sock", whose host memory and disk are used in
+    place of own ones; its configuration has what [host], [disk] and the quotas of [tenants] say else.
+    """
 
     model: ModelConfig = ModelConfig()
     device: DeviceConfig = DeviceConfig()
-    host: HostConfig | None = HostConfig()
+    sidecar: str | None = None
+    host: HostConfig | None = _HOST_BY_DEFAULT
     disk: DiskConfig | None = None
     names: NameConfig = NameConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -280,8 +291,12 @@ class Config(Table, frozen=True, kw_only=True):
     metrics_host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
-        if self.host is not None and self.host.capacity == 0:  # TOML cannot say None
+        is_none = self.host is not None and self.host.capacity == 0  # TOML cannot say None
+        if is_none or (self.sidecar is not None and self.host is _HOST_BY_DEFAULT):
             msgspec.structs.force_setattr(self, "host", None)
+        if self.sidecar is not None:
+            _check_socket(self.sidecar)
+            self._check_beside_sidecar()
         for salt in self.tenants:
             check_text("tenants", salt)
         for name in self.lora:
@@ -295,6 +310,35 @@ class Config(Table, frozen=True, kw_only=True):
             raise ValueError(f"tenants: the same name twice among {', '.join(names)}; their bytes would be mixed up")
         if self.disk is not None and self.host is None:
             raise ValueError("disk needs host, where its blocks are read into; raise host.capacity or remove [disk]")
+
+    @property
+    def sidecar_path(self) -> str | None:
+        """The path of the sidecar's socket; None without one."""
+        return None if self.sidecar is None else self.sidecar.removeprefix(_SOCKET)
+
+    def _check_beside_sidecar(self) -> None:
+        for tier, table in (("host", self.host), ("disk", self.disk)):
+            if table is not None:
+                raise ValueError(
+                    f"sidecar: it has the {_OF_A_SIDECAR[tier]}; remove [{tier}], or sidecar to have your own"
+                )
+        for tenant in self.tenants.values():
+            for tier, quota in (("host", tenant.host), ("disk", tenant.disk)):
+                if quota is not None:
+                    name = tenant.name or "..."  # the salt may be a secret
+                    raise ValueError(
+                        f"tenants.{name}.{tier}: give the quota in the sidecar's configuration, which has the tier"
+                    )
+
+
+def _check_socket(address: str) -> None:
+    path = address.removeprefix(_SOCKET)
+    if not address.startswith(f"{_SOCKET}/") or "\0" in path:
+        raise ValueError(f"sidecar {address!r}: write it as unix:///run/kvtier.sock, the whole path of its socket")
+    if len(path.encode()) > _MOST_SOCKET_BYTES:
+        raise ValueError(
+            f"sidecar: {path} is longer than the {_MOST_SOCKET_BYTES} bytes of a socket's path; shorten it"
+        )
 
 
 def as_config(value: Config | Mapping[str, object] | str | Path) -> Config:

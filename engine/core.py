@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from kvtier.engine.attached.sidecar_tiers import SidecarTiers
+from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.config import Config
 from kvtier.engine.fault_log import FaultLog, flush_fault
 from kvtier.engine.kv_events import ZmqPublisher
@@ -43,6 +45,8 @@ STALLED_WAIT_S = 0.002
 RESET_WAIT_S = 2.0
 SNAPSHOT_EVERY_S = 0.25
 FLUSH_TIMEOUT_S = 120.0
+CATCH_UP_S = 0.5
+SHARE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class EngineStatistics:
     host_prepared_bytes: int  # of the host tier: backed by memory, and pinned on CUDA
     plans: PlanStatistics
     store: StoreStanding | None  # the disk tier's; None without one
+    sidecar: SidecarStanding | None  # None without one
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +82,14 @@ class Parts:
     events: EventLog | None  # None without an [events] table
     publisher: ZmqPublisher | None
     store: ReopeningStore | None  # None without a disk tier
+    sidecar: SidecarTiers | None  # the tiers below the device; None if they are this process's own
 
 
 class EngineCore:
     """One engine: add requests, call `step` until `has_work` is False, read the requests.
 
-    Closing it writes everything cached to the disk tier, so that the next start is warm. `build_core` makes one, and
-    one thread owns it.
+    Closing it writes everything cached to the disk tier or the sidecar, so that the next start is warm. `build_core`
+    makes one, and one thread owns it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: Config, parts: Parts) -> None:
@@ -98,6 +104,7 @@ class EngineCore:
         self.runner = parts.runner
         self._memories = parts.memories
         self._store = parts.store
+        self._sidecar = parts.sidecar
         self._events = parts.events
         self._step_times = parts.step_times
         self._stall = Stall(parts.load_timeout_s)
@@ -233,13 +240,34 @@ class EngineCore:
         self._publish_events()
         self._take_snapshot()
 
+    def catch_up(self) -> None:
+        """Take in what a sidecar has told while nobody stepped the engine, and wait a moment for one that let go of an
+        engine that read nothing. Without a sidecar there is nothing to do."""
+        if (sidecar := self._sidecar) is None or not sidecar.is_attached:
+            return
+        give_up_at, num_seen = time.monotonic() + CATCH_UP_S, -1
+        while num_seen != sidecar.num_changes or not sidecar.is_indexed:
+            num_seen = sidecar.num_changes
+            self.cache.poll()
+            if time.monotonic() > give_up_at:
+                return
+            if not sidecar.is_indexed:
+                time.sleep(STALLED_WAIT_S)
+
+    def share(self) -> None:
+        """Copy what was computed to the sidecar, for others; waits for that a second at most. For callers that may not
+        step the engine again soon; it copies down while it is stepped or idle. Without a sidecar it does nothing."""
+        if self._sidecar is not None:
+            self.cache.flush(SHARE_S)
+
     def check(self) -> None:
         """Raise AssertionError if any two books disagree, the cache's or the scheduler's."""
         self.cache.check()
         self.scheduler.check()
 
     def close(self, progress: Callable[[int], None] = lambda num_left: None) -> None:
-        """Abort all requests, write what is cached to disk, end threads. *progress* gets the number of blocks left."""
+        """Abort all requests, write what is cached to disk or sidecar, end threads. *progress* gets the number of
+        blocks left."""
         if self._closed:
             return
         self._closed = True
@@ -254,12 +282,13 @@ class EngineCore:
             self._publish_events()
 
     def _flush(self, progress: Callable[[int], None]) -> None:
-        if self._store is not None and (num_left := self.cache.flush(FLUSH_TIMEOUT_S, progress)):
+        if num_left := self.cache.flush(FLUSH_TIMEOUT_S, progress):
             now = self._snapshot()
             log.warning(
-                "flush: %d blocks did not reach the disk (%s); they will be recomputed",
+                "flush: %d blocks did not reach the %s (%s); they will be recomputed",
                 num_left,
-                flush_fault(now.store, now.cache.disk, FLUSH_TIMEOUT_S),
+                "disk" if now.sidecar is None else "sidecar",
+                flush_fault(now.store, now.cache.disk, FLUSH_TIMEOUT_S, now.sidecar),
             )
 
     def _close_tiers(self) -> None:
@@ -274,6 +303,9 @@ class EngineCore:
             if self._store is not None:
                 self._store.kill()  # or the next start would find its folder locked
             raise
+        finally:
+            if self._sidecar is not None:
+                self._sidecar.close()
         if not is_closed:
             log.warning(
                 "a copy hangs: its memory is not freed; the next start finds the blocks that were written so far"
@@ -336,7 +368,8 @@ class EngineCore:
     def _take_snapshot(self) -> None:
         self.statistics = self._snapshot()
         self._snapshot_at = time.monotonic()
-        self._fault_log.look(self.statistics.store, self.statistics.cache.disk, self.statistics.cache.tiers)
+        now = self.statistics
+        self._fault_log.look(now.store, now.cache.disk, now.cache.tiers, now.sidecar)
 
     def _snapshot(self) -> EngineStatistics:
         scheduler, cache = self.scheduler, self.cache.statistics()
@@ -349,10 +382,15 @@ class EngineCore:
             len(scheduler.promoting),
             len(scheduler.running),
             self._bytes_of_tenants(cache),
-            sum(memory.prepared_bytes for memory in self._memories),
+            self._prepared_bytes(),
             self.planner.statistics(),
             None if self._store is None else self._store.standing(),
+            None if self._sidecar is None else self._sidecar.standing(),
         )
+
+    def _prepared_bytes(self) -> int:
+        prepared = [memory.prepared_bytes for memory in self._memories]
+        return sum(prepared) if self._sidecar is None else max(prepared)  # of a sidecar each group has all memory
 
     def _bytes_of_tenants(self, cache: CacheStatistics) -> dict[str, dict[Tier, int]]:
         on_disk = {} if cache.disk is None else cache.disk.tenants

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
+from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.reopening_store import NotOpen, StoreStanding
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.breaker import BreakerState
@@ -32,9 +33,15 @@ class FaultLog:
         self._told_at: dict[str, float] = {}
 
     def look(
-        self, standing: StoreStanding | None, disk: DiskStatistics | None, tiers: Mapping[Tier, TierStatistics]
+        self,
+        standing: StoreStanding | None,
+        disk: DiskStatistics | None,
+        tiers: Mapping[Tier, TierStatistics],
+        sidecar: SidecarStanding | None = None,
     ) -> None:
-        """Log what is new in these; *standing* and *disk* are None without a disk."""
+        """Log what is new in these; *standing* and *disk* are None without a disk, *sidecar* is without one."""
+        if sidecar is not None:
+            self._look_at_sidecar(sidecar)
         if standing is not None:
             self._look_at_store(standing)
         if disk is not None:
@@ -62,6 +69,19 @@ class FaultLog:
             log.warning("disk: the store's process ended%s (%s)", times, standing.why_ended)
         for num_restarts in self._take_change("restarted", standing.num_restarts, 0):
             log.warning("disk: the store's process was started again%s", _times(standing.num_restarts - num_restarts))
+
+    def _look_at_sidecar(self, sidecar: SidecarStanding) -> None:
+        state = (sidecar.is_attached, sidecar.num_attached)
+        if "sidecar" not in self._told:  # the start has told of it
+            self._told["sidecar"] = state
+        for told in self._take_change("sidecar", state, state):
+            was_attached, num_attached = told
+            if not sidecar.is_attached:
+                log.warning("sidecar: %s has gone or does not answer; serving without it, trying again", sidecar.path)
+                continue
+            times = sidecar.num_attached - num_attached
+            gone = f" had gone{_times(times)}, and" if was_attached else ""
+            log.warning("sidecar: %s%s is attached; it is used from now on", sidecar.path, gone)
 
     def _look_at_side(self, side: str, disk: DiskStatistics) -> None:
         doing = {"read": "reading", "write": "writing"}[side]
@@ -92,8 +112,17 @@ class FaultLog:
             yield told
 
 
-def flush_fault(standing: StoreStanding | None, disk: DiskStatistics | None, timeout_s: float) -> str:
-    """Why not all blocks have reached the disk, as far as that is known."""
+def flush_fault(
+    standing: StoreStanding | None,
+    disk: DiskStatistics | None,
+    timeout_s: float,
+    sidecar: SidecarStanding | None = None,
+) -> str:
+    """Why not all blocks have reached the disk, or the *sidecar*, as far as that is known."""
+    if sidecar is not None and not sidecar.is_attached:
+        return f"{sidecar.path} has gone or does not answer"
+    if sidecar is not None:
+        return f"it took not all of them within {timeout_s:.0f} s"
     assert disk is not None, "a flush to no disk"
     if standing is not None and standing.not_open is not None:
         return f"{standing.folder} is not open: {standing.why}"

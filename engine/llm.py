@@ -84,6 +84,7 @@ class LLM:
         requests: list[Request] = []
         wanted = len(todo) >= MANY_PROMPTS and sys.stderr.isatty() if progress is None else progress
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        self.core.catch_up()
         try:
             with Progress(*columns, console=Console(stderr=True), transient=True, disable=not wanted) as bar:
                 task = bar.add_task("prompts", total=len(todo))
@@ -95,6 +96,7 @@ class LLM:
         finally:
             for request in requests:
                 self.core.abort(request)
+        self.core.share()
         return [request.completion() for request in requests]
 
     def where(

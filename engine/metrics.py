@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.config import Config
 from kvtier.engine.reopening_store import NotOpen, StoreStanding
 from kvtier.tiers.lower.admission import AdmissionStatistics
@@ -40,6 +41,8 @@ class EngineCollector(Collector):
             yield from _admission_metrics(statistics.cache.admission)
         if statistics.store is not None:
             yield from store_metrics(statistics.store)
+        if statistics.sidecar is not None:
+            yield from _sidecar_metrics(statistics.sidecar)
         yield from _tenant_metrics(statistics)
         requests = GaugeMetricFamily("kvtier_requests", "Requests by state", labels=["state"])
         requests.add_metric(["waiting"], statistics.num_waiting)
@@ -198,6 +201,15 @@ def store_metrics(store: StoreStanding) -> Iterator[Metric]:
     yield CounterMetricFamily("kvtier_disk_folder_gone", gone, store.num_gone)
     ended = "Processes of the store that have ended by themselves, or hung and were ended"
     yield CounterMetricFamily("kvtier_disk_process_ended", ended, store.num_ended)
+
+
+def _sidecar_metrics(sidecar: SidecarStanding) -> Iterator[Metric]:
+    attached = "1 while the engine is attached to its sidecar; at 0 it serves without it and tries again"
+    yield GaugeMetricFamily("kvtier_sidecar_attached", attached, sidecar.is_attached)
+    since = "Seconds for which the engine has been attached to its sidecar; 0 while it is not"
+    yield GaugeMetricFamily("kvtier_sidecar_attached_seconds", since, sidecar.attached_s)
+    times = "Times that the engine has attached to a sidecar"
+    yield CounterMetricFamily("kvtier_sidecar_attachments", times, sidecar.num_attached)
 
 
 def _tenant_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:

@@ -43,6 +43,9 @@ class CacheOptions:
     # Blocks at the eviction end that are kept copied below at the least: as many as are allocated while a copy takes.
     # The default is one prefill chunk's worth, before anything has been measured.
     least_clean_ahead: int = 32
+    # Whether every block is copied below soon after it was computed, and not only when its slot is about to be needed:
+    # for others that share the tiers below.
+    copies_all_down: bool = False
 
 
 class TieredCache:
@@ -88,6 +91,7 @@ class TieredCache:
         self._hits = self._promoter.hits
         self._pins = Pins(self.residency, self._host_spill, clock)
         self._is_spilled = all(lower.num_slots)
+        self._copies_all_down = options.copies_all_down
         self._nothing = [0 for _ in groups]
         self._demand = self._nothing  # of the promotion that wants room: device blocks that it reaches, by group
 
@@ -266,9 +270,11 @@ class TieredCache:
 
     def spill(self) -> None:
         """Keep the device's oldest blocks copied to host memory, as far ahead as the measured speeds ask for, and what
-        is in host memory copied to disk."""
+        is in host memory copied to disk. The other blocks follow while no promotion is under way, if that is wanted."""
         if self._is_spilled:
             self._spill()
+            if self._copies_all_down and not any(self._demand) and not self._promoter.num_waiting:
+                self._host_spill.copy_rest_down()
             self._demand = self._nothing
 
     def flush(self, timeout_s: float, progress: Callable[[int], None] = lambda num_left: None) -> int:
@@ -397,7 +403,7 @@ class TieredCache:
     @property
     def pinnable_bytes(self) -> int:
         """Bytes that may be pinned: half of host memory. The other half is for blocks that come and go."""
-        return sum(self.lower.num_slots[group.id] * group.memory.block_bytes for group in self._group_tiers) // 2
+        return self.lower.host_bytes // 2
 
     @property
     def free_to_pin(self) -> int:

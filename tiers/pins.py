@@ -46,12 +46,15 @@ class Leases:
         return start + np.flatnonzero(~self.is_here[start:])[:most]
 
     def release(self) -> None:
-        """End all leases and reads, the tail first, so that it is evicted first."""
-        from_tail = [self.fetched[place] for place in sorted(self.fetched, reverse=True)]
+        """End all leases and reads."""
+        self.let_go(np.array(sorted(self.fetched), np.intp))
+
+    def let_go(self, blocks: BlockIds) -> None:
+        """End the leases and reads of these blocks, the tail first, so that it is evicted first."""
+        from_tail = [self.fetched.pop(block) for block in blocks[::-1].tolist()]
         for fetch, places in groupby(from_tail, lambda each: each[0]):
             fetch.release([place for _, place in places])
-        self.fetched.clear()
-        self.is_here[:] = self.is_coming[:] = False
+        self.is_here[blocks] = self.is_coming[blocks] = False
 
 
 class Pin:
@@ -90,6 +93,8 @@ class Pins:
         self._pins: dict[Pin, None] = {}
         self._absent: dict[Pin, None] = {}  # pins that are not whole, in the order of their turns
         self._num_bytes = 0
+        self._epoch = self._lower.epoch
+        self._doubtful: list[Pin] = []  # whose leases may be on memory that is not the tiers' any more
 
     @property
     def num_bytes(self) -> int:
@@ -125,7 +130,13 @@ class Pins:
             self.end(pin)
 
     def pump(self) -> None:
-        """Look for some of the blocks that are not leased yet, of pins whose turn has come."""
+        """Look for some of the blocks that are not leased yet, of pins whose turn has come. After a new epoch, let go
+        of what is leased and not found any more, of one pin at each call."""
+        if self._epoch != self._lower.epoch:
+            self._epoch = self._lower.epoch
+            self._doubtful = list(self._pins)
+        if self._doubtful and (doubtful := self._doubtful.pop()) in self._pins:
+            self._let_go_of_lost(doubtful)
         num_left, now = PART, self._clock()
         for pin in [pin for pin in self._absent if pin.look_at <= now]:
             if num_left <= 0:
@@ -134,6 +145,19 @@ class Pins:
             if pin in self._absent and pin.look_at > now:  # it has had its turn
                 del self._absent[pin]
                 self._absent[pin] = None
+
+    def _let_go_of_lost(self, pin: Pin) -> None:
+        """End leases on blocks that the tiers below do not find in these slots: the memory goes once nobody has any."""
+        for leases in pin.leases:
+            if not len(here := np.flatnonzero(leases.is_here)):
+                continue
+            found = self._lower.find(leases.group.id, leases.group.names_of(pin.chain, leases.blocks.start + here))
+            leased = np.array([fetch.slots[number] for fetch, number in map(leases.fetched.__getitem__, here.tolist())])
+            lost = here[found != leased]
+            leases.let_go(lost)
+            pin.num_absent += len(lost)
+        if pin.num_absent:
+            self._absent[pin] = None
 
     def _look(self, pin: Pin, most: int) -> int:
         """Look for up to *most* absent blocks of a pin; how many they were. After the last one the pin rests."""

@@ -328,7 +328,7 @@ def scheduling(bed: Bed, rounds: int) -> None:
         chain = bed.chain(number=number, num_blocks=8)
         calls.time("WaitingQueue.add", partial(queue.add, request(chain)))
     pins = TimedPins(bed.cache, time.monotonic)
-    look_ahead = LookAhead(bed.cache, pins, 1 << 24, 60.0)
+    look_ahead = LookAhead(bed.cache, pins, lambda: 1 << 24, 60.0)
     others = list(queue)[:64]
     groups = (SlidingWindow(BLOCK_SIZE, 4096), FullAttention(BLOCK_SIZE))
     for number in range(rounds):

@@ -129,7 +129,7 @@ class Attachment(Generic[Prepared]):
                 self._ready.put(Attached(session, hosts))
                 undo.pop_all()
         except AttachRefused as error:
-            if str(error) != self._why_refused:
+            if str(error) != self._why_refused and self._has_tried.is_set():  # else who waits for the first try tells
                 log.warning("sidecar: %s; serving without it", error)
             self._why_refused = str(error)
             return False

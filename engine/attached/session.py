@@ -45,6 +45,11 @@ class Session:
         self._unsent = bytearray()
         self._come = list(come)
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether the sidecar has still to read some of what was sent."""
+        return bool(self._unsent)
+
     def send(self, message: FromEngine) -> None:
         """Send the message as soon as the sidecar reads; nothing happens if it has gone."""
         if self.is_open:

@@ -12,6 +12,7 @@ from kvtier.engine.attached.mirror import Mirror
 from kvtier.engine.attached.session import Session
 from kvtier.engine.attached.silence import Silence
 from kvtier.engine.attached.slot_stock import SlotStock
+from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.attached.wire import (
     Abandon,
     Chain,
@@ -89,6 +90,7 @@ class SidecarTiers:
         """Takes over the *attachment*, of the same *memories*, and the lane *answers*, on which the sidecar's answers
         are waited for, so that `transfers.poll` ends when one has come."""
         self.num_attached = 0  # how often a sidecar was attached to
+        self._attached_at = float("-inf")  # when it was last, on the clock
         self._attachment = attachment
         self._groups = groups
         self._memories = memories
@@ -119,10 +121,19 @@ class SidecarTiers:
         """Whether a sidecar is there and answers."""
         return self._session is not None and not self._silence.is_lost
 
+    def standing(self) -> SidecarStanding:
+        """Whether a sidecar is there, by value."""
+        attached_s = self._clock() - self._attached_at if self.is_attached else 0.0
+        return SidecarStanding(self._attachment.path, self.is_attached, self.num_attached, attached_s)
+
     @property
     def num_slots(self) -> Sequence[int]:
         # A sidecar may come at any time, and the next one may have more or less.
         return [1 for _ in self._groups]
+
+    @property
+    def host_bytes(self) -> int:
+        return 0 if self._session is None else self._session.welcome.num_bytes
 
     @property
     def num_changes(self) -> int:
@@ -248,7 +259,8 @@ class SidecarTiers:
 
     def spill_progress(self) -> SpillProgress:
         """See `LowerTiers.spill_progress`. The sidecar's host memory outlives this process, and so is target enough."""
-        return SpillProgress(has_target=True, is_possible=self.is_attached, num_done=self._num_published)
+        is_busy = self._session is not None and self._session.is_sending
+        return SpillProgress(True, self.is_attached, num_done=self._num_published, is_busy=is_busy)
 
     def statistics(self) -> LowerStatistics:
         if self._session is None or not self._state.tiers:
@@ -331,6 +343,7 @@ class SidecarTiers:
         self._is_told = False
         self._state = NO_STATE
         self.num_attached += 1
+        self._attached_at = self._clock()
 
     def _stock(self, group_id: int, num_slots: int) -> SlotStock:
         return SlotStock(num_slots, lambda num: self._send(Reserve(group_id, num)), self._clock)

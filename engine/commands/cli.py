@@ -60,6 +60,7 @@ exit status: 0 it is done, 1 the store is damaged, 2 it could not be read, or th
 SERVE_EXAMPLES = """examples:
   kvtier serve --model Qwen/Qwen3-0.6B --config laptop
   kvtier serve --model ./my-model --config kvtier.toml --check-config
+  kvtier serve --model Qwen/Qwen3-0.6B --sidecar unix:///run/user/1000/kvtier.sock
   kvtier serve --model Qwen/Qwen3-0.6B --api-keys keys.toml --host 0.0.0.0 --log-format json
 
 then:
@@ -67,7 +68,7 @@ then:
 
 routes: /v1/completions, /v1/chat/completions, /v1/models, /v1/documents, /health, /ready, /metrics, /version
 
-An option given here replaces what the configuration has in [server].
+An option given here replaces what the configuration has, most of them in [server].
 
 signals: SIGTERM and Ctrl-C let running requests finish, write what is cached to disk and end the process; a second one
 ends it at once. SIGHUP reads the file of API keys again.
@@ -258,6 +259,12 @@ def _add_serve(commands: _Commands) -> None:
         help="a TOML file, or laptop, longdoc-qa, gpu-8gb (default: each key's default, and no disk)",
     )
     serve.add_argument(
+        "--sidecar",
+        type=some_text,
+        metavar="ADDRESS",
+        help="the host memory and disk of a 'kvtier sidecar', unix:///PATH of its socket (default: its own)",
+    )
+    serve.add_argument(
         "--host", type=some_text, metavar="ADDRESS", help="where to listen (default: 127.0.0.1, this machine only)"
     )
     serve.add_argument("--port", type=_port, metavar="N", help="0: a free one (default: 8000)")
@@ -378,7 +385,7 @@ def _serve(options: argparse.Namespace) -> int:
         if name in adapters:
             raise ValueError(f"--lora {name}: is given twice; give each adapter a name of its own")
         adapters[name] = folder
-    return serve(options.model, options.config, given, adapters, options.check_config)
+    return serve(options.model, options.config, options.sidecar, given, adapters, options.check_config)
 
 
 def _doc(options: argparse.Namespace) -> int:

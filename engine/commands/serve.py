@@ -13,7 +13,7 @@ from types import FrameType
 import msgspec
 
 from kvtier.engine.commands.first_look import check_files, check_model
-from kvtier.engine.config import Config, as_config
+from kvtier.engine.config import Config, as_config, config_from_dict, load_toml
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.log_lines import write_log
@@ -24,15 +24,20 @@ _LOOPBACK = ("127.", "::1", "localhost")
 
 
 def serve(
-    model: str, source: str | None, given: Mapping[str, object], adapters: Mapping[str, str], checks_only: bool
+    model: str,
+    source: str | None,
+    sidecar: str | None,
+    given: Mapping[str, object],
+    adapters: Mapping[str, str],
+    checks_only: bool,
 ) -> int:
     """Serve *model* until a signal; the exit status.
 
-    *given* are settings of `[server]` that replace those of the configuration *source*, *adapters* folders by name
-    beside those of `[lora]`. With *checks_only* it prints the plan and ends, with status 2 if the server would refuse
-    it. ValueError and OSError, before anything is loaded, for what cannot be used.
+    *sidecar* replaces that of the configuration *source*, *given* are settings of `[server]` that replace its own,
+    *adapters* folders by name beside those of `[lora]`. With *checks_only* it prints the plan and ends, with status 2
+    if the server would refuse it. ValueError and OSError, before anything is loaded, for what cannot be used.
     """
-    config = _config(source, given, adapters)
+    config = _config(source, sidecar, given, adapters)
     if not checks_only:
         write_log(config.server.log_format)
     keys = None if config.server.api_keys is None else _keys(config.server.api_keys)
@@ -45,8 +50,13 @@ def _keys(file: str) -> ApiKeys:
     return ApiKeys.from_file(Path(file).expanduser())
 
 
-def _config(source: str | None, given: Mapping[str, object], adapters: Mapping[str, str]) -> Config:
-    config = as_config({} if source is None else source)
+def _config(
+    source: str | None, sidecar: str | None, given: Mapping[str, object], adapters: Mapping[str, str]
+) -> Config:
+    tables: dict[str, object] = {} if source is None else load_toml(source)
+    if sidecar is not None:
+        tables["sidecar"] = sidecar
+    config = config_from_dict(tables, source or "config")
     settings = msgspec.to_builtins(config.server, enc_hook=int) | dict(given)
     whole: dict[str, object] = msgspec.to_builtins(config, enc_hook=int)
     lora = {name: {"path": table.path} for name, table in config.lora.items()}

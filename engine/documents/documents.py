@@ -345,7 +345,7 @@ def _pinned_s(document: Document) -> float:
 
 async def _open_folder(llm: AsyncLLM, config: Config) -> DocumentFiles:
     if (path := documents_path(config)) is None:
-        log.info("documents last as long as this process; to keep them give [documents] a path, or have a [disk]")
+        log.info("documents last as long as this process; %s", how_to_keep(config.sidecar))
         return NoFolder()
     cipher = await llm.ask(lambda core: core.cipher)
     tokenizer = await llm.with_tokenizer(tokenizer_digest)
@@ -353,13 +353,19 @@ async def _open_folder(llm: AsyncLLM, config: Config) -> DocumentFiles:
 
 
 def documents_path(config: Config) -> Path | None:
-    """The folder of documents: as configured, else beside the store's folder; None without a [disk]."""
+    """The folder of documents: as configured, else beside the store's folder; None without a [disk] of the engine's
+    own. A sidecar's disk may be where this process can write nothing."""
     if config.documents.path is not None:
         return Path(config.documents.path)
     if config.disk is None:
         return None
     store = Path(config.disk.path)
     return store.with_name(f"{store.name}-documents")
+
+
+def how_to_keep(sidecar: str | None) -> str:
+    """What to do for documents that are to outlive the process."""
+    return f"to keep them give [documents] a path{', or have a [disk]' if sidecar is None else ''}"
 
 
 def _residences(documents: Sequence[Document], worker: DocumentWorker) -> list[Residence]:

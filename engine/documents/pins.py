@@ -128,8 +128,10 @@ class DocumentPins:
         return self._kept[document].ends if document in self._kept else _Ends()
 
     def _keep(self, document: Document, ends: _Ends, must_have_room: bool = True) -> None:
-        if self._core.config.host is None and must_have_room:
-            raise NoRoomToPin("host tier: there is none; give host.capacity a size")
+        sidecar = self._core.config.sidecar
+        if not self._core.cache.pinnable_bytes and must_have_room:
+            why = "there is none; give host.capacity a size" if sidecar is None else f"{sidecar} is not there; start it"
+            raise NoRoomToPin(f"host tier: {why}")
         kept = self._kept.get(document) or _Kept()
         if not self._renew(document, kept, ends, must_have_room):
             needed = document.num_tokens * self._core.bytes_per_token / 2**20
@@ -137,7 +139,7 @@ class DocumentPins:
             raise NoRoomToPin(
                 f"host tier: the document takes {needed:.1f} MiB, more than is left of the {share:.1f} MiB that may "
                 "be kept for you; "
-                "unpin another, or raise host.capacity"
+                f"unpin another, or raise {'host.capacity' if sidecar is None else 'the host memory of the sidecar'}"
             )
         if document not in self._kept:
             self._kept[document] = kept

@@ -1,5 +1,6 @@
 """LookAhead: brings the cached prefixes of waiting requests from disk to host memory."""
 
+from collections.abc import Callable
 from itertools import islice
 
 from kvtier.engine.scheduling.request import Request
@@ -18,8 +19,9 @@ class LookAhead:
     the engine's thread.
     """
 
-    def __init__(self, cache: TieredCache, pins: TimedPins, most_bytes: int, lasts_s: float) -> None:
-        """*lasts_s*: how long a waiting prompt keeps its pin; after that its blocks may be evicted as any others."""
+    def __init__(self, cache: TieredCache, pins: TimedPins, most_bytes: Callable[[], int], lasts_s: float) -> None:
+        """*most_bytes*: the budget now. *lasts_s*: how long a waiting prompt keeps its pin; after that its blocks may
+        be evicted as any others."""
         self._cache = cache
         self._timed = pins
         self._most_bytes = most_bytes
@@ -45,7 +47,7 @@ class LookAhead:
             self._timed.unpin(pin)
 
     def _begin(self, request: Request) -> None:
-        left = min(self._most_bytes - self.num_bytes, self._cache.free_to_pin)
+        left = min(self._most_bytes() - self.num_bytes, self._cache.free_to_pin)
         if left <= 0:
             return
         pin = None

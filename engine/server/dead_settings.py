@@ -22,9 +22,10 @@ def _of_the_engine(config: Config, groups: Collection[AttentionGroup]) -> Iterat
     scheduler, default = config.scheduler, SchedulerConfig()
     if config.device.retention_tokens is not None and not any(group.forgets for group in groups):
         yield "device.retention_tokens: no layer of this model has a window"
-    if config.host is None and scheduler.by_layers != default.by_layers:
+    has_tiers = config.host is not None or config.sidecar is not None
+    if not has_tiers and scheduler.by_layers != default.by_layers:
         yield "scheduler.by_layers: there is no host tier to load from"
-    if config.host is None and scheduler.load != default.load:
+    if not has_tiers and scheduler.load != default.load:
         yield "scheduler.load: there is no tier to load from"
     if scheduler.token_budget < scheduler.prefill_chunk != default.prefill_chunk:
         yield f"scheduler.prefill_chunk: token_budget is {scheduler.token_budget}, no chunk is longer"
@@ -39,7 +40,7 @@ def _of_looking_ahead(config: Config) -> Iterator[str]:
     settings = {"look_ahead": scheduler.look_ahead, "look_ahead_s": scheduler.look_ahead_s}
     changed = [name for name, value in settings.items() if value != getattr(default, name)]
     for name in changed:
-        if config.disk is None:
+        if config.disk is None and config.sidecar is None:
             yield f"scheduler.{name}: there is no [disk] to bring anything from"
         elif name == "look_ahead_s" and not scheduler.look_ahead:
             yield "scheduler.look_ahead_s: look_ahead is 0, nothing is brought ahead"

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from kvtier.engine.byte_size import size_text
 from kvtier.engine.config import Config
 from kvtier.engine.disk_store import LEAST_BLOCKS
-from kvtier.engine.documents.documents import documents_path
+from kvtier.engine.documents.documents import documents_path, how_to_keep
 from kvtier.engine.model.adapter_folder import UnusableLora
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.model.layers import layers_of
@@ -45,6 +45,7 @@ class Plan:
     block_bytes: int
     tiers: list[TierSize]
     longest_request: int
+    sidecar: str | None  # where host memory and disk are, if they are not the engine's own
     documents: Path | None  # the folder of documents; None: they end with the process
     remarks: list[str]  # a line for each thing that does not fit or does not work
     dead_settings: list[str]
@@ -59,8 +60,10 @@ class Plan:
         for tier in self.tiers:
             size = size_text(tier.capacity_bytes)
             yield f"{tier.name:<11}{size:>10}  {tier.num_blocks:>10,} blocks {tier.num_tokens:>12,} tokens"
+        if self.sidecar is not None:
+            yield f"sidecar    {self.sidecar} has host memory and disk"
         yield f"longest    {self.longest_request:,} tokens, a prompt and its continuation together"
-        kept = "end with the process; to keep them give [documents] a path, or have a [disk]"
+        kept = f"end with the process; {how_to_keep(self.sidecar)}"
         yield f"documents  {kept if self.documents is None else f'are kept in {self.documents}'}"
         for title, lines in (
             ("does not fit, or does not work", self.remarks),
@@ -99,6 +102,7 @@ def make_plan(model: str, config: Config, keys: ApiKeys | None) -> Plan:
         block_bytes,
         tiers,
         longest,
+        config.sidecar,
         documents_path(config),
         list(_remarks(checkpoint, config, model_tokens, longest, block_bytes)),
         dead_settings(config, groups, keys),

@@ -159,6 +159,24 @@ def test_a_file_that_is_not_toml_is_named(tmp_path):
         ({"events": {"buffer_steps": 0}}, "$.events.buffer_steps: Expected `int` >= 1"),
         ({"metrics_port": 70_000}, "$.metrics_port: Expected `int` <= 65535"),
         ({"host": {"capacity": "0"}, "disk": {"path": "x"}}, "$: disk needs host, where its blocks are read into"),
+        ({"sidecar": "/run/kvtier.sock"}, "$: sidecar '/run/kvtier.sock': write it as unix:///run/kvtier.sock"),
+        ({"sidecar": "unix://kvtier.sock"}, "$: sidecar 'unix://kvtier.sock': write it as unix:///run/kvtier.sock"),
+        ({"sidecar": "tcp://127.0.0.1:5555"}, "$: sidecar 'tcp://127.0.0.1:5555': write it as unix:///run/kvtier.sock"),
+        ({"sidecar": "unix:///run\0/x"}, "$: sidecar 'unix:///run\\x00/x': write it as unix:///run/kvtier.sock"),
+        ({"sidecar": "unix:///" + 107 * "x"}, f"$: sidecar: /{107 * 'x'} is longer than the 107 bytes of a socket's"),
+        ({"sidecar": "unix:///s", "host": {}}, "$: sidecar: it has the host memory; remove [host], or sidecar to have"),
+        (
+            {"sidecar": "unix:///s", "host": {"capacity": 0}, "disk": {"path": "x"}},
+            "$: sidecar: it has the disk; remove [disk], or sidecar to have your own",
+        ),
+        (
+            {"sidecar": "unix:///s", "tenants": {"secret": {"host": 1}}},
+            "$: tenants.....host: give the quota in the sidecar's configuration, which has the tier",
+        ),
+        (
+            {"sidecar": "unix:///s", "tenants": {"secret": {"disk": 1, "name": "ann"}}},
+            "$: tenants.ann.disk: give the quota in the sidecar's configuration, which has the tier",
+        ),
         ({"tenants": {"": {"host": 1}}}, '$: tenants."": requests without a cache_salt are no tenant'),
         ({"tenants": {"a": {"name": "x"}, "b": {"name": "x"}}}, "$: tenants: the same name twice among x, x"),
     ],
@@ -174,6 +192,29 @@ def test_a_mistake_is_named_with_its_path(data, message):
 @pytest.mark.parametrize("data", [{"host": {"capacity": "0"}}, {"host": None}])
 def test_a_host_without_capacity_is_no_host_tier(data):
     assert config_from_dict(data).host is None
+
+
+def test_with_a_sidecar_there_is_no_host_tier_of_one_s_own():
+    config = config_from_dict({"sidecar": "unix:///run/kvtier.sock", "tenants": {"salt": {"name": "ann"}}})
+
+    assert config.sidecar_path == "/run/kvtier.sock"
+    assert (config.host, config.disk) == (None, None)
+    assert as_config(config) == config
+
+
+def test_a_sidecar_may_be_given_beside_a_host_of_no_capacity():
+    config = config_from_dict({"sidecar": "unix:///run/kvtier.sock", "host": {"capacity": 0}})
+
+    assert config.host is None
+
+
+def test_a_host_of_the_default_size_is_refused_beside_a_sidecar_like_any_other():
+    with pytest.raises(ValueError, match=r"remove \[host\]"):
+        Config(sidecar="unix:///run/kvtier.sock", host=HostConfig())
+
+
+def test_without_a_sidecar_there_is_no_path_of_one():
+    assert Config().sidecar_path is None
 
 
 def test_events_are_off_unless_there_is_a_table_for_them():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from chaos import FakeClock
 
+from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.fault_log import QUIET_S, FaultLog, flush_fault
 from kvtier.engine.reopening_store import NotOpen, StoreStanding
 from kvtier.tiers.lower.breaker import BreakerState
@@ -29,6 +30,7 @@ class Engine:
         self.breakers = {"read": BreakerState.CLOSED, "write": BreakerState.CLOSED}
         self.num_opened = {"read": 0, "write": 0}
         self.why_failed = {"read": "", "write": ""}
+        self.sidecar: SidecarStanding | None = None
 
     def disk(self) -> DiskStatistics:
         return DiskStatistics(
@@ -39,9 +41,16 @@ class Engine:
         """The lines that the log writes for the present snapshot."""
         self._caplog.clear()
         tiers = {tier: TierStatistics(corrupt=dict(counts)) for tier, counts in self.corrupt.items()}
-        self._log.look(self.standing, self.disk(), tiers)
+        self._log.look(self.standing, self.disk(), tiers, self.sidecar)
         assert all(record.levelno == logging.WARNING for record in self._caplog.records)
         return self._caplog.messages
+
+    def attach(self, num_times: int = 1) -> None:
+        before = 0 if self.sidecar is None else self.sidecar.num_attached
+        self.sidecar = SidecarStanding("/s", True, before + num_times, 0.0)
+
+    def detach(self) -> None:
+        self.sidecar = SidecarStanding("/s", False, 0 if self.sidecar is None else self.sidecar.num_attached, 0.0)
 
     def open_breaker(self, side: str, why: str = "") -> None:
         self.breakers[side], self.why_failed[side] = BreakerState.OPEN, why
@@ -163,3 +172,46 @@ def test_a_flush_that_is_not_complete_has_its_true_cause(engine: Engine) -> None
     assert (
         flush_fault(engine.standing, engine.disk(), 120.0) == "/kv is not open: [Errno 30] Read-only file system: '/kv'"
     )
+
+
+def test_a_sidecar_that_goes_and_comes_back_is_a_line_each(engine: Engine) -> None:
+    engine.attach()
+    assert engine.look() == []  # the start has told of it
+
+    engine.detach()
+    assert engine.look() == ["sidecar: /s has gone or does not answer; serving without it, trying again"]
+    assert engine.look() == []
+    engine.clock.now += QUIET_S
+    engine.attach()
+
+    assert engine.look() == ["sidecar: /s is attached; it is used from now on"]
+
+
+def test_a_sidecar_that_comes_after_the_engine_is_a_line(engine: Engine) -> None:
+    engine.detach()
+    assert engine.look() == []  # the start has told of it
+
+    engine.attach()
+
+    assert engine.look() == ["sidecar: /s is attached; it is used from now on"]
+
+
+def test_a_sidecar_that_goes_and_comes_between_two_looks_is_one_line_with_how_often(engine: Engine) -> None:
+    engine.attach()
+    engine.look()
+
+    engine.attach()
+    assert engine.look() == ["sidecar: /s had gone, and is attached; it is used from now on"]
+    engine.attach(3)
+    assert engine.look() == []
+    engine.clock.now += QUIET_S
+
+    assert engine.look() == ["sidecar: /s had gone 3 times, and is attached; it is used from now on"]
+
+
+def test_a_flush_that_did_not_reach_the_sidecar_says_why() -> None:
+    gone = SidecarStanding("/s", False, 1, 0.0)
+    there = SidecarStanding("/s", True, 1, 5.0)
+
+    assert flush_fault(None, None, 120.0, gone) == "/s has gone or does not answer"
+    assert flush_fault(None, None, 120.0, there) == "it took not all of them within 120 s"

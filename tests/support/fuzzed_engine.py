@@ -564,7 +564,7 @@ class FuzzedEngine:
         self._timed_pins, look_ahead = TimedPins(cache, self.clock), None
         if self.store is not None and self._look_ahead:
             most_bytes = int(self._look_ahead * self._num_host * BLOCK_BYTES)
-            look_ahead = LookAhead(cache, self._timed_pins, most_bytes, lasts_s=5.0)
+            look_ahead = LookAhead(cache, self._timed_pins, lambda: most_bytes, lasts_s=5.0)
         return Scheduler(cache, config, self.timeout_s, *parts, clock=self.clock, look_ahead=look_ahead)  # type: ignore[arg-type]
 
     def _waiting(self) -> Callable[[LayerGate, int, int, float], None]:

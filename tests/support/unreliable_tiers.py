@@ -108,6 +108,10 @@ class UnreliableTiers:
         return self.inner.num_slots
 
     @property
+    def host_bytes(self) -> int:
+        return self.inner.host_bytes if self.is_alive else 0
+
+    @property
     def num_changes(self) -> int:
         return self.inner.num_changes + self.num_deaths
 

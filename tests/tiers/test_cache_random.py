@@ -272,6 +272,7 @@ def run(
         is_apart=is_apart,
         quotas=quotas,
         by_layers=by_layers,
+        copies_all_down=seed % 3 == 0,
     )
     simulation = Simulation(world, groups)
     with pytest.MonkeyPatch.context() as patch:

@@ -3,6 +3,7 @@
 import pytest
 from pinned_blocks import held, host_blocks, on_disk_only, until_whole
 from small_cache import BLOCK_SIZE, DOCUMENT, balance, read, world
+from unreliable_tiers import UnreliableTiers
 
 from kvtier.transfer.transfer_engine import Route
 
@@ -123,4 +124,41 @@ def test_a_reset_ends_holds() -> None:
 
     assert not pin.leases[0].is_here.any()
     assert not pin.is_whole
+    w.check()
+
+
+def test_what_is_held_is_let_go_with_memory_that_is_lost_and_comes_again_from_disk() -> None:
+    w = world(num_device_slots=16, num_host_slots=40, is_unreliable=True)
+    on_disk_only(w, "a")
+    pin = held(w, "a")
+    until_whole(w, pin)
+    assert isinstance(w.lower, UnreliableTiers)
+
+    w.lower.die()  # its memory stays as long as anything of it is leased
+    w.cache.poll()
+    assert not pin.is_whole
+    until_whole(w, pin)
+
+    assert w.lower.is_alive
+    assert host_blocks(w, "a") == DOCUMENT // BLOCK_SIZE
+    w.cache.unpin(pin)
+    w.settle()
+    w.check()
+    assert not any(slots.pool.num_leases for slots in w.host or ())
+
+
+def test_what_is_held_stays_leased_when_only_the_disk_begins_anew() -> None:
+    w = world(num_device_slots=16, num_host_slots=40)
+    read(w, "a")
+    pin = held(w, "a")
+    until_whole(w, pin)
+
+    list(w.index.offer_all_to_disk(100))  # a new epoch
+    w.cache.poll()
+    num_leased = [slots.pool.num_leases for slots in w.host or ()]
+
+    assert pin.is_whole
+    assert num_leased == [DOCUMENT // BLOCK_SIZE]
+    w.settle()
+    w.cache.unpin(pin)
     w.check()

@@ -45,7 +45,8 @@ class CleanFront:
 
 class HostSpill:
     """Copies blocks down while the bus is idle, only blocks among the oldest `CleanAhead.num_blocks`. A block that is
-    used again before then costs nothing, and host memory holds what the device does not. Owned by the cache's thread.
+    used again before then costs nothing, and host memory holds what the device does not. What others want sooner is
+    asked for (`copy_rest_down`, `copy_down`). Owned by the cache's thread.
     """
 
     def __init__(
@@ -80,6 +81,11 @@ class HostSpill:
             short = ahead + wanted - group.pool.num_free
             if short > 0:  # the slots that running requests release will be taken at once
                 self.copy_down(group, group.slots.dirty.oldest(2 * short))
+
+    def copy_rest_down(self) -> None:
+        """Start copying blocks that have no copy below, leased or not, the oldest first. The rest in the next call."""
+        for group in self._groups:
+            self.copy_down(group, group.slots.dirty.oldest(MOST_STARTED))
 
     def copy_down(self, group: GroupTiers, slots: Sequence[int] | Ids) -> None:
         """Start copying the blocks in these device slots that have no copy below, leased or not. A chain's front comes

@@ -93,6 +93,10 @@ class LocalTiers:
         self._index_load.go_on()
 
     @property
+    def host_bytes(self) -> int:
+        return sum(num * each for num, each in zip(self.num_slots, self._block_bytes, strict=True))
+
+    @property
     def num_changes(self) -> int:
         return sum(host.pool.num_changes for host in self.index.host)
 

@@ -124,6 +124,10 @@ class LowerTiers(Protocol):
         """Slots of host memory, by group; all 0 where nothing can be kept below. Never changes."""
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory, of all groups; 0 also while there is none, see `epoch`."""
+
+    @property
     def num_changes(self) -> int:
         """A number that grows with every change of which block is in which host slot.
 

@@ -39,6 +39,7 @@ class NoFetch:
 class NoTiers:
     """See `LowerTiers`. It has no slot and finds nothing."""
 
+    host_bytes = 0
     num_changes = 0
     epoch = 0
     is_indexed = True

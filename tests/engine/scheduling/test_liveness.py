@@ -86,7 +86,7 @@ class Engine(HangingWorld):
         )
         config = SchedulerConfig(token_budget=64, prefill_chunk=32, max_running=3)
         self.pins = TimedPins(self.cache, self.clock)
-        ahead = LookAhead(self.cache, self.pins, look_ahead_blocks * 64, 30.0)
+        ahead = LookAhead(self.cache, self.pins, lambda: look_ahead_blocks * 64, 30.0)
         self.scheduler = Scheduler(self.cache, config, LOAD_TIMEOUT_S, clock=self.clock, look_ahead=ahead)
 
     @property

@@ -136,7 +136,7 @@ def test_the_budget_goes_to_the_head_of_the_queue_and_time_takes_it_back(
     with engine(model, folder=tmp_path, max_running=1, look_ahead=0.0) as core:
         budget = 2 * 10 * BLOCK_SIZE * 1024
         pins = TimedPins(core.cache, lambda: now)
-        ahead = LookAhead(core.cache, pins, budget, lasts_s=30.0)
+        ahead = LookAhead(core.cache, pins, lambda: budget, lasts_s=30.0)
         add(core, prompt_of(4, 20), max_tokens=200)
         step(core)
         first, second, third = (add(core, prompt) for prompt in prompts)

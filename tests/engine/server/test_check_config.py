@@ -130,6 +130,40 @@ def test_it_says_where_documents_are_kept(capsys: pytest.CaptureFixture[str], tm
     assert not (tmp_path / "store").exists()
 
 
+def test_with_a_sidecar_it_says_who_has_the_tiers_and_what_becomes_of_documents(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, no_weights: Path
+) -> None:
+    config = "[scheduler]\nby_layers = false\nlook_ahead = 0\n"
+
+    status, out, _ = check(capsys, tmp_path, no_weights, config, "--sidecar", "unix:///run/kvtier.sock")
+
+    assert status == 0
+    assert "sidecar    unix:///run/kvtier.sock has host memory and disk\n" in out
+    assert "documents  end with the process; to keep them give [documents] a path\n" in out
+    assert "\nhost" not in out
+    assert "has no effect" not in out
+
+
+def test_the_option_sidecar_takes_the_place_of_the_configuration_s(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, no_weights: Path
+) -> None:
+    _, out, _ = check(capsys, tmp_path, no_weights, 'sidecar = "unix:///a"', "--sidecar", "unix:///b")
+
+    assert "sidecar    unix:///b has" in out
+
+
+def test_a_sidecar_beside_a_disk_is_one_line_and_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, no_weights: Path
+) -> None:
+    config = f'[disk]\npath = "{tmp_path}/store"\n'
+
+    status, _, err = check(capsys, tmp_path, no_weights, config, "--sidecar", "unix:///run/kvtier.sock")
+
+    assert status == 2
+    assert "sidecar: it has the disk; remove [disk], or sidecar to have your own" in err
+    assert err.count("\n") == 1
+
+
 @pytest.mark.parametrize("key", ["disk", "documents"])
 def test_a_folder_that_is_a_file_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, no_weights: Path, key: str
