@@ -67,6 +67,28 @@ def test_an_index_agrees_with_a_model_whatever_happens_while_it_is_loaded() -> N
         assert index.num_held(group, [name(n) for n in range(301)]) == first_gone
 
 
+def test_the_pages_of_an_index_that_is_emptied_end_and_what_was_in_it_is_handed_over() -> None:
+    index = DiskIndex()
+    index.finish_loading()
+    index.add(0, NAMES[:30])
+    pages = index.pages(0)
+    first = next(pages, None)
+    index.empty()
+    index.add(0, NAMES[20:40])
+
+    assert first is not None
+    assert list(pages) == []
+    assert index.is_loaded
+    assert {name for page in index.pages(0) for name in page} == set(NAMES[20:40])
+    assert list(index.pages(7)) == []
+    gone = set[BlockName]()
+    assert index.is_forgetting
+    while index.is_forgetting:
+        _, page = index.forget_some() or (0, [])
+        gone.update(page)
+    assert gone == set(NAMES[:30])
+
+
 def test_the_newest_blocks_are_known_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_tier, "PAGE_KEYS", 12)
     store = MemoryStore(1000 * CHARGE)

@@ -3,6 +3,7 @@ import itertools
 import random
 
 import numpy as np
+import pytest
 
 from kvtier.tiers.device.growing_rows import BACK_BYTES, GrowingRows
 from kvtier.tiers.lower.name_set import LOOKED_THROUGH, MEAN, NAME_BYTES, SPLIT_AT_ONCE, WIDTH, NameSet, rows_of
@@ -53,6 +54,39 @@ def test_names_agree_with_a_plain_set_whatever_comes_and_goes() -> None:
         if step % 20 == 0:
             assert content(names) == model
     assert content(names) == model
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pages_have_all_that_stays_and_nothing_that_left_while_names_come_and_go(seed: int) -> None:
+    rng = random.Random(seed)
+    numbers = itertools.count()
+    staying = {name(next(numbers)) for _ in range(800)} | {alike(number) for number in range(40)}
+    names, there = NameSet(), set(staying)
+    for one in rng.sample(sorted(staying), len(staying)):
+        names.add_one(one)
+    leaving = [alike(number) for number in range(100, 140)] + [name(next(numbers)) for _ in range(800)]
+    names.add(rows_of(leaving))
+    there.update(leaving)
+    rng.shuffle(leaving)
+    assert names.num_over
+
+    found, num_pages, num_buckets = set[BlockName](), 0, names.num_buckets
+    for page in names.pages(3):
+        assert set(page) <= there
+        found.update(page)
+        num_pages += 1
+        for _ in range(rng.randrange(4)):
+            new = [name(next(numbers)) for _ in range(rng.choice([1, 30]))]
+            names.add(rows_of(new))
+            there.update(new)
+            if leaving:
+                gone = leaving.pop()
+                assert names.discard(gone)
+                there.discard(gone)
+
+    assert staying <= found
+    assert names.num_buckets > 2 * num_buckets, "nothing was split meanwhile"
+    assert num_pages > 200
 
 
 def test_growing_is_done_in_parts() -> None:
