@@ -9,9 +9,9 @@ from bench.attached.sidecar_process import sidecar_process
 from bench.report import Row
 
 DOCUMENT_TOKENS = 8000
-NUM_DOCUMENTS = 6
+NUM_DOCUMENTS = 3
 BLOCK_SIZE = 16
-DEVICE = "96MiB"  # one document and a little
+DEVICE = "40MiB"  # one document and a little
 HOST = "1GiB"
 
 

@@ -580,6 +580,25 @@ def test_a_sidecar_that_is_stopped_is_left_alone_until_it_goes_on(monkeypatch: p
     lower.settle()
     assert NOWHERE not in lower.find("a", 3)
     assert lower.tiers.num_attached == 1
-    assert len(lower.reserve(NUM_SLOTS - 3)) == NUM_SLOTS - 3  # what was asked while it was stopped is free again
+    assert len(lower.reserve(NUM_SLOTS)) == NUM_SLOTS  # what was asked for while it was stopped is free again
+    lower.tiers.check()
+    lower.tiers.bed.check()
+
+
+def test_a_sidecars_answer_to_what_was_released_meanwhile_is_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    lower = bed("sidecar", monkeypatch)
+    assert isinstance(lower.tiers, SteppedTiers)
+    lower.put("a", 3)
+    fetch = lower.tiers.fetch(0, lower.blocks("a", 3), lower.on_fetched)
+    lower.tiers.bed.turn()
+
+    fetch.release([2, 1])
+    lower.settle()
+
+    assert lower.told == [(fetch, 0, None)]
+    assert (fetch.slots[1:] == ABSENT).all()
+    fetch.release([0])
+    lower.settle()
+    assert len(lower.reserve(NUM_SLOTS)) == NUM_SLOTS
     lower.tiers.check()
     lower.tiers.bed.check()
