@@ -191,7 +191,8 @@ class SteppedTiers(SidecarTiers):
         self._num_quiet = 0
 
     def poll(self) -> None:
-        if self._rng is None or self._rng.random() < 0.5:
+        has_turn = self._rng is None or self._rng.random() < 0.5
+        if has_turn:
             self.bed.turn()
         super().poll()
         said = (
@@ -201,7 +202,10 @@ class SteppedTiers(SidecarTiers):
             sum(self.bed.door.counts().operations.values()),
             self.bed.transfers.in_flight,
         )
-        self._num_quiet = self._num_quiet + 1 if said == self._said else 0
+        if said != self._said:
+            self._num_quiet = 0
+        elif has_turn:
+            self._num_quiet += 1
         self._said = said
 
 
