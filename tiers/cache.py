@@ -280,8 +280,8 @@ class TieredCache:
     def flush(self, timeout_s: float, progress: Callable[[int], None] = lambda num_left: None) -> int:
         """Copy every block that no request leases down to disk, so that a restart is warm; the number not copied.
 
-        Waits, up to *timeout_s*, and not for copies that hang. *progress* gets the number of blocks still to go.
-        Without a disk there is nothing to do.
+        Waits, up to *timeout_s*, and not for copies that hang, nor for host slots that nobody gives back. *progress*
+        gets the number of blocks still to go. Without a disk there is nothing to do.
         """
         below = self.lower.spill_progress()
         if not below.has_target:
@@ -291,8 +291,13 @@ class TieredCache:
         everything = [group.pool.num_slots for group in self._group_tiers]
         # Each block goes once: a disk smaller than what is above would otherwise push out what was just written.
         stop_at = below.num_done + below.num_left + self._host_spill.num_dirty
+        num_least, moved_at = stop_at, began_at
         while (num_left := below.num_left + self._host_spill.num_dirty) and below.num_done < stop_at:
+            if num_left < num_least or self._host_spill.copies.batches or below.is_busy:
+                num_least, moved_at = min(num_left, num_least), self._clock()
             if self._clock() >= deadline or not below.is_possible or self._hangs_since(began_at, below):
+                break
+            if self._clock() - moved_at > HUNG_S:
                 break
             progress(num_left)
             self.lower.spill()

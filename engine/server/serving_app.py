@@ -96,10 +96,13 @@ class ServingApp:
         return await self.service.drain(drain_s)
 
     async def _watch_memory(self) -> None:
-        """Log how far host memory is prepared, until all of it is: pinning can take longer than loading the model."""
+        """Log how far host memory is prepared, until all of it is: pinning can take longer than loading the model. Not
+        of a sidecar's, which comes and goes."""
         with contextlib.suppress(RuntimeError):  # the engine has ended
             told = 0
             while (host := (statistics := self.service.llm.statistics()).cache.tiers.get(Tier.HOST)) is not None:
+                if statistics.sidecar is not None:
+                    return
                 prepared = statistics.host_prepared_bytes
                 if prepared != told:
                     told = prepared

@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from chaos import World
 from small_cache import BLOCK_BYTES, BLOCK_SIZE, CHARGE, DOCUMENT, balance, read, world
@@ -13,6 +14,7 @@ from kvtier.store.blob_store import Blob, StoreFull
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.lower import copies
+from kvtier.tiers.lower.breaker import HUNG_S
 from kvtier.tiers.lower.lower_tiers import NOWHERE
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
 from kvtier.tiers.naming.tier import Reason, Tier
@@ -481,6 +483,25 @@ def test_a_flush_gives_up_on_a_disk_that_cannot_be_written() -> None:
 
     assert w.cache.flush(1000, progress) > 0
     assert len(asked) < 50
+
+
+def test_a_flush_does_not_wait_for_host_slots_that_others_keep() -> None:
+    w = world(num_device_slots=40)
+    table = w.cache.allocate([10])
+    assert table is not None
+    w.compute(table, w.chain("a", DOCUMENT), 0, DOCUMENT)
+    w.cache.release(table)
+    kept = w.lower.reserve(0, 40)  # all there are
+    began_at = w.clock.now
+
+    def progress(num_left: int) -> None:
+        w.settle()
+        w.clock.now += 1
+
+    assert w.cache.flush(1000, progress) == 10
+    assert HUNG_S < w.clock.now - began_at < 2 * HUNG_S
+    w.lower.abandon(0, np.array(kept))
+    assert w.cache.flush(1000, progress) == 0
 
 
 class UnforgettingStore(MemoryStore):
