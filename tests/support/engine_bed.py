@@ -120,9 +120,8 @@ class Bed:
         self.settle()
 
     def tiers(self) -> LayoutTiers:
-        """Those of the only layout."""
-        (tiers,) = self.layouts
-        return tiers
+        """Those of the layout that came first."""
+        return next(iter(self.layouts))
 
     def num_leases(self) -> int:
         """Leases on slots that the segment really gives to its layouts."""

@@ -190,10 +190,18 @@ class Session:
             states[states == RESERVED] = VOID
 
     def time_out(self) -> None:
-        """The disk has brought nothing for too long: what is being read fails."""
-        for fetched in list(self._fetches.values()):
-            if fetched.fetch.is_reading:
-                fetched.fetch.time_out()
+        """The disk has brought nothing for too long: what is being read fails, and so does what waits for a slot."""
+        for fetched in self._fetches.values():
+            fetch = fetched.fetch
+            if not fetch.is_reading or fetched.is_for_later:
+                continue
+            fetch.time_out()
+            is_waiting = fetched.is_open & (fetch.slots == ABSENT)
+            is_waiting[list(fetch.failures)] = False  # told with the next poll
+            places = np.flatnonzero(is_waiting)
+            fetch.release(places)
+            fetched.failed += [(place, Reason.CAPACITY) for place in places.tolist()]
+            self._close(fetched, places)
 
     def give_up(self, message: wire.TimeOut) -> None:
         """The engine takes what a fetch waits for to hang."""

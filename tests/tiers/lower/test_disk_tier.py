@@ -68,25 +68,26 @@ def test_an_index_agrees_with_a_model_whatever_happens_while_it_is_loaded() -> N
 
 
 def test_the_pages_of_an_index_that_is_emptied_end_and_what_was_in_it_is_handed_over() -> None:
+    numbered = [name(number) for number in range(40)]
     index = DiskIndex()
     index.finish_loading()
-    index.add(0, NAMES[:30])
+    index.add(0, numbered[:30])
     pages = index.pages(0)
     first = next(pages, None)
     index.empty()
-    index.add(0, NAMES[20:40])
+    index.add(0, numbered[20:40])
 
     assert first is not None
     assert list(pages) == []
     assert index.is_loaded
-    assert {name for page in index.pages(0) for name in page} == set(NAMES[20:40])
+    assert {name for page in index.pages(0) for name in page} == set(numbered[20:40])
     assert list(index.pages(7)) == []
     gone = set[BlockName]()
     assert index.is_forgetting
     while index.is_forgetting:
         _, page = index.forget_some() or (0, [])
         gone.update(page)
-    assert gone == set(NAMES[:30])
+    assert gone == set(numbered[:30])
 
 
 def test_the_newest_blocks_are_known_first(monkeypatch: pytest.MonkeyPatch) -> None:

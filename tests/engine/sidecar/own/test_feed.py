@@ -110,9 +110,9 @@ def test_an_engine_that_does_not_read_is_told_no_more_pages(tmp_path: Path, monk
     monkeypatch.setattr(feed_module, "MOST_UNREAD_BYTES", 200)
     with engine_bed(tmp_path) as bed:
         engine = Engine(bed, groups=[wire.GroupShape(1, False, 16)])
-        num_blocks = 5000
-        for start in range(0, num_blocks, 500):
-            engine.publish(names(start, 500), engine.reserve(500))
+        num_blocks = 600  # more than the kernel keeps for one that does not read
+        for start in range(0, num_blocks, 100):
+            engine.publish(names(start, 100), engine.reserve(100))
         late = Engine(bed, groups=[wire.GroupShape(1, False, 16)])
         bed.turn(3 * num_blocks)
 

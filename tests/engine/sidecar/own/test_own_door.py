@@ -305,6 +305,25 @@ def test_a_read_that_hangs_fails(small: Bed) -> None:
     small.settle()
 
 
+def test_blocks_for_which_there_is_no_room_fail(small: Bed) -> None:
+    engine = Engine(small)
+    fill(engine)
+    engine.reserve(10_000)
+    number = engine.fetch(names(1, 3))
+    small.turn()
+    small.pass_time(9.9)
+    engine.hear()
+    assert not [message for message in engine.told if isinstance(message, wire.Fetched)]
+
+    small.pass_time(0.2)
+
+    assert engine.next(wire.Fetched).failures == [(place, Reason.CAPACITY) for place in range(3)]
+    assert small.layouts.num_unsaved == 0
+    engine.say(wire.Release(number, wire.packed([0])))
+    small.settle()
+    assert not small.door.is_waiting
+
+
 # Clearing.
 
 
