@@ -1081,6 +1081,34 @@ BUGS = [
         "now + most_s",
         "tests/engine/sidecar/lmcache/test_door_random.py",
     ),
+    Bug(
+        "a pin does not end",
+        "engine/sidecar/pins.py",
+        "if now >= pin.until or",
+        "if",
+        "tests/engine/sidecar/test_pins.py",
+    ),
+    Bug(
+        "pins may have all of host memory",
+        "engine/sidecar/pins.py",
+        "self._share = Share(shares, PART)",
+        "self._share = Share(shares)",
+        "tests/engine/sidecar/test_pins.py",
+    ),
+    Bug(
+        "what a pin waits for from disk is leased without counting",
+        "engine/sidecar/shared_fetch.py",
+        "            self._share.lease(self._memory, np.array([fetch.slots.item(place)]))\n",
+        "            pass\n",
+        "tests/engine/sidecar/test_pins.py",
+    ),
+    Bug(
+        "two prompts have one pin",
+        "engine/sidecar/http/pin_routes.py",
+        "        running.update(msgspec.json.encode(self.token_ids))\n",
+        "",
+        "tests/engine/sidecar/test_pins.py",
+    ),
 ]
 
 

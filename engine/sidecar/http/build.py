@@ -9,7 +9,7 @@ from kvtier.engine.sidecar.http.metrics import SidecarMetrics
 from kvtier.engine.sidecar.http.owner import ANSWER_S, Owner
 from kvtier.engine.sidecar.sidecar import Sidecar
 
-# Monitoring, probes and a few people; no request has a body, and one that is sent is not read.
+# Monitoring, probes and a few people; only `/pin` has a body that is read, see `pin_routes.BODY`.
 LIMITS = ConnectionLimits(max_header_bytes=16 << 10, header_timeout_s=10.0, max_connections=64, max_per_address=64)
 
 

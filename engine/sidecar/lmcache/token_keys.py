@@ -9,6 +9,8 @@ import msgspec
 
 from kvtier.engine.sidecar.lmcache.wire import Refused
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
+from kvtier.tiers.naming.named_blocks import NamedBlocks
+from kvtier.tiers.naming.tenant import tenant_of
 
 MOST_BYTES = 256 << 20  # kept of all requests: over a hundred of 131,072 tokens
 _OVERHEAD = 4096  # of a request, beside what grows with its tokens
@@ -57,7 +59,7 @@ class TokenKeys:
         encoded, num_tokens = _body(token_ids)
         named = self._take(request_id)
         if named is None or named.salt != salt or not _is_one_a_prefix(named.encoded, encoded):
-            named = Named(salt, BlockChain(self._chunk_tokens, ExtraKeys(cache_salt=salt or None)))
+            named = Named(salt, _chain(self._chunk_tokens, salt))
         if len(encoded) > len(named.encoded):
             _grow(named, encoded, num_tokens)
         self._requests[request_id] = named
@@ -79,6 +81,18 @@ class TokenKeys:
         if named is not None:
             self._num_bytes -= named.num_bytes
         return named
+
+
+def blocks_of_tokens(chunk_tokens: int, salt: str, token_ids: Sequence[int]) -> NamedBlocks:
+    """The full chunks of these tokens, by the names that `TokenKeys` gives them. OverflowError for ids that are no
+    numbers of 32 bits."""
+    chain = _chain(chunk_tokens, salt)
+    chain.extend(token_ids)
+    return NamedBlocks(chain.names, [None, *chain.names[:-1]][: len(chain.names)], tenant_of(salt))
+
+
+def _chain(chunk_tokens: int, salt: str) -> BlockChain:
+    return BlockChain(chunk_tokens, ExtraKeys(cache_salt=salt or None))
 
 
 def _is_one_a_prefix(one: bytes, other: bytes) -> bool:
