@@ -1091,7 +1091,7 @@ BUGS = [
     Bug(
         "pins may have all of host memory",
         "engine/sidecar/pins.py",
-        "self._share = Share(shares, PART)",
+        "self._share = Share(shares, part=PART)",
         "self._share = Share(shares)",
         "tests/engine/sidecar/test_pins.py",
     ),
@@ -1108,6 +1108,48 @@ BUGS = [
         "        running.update(msgspec.json.encode(self.token_ids))\n",
         "",
         "tests/engine/sidecar/test_pins.py",
+    ),
+    Bug(
+        "extents in which an engine may be copying are given away after a restart",
+        "engine/sidecar/extents.py",
+        "            if self._num_given - 1 not in self._left_out:\n",
+        "            if self._num_given:\n",
+        "tests/engine/sidecar/test_lease_ledger.py",
+    ),
+    Bug(
+        "leases that end with the sidecar leave the ledger",
+        "engine/sidecar/lease_ledger.py",
+        "        self._is_frozen = True\n",
+        "        pass\n",
+        "tests/engine/sidecar/test_lease_ledger.py",
+    ),
+    Bug(
+        "a segment that was left is removed when its successor starts",
+        "transfer/segment.py",
+        "                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n                path.unlink()",
+        "                path.unlink()",
+        "tests/engine/sidecar/test_lease_ledger.py",
+    ),
+    Bug(
+        "descriptors for another process are taken",
+        "engine/sidecar/inherited.py",
+        "if pid != str(os.getpid()) or not",
+        "if not",
+        "tests/engine/sidecar/test_inherited.py",
+    ),
+    Bug(
+        "what the service manager gave is passed on to the store's process",
+        "engine/sidecar/inherited.py",
+        "            os.set_inheritable(first + place, False)\n",
+        "",
+        "tests/engine/sidecar/test_inherited.py",
+    ),
+    Bug(
+        "a descriptor to be kept is told of and not passed",
+        "engine/sidecar/systemd.py",
+        "if files else []",
+        "if not files else []",
+        "tests/engine/sidecar/test_systemd.py",
     ),
 ]
 

@@ -98,7 +98,7 @@ class Pins:
     the sidecar's thread."""
 
     def __init__(self, shares: Shares, clock: Callable[[], float]) -> None:
-        self._share = Share(shares, PART)
+        self._share = Share(shares, part=PART)
         self._shares = shares
         self._clock = clock
         self._pins: dict[str, Pin] = {}

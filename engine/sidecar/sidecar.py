@@ -155,6 +155,12 @@ class Sidecar:
         """The time of the clock by which clients and leases are as old as they are."""
         return self._clock()
 
+    def leave(self) -> None:
+        """Leave the segment to the process that comes after this one. Engines go on mapping it, and what they are
+        copying now they may go on copying."""
+        self.layouts.ledger.freeze()
+        self._segment.leave()
+
     def flush(self, timeout_s: float, on_turn: Callable[[], None] = lambda: None) -> int:
         """Copy what is in host memory only to disk, *timeout_s* at most; how many chunks are left. Doors are closed.
         *on_turn* is called again and again meanwhile."""
