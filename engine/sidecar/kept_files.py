@@ -52,7 +52,8 @@ class KeptFiles:
     def keep_segment(self, segment: Segment) -> None:
         """Have the segment kept, in place of one that was left and not taken over."""
         if segment.lock_file != self._left:
-            self._systemd.do_not_keep(SEGMENT)
+            if self._left is not None:
+                self._systemd.do_not_keep(SEGMENT)
             self._systemd.keep(SEGMENT, segment.lock_file)
 
     def let_go(self) -> None:
