@@ -34,36 +34,43 @@ class Segment:
 
     Memory is backed from the front, piece by piece, by a thread of its own. A process that writes where nothing is
     backed is killed if the machine has no memory left, so only `backed_bytes` may be given to others.
+
+    A process may leave its segment to the one that comes after it, under the same name, by passing on `lock_file`:
+    where both are as large nothing changes for those that map it.
     """
 
-    def __init__(self, num_bytes: int, folder: Path = SHARED_MEMORY) -> None:
-        """OSError, with what to do, if *folder* has no room for that much."""
+    def __init__(
+        self, num_bytes: int, folder: Path = SHARED_MEMORY, num_beside: int = 0, left: int | None = None
+    ) -> None:
+        """*num_beside* bytes follow in the same file, in `beside`, for this process and its successors. *left* is the
+        `lock_file` of a segment of that size that was left to this process, whose it is from now on: see
+        `why_not_left`. OSError, with what to do, if *folder* has no room for that much."""
         self.num_bytes = num_bytes
         self.backed_bytes = 0
-        self.name = f"{PREFIX}-{os.geteuid()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.name = (
+            f"{PREFIX}-{os.geteuid()}-{os.getpid()}-{secrets.token_hex(4)}" if left is None else name_of(left, folder)
+        )
+        self._num_file_bytes = num_bytes + num_beside
+        self._is_left = False
         self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._closing = threading.Event()
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self._folder)
             for name in leftovers(folder):
                 log.warning("host: removed the shared memory %s/%s of a process that was killed", folder, name)
-            room = os.fstatvfs(self._folder)
-            if (free_bytes := room.f_bavail * room.f_frsize) < num_bytes:
-                raise OSError(
-                    f"host: {folder} has room for {free_bytes >> 20} MiB, {num_bytes >> 20} MiB are asked for; "
-                    f"lower --host, or raise it: mount -o remount,size={(num_bytes >> 30) + 1}G {folder}"
-                )
-            self._lock = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            self._lock = self._new_file(folder) if left is None else left
             undo.callback(os.close, self._lock)
-            os.ftruncate(self._lock, num_bytes)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
             # Others get this one: a lock lasts as long as any descriptor made from the one that took it.
             self.file = os.open(f"/proc/self/fd/{self._lock}", os.O_RDWR | os.O_CLOEXEC)
             undo.callback(os.close, self.file)
-            mapped = mmap.mmap(self.file, num_bytes)
-            self.memory: npt.NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)  # [num_bytes]
-            # linkat follows the link in /proc only if it is told to, and Python tells it so with folders alone.
-            os.link(f"/proc/self/fd/{self._lock}", self.name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+            if num_beside:
+                os.posix_fallocate(self._lock, num_bytes, num_beside)
+            mapped = np.frombuffer(mmap.mmap(self.file, self._num_file_bytes), np.uint8)
+            self.memory: npt.NDArray[np.uint8] = mapped[:num_bytes]  # [num_bytes]
+            self.beside: npt.NDArray[np.uint8] = mapped[num_bytes:]  # [num_beside]
+            if left is None:
+                # linkat follows the link in /proc only if it is told to, and Python tells it so with folders alone.
+                os.link(f"/proc/self/fd/{self._lock}", self.name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
             self._thread = threading.Thread(target=self._back, name="kvtier-segment", daemon=True)
             self._thread.start()
             undo.pop_all()
@@ -72,6 +79,15 @@ class Segment:
     def span(self) -> tuple[int, int, int]:
         """File descriptor, address in this process, and bytes: for a process that maps the same memory."""
         return self.file, self.memory.ctypes.data, self.num_bytes
+
+    @property
+    def lock_file(self) -> int:
+        """What a process needs to take this segment over."""
+        return self._lock
+
+    def leave(self) -> None:
+        """Leave the segment to a process that has, or will be given, its `lock_file`: `close` keeps the name."""
+        self._is_left = True
 
     def wait_backed(self, timeout_s: float) -> bool:
         """Wait until all of it is backed or cannot be, *timeout_s* at most; whether all of it is backed."""
@@ -84,8 +100,9 @@ class Segment:
             return
         self._closing.set()
         self._thread.join()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.name, dir_fd=self._folder)
+        if not self._is_left:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.name, dir_fd=self._folder)
         for file in (self.file, self._lock, self._folder):
             os.close(file)
 
@@ -97,6 +114,23 @@ class Segment:
     ) -> None:
         self.close()
 
+    def _new_file(self, folder: Path) -> int:
+        """A file without a name, of the segment's size, and locked."""
+        room = os.fstatvfs(self._folder)
+        if (free_bytes := room.f_bavail * room.f_frsize) < self._num_file_bytes:
+            raise OSError(
+                f"host: {folder} has room for {free_bytes >> 20} MiB, {self.num_bytes >> 20} MiB are asked for; "
+                f"lower --host, or raise it: mount -o remount,size={(self.num_bytes >> 30) + 1}G {folder}"
+            )
+        file = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(file, self._num_file_bytes)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except BaseException:
+            os.close(file)
+            raise
+        return file
+
     def _back(self) -> None:
         base = self.memory.ctypes.data
         try:
@@ -107,6 +141,37 @@ class Segment:
                 self.backed_bytes += length
         except Exception as error:  # a thread's top: what is backed is used
             log.warning("host: %d of %d MiB are used: %s", self.backed_bytes >> 20, self.num_bytes >> 20, error)
+
+
+def name_of(file: int, folder: Path = SHARED_MEMORY) -> str:
+    """The name in the folder of this user's segment in that open file, which was made without one; empty if none."""
+    found = os.fstat(file)
+    for path in folder.glob(f"{PREFIX}-{os.geteuid()}-*"):
+        with contextlib.suppress(OSError):  # another process has removed it meanwhile
+            if os.path.samestat(path.stat(follow_symlinks=False), found):
+                return path.name
+    return ""
+
+
+def why_not_left(file: int, folder: Path = SHARED_MEMORY) -> str:
+    """Why this descriptor is no segment of this user that was left to this process; empty if it is."""
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        return "it is no file of this user"
+    if not name_of(file, folder):
+        return f"it has no name in {folder}"
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the same lock, if it was left
+    except OSError:
+        return "another process has it"
+    return ""
+
+
+def drop_left(file: int, folder: Path = SHARED_MEMORY) -> None:
+    """Close a descriptor that was left to this process, and remove its name if it is a segment's."""
+    if not why_not_left(file, folder):
+        (folder / name_of(file, folder)).unlink()
+    os.close(file)
 
 
 def leftovers(folder: Path) -> Iterator[str]:

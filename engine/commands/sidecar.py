@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -16,6 +17,8 @@ from kvtier.engine.server.log_lines import write_log
 from kvtier.engine.sidecar.build import MakeDoors, build_sidecar
 from kvtier.engine.sidecar.config import SidecarConfig, sidecar_config
 from kvtier.engine.sidecar.doors import doors_of, socket_path
+from kvtier.engine.sidecar.inherited import HTTP, Inherited
+from kvtier.engine.sidecar.kept_files import KeptFiles
 from kvtier.engine.sidecar.model_weights import weights_of
 from kvtier.engine.sidecar.sidecar import Sidecar
 from kvtier.engine.sidecar.statistics import SidecarStatistics
@@ -27,6 +30,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LEAST_LMCACHE = "0.5.5"
+LEAVING = (signal.SIGUSR1,)  # signals at which sockets and host memory are left to the next process …
+ENDING = (signal.SIGTERM, signal.SIGINT)  # … and at which they go
+
+Listener = Callable[[str, str], socket.socket]
+"""Gives the socket of a name which listens at a URL."""
 
 
 def run_sidecar(source: str | None, given: Mapping[str, object], checks_only: bool) -> int:
@@ -41,7 +49,8 @@ def run_sidecar(source: str | None, given: Mapping[str, object], checks_only: bo
     if checks_only:
         return 0
     write_log(config.log_format)
-    return serve_engines(config, doors_of(config, weights_of(config.models, log.info)))
+    weights = weights_of(config.models, log.info)
+    return serve_engines(config, lambda listener: doors_of(config, weights, listener))
 
 
 def attach_command(config: SidecarConfig) -> str:
@@ -88,11 +97,17 @@ def _plan(config: SidecarConfig) -> list[str]:
     return lines
 
 
-def serve_engines(config: SidecarConfig, make_doors: MakeDoors) -> int:
-    """Serve those that attach at the doors until a signal; the exit status."""
+def serve_engines(config: SidecarConfig, doors: Callable[[Listener], MakeDoors]) -> int:
+    """Serve those that attach at the doors until a signal; the exit status. After one of `LEAVING`, by which the
+    service manager says that another process comes after this one, sockets and host memory are left to that."""
     signals: list[int] = []
-    with Systemd(os.environ, time.monotonic) as systemd, ExitStack() as running:
-        sidecar = build_sidecar(config, make_doors, log.info)
+    with (
+        Inherited(os.environ) as inherited,
+        Systemd(os.environ, time.monotonic) as systemd,
+        ExitStack() as running,
+    ):
+        kept = KeptFiles(systemd, inherited)
+        sidecar = build_sidecar(config, doors(kept.listener), log.info, kept.left_segment)
 
         def end(number: int, _: FrameType | None) -> None:
             signals.append(number)
@@ -100,15 +115,22 @@ def serve_engines(config: SidecarConfig, make_doors: MakeDoors) -> int:
                 os._exit(128 + number)
             sidecar.stop()
 
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (*ENDING, *LEAVING):
             running.callback(signal.signal, number, signal.signal(number, end))
         running.callback(sidecar.close)
+        kept.keep_segment(sidecar.layouts.segment)
         if config.http.port != "none":
-            http = running.enter_context(_http(sidecar, config))
+            http = running.enter_context(_http(sidecar, config, kept))
             log.info("http: listening on %s", url_of(config.http.host, http.port))
+        inherited.close()
         log.info("engines may attach")
         sidecar.run(_look(sidecar, systemd))
         systemd.stopping()
+        if signals and signals[0] in LEAVING:
+            log.info("sockets and host memory are left to the next process")
+            sidecar.leave()
+        else:
+            kept.let_go()
         if config.disk is not None:
             log.info("writing what is in host memory only; a second signal ends at once")
             num_left = sidecar.flush(config.drain_s, systemd.alive)
@@ -135,10 +157,16 @@ def _look(sidecar: Sidecar, systemd: Systemd) -> Callable[[SidecarStatistics], N
     return look
 
 
-def _http(sidecar: Sidecar, config: SidecarConfig) -> "HttpThread":
+def _http(sidecar: Sidecar, config: SidecarConfig, kept: KeptFiles) -> "HttpThread":
+    host, port = config.http.host, config.http.port
+    assert port != "none", "nothing to serve"
     try:
         from kvtier.engine.sidecar.http.build import serve_http
     except ImportError as error:
         raise ImportError(f"sidecar: {error}; pip install 'kvtier[sidecar]', or port = \"none\" in [http]") from error
 
-    return serve_http(sidecar, config)
+    given = kept.given_listener(HTTP, url_of(host, port).replace("http", "tcp", 1))
+    http = serve_http(sidecar, config, bound=given)
+    if given is None:
+        kept.keep_listener(HTTP, http.file)
+    return http

@@ -148,6 +148,10 @@ def _head(stats: _Object) -> Text:
         f"   up {_age(stats['uptime_s'])}",
         f"   {size_text(stats['backed_bytes'])} of {size_text(stats['segment_bytes'])} backed",
     )
+    pins = stats["pins"]
+    if pins["num_pins"]:
+        pinned = f"{size_text(pins['num_bytes'])} of {size_text(pins['most_bytes'])}"
+        head.append(f"   {pins['num_pins']:,} pins: {pinned}")
     store = stats["store"]
     if store is not None and store["not_open"] is not None:
         head.append(f"\nthe disk is not open: {store['why'] or store['not_open']}", "bold red")

@@ -1,5 +1,6 @@
 """Building a sidecar: the one place where its parts are made and put together."""
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from kvtier.engine.sidecar.config import SidecarConfig
 from kvtier.engine.sidecar.door import Door
 from kvtier.engine.sidecar.finished_transfers import FinishedTransfers
 from kvtier.engine.sidecar.layouts import READ_TIMEOUT_S, Layouts
+from kvtier.engine.sidecar.lease_ledger import LeaseLedger, ledger_bytes, why_not_taken_over
 from kvtier.engine.sidecar.sidecar import Sidecar
 from kvtier.store.codec.codec import CODECS, NO_CODEC, Codec
 from kvtier.store.codec.codec_choice import CodecChoice
@@ -23,8 +25,10 @@ from kvtier.store.process.store_process import SWITCH_INTERVAL_S
 from kvtier.store.store_settings import StoreSettings
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.transfer.lane import Lane, ThreadLane
-from kvtier.transfer.segment import Segment
+from kvtier.transfer.segment import Segment, drop_left, name_of, why_not_left
 from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+log = logging.getLogger(__name__)
 
 NUM_READERS = 4  # reads from disk at a time
 NUM_WRITERS = 2  # writes: one at work and one that gathers behind it
@@ -35,15 +39,24 @@ MakeDoors = Callable[[Layouts, TransferEngine], Sequence[Door]]
 
 
 def build_sidecar(
-    config: SidecarConfig, make_doors: MakeDoors, progress: Callable[[str], None] = lambda line: None
+    config: SidecarConfig,
+    make_doors: MakeDoors,
+    progress: Callable[[str], None] = lambda line: None,
+    left: int | None = None,
 ) -> Sidecar:
-    """A sidecar as the configuration has it; *make_doors* gives what engines attach to. OSError, ValueError, with what
-    to do, for what cannot be had; what was made until then is closed."""
+    """A sidecar as the configuration has it; *make_doors* gives what engines attach to. *left*: a descriptor that may
+    be a predecessor's segment; one that is of no use is closed. OSError, ValueError, with what to do, for what cannot
+    be had; what was made until then is closed."""
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
     with ExitStack() as undo:
-        progress(f"host memory: {config.host.capacity >> 20} MiB")
-        segment = Segment(config.host.capacity // config.extent * config.extent)
+        num_extents = config.host.capacity // config.extent
+        segment = _segment(config.extent, num_extents, left, progress)
         undo.callback(segment.close)
+        ledger = LeaseLedger(segment.beside, config.extent, num_extents)
+        if ledger.left_out:
+            progress(
+                f"host memory: {len(ledger.left_out)} of {num_extents} extents are left out: engines may copy there"
+            )
         store = None
         if config.disk is not None:
             progress(f"opening the store {config.disk.path}")
@@ -63,10 +76,26 @@ def build_sidecar(
             quotas={tenant_of(salt): each.host for salt, each in config.tenants.items() if each.host is not None},
             written_bytes_per_day=None if config.disk is None else config.disk.max_written_bytes_per_day,
             read_timeout_s=READ_TIMEOUT_S if config.disk is None else config.disk.read_timeout_s,
+            ledger=ledger,
         )
         sidecar = Sidecar(segment, finished, transfers, layouts, make_doors(layouts, transfers), store)
         undo.pop_all()
     return sidecar
+
+
+def _segment(extent_bytes: int, num_extents: int, left: int | None, progress: Callable[[str], None]) -> Segment:
+    """A new segment, or the one that was left if it is as large and has the same extents."""
+    if left is not None:
+        why = why_not_left(left) or why_not_taken_over(left, extent_bytes, num_extents)
+        if not why:
+            progress(f"host memory: {name_of(left)} of the process before this one is taken over, empty")
+        else:
+            log.warning("host: the shared memory that was left is not taken over: %s", why)
+            drop_left(left)
+            left = None
+    if left is None:
+        progress(f"host memory: {num_extents * extent_bytes >> 20} MiB")
+    return Segment(num_extents * extent_bytes, num_beside=ledger_bytes(num_extents), left=left)
 
 
 def _lanes(finished: FinishedTransfers) -> dict[Route, Lane]:

@@ -14,6 +14,7 @@ class LeaseUse(StrEnum):
     PROMISED = "promised"  # the client was told that it can load them
     READ = "read"  # the client copies them out now
     WRITTEN = "written"  # the client copies them in now; they are found by no request yet
+    PINNED = "pinned"  # no client has them: an operator wants them to stay
 
 
 @dataclass(frozen=True, slots=True)

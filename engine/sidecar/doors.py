@@ -2,8 +2,9 @@
 
 import errno
 import os
+import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 
@@ -11,6 +12,7 @@ from kvtier.engine.attached.wire import Refused, frame_of
 from kvtier.engine.sidecar.build import MakeDoors
 from kvtier.engine.sidecar.config import LmcacheConfig, SidecarConfig, SocketConfig, default_socket
 from kvtier.engine.sidecar.door import Door
+from kvtier.engine.sidecar.inherited import LMCACHE
 from kvtier.engine.sidecar.layouts import Layouts
 from kvtier.engine.sidecar.lmcache.door import LmcacheDoor
 from kvtier.engine.sidecar.lmcache.zmtp import Zmtp
@@ -21,15 +23,20 @@ from kvtier.engine.sidecar.refusals import Refusals
 from kvtier.transfer.transfer_engine import TransferEngine
 
 
-def doors_of(config: SidecarConfig, weights: Mapping[str, str]) -> MakeDoors:
-    """Makes the doors once there are layouts. *weights*: what is known of models' weights, by name. OSError, from the
-    function that is given, for an address that cannot be had."""
+def doors_of(
+    config: SidecarConfig,
+    weights: Mapping[str, str],
+    listener: Callable[[str, str], socket.socket] = lambda name, url: listen(url),
+) -> MakeDoors:
+    """Makes the doors once there are layouts. *weights*: what is known of models' weights, by name. *listener* gives
+    the socket of that name which listens at a URL. OSError, from the function that is given, for an
+    address that cannot be had."""
 
     def make(layouts: Layouts, transfers: TransferEngine) -> Sequence[Door]:
         doors: list[Door] = []
         with ExitStack() as undo:
             if config.lmcache is not None:
-                doors.append(_lmcache_door(config.lmcache, layouts, transfers, weights))
+                doors.append(_lmcache_door(config.lmcache, layouts, transfers, weights, listener))
                 undo.callback(doors[-1].close)
             if (path := socket_path(config.socket)) is not None:
                 doors.append(engine_door(path, config.socket.allow_uids, layouts))
@@ -61,12 +68,16 @@ def engine_door(path: str, allow_uids: Sequence[int], layouts: Layouts) -> Engin
 
 
 def _lmcache_door(
-    config: LmcacheConfig, layouts: Layouts, transfers: TransferEngine, weights: Mapping[str, str]
+    config: LmcacheConfig,
+    layouts: Layouts,
+    transfers: TransferEngine,
+    weights: Mapping[str, str],
+    listener: Callable[[str, str], socket.socket],
 ) -> LmcacheDoor:
     clock = time.monotonic
     refusals = Refusals(clock)
     try:
-        port = Port([listen(config.listen)], clock, refusals.refused, Zmtp)
+        port = Port([listener(LMCACHE, config.listen)], clock, refusals.refused, Zmtp)
     except OSError as error:
         why = f"sidecar: cannot listen at {config.listen} ({error.strerror}); choose another --listen"
         raise OSError(why) from error

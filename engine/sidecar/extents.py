@@ -1,6 +1,6 @@
 """Extents: which extent of the segment belongs to which layout, so that memory follows use."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from kvtier.transfer.segment import Segment
@@ -26,13 +26,17 @@ class Extents:
     the sidecar's thread.
     """
 
-    def __init__(self, segment: Segment, extent_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, segment: Segment, extent_bytes: int, clock: Callable[[], float], left_out: Collection[int] = ()
+    ) -> None:
+        """The extents *left_out* are given to no holder."""
         self.extent_bytes = extent_bytes
+        self._left_out = left_out
         self._segment = segment
         self._clock = clock
         self._holders: dict[int, Holder] = {}  # by extent
         self._used_at: dict[int, float] = {}  # by extent that has a holder
-        self._num_given = 0  # extents that have been given once: the first ones
+        self._num_given = 0  # extents that have been given once, or left out: the first ones
         self._free: list[int] = []  # of these, those without a holder
 
     def acquire(self, holder: Holder) -> bool:
@@ -64,15 +68,17 @@ class Extents:
     def check(self) -> None:
         """Raise AssertionError if an extent has no holder and is not free, or both."""
         assert self._holders.keys() == self._used_at.keys(), "an extent is used and has no holder"
-        assert sorted([*self._free, *self._holders]) == list(range(self._num_given)), "an extent is lost"
+        left_out = [extent for extent in self._left_out if extent < self._num_given]
+        assert sorted([*self._free, *self._holders, *left_out]) == list(range(self._num_given)), "an extent is lost"
 
     def _unused(self) -> int | None:
         if self._free:
             return self._free.pop()
-        if (self._num_given + 1) * self.extent_bytes > self._segment.backed_bytes:
-            return None
-        self._num_given += 1
-        return self._num_given - 1
+        while (self._num_given + 1) * self.extent_bytes <= self._segment.backed_bytes:
+            self._num_given += 1
+            if self._num_given - 1 not in self._left_out:
+                return self._num_given - 1
+        return None
 
     def _take_oldest(self, taker: Holder) -> int | None:
         """The extent that was used least lately and can be emptied, of another holder than *taker*. Of several that

@@ -27,8 +27,11 @@ class SlotMemory(HostMemory, Protocol):
     def slots_of(self, extent: int) -> Ids:
         """The slots that lie in that extent with all their bytes."""
 
+    def extents_of_each(self, slots: Ids) -> Ids:
+        """For each of these slots the extent in which it begins."""
+
     def extents_of(self, slots: Ids) -> list[int]:
-        """The extents that these slots begin in, each once."""
+        """The same, each extent once."""
 
 
 class Layout(Protocol):

@@ -62,6 +62,7 @@ class LayoutTiers:
         self.tiers = tiers
         self.memories = memories
         self.read_timeout_s = read_timeout_s
+        self.num_clears = 0
         self._extents = extents
         self._store = store
         self._held = [HeldSlots(group_id, tiers, memory) for group_id, memory in enumerate(memories)]
@@ -123,6 +124,7 @@ class LayoutTiers:
     def clear(self) -> None:
         """Forget every chunk of the layout. What is leased stays where it is until it is released, and what is being
         read from disk still comes."""
+        self.num_clears += 1
         self.tiers.forget_all()
         self.tiers.take_lost()
 

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from kvtier.engine.sidecar.extents import Extents
 from kvtier.engine.sidecar.layout import Layout, LayoutRefused
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
+from kvtier.engine.sidecar.lease_ledger import LeaseLedger, new_ledger
 from kvtier.engine.sidecar.shared_store import SharedStore
 from kvtier.engine.sidecar.shares import Shares
 from kvtier.store.blob_store import Records
@@ -36,11 +37,15 @@ class Layouts:
         quotas: Mapping[bytes, int] = MappingProxyType({}),
         written_bytes_per_day: int | None = None,
         read_timeout_s: float = READ_TIMEOUT_S,
+        ledger: LeaseLedger | None = None,
     ) -> None:
-        """*opening* is the store's, see `DiskTier`; *quotas* are bytes of host memory by tenant, in each layout."""
+        """*opening* is the store's, see `DiskTier`; *quotas* are bytes of host memory by tenant, in each layout.
+        *ledger*: the segment's, by default one that nobody else sees."""
         self.segment = segment
-        self.extents = Extents(segment, extent_bytes, clock)
-        self.shares = Shares(lambda: segment.backed_bytes)
+        self.ledger = ledger or new_ledger(extent_bytes, segment.num_bytes // extent_bytes)
+        left_out = self.ledger.left_out
+        self.extents = Extents(segment, extent_bytes, clock, left_out)
+        self.shares = Shares(lambda: max(0, segment.backed_bytes - len(left_out) * extent_bytes), self.ledger)
         self._transfers = transfers
         self._store = None if store is None else SharedStore(store)
         self._opening = opening

@@ -314,6 +314,20 @@ def listen(url: str) -> socket.socket:
     return socket.create_server((host.strip("[]"), int(number)), family=_family(host), backlog=64)
 
 
+def is_at(listener: socket.socket, url: str) -> bool:
+    """Whether the socket listens where `listen` would; at any port if that of the URL is 0."""
+    kind, _, place = url.partition("://")
+    name = listener.getsockname()
+    if kind == "ipc" or listener.family == socket.AF_UNIX:
+        return kind == "ipc" and name == place
+    host, _, number = place.rpartition(":")
+    try:
+        addresses = {info[4][0] for info in socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return name[0] in addresses and int(number) in (0, name[1])
+
+
 def listen_at_path(path: str, mode: int = 0o600) -> socket.socket:
     """A socket that listens at *path*, by default for this user only. OSError if that cannot be. A socket that a
     process has left is taken over."""

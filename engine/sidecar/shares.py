@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.engine.sidecar.layout import SlotMemory
+from kvtier.engine.sidecar.lease_ledger import LeaseLedger
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.lower.lower_tiers import ON_DISK, Places
 from kvtier.tiers.naming.block_hash import BlockName
@@ -71,9 +72,10 @@ class Share:
     """What one client has leased, in chunks that it wants from disk too. A chunk counts once for a client, however many
     of its requests want it. Made by `Shares.of`; whoever leases for the client tells it so."""
 
-    def __init__(self, shares: "Shares", part: float = 1.0) -> None:
-        """It never is more than *part* of host memory."""
+    def __init__(self, shares: "Shares", ledger: LeaseLedger | None = None, part: float = 1.0) -> None:
+        """It never is more than *part* of host memory. *ledger*: where its leases are noted, if its client copies."""
         self._shares = shares
+        self._ledger = ledger
         self._part = part
         self._leased = LeaseCounts()
         self.num_coming_bytes = 0  # that are read from disk for it
@@ -102,11 +104,17 @@ class Share:
 
     def lease(self, memory: SlotMemory, slots: Ids) -> None:
         """The client has these slots leased, once more each."""
-        self._shares.leased.add(memory, self._leased.add(memory, slots))
+        new = self._leased.add(memory, slots)
+        self._shares.leased.add(memory, new)
+        if self._ledger is not None:
+            self._ledger.lease(memory, new)
 
     def release(self, memory: SlotMemory, slots: Ids) -> None:
         """The client has these slots leased once less each."""
-        self._shares.leased.remove(memory, self._leased.remove(memory, slots))
+        gone = self._leased.remove(memory, slots)
+        self._shares.leased.remove(memory, gone)
+        if self._ledger is not None:
+            self._ledger.release(memory, gone)
 
     def expect(self, memory: SlotMemory, names: Iterable[BlockName]) -> None:
         """These chunks are read from disk for the client."""
@@ -152,11 +160,12 @@ class Shares:
     switches share a buffer: dynamic thresholds, Choudhury and Hahne, IEEE/ACM Transactions on Networking 6, 1998.)
     """
 
-    def __init__(self, total: Callable[[], int]) -> None:
-        """*total*: bytes of host memory that there are now."""
+    def __init__(self, total: Callable[[], int], ledger: LeaseLedger) -> None:
+        """*total*: bytes of host memory that there are now. *ledger*: where clients' leases are noted."""
         self.leased = LeaseCounts()
         self.num_coming_bytes = 0  # a chunk that several clients wait for counts for each
         self._total = total
+        self._ledger = ledger
         self._of: WeakKeyDictionary[object, Share] = WeakKeyDictionary()
 
     @property
@@ -173,7 +182,7 @@ class Shares:
         """The client's share, the same one each time. *client* is anything that is equal to itself alone."""
         share = self._of.get(client)
         if share is None:
-            share = self._of[client] = Share(self)
+            share = self._of[client] = Share(self, self._ledger)
         return share
 
     def check(self) -> None:

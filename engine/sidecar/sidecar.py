@@ -13,6 +13,7 @@ from kvtier.engine.sidecar.door import AttachedClient, Door
 from kvtier.engine.sidecar.finished_transfers import FinishedTransfers
 from kvtier.engine.sidecar.layout import Layout
 from kvtier.engine.sidecar.layouts import Layouts
+from kvtier.engine.sidecar.pins import Pins
 from kvtier.engine.sidecar.statistics import SidecarStatistics, statistics_of
 from kvtier.transfer.segment import Segment
 from kvtier.transfer.transfer_engine import TransferEngine
@@ -54,6 +55,7 @@ class Sidecar:
     ) -> None:
         self.layouts = layouts
         self.doors = doors
+        self.pins = Pins(layouts.shares, clock)
         self._segment = segment
         self._finished = finished
         self._transfers = transfers
@@ -83,6 +85,7 @@ class Sidecar:
         self._transfers.poll(goes_on=lambda: self._clock() < until)
         self._answer_asked()
         self.layouts.poll()
+        self.pins.poll()
         for door in self.doors:
             door.tick()
         # Last: a socket that was sent to may have frames and tell of none until it is looked at again.
@@ -143,13 +146,20 @@ class Sidecar:
         self.layouts.open(layout).check()
 
     def check_doors(self) -> None:
-        """Raise AssertionError if any two books of a door disagree."""
+        """Raise AssertionError if any two books of a door, or of the pins, disagree."""
+        self.pins.check()
         for door in self.doors:
             door.check()
 
     def now(self) -> float:
         """The time of the clock by which clients and leases are as old as they are."""
         return self._clock()
+
+    def leave(self) -> None:
+        """Leave the segment to the process that comes after this one. Engines go on mapping it, and what they are
+        copying now they may go on copying."""
+        self.layouts.ledger.freeze()
+        self._segment.leave()
 
     def flush(self, timeout_s: float, on_turn: Callable[[], None] = lambda: None) -> int:
         """Copy what is in host memory only to disk, *timeout_s* at most; how many chunks are left. Doors are closed.
@@ -171,7 +181,7 @@ class Sidecar:
         """Everything counted, by value."""
         store = None if self._store is None else (self._store.standing(), self._store.statistics())
         doors = tuple(door.counts() for door in self.doors)
-        return statistics_of(self.layouts, self._segment, self._transfers, store, doors)
+        return statistics_of(self.layouts, self._segment, self._transfers, store, doors, self.pins.statistics())
 
     def close(self) -> None:
         """End lanes and store, and take the segment's name away. `flush` first if the disk should have everything."""

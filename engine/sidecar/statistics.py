@@ -8,6 +8,7 @@ from kvtier.engine.reopening_store import StoreStanding
 from kvtier.engine.sidecar.door import DoorCounts
 from kvtier.engine.sidecar.layout import Layout
 from kvtier.engine.sidecar.layouts import Layouts
+from kvtier.engine.sidecar.pins import PinStatistics
 from kvtier.store.blob_store import StoreStatistics
 from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
@@ -42,6 +43,7 @@ class SidecarStatistics:
     routes: Mapping[Route, RouteStatistics]
     store: StoreStanding | None
     doors: tuple[DoorCounts, ...]
+    pins: PinStatistics
 
 
 def statistics_of(
@@ -50,6 +52,7 @@ def statistics_of(
     transfers: TransferEngine,
     store: tuple[StoreStanding, StoreStatistics] | None,
     doors: tuple[DoorCounts, ...],
+    pins: PinStatistics,
 ) -> SidecarStatistics:
     """The statistics of these parts now; *store* is None without a disk."""
     found, disks, disk_tiers = [], [], []
@@ -81,6 +84,7 @@ def statistics_of(
         transfers.statistics(),
         None if store is None else store[0],
         doors,
+        pins,
     )
 
 

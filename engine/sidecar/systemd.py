@@ -1,8 +1,9 @@
-"""Systemd: tells the service manager that the sidecar is ready, lives, or is about to end."""
+"""Systemd: tells the service manager that the sidecar is ready, lives, or is about to end, and what to keep for it."""
 
 import logging
 import os
 import socket
+from array import array
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
@@ -47,6 +48,15 @@ class Systemd:
         """The sidecar ends, which takes a while."""
         self._tell("STOPPING=1")
 
+    def keep(self, name: str, file: int) -> None:
+        """Have the service manager keep the descriptor, under this name, for the next start of the service; it does so
+        as far as the unit's `FileDescriptorStoreMax` allows."""
+        self._tell(f"FDSTORE=1\nFDNAME={name}", file)
+
+    def do_not_keep(self, name: str) -> None:
+        """Have it close what it keeps under this name."""
+        self._tell(f"FDSTOREREMOVE=1\nFDNAME={name}")
+
     def close(self) -> None:
         """Tell nothing more."""
         if self._socket is not None:
@@ -61,12 +71,13 @@ class Systemd:
     ) -> None:
         self.close()
 
-    def _tell(self, state: str) -> bool:
+    def _tell(self, state: str, *files: int) -> bool:
         """Whether it was told; if not, it is worth another try."""
         if self._socket is None:
             return True
         try:
-            self._socket.sendto(state.encode(), self._address)
+            passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", files))] if files else []
+            self._socket.sendmsg([state.encode()], passed, 0, self._address)
         except OSError as error:
             log.debug("systemd: %s was not told (%s)", state, error)
             return False

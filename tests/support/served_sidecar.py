@@ -26,4 +26,4 @@ class StickingDoor(OpenDoor):
 
 if __name__ == "__main__":
     write_log("human")
-    sys.exit(serve_engines(sidecar_config(sys.argv[1], {}), lambda *_: [StickingDoor(Path(sys.argv[2]))]))
+    sys.exit(serve_engines(sidecar_config(sys.argv[1], {}), lambda _: lambda *_: [StickingDoor(Path(sys.argv[2]))]))

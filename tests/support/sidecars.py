@@ -94,6 +94,9 @@ class RunningSidecar:
     def post(self, path: str, **others: object) -> httpx.Response:
         return httpx.post(self.url + path, timeout=DEADLINE_S, verify=_TLS, **others)
 
+    def delete(self, path: str) -> httpx.Response:
+        return httpx.delete(self.url + path, timeout=DEADLINE_S, verify=_TLS)
+
     def ask(self, question: Callable[[], T]) -> T:
         return self.sidecar.ask(question).result(DEADLINE_S)
 

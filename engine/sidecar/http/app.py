@@ -19,6 +19,7 @@ from kvtier.engine.sidecar.config import SidecarConfig
 from kvtier.engine.sidecar.http.access import HEALTH
 from kvtier.engine.sidecar.http.metrics import SidecarMetrics
 from kvtier.engine.sidecar.http.owner import Owner
+from kvtier.engine.sidecar.http.pin_routes import PinRoutes
 from kvtier.engine.sidecar.http.views import (
     Snapshot,
     clients_view,
@@ -37,7 +38,7 @@ SPILL_LOOK_S = 0.05  # how often it looks meanwhile
 CHECK_S = 60.0  # that the books of one layout may take: the owner's thread does nothing else meanwhile
 
 READ = ("/ready", "/stats", "/tiers", "/clients", "/leases", "/config", "/metrics")
-DO = ("/spill", "/clear", "/check")
+DO = ("/spill", "/clear", "/pin", "/check")
 PATHS = frozenset({HEALTH, *READ, *DO})
 
 
@@ -47,6 +48,7 @@ class SidecarRoutes:
     def __init__(self, owner: Owner, config: SidecarConfig, metrics: SidecarMetrics) -> None:
         self._owner = owner
         self._sidecar = owner.sidecar
+        self._pins = PinRoutes(owner)
         self._config = config
         self._metrics = metrics
 
@@ -62,9 +64,10 @@ class SidecarRoutes:
             "/config": self._config_,
             "/metrics": self._text,
         }
-        doing = {"/spill": self._spill, "/clear": self._clear, "/check": self._check}
+        doing = {"/spill": self._spill, "/clear": self._clear, "/check": self._check, "/pin": self._pins.pin}
         routes = [Route(path, answer, methods=["GET"]) for path, answer in reading.items()]
         routes += [Route(path, answer, methods=["POST"]) for path, answer in doing.items()]
+        routes.append(Route("/pin", self._pins.unpin, methods=["DELETE"]))
         handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _unexpected}
         return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]  # each takes its own kind
 
@@ -149,7 +152,12 @@ class SidecarRoutes:
 
         def look() -> Snapshot:
             return Snapshot(
-                sidecar.statistics(), sidecar.why_not_ready, tuple(sidecar.clients()), sidecar.now(), sidecar.started_at
+                sidecar.statistics(),
+                sidecar.why_not_ready,
+                tuple(sidecar.clients()),
+                tuple(sidecar.pins.holders()),
+                sidecar.now(),
+                sidecar.started_at,
             )
 
         return await self._owner.ask(look)

@@ -1,24 +1,28 @@
 """Building the HTTP server beside a sidecar: the one place where its parts are made and put together."""
 
+import socket
+
 from kvtier.engine.server.gate import ConnectionLimits, Gate
 from kvtier.engine.sidecar.config import SidecarConfig
 from kvtier.engine.sidecar.http.access import Access, token_of
 from kvtier.engine.sidecar.http.app import PATHS, SidecarRoutes
-from kvtier.engine.sidecar.http.http_thread import HttpThread
+from kvtier.engine.sidecar.http.http_thread import HttpThread, bound_at
 from kvtier.engine.sidecar.http.metrics import SidecarMetrics
 from kvtier.engine.sidecar.http.owner import ANSWER_S, Owner
 from kvtier.engine.sidecar.sidecar import Sidecar
 
-# Monitoring, probes and a few people; no request has a body, and one that is sent is not read.
+# Monitoring, probes and a few people; only `/pin` has a body that is read, see `pin_routes.BODY`.
 LIMITS = ConnectionLimits(max_header_bytes=16 << 10, header_timeout_s=10.0, max_connections=64, max_per_address=64)
 
 
-def serve_http(sidecar: Sidecar, config: SidecarConfig, answer_s: float = ANSWER_S) -> HttpThread:
-    """HTTP beside *sidecar*, whose thread may take *answer_s* seconds for an answer. OSError, ValueError, with what to
-    do, for what cannot be had."""
+def serve_http(
+    sidecar: Sidecar, config: SidecarConfig, answer_s: float = ANSWER_S, bound: socket.socket | None = None
+) -> HttpThread:
+    """HTTP beside *sidecar*, whose thread may take *answer_s* seconds for an answer; at *bound* if there is a socket
+    already. OSError, ValueError, with what to do, for what cannot be had."""
     assert config.http.port != "none", "nothing to serve"
     metrics = SidecarMetrics()
     gate = Gate(LIMITS, lambda why: metrics.requests.connections_refused.labels(why).inc())
     routes = SidecarRoutes(Owner(sidecar, answer_s), config, metrics)
     app = Access(routes.app(), token_of(config.http), PATHS, metrics.requests)
-    return HttpThread(app, gate, config.http.host, config.http.port)
+    return HttpThread(app, gate, bound or bound_at(config.http.host, config.http.port))

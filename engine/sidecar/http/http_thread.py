@@ -24,16 +24,10 @@ class HttpThread:
     """Serves *app* from the moment it is made until `close`. The thread owns an event loop and nothing else; what it
     fails of is in the log, and the sidecar goes on without it."""
 
-    def __init__(self, app: ASGIApp, gate: Gate, host: str, port: int) -> None:
-        """OSError, with what to do, if nothing can listen there."""
-        try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._bound = socket.create_server((host, port), family=family)
-        except OSError as error:
-            raise OSError(
-                f'http: cannot listen on {host}:{port} ({error.strerror}); choose another port in [http], or "none"'
-            ) from error
-        self.port: int = self._bound.getsockname()[1]
+    def __init__(self, app: ASGIApp, gate: Gate, bound: socket.socket) -> None:
+        """*bound* listens, and is this thread's from now on."""
+        self._bound = bound
+        self.port: int = bound.getsockname()[1]
         settings = uvicorn.Config(
             app,
             http=partial(HttpConnection, gate=gate),  # type: ignore[arg-type]  # it makes one
@@ -47,6 +41,11 @@ class HttpThread:
         self._server = uvicorn.Server(settings)
         self._thread = threading.Thread(target=self._run, name="kvtier-http", daemon=True)
         self._thread.start()
+
+    @property
+    def file(self) -> int:
+        """The descriptor of the socket that listens."""
+        return self._bound.fileno()
 
     def close(self) -> None:
         """Answer no more, and end the thread. Idempotent."""
@@ -67,3 +66,14 @@ class HttpThread:
             asyncio.run(self._server.serve([self._bound]))
         except Exception:  # a thread's top: engines are served all the same
             log.exception("http: the server has ended")
+
+
+def bound_at(host: str, port: int) -> socket.socket:
+    """A socket that listens there. OSError, with what to do, if nothing can."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise OSError(
+            f'http: cannot listen on {host}:{port} ({error.strerror}); choose another port in [http], or "none"'
+        ) from error

@@ -81,6 +81,11 @@ def _state_metrics(snapshot: Snapshot) -> Iterator[Metric]:
         "Chunks and reserved slots that are not evicted, as clients or copies use them",
         sum(each.num_leased_chunks for each in layouts),
     )
+    pins = snapshot.statistics.pins
+    yield GaugeMetricFamily("kvtier_sidecar_pins", "Prompts that operators keep in host memory", pins.num_pins)
+    yield GaugeMetricFamily(
+        "kvtier_sidecar_pinned_bytes", "Bytes of the segment that these keep in their places", pins.num_bytes
+    )
     yield GaugeMetricFamily(
         "kvtier_sidecar_unsaved_chunks",
         "Chunks that are in host memory only",

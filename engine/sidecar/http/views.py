@@ -29,11 +29,13 @@ SET = "(set)"  # in place of a secret
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A sidecar at one moment. *why_not_ready* is empty if it is; times are the sidecar's clock's."""
+    """A sidecar at one moment. *why_not_ready* is empty if it is; *pins* are shown as who leases what they keep; times
+    are the sidecar's clock's."""
 
     statistics: SidecarStatistics
     why_not_ready: str
     clients: tuple[AttachedClient, ...]
+    pins: tuple[AttachedClient, ...]
     now: float
     started_at: float
 
@@ -54,6 +56,7 @@ def stats_view(snapshot: Snapshot) -> Object:
         "disk": None if statistics.disk is None else _disk_view(statistics.disk),
         "store": None if statistics.store is None else _store_view(statistics.store),
         "lanes": {LANES[route]: _lane_view(totals) for route, totals in statistics.routes.items()},
+        "pins": asdict(statistics.pins),
         "doors": [_door_view(door) for door in statistics.doors],
     }
 
@@ -77,8 +80,8 @@ def clients_view(snapshot: Snapshot) -> list[Object]:
 
 
 def leases_view(snapshot: Snapshot) -> list[Object]:
-    """Each lease of each client, oldest first."""
-    leases = [(lease, client) for client in snapshot.clients for lease in client.leases]
+    """Each lease of each client and pin, oldest first."""
+    leases = [(lease, client) for client in (*snapshot.clients, *snapshot.pins) for lease in client.leases]
     return [
         {
             "client": client.name,

@@ -42,6 +42,11 @@ class ChunkMemory:
         first = extent * self.slots_per_extent
         return np.arange(first, first + self.slots_per_extent)
 
+    def extents_of_each(self, slots: Ids) -> Ids:
+        """For each of these slots the extent that it is in."""
+        extents: Ids = slots // self.slots_per_extent
+        return extents
+
     def extents_of(self, slots: Ids) -> list[int]:
-        """The extents that these slots are in, each once."""
-        return [int(extent) for extent in np.unique(slots // self.slots_per_extent)]
+        """The same, each extent once."""
+        return [int(extent) for extent in np.unique(self.extents_of_each(slots))]

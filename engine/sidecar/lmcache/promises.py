@@ -1,20 +1,19 @@
 """Promises: chunks that an engine was told it can load, leased and verified until it has loaded them."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvtier.engine.sidecar.layout import SlotMemory
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
 from kvtier.engine.sidecar.lmcache.registrations import Instance
 from kvtier.engine.sidecar.lmcache.stores import Stores
 from kvtier.engine.sidecar.lmcache.verifier import Checked, Verifier
 from kvtier.engine.sidecar.port import Client
-from kvtier.engine.sidecar.shares import Share, Shares, Wanted
-from kvtier.tiers.device.slot_ids import ABSENT, Ids
-from kvtier.tiers.lower.lower_tiers import ON_DISK, Fetch
+from kvtier.engine.sidecar.shared_fetch import SharedFetch, within_share
+from kvtier.engine.sidecar.shares import Share, Shares
+from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tier import Reason
@@ -75,11 +74,8 @@ class RankChunks:
         self._is_good = np.zeros(self.end, np.bool_)
         self._was_read = np.zeros(self.end, np.bool_)  # from disk
         self._arrived: list[int] = []
-        self._fetch: Fetch = tiers.fetch(rank, blocks, self._on_fetched)
-        self._is_coming = self._fetch.slots == ABSENT
-        share.lease(tiers.memories[rank], self._fetch.slots[~self._is_coming].astype(np.intp))
-        self._tell_coming(share.expect, np.flatnonzero(self._is_coming))
-        self._arrived += np.flatnonzero(~self._is_coming).tolist()
+        self._fetch = SharedFetch(tiers, rank, blocks, share, self._on_fetched)
+        self._arrived += np.flatnonzero(self._fetch.slots != ABSENT).tolist()
 
     @property
     def is_over(self) -> bool:
@@ -156,21 +152,10 @@ class RankChunks:
         if len(going):
             self._is_held[going] = False
             self._verifier.release([self._checked.pop(p) for p in going.tolist() if p in self._checked])
-            slots = self._fetch.slots[going]
-            self._share.release(self._tiers.memories[self.rank], slots[slots != ABSENT].astype(np.intp))
-            self._tell_coming(self._share.do_not_expect, going[self._is_coming[going]])
-            self._is_coming[going] = False
             self._fetch.release(going[::-1])
 
-    def _tell_coming(self, tell: Callable[[SlotMemory, Iterable[BlockName]], None], places: Ids) -> None:
-        tell(self._tiers.memories[self.rank], [self._names[place] for place in places])
-
-    def _on_fetched(self, fetch: Fetch, place: int, failure: Reason | None) -> None:
-        if self._is_coming[place]:  # else it failed and was let go before it was told of
-            self._is_coming[place] = False
-            self._tell_coming(self._share.do_not_expect, np.array([place]))
+    def _on_fetched(self, place: int, failure: Reason | None) -> None:
         if failure is None:
-            self._share.lease(self._tiers.memories[self.rank], np.array([fetch.slots.item(place)]))
             self._was_read[place] = True
             self._arrived.append(place)
         elif place < self.end:
@@ -239,15 +224,6 @@ class Promise:
         self.num_chunks = 0
         for own in self.chunks:
             own.do_not_want(range(len(self.blocks.names)))
-
-
-@dataclass(frozen=True, slots=True)
-class WithinShare:
-    """The chunks of a promise without those that are there and beyond its client's share, and all that follow them."""
-
-    names: Sequence[BlockName]
-    num_beyond: int  # chunks that are there and beyond the share
-    is_read: bool  # whether some of the chunks are read from disk
 
 
 class Promises:
@@ -381,7 +357,7 @@ class Promises:
         in a moment."""
         tiers = promise.tiers
         share = self._shares.of(promise.client)
-        within = _within(promise, share)
+        within = within_share(tiers, promise.ranks, promise.blocks.names, share)
         names = within.names
         if within.is_read and share.num_coming_bytes >= COMING_BYTES and self._clock() < promise.give_up_at:
             return False
@@ -422,19 +398,3 @@ class Promises:
                 self._promises[request_id] = left
             else:
                 del self._promises[request_id]
-
-
-def _within(promise: Promise, share: Share) -> WithinShare:
-    """What the client may have of the promise's chunks."""
-    names, tiers = promise.blocks.names, promise.tiers
-    places = [tiers.tiers.find_run(rank, names) for rank in promise.ranks]
-    num_there = min(map(len, places))
-    places = [own[:num_there] for own in places]
-    num_affordable = share.num_affordable(
-        [Wanted(tiers.memories[rank], own, names) for rank, own in zip(promise.ranks, places, strict=True)]
-    )
-    return WithinShare(
-        names if num_affordable == num_there else names[:num_affordable],
-        num_there - num_affordable,
-        any(bool((own[:num_affordable] == ON_DISK).any()) for own in places),
-    )

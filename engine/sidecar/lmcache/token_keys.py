@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 from kvtier.engine.sidecar.lmcache.wire import Refused
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
+from kvtier.tiers.naming.named_blocks import NamedBlocks
+from kvtier.tiers.naming.tenant import tenant_of
 
 MOST_BYTES = 256 << 20  # kept of all requests: over a hundred of 131,072 tokens
 BEGINNING_BYTES = 1024  # of encoded tokens, by which a request finds an earlier one of the same document
@@ -153,6 +155,18 @@ def _num_equal(one: bytes, other: bytes) -> int:
     differ = np.frombuffer(one, np.uint8, num_bytes) != np.frombuffer(other, np.uint8, num_bytes)
     first = int(differ.argmax()) if num_bytes else 0
     return first if num_bytes and differ[first] else num_bytes
+
+
+def blocks_of_tokens(chunk_tokens: int, salt: str, token_ids: Sequence[int]) -> NamedBlocks:
+    """The full chunks of these tokens, by the names that `TokenKeys` gives them. OverflowError for ids that are no
+    numbers of 32 bits."""
+    chain = _chain(chunk_tokens, salt)
+    chain.extend(token_ids)
+    return NamedBlocks(chain.names, [None, *chain.names[:-1]][: len(chain.names)], tenant_of(salt))
+
+
+def _chain(chunk_tokens: int, salt: str) -> BlockChain:
+    return BlockChain(chunk_tokens, ExtraKeys(cache_salt=salt or None))
 
 
 def _is_one_a_prefix(one: bytes, other: bytes) -> bool:

@@ -33,5 +33,9 @@ class BlockSlots:
         first = -(-extent * self._extent_bytes // self.block_bytes)
         return np.arange(first, (extent + 1) * self._extent_bytes // self.block_bytes)
 
+    def extents_of_each(self, slots: Ids) -> Ids:
+        extents: Ids = slots * self.block_bytes // self._extent_bytes
+        return extents
+
     def extents_of(self, slots: Ids) -> list[int]:
-        return [int(extent) for extent in np.unique(slots * self.block_bytes // self._extent_bytes)]
+        return [int(extent) for extent in np.unique(self.extents_of_each(slots))]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from layout_bed import EXTENT_BYTES
 
+from kvtier.engine.sidecar.lease_ledger import new_ledger
 from kvtier.engine.sidecar.lmcache.chunk_memory import ChunkMemory
 from kvtier.engine.sidecar.shares import Share, Shares, Wanted
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK
@@ -29,7 +30,7 @@ def memory() -> Iterator[ChunkMemory]:
 
 @pytest.fixture
 def shares(memory: ChunkMemory) -> Iterator[Shares]:
-    made = Shares(lambda: NUM_SLOTS * memory.slot_bytes)
+    made = Shares(lambda: NUM_SLOTS * memory.slot_bytes, new_ledger(EXTENT_BYTES, 4))
     yield made
     made.check()
 
@@ -128,14 +129,14 @@ def test_chunks_of_several_ranks_are_counted_together(memory: ChunkMemory, share
 
 
 def test_a_client_that_has_nothing_may_have_one_chunk_however_large(memory: ChunkMemory) -> None:
-    shares = Shares(lambda: memory.slot_bytes)
+    shares = Shares(lambda: memory.slot_bytes, new_ledger(EXTENT_BYTES, 4))
 
     assert shares.of(Client()).num_affordable([Wanted(memory, new(3))]) == 1
     assert shares.of(Client()).num_affordable([Wanted(memory, new(0))]) == 0
 
 
 def test_a_share_with_a_part_of_its_own_never_has_more(memory: ChunkMemory, shares: Shares) -> None:
-    pins = Share(shares, 0.25)
+    pins = Share(shares, part=0.25)
 
     assert pins.num_affordable([Wanted(memory, new(60))]) == 16
     pins.lease(memory, np.arange(16))

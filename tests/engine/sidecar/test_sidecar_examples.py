@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import tomllib
 from pathlib import Path
@@ -13,21 +14,27 @@ from typing import Any
 import pytest
 import yaml
 
-from kvtier.engine.commands.sidecar import attach_command
+from kvtier.engine.commands.sidecar import LEAVING, attach_command
 from kvtier.engine.config import parse_bytes
 from kvtier.engine.sidecar.config import SidecarConfig, sidecar_config
+from kvtier.engine.sidecar.inherited import HTTP, LMCACHE, SEGMENT
 from kvtier.engine.sidecar.systemd import LEAST_WATCHDOG_S
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs" / "sidecar"
 UNIT = FOLDER / "kvtier-sidecar.service"
+SOCKETS = [FOLDER / "kvtier-sidecar.socket", FOLDER / "kvtier-sidecar-http.socket"]
+
+
+def section(file: Path, name: str) -> dict[str, str]:
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]  # names as they are written
+    unit.read(file)
+    return dict(unit[name])
 
 
 @pytest.fixture(scope="module")
 def service() -> dict[str, str]:
-    unit = configparser.ConfigParser(interpolation=None)
-    unit.optionxform = str  # type: ignore[assignment,method-assign]  # names as they are written
-    unit.read(UNIT)
-    return dict(unit["Service"])
+    return section(UNIT, "Service")
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +60,14 @@ def test_the_configuration_is_read_with_what_is_commented_out_too(tmp_path: Path
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
-    unit = tmp_path / UNIT.name
-    unit.write_text(re.sub(r"ExecStart=\S+", "ExecStart=/bin/true", UNIT.read_text()))
+    units = [UNIT, *SOCKETS]
+    for unit in units:
+        (tmp_path / unit.name).write_text(re.sub(r"ExecStart=\S+", "ExecStart=/bin/true", unit.read_text()))
 
-    command = ["systemd-analyze", "verify", unit]
+    command = ["systemd-analyze", "verify", *(tmp_path / unit.name for unit in units)]
     found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
 
-    assert [line for line in found.stderr.splitlines() if UNIT.name in line] == []
+    assert [line for line in found.stderr.splitlines() if "kvtier-sidecar" in line] == []
     assert found.returncode == 0
 
 
@@ -74,6 +82,24 @@ def test_the_unit_starts_the_sidecar_and_waits_as_long_as_it_takes(service: dict
     assert float(service["TimeoutStopSec"]) > config.drain_s
     assert config.disk is not None
     assert config.disk.path == f"/var/lib/{service['StateDirectory']}"
+
+
+def test_the_socket_units_listen_where_the_sidecar_does_and_by_the_names_that_it_takes(service: dict[str, str]) -> None:
+    config = sidecar_config(FOLDER / "sidecar.toml", {})
+    door, http = (section(file, "Socket") for file in SOCKETS)
+
+    assert config.lmcache is not None
+    assert (f"tcp://{door['ListenStream']}", door["FileDescriptorName"]) == (config.lmcache.listen, LMCACHE)
+    assert (http["ListenStream"], http["FileDescriptorName"]) == (f"{config.http.host}:{config.http.port}", HTTP)
+    assert http["Service"] == UNIT.name
+    assert service["Sockets"].split() == [file.name for file in SOCKETS]
+
+
+def test_a_restart_leaves_what_a_stop_takes_away(service: dict[str, str]) -> None:
+    assert signal.Signals[service["RestartKillSignal"]] in LEAVING
+    assert "KillSignal" not in service
+    assert int(service["FileDescriptorStoreMax"]) >= len((LMCACHE, HTTP, SEGMENT))
+    assert service["KillMode"] == "mixed"  # the store's process has ended before the next sidecar maps its memory
 
 
 def test_the_pods_containers_share_memory_that_is_large_enough(

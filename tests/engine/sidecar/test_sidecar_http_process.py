@@ -40,8 +40,10 @@ class Process:
         return found[1]
 
     def told(self) -> str:
-        """The next thing that the service manager is told."""
-        return self.manager.recv(100).decode()
+        """The next thing that the service manager is told, but for what it is to keep."""
+        while (told := self.manager.recv(100).decode()).startswith("FDSTORE"):
+            pass
+        return told
 
 
 @contextmanager

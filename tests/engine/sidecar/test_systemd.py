@@ -49,6 +49,22 @@ def test_readiness_is_told_once_and_the_end_when_it_begins(manager: tuple[Listen
     assert listener.told() == ["READY=1", "STOPPING=1"]
 
 
+def test_what_is_to_be_kept_is_passed_with_its_name(manager: tuple[Listener, str]) -> None:
+    listener, name = manager
+    file = os.memfd_create("x")
+    os.write(file, b"content")
+    with Systemd({"NOTIFY_SOCKET": name}, FakeClock()) as systemd:
+        systemd.keep("segment", file)
+        systemd.do_not_keep("segment")
+    os.close(file)
+
+    data, (passed,), *_ = socket.recv_fds(listener.socket, 4096, 4)
+    assert data == b"FDSTORE=1\nFDNAME=segment"
+    assert os.pread(passed, 100, 0) == b"content"
+    os.close(passed)
+    assert listener.told() == ["FDSTOREREMOVE=1\nFDNAME=segment"]
+
+
 def test_the_watchdog_is_told_twice_in_its_time(manager: tuple[Listener, str]) -> None:
     listener, name = manager
     clock = FakeClock()

@@ -1,0 +1,116 @@
+"""`/pin`: operators have prompts kept in host memory for a while."""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvtier.engine.config import ServerConfig, parse_bytes
+from kvtier.engine.server.api_error import ApiError, json_response
+from kvtier.engine.server.request_body import parse, read_body
+from kvtier.engine.sidecar.http.owner import Owner
+from kvtier.engine.sidecar.layout import Layout
+from kvtier.engine.sidecar.lmcache.token_keys import blocks_of_tokens
+from kvtier.engine.sidecar.lmcache.wire import MOST_SALT_CHARACTERS
+from kvtier.engine.sidecar.pins import PinnedLayout, TooManyPins
+
+BODY = ServerConfig(max_body=parse_bytes("8MiB"), body_timeout_s=20.0)  # a million token ids
+MOST_S = 7 * 86_400.0
+COMING_S = 10.0  # that an answer waits for what is read from disk …
+LOOK_S = 0.05  # … and how often it looks meanwhile
+
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
+class PinRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """What is to be kept, and for how long: *seconds* from now, 0 to end it."""
+
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    token_ids: Annotated[list[_TokenId], msgspec.Meta(min_length=1)]
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MOST_S)]
+    salt: Annotated[str, msgspec.Meta(max_length=MOST_SALT_CHARACTERS)] = ""
+
+    @property
+    def pin_id(self) -> str:
+        """The pin's name: the same for the same prompt."""
+        running = hashlib.sha256(msgspec.json.encode([self.model, self.salt]))
+        running.update(msgspec.json.encode(self.token_ids))
+        return running.hexdigest()[:16]
+
+
+class PinRoutes:
+    """Pins by asking the thread that owns the tiers. Prompts are named on the event loop's. Owned by the event loop."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._sidecar = owner.sidecar
+
+    async def pin(self, request: Request) -> Response:
+        """Keep what is cached of a prompt in host memory; the answer waits until that is there."""
+        if request.query_params:
+            raise ApiError(400, "what to pin belongs into the body, as JSON")
+        asked = parse(await read_body(request, BODY), PinRequest, (), {})
+        if not asked.seconds:
+            await self._owner.ask(lambda: self._sidecar.pins.unpin(asked.pin_id))
+            return json_response(_answer(asked.pin_id, 0.0, []))
+        sizes = {layout.groups[0].block_size for layout in await self._owner.ask(lambda: self._layouts(asked.model))}
+        if not sizes:
+            message = f"no engine of the model {asked.model[:64]!r} has attached; /stats has the models of all"
+            raise ApiError(404, message, code="no_model", param="model")
+        blocks = {size: blocks_of_tokens(size, asked.salt, asked.token_ids) for size in sizes}
+
+        def begin() -> None:
+            wanted = [
+                (tiers, blocks[tiers.layout.groups[0].block_size])
+                for tiers in self._sidecar.layouts
+                if _is_pinned(tiers.layout, asked.model) and tiers.layout.groups[0].block_size in blocks
+            ]
+            self._sidecar.pins.pin(asked.pin_id, wanted, asked.seconds)
+
+        try:
+            await self._owner.ask(begin)
+        except TooManyPins as error:
+            raise ApiError(507, str(error), code="pins") from None
+        return json_response(_answer(asked.pin_id, asked.seconds, await self._settled(asked.pin_id)))
+
+    async def unpin(self, request: Request) -> Response:
+        """End the pin with this name."""
+        pin_id = request.query_params.get("pin", "")
+        if not pin_id or len(request.query_params.multi_items()) > 1:
+            raise ApiError(400, "say which pin: DELETE /pin?pin=NAME; /leases has all names", param="pin")
+        if not await self._owner.ask(lambda: self._sidecar.pins.unpin(pin_id)):
+            raise ApiError(404, f"no pin {pin_id[:64]!r}; /leases has all names", code="no_pin", param="pin")
+        return json_response(_answer(pin_id, 0.0, []))
+
+    async def _settled(self, pin_id: str) -> list[PinnedLayout]:
+        """What the pin keeps once nothing more comes, or after `COMING_S`."""
+        give_up_at = time.monotonic() + COMING_S
+        while True:
+            found = await self._owner.ask(lambda: self._sidecar.pins.view(pin_id)) or []
+            if not any(each.num_coming for each in found) or time.monotonic() >= give_up_at:
+                return found
+            await asyncio.sleep(LOOK_S)
+
+    def _layouts(self, model: str) -> list[Layout]:
+        return [tiers.layout for tiers in self._sidecar.layouts if _is_pinned(tiers.layout, model)]
+
+
+def _is_pinned(layout: Layout, model: str) -> bool:
+    """Whether prompts of that model are pinned in the layout: its blocks are of one size, so that a name says which."""
+    return layout.model == model and len({group.block_size for group in layout.groups}) == 1
+
+
+def _answer(pin_id: str, seconds: float, layouts: Sequence[PinnedLayout]) -> dict[str, object]:
+    return {
+        "pin": pin_id,
+        "seconds": seconds,
+        "num_chunks": sum(each.num_chunks for each in layouts),
+        "num_tokens": min((each.num_tokens for each in layouts), default=0),
+        "layouts": [{**asdict(each), "layout": each.layout.digest.hex()} for each in layouts],
+    }
