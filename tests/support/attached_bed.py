@@ -22,6 +22,7 @@ from kvtier.engine.sidecar.own.door import EngineDoor
 from kvtier.engine.sidecar.own.framing import EngineFrames
 from kvtier.engine.sidecar.port import Port, listen_at_path
 from kvtier.engine.sidecar.refusals import Refusals
+from kvtier.engine.sidecar.shares import Shares
 from kvtier.store.blob_store import BlobStore
 from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.naming.events import EventLog
@@ -89,6 +90,7 @@ class SidecarBed:
             extent_bytes=self._extent_bytes,
             quotas=self._quotas,
         )
+        self.layouts.shares = Shares(lambda: 1 << 40, self.layouts.ledger)  # one engine may have all
         refusals = Refusals(self._clock, "engine")
         port = Port([listen_at_path(self.path, 0o600)], self._clock, refusals.refused, EngineFrames)
         self.door = EngineDoor(port, self.layouts, refusals, self._clock, "a test")

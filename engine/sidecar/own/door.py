@@ -117,6 +117,7 @@ class EngineDoor:
                 "failed": counts.num_failed,
                 "late": counts.num_late,
                 "without_room": counts.num_without_room,
+                "over_share": counts.num_over_share,
                 "given_up": counts.num_given_up,
             },
             operations=dict(self._num_operations),
@@ -127,6 +128,7 @@ class EngineDoor:
         """Raise AssertionError if any two books disagree."""
         for session, _ in self._sessions.values():
             session.check()
+        self._layouts.shares.check()
         assert set(self._sessions) <= set(self._port.clients), "a session has no connection"
 
     def _serve(self, client: Client[bytes], payload: bytes) -> None:
@@ -164,7 +166,7 @@ class EngineDoor:
         segment = self._layouts.segment
         welcome = wire.Welcome(wire.VERSION, self._program, self._boot, segment.num_bytes)
         self._port.send(client, frame_of(welcome), segment.file)
-        self._sessions[client] = Session(feed.tiers, self._counts, self._clock), feed
+        self._sessions[client] = Session(feed.tiers, self._counts, self._layouts.shares.of(client), self._clock), feed
         feed.attach(client)
         log.info("engine: %.64r of process %d is attached", hello.program, peer(client.connection).pid)
 

@@ -10,11 +10,12 @@ from kvtier.engine.attached import wire
 from kvtier.engine.attached.wire import Malformed
 from kvtier.engine.sidecar.door import Lease, LeaseUse
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
+from kvtier.engine.sidecar.shares import Share, Wanted
 from kvtier.store.blob_store import TENANT_BYTES
 from kvtier.tiers.device.runs import Row
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.local_fetch import LocalFetch
-from kvtier.tiers.lower.lower_tiers import Fetch, LowerTiers
+from kvtier.tiers.lower.lower_tiers import NOWHERE, Fetch, LowerTiers
 from kvtier.tiers.lower.name_set import NAME_BYTES
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
@@ -36,6 +37,7 @@ class SessionCounts:
     num_failed: int = 0  # asked for, and could not be had
     num_late: int = 0  # of them those whose reads have hung
     num_without_room: int = 0  # slots that could not be reserved
+    num_over_share: int = 0  # blocks and slots that were refused since the engine has its share of host memory leased
     num_given_up: int = 0  # slots that were reserved, and nothing was published in
     landed_at: float = float("-inf")  # when a block last came from disk that one of them waits for, or could not
 
@@ -57,8 +59,10 @@ class Session:
     """The leases of one engine: they end with it. Every call checks what the engine says before it does anything, and
     raises `Malformed` for what an engine that is whole never says. Owned by the sidecar's thread."""
 
-    def __init__(self, tiers: LayoutTiers, counts: SessionCounts, clock: Callable[[], float]) -> None:
+    def __init__(self, tiers: LayoutTiers, counts: SessionCounts, share: Share, clock: Callable[[], float]) -> None:
+        """*share* is the engine's, of host memory: what it leases counts there."""
         self.tiers = tiers
+        self._share = share
         self.since = clock()
         self._clock = clock
         self._counts = counts
@@ -108,13 +112,19 @@ class Session:
         def on_fetched(_: Fetch, place: int, failure: Reason | None) -> None:
             self._on_fetched(fetched, place, failure)
 
+        num_within = self._num_within_share(message.group, names)
+        beyond = dict.fromkeys(range(num_within, len(names)), Reason.CAPACITY)
+        if beyond:
+            blocks = NamedBlocks(names[:num_within], blocks.parents[:num_within], message.tenant)
         fetch = self.tiers.fetch_any(message.group, blocks, on_fetched, not message.is_for_later)
         fetched = Fetched(fetch, np.ones(len(names), np.bool_), len(names), self._clock(), message.is_for_later)
         self._fetches[message.number] = fetched
         self._num_open += len(names)
         fetched.landed = np.flatnonzero(fetch.slots != ABSENT).tolist()
-        fetched.failed = list(fetch.failures.items())
-        self._close(fetched, np.array(list(fetch.failures), np.intp))
+        self._share.lease(self.tiers.memories[message.group], fetch.slots[fetched.landed].astype(np.intp))
+        failures = {**fetch.failures, **beyond}
+        fetched.failed = list(failures.items())
+        self._close(fetched, np.array(list(failures), np.intp))
         yield from self._told(message.number, fetched)
 
     def take_fetched(self) -> Iterator[wire.Fetched]:
@@ -131,9 +141,7 @@ class Session:
         places = wire.numbers_in(message.places, len(fetched.is_open))
         if len(np.unique(places)) < len(places):
             raise Malformed("a place is released twice at once")
-        self._counts.num_loaded += int(np.count_nonzero(fetched.fetch.slots[places] != ABSENT))
-        self._close(fetched, places)
-        fetched.fetch.release(places)
+        self._release(fetched, places[fetched.is_open[places]])
         self._end_if_over(message.number, fetched)
 
     def reserve(self, message: wire.Reserve) -> wire.Reserved:
@@ -141,8 +149,12 @@ class Session:
         self._check_group(message.group)
         if not 0 <= message.num_slots <= wire.MOST_BLOCKS:
             raise Malformed(f"{message.num_slots} slots are asked for")
-        slots = np.array(self.tiers.reserve(message.group, message.num_slots), np.intp)
-        self._counts.num_without_room += message.num_slots - len(slots)
+        memory = self.tiers.memories[message.group]
+        num_within = self._share.num_affordable([Wanted(memory, np.full(message.num_slots, NOWHERE))])
+        slots = np.array(self.tiers.reserve(message.group, num_within), np.intp)
+        self._share.lease(memory, slots)
+        self._counts.num_over_share += message.num_slots - num_within
+        self._counts.num_without_room += num_within - len(slots)
         self._states[message.group][slots] = RESERVED
         self._num_reserved[message.group] += len(slots)
         self._reserved_at = self._clock()
@@ -211,9 +223,8 @@ class Session:
     def end(self) -> None:
         """The engine is gone, and with it all that it leases."""
         for fetched in self._fetches.values():
-            fetched.fetch.release(np.arange(len(fetched.is_open))[::-1])
+            self._release(fetched, np.flatnonzero(fetched.is_open)[::-1])
         self._fetches.clear()
-        self._num_open = 0
         for group_id, states in enumerate(self._states):
             if self._num_reserved[group_id]:
                 slots = np.flatnonzero(states)
@@ -258,6 +269,9 @@ class Session:
         if not fetched.is_open[place]:  # it was told at once, or released
             return
         if failure is None:
+            self._share.lease(
+                self.tiers.memories[fetched.fetch.group_id], np.array([fetched.fetch.slots.item(place)], np.intp)
+            )
             fetched.landed.append(place)
         else:
             fetched.failed.append((place, failure))
@@ -267,6 +281,22 @@ class Session:
     def _end_if_over(self, number: int, fetched: Fetched) -> None:
         if not fetched.num_open and not fetched.failed:
             del self._fetches[number]
+
+    def _num_within_share(self, group_id: int, names: Sequence[BlockName]) -> int:
+        """How many of the first of these blocks the engine may have leased beside what it has."""
+        places = self._lower.find(group_id, names)
+        num_within = self._share.num_affordable([Wanted(self.tiers.memories[group_id], places, names)]) if names else 0
+        self._counts.num_over_share += len(names) - num_within
+        return num_within
+
+    def _release(self, fetched: Fetched, places: Ids) -> None:
+        """End the leases on these blocks, all of which are leased or waited for."""
+        slots = fetched.fetch.slots[places]
+        leased = slots[slots != ABSENT].astype(np.intp)
+        self._share.release(self.tiers.memories[fetched.fetch.group_id], leased)
+        self._counts.num_loaded += len(leased)
+        self._close(fetched, places)
+        fetched.fetch.release(places)
 
     def _close(self, fetched: Fetched, places: Ids) -> None:
         """These are neither leased nor waited for any more."""
@@ -292,6 +322,7 @@ class Session:
         return slots
 
     def _no_longer_reserved(self, group_id: int, slots: Ids) -> None:
+        self._share.release(self.tiers.memories[group_id], slots)
         self._states[group_id][slots] = FREE
         self._num_reserved[group_id] -= len(slots)
 

@@ -11,12 +11,19 @@ from engine_bed import EXTENT_BYTES, GROUPS, Bed, Engine, Plain, engine_bed, hel
 from kvtier.engine.attached import wire
 from kvtier.engine.attached.wire import Chain, GroupShape
 from kvtier.engine.sidecar.door import LeaseUse
+from kvtier.engine.sidecar.shares import Shares
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.naming.tenant import number_of, tenant_of
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.transfer.transfer_engine import Route
 
 # The handshake.
+
+
+@pytest.fixture
+def one_may_have_all(bed: Bed) -> None:
+    """The share of an engine that attaches now is all of host memory."""
+    bed.layouts.shares = Shares(lambda: 1 << 40, bed.layouts.ledger)
 
 
 def test_an_engine_is_welcomed_with_the_segment_itself(bed: Bed, engine: Engine) -> None:
@@ -66,6 +73,7 @@ def test_an_engine_that_cannot_be_served_is_told_what_to_do(bed: Bed, changed: d
     assert Engine(bed).welcome  # others are served
 
 
+@pytest.mark.usefixtures("one_may_have_all")
 def test_a_block_may_be_as_large_as_an_extent(bed: Bed) -> None:
     engine = Engine(bed, groups=[GroupShape(16, False, EXTENT_BYTES)])
 
@@ -144,6 +152,7 @@ def test_the_models_name_decides_nothing(bed: Bed, engine: Engine) -> None:
     other.close()
 
 
+@pytest.mark.usefixtures("one_may_have_all")
 def test_a_slot_across_the_end_of_an_extent_is_never_given(bed: Bed, engine: Engine) -> None:
     slots = engine.reserve(10_000, group=1)
 
@@ -180,6 +189,7 @@ def test_tenants_come_back_with_the_blocks(bed: Bed, engine: Engine) -> None:
     assert wire.owners_in(fetched.owners, 2).tolist() == [owner, owner]
 
 
+@pytest.mark.usefixtures("one_may_have_all")
 def test_what_is_leased_stays_and_is_evicted_once_it_is_released(bed: Bed, engine: Engine) -> None:
     engine.store(1, 8)
     number = engine.fetch(names(1, 8))
@@ -196,6 +206,42 @@ def test_what_is_leased_stays_and_is_evicted_once_it_is_released(bed: Bed, engin
     assert len(more) == 8
     assert everything + len(more) == bed.segment.num_bytes // GROUPS[0].block_bytes
     assert engine.host == [{}, {}]
+
+
+def test_an_engine_that_takes_all_it_can_get_leaves_room_for_the_next_one(bed: Bed, engine: Engine) -> None:
+    num_slots = bed.segment.num_bytes // GROUPS[0].block_bytes
+    greedy = engine.reserve(10_000)
+    other = Engine(bed)
+
+    modest = other.reserve(4)
+
+    assert num_slots // 2 < len(greedy) < num_slots
+    assert len(modest) == 4
+    assert bed.door.counts().lost["over_share"] == 10_000 - len(greedy)
+    other.close()
+    engine.close()
+    bed.settle()
+    assert bed.num_leases() == 0
+
+
+def test_what_is_beyond_an_engines_share_fails_and_the_rest_comes(bed: Bed, engine: Engine) -> None:
+    num_stored = 0
+    while num_stored < 40:
+        engine.store(num_stored, 8)
+        num_stored += 8
+    wanted = [name for document in range(0, 40, 8) for name in names(document, 8)]
+    engine.reserve(10_000)  # what is left of its share
+    number = engine.fetch(wanted)
+
+    fetched = engine.next(wire.Fetched)
+
+    assert fetched.number == number
+    assert fetched.failures
+    assert {reason for _, reason in fetched.failures} == {Reason.CAPACITY}
+    engine.say(wire.Release(number, wire.packed(range(len(wanted)))))
+    engine.close()
+    bed.settle()
+    assert bed.num_leases() == 0
 
 
 def test_what_was_not_filled_is_found_by_nobody_and_can_be_had_again(bed: Bed, engine: Engine) -> None:
@@ -238,6 +284,7 @@ def test_what_was_used_stays_longer(bed: Bed, engine: Engine) -> None:
 def small(tmp_path: Path) -> object:
     """A segment of two extents, and a disk."""
     with engine_bed(tmp_path, num_extents=2, store=MemoryStore(1 << 20)) as bed:
+        bed.layouts.shares = Shares(lambda: 1 << 40, bed.layouts.ledger)
         yield bed
 
 
