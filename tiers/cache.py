@@ -470,9 +470,10 @@ class TieredCache:
         return True
 
     def _spill(self) -> None:
-        """Start copies down that are due. While a promotion wants room nothing is written to disk that need not be."""
+        """Start copies down that are due. While a promotion wants room or is under way, nothing is written to disk that
+        need not be."""
         self._host_spill.spill(self._demand)
-        if any(self._demand):
+        if any(self._demand) or self._promoter.num_waiting:
             self.lower.make_room()
         else:
             self.lower.spill()
