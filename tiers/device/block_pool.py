@@ -83,7 +83,7 @@ class BlockPool:
                 break
         if start < len(names):
             rest = names[start:] if start else names
-            if len(rest) >= MANY and self._slots.has_none(rest):  # as of a prompt that is in another tier
+            if len(rest) >= FEW and self._slots.has_none(rest):  # as of a prompt that is in another tier
                 found.append(np.full(len(rest), ABSENT, np.int32))
             else:
                 found.append(np.array(self._slots.get_all(rest, ABSENT), np.int32))
