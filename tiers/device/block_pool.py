@@ -202,21 +202,23 @@ class BlockPool:
                     blank.append(slot)
             if cached:
                 self.order.append_few(cached)
-                if copies is not None:
-                    self.order.lend(as_ids([slot for slot in cached if leases[slot]]))
+                lent = [slot for slot in cached if leases[slot]] if copies is not None else []
+                if lent:
+                    self.order.lend(as_ids(lent))
             return
         ids = as_ids(slots)
         counts = self._all_leases[ids] - 1
         assert counts.min() >= 0, "a slot is not leased"
         self._all_leases[ids] = counts
-        if counts.any():
+        any_left = counts.any()
+        if any_left:
             ids = self._let_go(ids, counts)
         is_named = self._all_spots[ids] != NO_SPOT
         if not is_named.all():
             self._blank += ids[~is_named].tolist()
             ids = ids[is_named]
         self.order.append(ids)
-        if self._num_copies:
+        if any_left and self._num_copies:
             self.order.lend(ids[self._all_leases[ids] > 0])
 
     def refresh(self, slots: Slots) -> None:
