@@ -79,6 +79,7 @@ class TieredCache:
         self.lower = lower
         self.residency = Residency(groups, memories, lower, options.partial_blocks, events)
         self._group_tiers = self.residency.groups
+        self._forgetting = [group for group in self._group_tiers if group.attention.forgets]
         self._transfers = transfers
         self._clock = clock
         self._planner = planner
@@ -248,9 +249,8 @@ class TieredCache:
 
     def forget_read(self, tables: Tables, num_tokens: int) -> None:
         """End the leases on blocks that no token after *num_tokens* reads (sliding windows, chunks), in place."""
-        for group, table in zip(self._group_tiers, tables, strict=True):
-            if not group.attention.forgets:
-                continue
+        for group in self._forgetting:
+            table = tables[group.id]
             passed = []
             for block_id in range(min(group.attention.first_needed(num_tokens), len(table)) - 1, -1, -1):
                 if table[block_id] == NO_SLOT:
@@ -481,9 +481,10 @@ class TieredCache:
         return True
 
     def _spill(self) -> None:
-        """Start copies down that are due. While a promotion wants room nothing is written to disk that need not be."""
+        """Start copies down that are due. While a promotion wants room or is under way, nothing is written to disk that
+        need not be."""
         self._host_spill.spill(self._demand)
-        if any(self._demand):
+        if any(self._demand) or self._promoter.num_waiting:
             self.lower.make_room()
         else:
             self.lower.spill()

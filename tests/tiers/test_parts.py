@@ -420,3 +420,20 @@ def test_while_a_promotion_wants_room_nothing_is_written_to_disk_in_its_way() ->
 
     w.cache.spill()  # no promotion has asked since
     assert w.lanes[Route.HOST_TO_DISK].num_pending
+
+
+def test_while_a_promotion_is_under_way_nothing_is_written_to_disk_in_its_way() -> None:
+    w = world(num_device_slots=32, num_host_slots=200)
+    w.lanes[Route.HOST_TO_DISK].capacity = 0
+    for document in "abcd":  # "a" is in host memory then, and not on disk
+        read(w, document)
+    w.lanes[Route.HOST_TO_DISK].capacity = 6
+    promotion = w.cache.promote(w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1))
+    assert promotion.waiting
+
+    w.cache.spill()
+    assert not w.lanes[Route.HOST_TO_DISK].num_pending
+
+    until_done(w, promotion)
+    w.cache.spill()
+    assert w.lanes[Route.HOST_TO_DISK].num_pending

@@ -83,7 +83,7 @@ class BlockPool:
                 break
         if start < len(names):
             rest = names[start:] if start else names
-            if len(rest) >= MANY and self._slots.has_none(rest):  # as of a prompt that is in another tier
+            if len(rest) >= FEW and self._slots.has_none(rest):  # as of a prompt that is in another tier
                 found.append(np.full(len(rest), ABSENT, np.int32))
             else:
                 found.append(np.array(self._slots.get_all(rest, ABSENT), np.int32))
@@ -103,7 +103,8 @@ class BlockPool:
 
     def are_named(self, slots: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
         """For each of the slots whether it holds a block that can be found."""
-        return cast(npt.NDArray[np.bool_], self._all_spots[slots] != NO_SPOT)
+        named: npt.NDArray[np.bool_] = self._all_spots[slots] != NO_SPOT  # no cast: making that type takes 5 us
+        return named
 
     def spots(self, slots: Ids) -> npt.NDArray[np.int64]:
         """For each of the slots a number that stays the same while it holds the same named block, and no longer."""
@@ -202,21 +203,23 @@ class BlockPool:
                     blank.append(slot)
             if cached:
                 self.order.append_few(cached)
-                if copies is not None:
-                    self.order.lend(as_ids([slot for slot in cached if leases[slot]]))
+                lent = [slot for slot in cached if leases[slot]] if copies is not None else []
+                if lent:
+                    self.order.lend(as_ids(lent))
             return
         ids = as_ids(slots)
         counts = self._all_leases[ids] - 1
         assert counts.min() >= 0, "a slot is not leased"
         self._all_leases[ids] = counts
-        if counts.any():
+        any_left = counts.any()
+        if any_left:
             ids = self._let_go(ids, counts)
         is_named = self._all_spots[ids] != NO_SPOT
         if not is_named.all():
             self._blank += ids[~is_named].tolist()
             ids = ids[is_named]
         self.order.append(ids)
-        if self._num_copies:
+        if any_left and self._num_copies:
             self.order.lend(ids[self._all_leases[ids] > 0])
 
     def refresh(self, slots: Slots) -> None:

@@ -231,7 +231,8 @@ class EvictionOrder:
 
     def _count(self, entries: Ids, start: int) -> npt.NDArray[np.bool_]:
         """For each of the entries from place *start* on whether it counts."""
-        return cast(npt.NDArray[np.bool_], self._all_places[entries] == _row_of_places(start, len(entries)))
+        counts: npt.NDArray[np.bool_] = self._all_places[entries] == _row_of_places(start, len(entries))
+        return counts  # no cast: making that type takes 5 us
 
     def _without_lent(self, ids: Ids) -> Ids:
         return ids[~self._is_lent[ids]] if self.num_lent else ids

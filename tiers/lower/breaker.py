@@ -49,9 +49,14 @@ class CircuitBreaker:
             return BreakerState.CLOSED
         return BreakerState.OPEN if self._clock() < self._rests_until else BreakerState.HALF_OPEN
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the breaker lets everything through."""
+        return self._rests_until is None
+
     def allows(self) -> bool:
         """Whether `begin` would give an attempt now."""
-        return self.state is BreakerState.CLOSED or (self.state is BreakerState.HALF_OPEN and not self._is_probing)
+        return self.is_closed or (self.state is BreakerState.HALF_OPEN and not self._is_probing)
 
     def begin(self) -> Attempt | None:
         """Permission for one operation or batch, half-open for the probe; None if the disk is to be left alone."""

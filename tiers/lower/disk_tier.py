@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvtier.store.blob_store import Blob, Records, StoreStatistics, StoreUnavailable
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import Fault
-from kvtier.tiers.lower.breaker import BreakerState, CircuitBreaker
+from kvtier.tiers.lower.breaker import CircuitBreaker
 from kvtier.tiers.lower.disk_index import DiskIndex
 from kvtier.tiers.lower.name_set import NAME_BYTES
 from kvtier.tiers.lower.ssd_life import SsdLife
@@ -228,12 +228,12 @@ class DiskTier:
     @property
     def is_readable(self) -> bool:
         """Whether the disk can be read from, as far as is known. Not half open: no request waits for a probe."""
-        return self.reading.state is BreakerState.CLOSED
+        return self.reading.is_closed
 
     @property
     def is_failing(self) -> bool:
         """Whether writing has been given up for now."""
-        return not self.is_open or self.writing.state is not BreakerState.CLOSED
+        return not self.is_open or not self.writing.is_closed
 
     @contextmanager
     def _errors_of(self, side: str) -> Iterator[None]:

@@ -168,7 +168,8 @@ class LocalTiers:
         self, group_id: int, slots: Ids, rows: Sequence[Row], digests: Sequence[bytes], owners: OwnerNumbers
     ) -> None:
         come = [self._publish_row(group_id, slots, row, digests, owners) for row in rows]
-        self.index.offer_to_disk(group_id, np.concatenate([NOTHING, *come]).tolist())
+        if self.index.disk.is_there:
+            self.index.offer_to_disk(group_id, np.concatenate([NOTHING, *come]).tolist())
         self.abandon(group_id, slots)
         if self.index.quotas.has_any:
             for number in np.unique(owners).tolist():
@@ -233,14 +234,9 @@ class LocalTiers:
         self._unmet = [0 for _ in self._unmet]
 
     def poll(self) -> None:
-        self._clearing.go_on()
-        if self._clearing.is_done:
-            self._index_load.go_on()
-        else:
-            self.index.forget_some_of_disk()
-        self._disk_probe.go_on()
+        if self.index.disk.is_there:
+            self._go_on_with_disk()
         self.index.quotas.go_on()
-        self._disk_reads.pump()
         self._fetches.deliver()
 
     def time_out_reads(self, timeout_s: float) -> None:
@@ -305,6 +301,15 @@ class LocalTiers:
             owners[row.start : row.end][::-1],
         )
         return np.delete(own, [len(own) - 1 - place for place in taken]) if taken else own
+
+    def _go_on_with_disk(self) -> None:
+        self._clearing.go_on()
+        if self._clearing.is_done:
+            self._index_load.go_on()
+        else:
+            self.index.forget_some_of_disk()
+        self._disk_probe.go_on()
+        self._disk_reads.pump()
 
     def _is_roomy(self) -> bool:
         """Whether each pool could give a window of slots, and those that it did not give, and lose no last copy."""

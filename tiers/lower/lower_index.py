@@ -59,6 +59,8 @@ class LowerIndex:
     def find(self, group_id: int, names: Sequence[BlockName]) -> Places:
         """Where the blocks are, see `LowerTiers.find`."""
         places = self.host[group_id].pool.find_all(names)
+        if not self.disk.is_there:
+            return places
         absent = np.flatnonzero(places == ABSENT)
         if len(absent):
             places[absent[self.disk.are_held(group_id, _picked(names, absent))]] = ON_DISK

@@ -235,8 +235,9 @@ class LowerTiers(Protocol):
     def make_room(self) -> None:
         """Start copies from host memory further down only if host slots are lacking for `reserve` or for reads.
 
-        A device pool asks for this in place of `spill` while it copies down what a load will push out: other writes
-        would only slow that load. Slots are lacking if `reserve` gave fewer than it was asked for since the last call.
+        A device pool asks for this in place of `spill` while a load is under way to it, and while it copies down what
+        one will push out: other writes would only slow that load. Slots are lacking if `reserve` gave fewer than it was
+        asked for since the last call.
         """
 
     def poll(self) -> None:

@@ -73,16 +73,10 @@ class Promoter:
             computed = range(self.hits.on_device(hit).num_blocks, hit.start // hit.chain.block_size)
             promotion.depths[computed.start : computed.stop] = bytes([COMPUTED]) * len(computed)
         blocks = self._lease_what_is_there(promotion, slots)
-        below = self.hits.below(hit, blocks)
-        self._backlogs.add(promotion, blocks, below)
-        self._note_depths(promotion, blocks, below)
+        if promotion.waiting or any(map(len, blocks)):  # else all of it is on the device
+            self._wait_for(promotion, hit, blocks)
         self._copy_partial(promotion, hit, window)
-        if promotion in self._backlogs or promotion.waiting:
-            is_all_to_come = promotion in self._backlogs and not promotion.waiting
-            if self._by_layers and is_all_to_come and not hit.start and all((places >= 0).all() for places in below):
-                self._kept_back[promotion] = []
-            self._count_unneeded_with_next(promotion)
-            self._waiting.add(promotion)
+        if promotion in self._waiting:
             self.pump(window)
         self._finish_if_arrived(promotion)
         return promotion
@@ -185,6 +179,17 @@ class Promoter:
                 absent = absent[~coming]
             missing.append(absent)
         return missing
+
+    def _wait_for(self, promotion: Promotion, hit: Hit, blocks: Sequence[BlockIds]) -> None:
+        """Queue the *blocks* that are neither on the device nor on their way there, and note where all come from."""
+        below = self.hits.below(hit, blocks)
+        self._backlogs.add(promotion, blocks, below)
+        self._note_depths(promotion, blocks, below)
+        self._count_unneeded_with_next(promotion)
+        self._waiting.add(promotion)
+        is_all_to_come = not promotion.waiting and not hit.start
+        if self._by_layers and is_all_to_come and all((places >= 0).all() for places in below):
+            self._kept_back[promotion] = []
 
     def _copy_partial(self, promotion: Promotion, hit: Hit, window: int) -> None:
         """Copy the block that shares the prompt's next tokens into one of the request's own, in all groups or in none.
