@@ -98,18 +98,6 @@ def test_a_sidecar_that_is_gone_before_an_answer_costs_a_wait_and_no_token(
     assert met["tokens"] == after["tokens"] == (cold or after)["tokens"]
 
 
-def test_a_sidecar_that_is_gone_while_an_engine_is_idle_costs_no_wait(sidecar: Sidecar, model: Path) -> None:
-    with FrameProxy(sidecar.endpoint) as proxy, Vllm(PYTHON, model, transfer_config(proxy.endpoint)) as engine:
-        cold = engine.generate([prompt(7)])
-        engine.reset()
-        sidecar.kill()
-        for number in range(3):  # one of them may be waited for, until a heartbeat has told the engine
-            engine.generate([prompt(20 + number)[:CHUNK]])
-        again = engine.generate([prompt(7)])
-
-    assert (again["scheduled"], again["tokens"]) == (NUM_TOKENS, cold["tokens"])
-
-
 def test_the_beginning_of_a_store_is_where_the_client_ends_its_engine(sidecar: Sidecar, model: Path) -> None:
     with FrameProxy(sidecar.endpoint) as proxy, Vllm(PYTHON, model, transfer_config(proxy.endpoint)) as engine:
         proxy.arm(16, sidecar.kill)

@@ -52,10 +52,11 @@ class Client:
         self._num_documents = 0
         self._num_requests = 0
 
-    def mixed(self, seconds: float) -> dict:
-        """Store new documents and load earlier ones, in turns at random, for so long."""
+    def mixed(self, seconds: float, share: float = 1.0) -> dict:
+        """Store new documents and load earlier ones, in turns at random, for so long; with pauses, so that this takes
+        *share* of the time."""
         began_at = time.monotonic()
-        return self._mixed(lambda: time.monotonic() - began_at >= seconds)
+        return self._mixed(lambda: time.monotonic() - began_at >= seconds, share)
 
     def mixed_until_told(self) -> dict:
         """The same until another line comes for this client, which is not answered."""
@@ -63,15 +64,17 @@ class Client:
         self._pipe.recv()
         return seen
 
-    def _mixed(self, is_over: Callable[[], bool]) -> dict:
+    def _mixed(self, is_over: Callable[[], bool], share: float = 1.0) -> dict:
         seen = {"num_bytes": 0, "lookup_s": [], "num_missed": 0, "num_wrong": 0, "num_refused": 0, "seconds": 0.0}
         began_at = time.monotonic()
         while not is_over():
+            turn_at = time.monotonic()
             if self._num_documents < NUM_READ_AGAIN or self._rng.random() < 0.5:
                 seen["num_refused"] += not self.store()
             else:
                 self._read(self._num_documents - 1 - self._rng.randrange(NUM_READ_AGAIN), seen)
             seen["num_bytes"] += DOCUMENT_CHUNKS * CHUNK_BYTES
+            time.sleep((time.monotonic() - turn_at) * (1 / share - 1))
         return {**seen, "seconds": time.monotonic() - began_at}
 
     def store(self) -> bool:
