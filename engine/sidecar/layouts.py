@@ -1,23 +1,24 @@
-"""Layouts: the chunks of all layouts, in one segment and one store."""
+"""Layouts: the blocks of all layouts, in one segment and one store."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
-from kvtier.engine.sidecar.chunk_memory import ChunkMemory
 from kvtier.engine.sidecar.extents import Extents
 from kvtier.engine.sidecar.layout import Layout, LayoutRefused
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.shared_store import SharedStore
+from kvtier.engine.sidecar.shares import Shares
 from kvtier.store.blob_store import Records
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers
-from kvtier.tiers.naming.groups import FullAttention
+from kvtier.tiers.naming.events import EventLog
 from kvtier.transfer.segment import Segment
 from kvtier.transfer.transfer_engine import TransferEngine
 
 MOST_LAYOUTS = 64  # each costs some ten bytes for each slot that the segment could have
 EXTENT_BYTES = 64 << 20
+READ_TIMEOUT_S = 10.0
 
 
 class Layouts:
@@ -34,42 +35,42 @@ class Layouts:
         extent_bytes: int = EXTENT_BYTES,
         quotas: Mapping[bytes, int] = MappingProxyType({}),
         written_bytes_per_day: int | None = None,
+        read_timeout_s: float = READ_TIMEOUT_S,
     ) -> None:
         """*opening* is the store's, see `DiskTier`; *quotas* are bytes of host memory by tenant, in each layout."""
         self.segment = segment
         self.extents = Extents(segment, extent_bytes, clock)
+        self.shares = Shares(lambda: segment.backed_bytes)
         self._transfers = transfers
         self._store = None if store is None else SharedStore(store)
         self._opening = opening
         self._clock = clock
         self._quotas = quotas
         self._written_bytes_per_day = written_bytes_per_day
+        self._read_timeout_s = read_timeout_s
         self._layouts: dict[Layout, LayoutTiers] = {}
 
     def __iter__(self) -> Iterator[LayoutTiers]:
         return iter(list(self._layouts.values()))
 
-    def open(self, layout: Layout) -> LayoutTiers:
-        """The tiers of the layout, the same ones each time. `LayoutRefused` if its chunks have no place here."""
+    def open(self, layout: Layout, events: EventLog | None = None) -> LayoutTiers:
+        """The tiers of the layout, the same ones each time. `LayoutRefused` if its chunks have no place here.
+
+        *events* is told which of its blocks come to host memory and disk, and which leave, if this call makes them."""
         known = self._layouts.get(layout)
         if known is not None:
             return known
-        extent_bytes = self.extents.extent_bytes
-        if layout.chunk_bytes > extent_bytes:
-            raise LayoutRefused(
-                f"a chunk of {layout.chunk_tokens} tokens has {layout.chunk_bytes} bytes, an extent {extent_bytes}; "
-                "start the sidecar with fewer tokens in a chunk, or larger extents"
-            )
         if len(self._layouts) == MOST_LAYOUTS:
             raise LayoutRefused(f"{MOST_LAYOUTS} layouts are there already; restart the sidecar to forget them")
-        memories = [ChunkMemory(self.segment, extent_bytes, layout.chunk_bytes) for _ in range(layout.world_size)]
+        memories = layout.memories(self.segment, self.extents.extent_bytes)
         view = None if self._store is None else self._store.view(layout.digest)
         disk = None
         if view is not None:
             disk = DiskTier(view, layout.digest, self._clock, self._written_bytes_per_day, self._opening)
-        groups = [FullAttention(layout.chunk_tokens) for _ in memories]
-        tiers = LocalTiers(groups, memories, self._transfers, disk, self._clock, quotas=self._quotas)
-        made = LayoutTiers(layout, tiers, memories, self.extents, view)
+        tiers = LocalTiers(
+            layout.groups, memories, self._transfers, disk, self._clock, quotas=self._quotas, events=events
+        )
+        made = LayoutTiers(layout, tiers, memories, self.extents, view, self._read_timeout_s)
         self._layouts[layout] = made
         return made
 

@@ -6,13 +6,10 @@ from dataclasses import dataclass, replace
 
 from kvtier.engine.sidecar.door import AttachedClient, DoorCounts
 from kvtier.engine.sidecar.layout import Layout, LayoutRefused
-from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.layouts import Layouts
 from kvtier.engine.sidecar.lmcache.attached import attached
 from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
-from kvtier.engine.sidecar.lmcache.port import Client, Message, Port
 from kvtier.engine.sidecar.lmcache.promises import MOST_PROMISES, RETRIEVE_S, Counts, Promise, Promises
-from kvtier.engine.sidecar.lmcache.refusals import Refusals
 from kvtier.engine.sidecar.lmcache.registrations import Instance, Registrations
 from kvtier.engine.sidecar.lmcache.stores import StoreCounts, Stores
 from kvtier.engine.sidecar.lmcache.token_keys import TokenKeys
@@ -32,6 +29,9 @@ from kvtier.engine.sidecar.lmcache.wire import (
     encode,
     is_number,
 )
+from kvtier.engine.sidecar.lmcache.zmtp import message_bytes
+from kvtier.engine.sidecar.port import Client, Message, Port
+from kvtier.engine.sidecar.refusals import Refusals
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.transfer.transfer_engine import Route, TransferEngine
@@ -44,7 +44,7 @@ MOST_HELD = 4096
 class Call:
     """One request, and where its answer goes."""
 
-    client: Client
+    client: Client[list[bytes]]
     uid: bytes
     operation: bytes
 
@@ -93,7 +93,7 @@ class LmcacheDoor:
 
     def __init__(
         self,
-        port: Port,
+        port: Port[list[bytes]],
         layouts: Layouts,
         transfers: TransferEngine,
         chunk_tokens: int,
@@ -112,8 +112,8 @@ class LmcacheDoor:
         self._registrations = Registrations(layouts, chunk_tokens, weights, clock)
         self._verifying = DigestLane(transfers, Route.HOST_TO_DEVICE)
         self._taking = DigestLane(transfers, Route.DEVICE_TO_HOST)
-        self._stores = Stores(self._taking)
-        self._promises = Promises(self._verifying, self._stores, clock)
+        self._stores = Stores(self._taking, layouts.shares)
+        self._promises = Promises(self._verifying, self._stores, layouts.shares, clock)
         self._held: list[Held] = []
         self._does: Mapping[int | str, Callable[..., object]] = {
             8: self._lookup,
@@ -186,6 +186,7 @@ class LmcacheDoor:
             lost={
                 "corrupt": promised.num_corrupt,
                 "late": promised.num_late,
+                "over_share": promised.num_over_share + stored.num_over_share,
                 "without_room": stored.num_without_room,
                 "given_up": stored.num_given_up,
             },
@@ -211,9 +212,10 @@ class LmcacheDoor:
         self._token_keys.check()
         self._stores.check()
         self._promises.check()
+        self._layouts.shares.check()
 
-    def _serve(self, message: Message) -> None:
-        frames = message.frames
+    def _serve(self, message: Message[list[bytes]]) -> None:
+        frames = message.content
         if len(frames) < 2 or not is_number(frames[0]):
             self._refusals.refused("garbage", "a message that is no request")
             return
@@ -233,16 +235,17 @@ class LmcacheDoor:
             self._answer(call, answer)
 
     def _answer(self, call: Call, answer: object) -> None:
-        self._port.send(call.client, [call.uid, call.operation, encode(answer)])
+        self._port.send(call.client, message_bytes([call.uid, call.operation, encode(answer)]))
 
     def _answer_held(self) -> None:
-        """Answer what has waited long enough, or for long enough."""
+        """Answer what has waited long enough, or for long enough; a client that reads no answers gets none."""
         now, waiting = self._clock(), self._held
         self._held = []
         for held in waiting:
-            if not held.call.client.is_open:
+            client = held.call.client
+            if not client.is_open:
                 continue
-            if held.promise.is_settled or now >= held.until:
+            if client.is_reading and (held.promise.is_settled or now >= held.until):
                 self._answer(held.call, held.answer())
             else:
                 self._held.append(held)
@@ -349,7 +352,7 @@ class LmcacheDoor:
         store = self._stores.reserve(instance, rank, key.request_id, chunks, self._all_blocks(key, chunks))
         if store is None:
             return Stored()
-        return Stored(Room(_slots(store.tiers, rank, store.slots), store.places))
+        return Stored(Room(_slots(instance, rank, store.slots), store.places))
 
     def _commit_store(self, call: Call, key: Key, instance_id: int, data: bytes) -> object:
         if data:
@@ -409,20 +412,20 @@ class LmcacheDoor:
             if promise.client is call.client:  # it was made for this load
                 promise.end()
             return Loaded()
-        return Loaded(True, b"", {"slots": _slots(promise.tiers, rank, own.begin_reading(instance, here))})
+        return Loaded(True, b"", {"slots": _slots(instance, rank, own.begin_reading(instance, here))})
 
     def _end_instance(self, instance: Instance | None) -> None:
         if instance is not None:
             self._stores.end_instance(instance)
             self._promises.end_instance(instance)
 
-    def _end_client(self, client: Client) -> None:
+    def _end_client(self, client: Client[list[bytes]]) -> None:
         for instance in self._registrations.of_client(client):
             self._end_instance(self._registrations.remove(instance.instance_id))
         self._promises.end_client(client)
 
 
-def _slots(tiers: LayoutTiers, rank: int, slots: Sequence[int]) -> list[Slot]:
+def _slots(instance: Instance, rank: int, slots: Sequence[int]) -> list[Slot]:
     """Where in the segment these slots are, as workers are told."""
-    layout, memory = tiers.layout, tiers.memories[rank]
+    layout, memory = instance.layout, instance.tiers.memories[rank]
     return [Slot(memory.offset(slot), layout.chunk_bytes, layout.shape, layout.dtype) for slot in slots]

@@ -9,9 +9,8 @@ from kvtier.transfer.segment import Segment
 
 
 class ChunkMemory:
-    """See `HostMemory`. The segment is cut into extents of equal size, and each extent can be cut into slots of this
-    memory: they begin at page boundaries, and slot numbers go on from extent to extent. Which extents really are this
-    memory's is not known here (`Extents`)."""
+    """See `SlotMemory`. Each extent can be cut into slots of this memory: they begin at page boundaries, and slot
+    numbers go on from extent to extent."""
 
     num_copiers = 1
 
@@ -23,6 +22,11 @@ class ChunkMemory:
         self.slots_per_extent = extent_bytes // self._stride
         self.num_host_slots = self.slots_per_extent * (segment.num_bytes // extent_bytes)
         self._bytes = memoryview(segment.memory.data)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the segment that a slot takes, with its part of what is left over in an extent."""
+        return self._extent_bytes // self.slots_per_extent
 
     def offset(self, slot: int) -> int:
         """Where the slot's bytes begin in the segment."""
