@@ -1,6 +1,7 @@
 """Eight clients at once, that store and load: how much do all of them get, how long does a lookup take, is one left
 behind?"""
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -92,5 +93,5 @@ def latency(rounds: Sequence[Round], percent: int) -> float:
 
 
 def percentile(values: list[float], percent: int) -> float:
-    """The value that so many per cent are below."""
-    return statistics.quantiles(values, n=100)[percent - 1]
+    """The value that so many per cent are at most; nan without any."""
+    return sorted(values)[min(len(values) - 1, len(values) * percent // 100)] if values else math.nan

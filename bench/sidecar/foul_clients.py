@@ -24,6 +24,7 @@ from bench.sidecar.crowd import percentile
 
 BYSTANDER = 0
 ALONE_S = 4.0
+LEAST_S = 2.0  # that the other one is served beside each foul one, or just after it
 LOOKS_S = 0.01  # between two looks at the sidecar's memory
 MIB, GIB = 1 << 20, 1 << 30
 MOST_GROWTH_MIB = 64  # a bystander's requests and freed pages of the allocator among it
@@ -48,6 +49,7 @@ def foul_rows(python: str, folder: Path) -> list[Row]:
             clients.tell(BYSTANDER, "mixed_until_told")
             with Memory.watched(sidecar.process.pid) as memory:
                 num_ended, num_all = deed(address)
+                time.sleep(LEAST_S)
             clients.tell(BYSTANDER, "stop")
             beside = clients.answer(BYSTANDER)
             num_bad = sum(beside[what] for what in ("num_wrong", "num_refused", "num_missed"))
