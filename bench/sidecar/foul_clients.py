@@ -31,7 +31,7 @@ MOST_GROWTH_MIB = 64  # a bystander's requests and freed pages of the allocator 
 NUM_GARBAGE, NUM_LARGE, NUM_UNFINISHED = 200, 20, 12
 UNFINISHED_BYTES = 31 * MIB  # of each message that never ends; 256 MiB of all of them are kept
 MOST_UNFINISHED_MIB = 256
-DEAF_S = 90.0  # one that reads nothing is let go after a minute
+DEAF_S = 180.0  # one that reads nothing is let go a minute after all buffers are full
 
 Address = tuple[str, int]
 
@@ -109,9 +109,11 @@ def reads_nothing(address: Address) -> tuple[int, int]:
         deaf.sendall(HANDSHAKE)
         deaf.settimeout(1.0)
         give_up_at = time.monotonic() + DEAF_S
+        left = b""
         while time.monotonic() < give_up_at:
+            left = left or NOOP * 1000
             try:
-                deaf.sendall(NOOP * 1000)
+                left = left[deaf.send(left) :]
             except TimeoutError:
                 continue
             except OSError:

@@ -33,7 +33,7 @@ class Sidecar:
         """*before*: Python that the process runs first, to have a fault. Without *http_port* there is no HTTP."""
         self.endpoint = endpoint
         port = "none" if http_port is None else str(http_port)
-        arguments = ["sidecar", "--listen", endpoint, "--http-port", port, *options]
+        arguments = ["sidecar", "--listen", endpoint, "--socket", "none", "--http-port", port, *options]
         script = f"{before}\nfrom kvtier.engine.commands.cli import main\nraise SystemExit(main({arguments!r}))"
         self._command = [sys.executable, "-c", script]
         self.start()
