@@ -9,7 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bench.report import Row, arguments, publish
+from bench.sidecar.crowd import crowd_rows
 from bench.sidecar.faults import fault_rows
+from bench.sidecar.foul_clients import foul_rows
+from bench.sidecar.killed_clients import killed_rows
 from bench.sidecar.reuse import vllm_rows
 from bench.sidecar.speed import lmcache_rows
 
@@ -17,6 +20,9 @@ QUESTIONS: Mapping[str, Callable[[str, Path], list[Row]]] = {
     "reuse": vllm_rows,
     "faults": fault_rows,
     "speed": lmcache_rows,
+    "crowd": crowd_rows,
+    "killed_clients": killed_rows,
+    "foul_clients": foul_rows,
 }
 
 

@@ -16,6 +16,7 @@ from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import tenant_of
 
 MOST_BYTES = 256 << 20  # kept of all requests: over a hundred of 131,072 tokens
+MOST_OVER_BYTES = 32 << 20  # of that of requests that are over: twenty of 131,072 tokens
 BEGINNING_BYTES = 1024  # of encoded tokens, by which a request finds an earlier one of the same document
 _OVERHEAD = 4096  # of a request, beside what grows with its tokens
 _WIDTHS = {0xDC: 3, 0xDD: 5}  # bytes of an array's header by its first byte; others have one
@@ -68,22 +69,25 @@ class TokenKeys:
     request that is new, so is what it has in common with the last one of the same salt that began with the same
     `BEGINNING_BYTES`: many questions are asked about one document.
 
-    The last one of each beginning is kept also when it is over; beyond `MOST_BYTES` the one goes that was used least
-    lately. Owned by the door's thread. A key of 131,072 tokens: 9 ms the first time, 7.5 of them msgpack's, 2 in
-    another request, 1.0 repeated in the same, of which msgpack takes 0.95 to find the end of the array.
+    The last one of each beginning is kept also when it is over, up to `MOST_OVER_BYTES`; beyond that, and beyond
+    `MOST_BYTES`, the one goes that was used least lately. Owned by the door's thread. A key of 131,072 tokens: 9 ms the
+    first time, 7.5 of them msgpack's, 2 in another request, 1.0 repeated in the same, of which msgpack takes 0.95 to
+    find the end of the array.
     """
 
     def __init__(self, chunk_tokens: int, most_bytes: int = MOST_BYTES) -> None:
         self._chunk_tokens = chunk_tokens
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[str | Named, Named] = OrderedDict()  # by request; by themselves those that are over
+        self._requests: OrderedDict[str, Named] = OrderedDict()
+        self._over: OrderedDict[Named, None] = OrderedDict()
         self._last: dict[tuple[str, bytes], Named] = {}  # by beginning
         self._num_bytes = 0
+        self._num_over_bytes = 0
 
     @property
     def num_bytes(self) -> int:
         """Bytes kept, about."""
-        return self._num_bytes
+        return self._num_bytes + self._num_over_bytes
 
     def names(self, request_id: str, salt: str, token_ids: msgspec.Raw) -> Sequence[BlockName]:
         """The names of all full chunks of the tokens. `Refused` for what are no token ids."""
@@ -93,56 +97,74 @@ class TokenKeys:
             named = self._begun(salt, encoded)
         if len(encoded) > len(named.encoded):
             _grow(named, encoded, num_tokens)
-        self._keep(request_id, named)
-        while self._num_bytes > self._most_bytes and self._kept:
-            self._take(next(iter(self._kept)))
+        self._requests[request_id] = named
+        self._num_bytes += named.num_bytes
+        self._index(named)
+        while self.num_bytes > self._most_bytes and (self._over or self._requests):
+            self._drop_over() if self._over else self._take(next(iter(self._requests)))
         return named.chain.names[: num_tokens // self._chunk_tokens]
 
     def forget(self, request_id: str) -> None:
         """The request is over."""
-        named = self._kept.get(request_id)
+        named = self._requests.get(request_id)
         is_last = named is not None and named.beginning is not None and self._last.get(named.beginning) is named
         self._take(request_id)
         if named is not None and is_last:
-            self._keep(named, named)
+            self._over[named] = None
+            self._num_over_bytes += named.num_bytes
+            self._index(named)
+            while self._num_over_bytes > MOST_OVER_BYTES:
+                self._drop_over()
 
     def forget_over(self) -> None:
         """Keep nothing of requests that are over."""
-        for key in [key for key in self._kept if isinstance(key, Named)]:
-            self._take(key)
+        while self._over:
+            self._drop_over()
 
     def check(self) -> None:
-        """Raise AssertionError if the bytes are miscounted, or what is known by its beginning is not kept."""
-        assert self._num_bytes == sum(named.num_bytes for named in self._kept.values()), "bytes are miscounted"
-        kept = set(map(id, self._kept.values()))
-        assert all(id(named) in kept for named in self._last.values()), "a request is found and not kept"
-        over = [key for key in self._kept if isinstance(key, Named)]
-        assert all(self._last.get(key.beginning or ("", b"")) is key for key in over), "kept, and found by nothing"
+        """Raise AssertionError if the bytes are miscounted, or what is found by its beginning is not what is kept."""
+        assert self._num_bytes == sum(named.num_bytes for named in self._requests.values()), "bytes are miscounted"
+        assert self._num_over_bytes == sum(named.num_bytes for named in self._over), "bytes are miscounted"
+        kept = {*self._requests.values(), *self._over}
+        assert kept >= set(self._last.values()), "a request is found and not kept"
+        assert set(self._last.values()) >= self._over.keys(), "a request is kept, and found by nothing"
 
     def _begun(self, salt: str, encoded: bytes) -> Named:
         """What is known already of these tokens."""
         beginning = _beginning(salt, encoded)
         like = None if beginning is None else self._last.get(beginning)
         if like is not None:
+            if like in self._over:
+                self._over.move_to_end(like)
             return like.shared_with(encoded)
         return Named(salt, BlockChain(self._chunk_tokens, ExtraKeys(cache_salt=salt or None)))
 
-    def _keep(self, key: str | Named, named: Named) -> None:
-        self._kept[key] = named
-        self._num_bytes += named.num_bytes
+    def _index(self, named: Named) -> None:
+        """It is found by its beginning from now on, in place of another."""
         if named.beginning is not None:
             before = self._last.get(named.beginning)
-            if before is not None and before is not named and before in self._kept:  # over, and of no more use
-                self._take(before)
+            if before in self._over and before is not named:
+                self._drop_over(before)
             self._last[named.beginning] = named
 
-    def _take(self, key: str | Named) -> Named | None:
-        named = self._kept.pop(key, None)
+    def _drop_over(self, named: Named | None = None) -> None:
+        """Without *named* the one that was over first."""
+        named = next(iter(self._over)) if named is None else named
+        del self._over[named]
+        self._num_over_bytes -= named.num_bytes
+        self._unindex(named)
+
+    def _take(self, request_id: str) -> Named | None:
+        named = self._requests.pop(request_id, None)
         if named is not None:
             self._num_bytes -= named.num_bytes
-            if named.beginning is not None and self._last.get(named.beginning) is named:
-                del self._last[named.beginning]
+            self._unindex(named)
         return named
+
+    def _unindex(self, named: Named) -> None:
+        """It is not kept any more."""
+        if named.beginning is not None and self._last.get(named.beginning) is named:
+            del self._last[named.beginning]
 
 
 def _beginning(salt: str, encoded: bytes) -> tuple[str, bytes] | None:

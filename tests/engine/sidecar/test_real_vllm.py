@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from foreign.running import Sidecar, Vllm, free_endpoint, make_model, transfer_config
+from foreign.frame_proxy import FrameProxy
+from foreign.running import EngineEnded, Sidecar, Vllm, free_endpoint, make_model, transfer_config
 
 PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON", "")
 NUM_TOKENS = 1026  # four chunks and two tokens
@@ -73,3 +74,36 @@ def test_several_prompts_at_once_that_share_a_beginning_are_loaded_and_equal(sid
 
     assert again["tokens"] == cold["tokens"]
     assert all(cached >= 4 * CHUNK for cached in again["cached"])
+
+
+@pytest.mark.parametrize("deed", ["kill", "pause"])
+@pytest.mark.parametrize("operation", [18, 19, 17], ids=["prepare_retrieve", "commit_retrieve", "commit_store"])
+def test_a_sidecar_that_is_gone_before_an_answer_costs_a_wait_and_no_token(
+    sidecar: Sidecar, model: Path, deed: str, operation: int
+) -> None:
+    one = prompt(5)
+    with FrameProxy(sidecar.endpoint) as proxy, Vllm(PYTHON, model, transfer_config(proxy.endpoint)) as engine:
+        cold = engine.generate([one])
+        engine.reset()
+        proxy.arm(operation, getattr(sidecar, deed))
+        if operation == 17:
+            one = prompt(6)
+            cold = None
+        met = engine.generate([one])
+        engine.reset()
+        after = engine.generate([one])
+
+    assert proxy.has_tripped.is_set()
+    assert met["scheduled"] == NUM_TOKENS
+    assert met["tokens"] == after["tokens"] == (cold or after)["tokens"]
+
+
+def test_the_beginning_of_a_store_is_where_the_client_ends_its_engine(sidecar: Sidecar, model: Path) -> None:
+    with FrameProxy(sidecar.endpoint) as proxy, Vllm(PYTHON, model, transfer_config(proxy.endpoint)) as engine:
+        proxy.arm(16, sidecar.kill)
+
+        with pytest.raises(EngineEnded, match="PREPARE_STORE timed out") as ended:
+            engine.generate([prompt(8)])
+
+    assert ended.value.where.startswith("shm.py")
+    assert "prepare_store" in ended.value.where

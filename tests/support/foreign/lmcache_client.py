@@ -76,6 +76,13 @@ def begin_store(instance: int, tokens: list[int], request: str) -> int:
     return len(client.prepare_store(key(tokens, request, 0, ""), instance).result(timeout=TIMEOUT_S).context["slots"])
 
 
+def begin_retrieve(instance: int, tokens: list[int], request: str) -> int:
+    """Be told where chunks are and never say that they were loaded; how many."""
+    return len(
+        client.prepare_retrieve(key(tokens, request, 0, ""), instance).result(timeout=TIMEOUT_S).context["slots"]
+    )
+
+
 def retrieve(instance: int, tokens: list[int], request: str, blocks: list[int], like: str) -> list[bool]:
     """Load into these blocks: whether that succeeded, and whether they are what was stored for the request *like*."""
     for layer in kv.values():

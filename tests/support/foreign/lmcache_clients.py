@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
@@ -37,8 +38,9 @@ torch.set_num_threads(1)
 class Client:
     """One engine's worker and scheduler, with documents that it has stored."""
 
-    def __init__(self, url: str, number: int) -> None:
+    def __init__(self, url: str, number: int, pipe: Connection) -> None:
         self._number = number
+        self._pipe = pipe
         self._rng = random.Random(number)
         self._client = RequestClientFactory.create(url, context=zmq.Context())
         self._client.get_chunk_size().result(timeout=TIMEOUT_S)
@@ -50,17 +52,30 @@ class Client:
         self._num_documents = 0
         self._num_requests = 0
 
-    def mixed(self, seconds: float) -> dict:
-        """Store new documents and load earlier ones, in turns at random, for so long."""
+    def mixed(self, seconds: float, share: float = 1.0) -> dict:
+        """Store new documents and load earlier ones, in turns at random, for so long; with pauses, so that this takes
+        *share* of the time."""
+        began_at = time.monotonic()
+        return self._mixed(lambda: time.monotonic() - began_at >= seconds, share)
+
+    def mixed_until_told(self) -> dict:
+        """The same until another line comes for this client, which is not answered."""
+        seen = self._mixed(self._pipe.poll)
+        self._pipe.recv()
+        return seen
+
+    def _mixed(self, is_over: Callable[[], bool], share: float = 1.0) -> dict:
         seen = {"num_bytes": 0, "lookup_s": [], "num_missed": 0, "num_wrong": 0, "num_refused": 0, "seconds": 0.0}
         began_at = time.monotonic()
-        while (took := time.monotonic() - began_at) < seconds:
+        while not is_over():
+            turn_at = time.monotonic()
             if self._num_documents < NUM_READ_AGAIN or self._rng.random() < 0.5:
                 seen["num_refused"] += not self.store()
             else:
                 self._read(self._num_documents - 1 - self._rng.randrange(NUM_READ_AGAIN), seen)
             seen["num_bytes"] += DOCUMENT_CHUNKS * CHUNK_BYTES
-        return {**seen, "seconds": took}
+            time.sleep((time.monotonic() - turn_at) * (1 / share - 1))
+        return {**seen, "seconds": time.monotonic() - began_at}
 
     def store(self) -> bool:
         """Store one more document."""
@@ -165,7 +180,7 @@ def tokens_of(number: int, document: int) -> list[int]:
 
 def live(url: str, number: int, pipe: Connection) -> None:
     """What a client's process does."""
-    client = Client(url, number)
+    client = Client(url, number, pipe)
     pipe.send({"ready": True})
     while True:
         name, *arguments = pipe.recv()

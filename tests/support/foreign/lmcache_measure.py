@@ -53,6 +53,11 @@ class Server:
         for kind in ("all hits", "all hits again"):
             for length, prompt in zip(LENGTHS, (tokens, self._long), strict=True):
                 self._look_up(prompt, f"lookup of {length:,} tokens, {kind}", number, length // CHUNK)
+        for length, prompt in zip(LENGTHS, (tokens, self._long), strict=True):
+            self._lookup(prompt, f"holder {length} {number}")
+            what = f"lookup of {length:,} tokens, all hits, held by another request"
+            self._look_up(prompt, what, number, length // CHUNK)
+            self._do_not_load(prompt, f"holder {length} {number}")
         self._lookup(tokens, f"load {number}")
         before = {name: values[self._blocks[0]].clone() for name, values in self._kv.items()}
         for values in self._kv.values():

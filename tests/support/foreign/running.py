@@ -29,10 +29,11 @@ class EngineEnded(RuntimeError):
 class Sidecar:
     """`kvtier sidecar` as a user starts it, and starts it again."""
 
-    def __init__(self, endpoint: str, *options: str, before: str = "") -> None:
-        """*before*: Python that the process runs first, to have a fault."""
+    def __init__(self, endpoint: str, *options: str, before: str = "", http_port: int | None = None) -> None:
+        """*before*: Python that the process runs first, to have a fault. Without *http_port* there is no HTTP."""
         self.endpoint = endpoint
-        arguments = ["sidecar", "--listen", endpoint, "--http-port", "none", "--socket", "none", *options]
+        port = "none" if http_port is None else str(http_port)
+        arguments = ["sidecar", "--listen", endpoint, "--socket", "none", "--http-port", port, *options]
         script = f"{before}\nfrom kvtier.engine.commands.cli import main\nraise SystemExit(main({arguments!r}))"
         self._command = [sys.executable, "-c", script]
         self.start()
@@ -198,8 +199,13 @@ class LmcacheClients:
 
 def free_endpoint() -> str:
     """A TCP endpoint of this machine that no process listens at."""
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+def free_port() -> int:
+    """A port of this machine that no process listens at."""
     with socket.create_server(("127.0.0.1", 0)) as found:
-        return f"tcp://127.0.0.1:{found.getsockname()[1]}"
+        return int(found.getsockname()[1])
 
 
 def make_model(python: str, folder: Path) -> Path:

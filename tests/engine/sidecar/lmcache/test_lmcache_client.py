@@ -196,6 +196,22 @@ def test_a_client_that_is_killed_in_the_middle_of_a_store_leaves_nothing(served:
         assert second.lookup(TOKENS, "s") == 8
 
 
+def test_a_client_that_is_killed_in_the_middle_of_a_load_leaves_nothing(served: Served, url: str) -> None:
+    with LmcacheClient(url) as first, LmcacheClient(url) as second:
+        first.attach(1)
+        second.attach(2)
+        second.store(2, TOKENS, "cold", BLOCKS)
+        assert first.lookup(TOKENS, "r") == 8
+        assert first.begin_retrieve(1, TOKENS, "r") == 8
+        assert served.num_leased() == 8
+
+        first.process.kill()
+
+        assert served.until_no_lease() < 1.0
+        assert second.lookup(TOKENS, "s") == 8
+        assert second.retrieve(2, TOKENS, "s", OTHER_BLOCKS, "cold") == [True, True]
+
+
 def test_a_load_without_a_hit_fails_without_a_hang(client: LmcacheClient) -> None:
     client.attach(1)
     client.store(1, TOKENS, "cold", BLOCKS)

@@ -16,17 +16,12 @@ from chaos import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lmcache_bed import CHUNK, REAL_S, REGISTRATION, Bed, RawClient, key
+from zmtp_bytes import GREETING, HANDSHAKE, NOOP, NOOP_ANSWER
 
 from kvtier.engine.sidecar import port as port_module
 from kvtier.engine.sidecar.lmcache.zmtp import GREETING_BYTES, MOST_MESSAGE_BYTES, Garbage, Zmtp, message_bytes
 from kvtier.engine.sidecar.port import Port, listen
 from kvtier.engine.sidecar.refusals import Refusals
-
-GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\3\1" + b"NULL".ljust(20, b"\0") + bytes(32)
-READY = b"\5READY\x0bSocket-Type\0\0\0\6DEALER\x08Identity\0\0\0\0"
-HANDSHAKE = GREETING + bytes((4, len(READY))) + READY
-NOOP = message_bytes([msgspec.msgpack.encode(1), msgspec.msgpack.encode(24)])
-NOOP_ANSWER = message_bytes([*map(msgspec.msgpack.encode, (1, 24, "OK"))])
 
 
 class Plain:

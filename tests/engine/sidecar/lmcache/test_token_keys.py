@@ -117,6 +117,25 @@ def test_of_requests_that_are_over_the_last_of_each_document_is_kept() -> None:
     assert keys.num_bytes == 0
 
 
+def test_what_is_kept_of_requests_that_are_over_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_keys, "MOST_OVER_BYTES", 50_000)
+    keys = TokenKeys(CHUNK)
+    for number in range(20):
+        keys.names("r", "", raw([number, *range(1000, 1400)]))
+        keys.forget("r")
+        keys.check()
+        if number:  # the first document is asked about again and again
+            keys.names("again", "", raw([0, *range(1000, 1400)]))
+            keys.forget("again")
+
+    assert 40_000 < keys.num_bytes <= 50_000
+    decoded: list[bytes] = []
+    decode = token_keys.decode_ids
+    monkeypatch.setattr(token_keys, "decode_ids", lambda data: decoded.append(data) or decode(data))
+    keys.names("again", "", raw([0, *range(1000, 1400)]))
+    assert len(decoded[0]) < 100
+
+
 def test_a_number_that_is_longer_than_it_must_be_is_never_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_keys, "BEGINNING_BYTES", 8)
     ids = [300, *[5] * (2 * CHUNK)]
