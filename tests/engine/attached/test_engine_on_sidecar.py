@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from document_tables import BLOCK_BYTES, BLOCK_SIZE, CHUNK
+from engine_sidecar import started_sidecar
 from foreign.running import Sidecar
 from kv_router import EventStream
 from small_models import VOCAB, build, byte_tokenizer
@@ -36,16 +37,8 @@ def socket(tmp_path: Path) -> str:
 
 @pytest.fixture
 def sidecar(tmp_path: Path, socket: str) -> Iterator[Sidecar]:
-    with started(tmp_path, socket) as running:
+    with started_sidecar(tmp_path, socket) as running:
         yield running
-
-
-def started(folder: Path, socket: str, tables: str = "") -> Sidecar:
-    """A sidecar of host memory, of many extents, and disk that engines find at *socket*."""
-    config = folder / "sidecar.toml"
-    config.write_text(f'extent = "1MiB"\n{tables}')
-    options = ["--config", str(config), "--host", "32MiB", "--disk", f"{folder / 'store'}:64MiB"]
-    return Sidecar(f"ipc://{folder / 'lmcache.sock'}", "--socket", socket, *options)
 
 
 def configuration(socket: str | None, num_slots: int = 60, **tables: object) -> dict[str, object]:
@@ -185,7 +178,7 @@ def test_an_engine_serves_before_its_sidecar_is_there_and_attaches_once_it_is(
         told = [record.getMessage() for record in caplog.records if "sidecar" in record.getMessage()]
         assert not is_attached(llm)
 
-        with started(tmp_path, socket):
+        with started_sidecar(tmp_path, socket):
             wait_for(lambda: is_attached(llm))
             ask(llm, prompt_of(4))  # copies down what the device had, too
             with engine(model, socket) as other:
@@ -290,7 +283,7 @@ def test_tenants_do_not_share_and_the_sidecar_has_their_quotas(
     prompt = prompt_of(13)
     names = {"tenants": {"ann": {"name": "Ann"}}}
     with (
-        started(tmp_path, socket, f'[tenants.ann]\nhost = "{10 * BLOCK_BYTES}"\n'),
+        started_sidecar(tmp_path, socket, f'[tenants.ann]\nhost = "{10 * BLOCK_BYTES}"\n'),
         engine(model, socket, **names) as first,
         engine(model, socket, **names) as second,
     ):
