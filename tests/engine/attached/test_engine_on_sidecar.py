@@ -23,6 +23,7 @@ from kvtier.engine.documents.draft import Draft
 from kvtier.engine.documents.worker import Status
 from kvtier.engine.scheduling.request import Request
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
+from kvtier.tiers.naming.tier import Tier
 
 pytestmark = pytest.mark.long
 
@@ -118,6 +119,37 @@ def test_a_second_engine_finds_what_the_first_has_computed_while_both_live(
     assert [cold.token_ids, warm.token_ids] == expected
     assert warm.tokens.host >= 0.95 * DOCUMENT_TOKENS
     assert cold.tokens.recomputed == len(document)
+
+
+def test_a_call_ends_with_what_it_computed_copied_down(sidecar: Sidecar, socket: str, model: PreTrainedModel) -> None:
+    prompt = prompt_of(20)
+    with engine(model, socket) as llm, engine(model, socket) as other:
+        llm.generate(prompt, SamplingParams(max_tokens=1))
+
+        until_found(other, prompt)  # the first is not stepped any more
+
+        assert llm.core.cache.lower.spill_progress().num_done == DOCUMENT_TOKENS // BLOCK_SIZE
+
+
+def test_an_engine_that_is_stepped_copies_all_down_far_from_eviction(
+    sidecar: Sidecar, socket: str, model: PreTrainedModel
+) -> None:
+    prompt = prompt_of(21)
+    with engine(model, socket, num_slots=1000) as llm:
+        finish(llm, [add(llm, prompt)])
+
+        wait_for(lambda: llm.statistics().cache.tiers[Tier.HOST].num_blocks == DOCUMENT_TOKENS // BLOCK_SIZE)
+
+
+def test_slots_that_hold_nothing_may_be_poisoned(sidecar: Sidecar, socket: str) -> None:
+    model, prompts = build("gemma3"), [prompt_of(seed, 300) for seed in (22, 23, 24)]
+    expected = alone(model, *prompts)
+    device = {"capacity": 30 * BLOCK_BYTES, "block_size": BLOCK_SIZE, "poison": True}
+    with engine(model, socket, device=device) as llm:
+        answers = [ask(llm, prompt) for prompt in [*prompts, *prompts]]
+
+    assert [answer.token_ids for answer in answers] == expected * 2
+    assert answers[-1].tokens.host + answers[-1].tokens.disk > 0
 
 
 def test_an_engine_in_another_process_finds_it_too(
