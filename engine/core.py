@@ -282,6 +282,7 @@ class EngineCore:
             self._publish_events()
 
     def _flush(self, progress: Callable[[int], None]) -> None:
+        self.catch_up()
         if num_left := self.cache.flush(FLUSH_TIMEOUT_S, progress):
             now = self._snapshot()
             log.warning(

@@ -911,14 +911,14 @@ BUGS = [
         "engine/build.py",
         "copies_all_down=config.sidecar is not None,",
         "copies_all_down=False,",
-        "tests/engine/attached/test_engine_on_sidecar.py",
+        "tests/engine/attached/test_engine_on_sidecar.py::test_an_engine_that_is_stepped_copies_all_down_far_from_eviction",
     ),
     Bug(
         "an engine of a call at a time does not copy down what it computed last",
         "engine/core.py",
         "            self.cache.flush(SHARE_S)\n",
         "            pass\n",
-        "tests/engine/attached/test_engine_on_sidecar.py",
+        "tests/engine/attached/test_engine_on_sidecar.py::test_a_call_ends_with_what_it_computed_copied_down",
     ),
     Bug(
         "nothing can be pinned in a sidecar",

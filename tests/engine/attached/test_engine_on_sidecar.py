@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from document_tables import BLOCK_BYTES, BLOCK_SIZE, CHUNK
+from engine_sidecar import started_sidecar
 from foreign.running import Sidecar
 from kv_router import EventStream
 from small_models import VOCAB, build, byte_tokenizer
@@ -22,6 +23,7 @@ from kvtier.engine.documents.draft import Draft
 from kvtier.engine.documents.worker import Status
 from kvtier.engine.scheduling.request import Request
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
+from kvtier.tiers.naming.tier import Tier
 
 pytestmark = pytest.mark.long
 
@@ -36,16 +38,8 @@ def socket(tmp_path: Path) -> str:
 
 @pytest.fixture
 def sidecar(tmp_path: Path, socket: str) -> Iterator[Sidecar]:
-    with started(tmp_path, socket) as running:
+    with started_sidecar(tmp_path, socket) as running:
         yield running
-
-
-def started(folder: Path, socket: str, tables: str = "") -> Sidecar:
-    """A sidecar of host memory, of many extents, and disk that engines find at *socket*."""
-    config = folder / "sidecar.toml"
-    config.write_text(f'extent = "1MiB"\n{tables}')
-    options = ["--config", str(config), "--host", "32MiB", "--disk", f"{folder / 'store'}:64MiB"]
-    return Sidecar(f"ipc://{folder / 'lmcache.sock'}", "--socket", socket, *options)
 
 
 def configuration(socket: str | None, num_slots: int = 60, **tables: object) -> dict[str, object]:
@@ -127,6 +121,37 @@ def test_a_second_engine_finds_what_the_first_has_computed_while_both_live(
     assert cold.tokens.recomputed == len(document)
 
 
+def test_a_call_ends_with_what_it_computed_copied_down(sidecar: Sidecar, socket: str, model: PreTrainedModel) -> None:
+    prompt = prompt_of(20)
+    with engine(model, socket) as llm, engine(model, socket) as other:
+        llm.generate(prompt, SamplingParams(max_tokens=1))
+
+        until_found(other, prompt)  # the first is not stepped any more
+
+        assert llm.core.cache.lower.spill_progress().num_done == DOCUMENT_TOKENS // BLOCK_SIZE
+
+
+def test_an_engine_that_is_stepped_copies_all_down_far_from_eviction(
+    sidecar: Sidecar, socket: str, model: PreTrainedModel
+) -> None:
+    prompt = prompt_of(21)
+    with engine(model, socket, num_slots=1000) as llm:
+        finish(llm, [add(llm, prompt)])
+
+        wait_for(lambda: llm.statistics().cache.tiers[Tier.HOST].num_blocks == DOCUMENT_TOKENS // BLOCK_SIZE)
+
+
+def test_slots_that_hold_nothing_may_be_poisoned(sidecar: Sidecar, socket: str) -> None:
+    model, prompts = build("gemma3"), [prompt_of(seed, 300) for seed in (22, 23, 24)]
+    expected = alone(model, *prompts)
+    device = {"capacity": 30 * BLOCK_BYTES, "block_size": BLOCK_SIZE, "poison": True}
+    with engine(model, socket, device=device) as llm:
+        answers = [ask(llm, prompt) for prompt in [*prompts, *prompts]]
+
+    assert [answer.token_ids for answer in answers] == expected * 2
+    assert answers[-1].tokens.host + answers[-1].tokens.disk > 0
+
+
 def test_an_engine_in_another_process_finds_it_too(
     sidecar: Sidecar, socket: str, model: PreTrainedModel, tmp_path: Path
 ) -> None:
@@ -185,7 +210,7 @@ def test_an_engine_serves_before_its_sidecar_is_there_and_attaches_once_it_is(
         told = [record.getMessage() for record in caplog.records if "sidecar" in record.getMessage()]
         assert not is_attached(llm)
 
-        with started(tmp_path, socket):
+        with started_sidecar(tmp_path, socket):
             wait_for(lambda: is_attached(llm))
             ask(llm, prompt_of(4))  # copies down what the device had, too
             with engine(model, socket) as other:
@@ -290,7 +315,7 @@ def test_tenants_do_not_share_and_the_sidecar_has_their_quotas(
     prompt = prompt_of(13)
     names = {"tenants": {"ann": {"name": "Ann"}}}
     with (
-        started(tmp_path, socket, f'[tenants.ann]\nhost = "{10 * BLOCK_BYTES}"\n'),
+        started_sidecar(tmp_path, socket, f'[tenants.ann]\nhost = "{10 * BLOCK_BYTES}"\n'),
         engine(model, socket, **names) as first,
         engine(model, socket, **names) as second,
     ):

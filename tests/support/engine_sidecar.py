@@ -1,0 +1,13 @@
+"""A `kvtier sidecar` in a process of its own, at which kvtier's engines attach."""
+
+from pathlib import Path
+
+from foreign.running import Sidecar
+
+
+def started_sidecar(folder: Path, socket: str, tables: str = "") -> Sidecar:
+    """One of host memory, of many extents, and disk that engines find at *socket*. *tables*: more of its TOML."""
+    config = folder / "sidecar.toml"
+    config.write_text(f'extent = "1MiB"\n{tables}')
+    options = ["--config", str(config), "--host", "32MiB", "--disk", f"{folder / 'store'}:64MiB"]
+    return Sidecar(f"ipc://{folder / 'lmcache.sock'}", "--socket", socket, *options)
