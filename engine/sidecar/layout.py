@@ -58,4 +58,4 @@ class Layout(Protocol):
         """The slots of each group. `LayoutRefused` if a block has no place in an extent."""
 
     def details(self) -> Mapping[str, object]:
-        """The rest of it, for people, as what JSON can say."""
+        """The rest of it, for people, as what JSON can say; *chunk_bytes* among it."""

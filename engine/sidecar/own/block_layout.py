@@ -74,4 +74,8 @@ class BlockLayout:
 
     def details(self) -> Mapping[str, object]:
         """See `Layout`."""
-        return {"namespace": self.namespace.hex(), "groups": [group._asdict() for group in self.groups]}
+        return {
+            "namespace": self.namespace.hex(),
+            "groups": [group._asdict() for group in self.groups],
+            "chunk_bytes": sum(group.block_bytes for group in self.groups),  # one block of each
+        }

@@ -19,7 +19,7 @@ from kvtier.engine.attached.wire import (
     packed,
 )
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
-from kvtier.engine.sidecar.port import MOST_UNREAD_BYTES, Client, Port
+from kvtier.engine.sidecar.port import Client, Port
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import BlockRemoved, BlockStored, EventLog
@@ -27,6 +27,7 @@ from kvtier.tiers.naming.tier import Tier
 
 PAGE_BLOCKS = 1024  # of host memory in a frame for an engine that has just attached
 LOOKED_THROUGH = 1 << 16  # slots at most for such a frame
+MOST_UNREAD_BYTES = 256 << 10  # of it at most; the port reads the engine's requests up to more
 STATE_S = 0.5  # how old what engines were told of the tiers' state may be
 
 
