@@ -54,16 +54,25 @@ def layer_bytes(layers: range, num_layers: int, block_bytes: int) -> slice:
 
 
 class CpuMemory:
-    """A `BlockMemory` without a GPU: `device_blocks`, [num_slots, block_bytes] uint8, is a view of the device slab."""
+    """A `BlockMemory` without a GPU: `device_blocks`, [num_slots, block_bytes] uint8, is a view of the device slab.
+
+    The host slots are the beginning of *file* if its descriptor is given, see `HostSlab`.
+    """
 
     num_copiers = 1  # one thread saturates memory
 
-    def __init__(self, device_blocks: npt.NDArray[np.uint8], num_host_slots: int, num_layers: int = 1) -> None:
+    def __init__(
+        self,
+        device_blocks: npt.NDArray[np.uint8],
+        num_host_slots: int,
+        num_layers: int = 1,
+        file: int | None = None,
+    ) -> None:
         self.num_device_slots, self.block_bytes = device_blocks.shape
         self.num_host_slots = num_host_slots
         self.num_layers = num_layers
         self._device = device_blocks
-        self._host = HostSlab(num_host_slots, self.block_bytes)
+        self._host = HostSlab(num_host_slots, self.block_bytes, file=file)
 
     @property
     def prepared_bytes(self) -> int:

@@ -1,5 +1,6 @@
-"""HostSlab: the host's block slots in one anonymous memory file, backed and, with CUDA, pinned piece by piece."""
+"""HostSlab: the host's block slots in one memory file, backed and, with CUDA, pinned piece by piece."""
 
+import errno
 import logging
 import math
 import mmap
@@ -22,6 +23,8 @@ Pin = Callable[[int, int], Callable[[], None]]
 # driver keeps 16 bytes a page in one allocation of 2 GiB at most.
 PIECE_BYTES = 32 << 20
 YIELD_S = 0.001  # between registrations, for the calls that queue at the driver's lock
+ST_BLOCK_BYTES = 512  # of `st_blocks`, whatever the file system's blocks are
+BACKED_LOOK_S = 0.1  # between looks at how much of another process's file is backed
 
 
 class HostSlab:
@@ -31,9 +34,20 @@ class HostSlab:
     than reused memory (measured; DESIGN.md section 10), so a background thread backs the file piece by piece and,
     when *pin* is given, pins each piece; slots that it has not reached yet work, only slower. *node* is where the
     pages should lie on a machine with several memory nodes.
+
+    *file* is the descriptor of a file of another process, whose beginning the slots are; the slab has a duplicate of
+    it. That process backs it, from the front: whoever touches a page first is charged with it.
     """
 
-    def __init__(self, num_slots: int, block_bytes: int, pin: Pin | None = None, node: int | None = None) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        block_bytes: int,
+        pin: Pin | None = None,
+        node: int | None = None,
+        file: int | None = None,
+    ) -> None:
+        """OSError, with what to do, if there is no memory for so many slots, or *file* is shorter."""
         self.num_slots = num_slots
         self.block_bytes = block_bytes
         self.num_bytes = num_slots * block_bytes
@@ -43,10 +57,14 @@ class HostSlab:
         self._pin = pin
         self._unpins: list[Callable[[], None]] = []
         self._stop = threading.Event()
-        self._file = os.memfd_create("kvtier-host-slab", os.MFD_CLOEXEC)
+        self._is_own = file is None
+        self._file = os.memfd_create("kvtier-host-slab", os.MFD_CLOEXEC) if file is None else os.dup(file)
         try:
-            os.ftruncate(self._file, max(self.num_bytes, mmap.PAGESIZE))
-            mapped = mmap.mmap(self._file, max(self.num_bytes, mmap.PAGESIZE))
+            if file is None:
+                os.ftruncate(self._file, max(self.num_bytes, mmap.PAGESIZE))
+            elif (length := os.fstat(file).st_size) < self.num_bytes:
+                raise OSError(errno.EINVAL, f"the file has {length}")
+            mapped = mmap.mmap(self._file, max(self.num_bytes, mmap.PAGESIZE if self._is_own else 1))
         except OSError as error:
             os.close(self._file)
             raise OSError(
@@ -54,7 +72,12 @@ class HostSlab:
             ) from error
         flat = np.frombuffer(mapped, dtype=np.uint8, count=self.num_bytes)
         self.blocks: npt.NDArray[np.uint8] = flat.reshape(num_slots, block_bytes)  # [num_slots, block_bytes]
-        if node is not None and num_slots and not prefer_node(self.blocks.ctypes.data, self.num_bytes, node):
+        if (
+            node is not None
+            and self._is_own
+            and num_slots
+            and not prefer_node(self.blocks.ctypes.data, self.num_bytes, node)
+        ):
             log.warning("host slab: the kernel refuses to place memory on node %d, next to the GPU", node)
         self._thread = threading.Thread(target=self._prepare, name="kvtier-host-slab", daemon=True)
         self._thread.start()
@@ -96,8 +119,11 @@ class HostSlab:
                 if self._stop.is_set():
                     return
                 length = min(piece_bytes, self.num_bytes - start)
+                if not self._is_own and not self._wait_backed(start + length):
+                    return
                 started = time.monotonic()
-                os.posix_fallocate(self._file, start, length)
+                if self._is_own:
+                    os.posix_fallocate(self._file, start, length)
                 map_pages(base + start, length)
                 if self._pin is not None:
                     self._unpins.append(self._pin(base + start, length))
@@ -112,6 +138,13 @@ class HostSlab:
                 self.num_bytes,
                 error,
             )
+
+    def _wait_backed(self, end: int) -> bool:
+        """Wait until the process whose file it is has backed it up to *end*; False if the slab is closed before."""
+        while os.fstat(self._file).st_blocks * ST_BLOCK_BYTES < end:
+            if self._stop.wait(BACKED_LOOK_S):
+                return False
+        return True
 
 
 def slots_per_piece(block_bytes: int, piece_bytes: int) -> int:

@@ -16,7 +16,7 @@ from kvtier.engine.fault_log import FaultLog
 from kvtier.engine.server.log_lines import write_log
 from kvtier.engine.sidecar.build import MakeDoors, build_sidecar
 from kvtier.engine.sidecar.config import SidecarConfig, sidecar_config
-from kvtier.engine.sidecar.doors import doors_of
+from kvtier.engine.sidecar.doors import doors_of, socket_path
 from kvtier.engine.sidecar.inherited import HTTP, Inherited
 from kvtier.engine.sidecar.kept_files import KeptFiles
 from kvtier.engine.sidecar.model_weights import weights_of
@@ -84,6 +84,12 @@ def _plan(config: SidecarConfig) -> list[str]:
     if config.http.port != "none":
         where = url_of(config.http.host, config.http.port) if config.http.port else "a free port"
         lines.append(f"http         {where}: /health, /metrics, kvtier top")
+    path = socket_path(config.socket)
+    if path is None and config.socket.path != "none":
+        lines.append("kvtier       nowhere: neither $XDG_RUNTIME_DIR nor /run can be written to; give --socket PATH")
+    if path is not None:
+        lines.append(f"kvtier       {path}")
+        lines.append(f"\nAttach kvtier's own engine:\n\n  kvtier serve --sidecar unix://{os.path.abspath(path)}\n")
     if config.lmcache is not None:
         lines.append(f"engines      {config.lmcache.listen}, chunks of {config.lmcache.chunk_tokens} tokens")
         lines.append(f"\nAttach vLLM 0.32 or 0.33, with lmcache {LEAST_LMCACHE} or later in its environment:\n")

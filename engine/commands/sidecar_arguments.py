@@ -10,7 +10,7 @@ from kvtier.engine.config import parse_bytes
 EXAMPLES = """examples:
   kvtier sidecar --host 32GiB --disk ~/.cache/kvtier-sidecar:500GiB
   kvtier sidecar --config sidecar.toml --check-config     what the configuration comes to, and the engine's command
-  kvtier sidecar --host 8GiB --listen ipc:///run/user/1000/kvtier.sock
+  kvtier sidecar --host 8GiB --listen ipc:///run/user/1000/lmcache.sock
 
 It prints the command with which vLLM attaches. A second engine with the same command shares what the first has cached.
 
@@ -33,7 +33,12 @@ def add_sidecar(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
     sidecar.add_argument(
         "--disk", type=_disk, metavar="PATH:SIZE", help="a folder, and how large it may become (default: no disk)"
     )
-    sidecar.add_argument("--listen", metavar="ENDPOINT", help="where engines attach (default: tcp://127.0.0.1:5555)")
+    sidecar.add_argument(
+        "--socket",
+        metavar="PATH",
+        help='where kvtier\'s own engines attach, or "none" (default: $XDG_RUNTIME_DIR/kvtier.sock, or in /run)',
+    )
+    sidecar.add_argument("--listen", metavar="ENDPOINT", help="where vLLM attaches (default: tcp://127.0.0.1:5555)")
     sidecar.add_argument("--chunk-tokens", type=int, metavar="N", help="tokens of a chunk (default: 256)")
     sidecar.add_argument(
         "--http-port", type=_port, metavar="PORT", help='of HTTP on this machine, or "none" (default: 9464)'
@@ -49,6 +54,7 @@ def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
     tables: dict[str, object] = {
         "host": None if options.host is None else {"capacity": options.host},
         "disk": options.disk,
+        "socket": None if options.socket is None else {"path": options.socket},
         "lmcache": {key: value for key, value in lmcache.items() if value is not None} or None,
         "http": None if options.http_port is None else {"port": options.http_port},
         "log_format": options.log_format,

@@ -243,10 +243,14 @@ def _clients(clients: Sequence[_Object]) -> Table:
 
 
 def _leases(leases: Sequence[_Object]) -> Table:
-    table = _table(f"lease ({len(leases)})", "client", "rank", "chunks", "held")
+    table = _table(f"lease ({len(leases)})", "client", "group", "chunks", "held")
     for lease in leases[:_MOST_ROWS]:
         table.add_row(
-            lease["use"], _plain(lease["client"]), str(lease["rank"]), f"{lease['num_chunks']:,}", _age(lease["held_s"])
+            lease["use"],
+            _plain(lease["client"]),
+            str(lease["group"]),
+            f"{lease['num_chunks']:,}",
+            _age(lease["held_s"]),
         )
     return table
 

@@ -15,7 +15,9 @@ from kvtier.engine.model.lora_rows import LoraRows, LoraSpan
 from kvtier.engine.model.paged_model import Chunk, PagedModel
 from kvtier.engine.model.short_memory import short_memory_raised
 from kvtier.tiers.naming.namespace import Namespace
+from kvtier.transfer.attached_memory import AttachedMemory, MakeMemory
 from kvtier.transfer.block_memory import BlockMemory, CpuMemory
+from kvtier.transfer.device_slab import DeviceSlab
 from kvtier.transfer.poisoned_memory import PoisonedMemory
 
 __all__ = ["Chunk", "ModelRunner"]
@@ -82,6 +84,16 @@ class ModelRunner(PagedModel):
             undo.pop_all()
         return memories
 
+    def attached_memories(self) -> list[AttachedMemory]:
+        """The device slabs as memories whose host slots are those of a sidecar, which are attached later."""
+        memories: list[AttachedMemory] = []
+        with ExitStack() as undo:
+            for slab in self.slabs:
+                memories.append(AttachedMemory(self._maker(slab)))
+                undo.callback(memories[-1].close)
+            undo.pop_all()
+        return memories
+
     def poisoned(self, memories: Sequence[BlockMemory]) -> list[BlockMemory]:
         """The memories, wrapped so that their empty slots hold NaN."""
         return [PoisonedMemory(memory, slab.blocks) for memory, slab in zip(memories, self.slabs, strict=True)]
@@ -91,6 +103,15 @@ class ModelRunner(PagedModel):
         super().close()
         if self._lora_rows is not None:
             self._lora_rows.unhook()
+
+    def _maker(self, slab: DeviceSlab) -> MakeMemory:
+        if self.device.type != "cuda":
+            blocks = slab.blocks.numpy()
+            return lambda num_host_slots, file: CpuMemory(blocks, num_host_slots, slab.num_layers, file)
+        from kvtier.transfer.cuda.memory import CudaMemory, choose_ways
+
+        choice = choose_ways(slab.block_bytes, self.device)  # now: it would be slower, and slow others, beside requests
+        return lambda num_host_slots, file: CudaMemory(slab.blocks, num_host_slots, slab.num_layers, choice, file)
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:

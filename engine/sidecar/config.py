@@ -1,5 +1,6 @@
 """The sidecar's configuration: tables of one TOML file, most of them those that an engine has."""
 
+import os
 from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvtier.engine.config import (
 
 _LOOPBACK = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:", "ipc://")
 _PAGE_BYTES = 4096
+_MOST_PATH_BYTES = 107  # of a Unix socket, on Linux
 
 
 class LmcacheConfig(Table, frozen=True, kw_only=True):
@@ -36,6 +38,26 @@ class LmcacheConfig(Table, frozen=True, kw_only=True):
                 f"listen {self.listen}: this protocol has no keys, and its clients need this machine's memory; "
                 "use tcp://127.0.0.1:PORT or ipc:///PATH"
             )
+
+
+class SocketConfig(Table, frozen=True, kw_only=True):
+    """`[socket]`: the Unix socket at which kvtier's own engines attach; *path* "none": nowhere, "auto": see
+    `default_socket`. Processes of this user may, and those of the users *allow_uids*."""
+
+    path: Annotated[str, msgspec.Meta(min_length=1)] = "auto"
+    allow_uids: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]] = msgspec.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if len(os.fsencode(self.path)) > _MOST_PATH_BYTES:
+            raise ValueError(f"path {self.path}: a Unix socket's path has at most {_MOST_PATH_BYTES} bytes")
+
+
+def default_socket(environment: Mapping[str, str]) -> str | None:
+    """Where engines attach unless told otherwise: in the user's own folder for such, or in /run; None if this process
+    can make it in neither."""
+    folders = [folder for folder in (environment.get("XDG_RUNTIME_DIR"), "/run") if folder]
+    folder = next((folder for folder in folders if os.access(folder, os.W_OK | os.X_OK)), None)
+    return None if folder is None else str(Path(folder) / "kvtier.sock")
 
 
 class ModelWeightsConfig(Table, frozen=True, kw_only=True):
@@ -88,6 +110,7 @@ class SidecarConfig(Table, frozen=True, kw_only=True):
 
     host: HostConfig = HostConfig()
     disk: DiskConfig | None = None
+    socket: SocketConfig = SocketConfig()
     lmcache: LmcacheConfig | None = LmcacheConfig()
     http: HttpConfig = HttpConfig()
     models: dict[str, ModelWeightsConfig] = msgspec.field(default_factory=dict)

@@ -19,10 +19,10 @@ class LeaseUse(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """*num_chunks* chunks of one rank that a client has the sidecar keep in host memory."""
+    """*num_chunks* blocks of one group, such as a rank's chunks, that a client has the sidecar keep in host memory."""
 
     use: LeaseUse
-    rank: int
+    group: int
     num_chunks: int
     since: float  # by the sidecar's clock
 
@@ -40,8 +40,8 @@ class AttachedClient:
 
 @dataclass(frozen=True, slots=True)
 class DoorCounts:
-    """Totals of one door since the start, in chunks of one rank. The keys of *lost*, *operations* and *refused* are the
-    door's own words, which no client can add to."""
+    """Totals of one door since the start, in blocks of one group. The keys of *lost*, *operations* and *refused* are
+    the door's own words, which no client can add to."""
 
     kind: str  # such as "lmcache"
     num_asked: int = 0  # that lookups asked for

@@ -4,7 +4,7 @@ import logging
 import socket
 
 from kvtier.engine.sidecar.inherited import HTTP, LMCACHE, SEGMENT, Inherited
-from kvtier.engine.sidecar.lmcache.port import is_at, listen
+from kvtier.engine.sidecar.port import is_at, listen
 from kvtier.engine.sidecar.systemd import Systemd
 from kvtier.transfer.segment import Segment
 

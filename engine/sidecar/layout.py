@@ -1,75 +1,65 @@
-"""Layout: what decides the bytes of a chunk of KV beside its tokens."""
+"""Layout: what the sidecar has to know of the blocks of one kind of engine to keep them."""
 
-import hashlib
-from dataclasses import dataclass, fields
-from math import prod
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-VERSION = 1  # of what the digest is made of
-ELEMENT_BYTES = {
-    "bfloat16": 2,
-    "float16": 2,
-    "float32": 4,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-    "uint8": 1,
-}
+from kvtier.tiers.device.slot_ids import Ids
+from kvtier.tiers.naming.groups import BlockGroup
+from kvtier.transfer.host_memory import HostMemory
+from kvtier.transfer.segment import Segment
 
 
 class LayoutRefused(ValueError):
-    """The sidecar cannot keep chunks of this layout; the message says why, and what to do."""
+    """The sidecar cannot keep blocks of this layout; the message says why, and what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How an engine lays out its KV. Two engines have a chunk in common only if all of this is equal.
-
-    *weights* is a digest or revision of the model's weights, empty if it is not known. A chunk is *chunk_tokens* tokens
-    of one rank: in each of *num_planes* planes (keys and values, or both fused) and each of *num_layers* layers it has
-    *width* elements for each of *num_physical_slots* tokens. The engine's own blocks have *block_size* tokens.
-    """
-
-    model: str
-    weights: str
-    dtype: str  # torch's name, such as "bfloat16"
-    num_planes: int
-    num_layers: int
-    width: int
-    block_size: int
-    chunk_tokens: int
-    num_physical_slots: int
-    world_size: int
-
-    def __post_init__(self) -> None:
-        """Raise `LayoutRefused` for what no chunk can have."""
-        if self.dtype not in ELEMENT_BYTES:
-            raise LayoutRefused(f"dtype {self.dtype!r} is not known; use one of {', '.join(ELEMENT_BYTES)}")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int) and not 1 <= value < 1 << 31:
-                raise LayoutRefused(f"{field.name} is {value}; it must be 1 or more")
-        if self.world_size > MOST_RANKS:
-            raise LayoutRefused(f"world_size is {self.world_size}; at most {MOST_RANKS} ranks are served")
+class SlotMemory(HostMemory, Protocol):
+    """The slots that a segment has for blocks of one size. The segment is cut into extents of equal size, and a slot is
+    of use while its extent is this memory's, which is not known here (`Extents`)."""
 
     @property
-    def shape(self) -> list[int]:
-        """Of a chunk as a tensor; the planes only if there are several."""
-        shape = [self.num_layers, self.num_physical_slots, self.width]
-        return shape if self.num_planes == 1 else [self.num_planes, *shape]
+    def slot_bytes(self) -> int:
+        """Bytes of the segment that a slot takes."""
+
+    def offset(self, slot: int) -> int:
+        """Where the slot's bytes begin in the segment."""
+
+    def slots_of(self, extent: int) -> Ids:
+        """The slots that lie in that extent with all their bytes."""
+
+    def extent_of_each(self, slots: Ids) -> Ids:
+        """For each of these slots the extent that it begins in."""
+
+    def extents_of(self, slots: Ids) -> list[int]:
+        """The extents that these slots begin in, each once."""
+
+
+class Layout(Protocol):
+    """What decides the bytes of a block beside its prompt. Two engines have blocks in common only if they are equal in
+    all of it: equal layouts compare and hash as equal, and have the same digest."""
 
     @property
-    def chunk_bytes(self) -> int:
-        """Bytes of a chunk."""
-        return prod(self.shape) * ELEMENT_BYTES[self.dtype]
+    def model(self) -> str:
+        """The model's name, for people."""
+
+    @property
+    def weights(self) -> str:
+        """What tells the model's weights from others, for people; empty if nothing does."""
 
     @property
     def digest(self) -> bytes:
-        """The namespace of its chunks, 16 bytes (sha256): equal only for equal layouts."""
-        running = hashlib.sha256(f"kvtier layout {VERSION}".encode())
-        for field in fields(self):
-            value = str(getattr(self, field.name)).encode()
-            running.update(len(value).to_bytes(4, "little") + value)
-        return running.digest()[:16]
+        """The namespace of its blocks on disk, 16 bytes."""
 
+    @property
+    def are_leases_noted(self) -> bool:
+        """Whether its engines' leases are in the `LeaseLedger`, as their door tells `Shares` of them."""
 
-MOST_RANKS = 64
+    @property
+    def groups(self) -> Sequence[BlockGroup]:
+        """The groups of blocks that are kept apart, and find slots of their own."""
+
+    def memories(self, segment: Segment, extent_bytes: int) -> Sequence[SlotMemory]:
+        """The slots of each group. `LayoutRefused` if a block has no place in an extent."""
+
+    def details(self) -> Mapping[str, object]:
+        """The rest of it, for people, as what JSON can say."""

@@ -4,27 +4,27 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtier.engine.sidecar.chunk_memory import ChunkMemory
 from kvtier.engine.sidecar.extents import Extents
-from kvtier.engine.sidecar.layout import Layout
+from kvtier.engine.sidecar.layout import Layout, SlotMemory
 from kvtier.engine.sidecar.shared_store import StoreView
-from kvtier.tiers.device.slot_ids import Ids
+from kvtier.tiers.device.slot_ids import ABSENT, Ids
+from kvtier.tiers.lower.local_fetch import LocalFetch
 from kvtier.tiers.lower.local_tiers import LocalTiers
-from kvtier.tiers.lower.lower_tiers import Fetch, OnFetched
+from kvtier.tiers.lower.lower_tiers import ON_DISK, Fetch, OnFetched
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 
 
-class RankSlots:
-    """See `Holder`: the slots of one rank. Those that lie in other holders' extents are leased from the tiers, so that
-    the tiers give them to no chunk."""
+class HeldSlots:
+    """See `Holder`: the slots of one group. Those that lie in other holders' extents, or across the end of one, are
+    leased from the tiers, so that the tiers give them to no block."""
 
-    def __init__(self, rank: int, tiers: LocalTiers, memory: ChunkMemory) -> None:
-        self._rank = rank
+    def __init__(self, group_id: int, tiers: LocalTiers, memory: SlotMemory) -> None:
+        self._group_id = group_id
         self._tiers = tiers
         self._memory = memory
-        self._pool = tiers.index.host[rank].pool
-        is_empty = tiers.withdraw(rank, np.arange(memory.num_host_slots))
+        self._pool = tiers.index.host[group_id].pool
+        is_empty = tiers.withdraw(group_id, np.arange(memory.num_host_slots))
         assert is_empty, "tiers that are new have blocks"
 
     @property
@@ -33,32 +33,31 @@ class RankSlots:
         return self._pool.num_blank
 
     def give(self, extent: int) -> None:
-        self._tiers.abandon(self._rank, self._memory.slots_of(extent))
+        self._tiers.abandon(self._group_id, self._memory.slots_of(extent))
 
     def take_back(self, extent: int) -> bool:
-        return self._tiers.withdraw(self._rank, self._memory.slots_of(extent))
+        return self._tiers.withdraw(self._group_id, self._memory.slots_of(extent))
 
     def oldest_extent(self) -> int | None:
         oldest = self._pool.order.oldest(1)
-        return int(oldest[0]) // self._memory.slots_per_extent if len(oldest) else None
+        return self._memory.extents_of(oldest[:1])[0] if len(oldest) else None
 
 
 class LayoutTiers:
-    """One group of `LocalTiers` for each rank, in whose name the engine's ranks store and load: *tiers* is asked by
-    rank in place of group. What takes host slots is asked of this class, since it gets the layout more memory. Owned by
-    the sidecar's thread."""
+    """The `LocalTiers` of one layout, in its extents of the segment. What takes host slots is asked of this class,
+    since it gets the layout more memory; everything else of *tiers*. Owned by the sidecar's thread."""
 
     def __init__(
         self,
         layout: Layout,
         tiers: LocalTiers,
-        memories: Sequence[ChunkMemory],
+        memories: Sequence[SlotMemory],
         extents: Extents,
         store: StoreView | None,
         read_timeout_s: float,
     ) -> None:
-        """*memories* by rank; *store* is the disk's view of this layout, None without a disk. A read from it that takes
-        *read_timeout_s* is given up."""
+        """*memories* by group; *store* is the disk's view of this layout, None without a disk. A read from it that
+        takes *read_timeout_s* is given up."""
         self.layout = layout
         self.tiers = tiers
         self.memories = memories
@@ -66,33 +65,51 @@ class LayoutTiers:
         self.num_clears = 0
         self._extents = extents
         self._store = store
-        self._ranks = [RankSlots(rank, tiers, memory) for rank, memory in enumerate(memories)]
+        self._held = [HeldSlots(group_id, tiers, memory) for group_id, memory in enumerate(memories)]
 
-    def reserve(self, rank: int, num_slots: int) -> list[int]:
+    def reserve(self, group_id: int, num_slots: int) -> list[int]:
         """See `LowerTiers.reserve`."""
-        self._get_room(rank, num_slots)
-        slots = self.tiers.reserve(rank, num_slots)
-        self.touch(rank, np.array(slots, np.intp))
+        self._get_room(group_id, num_slots)
+        slots = self.tiers.reserve(group_id, num_slots)
+        self.touch(group_id, np.array(slots, np.intp))
         return slots
 
-    def find_run(self, rank: int, names: Sequence[BlockName]) -> int:
+    def find_run(self, group_id: int, names: Sequence[BlockName]) -> int:
         """How many of the first chunks are below and have room in host memory side by side. What is read of them takes
         the slots of others, of chunks of the same prompt that come later too."""
-        places = self.tiers.find_run(rank, names)
+        places = self.tiers.find_run(group_id, names)
         in_host = places[places >= 0].astype(np.intp)
-        self._get_room(rank, len(places) - len(in_host))
-        pool = self.tiers.index.host[rank].pool
+        self._get_room(group_id, len(places) - len(in_host))
+        pool = self.tiers.index.host[group_id].pool
         return min(len(places), pool.num_free + pool.num_leased(in_host))
 
-    def fetch(self, rank: int, blocks: NamedBlocks, on_fetched: OnFetched) -> Fetch:
+    def fetch(self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched) -> Fetch:
         """See `LowerTiers.fetch`; for the first chunks that `find_run` has just found."""
-        places = self.tiers.find(rank, blocks.names)
-        self.touch(rank, places[places >= 0].astype(np.intp))
-        return self.tiers.fetch(rank, blocks, on_fetched)
+        places = self.tiers.find(group_id, blocks.names)
+        self.touch(group_id, places[places >= 0].astype(np.intp))
+        return self.tiers.fetch(group_id, blocks, on_fetched)
 
-    def touch(self, rank: int, slots: Ids) -> None:
+    def fetch_any(self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched, now: bool) -> LocalFetch:
+        """As `fetch`, for any blocks; not *now*: as `LowerTiers.fetch_later`."""
+        places = self.tiers.find(group_id, blocks.names)
+        in_host = places[places >= 0].astype(np.intp)
+        self.touch(group_id, in_host)
+        if len(in_host) == len(places):
+            return self.tiers.fetch(group_id, blocks, on_fetched, places)
+        # One slot at least: a block of which nothing is known is looked for on disk too.
+        self._get_room(group_id, max(1, int(np.count_nonzero(places == ON_DISK))))
+        begin = self.tiers.fetch if now else self.tiers.fetch_later
+        return begin(group_id, blocks, on_fetched)
+
+    def refresh(self, group_id: int, names: Sequence[BlockName], were_read: Sequence[bool]) -> None:
+        """See `LowerTiers.refresh`."""
+        places = self.tiers.index.host[group_id].pool.find_all(names)
+        self.touch(group_id, places[places != ABSENT].astype(np.intp))
+        self.tiers.refresh(group_id, names, were_read)
+
+    def touch(self, group_id: int, slots: Ids) -> None:
         """The chunks in these slots are used now: their extents are taken from the layout last."""
-        for extent in self.memories[rank].extents_of(slots):
+        for extent in self.memories[group_id].extents_of(slots):
             self._extents.touch(extent)
 
     def poll(self) -> None:
@@ -111,14 +128,15 @@ class LayoutTiers:
         self.tiers.forget_all()
         self.tiers.take_lost()
 
-    def num_slots(self, rank: int) -> int:
-        """Slots of a rank in extents that are its own now."""
-        return len(self._extents.extents_of(self._ranks[rank])) * self.memories[rank].slots_per_extent
+    def num_slots(self, group_id: int) -> int:
+        """Slots of a group in extents that are its own now."""
+        memory = self.memories[group_id]
+        return sum(len(memory.slots_of(extent)) for extent in self._extents.extents_of(self._held[group_id]))
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the segment that are this layout's now."""
-        return sum(len(self._extents.extents_of(rank)) for rank in self._ranks) * self._extents.extent_bytes
+        return sum(len(self._extents.extents_of(held)) for held in self._held) * self._extents.extent_bytes
 
     @property
     def is_being_indexed(self) -> bool:
@@ -127,11 +145,11 @@ class LayoutTiers:
 
     @property
     def num_leased(self) -> int:
-        """Chunks and reserved slots of all ranks that are leased now."""
+        """Chunks and reserved slots of all groups that are leased now."""
         pools = [host.pool for host in self.tiers.index.host]
         return sum(
-            pool.num_leases - (memory.num_host_slots - self.num_slots(rank))
-            for rank, (pool, memory) in enumerate(zip(pools, self.memories, strict=True))
+            pool.num_leases - (memory.num_host_slots - self.num_slots(group_id))
+            for group_id, (pool, memory) in enumerate(zip(pools, self.memories, strict=True))
         )
 
     @property
@@ -145,7 +163,7 @@ class LayoutTiers:
         self.tiers.check()
         self._extents.check()
 
-    def _get_room(self, rank: int, num_slots: int) -> None:
-        slots = self._ranks[rank]
+    def _get_room(self, group_id: int, num_slots: int) -> None:
+        slots = self._held[group_id]
         while slots.num_blank < num_slots and self._extents.acquire(slots):
             pass

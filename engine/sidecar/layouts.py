@@ -1,10 +1,9 @@
-"""Layouts: the chunks of all layouts, in one segment and one store."""
+"""Layouts: the blocks of all layouts, in one segment and one store."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
-from kvtier.engine.sidecar.chunk_memory import ChunkMemory
 from kvtier.engine.sidecar.extents import Extents
 from kvtier.engine.sidecar.layout import Layout, LayoutRefused
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
@@ -14,7 +13,7 @@ from kvtier.engine.sidecar.shares import Shares
 from kvtier.store.blob_store import Records
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers
-from kvtier.tiers.naming.groups import FullAttention
+from kvtier.tiers.naming.events import EventLog
 from kvtier.transfer.segment import Segment
 from kvtier.transfer.transfer_engine import TransferEngine
 
@@ -59,26 +58,25 @@ class Layouts:
     def __iter__(self) -> Iterator[LayoutTiers]:
         return iter(list(self._layouts.values()))
 
-    def open(self, layout: Layout) -> LayoutTiers:
-        """The tiers of the layout, the same ones each time. `LayoutRefused` if its chunks have no place here."""
+    def open(self, layout: Layout, events: EventLog | None = None) -> LayoutTiers:
+        """The tiers of the layout, the same ones each time. `LayoutRefused` if its chunks have no place here.
+
+        *events* is told which of its blocks come to host memory and disk, and which leave, if this call makes them."""
         known = self._layouts.get(layout)
         if known is not None:
             return known
-        extent_bytes = self.extents.extent_bytes
-        if layout.chunk_bytes > extent_bytes:
-            raise LayoutRefused(
-                f"a chunk of {layout.chunk_tokens} tokens has {layout.chunk_bytes} bytes, an extent {extent_bytes}; "
-                "start the sidecar with fewer tokens in a chunk, or larger extents"
-            )
         if len(self._layouts) == MOST_LAYOUTS:
             raise LayoutRefused(f"{MOST_LAYOUTS} layouts are there already; restart the sidecar to forget them")
-        memories = [ChunkMemory(self.segment, extent_bytes, layout.chunk_bytes) for _ in range(layout.world_size)]
+        memories = layout.memories(self.segment, self.extents.extent_bytes)
+        if not layout.are_leases_noted:
+            self.ledger.misses_leases()
         view = None if self._store is None else self._store.view(layout.digest)
         disk = None
         if view is not None:
             disk = DiskTier(view, layout.digest, self._clock, self._written_bytes_per_day, self._opening)
-        groups = [FullAttention(layout.chunk_tokens) for _ in memories]
-        tiers = LocalTiers(groups, memories, self._transfers, disk, self._clock, quotas=self._quotas)
+        tiers = LocalTiers(
+            layout.groups, memories, self._transfers, disk, self._clock, quotas=self._quotas, events=events
+        )
         made = LayoutTiers(layout, tiers, memories, self.extents, view, self._read_timeout_s)
         self._layouts[layout] = made
         return made

@@ -6,10 +6,11 @@ import struct
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.engine.sidecar.chunk_memory import ChunkMemory
+from kvtier.engine.sidecar.layout import SlotMemory
 from kvtier.tiers.device.slot_ids import Ids
 
 _HEADER = struct.Struct("<16sQQ")  # what it is, bytes of an extent, extents
+_NUMBER = 4  # bytes of each that follows: whether leases are missing here, then the leases in each extent
 _MAGIC = b"kvtier ledger 1\0"
 
 
@@ -22,19 +23,24 @@ class LeaseLedger:
         """*memory* has `ledger_bytes`: all zero, or what a predecessor has written there with the same numbers."""
         header = _HEADER.pack(_MAGIC, extent_bytes, num_extents)
         memory[: len(header)] = np.frombuffer(header, np.uint8)
-        self._counts = memory[_HEADER.size : ledger_bytes(num_extents)].view(np.uint32)
+        numbers = memory[_HEADER.size : ledger_bytes(num_extents)].view(np.uint32)
+        self._is_incomplete, self._counts = numbers[:1], numbers[1:]
         self.left_out = frozenset(np.flatnonzero(self._counts).tolist())  # the predecessor's; they stay what they are
         self._is_frozen = False
 
-    def lease(self, memory: ChunkMemory, slots: Ids) -> None:
+    def lease(self, memory: SlotMemory, slots: Ids) -> None:
         """A client has leased these slots."""
         if not self._is_frozen:
-            np.add.at(self._counts, slots // memory.slots_per_extent, 1)
+            np.add.at(self._counts, memory.extent_of_each(slots), 1)
 
-    def release(self, memory: ChunkMemory, slots: Ids) -> None:
+    def release(self, memory: SlotMemory, slots: Ids) -> None:
         """Its leases have ended, and it copies no more."""
         if not self._is_frozen:
-            np.subtract.at(self._counts, slots // memory.slots_per_extent, 1)
+            np.subtract.at(self._counts, memory.extent_of_each(slots), 1)
+
+    def misses_leases(self) -> None:
+        """Engines attach whose leases are not noted here: nobody may take the segment over."""
+        self._is_incomplete[0] = 1
 
     def freeze(self) -> None:
         """Note nothing more: leases end from now on because this process does, and engines may go on copying."""
@@ -48,7 +54,7 @@ class LeaseLedger:
 
 def ledger_bytes(num_extents: int) -> int:
     """What a ledger takes."""
-    return _HEADER.size + 4 * num_extents
+    return _HEADER.size + _NUMBER * (1 + num_extents)
 
 
 def new_ledger(extent_bytes: int, num_extents: int) -> LeaseLedger:
@@ -63,7 +69,10 @@ def why_not_taken_over(file: int, extent_bytes: int, num_extents: int) -> str:
         return "it has another size than host.capacity and extent say"
     if os.pread(file, _HEADER.size, num_bytes) != _HEADER.pack(_MAGIC, extent_bytes, num_extents):
         return "it is of another version, or has other extents"
-    counts = np.frombuffer(os.pread(file, 4 * num_extents, num_bytes + _HEADER.size), np.uint32)
+    numbers = os.pread(file, _NUMBER * (1 + num_extents), num_bytes + _HEADER.size)
+    is_incomplete, *counts = np.frombuffer(numbers, np.uint32).tolist()
+    if is_incomplete:
+        return "engines may still copy in it, and it is not known where"
     if 2 * np.count_nonzero(counts) > num_extents:
         return "engines may still copy in more than half of it"
     return ""

@@ -47,7 +47,7 @@ class PinnedChunks:
     def __init__(self, tiers: LayoutTiers, blocks: NamedBlocks, share: Share) -> None:
         self.tiers = tiers
         self._num_clears = tiers.num_clears
-        ranks = range(tiers.layout.world_size)
+        ranks = range(len(tiers.memories))
         within = within_share(tiers, ranks, blocks.names, share)
         num_there = min(tiers.find_run(rank, within.names) for rank in ranks)
         own = NamedBlocks(blocks.names[:num_there], blocks.parents[:num_there], blocks.tenant)
@@ -71,7 +71,7 @@ class PinnedChunks:
         return PinnedLayout(
             self.tiers.layout,
             sum(int(are.sum()) for are in are_there),
-            min(first_missing) * self.tiers.layout.chunk_tokens,
+            min(first_missing) * self.tiers.layout.groups[0].block_size,
             sum(fetch.num_coming for fetch in self._fetches),
             self._num_beyond,
         )

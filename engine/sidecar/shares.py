@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.engine.sidecar.chunk_memory import ChunkMemory
+from kvtier.engine.sidecar.layout import SlotMemory
 from kvtier.engine.sidecar.lease_ledger import LeaseLedger
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.lower.lower_tiers import ON_DISK, Places
@@ -21,7 +21,7 @@ TIMES_FREE = 7
 class Wanted:
     """Chunks of one memory that a client would have leased, in the order in which it wants them."""
 
-    memory: ChunkMemory
+    memory: SlotMemory
     places: Places  # where each is; a chunk that is in no slot needs one
     names: Sequence[BlockName] = ()  # of those chunks; only for chunks that may be on disk
 
@@ -32,9 +32,9 @@ class LeaseCounts:
     def __init__(self) -> None:
         self.num_bytes = 0
         # [num_slots] for each memory: the pages of what is never leased are never touched.
-        self._counts: dict[ChunkMemory, npt.NDArray[np.int32]] = {}
+        self._counts: dict[SlotMemory, npt.NDArray[np.int32]] = {}
 
-    def add(self, memory: ChunkMemory, slots: Ids) -> Ids:
+    def add(self, memory: SlotMemory, slots: Ids) -> Ids:
         """Each of these slots, no two of which are equal, is leased once more; those that were not leased before."""
         counts = self._of(memory)
         new: Ids = slots[counts[slots] == 0]
@@ -42,7 +42,7 @@ class LeaseCounts:
         self.num_bytes += len(new) * memory.slot_bytes
         return new
 
-    def remove(self, memory: ChunkMemory, slots: Ids) -> Ids:
+    def remove(self, memory: SlotMemory, slots: Ids) -> Ids:
         """Each of these slots is leased once less; those that are not leased any more."""
         counts = self._of(memory)
         counts[slots] -= 1
@@ -50,7 +50,7 @@ class LeaseCounts:
         self.num_bytes -= len(gone) * memory.slot_bytes
         return gone
 
-    def are_new(self, memory: ChunkMemory, places: Places) -> npt.NDArray[np.bool_]:
+    def are_new(self, memory: SlotMemory, places: Places) -> npt.NDArray[np.bool_]:
         """For each place whether it would be leased for the first time; yes for what is no slot."""
         are_new: npt.NDArray[np.bool_] = (places < 0) | (self._of(memory)[np.maximum(places, 0)] == 0)
         return are_new
@@ -61,7 +61,7 @@ class LeaseCounts:
         assert all((counts >= 0).all() for counts in self._counts.values()), "shares: a slot was released twice"
         assert found == self.num_bytes, f"shares: {self.num_bytes} bytes are leased, {found} are accounted for"
 
-    def _of(self, memory: ChunkMemory) -> npt.NDArray[np.int32]:
+    def _of(self, memory: SlotMemory) -> npt.NDArray[np.int32]:
         counts = self._counts.get(memory)
         if counts is None:
             counts = self._counts[memory] = np.zeros(memory.num_host_slots, np.int32)
@@ -79,7 +79,7 @@ class Share:
         self._part = part
         self._leased = LeaseCounts()
         self.num_coming_bytes = 0  # that are read from disk for it
-        self._coming: Counter[tuple[ChunkMemory, BlockName]] = Counter()
+        self._coming: Counter[tuple[SlotMemory, BlockName]] = Counter()
 
     @property
     def num_bytes(self) -> int:
@@ -102,28 +102,28 @@ class Share:
         )
         return num_chunks if num_chunks or self.num_bytes or self._part < 1 else min(1, len(wanted[0].places))
 
-    def lease(self, memory: ChunkMemory, slots: Ids) -> None:
+    def lease(self, memory: SlotMemory, slots: Ids) -> None:
         """The client has these slots leased, once more each."""
         new = self._leased.add(memory, slots)
         self._shares.leased.add(memory, new)
         if self._ledger is not None:
             self._ledger.lease(memory, new)
 
-    def release(self, memory: ChunkMemory, slots: Ids) -> None:
+    def release(self, memory: SlotMemory, slots: Ids) -> None:
         """The client has these slots leased once less each."""
         gone = self._leased.remove(memory, slots)
         self._shares.leased.remove(memory, gone)
         if self._ledger is not None:
             self._ledger.release(memory, gone)
 
-    def expect(self, memory: ChunkMemory, names: Iterable[BlockName]) -> None:
+    def expect(self, memory: SlotMemory, names: Iterable[BlockName]) -> None:
         """These chunks are read from disk for the client."""
         for name in names:
             self._coming[memory, name] += 1
             if self._coming[memory, name] == 1:
                 self._count_coming(memory.slot_bytes)
 
-    def do_not_expect(self, memory: ChunkMemory, names: Iterable[BlockName]) -> None:
+    def do_not_expect(self, memory: SlotMemory, names: Iterable[BlockName]) -> None:
         """They have come, or never will, or are not wanted any more."""
         for name in names:
             self._coming[memory, name] -= 1

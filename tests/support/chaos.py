@@ -2,12 +2,15 @@
 
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from attached_bed import SidecarBed, SteppedTiers, attached_memory
 from unreliable_tiers import UnreliableTiers
 
+from kvtier.engine.sidecar.own.block_layout import BlockShape
 from kvtier.store.blob_store import BlobStore
 from kvtier.tiers.cache import CacheOptions, TieredCache
 from kvtier.tiers.device.group_slots import GroupSlots
@@ -17,9 +20,10 @@ from kvtier.tiers.lower.local_tiers import LocalTiers, lower_tiers
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
+from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.up.promotion import NO_SLOT, Tables
-from kvtier.transfer.block_memory import CpuMemory
+from kvtier.transfer.block_memory import BlockMemory, CpuMemory
 from kvtier.transfer.lane import Finished, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
@@ -94,25 +98,32 @@ class World:
         written_bytes_per_day: int | None = None,
         opening: Callable[[], int] = lambda: 1,
         is_unreliable: bool = False,
+        is_apart: bool = False,
         clock: FakeClock | None = None,
         **options: Any,
     ) -> None:
-        """*opening*: the store's, see `DiskTier`. *is_unreliable*: the tiers below are `UnreliableTiers`. *options* are
-        `CacheOptions`, the cache's *planner*, and *quotas* and *events* of the tiers below."""
+        """*opening*: the store's, see `DiskTier`. *is_unreliable*: the tiers below are `UnreliableTiers`; *is_apart*:
+        they are in a sidecar, which is late and may die. *options* are `CacheOptions`, the cache's *planner*, and
+        *quotas* and *events* of the tiers below."""
         self.rng = rng
         self.clock = FakeClock() if clock is None else clock
         self.store = store
         self.device = [np.zeros((num_device_slots, size), dtype=np.uint8) for size in block_bytes]
-        self.memories = [CpuMemory(blocks, num_host_slots, num_layers=4) for blocks in self.device]
+        self.memories: list[BlockMemory] = []
+        self.failing = failing
         self.open_lanes(failing)
-        disk = None if store is None else DiskTier(store, NAMESPACE, self.clock, written_bytes_per_day, opening)
         self.transfers = TransferEngine(self.lanes, self.finished)
         below = {name: options.pop(name) for name in ("quotas", "events") if name in options}
-        self.local = lower_tiers(groups, self.memories, self.transfers, disk, self.clock, **below)
-        self.lower: LowerTiers = self.local
+        self.sidecar: SidecarBed | None = None
+        if is_apart:
+            self.lower: LowerTiers = self._apart(groups, num_host_slots, **below)
+        else:
+            self.memories += [CpuMemory(blocks, num_host_slots, num_layers=4) for blocks in self.device]
+            disk = None if store is None else DiskTier(store, NAMESPACE, self.clock, written_bytes_per_day, opening)
+            self.lower = self.here = lower_tiers(groups, self.memories, self.transfers, disk, self.clock, **below)
         if is_unreliable:
-            assert isinstance(self.local, LocalTiers), "nothing below that could be unreliable"
-            self.lower = UnreliableTiers(self.local, rng)
+            assert isinstance(self.here, LocalTiers), "nothing below that could be unreliable"
+            self.lower = UnreliableTiers(self.here, rng)
         events, planner = below.get("events"), options.pop("planner", None)
         chosen = CacheOptions(**{"least_clean_ahead": max(1, num_device_slots // 4), **options})
         self.cache = TieredCache(
@@ -124,8 +135,15 @@ class World:
             self.wait_for_index()
 
     @property
+    def local(self) -> LowerTiers:
+        """The tiers that have the blocks below, in this process."""
+        return self.here if self.sidecar is None else self.sidecar.tiers.tiers
+
+    @property
     def host(self) -> list[GroupSlots] | None:
-        """The host's slots by group, if there are any."""
+        """The host's slots by group, if there are any, and the engine sees them."""
+        if self.sidecar is not None and not (self.sidecar.is_alive and self.memories[0].num_host_slots):
+            return None
         return self.local.index.host if isinstance(self.local, LocalTiers) else None
 
     @property
@@ -133,6 +151,21 @@ class World:
         """What is below."""
         assert isinstance(self.local, LocalTiers), "nothing is below"
         return self.local.index
+
+    def num_leased_below(self) -> int:
+        """Leases on host slots of any kind."""
+        if self.sidecar is not None:
+            return self.sidecar.tiers.num_leased
+        return sum(slots.pool.num_leases for slots in self.host or ())
+
+    def die_below(self) -> None:
+        """The process of the tiers below ends, and another one may begin."""
+        if self.sidecar is not None:
+            self.sidecar.die()
+            self.new_sidecar_lanes()
+            self.sidecar.start()
+        elif isinstance(self.lower, UnreliableTiers):
+            self.lower.die()
 
     def evict_blocks(self, names: Sequence[BlockName]) -> None:
         """Forget these blocks on the device and in host memory, whoever leases them; leases and bytes stay."""
@@ -151,6 +184,15 @@ class World:
         """Make the lanes and the queue of what they have finished."""
         self.finished: Finished = Finished()
         self.lanes: dict[Route, Any] = {route: ChaosLane(self.finished, self.rng, failing) for route in Route}
+
+    def new_sidecar_lanes(self) -> TransferEngine:
+        """Lanes of a sidecar, between host memory and disk; the ones before have ended."""
+        finished = Finished()
+        lanes = {
+            route: ChaosLane(finished, self.rng, self.failing) for route in (Route.HOST_TO_DISK, Route.DISK_TO_HOST)
+        }
+        self.lanes.update(lanes)
+        return TransferEngine(lanes, finished)
 
     def chain(self, salt: str, num_tokens: int) -> BlockChain:
         """A document's first tokens, named; the tokens are the same, the salt makes documents differ."""
@@ -190,11 +232,13 @@ class World:
 
     def settle(self) -> None:
         """Finish every copy, until nothing is under way."""
+        if isinstance(self.lower, SteppedTiers):
+            self.lower.stir()
         for _ in range(1000):
             for lane in self.lanes.values():
                 lane.stir(1.0)
             self.cache.poll()
-            is_quiet = not isinstance(self.lower, UnreliableTiers) or self.lower.is_quiet
+            is_quiet = not isinstance(self.lower, UnreliableTiers | SteppedTiers) or self.lower.is_quiet
             if is_quiet and not any(lane.num_pending for lane in self.lanes.values()):
                 return
         raise AssertionError("copies never end")
@@ -235,3 +279,30 @@ class World:
                 elif (group_id, slot) not in self.rotten:
                     block = np.frombuffer(self.memories[group_id].host_block(slot), dtype=np.uint8)
                     assert (block == self.bytes_of(group_id, name)).all(), f"wrong bytes in host slot {slot}"
+
+    def _apart(
+        self,
+        groups: Sequence[AttentionGroup],
+        num_host_slots: int,
+        quotas: Mapping[bytes, int] = MappingProxyType({}),
+        events: EventLog | None = None,
+    ) -> SteppedTiers:
+        """Tiers in a sidecar whose host memory has about so many slots of each group, in small extents."""
+        shapes = [
+            BlockShape(group.block_size, group.forgets, blocks.shape[1])
+            for group, blocks in zip(groups, self.device, strict=True)
+        ]
+        extent_bytes = 4 * max(shape.block_bytes for shape in shapes)
+        num_bytes = max(len(groups) * extent_bytes, num_host_slots * sum(shape.block_bytes for shape in shapes))
+        memories = [attached_memory(blocks, num_layers=4) for blocks in self.device]
+        self.memories += memories
+        self.sidecar = SidecarBed(
+            shapes,
+            num_bytes // extent_bytes * extent_bytes,
+            extent_bytes,
+            self.store,
+            self.clock,
+            self.new_sidecar_lanes,
+            quotas,
+        )
+        return SteppedTiers(self.sidecar, groups, memories, self.transfers, self.clock, events, self.rng)

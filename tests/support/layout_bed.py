@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from chaos import FakeClock
 
-from kvtier.engine.sidecar.layout import Layout
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.layouts import Layouts
+from kvtier.engine.sidecar.lmcache.chunk_layout import ChunkLayout
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
 from kvtier.tiers.device.runs import Row
@@ -27,12 +27,12 @@ EXTENT_BYTES = 64 << 10
 CHUNK_TOKENS = 8
 
 
-def layout(model: str = "m", width: int = 256, world_size: int = 1, chunk_tokens: int = CHUNK_TOKENS) -> Layout:
+def layout(model: str = "m", width: int = 256, world_size: int = 1, chunk_tokens: int = CHUNK_TOKENS) -> ChunkLayout:
     """A layout with chunks of 2 * *width* * *chunk_tokens* bytes."""
-    return Layout(model, "", "bfloat16", 1, 1, width, 4, chunk_tokens, chunk_tokens, world_size)
+    return ChunkLayout(model, "", "bfloat16", 1, 1, width, 4, chunk_tokens, chunk_tokens, world_size)
 
 
-def content(layout: Layout, rank: int, name: BlockName) -> bytes:
+def content(layout: ChunkLayout, rank: int, name: BlockName) -> bytes:
     """The bytes that the chunk must have."""
     return random.Random(layout.digest + bytes([rank]) + name).randbytes(layout.chunk_bytes)
 

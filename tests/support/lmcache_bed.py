@@ -14,8 +14,9 @@ from chaos import FakeClock
 
 from kvtier.engine.sidecar.layouts import Layouts
 from kvtier.engine.sidecar.lmcache.door import LmcacheDoor
-from kvtier.engine.sidecar.lmcache.port import Port, listen
-from kvtier.engine.sidecar.lmcache.refusals import Refusals
+from kvtier.engine.sidecar.lmcache.zmtp import Zmtp
+from kvtier.engine.sidecar.port import Port, listen
+from kvtier.engine.sidecar.refusals import Refusals
 from kvtier.store.memory_store import MemoryStore
 from kvtier.transfer.lane import Finished, Transfer
 from kvtier.transfer.segment import Segment
@@ -211,7 +212,7 @@ class Bed:
             self.segment, self.transfers, store, clock=self.clock, extent_bytes=EXTENT_BYTES, **settings
         )
         self.refusals = Refusals(self.clock)
-        self.port = stack.enter_context(Port([listen(self.url)], self.clock, self.refusals.refused))
+        self.port = stack.enter_context(Port([listen(self.url)], self.clock, self.refusals.refused, Zmtp))
         self.door = LmcacheDoor(self.port, self.layouts, self.transfers, CHUNK, self.refusals, self.clock)
 
     def turn(self) -> None:

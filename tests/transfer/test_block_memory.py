@@ -1,5 +1,6 @@
 """BlockMemory: one contract for CPU and GPU; a block has the same bytes on both sides. DeviceSlab: its layout."""
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +13,10 @@ import pytest
 import torch
 from cuda_devices import CUDA_KINDS, GPU_0, CudaDevice
 
+from kvtier.transfer.attached_memory import AttachedMemory, MakeMemory
 from kvtier.transfer.block_memory import BlockMemory, CpuMemory
 from kvtier.transfer.cuda.copy_choice import COPIES
-from kvtier.transfer.cuda.memory import CudaMemory
+from kvtier.transfer.cuda.memory import CudaMemory, choose_ways
 from kvtier.transfer.device_slab import DeviceSlab
 from kvtier.transfer.host_slab import HostSlab
 from kvtier.transfer.poisoned_memory import POISON, PoisonedMemory
@@ -59,6 +61,34 @@ def on_cpu_poisoned() -> Device:
     return Device(PoisonedMemory(device.memory, device.blocks), device.blocks)
 
 
+def backed_file(num_bytes: int) -> int:
+    """The descriptor of a memory file, as a sidecar's segment is one."""
+    file = os.memfd_create("segment")
+    os.posix_fallocate(file, 0, num_bytes)
+    return file
+
+
+def attached(make: MakeMemory) -> AttachedMemory:
+    """A memory whose host slots are the beginning of such a file."""
+    file = backed_file(NUM_HOST_SLOTS * BLOCK_BYTES)
+    memory = AttachedMemory(make)
+    memory.attach(memory.prepare(file, NUM_HOST_SLOTS * BLOCK_BYTES))
+    os.close(file)
+    assert memory.wait_prepared(DEADLINE_S)
+    return memory
+
+
+def on_cpu_attached() -> Device:
+    blocks = torch.zeros(NUM_DEVICE_SLOTS, BLOCK_BYTES, dtype=torch.uint8)
+    return Device(attached(lambda num_slots, file: CpuMemory(blocks.numpy(), num_slots, file=file)), blocks)
+
+
+def on_cuda_attached(monkeypatch: pytest.MonkeyPatch) -> Device:
+    blocks = torch.zeros(NUM_DEVICE_SLOTS, BLOCK_BYTES, dtype=torch.uint8, device=GPU_0)
+    choice = choose_ways(BLOCK_BYTES, GPU_0)
+    return Device(attached(lambda num_slots, file: CudaMemory(blocks, num_slots, way=choice, file=file)), blocks)
+
+
 def on_cuda(way: str | None) -> Device:
     blocks = torch.zeros(NUM_DEVICE_SLOTS, BLOCK_BYTES, dtype=torch.uint8, device=GPU_0)
     memory = CudaMemory(blocks, NUM_HOST_SLOTS, way=way)
@@ -83,6 +113,7 @@ WAYS: dict[str | None, Callable[[pytest.MonkeyPatch], Device]] = {
     **{way: lambda patch, way=way: on_cuda(way) for way in COPIES},
     "kernel": on_cuda_by_kernel,
     "unpinned": on_cuda_unpinned,
+    "attached": on_cuda_attached,
 }
 ON_CUDA = [
     pytest.param((kind, WAYS[way]), id=f"{kind.name}-{way}" if way else kind.name, marks=kind.marks(way))
@@ -92,6 +123,7 @@ ON_CUDA = [
 EVERYWHERE = [
     pytest.param((None, lambda patch: on_cpu()), id="cpu"),
     pytest.param((None, lambda patch: on_cpu_poisoned()), id="cpu-poisoned"),
+    pytest.param((None, lambda patch: on_cpu_attached()), id="cpu-attached"),
     *ON_CUDA,
 ]
 

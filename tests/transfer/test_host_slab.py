@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -374,6 +374,89 @@ def test_the_next_piece_waits_while_blocks_are_copied(monkeypatch: pytest.Monkey
 
     assert asked == [True]
     assert len(num_calls) == 1
+
+
+# --- slots in another process's file
+
+
+@pytest.fixture
+def segment() -> Iterator[int]:
+    """The descriptor of a file of ten pages, of which none is backed."""
+    file = os.memfd_create("segment")
+    os.ftruncate(file, 10 * PAGE)
+    yield file
+    os.close(file)
+
+
+def test_slots_of_a_file_are_its_bytes_from_the_beginning(segment: int) -> None:
+    slab = HostSlab(3, 1000, file=segment)
+    slab.blocks[2] = 7
+    os.pwrite(segment, b"\x05" * 1000, 1000)
+
+    content = os.pread(segment, 10 * PAGE, 0)
+
+    assert content[2000:3000] == b"\x07" * 1000
+    assert not any(content[:1000])
+    assert not any(content[3000:])
+    assert set(slab.blocks[1].tolist()) == {5}
+    slab.close()
+
+
+def test_a_slab_has_a_descriptor_of_its_own_to_a_file(segment: int) -> None:
+    os.posix_fallocate(segment, 0, 10 * PAGE)
+    slab = HostSlab(10, PAGE, file=segment)
+    assert slab.wait_prepared(DEADLINE_S)
+
+    file, _, num_bytes = slab.span
+    slab.close()
+
+    assert file != segment
+    assert num_bytes == 10 * PAGE
+    assert os.fstat(segment).st_size == 10 * PAGE  # the caller's is open
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
+
+
+def test_a_file_is_prepared_as_far_as_its_process_has_backed_it(
+    segment: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_slab, "PIECE_BYTES", 2 * PAGE)
+    os.posix_fallocate(segment, 0, 5 * PAGE)
+    slab = HostSlab(9, PAGE, pin=pinning(lambda address, num_bytes: None), file=segment)
+
+    wait_for(lambda: slab.prepared_bytes == 4 * PAGE)
+    slab.blocks[8] = 7  # which touches a page behind the hole, as slots that are not prepared may be used
+    os.posix_fallocate(segment, 0, 10 * PAGE)
+
+    assert slab.wait_prepared(DEADLINE_S)
+    assert slab.num_pinned_slots == 9
+    assert set(slab.blocks[8].tolist()) == {7}
+    slab.close()
+    assert not caplog.records
+
+
+def test_a_slab_backs_no_page_of_another_process(segment: int) -> None:
+    slab = HostSlab(10, PAGE, file=segment)
+    [thread] = slab_threads()
+    wait_for(lambda: slab.prepared or is_in(thread.ident or 0, threading.Event.wait))
+
+    slab.close()
+
+    assert os.fstat(segment).st_blocks == 0
+    assert not slab.prepared
+
+
+def test_a_slab_whose_file_is_not_backed_can_be_closed(segment: int) -> None:
+    slab = HostSlab(10, PAGE, file=segment)
+
+    slab.close()
+
+    assert not slab_threads()
+
+
+def test_a_file_that_is_too_short_is_refused(segment: int) -> None:
+    with pytest.raises(OSError, match="the file has 40960"):
+        HostSlab(11, PAGE, file=segment)
 
 
 # --- where pages lie

@@ -40,7 +40,7 @@ class Clearing:
         if self._disk.taken_in != self._disk.opening():
             self._was_opened_anew = True
             self._disk.take_in_opening()
-            self._disk.index.clear()
+            self._disk.index.empty()
         if not self._disk.is_open:
             return
         self._is_under_way = self._transfers.submit(Route.DISK_TO_HOST, self._disk.read_index, 0, self._on_page)

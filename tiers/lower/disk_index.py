@@ -11,6 +11,7 @@ from kvtier.tiers.naming.block_hash import BlockName
 
 FEW = 48  # names; up to here one by one is faster than all at once (measured)
 BUCKETS_AT_ONCE = 64  # names of so many are forgotten in a call: some 220
+TOLD_AT_ONCE = 256  # buckets whose names are a page: some 900
 
 
 class DiskIndex:
@@ -98,6 +99,27 @@ class DiskIndex:
         self._names.clear()
         self._let_go(self._gone)
         self.is_loaded = False
+
+    def pages(self, group_id: int) -> Iterator[list[BlockName]]:
+        """All names of the group that stay in the index until the last page, a few hundred at a time. Names may come
+        and go meanwhile; if the index is emptied, there is no further page."""
+        names = self._names.get(group_id)
+        pages = iter(()) if names is None else names.pages(TOLD_AT_ONCE)
+        while names is not None and self._names.get(group_id) is names:
+            page = next(pages, None)
+            if page is None:
+                return
+            yield page
+
+    def empty(self) -> None:
+        """As `clear`; `forget_some` hands over what was in it."""
+        self.begin_again()
+        self.is_loaded = True
+
+    @property
+    def is_forgetting(self) -> bool:
+        """Whether `forget_some` has something left to do."""
+        return bool(self._past)
 
     def clear(self) -> None:
         """Empty the index: nothing is on disk, and no page is to be loaded."""

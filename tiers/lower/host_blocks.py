@@ -29,6 +29,10 @@ class HostBlocks:
         """The digest of the bytes in the slot, taken when they arrived."""
         return bytes(self._digests[slot])
 
+    def digests(self, slots: Ids) -> bytes:
+        """The digests of these slots' blocks, joined."""
+        return self._digests[slots].tobytes()
+
     def tenant(self, slot: int) -> bytes:
         """The tenant of the block in the slot."""
         return tenant_with(int(self._tenants[slot]))

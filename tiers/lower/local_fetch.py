@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.slot_ids import ABSENT
+from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.disk_reads import DiskRead, DiskReads
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.lower.lower_tiers import OnFetched, Places
 from kvtier.tiers.naming.named_blocks import NamedBlocks
+from kvtier.tiers.naming.tenant import OwnerNumbers, number_of
 from kvtier.tiers.naming.tier import Reason
 
 
@@ -92,6 +93,18 @@ class LocalFetch:
         if was_read is not None:
             return was_read.origin.tenant
         return self._index.host_blocks[self.group_id].tenant(self.slots.item(place))
+
+    def digests(self, places: Ids) -> bytes:
+        """The digests of these leased blocks, joined."""
+        if self._were_read:
+            return b"".join(map(self.digest, places.tolist()))
+        return self._index.host_blocks[self.group_id].digests(self.slots[places].astype(np.intp))
+
+    def owners(self, places: Ids) -> OwnerNumbers:
+        """The tenants of these leased blocks."""
+        if self._were_read:
+            return np.array([number_of(self.tenant(place)) for place in places.tolist()], np.uint64)
+        return self._index.host_blocks[self.group_id].tenants(self.slots[places].astype(np.intp))
 
     def release(self, places: Sequence[int] | npt.NDArray[np.int64]) -> None:
         ids = np.asarray(places, np.int64)

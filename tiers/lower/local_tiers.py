@@ -25,7 +25,7 @@ from kvtier.tiers.lower.no_tiers import NoTiers
 from kvtier.tiers.lower.statistics import slot_statistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import EventLog
-from kvtier.tiers.naming.groups import AttentionGroup
+from kvtier.tiers.naming.groups import BlockGroup
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import OwnerNumbers, tenant_with
 from kvtier.tiers.naming.tier import Tier
@@ -37,7 +37,7 @@ LEAST_CLEAN_AHEAD = 32  # host blocks at the eviction end that are on disk alrea
 
 
 def lower_tiers(
-    groups: Sequence[AttentionGroup],
+    groups: Sequence[BlockGroup],
     memories: Sequence[HostMemory],
     transfers: TransferEngine,
     disk: DiskTier | None = None,
@@ -63,7 +63,7 @@ class LocalTiers:
 
     def __init__(
         self,
-        groups: Sequence[AttentionGroup],
+        groups: Sequence[BlockGroup],
         memories: Sequence[HostMemory],
         transfers: TransferEngine,
         disk: DiskTier | None = None,
@@ -103,6 +103,11 @@ class LocalTiers:
     @property
     def is_indexed(self) -> bool:
         return self.index.disk.index.is_loaded
+
+    @property
+    def is_forgetting(self) -> bool:
+        """Whether blocks that have left the disk have still to be told of, by `poll`."""
+        return self.index.disk.index.is_forgetting
 
     @property
     def is_readable(self) -> bool:
@@ -202,12 +207,13 @@ class LocalTiers:
 
     def forget_all(self) -> None:
         """Forget every block, also those that are leased or on their way to disk; the disk's records are deleted later.
-        Waits for nothing, unlike `clear`, and ends no fetch: what is being read still comes to host memory."""
+        Waits for nothing, unlike `clear`, and ends no fetch: what is being read still comes to host memory. That the
+        blocks have left the disk is told in some polls to come: see `is_forgetting`."""
         for host in self.index.host:
             host.evict(np.arange(host.pool.num_slots))
         for batch in self._disk_spill.copies.batches:
             batch.pushed_out.update(batch.names)
-        self.index.disk.index.clear()
+        self.index.disk.index.empty()
         self._clearing.begin()
 
     def spill(self) -> None:
@@ -226,6 +232,8 @@ class LocalTiers:
         self._clearing.go_on()
         if self._clearing.is_done:
             self._index_load.go_on()
+        else:
+            self.index.forget_some_of_disk()
         self._disk_probe.go_on()
         self.index.quotas.go_on()
         self._disk_reads.pump()

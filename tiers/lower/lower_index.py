@@ -17,7 +17,7 @@ from kvtier.tiers.lower.host_quotas import HostQuotas
 from kvtier.tiers.lower.lower_tiers import ON_DISK, Lost, Places
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import BlockRemoved, BlockStored, Event, EventLog
-from kvtier.tiers.naming.groups import AttentionGroup
+from kvtier.tiers.naming.groups import BlockGroup
 from kvtier.tiers.naming.tenant import Origin, OwnerNumbers, number_of
 from kvtier.tiers.naming.tier import Tier
 
@@ -31,7 +31,7 @@ class LowerIndex:
 
     def __init__(
         self,
-        groups: Sequence[AttentionGroup],
+        groups: Sequence[BlockGroup],
         num_slots: Sequence[int],
         block_bytes: Sequence[int],
         disk: DiskTier,

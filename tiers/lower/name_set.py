@@ -160,12 +160,17 @@ class NameSet:
         return found + (list(self._over)[:WIDTH] if start == 0 else [])
 
     def pages(self, num_buckets: int) -> Iterator[list[BlockName]]:
-        """All names, those of so many buckets at a time. No name may be added or removed meanwhile."""
-        yield list(self._over)
-        for start in range(0, self.num_buckets, num_buckets):
+        """All names that stay in the set until the last page, those of so many buckets at a time. Each page has names
+        of the set only; one that is added meanwhile may be in none, one may be in two."""
+        over = list(self._over)
+        for start in range(0, max(1, len(over)), num_buckets):
+            yield [name for name in over[start : start + num_buckets] if name in self._over]
+        start = 0
+        while start < self.num_buckets:  # upwards, as a split moves names to buckets with a higher number only
             end = min(start + num_buckets, self.num_buckets)
             is_taken = self._tags.all[start:end] != 0
             yield names_of(self._rows.all.take(self._places.all[start:end][is_taken], axis=0))
+            start = end
 
     def give_back(self) -> bool:
         """Give a part of the memory back; whether there is more. The set is of no use after the first call."""

@@ -11,8 +11,8 @@ FirstHole = Callable[[int, int], int]
 """`first_hole(start, end)`: the first of the blocks *start* to *end* - 1 that is not present, or *end*."""
 
 
-class AttentionGroup(Protocol):
-    """The layers that share one kind of attention, and so one table of blocks."""
+class BlockGroup(Protocol):
+    """Blocks of equal size, with a table of their own: all that the tiers below the device know of a group."""
 
     @property
     def block_size(self) -> int:
@@ -21,6 +21,10 @@ class AttentionGroup(Protocol):
     @property
     def forgets(self) -> bool:
         """Whether later tokens stop reading earlier blocks. If not, every shorter prefix of a hit is a hit."""
+
+
+class AttentionGroup(BlockGroup, Protocol):
+    """The layers that share one kind of attention, and so one table of blocks."""
 
     @property
     def resumes_inside(self) -> bool:

@@ -12,7 +12,7 @@ from kvtier.transfer.block_runs import Slots, slot_pairs
 from kvtier.transfer.cuda.copies import BatchCopies, Ends, LoopCopies
 from kvtier.transfer.cuda.copy_choice import COPIES, CopyChoice, Way, choose_copies, num_trial_blocks
 from kvtier.transfer.cuda.pinning import cuda_pin, node_of_gpu
-from kvtier.transfer.host_slab import HostSlab, Pin
+from kvtier.transfer.host_slab import HostSlab
 
 log = logging.getLogger(__name__)
 
@@ -24,27 +24,31 @@ class CudaMemory:
 
     The copies run on the calling thread's current stream (a `CudaLane`'s) and wait for it before they return; `copy`,
     called by the thread that computes, does not wait. `choice` says which ways to copy were chosen and how fast they
-    were; None if there are no host slots, or *way* named one of `COPIES` to take without measuring.
+    were; None if there are no host slots, or *way* named one of `COPIES` to take without measuring. *way* may also be
+    what `choose_ways` measured before. The host slots are the beginning of *file* if its descriptor is given, see
+    `HostSlab`.
     """
 
     num_copiers = 4  # a digest runs at about half of the bus's speed; bench/transfer/gpu_copies.py measures 1 to 8
 
     def __init__(
-        self, device_blocks: torch.Tensor, num_host_slots: int, num_layers: int = 1, way: str | None = None
+        self,
+        device_blocks: torch.Tensor,
+        num_host_slots: int,
+        num_layers: int = 1,
+        way: str | CopyChoice | None = None,
+        file: int | None = None,
     ) -> None:
         self.num_device_slots, self.block_bytes = device_blocks.shape
         self.num_layers = num_layers
         self.num_host_slots = num_host_slots
         self._device = device_blocks
         gpu = device_blocks.device
-        pin, node = cuda_pin(gpu), node_of_gpu(gpu)
-        self.choice: CopyChoice | None = None
-        down, up = (way or "loop",) * 2
         if num_host_slots and way is None:  # before the live slots are pinned, which would slow the trial down
-            self.choice = _choose(self.block_bytes, gpu, pin, node)
-            down, up = self.choice.down, self.choice.up
-            log.info("copies of blocks of %d bytes: %s", self.block_bytes, self.choice)
-        self._slab = HostSlab(num_host_slots, self.block_bytes, pin, node)
+            way = choose_ways(self.block_bytes, gpu)
+        self.choice = way if isinstance(way, CopyChoice) else None
+        down, up = (way.down, way.up) if isinstance(way, CopyChoice) else (way or "loop",) * 2
+        self._slab = HostSlab(num_host_slots, self.block_bytes, cuda_pin(gpu), node_of_gpu(gpu), file)
         ends = Ends(device_blocks, torch.from_numpy(self._slab.blocks), self._slab.slots_per_piece)
         try:
             self._down, self._up, self._unpinned = COPIES[down](ends), COPIES[up](ends), LoopCopies(ends)
@@ -108,14 +112,16 @@ def ways_to(is_pinned: bool) -> Mapping[str, Way]:
     return COPIES if is_pinned else {name: way for name, way in COPIES.items() if name != "kernel"}
 
 
-def _choose(block_bytes: int, gpu: torch.device, pin: Pin, node: int | None) -> CopyChoice:
-    """Measure the ways for blocks of that size, on memory of the same kind as the live slots."""
+def choose_ways(block_bytes: int, gpu: torch.device) -> CopyChoice:
+    """Measure the ways to copy blocks of that size, on memory of the same kind as the live slots."""
     num_blocks = num_trial_blocks(block_bytes)
-    slab = HostSlab(num_blocks, block_bytes, pin, node)
+    slab = HostSlab(num_blocks, block_bytes, cuda_pin(gpu), node_of_gpu(gpu))
     try:
         slab.wait_prepared(TRIAL_WAIT_S)
         device_blocks = torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=gpu)
         ends = Ends(device_blocks, torch.from_numpy(slab.blocks), slab.slots_per_piece)
-        return choose_copies(ways_to(slab.num_pinned_slots == num_blocks), ends)
+        choice = choose_copies(ways_to(slab.num_pinned_slots == num_blocks), ends)
     finally:
         slab.close()
+    log.info("copies of blocks of %d bytes: %s", block_bytes, choice)
+    return choice

@@ -87,7 +87,7 @@ def leases_view(snapshot: Snapshot) -> list[Object]:
             "client": client.name,
             "use": lease.use.value,
             "layout": None if client.layout is None else client.layout.digest.hex(),
-            "rank": lease.rank,
+            "group": lease.group,
             "num_chunks": lease.num_chunks,
             "held_s": _age(snapshot, lease.since),
         }
@@ -99,9 +99,9 @@ def layout_view(layout: Layout) -> Object:
     """What an engine has registered."""
     return {
         "digest": layout.digest.hex(),
-        **asdict(layout),
+        "model": layout.model,
+        **layout.details(),
         "weights": layout.weights or "not known",
-        "chunk_bytes": layout.chunk_bytes,
     }
 
 

@@ -3,14 +3,17 @@
 from collections.abc import Iterable, Iterator
 
 from kvtier.engine.sidecar.door import AttachedClient, Lease, LeaseUse
-from kvtier.engine.sidecar.lmcache.port import Client
 from kvtier.engine.sidecar.lmcache.promises import Promise
 from kvtier.engine.sidecar.lmcache.registrations import Instance
 from kvtier.engine.sidecar.lmcache.stores import Store
+from kvtier.engine.sidecar.port import Client
 
 
 def attached(
-    clients: Iterable[Client], instances: Iterable[Instance], promises: Iterable[Promise], stores: Iterable[Store]
+    clients: Iterable[Client[list[bytes]]],
+    instances: Iterable[Instance],
+    promises: Iterable[Promise],
+    stores: Iterable[Store],
 ) -> Iterator[AttachedClient]:
     """Each worker by the number that it has registered with, and each connection of another, such as a scheduler's, by
     its descriptor here. Promises are the connection's that asked for them, copies the worker's."""
@@ -23,7 +26,7 @@ def attached(
         for instance in own:
             leases = [*sum(promised, ()), *_read(instance, all_promises), *_written(instance, all_stores)]
             name = f"worker {instance.instance_id:x}"
-            yield AttachedClient(name, client.since, instance.tiers.layout, tuple(leases))
+            yield AttachedClient(name, client.since, instance.layout, tuple(leases))
 
 
 def _promised(promise: Promise) -> tuple[Lease, ...]:

@@ -11,7 +11,7 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 BATCH_BYTES = 8 << 20  # a millisecond's work: the lane's threads share what one request has, and another's comes soon
 BATCH_CHUNKS = 32
-MOST_UNDER_WAY = 16  # batches that the lane has: the rest waits here, where clients have turns
+MOST_UNDER_WAY = 8  # batches that the lane has: the rest waits here, where clients have turns
 
 Deliver = Callable[[range, Sequence[bytes] | None], None]
 """Told of each part of what was asked for: which places, and their digests, None if they could not be taken."""

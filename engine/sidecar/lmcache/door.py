@@ -6,13 +6,10 @@ from dataclasses import dataclass, replace
 
 from kvtier.engine.sidecar.door import AttachedClient, DoorCounts
 from kvtier.engine.sidecar.layout import Layout, LayoutRefused
-from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.layouts import Layouts
 from kvtier.engine.sidecar.lmcache.attached import attached
 from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
-from kvtier.engine.sidecar.lmcache.port import Client, Message, Port
 from kvtier.engine.sidecar.lmcache.promises import MOST_PROMISES, RETRIEVE_S, Counts, Promise, Promises
-from kvtier.engine.sidecar.lmcache.refusals import Refusals
 from kvtier.engine.sidecar.lmcache.registrations import Instance, Registrations
 from kvtier.engine.sidecar.lmcache.stores import StoreCounts, Stores
 from kvtier.engine.sidecar.lmcache.token_keys import TokenKeys
@@ -32,6 +29,9 @@ from kvtier.engine.sidecar.lmcache.wire import (
     encode,
     is_number,
 )
+from kvtier.engine.sidecar.lmcache.zmtp import message_bytes
+from kvtier.engine.sidecar.port import Client, Message, Port
+from kvtier.engine.sidecar.refusals import Refusals
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.transfer.transfer_engine import Route, TransferEngine
@@ -44,7 +44,7 @@ MOST_HELD = 4096
 class Call:
     """One request, and where its answer goes."""
 
-    client: Client
+    client: Client[list[bytes]]
     uid: bytes
     operation: bytes
 
@@ -93,7 +93,7 @@ class LmcacheDoor:
 
     def __init__(
         self,
-        port: Port,
+        port: Port[list[bytes]],
         layouts: Layouts,
         transfers: TransferEngine,
         chunk_tokens: int,
@@ -168,6 +168,7 @@ class LmcacheDoor:
     def on_clear(self, layouts: Sequence[Layout]) -> None:
         """What engines store of these layouts is never found. What was promised is kept: engines count on it."""
         self._stores.void(layouts)
+        self._token_keys.forget_over()
 
     def clients(self) -> list[AttachedClient]:
         """All that are attached, by value."""
@@ -210,10 +211,11 @@ class LmcacheDoor:
         """Raise AssertionError if any two books disagree."""
         self._token_keys.check()
         self._stores.check()
+        self._promises.check()
         self._layouts.shares.check()
 
-    def _serve(self, message: Message) -> None:
-        frames = message.frames
+    def _serve(self, message: Message[list[bytes]]) -> None:
+        frames = message.content
         if len(frames) < 2 or not is_number(frames[0]):
             self._refusals.refused("garbage", "a message that is no request")
             return
@@ -233,7 +235,7 @@ class LmcacheDoor:
             self._answer(call, answer)
 
     def _answer(self, call: Call, answer: object) -> None:
-        self._port.send(call.client, [call.uid, call.operation, encode(answer)])
+        self._port.send(call.client, message_bytes([call.uid, call.operation, encode(answer)]))
 
     def _answer_held(self) -> None:
         """Answer what has waited long enough, or for long enough; a client that reads no answers gets none."""
@@ -263,6 +265,7 @@ class LmcacheDoor:
         return self._chunk_tokens
 
     def _register(self, call: Call, registration: Registration) -> object:
+        self._registrations.find(call.client, registration.instance_id)
         self._end_instance(self._registrations.remove(registration.instance_id))
         try:
             self._registrations.add(call.client, registration)
@@ -272,11 +275,12 @@ class LmcacheDoor:
         return Pool(f"/{segment.name.lstrip('/')}", segment.num_bytes)
 
     def _unregister(self, call: Call, instance_id: int) -> object:
+        self._registrations.find(call.client, instance_id)
         self._end_instance(self._registrations.remove(instance_id))
         return None
 
     def _ping(self, call: Call, instance_id: int | None) -> object:
-        return self._registrations.answer_ping(instance_id)
+        return self._registrations.answer_ping(call.client, instance_id)
 
     def _lookup(self, call: Call, key: Key, tp_size: int) -> object:
         """Begin to find out how much is here; `query_prefetch_status` tells."""
@@ -312,12 +316,14 @@ class LmcacheDoor:
 
     def _free_lookup_locks(self, call: Call, key: Key, tp_size: int) -> object:
         """The engine has these chunks already, or does not want them."""
-        self._promises.free(key.request_id, range(key.start // self._chunk_tokens, key.end // self._chunk_tokens))
+        self._promises.free(
+            call.client, key.request_id, range(key.start // self._chunk_tokens, key.end // self._chunk_tokens)
+        )
         return None
 
     def _prepare_retrieve(self, call: Call, key: Key, instance_id: int) -> object:
         """Where the chunks are, every one of them; without a promise that has them a new one is made."""
-        instance = self._registrations.find(instance_id)
+        instance = self._registrations.find(call.client, instance_id)
         if instance is None:
             return Loaded()
         rank, chunks = instance.rank_of(key), self._chunks(key)
@@ -332,32 +338,32 @@ class LmcacheDoor:
         )
 
     def _commit_retrieve(self, call: Call, key: Key, instance_id: int) -> object:
-        instance = self._registrations.find(instance_id)
+        instance = self._registrations.find(call.client, instance_id)
         if instance is not None:
             self._promises.loaded(key.request_id, instance.rank_of(key), instance, self._chunks(key))
         return True
 
     def _prepare_store(self, call: Call, key: Key, instance_id: int) -> object:
         """Room for those chunks of the range that are not here. None: also if there is no room."""
-        instance = self._registrations.find(instance_id)
+        instance = self._registrations.find(call.client, instance_id)
         if instance is None:
             return Stored()
         rank, chunks = instance.rank_of(key), self._chunks(key)
         store = self._stores.reserve(instance, rank, key.request_id, chunks, self._all_blocks(key, chunks))
         if store is None:
             return Stored()
-        return Stored(Room(_slots(store.tiers, rank, store.slots), store.places))
+        return Stored(Room(_slots(instance, rank, store.slots), store.places))
 
     def _commit_store(self, call: Call, key: Key, instance_id: int, data: bytes) -> object:
         if data:
             raise Refused("pickle", "a worker sends its chunks pickled: it could not map the segment; share /dev/shm")
-        instance = self._registrations.find(instance_id)
+        instance = self._registrations.find(call.client, instance_id)
         if instance is None:
             return False
         return self._stores.commit(instance, instance.rank_of(key), key.request_id, self._chunks(key))
 
     def _end_session(self, call: Call, request_id: str) -> object:
-        self._promises.end_request(request_id)
+        self._promises.end_request(call.client, request_id)
         self._token_keys.forget(request_id)
         return None
 
@@ -406,20 +412,20 @@ class LmcacheDoor:
             if promise.client is call.client:  # it was made for this load
                 promise.end()
             return Loaded()
-        return Loaded(True, b"", {"slots": _slots(promise.tiers, rank, own.begin_reading(instance, here))})
+        return Loaded(True, b"", {"slots": _slots(instance, rank, own.begin_reading(instance, here))})
 
     def _end_instance(self, instance: Instance | None) -> None:
         if instance is not None:
             self._stores.end_instance(instance)
             self._promises.end_instance(instance)
 
-    def _end_client(self, client: Client) -> None:
+    def _end_client(self, client: Client[list[bytes]]) -> None:
         for instance in self._registrations.of_client(client):
             self._end_instance(self._registrations.remove(instance.instance_id))
         self._promises.end_client(client)
 
 
-def _slots(tiers: LayoutTiers, rank: int, slots: Sequence[int]) -> list[Slot]:
+def _slots(instance: Instance, rank: int, slots: Sequence[int]) -> list[Slot]:
     """Where in the segment these slots are, as workers are told."""
-    layout, memory = tiers.layout, tiers.memories[rank]
+    layout, memory = instance.layout, instance.tiers.memories[rank]
     return [Slot(memory.offset(slot), layout.chunk_bytes, layout.shape, layout.dtype) for slot in slots]

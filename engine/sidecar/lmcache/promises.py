@@ -7,9 +7,10 @@ import numpy as np
 
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
-from kvtier.engine.sidecar.lmcache.port import Client
 from kvtier.engine.sidecar.lmcache.registrations import Instance
 from kvtier.engine.sidecar.lmcache.stores import Stores
+from kvtier.engine.sidecar.lmcache.verifier import Checked, Verifier
+from kvtier.engine.sidecar.port import Client
 from kvtier.engine.sidecar.shared_fetch import SharedFetch, within_share
 from kvtier.engine.sidecar.shares import Share, Shares
 from kvtier.tiers.device.slot_ids import ABSENT
@@ -52,7 +53,7 @@ class RankChunks:
     its lease ends, the tail's first."""
 
     def __init__(
-        self, rank: int, tiers: LayoutTiers, blocks: NamedBlocks, num_readers: int, lane: DigestLane, share: Share
+        self, rank: int, tiers: LayoutTiers, blocks: NamedBlocks, num_readers: int, verifier: Verifier, share: Share
     ) -> None:
         self.rank = rank
         self.num_good = 0  # the first so many are verified, of those that count
@@ -62,7 +63,8 @@ class RankChunks:
         self.readings: list[Reading] = []
         self._tiers = tiers
         self._names = blocks.names
-        self._lane = lane
+        self._verifier = verifier
+        self._checked: dict[int, Checked] = {}  # by place
         self._share = share
         self._num_readers = num_readers
         self._have_read: set[int] = set()  # instances
@@ -99,12 +101,19 @@ class RankChunks:
         known = [self._fetch.digest(place) for place in places]
         self._is_being_verified[places] = True
 
-        def on_digests(part: range, digests: Sequence[bytes] | None) -> None:
-            for number, i in enumerate(part):
-                self._on_verified(places[i], None if digests is None else digests[number] == known[i])
-            self.let_go()
+        def on_verified(part: Sequence[int], are_good: Sequence[bool | None]) -> None:
+            self._on_verified([places[i] for i in part], are_good)
 
-        self._lane.take(self._share, self._tiers.memories[self.rank], slots, on_digests)
+        memory = self._tiers.memories[self.rank]
+        checked = self._verifier.verify(self._share, memory, slots, known, on_verified)
+        self._checked.update(zip(places, checked, strict=True))
+        good = [place for place, each in zip(places, checked, strict=True) if each.is_good]
+        self._on_verified(good, [True] * len(good))
+
+    @property
+    def checked(self) -> list[Checked]:
+        """What it has of the verifier."""
+        return list(self._checked.values())
 
     def cut(self, end: int) -> None:
         """Chunks from *end* on do not count any more."""
@@ -142,6 +151,7 @@ class RankChunks:
         going = np.flatnonzero(self._is_held & ~needed)
         if len(going):
             self._is_held[going] = False
+            self._verifier.release([self._checked.pop(p) for p in going.tolist() if p in self._checked])
             self._fetch.release(going[::-1])
 
     def _on_fetched(self, place: int, failure: Reason | None) -> None:
@@ -152,19 +162,21 @@ class RankChunks:
             self.num_late += self.end - place if failure is Reason.DEADLINE else 0
             self.end = place
 
-    def _on_verified(self, place: int, is_good: bool | None) -> None:
-        self._is_being_verified[place] = False
-        if is_good:
-            self._is_good[place] = True
-            bad = np.flatnonzero(~self._is_good[self.num_good :])
-            self.num_good = self.num_good + int(bad[0]) if len(bad) else len(self._is_good)
-            return
-        self.end = min(self.end, place)
-        if is_good is False:
-            self.num_corrupt += 1
-            name = self._names[place]
-            if self._tiers.tiers.find(self.rank, [name])[0] == self._fetch.slots[place]:  # else it was stored anew
-                self._tiers.tiers.forget(self.rank, [name])
+    def _on_verified(self, places: Sequence[int], are_good: Sequence[bool | None]) -> None:
+        self._is_being_verified[places] = False
+        self._is_good[places] = [bool(is_good) for is_good in are_good]
+        bad = np.flatnonzero(~self._is_good[self.num_good :])
+        self.num_good = self.num_good + int(bad[0]) if len(bad) else len(self._is_good)
+        for place, is_good in zip(places, are_good, strict=True):
+            if is_good:
+                continue
+            self.end = min(self.end, place)
+            if is_good is False:
+                self.num_corrupt += 1
+                name = self._names[place]
+                if self._tiers.tiers.find(self.rank, [name])[0] == self._fetch.slots[place]:  # else it was stored anew
+                    self._tiers.tiers.forget(self.rank, [name])
+        self.let_go()
 
 
 @dataclass(eq=False, slots=True)
@@ -172,7 +184,7 @@ class Promise:
     """Chunks of one prefix, from number *first* on, on its way to be a promise; it is one once it is settled. Then the
     first `num_chunks` of them are in host memory, leased and verified, for each of its ranks."""
 
-    client: Client  # whose request it is
+    client: Client[list[bytes]]  # whose request it is
     request_id: str
     tiers: LayoutTiers
     blocks: NamedBlocks
@@ -220,7 +232,7 @@ class Promises:
 
     def __init__(self, lane: DigestLane, stores: Stores, shares: Shares, clock: Callable[[], float]) -> None:
         self.counts = Counts()
-        self._lane = lane
+        self._verifier = Verifier(lane, clock)
         self._stores = stores
         self._shares = shares
         self._clock = clock
@@ -234,7 +246,7 @@ class Promises:
 
     def begin(
         self,
-        client: Client,
+        client: Client[list[bytes]],
         request_id: str,
         tiers: LayoutTiers,
         blocks: NamedBlocks,
@@ -260,9 +272,11 @@ class Promises:
             promise.heard_at = self._clock()
         return promises[::-1]
 
-    def free(self, request_id: str, chunks: range) -> None:
-        """These chunks of the request's prefix are not loaded."""
+    def free(self, client: Client[list[bytes]], request_id: str, chunks: range) -> None:
+        """These chunks of the request's prefix are not loaded from what this client was promised."""
         for promise in self.of_request(request_id):
+            if promise.client is not client:
+                continue
             here = promise.places(chunks)
             for own in promise.chunks:
                 own.do_not_want(range(max(0, here.start), max(0, here.stop)))
@@ -278,17 +292,19 @@ class Promises:
                         own.end_reading(reading)
         self._forget_those_over()
 
-    def end_request(self, request_id: str) -> None:
-        """The request is over; what a worker is copying for it stays until that is done."""
+    def end_request(self, client: Client[list[bytes]], request_id: str) -> None:
+        """The client's request is over; what a worker is copying for it stays until that is done. Other engines may
+        have a request of that name."""
         for promise in self._promises.get(request_id, ()):
-            promise.end()
+            if promise.client is client:
+                promise.end()
         self._forget_those_over()
 
     def end_instance(self, instance: Instance) -> None:
         """The worker is gone, or has let go of the segment it had: nothing is being copied by it."""
         self._end_readings(lambda reading: reading.instance is instance)
 
-    def end_client(self, client: Client) -> None:
+    def end_client(self, client: Client[list[bytes]]) -> None:
         """Its connection has ended."""
         for promise in self:
             if promise.client is client:
@@ -306,6 +322,10 @@ class Promises:
             if not promise.is_ended and now - promise.heard_at > IDLE_S:
                 promise.end()
         self._end_readings(lambda reading: reading.instance.own_time_s - reading.begun_at > READING_S)
+
+    def check(self) -> None:
+        """Raise AssertionError if what is verified and what is held disagree."""
+        self._verifier.check(checked for promise in self for own in promise.chunks for checked in own.checked)
 
     def _go_on(self, promise: Promise) -> None:
         if not promise.is_begun and not self._begin_chunks(promise):
@@ -353,7 +373,7 @@ class Promises:
         if num_there:
             blocks = NamedBlocks(names[:num_there], promise.blocks.parents[:num_there], promise.blocks.tenant)
             promise.chunks = [
-                RankChunks(rank, tiers, blocks, promise.num_readers, self._lane, share) for rank in promise.ranks
+                RankChunks(rank, tiers, blocks, promise.num_readers, self._verifier, share) for rank in promise.ranks
             ]
         return True
 

@@ -4,11 +4,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from kvtier.engine.sidecar.layout import Layout, LayoutRefused
+from kvtier.engine.sidecar.layout import LayoutRefused
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.layouts import Layouts
-from kvtier.engine.sidecar.lmcache.port import Client
+from kvtier.engine.sidecar.lmcache.chunk_layout import ChunkLayout
 from kvtier.engine.sidecar.lmcache.wire import Key, Refused, Registration
+from kvtier.engine.sidecar.port import Client
 
 MOST_INSTANCES = 1024
 MOST_PINGED = 4096  # unknown instances that were told so
@@ -20,7 +21,8 @@ class Instance:
     """One worker process that is attached, by the connection at which it registered."""
 
     instance_id: int
-    client: Client
+    client: Client[list[bytes]]
+    layout: ChunkLayout
     tiers: LayoutTiers
     heard_at: float
     own_time_s: float = 0.0  # that it ran: a worker that is stopped says nothing, and its time stands still
@@ -32,7 +34,7 @@ class Instance:
 
     def rank_of(self, key: Key) -> int:
         """Whose chunks the worker speaks of. `Refused` if they are none of its layout's."""
-        layout = self.tiers.layout
+        layout = self.layout
         if (key.model_name, key.world_size) != (layout.model, layout.world_size):
             raise Refused("foreign_key", "a worker speaks of another model than it has registered")
         if key.worker_id is None or key.worker_id >= layout.world_size:
@@ -65,21 +67,25 @@ class Registrations:
     def __len__(self) -> int:
         return len(self._instances)
 
-    def add(self, client: Client, registration: Registration) -> Instance:
+    def add(self, client: Client[list[bytes]], registration: Registration) -> Instance:
         """The worker is attached. `LayoutRefused` if its chunks have no place here."""
         if len(self._instances) >= MOST_INSTANCES:
             raise LayoutRefused(f"{MOST_INSTANCES} workers are attached already")
-        tiers = self._layouts.open(self._layout(registration))
-        instance = Instance(registration.instance_id, client, tiers, self._clock())
+        layout = self._layout(registration)
+        instance = Instance(registration.instance_id, client, layout, self._layouts.open(layout), self._clock())
         self._instances[registration.instance_id] = instance
         self._pinged.pop(registration.instance_id, None)
         return instance
 
-    def find(self, instance_id: int) -> Instance | None:
-        """The worker, which has just said something; None if it is not attached."""
+    def find(self, client: Client[list[bytes]], instance_id: int) -> Instance | None:
+        """The worker, which has just said something; None if it is not attached. `Refused` for another client's: who
+        speaks for that could have slots given away that it is writing to."""
         instance = self._instances.get(instance_id)
-        if instance is not None:
-            instance.heard(self._clock())
+        if instance is None or not instance.client.is_open:
+            return None
+        if instance.client is not client:
+            raise Refused("foreign_worker", "a client speaks for a worker that has registered at another connection")
+        instance.heard(self._clock())
         return instance
 
     def is_attached(self, instance: Instance) -> bool:
@@ -87,17 +93,17 @@ class Registrations:
         return self._instances.get(instance.instance_id) is instance
 
     def remove(self, instance_id: int) -> Instance | None:
-        """The worker is attached no longer."""
+        """The worker is attached no longer; the worker, None if it was not."""
         return self._instances.pop(instance_id, None)
 
-    def of_client(self, client: Client) -> list[Instance]:
+    def of_client(self, client: Client[list[bytes]]) -> list[Instance]:
         """Those that registered at this connection."""
         return [instance for instance in self._instances.values() if instance.client is client]
 
-    def answer_ping(self, instance_id: int | None) -> bool:
+    def answer_ping(self, client: Client[list[bytes]], instance_id: int | None) -> bool:
         """False once for each worker that is not attached: only then does its client register again, at the ping after
         that one, and only if that is answered True."""
-        if instance_id is None or self.find(instance_id) is not None or instance_id in self._pinged:
+        if instance_id is None or self.find(client, instance_id) is not None or instance_id in self._pinged:
             return True
         self._pinged[instance_id] = None
         if len(self._pinged) > MOST_PINGED:
@@ -108,9 +114,9 @@ class Registrations:
         """The one layout with which workers of that model are attached, None without any. `Refused` if there are
         several: a lookup does not say for which of them it asks."""
         found = {
-            instance.tiers.layout: instance.tiers
+            instance.layout: instance.tiers
             for instance in self._instances.values()
-            if (instance.tiers.layout.model, instance.tiers.layout.world_size) == (model_name, world_size)
+            if (instance.layout.model, instance.layout.world_size) == (model_name, world_size)
         }
         if len(found) > 1:
             raise Refused(
@@ -120,8 +126,8 @@ class Registrations:
             )
         return next(iter(found.values()), None)
 
-    def _layout(self, registration: Registration) -> Layout:
-        return Layout(
+    def _layout(self, registration: Registration) -> ChunkLayout:
+        return ChunkLayout(
             model=registration.model_name,
             weights=self._weights(registration.model_name),
             dtype=registration.dtype_str,
@@ -135,7 +141,7 @@ class Registrations:
         )
 
 
-def _differences(layouts: Mapping[Layout, LayoutTiers]) -> str:
+def _differences(layouts: Mapping[ChunkLayout, LayoutTiers]) -> str:
     """What is not the same in all of them."""
-    names = [name for name in Layout.__slots__ if len({getattr(layout, name) for layout in layouts}) > 1]
+    names = [name for name in ChunkLayout.__slots__ if len({getattr(layout, name) for layout in layouts}) > 1]
     return ", ".join(f"{name} {' and '.join(str(getattr(layout, name)) for layout in layouts)}" for name in names)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from layout_bed import EXTENT_BYTES, LayoutBed, layout
 
-from kvtier.engine.sidecar.layout import Layout, LayoutRefused
+from kvtier.engine.sidecar.layout import LayoutRefused
+from kvtier.engine.sidecar.lmcache.chunk_layout import ChunkLayout
 from kvtier.store.memory_store import MemoryStore
 
 PER_EXTENT = EXTENT_BYTES // 4096  # chunks of 4 KiB
@@ -174,11 +175,11 @@ def test_what_is_cleared_while_it_is_being_written_stays_gone(with_disk: LayoutB
 
 def test_layouts_that_no_chunk_can_have_are_refused_in_a_sentence(bed: LayoutBed) -> None:
     with pytest.raises(LayoutRefused, match="dtype 'complex64' is not known; use one of bfloat16"):
-        Layout("m", "", "complex64", 1, 1, 8, 4, 8, 8, 1)
+        ChunkLayout("m", "", "complex64", 1, 1, 8, 4, 8, 8, 1)
     with pytest.raises(LayoutRefused, match="world_size is 65; at most 64"):
         layout(world_size=65)
     with pytest.raises(LayoutRefused, match="num_layers is 0"):
-        Layout("m", "", "bfloat16", 1, 0, 8, 4, 8, 8, 1)
+        ChunkLayout("m", "", "bfloat16", 1, 0, 8, 4, 8, 8, 1)
     with pytest.raises(LayoutRefused, match=r"an extent 65536; start the sidecar with fewer tokens"):
         bed.layouts.open(layout(width=1 << 16))
 

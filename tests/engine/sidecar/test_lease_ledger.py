@@ -61,7 +61,7 @@ def test_extents_with_leases_at_the_end_are_left_out_for_good(left: int) -> None
         ledger.release(memory, slots[2:3])
         assert ledger.num_leased == 2
         ledger.freeze()
-        ledger.release(memory, slots[:1])
+        ledger.release(memory, slots[:2])
         bed.close()
 
         successor = ledger_of(segment)
@@ -131,9 +131,17 @@ def test_a_segment_of_another_version_is_not_taken_over(left: int) -> None:
 
 
 def test_a_segment_of_which_most_is_left_out_is_not_taken_over(left: int) -> None:
-    os.pwrite(left, np.ones(5, np.uint32).tobytes(), NUM_BYTES + 32)
+    os.pwrite(left, np.ones(5, np.uint32).tobytes(), NUM_BYTES + 36)
 
     assert "more than half" in why_not_taken_over(left, EXTENT_BYTES, NUM_EXTENTS)
+    drop_left(left)
+
+
+def test_a_segment_in_which_unknown_engines_may_copy_is_not_taken_over(left: int) -> None:
+    with Segment(NUM_BYTES, SHM, ledger_bytes(NUM_EXTENTS), os.dup(left)) as segment:
+        ledger_of(segment).misses_leases()
+
+        assert "it is not known where" in why_not_taken_over(left, EXTENT_BYTES, NUM_EXTENTS)
     drop_left(left)
 
 

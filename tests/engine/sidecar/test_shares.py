@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from layout_bed import EXTENT_BYTES
 
-from kvtier.engine.sidecar.chunk_memory import ChunkMemory
 from kvtier.engine.sidecar.lease_ledger import new_ledger
+from kvtier.engine.sidecar.lmcache.chunk_memory import ChunkMemory
 from kvtier.engine.sidecar.shares import Share, Shares, Wanted
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK
 from kvtier.tiers.naming.block_hash import BlockName

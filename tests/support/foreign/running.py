@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +14,16 @@ from typing import Any, Self
 
 HERE = Path(__file__).parent
 ENDS_WITHIN_S = 60.0
+ANSWERS_WITHIN_S = 240.0  # an engine that has not answered for so long has failed
+
+
+class EngineEnded(RuntimeError):
+    """The engine has ended in the middle of what it was asked for. *where*: the innermost functions, the last first;
+    empty if it did not say."""
+
+    def __init__(self, why: str, where: str = "") -> None:
+        super().__init__(why)
+        self.where = where
 
 
 class Sidecar:
@@ -44,7 +55,7 @@ class Sidecar:
         raise RuntimeError(f"the sidecar has ended: {''.join(self.said)}")
 
     def kill(self) -> None:
-        """End it at once."""
+        """End it at once, also while it is paused."""
         self.process.kill()
         self.process.wait(ENDS_WITHIN_S)
 
@@ -113,10 +124,76 @@ class Vllm:
 
     def _answer(self) -> Any:
         assert self.process.stdout is not None
+        is_late = threading.Timer(ANSWERS_WITHIN_S, self.process.kill)
+        is_late.start()
         line = self.process.stdout.readline()
+        is_late.cancel()
         if not line:
-            raise RuntimeError(f"vLLM has ended with status {self.process.wait(ENDS_WITHIN_S)}")
-        return json.loads(line)
+            raise EngineEnded(f"vLLM has ended with status {self.process.wait(ENDS_WITHIN_S)}")
+        answer = json.loads(line)
+        if "ended" in answer:
+            self.process.wait(ENDS_WITHIN_S)
+            raise EngineEnded(answer["ended"], answer["where"])
+        return answer
+
+
+class LmcacheClients:
+    """LMCache's own clients, each a process of its own that can be killed; see lmcache_clients.py."""
+
+    def __init__(self, python: str, url: str) -> None:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        self.process = subprocess.Popen(
+            [python, HERE / "lmcache_clients.py", url],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if "KVTIER_SHOW_ENGINES" not in os.environ else None,
+            text=True,
+            env=environment,
+        )
+
+    def start(self, number: int) -> None:
+        """Start a client, and return once it has registered."""
+        self._say("start", number)
+        self.answer(number)
+
+    def tell(self, number: int, function: str, *arguments: object) -> None:
+        """Have the client begin with something; `answer` has what it gives."""
+        self._say("tell", number, function, *arguments)
+
+    def answer(self, number: int) -> Any:
+        """What the client's last function has given."""
+        return self._say("answer", number)
+
+    def ask(self, number: int, function: str, *arguments: object) -> Any:
+        """`tell` and `answer`."""
+        self.tell(number, function, *arguments)
+        return self.answer(number)
+
+    def kill(self, number: int) -> None:
+        """End the client at once, with SIGKILL."""
+        self._say("kill", number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()  # upon which it kills its clients
+        try:
+            self.process.wait(ENDS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+    def _say(self, *words: object) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps(words), file=self.process.stdin, flush=True)
+        for line in self.process.stdout:
+            if line.startswith("answer "):
+                return json.loads(line.removeprefix("answer "))
+        raise RuntimeError(f"the clients have ended in {words}")
 
 
 def free_endpoint() -> str:

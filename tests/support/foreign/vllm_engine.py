@@ -7,6 +7,9 @@ its answer.
 import json
 import os
 import sys
+import time
+import traceback
+from pathlib import Path
 
 for name, value in {
     "HF_HUB_OFFLINE": "1",
@@ -22,6 +25,7 @@ for name, value in {
 from vllm import LLM, SamplingParams  # noqa: E402  # they read the environment
 from vllm.config import KVTransferConfig  # noqa: E402
 
+NAMED_FRAMES = 3  # of where an engine has ended
 MOST_STEPS = 50  # without a request, until the last one's blocks are let go
 
 
@@ -63,8 +67,10 @@ class Engine:
         parameters = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         requests = [{"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})} for prompt in prompts]
         self.scheduled.clear()
+        began_at = time.monotonic()
         outputs = self.llm.generate(requests, parameters, use_tqdm=False)
         return {
+            "took_s": time.monotonic() - began_at,
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "finish": [output.outputs[0].finish_reason for output in outputs],
             "cached": [output.num_cached_tokens for output in outputs],
@@ -95,9 +101,19 @@ def main() -> None:
     print(json.dumps({"ready": True, **engine.connector()}), file=answers)
     for line in sys.stdin:
         request = json.loads(line)
-        print(json.dumps(getattr(engine, request.pop("do"))(**request)), file=answers)
-    answers.flush()
+        try:
+            answer = getattr(engine, request.pop("do"))(**request)
+        except Exception as error:  # vLLM's own processes end with it
+            print(json.dumps({"ended": f"{type(error).__name__}: {error}", "where": where(error)}), file=answers)
+            os._exit(1)
+        print(json.dumps(answer), file=answers)
     os._exit(0)  # some of vLLM's threads do not end
+
+
+def where(error: Exception) -> str:
+    """The innermost functions that the error came through, the last one first."""
+    frames = traceback.extract_tb(error.__traceback__)[-NAMED_FRAMES:]
+    return " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(frames))
 
 
 if __name__ == "__main__":

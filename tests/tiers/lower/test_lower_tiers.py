@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from attached_bed import SidecarBed, SteppedTiers, attached_memory
 from chaos import NAMESPACE, FakeClock
 from unreliable_tiers import UnreliableTiers
 
+from kvtier.engine.sidecar.own.block_layout import BlockShape
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
 from kvtier.tiers.device.runs import Row
@@ -20,7 +22,7 @@ from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
 from kvtier.tiers.naming.named_blocks import NamedBlocks, blocks_of
 from kvtier.tiers.naming.tier import Reason, Tier
-from kvtier.transfer.block_memory import CpuMemory
+from kvtier.transfer.block_memory import BlockMemory, CpuMemory
 from kvtier.transfer.lane import Finished, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
@@ -61,7 +63,7 @@ class Bed:
     """Tiers of one kind, and around them what a device pool would have."""
 
     tiers: LowerTiers
-    memories: Sequence[CpuMemory]
+    memories: Sequence[BlockMemory]
     transfers: TransferEngine
     lanes: dict[Route, WaitingLane]
     store: MemoryStore | None
@@ -74,6 +76,12 @@ class Bed:
                 lane.work()
             self.transfers.poll()
             self.tiers.poll()
+
+    def settle_and_tell(self) -> None:
+        """Until what tiers elsewhere tell from time to time has been told too."""
+        self.settle()
+        self.clock.now += 1.0
+        self.settle()
 
     def chain(self, salt: str, num_blocks: int) -> BlockChain:
         chain = BlockChain(SIZE, ExtraKeys(cache_salt=salt))
@@ -141,6 +149,8 @@ def bed(kind: str, monkeypatch: pytest.MonkeyPatch) -> Bed:
     finished, clock = Finished(), FakeClock()
     lanes = {route: WaitingLane(finished) for route in Route}
     transfers = TransferEngine(lanes, finished)
+    if "sidecar" in kind:
+        return sidecar_bed(transfers, lanes, store, clock)
     memories = [CpuMemory(np.zeros((1, BLOCK_BYTES), np.uint8), num_slots) for _ in GROUPS]
     disk = None if store is None else DiskTier(store, NAMESPACE, clock)
     tiers = lower_tiers(GROUPS, memories, transfers, disk, clock)
@@ -153,19 +163,33 @@ def bed(kind: str, monkeypatch: pytest.MonkeyPatch) -> Bed:
     return made
 
 
-@pytest.fixture(params=["host", "host and disk", "unreliable"])
+def sidecar_bed(
+    transfers: TransferEngine, lanes: dict[Route, WaitingLane], store: MemoryStore | None, clock: FakeClock
+) -> Bed:
+    """The door of a sidecar whose host memory is one extent, which the first group has."""
+    shapes = [BlockShape(group.block_size, group.forgets, BLOCK_BYTES) for group in GROUPS]
+    num_bytes = NUM_SLOTS * BLOCK_BYTES
+    sidecar = SidecarBed(shapes, num_bytes, num_bytes, store, clock, lambda: transfers)
+    memories = [attached_memory(np.zeros((1, BLOCK_BYTES), np.uint8)) for _ in GROUPS]
+    tiers = SteppedTiers(sidecar, GROUPS, memories, transfers, clock)
+    made = Bed(tiers, memories, transfers, lanes, store, clock)
+    made.settle()
+    return made
+
+
+@pytest.fixture(params=["host", "host and disk", "unreliable", "sidecar"])
 def lower(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bed:
     """Tiers of each kind that can keep a block."""
     return bed(request.param, monkeypatch)
 
 
-@pytest.fixture(params=["none", "host", "host and disk", "unreliable"])
+@pytest.fixture(params=["none", "host", "host and disk", "unreliable", "sidecar"])
 def any_lower(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bed:
     """Tiers of every kind, `NoTiers` included."""
     return bed(request.param, monkeypatch)
 
 
-@pytest.fixture(params=["host and disk", "unreliable"])
+@pytest.fixture(params=["host and disk", "unreliable", "sidecar and disk"])
 def with_disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bed:
     """Tiers of each kind that has a disk."""
     return bed(request.param, monkeypatch)
@@ -245,6 +269,7 @@ def test_what_is_published_twice_is_there_once_and_the_second_slot_comes_back(lo
     lower.put("a", 3)
 
     assert lower.find("a", 3) == before
+    lower.settle_and_tell()
     assert lower.tiers.statistics().tiers[Tier.HOST].num_blocks == 3
     assert len(lower.reserve(NUM_SLOTS - 3)) == NUM_SLOTS - 3
 
@@ -274,6 +299,7 @@ def test_what_leaves_is_told_as_lost_once_with_the_tier_that_had_it(lower: Bed) 
     index = getattr(lower.tiers, "inner", lower.tiers).index
 
     index.host[0].evict(index.host[0].pool.find_all(lower.names("a", 3)[1:]))
+    lower.settle()
     told = [lost for _ in range(40) for lost in lower.tiers.take_lost()]
 
     assert [(lost.group_id, lost.tier) for lost in told] == [(0, Tier.HOST)]
@@ -300,7 +326,7 @@ def test_a_forgotten_block_is_counted_and_not_found_in_host_memory(lower: Bed) -
     lower.put("a", 2)
 
     lower.tiers.forget(0, lower.names("a", 2)[:1])
-    lower.settle()
+    lower.settle_and_tell()
 
     assert lower.find("a", 2)[0] < 0 <= lower.find("a", 2)[1]
     assert sum(lower.tiers.statistics().tiers[Tier.HOST].corrupt.values()) == 1
@@ -408,6 +434,7 @@ def test_the_speed_of_reads_is_known_once_something_was_read(with_disk: Bed) -> 
     assert with_disk.tiers.read_speed().bytes_per_s is None
 
     with_disk.fetch("a", 3)
+    with_disk.settle_and_tell()
 
     assert with_disk.tiers.read_speed().bytes_per_s is not None
     assert with_disk.tiers.queued_read_bytes() == 0
@@ -494,3 +521,65 @@ def test_a_dying_process_below_fails_what_it_was_asked_and_comes_back_empty(monk
     lower.settle()
     assert lower.tiers.is_alive
     assert len(lower.reserve(NUM_SLOTS)) == NUM_SLOTS
+
+
+def test_a_sidecar_that_is_killed_fails_what_it_was_asked_and_the_next_one_is_attached_to_when_all_is_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lower = bed("sidecar and disk", monkeypatch)
+    assert isinstance(lower.tiers, SteppedTiers)
+    sidecar = lower.tiers.bed
+    lower.push_to_disk("a", 2)
+    lower.put("b", 3)
+    held = lower.fetch("b", 2)
+    slots, epoch, changes = held.slots.tolist(), lower.tiers.epoch, lower.tiers.num_changes
+    asked = lower.tiers.fetch(0, lower.blocks("c", 2), lower.on_fetched)
+
+    sidecar.die()
+    lower.settle()
+
+    assert set(asked.failures.values()) == {Reason.FAILED}
+    assert lower.find("b", 3) == [NOWHERE] * 3
+    assert lower.tiers.epoch > epoch
+    assert lower.tiers.num_changes > changes
+    assert lower.tiers.reserve(0, 1) == []
+    assert not lower.tiers.is_readable
+    sidecar.start()
+    lower.settle()
+    assert not lower.tiers.is_attached  # what is leased is the memory of the one before
+    for slot, name in zip(slots, lower.names("b", 2), strict=True):
+        assert bytes(lower.memories[0].host_block(slot)) == content(name)
+    held.release([1, 0])
+    lower.settle()
+    assert lower.tiers.is_attached
+    assert lower.tiers.num_attached == 2
+    assert lower.find("a", 2) == [ON_DISK] * 2
+    fetch = lower.fetch("a", 2)
+    assert (fetch.slots != ABSENT).all()
+    fetch.release([1, 0])
+    lower.tiers.check()
+    sidecar.check()
+
+
+def test_a_sidecar_that_is_stopped_is_left_alone_until_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    lower = bed("sidecar", monkeypatch)
+    assert isinstance(lower.tiers, SteppedTiers)
+    lower.put("a", 3)
+
+    lower.tiers.bed.is_stopped = True
+    fetch = lower.tiers.fetch(0, lower.blocks("a", 3), lower.on_fetched)
+    for _ in range(100):
+        lower.clock.now += 0.05
+        lower.tiers.poll()
+
+    assert [reason for _, _, reason in lower.told] == [Reason.DEADLINE] * 3
+    assert lower.find("a", 3) == [NOWHERE] * 3
+    assert lower.tiers.reserve(0, 1) == []
+    fetch.release([2, 1, 0])
+    lower.tiers.bed.is_stopped = False
+    lower.settle()
+    assert NOWHERE not in lower.find("a", 3)
+    assert lower.tiers.num_attached == 1
+    assert len(lower.reserve(NUM_SLOTS - 3)) == NUM_SLOTS - 3  # what was asked while it was stopped is free again
+    lower.tiers.check()
+    lower.tiers.bed.check()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from typing import cast
 
 import cbor2
@@ -310,6 +311,29 @@ def test_s30_a_chain_grown_piece_by_piece_has_the_names_of_one_call(seed: int, a
 
         assert len(chain.names) == num_tokens // block_size
     assert chain.names == hash_blocks(token_ids, block_size, extra, algorithm=algorithm, seed="s")
+
+
+@every_algorithm
+@pytest.mark.parametrize("seed", range(40))
+def test_a_chain_that_was_cut_goes_on_as_if_it_had_never_been_longer(seed: int, algorithm: HashAlgorithm) -> None:
+    print(f"seed {seed}")
+    pick = random.Random(seed)
+    block_size = pick.choice([1, 3, 16])
+    token_ids, other_ids = ([pick.randrange(2**32) for _ in range(200)] for _ in range(2))
+    extra = pick.choice([NO_EXTRA_KEYS, random_extra(pick)])
+    chain = BlockChain(block_size, extra, algorithm=algorithm, seed="s")
+    chain.extend(token_ids)
+    num_blocks = pick.randrange(len(chain.names) + 1)
+    begun = token_ids[: num_blocks * block_size] + other_ids[num_blocks * block_size :]
+
+    branch = copy(chain)
+    branch.cut(num_blocks)
+
+    assert list(branch.named_ids(0, num_blocks)) == token_ids[: num_blocks * block_size]
+    branch.extend(begun)
+    assert branch.names == hash_blocks(begun, block_size, extra, algorithm=algorithm, seed="s")
+    chain.extend(token_ids + other_ids)
+    assert chain.names == hash_blocks(token_ids + other_ids, block_size, extra, algorithm=algorithm, seed="s")
 
 
 @every_algorithm

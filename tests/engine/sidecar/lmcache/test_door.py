@@ -1,7 +1,11 @@
 """What an engine asks for and gets, in the order of its days."""
 
 import pytest
-from lmcache_bed import CHUNK, OPS, REGISTRATION, Bed, RawClient, content, key
+from layout_bed import layout
+from lmcache_bed import CHUNK, CHUNK_BYTES, OPS, REGISTRATION, Bed, RawClient, content, key
+
+from kvtier.engine.sidecar.lmcache.digest_lane import BATCH_CHUNKS, MOST_UNDER_WAY, DigestLane
+from kvtier.transfer.transfer_engine import Route
 
 DOCUMENT = list(range(1000, 1000 + 6 * CHUNK + 3))  # six full chunks and a tail
 
@@ -288,6 +292,56 @@ def test_each_reader_has_its_own_lease(bed: Bed, client: RawClient) -> None:
     assert bed.num_leases() == 0
 
 
+@pytest.mark.parametrize("deed", ["end_session", "free"])
+def test_a_request_of_the_same_name_at_another_connection_ends_no_promise(
+    bed: Bed, client: RawClient, deed: str
+) -> None:
+    client.store(DOCUMENT, "first")
+    client.lookup(DOCUMENT, "0")
+    other = RawClient(bed)
+    other.lookup(DOCUMENT, "0")
+    assert bed.num_leases() == 12
+
+    other.ask(deed, *(["0"] if deed == "end_session" else [key(DOCUMENT, "0", worker=None), 1]))
+    bed.lanes["host_to_device"].is_stopped = True  # what is not promised any more would wait for its digest
+
+    assert client.retrieve(DOCUMENT, "0")
+
+
+@pytest.mark.parametrize("deed", ["commit", "prepare", "unregister", "register", "read"])
+def test_a_client_cannot_speak_for_the_worker_of_another(bed: Bed, client: RawClient, deed: str) -> None:
+    own = key(DOCUMENT, "r")
+    slots = client.ask("prepare_store", own, 1)["context"]["slots"]
+    other = RawClient(bed)
+
+    if deed == "commit":
+        assert other.ask("commit_store", own, 1, b"") is False
+    elif deed == "prepare":
+        assert other.ask("prepare_store", own, 1)["context"]["slots"] == []
+    elif deed == "unregister":
+        other.ask("unregister", 1)
+    elif deed == "register":
+        assert other.register()["pool_size"] == 0
+    else:
+        assert other.prepare_retrieve(DOCUMENT, "r")["success"] is False
+
+    assert bed.refusals.counts == {"foreign_worker": 1}
+    assert bed.num_leases() == len(slots) == 6
+    for chunk, slot in enumerate(slots):
+        bed.bytes_of(slot)[:] = content(DOCUMENT, chunk)
+    assert client.ask("commit_store", own, 1, b"") is True
+    assert client.lookup(DOCUMENT, "s") == 6
+    assert client.retrieve(DOCUMENT, "s")
+
+
+def test_a_worker_whose_connection_has_ended_registers_at_its_next(bed: Bed, client: RawClient) -> None:
+    again = RawClient(bed)
+    client.socket.close(0)
+
+    assert bed.until(lambda: again.register()["pool_size"] or None) == bed.segment.num_bytes
+    assert again.ask("ping", 1) is True
+
+
 def test_a_hit_is_what_all_ranks_have(bed: Bed) -> None:
     workers = [RawClient(bed), RawClient(bed)]
     for rank, worker in enumerate(workers):
@@ -368,6 +422,79 @@ def test_a_flipped_byte_makes_the_prefix_shorter(bed: Bed, client: RawClient) ->
     assert bed.door.statistics().promised.num_corrupt == 1
     assert client.store(DOCUMENT, "third") == [3]
     assert client.lookup(DOCUMENT, "fourth") == 6
+
+
+def num_read_to_verify(bed: Bed) -> int:
+    bed.door.check()
+    return bed.transfers.statistics()[Route.HOST_TO_DEVICE].num_bytes // CHUNK_BYTES
+
+
+def test_what_a_promise_holds_is_read_once_a_second_for_all(bed: Bed, client: RawClient) -> None:
+    client.store(DOCUMENT, "first")
+    assert client.lookup(DOCUMENT, "a") == 6
+    assert client.lookup(DOCUMENT, "b") == 6
+    assert num_read_to_verify(bed) == 6
+
+    bed.pass_time(1.1)
+    assert client.lookup(DOCUMENT, "c") == 6
+    assert num_read_to_verify(bed) == 12
+
+    for request in "abc":
+        client.ask("end_session", request)
+    assert client.lookup(DOCUMENT, "d") == 6
+    assert num_read_to_verify(bed) == 18
+
+
+def test_what_is_being_verified_is_waited_for(bed: Bed, client: RawClient) -> None:
+    client.store(DOCUMENT, "first")
+    bed.settle()
+    bed.lanes["host_to_device"].is_stopped = True
+    for request in "ab":
+        client.ask("lookup", key(DOCUMENT, request, worker=None), 1)
+    client.ask("end_session", "a")  # its chunks stay: they are being read
+    uid = client.send("status", "b")
+    bed.settle()
+    assert bed.door.is_waiting
+
+    bed.lanes["host_to_device"].is_stopped = False
+
+    assert client.receive() == (uid, 9, 6)
+    assert client.retrieve(DOCUMENT, "b")
+    assert num_read_to_verify(bed) == 6
+    assert bed.num_leases() == 0
+
+
+def test_damage_is_told_to_all_that_wait_and_seen_while_a_promise_stands(bed: Bed, client: RawClient) -> None:
+    slots = client.ask("prepare_store", key(DOCUMENT, "first"), 1)["context"]["slots"]
+    client.ask("commit_store", key(DOCUMENT, "first"), 1, b"")
+    bed.settle()
+    assert client.lookup(DOCUMENT, "before") == 6
+    bed.pass_time(1.1)
+    bed.bytes_of(slots[2])[0] ^= 1
+
+    bed.lanes["host_to_device"].is_stopped = True
+    for request in "ab":
+        client.ask("lookup", key(DOCUMENT, request, worker=None), 1)
+    bed.lanes["host_to_device"].is_stopped = False
+
+    assert [client.ask("status", request) for request in "ab"] == [2, 2]
+    assert bed.door.statistics().promised.num_corrupt == 2
+    bed.door.check()
+
+
+def test_who_asks_for_little_does_not_wait_for_all_of_who_asks_for_much(bed: Bed) -> None:
+    memory = bed.layouts.open(layout("m")).memories[0]
+    lane = DigestLane(bed.transfers, Route.HOST_TO_DEVICE)
+    told: list[str] = []
+    lane.take("who asks for much", memory, range(20 * BATCH_CHUNKS), lambda part, digests: told.append("much"))
+    lane.take("who asks for little", memory, [3], lambda part, digests: told.append("little"))
+
+    while len(told) < 21:
+        bed.lanes["host_to_device"].work()
+        bed.transfers.poll()
+        lane.pump()
+
+    assert told.index("little") <= MOST_UNDER_WAY + 1
 
 
 def test_a_chunk_stored_anew_is_not_forgotten_for_the_damage_of_the_old_one(bed: Bed, client: RawClient) -> None:

@@ -126,25 +126,6 @@ def test_while_one_engine_has_much_read_from_disk_the_others_are_read_for_first(
         assert [flood.ask("status", f"flood {number}") for number in range(5)] == [16] * 5
 
 
-def test_digests_are_taken_in_turns(bed: Bed, client: RawClient) -> None:
-    for number in range(2):
-        client.store(document(number, 8), "store")
-    bed.settle()
-    lane = bed.lanes["host_to_device"]  # where chunks are verified
-    lane.is_stopped = True
-    flood, other = RawClient(bed), RawClient(bed)
-    for number in range(200):
-        flood.ask("lookup", key(document(0, 8), f"flood {number}", worker=None), 1)
-    other.ask("lookup", key(document(1, 8), "other", worker=None), 1)
-    lane.is_stopped = False
-
-    bed.turn()  # what the lane had
-    bed.turn()  # and then every client's next
-
-    assert other.ask("status", "other") == 8
-    assert bed.door.statistics().promised.num_promised <= 8 * 60
-
-
 def test_a_tenants_quota_bounds_what_its_requests_keep_in_host_memory(tmp_path: Path) -> None:
     tenant = tenant_of("ann")
     with lmcache_bed(tmp_path, quotas={tenant: 16 * CHUNK_BYTES}) as bed:

@@ -16,8 +16,9 @@ import pytest
 from kvtier.engine.sidecar.finished_transfers import FinishedTransfers
 from kvtier.engine.sidecar.layouts import Layouts
 from kvtier.engine.sidecar.lmcache.door import LmcacheDoor
-from kvtier.engine.sidecar.lmcache.port import Port, listen
-from kvtier.engine.sidecar.lmcache.refusals import Refusals
+from kvtier.engine.sidecar.lmcache.zmtp import Zmtp
+from kvtier.engine.sidecar.port import Port, listen
+from kvtier.engine.sidecar.refusals import Refusals
 from kvtier.engine.sidecar.sidecar import Sidecar
 from kvtier.transfer.lane import ThreadLane
 from kvtier.transfer.segment import Segment
@@ -81,7 +82,7 @@ class Served:
         transfers = TransferEngine({route: ThreadLane(finished, route.value) for route in Route}, finished)
         layouts = Layouts(self.segment, transfers, extent_bytes=8 << 20)
         self.refusals = Refusals(time.monotonic)
-        self.port = Port([listen(url)], time.monotonic, self.refusals.refused)
+        self.port = Port([listen(url)], time.monotonic, self.refusals.refused, Zmtp)
         self.door = LmcacheDoor(self.port, layouts, transfers, CHUNK, self.refusals, time.monotonic)
         self._sidecar = Sidecar(self.segment, finished, transfers, layouts, [self.door], None)
         self._thread = threading.Thread(target=self._sidecar.run)

@@ -15,12 +15,12 @@ import zmq
 from chaos import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lmcache_bed import CHUNK, REAL_S, Bed, RawClient, key
+from lmcache_bed import CHUNK, REAL_S, REGISTRATION, Bed, RawClient, key
 
-from kvtier.engine.sidecar.lmcache import port as port_module
-from kvtier.engine.sidecar.lmcache.port import Port, listen
-from kvtier.engine.sidecar.lmcache.refusals import Refusals
+from kvtier.engine.sidecar import port as port_module
 from kvtier.engine.sidecar.lmcache.zmtp import GREETING_BYTES, MOST_MESSAGE_BYTES, Garbage, Zmtp, message_bytes
+from kvtier.engine.sidecar.port import Port, listen
+from kvtier.engine.sidecar.refusals import Refusals
 
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\3\1" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\5READY\x0bSocket-Type\0\0\0\6DEALER\x08Identity\0\0\0\0"
@@ -76,7 +76,7 @@ class Plain:
 @pytest.fixture
 def tcp() -> Iterator[tuple[Port, int]]:
     listener = listen("tcp://127.0.0.1:0")
-    with Port([listener], FakeClock(), Refusals(FakeClock()).refused) as port:
+    with Port([listener], FakeClock(), Refusals(FakeClock()).refused, Zmtp) as port:
         yield port, listener.getsockname()[1]
 
 
@@ -87,7 +87,7 @@ def test_libzmq_connects_by_tcp_too(tcp: tuple[Port, int]) -> None:
         dealer.send_multipart([b"a", b"", b"b" * 100_000])
         while not (messages := list(port.receive())):
             dealer.poll(1)
-        port.send(messages[0].client, [*messages[0].frames, b"c"])
+        port.send(messages[0].client, message_bytes([*messages[0].content, b"c"]))
 
         assert dealer.recv_multipart() == [b"a", b"", b"b" * 100_000, b"c"]
 
@@ -179,7 +179,7 @@ def test_a_flood_of_small_messages_is_kept_as_it_came(bed: Bed) -> None:
 
     while bed.door.receive():
         assert len(client.messages) <= 16
-        assert client.zmtp.num_held_bytes <= port_module.PIECE_BYTES
+        assert client.framing.num_held_bytes <= port_module.PIECE_BYTES
 
     bed.until(lambda: bed.door.statistics().operations["noop"] == 10_000 or None)
 
@@ -196,10 +196,11 @@ def test_answers_that_were_held_wait_for_a_client_that_reads(bed: Bed, monkeypat
     client = bed.port.clients[-1]
     client.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     bed.lanes["host_to_device"].is_stopped = True  # where chunks are verified
+    register = message_bytes([*map(msgspec.msgpack.encode, (99, 14, {**REGISTRATION, "instance_id": 2}))])
     ask = [
-        message_bytes([*map(msgspec.msgpack.encode, (uid, 18, key(document, f"r{uid}"), 1))]) for uid in range(50)
+        message_bytes([*map(msgspec.msgpack.encode, (uid, 18, key(document, f"r{uid}"), 2))]) for uid in range(50)
     ]  # each is answered with 100 slots, 6 KB
-    deaf.send(b"".join(ask))
+    deaf.send(register + b"".join(ask))
     bed.until(lambda: bed.door.statistics().num_held == 50 or None)
 
     bed.lanes["host_to_device"].is_stopped = False
@@ -243,7 +244,7 @@ def test_messages_that_never_end_have_a_bound(bed: Bed, client: RawClient, monke
     monkeypatch.setattr(port_module, "MOST_HELD_BYTES", 8 << 20)
     begun = HANDSHAKE + b"\2" + struct.pack(">Q", MOST_MESSAGE_BYTES) + bytes(3 << 20)
     plains = [Plain(bed, begun) for _ in range(2)]
-    held = sum(client.zmtp.num_held_bytes for client in bed.port.clients)
+    held = sum(client.framing.num_held_bytes for client in bed.port.clients)
     assert 6 << 20 <= held < 7 << 20
 
     with contextlib.suppress(ConnectionError):
@@ -296,7 +297,9 @@ def test_an_address_that_is_none_is_told(url: str) -> None:
 
 def test_another_user_is_not_let_in(tmp_path: Path) -> None:
     refusals = Refusals(FakeClock())
-    with Port([listen(f"ipc://{tmp_path}/s")], FakeClock(), refusals.refused, allowed_uids=[os.geteuid() + 1]) as port:
+    with Port(
+        [listen(f"ipc://{tmp_path}/s")], FakeClock(), refusals.refused, Zmtp, allowed_uids=[os.geteuid() + 1]
+    ) as port:
         plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         plain.connect(f"{tmp_path}/s")
         assert list(port.receive()) == []

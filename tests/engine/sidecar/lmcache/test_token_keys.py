@@ -33,14 +33,15 @@ def any_ids(rng: random.Random, num: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_names_are_those_of_the_tokens_whatever_came_before(seed: int) -> None:
+def test_names_are_those_of_the_tokens_whatever_came_before(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
+    monkeypatch.setattr(token_keys, "BEGINNING_BYTES", rng.choice([8, 40]))
     keys = TokenKeys(CHUNK, 60_000)
     prompts = {request: any_ids(rng, rng.choice([0, 5, 15, 16, 60, 300])) for request in "abcdef"}
     for _ in range(400):
         request = rng.choice("abcdef")
         ids = prompts[request]
-        match rng.randrange(6):
+        match rng.randrange(8):
             case 0:
                 ids += any_ids(rng, rng.randrange(40))
             case 1:
@@ -50,6 +51,10 @@ def test_names_are_those_of_the_tokens_whatever_came_before(seed: int) -> None:
                 ids[rng.randrange(len(ids))] ^= 1
             case 3:
                 keys.forget(request)
+            case 4:
+                ids = prompts[request] = prompts[rng.choice("abcdef")][: rng.randrange(300)]
+            case 5 if rng.random() < 0.1:
+                keys.forget_over()
         salt = rng.choice(["", "", "", "tenant"])
 
         assert list(keys.names(request, salt, raw(ids))) == expected(ids, salt)
@@ -73,14 +78,54 @@ def test_only_what_is_new_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decoded == [80, 20]
 
 
-def test_a_request_that_is_over_leaves_nothing() -> None:
+def test_what_another_request_has_begun_with_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_keys, "BEGINNING_BYTES", 64)
+    decoded: list[int] = []
+    decode = token_keys.decode_ids
+
+    def counted(data: bytes) -> list[int]:
+        decoded.append(int.from_bytes(data[1:5], "big"))
+        return decode(data)
+
+    monkeypatch.setattr(token_keys, "decode_ids", counted)
+    keys, document = TokenKeys(CHUNK), any_ids(random.Random(1), 10 * CHUNK + 3)
+    questions = [[*document, *range(number, number + 2 * CHUNK)] for number in (0, 500, 900)]
+    assert list(keys.names("a", "", raw(questions[0]))) == expected(questions[0])
+    assert list(keys.names("b", "", raw(questions[1]))) == expected(questions[1])  # beside the first
+    keys.forget("a")
+    keys.forget("b")
+    assert list(keys.names("c", "", raw(questions[2]))) == expected(questions[2])  # after both
+    assert list(keys.names("d", "other salt", raw(questions[2]))) == expected(questions[2], "other salt")
+
+    whole, question = len(questions[0]), 3 + 2 * CHUNK
+    assert decoded == [whole, question, question, whole]
+
+
+def test_of_requests_that_are_over_the_last_of_each_document_is_kept() -> None:
     keys = TokenKeys(CHUNK)
-    keys.names("r", "", raw(list(range(100))))
-    assert keys.num_bytes > 0
+    document = list(range(1000, 1400))
+    for request in "abc":
+        keys.names(request, "", raw([*document, ord(request)]))
+        keys.forget(request)
+        keys.check()
+    one = keys.num_bytes
+    keys.names("short", "", raw(document[:CHUNK]))
+    keys.forget("short")
 
-    keys.forget("r")
-
+    assert 0 < keys.num_bytes == one < 20_000
+    keys.forget_over()
     assert keys.num_bytes == 0
+
+
+def test_a_number_that_is_longer_than_it_must_be_is_never_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_keys, "BEGINNING_BYTES", 8)
+    ids = [300, *[5] * (2 * CHUNK)]
+    longer = b"\xdc" + len(ids).to_bytes(2, "big") + b"\xce\0\0\x01\x2c" + bytes([5]) * (2 * CHUNK)
+    keys = TokenKeys(CHUNK)
+    assert list(keys.names("a", "", msgspec.Raw(longer))) == expected(ids)
+    assert list(keys.names("b", "", msgspec.Raw(longer + b""))) == expected(ids)
+    assert list(keys.names("c", "", raw(ids))) == expected(ids)
+    keys.check()
 
 
 @pytest.mark.parametrize("ids", [[1 << 32], [-1], [1, None], ["1"], [1.5], [[1]], "abc", {"a": 1}, None, 7])
@@ -105,3 +150,8 @@ def test_a_long_key_is_read_once() -> None:
         took.append(time.perf_counter() - begun)
 
     assert min(took[1:]) < took[0] / 3
+
+    begun = time.perf_counter()
+    (own, _) = OPERATIONS[8].decode([encoded, b"\1"])
+    assert len(keys.names("another", "", own.token_ids)) == 512
+    assert time.perf_counter() - begun < took[0] / 2

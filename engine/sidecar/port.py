@@ -1,4 +1,4 @@
-"""Port: the sockets at which engines' clients come in, and what they send and are sent."""
+"""Port: the sockets at which engines come in, and what they send and are sent."""
 
 import contextlib
 import os
@@ -9,26 +9,46 @@ import struct
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
-from typing import NamedTuple, Self
-
-from kvtier.engine.sidecar.lmcache.zmtp import Garbage, Zmtp, message_bytes
+from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 MOST_CLIENTS = 512
 MOST_HELD_BYTES = 256 << 20  # of messages of all clients that are not complete
 PIECE_BYTES = 256 << 10  # read from one client at a time …
 MOST_MESSAGES = 16  # … and so many messages of it given at a time: then the others'
 MOST_UNREAD_BYTES = 1 << 20  # answers a client has not read; before it has, nothing more is read from it
-STUCK_S = 60.0  # a client that has answers to read and reads none of them for so long is let go
+MOST_QUEUED_BYTES = 64 << 20  # a client that has so much to read is let go
+STUCK_S = 60.0  # so is one that has something to read and reads none of it for so long
+
+_M = TypeVar("_M")
+_M_co = TypeVar("_M_co", covariant=True)
 
 
-class Client:
+class Framing(Protocol[_M_co]):
+    """How the bytes of one connection are cut into messages."""
+
+    to_send: bytearray  # what the framing itself has to say; taken and cleared by the connection's owner
+
+    @property
+    def num_held_bytes(self) -> int:
+        """Bytes of a message that is not complete yet."""
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there are complete messages that `receive` has not given yet."""
+
+    def receive(self, data: bytes, most: int) -> Sequence[_M_co]:
+        """The next messages that are complete with *data*, at *most* so many. ValueError ends the connection."""
+
+
+class Client(Generic[_M]):
     """One connection, seen by who answers it: something to compare, and to send to."""
 
-    def __init__(self, connection: socket.socket, now: float) -> None:
+    def __init__(self, connection: socket.socket, framing: Framing[_M], now: float) -> None:
         self.connection = connection
-        self.zmtp = Zmtp()
-        self.messages: deque[list[bytes]] = deque()  # complete, and not given yet
+        self.framing = framing
+        self.messages: deque[_M] = deque()  # complete, and not given yet
         self.unread = bytearray()  # what it has still to be sent
+        self.file: int | None = None  # a descriptor that goes with the first of it
         self.since = now  # when it came
         self.moved_at = now  # when it last read something, or began to have something to read
         self.is_open = True
@@ -41,17 +61,17 @@ class Client:
     @property
     def has_more(self) -> bool:
         """Whether messages of it have come that were not given yet."""
-        return bool(self.messages) or self.zmtp.has_more
+        return bool(self.messages) or self.framing.has_more
 
 
-class Message(NamedTuple):
+class Message(NamedTuple, Generic[_M]):
     """What a client has sent."""
 
-    client: Client
-    frames: Sequence[bytes]
+    client: Client[_M]
+    content: _M
 
 
-class Port:
+class Port(Generic[_M]):
     """Accepts at *listeners*, reads and writes without ever waiting, and gives messages in turns. Owned by one thread,
     which calls `receive` when `fileno` is readable or `has_more` is true. Memory is bounded by the limits above; a
     client that sends garbage, too much or too large loses its connection and nothing else.
@@ -64,16 +84,21 @@ class Port:
         listeners: Sequence[socket.socket],
         clock: Callable[[], float],
         refused: Callable[[str, str], None],
+        framing: Callable[[], Framing[_M]],
         allowed_uids: Collection[int] | None = None,
+        farewell: Callable[[str], bytes] = lambda why: b"",
     ) -> None:
-        """*refused* is told what kind of thing was refused, and what of it."""
+        """*refused* is told what kind of thing was refused, and what of it. *framing* makes that of a new connection,
+        *farewell* what one is sent that is not let in."""
         self._clock = clock
         self._refused = refused
+        self._framing = framing
+        self._farewell = farewell
         self._allowed_uids = {os.geteuid()} if allowed_uids is None else set(allowed_uids)
         self._selector = selectors.EpollSelector()
         self._listeners = list(listeners)
-        self._clients: dict[Client, None] = {}  # in the order of their turns
-        self._gone: list[Client] = []
+        self._clients: dict[Client[_M], None] = {}  # in the order of their turns
+        self._gone: list[Client[_M]] = []
         for listener in listeners:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ, None)
@@ -83,7 +108,7 @@ class Port:
         return self._selector.fileno()
 
     @property
-    def clients(self) -> list[Client]:
+    def clients(self) -> list[Client[_M]]:
         """Connections that are open, in the order of their turns."""
         return list(self._clients)
 
@@ -97,7 +122,7 @@ class Port:
         """Whether messages have been read and not given yet."""
         return any(client.has_more and client.is_reading for client in self._clients)
 
-    def receive(self) -> Iterator[Message]:
+    def receive(self) -> Iterator[Message[_M]]:
         """What has come, a few messages of each client. Whoever answers them does so one by one: a client that does not
         read its answers gets no more than one beyond what it may leave unread."""
         for key, events in self._selector.select(0):
@@ -110,16 +135,28 @@ class Port:
                 if not client.messages or not client.is_reading:
                     break
                 yield Message(client, client.messages.popleft())
-            if client.is_open and not client.messages and client.zmtp.has_more:
+            if client.is_open and not client.messages and client.framing.has_more:
                 self._take_in(client, b"")
             self._watch(client)
 
-    def send(self, client: Client, frames: Sequence[bytes]) -> None:
-        """Answer the client, as soon as it reads; nothing happens if it has gone."""
-        if client.is_open:
-            self._queue(client, message_bytes(frames))
+    def send(self, client: Client[_M], data: bytes, file: int | None = None) -> None:
+        """Send the client these bytes, as soon as it reads; nothing happens if it has gone. A descriptor *file* goes
+        with the first of them, and only where nothing was sent before."""
+        if not client.is_open:
+            return
+        if file is not None:
+            assert not client.unread, "a descriptor would go with other bytes"
+            client.file = file
+        self._queue(client, data)
+        if len(client.unread) > MOST_QUEUED_BYTES:
+            self._refused("unread", f"a client has not read {len(client.unread)} bytes; its connection is closed")
+            self._end(client)
 
-    def take_gone(self) -> list[Client]:
+    def end(self, client: Client[_M]) -> None:
+        """Close this connection; `take_gone` names it."""
+        self._end(client)
+
+    def take_gone(self) -> list[Client[_M]]:
         """Clients whose connection has ended since the last call."""
         gone, self._gone = self._gone, []
         return gone
@@ -154,26 +191,30 @@ class Port:
         except OSError:
             return
         if len(self._clients) >= MOST_CLIENTS:
-            self._refused("clients", f"{MOST_CLIENTS} clients are there already")
-        elif connection.family == socket.AF_UNIX and (uid := _uid(connection)) not in self._allowed_uids:
-            self._refused("uid", f"a client of the user {uid}, who is not allowed in")
+            self._turn_away(connection, "clients", f"{MOST_CLIENTS} clients are there already")
+        elif connection.family == socket.AF_UNIX and (uid := peer(connection).uid) not in self._allowed_uids:
+            self._turn_away(connection, "uid", f"a client of the user {uid}, who is not allowed in")
         else:
             connection.setblocking(False)
             if connection.family != socket.AF_UNIX:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            client = Client(connection, self._clock())
+            client = Client(connection, self._framing(), self._clock())
             self._clients[client] = None
             self._selector.register(connection, selectors.EVENT_READ, client)
-            return
-        connection.close()
 
-    def _move(self, client: Client, events: int) -> None:
+    def _turn_away(self, connection: socket.socket, kind: str, why: str) -> None:
+        self._refused(kind, why)
+        with contextlib.suppress(OSError), connection:
+            connection.setblocking(False)
+            connection.send(self._farewell(why))
+
+    def _move(self, client: Client[_M], events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._write(client)
         if events & selectors.EVENT_READ and client.is_open:
             self._read(client)
 
-    def _read(self, client: Client) -> None:
+    def _read(self, client: Client[_M]) -> None:
         try:
             data = client.connection.recv(PIECE_BYTES)
         except BlockingIOError:
@@ -185,35 +226,35 @@ class Port:
             return
         if not self._take_in(client, data):
             return
-        if client.zmtp.num_held_bytes > len(data) and self._num_held_bytes() > MOST_HELD_BYTES:
+        if client.framing.num_held_bytes > len(data) and self._num_held_bytes() > MOST_HELD_BYTES:
             self._refused(
                 "held", f"messages that are not complete have {MOST_HELD_BYTES} bytes; a connection is closed"
             )
             self._end(client)
             return
-        if client.zmtp.to_send:
-            to_send = bytes(client.zmtp.to_send)
-            client.zmtp.to_send.clear()
+        if client.framing.to_send:
+            to_send = bytes(client.framing.to_send)
+            client.framing.to_send.clear()
             self._queue(client, to_send)
 
-    def _take_in(self, client: Client, data: bytes) -> bool:
+    def _take_in(self, client: Client[_M], data: bytes) -> bool:
         """Whether what has come can be understood; else the connection has ended."""
         try:
-            client.messages += client.zmtp.receive(data, MOST_MESSAGES)
-        except Garbage as error:
+            client.messages += client.framing.receive(data, MOST_MESSAGES)
+        except ValueError as error:
             self._refused("garbage", f"{error}; the connection is closed")
             self._end(client)
         return client.is_open
 
-    def _queue(self, client: Client, data: bytes) -> None:
+    def _queue(self, client: Client[_M], data: bytes) -> None:
         if not client.unread:
             client.moved_at = self._clock()
         client.unread += data
         self._write(client)
 
-    def _write(self, client: Client) -> None:
+    def _write(self, client: Client[_M]) -> None:
         try:
-            num_sent = client.connection.send(client.unread) if client.unread else 0
+            num_sent = self._sent(client)
         except BlockingIOError:
             num_sent = 0
         except OSError:
@@ -224,11 +265,18 @@ class Port:
         del client.unread[:num_sent]
         self._watch(client)
 
-    def _watch(self, client: Client) -> None:
+    def _sent(self, client: Client[_M]) -> int:
+        if client.file is None or not client.unread:
+            return client.connection.send(client.unread) if client.unread else 0
+        num_sent = socket.send_fds(client.connection, [client.unread], [client.file])
+        client.file = None
+        return num_sent
+
+    def _watch(self, client: Client[_M]) -> None:
         """Wait for what can happen next at the connection."""
         if not client.is_open:
             return
-        is_read = client.is_reading and len(client.messages) < MOST_MESSAGES and not client.zmtp.has_more
+        is_read = client.is_reading and len(client.messages) < MOST_MESSAGES and not client.framing.has_more
         events = (selectors.EVENT_READ if is_read else 0) | (selectors.EVENT_WRITE if client.unread else 0)
         known = self._selector.get_map().get(client.connection)
         if known is None and events:
@@ -238,7 +286,7 @@ class Port:
         elif known is not None and known.events != events:
             self._selector.modify(client.connection, events, client)
 
-    def _end(self, client: Client) -> None:
+    def _end(self, client: Client[_M]) -> None:
         if client.is_open:
             client.is_open = False
             client.messages.clear()
@@ -249,7 +297,7 @@ class Port:
             self._gone.append(client)
 
     def _num_held_bytes(self) -> int:
-        return sum(client.zmtp.num_held_bytes for client in self._clients)
+        return sum(client.framing.num_held_bytes for client in self._clients)
 
 
 def listen(url: str) -> socket.socket:
@@ -259,7 +307,7 @@ def listen(url: str) -> socket.socket:
     """
     kind, _, place = url.partition("://")
     if kind == "ipc" and place:
-        return _listen_at_path(place)
+        return listen_at_path(place)
     host, _, number = place.rpartition(":")
     if kind != "tcp" or not host or not number.isdigit():
         raise ValueError(f"{url!r} is no address to listen at; give tcp://127.0.0.1:PORT or ipc:///PATH")
@@ -280,7 +328,9 @@ def is_at(listener: socket.socket, url: str) -> bool:
     return name[0] in addresses and int(number) in (0, name[1])
 
 
-def _listen_at_path(path: str) -> socket.socket:
+def listen_at_path(path: str, mode: int = 0o600) -> socket.socket:
+    """A socket that listens at *path*, by default for this user only. OSError if that cannot be. A socket that a
+    process has left is taken over."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
@@ -296,6 +346,8 @@ def _listen_at_path(path: str) -> socket.socket:
             listener.bind(path)
         finally:
             os.umask(before)
+        if mode != 0o600:
+            os.chmod(path, mode)
         listener.listen(64)
     except BaseException:
         listener.close()
@@ -307,8 +359,14 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def _uid(connection: socket.socket) -> int:
-    """The user of the process at the other end."""
+class Peer(NamedTuple):
+    """Who has connected to a Unix socket."""
+
+    pid: int
+    uid: int
+
+
+def peer(connection: socket.socket) -> Peer:
+    """The process at the other end, as the kernel knows it."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    uid: int = struct.unpack("3i", credentials)[1]
-    return uid
+    return Peer(*struct.unpack("3i", credentials)[:2])

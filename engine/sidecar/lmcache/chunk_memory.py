@@ -9,9 +9,8 @@ from kvtier.transfer.segment import Segment
 
 
 class ChunkMemory:
-    """See `HostMemory`. The segment is cut into extents of equal size, and each extent can be cut into slots of this
-    memory: they begin at page boundaries, and slot numbers go on from extent to extent. Which extents really are this
-    memory's is not known here (`Extents`)."""
+    """See `SlotMemory`. Each extent can be cut into slots of this memory: they begin at page boundaries, and slot
+    numbers go on from extent to extent."""
 
     num_copiers = 1
 
@@ -43,6 +42,9 @@ class ChunkMemory:
         first = extent * self.slots_per_extent
         return np.arange(first, first + self.slots_per_extent)
 
+    def extent_of_each(self, slots: Ids) -> Ids:
+        return slots // self.slots_per_extent
+
     def extents_of(self, slots: Ids) -> list[int]:
         """The extents that these slots are in, each once."""
-        return [int(extent) for extent in np.unique(slots // self.slots_per_extent)]
+        return [int(extent) for extent in np.unique(self.extent_of_each(slots))]

@@ -1,0 +1,1 @@
+"""What kvtier's own engine pays and gets, attached to a sidecar."""

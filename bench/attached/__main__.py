@@ -1,0 +1,42 @@
+"""What does kvtier's own engine pay and get, attached to a sidecar, and what becomes of either when the other dies?
+
+All of it takes some fifteen minutes; name questions to have their answers only.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from bench.attached.crowd import crowd_rows
+from bench.attached.kills import engine_kill_rows, sidecar_kill_rows
+from bench.attached.lookup import lookup_rows
+from bench.attached.reuse import reuse_rows
+from bench.report import Row, arguments, publish
+
+QUESTIONS: Mapping[str, Callable[[Path], list[Row]]] = {
+    "lookup": lookup_rows,
+    "reuse": reuse_rows,
+    "crowd": crowd_rows,
+    "engine_kills": engine_kill_rows,
+    "sidecar_kills": sidecar_kill_rows,
+}
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = arguments(__doc__ or "")
+    parser.add_argument("questions", nargs="*", metavar="QUESTION", help=f"of {', '.join(QUESTIONS)}; all by default")
+    options = parser.parse_args()
+    unknown = set(options.questions) - set(QUESTIONS)
+    if unknown:
+        parser.error(f"{', '.join(sorted(unknown))}: use {', '.join(QUESTIONS)}")
+    rows: list[Row] = []
+    for name, question in QUESTIONS.items():
+        if not options.questions or name in options.questions:
+            with tempfile.TemporaryDirectory() as folder:
+                rows += question(Path(folder))
+    publish("attached", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

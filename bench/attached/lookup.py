@@ -1,0 +1,101 @@
+"""How long does a look-up of 8,192 blocks take, beside the same tiers in this process?"""
+
+import random
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+
+from bench.attached.client import BLOCK_TOKENS, GROUPS, Client
+from bench.attached.sidecar_process import sidecar_process
+from bench.report import Row
+from kvtier.store.record import digest
+from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.device.runs import Row as BlockRow
+from kvtier.tiers.lower.local_tiers import lower_tiers
+from kvtier.tiers.lower.lower_tiers import LowerTiers
+from kvtier.tiers.naming.block_hash import BlockChain
+from kvtier.transfer.block_memory import CpuMemory
+from kvtier.transfer.lane import Finished, InlineLane
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+NUM_BLOCKS = 8192
+NUM_DOCUMENTS = 4
+BLOCK_BYTES = 4096
+NUM_ROUNDS = 400
+PART = 128  # blocks that a device pool copies down at a time
+
+
+def lookup_rows(folder: Path) -> list[Row]:
+    """Alternately, of documents that are in host memory, and of prompts of which nothing is anywhere."""
+    with sidecar_process(folder, host="512MiB", disk=None) as sidecar:
+        client = Client(sidecar.socket, BLOCK_BYTES)
+        try:
+            return _rows(client)
+        finally:
+            client.close()
+
+
+def _rows(client: Client) -> list[Row]:
+    chains = [client.chain(document, NUM_BLOCKS) for document in range(NUM_DOCUMENTS)]
+    for document in range(NUM_DOCUMENTS):
+        client.write(document, NUM_BLOCKS)
+    client.wait(lambda: all(client.lookup(chain) == NUM_BLOCKS for chain in chains))
+    caches = {"sidecar": _cache(client.tiers), "in this process": _cache(_local(client, chains))}
+    rows = []
+    for kind, asked in (("hits", chains), ("misses", [client.chain(100 + i, NUM_BLOCKS) for i in range(4)])):
+        took = _alternate(caches, asked, NUM_BLOCKS if kind == "hits" else 0)
+        there, here = took["sidecar"], took["in this process"]
+        p50, p99 = statistics.median(there), statistics.quantiles(there, n=100)[-1]
+        ratio = p50 / statistics.median(here)
+        name = f"look-up of 8,192 names, {kind}"
+        rows += [
+            Row(f"{name}: p50", 1e3 * p50, "ms", "<= 4", p50 <= 0.004),
+            Row(f"{name}: p99", 1e3 * p99, "ms", "<= 8", p99 <= 0.008),
+            Row(f"{name}: of the same in this process", ratio, "", "<= 2", ratio <= 2)
+            if kind == "hits"
+            else Row(f"{name}: of the same in this process", ratio, ""),
+        ]
+    return rows
+
+
+def _alternate(caches: dict[str, TieredCache], chains: list[BlockChain], expected: int) -> dict[str, list[float]]:
+    rng, took = random.Random(1), {name: list[float]() for name in caches}
+    for _ in range(NUM_ROUNDS):
+        chain = rng.choice(chains)
+        for name in rng.sample(list(caches), len(caches)):
+            began_at = time.perf_counter()
+            hit = caches[name].lookup(chain, NUM_BLOCKS * BLOCK_TOKENS + 1)
+            took[name].append(time.perf_counter() - began_at)
+            assert hit.num_tokens == expected * BLOCK_TOKENS, f"{hit.num_tokens} tokens were found"
+    return took
+
+
+def _cache(lower: LowerTiers) -> TieredCache:
+    memory = CpuMemory(np.zeros((64, BLOCK_BYTES), np.uint8), 0)
+    return TieredCache(GROUPS, [memory], _transfers(), lower)
+
+
+def _transfers() -> TransferEngine:
+    finished = Finished()
+    return TransferEngine({route: InlineLane(finished) for route in Route}, finished)
+
+
+def _local(client: Client, chains: list[BlockChain]) -> LowerTiers:
+    """The same documents in host memory of this process, copied down as a device pool does."""
+    memory = CpuMemory(np.zeros((1, BLOCK_BYTES), np.uint8), NUM_DOCUMENTS * NUM_BLOCKS)
+    tiers = lower_tiers(GROUPS, [memory], _transfers())
+    for chain in chains:
+        names = chain.names[::-1]
+        for start in range(0, len(names), PART):
+            part = list(names[start : start + PART])
+            slots = tiers.reserve(0, len(part))
+            digests = []
+            for name, slot in zip(part, slots, strict=True):
+                block = memory.host_block(slot)
+                block[:] = client.content(name).data
+                digests.append(digest(block))
+            row = BlockRow(0, len(part), part, names[start + PART] if start + PART < len(names) else None)
+            tiers.publish(0, np.array(slots, np.intp), [row], digests, np.zeros(len(part), np.uint64))
+    return tiers

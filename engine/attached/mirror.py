@@ -1,0 +1,146 @@
+"""Mirror: what an engine knows of where blocks are in its sidecar."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kvtier.tiers.device.slot_ids import ABSENT, Ids
+from kvtier.tiers.device.slot_index import SlotIndex
+from kvtier.tiers.lower.disk_index import DiskIndex
+from kvtier.tiers.lower.lower_tiers import ON_DISK, Lost, Places
+from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.events import BlockRemoved, BlockStored, EventLog
+from kvtier.tiers.naming.tier import Tier
+
+NAMES_AT_ONCE = 4096  # that are told to have gone in one call, after the sidecar has
+
+
+class Mirror:
+    """The sidecar's index as it was when it last said something, in the order in which it said so.
+
+    A block that is found here was there some moment ago; when it leaves the last tier, `take_lost` says so, always
+    after the last `find` that found it. Owned by the tiers' thread.
+    """
+
+    def __init__(self, block_sizes: Sequence[int], events: EventLog | None) -> None:
+        """*block_sizes* by group, in tokens."""
+        self.num_changes = 0
+        self._block_sizes = block_sizes
+        self._events = events
+        self._hosts: list[SlotIndex] = [SlotIndex(0) for _ in block_sizes]  # [group]
+        self._disk = DiskIndex()
+        self._disk.finish_loading()  # it is told of what comes, and reads no pages
+        self._lost: list[Lost] = []
+        self._past: deque[tuple[int, Iterator[list[BlockName]]]] = deque()  # of host memory, to be told
+
+    def begin(self, num_slots: Sequence[int]) -> None:
+        """Know nothing: a sidecar with so many host slots by group will tell of its blocks."""
+        self._hosts = [SlotIndex(num) for num in num_slots]
+        self.num_changes += 1
+
+    def find(self, group_id: int, names: Sequence[BlockName], is_readable: bool) -> Places:
+        """See `LowerTiers.find`. What is on disk only is not found while that is not readable."""
+        places = np.array(self._hosts[group_id].get_all(names, ABSENT), np.int32)
+        absent = np.flatnonzero(places == ABSENT)
+        if len(absent) and is_readable:
+            places[absent[self._disk.are_held(group_id, _picked(names, absent))]] = ON_DISK
+        return places
+
+    def find_run(self, group_id: int, names: Sequence[BlockName], is_readable: bool) -> Places:
+        """See `LowerTiers.find_run`; the same holds for the disk."""
+        places = np.array(self._hosts[group_id].get_all(names, ABSENT), np.int32)
+        absent = np.flatnonzero(places == ABSENT)
+        if not len(absent):
+            return places
+        num_held = self._disk.num_held(group_id, _picked(names, absent)) if is_readable else 0
+        places[absent[:num_held]] = ON_DISK
+        return places if num_held == len(absent) else places[: int(absent[num_held])]
+
+    def on_in_host(self, group_id: int, names: Sequence[BlockName], slots: Sequence[int]) -> None:
+        """Take in that these blocks are in these host slots."""
+        host = self._hosts[group_id]
+        places = host.get_all(names, ABSENT)
+        host.remove_all([name for name, place in zip(names, places, strict=True) if place != ABSENT])
+        host.give_all(names, slots)
+        self._tell(BlockStored(Tier.HOST, group_id, names, self._block_sizes[group_id]))
+
+    def on_left_host(self, group_id: int, names: Sequence[BlockName]) -> None:
+        """Take in that these blocks are not in host memory any more."""
+        host = self._hosts[group_id]
+        there = [name for name, slot in zip(names, host.get_all(names, ABSENT), strict=True) if slot != ABSENT]
+        host.remove_all(there)
+        is_on_disk = self._disk.are_held(group_id, there)
+        self._lose(
+            group_id, [name for name, is_there in zip(there, is_on_disk, strict=True) if not is_there], Tier.HOST
+        )
+        self._tell(BlockRemoved(Tier.HOST, group_id, there))
+
+    def on_disk(self, group_id: int, names: Sequence[BlockName]) -> None:
+        """Take in that these blocks are on disk."""
+        self._disk.add(group_id, names)
+        self._tell(BlockStored(Tier.DISK, group_id, names, self._block_sizes[group_id]))
+
+    def on_left_disk(self, group_id: int, names: Sequence[BlockName]) -> None:
+        """Take in that these blocks are not on disk any more."""
+        there = [name for name in names if self._disk.remove(group_id, name)]
+        in_host = self._hosts[group_id].get_all(there, ABSENT)
+        self._lose(group_id, [name for name, slot in zip(there, in_host, strict=True) if slot == ABSENT], Tier.DISK)
+        self._tell(BlockRemoved(Tier.DISK, group_id, there))
+
+    def end(self) -> None:
+        """Know nothing any more: the sidecar has gone. `go_on` tells of it, some names at a time."""
+        for group_id, host in enumerate(self._hosts):
+            self._past.append((group_id, _pages(host)))
+        self._hosts = [SlotIndex(0) for _ in self._hosts]
+        self._disk.begin_again()
+        self._disk.finish_loading()
+        self._lost.clear()
+        self.num_changes += 1
+
+    def go_on(self) -> None:
+        """Tell of some blocks that went with a sidecar."""
+        if self._past:
+            group_id, pages = self._past[0]
+            page = next(pages, None)
+            if page is None:
+                self._past.popleft()
+            else:
+                self._tell(BlockRemoved(Tier.HOST, group_id, self._unknown(group_id, page, Tier.HOST)))
+        elif (forgotten := self._disk.forget_some()) is not None:
+            group_id, names = forgotten
+            self._tell(BlockRemoved(Tier.DISK, group_id, self._unknown(group_id, names, Tier.DISK)))
+
+    def take_lost(self) -> Sequence[Lost]:
+        """See `LowerTiers.take_lost`."""
+        if not self._lost:
+            return ()
+        lost, self._lost = self._lost, []
+        return lost
+
+    def _unknown(self, group_id: int, names: Sequence[BlockName], tier: Tier) -> list[BlockName]:
+        """Those that another sidecar has not told of meanwhile."""
+        if tier is Tier.HOST:
+            is_there = [slot != ABSENT for slot in self._hosts[group_id].get_all(names, ABSENT)]
+        else:
+            is_there = self._disk.are_held(group_id, names).tolist()
+        return [name for name, is_known in zip(names, is_there, strict=True) if not is_known]
+
+    def _lose(self, group_id: int, names: Sequence[BlockName], tier: Tier) -> None:
+        if names:
+            self._lost.append(Lost(group_id, names, tier))
+
+    def _tell(self, event: BlockStored | BlockRemoved) -> None:
+        self.num_changes += 1
+        if self._events is not None and event.names:
+            self._events.append(event)
+
+
+def _pages(host: SlotIndex) -> Iterator[list[BlockName]]:
+    names = [name for name, _ in host.items()]
+    for start in range(0, len(names), NAMES_AT_ONCE):
+        yield names[start : start + NAMES_AT_ONCE]
+
+
+def _picked(names: Sequence[BlockName], places: Ids) -> Sequence[BlockName]:
+    return names if len(places) == len(names) else [names[i] for i in places.tolist()]

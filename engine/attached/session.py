@@ -1,0 +1,133 @@
+"""Session: one connection of an engine to its sidecar."""
+
+import contextlib
+import errno
+import os
+import select
+import socket
+from collections.abc import Sequence
+
+from kvtier.engine.attached.wire import (
+    VERSION,
+    Frames,
+    FromEngine,
+    FromSidecar,
+    Hello,
+    Malformed,
+    Refused,
+    Welcome,
+    frame_of,
+    message_of_sidecar,
+)
+
+ANSWER_S = 5.0  # for which the answer to `Hello` is waited for: the sidecar's thread never waits itself
+PIECE_BYTES = 256 << 10
+MOST_PIECES = 16  # that are read in one call: the rest in the next
+
+
+class AttachRefused(ValueError):
+    """The sidecar does not take this engine; the message says why, and what to do."""
+
+
+class Session:
+    """Sends and receives without waiting. The sidecar's segment is `file` until the session is closed. Owned by one
+    thread; only `wait_readable` may be called by another."""
+
+    def __init__(
+        self, connection: socket.socket, frames: Frames, welcome: Welcome, file: int, come: Sequence[FromSidecar]
+    ) -> None:
+        """Made by `open_session`. *come*: what came with the welcome."""
+        self.welcome = welcome
+        self.file = file
+        self.is_open = True
+        self._connection = connection
+        self._frames = frames
+        self._unsent = bytearray()
+        self._come = list(come)
+
+    def send(self, message: FromEngine) -> None:
+        """Send the message as soon as the sidecar reads; nothing happens if it has gone."""
+        if self.is_open:
+            self._unsent += frame_of(message)
+            self.flush()
+
+    def flush(self) -> None:
+        """Go on with sending."""
+        while self._unsent and self.is_open:
+            try:
+                num_sent = self._connection.send(self._unsent, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:  # what it had said is still to be read
+                self._unsent.clear()
+                return
+            del self._unsent[:num_sent]
+
+    def receive(self) -> Sequence[FromSidecar]:
+        """What has come since the last call; none, and `is_open` is false, once the sidecar has gone."""
+        messages, self._come = self._come, []
+        for _ in range(MOST_PIECES if self.is_open else 0):
+            try:
+                data = self._connection.recv(PIECE_BYTES, socket.MSG_DONTWAIT)
+                if not data:
+                    self.is_open = False
+                    break
+                messages += map(message_of_sidecar, self._frames.receive(data))
+            except BlockingIOError:
+                break
+            except (OSError, Malformed):
+                self.is_open = False
+                break
+        return messages
+
+    def wait_readable(self, timeout_s: float) -> None:
+        """Wait until something has come, or the session has ended; *timeout_s* at most."""
+        with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+            waiting = select.poll()
+            waiting.register(self._connection, select.POLLIN)
+            waiting.poll(timeout_s * 1000)
+
+    def close(self) -> None:
+        """End the connection, and with it all that the engine leases."""
+        self.is_open = False
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+
+def open_session(path: str, hello: Hello, timeout_s: float = ANSWER_S) -> Session:
+    """Attach at the Unix socket *path*. OSError if nothing answers there within *timeout_s*, `AttachRefused` if the
+    sidecar does not take the engine."""
+    frames, payloads, files = Frames(), list[bytes](), list[int]()
+    with contextlib.ExitStack() as undo:
+        connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        undo.callback(_close_all, files)
+        connection.settimeout(timeout_s)
+        connection.connect(path)
+        connection.sendall(frame_of(hello))
+        try:
+            while not payloads:
+                data, found, _, _ = socket.recv_fds(connection, PIECE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+                files += found
+                if not data:
+                    raise ConnectionAbortedError(errno.ECONNABORTED, "it closed the connection before it answered")
+                payloads = frames.receive(data)
+            answer, *rest = map(message_of_sidecar, payloads)
+        except Malformed as error:
+            raise AttachRefused(f"what listens at {path} is no sidecar: {error}") from None
+        if isinstance(answer, Refused):
+            raise AttachRefused(answer.why)
+        if not isinstance(answer, Welcome) or answer.version != VERSION or len(files) != 1:
+            raise AttachRefused(f"the sidecar at {path} is of another version; install the same kvtier on both sides")
+        connection.settimeout(None)
+        undo.pop_all()
+        return Session(connection, frames, answer, files[0], rest)
+    raise AssertionError("an exit stack swallows nothing")
+
+
+def _close_all(files: Sequence[int]) -> None:
+    for file in files:
+        os.close(file)

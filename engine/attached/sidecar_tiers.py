@@ -1,0 +1,426 @@
+"""SidecarTiers: the tiers below the device in a process of their own, which outlives the engine."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvtier.engine.attached.attached_fetch import AttachedFetch
+from kvtier.engine.attached.attachment import AttachableMemory, Attachment
+from kvtier.engine.attached.mirror import Mirror
+from kvtier.engine.attached.session import Session
+from kvtier.engine.attached.silence import Silence
+from kvtier.engine.attached.slot_stock import SlotStock
+from kvtier.engine.attached.wire import (
+    Abandon,
+    Chain,
+    Clear,
+    Cleared,
+    Fetch,
+    Fetched,
+    Forget,
+    FromEngine,
+    FromSidecar,
+    InHost,
+    LeftDisk,
+    LeftHost,
+    Malformed,
+    OnDisk,
+    Ping,
+    Publish,
+    Refresh,
+    Release,
+    Reserve,
+    Reserved,
+    State,
+    TimeOut,
+    Told,
+    digests_in,
+    joined,
+    names_in,
+    numbers_in,
+    owners_in,
+    packed,
+    starts_of,
+)
+from kvtier.tiers.device.runs import Row
+from kvtier.tiers.device.slot_ids import Ids
+from kvtier.tiers.lower.lower_tiers import NOWHERE, Lost, LowerStatistics, OnFetched, Places, SpillProgress
+from kvtier.tiers.lower.statistics import TierStatistics
+from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.events import EventLog
+from kvtier.tiers.naming.groups import AttentionGroup
+from kvtier.tiers.naming.named_blocks import NamedBlocks
+from kvtier.tiers.naming.tenant import OwnerNumbers
+from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.transfer.lane import Lane, Transfer
+from kvtier.transfer.lane_speed import LaneSpeed
+from kvtier.transfer.transfer_engine import TransferEngine
+
+TAKING_IN_S = 0.001  # of a poll, for what the sidecar tells: the rest waits for the next
+WAKE_S = 0.25  # for which a wait for the sidecar's answer lasts at most; then it is begun anew
+CLEAR_S = 5.0
+MOST_SLOTS = (1 << 31) - 1  # a slot's number has 31 bits; only the sidecar knows how many there are
+NO_STATE = State(True, True, False, None, 0, {}, None, [])
+NOTHING_THERE = LowerStatistics({Tier.HOST: TierStatistics()})
+
+
+class SidecarTiers:
+    """See `LowerTiers`. What is found is what the sidecar has told (`Mirror`); what is asked is answered in later
+    polls, and never raises. Owned by the engine's thread.
+
+    Without a sidecar, nothing is found and nothing taken. One that has gone leaves its memory mapped here until all
+    that was leased of it has been let go, as copies may be under way; then the next one is attached to. One that is
+    silent is left alone until it says something, and what was asked of it has failed.
+    """
+
+    def __init__(
+        self,
+        attachment: Attachment[Any],
+        groups: Sequence[AttentionGroup],
+        memories: Sequence[AttachableMemory[Any]],
+        transfers: TransferEngine,
+        answers: Lane,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        events: EventLog | None = None,
+    ) -> None:
+        """Takes over the *attachment*, of the same *memories*, and the lane *answers*, on which the sidecar's answers
+        are waited for, so that `transfers.poll` ends when one has come."""
+        self.num_attached = 0  # how often a sidecar was attached to
+        self._attachment = attachment
+        self._groups = groups
+        self._memories = memories
+        self._transfers = transfers
+        self._answers = answers
+        self._clock = clock
+        self._mirror = Mirror([group.block_size for group in groups], events)
+        self._session: Session | None = None
+        self._silence = Silence(lambda: self._send(Ping()), clock)
+        self._was_lost = False
+        self._stocks = [SlotStock(0, lambda num: None, clock) for _ in groups]
+        self._fetches: dict[int, AttachedFetch] = {}  # of this session that are not over
+        self._left: set[AttachedFetch] = set()  # of the session before, that still lease
+        self._next_number = 0
+        self._dead: list[AttachedFetch] = []  # asked without a sidecar, and not told so yet
+        self._come: list[FromSidecar] = []  # heard, and not taken in yet
+        self._is_detaching = False
+        self._is_told = False
+        self._is_cleared = False
+        self._is_waking = False
+        self._state = NO_STATE
+        self._read_speed = LaneSpeed()
+        self._num_published = 0
+        self._epoch = 0
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether a sidecar is there and answers."""
+        return self._session is not None and not self._silence.is_lost
+
+    @property
+    def num_slots(self) -> Sequence[int]:
+        # A sidecar may come at any time, and the next one may have more or less.
+        return [1 for _ in self._groups]
+
+    @property
+    def num_changes(self) -> int:
+        return self._mirror.num_changes
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @property
+    def is_indexed(self) -> bool:
+        return self._session is not None and self._is_told and self._state.is_indexed
+
+    @property
+    def is_readable(self) -> bool:
+        return self.is_attached and self._state.is_readable
+
+    @property
+    def is_making_room(self) -> bool:
+        return self.is_attached and self._state.is_making_room
+
+    def find(self, group_id: int, names: Sequence[BlockName]) -> Places:
+        if not self.is_attached:
+            return np.full(len(names), NOWHERE, np.int32)
+        return self._mirror.find(group_id, names, self._state.is_readable)
+
+    def find_run(self, group_id: int, names: Sequence[BlockName]) -> Places:
+        if not self.is_attached:
+            return np.empty(0, np.int32)
+        return self._mirror.find_run(group_id, names, self._state.is_readable)
+
+    def fetch(
+        self,
+        group_id: int,
+        blocks: NamedBlocks,
+        on_fetched: OnFetched,
+        found: Places | None = None,
+    ) -> AttachedFetch:
+        return self._fetch(group_id, blocks, on_fetched, is_for_later=False)
+
+    def fetch_later(self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched) -> AttachedFetch:
+        return self._fetch(group_id, blocks, on_fetched, is_for_later=True)
+
+    def reserve(self, group_id: int, num_slots: int) -> list[int]:
+        if not self.is_attached or num_slots <= 0:
+            return []
+        slots = self._stocks[group_id].take(num_slots)
+        self._wake_when_heard()
+        return slots
+
+    def publish(
+        self, group_id: int, slots: Ids, rows: Sequence[Row], digests: Sequence[bytes], owners: OwnerNumbers
+    ) -> None:
+        self._stocks[group_id].end_loan(slots)
+        self._num_published += len(slots)
+        names = [name for row in rows for name in row.names]
+        chains = [Chain(row.start, row.end, row.parent) for row in rows]
+        numbers = np.asarray(owners, "<u8").tobytes()
+        self._send(Publish(group_id, packed(slots), joined(names), chains, b"".join(digests), numbers))
+
+    def abandon(self, group_id: int, slots: Ids) -> None:
+        self._stocks[group_id].end_loan(slots)
+        self._send(Abandon(group_id, packed(slots)))
+
+    def refresh(self, group_id: int, names: Sequence[BlockName], were_read: Sequence[bool]) -> None:
+        self._send(Refresh(group_id, joined(names), bytes(were_read)))
+
+    def evict_last(self, group_id: int, places: Places) -> None:
+        """Nothing: by the time the sidecar heard of it other blocks could be in these slots."""
+
+    def forget(self, group_id: int, names: Sequence[BlockName]) -> None:
+        self._send(Forget(group_id, joined(names)))
+
+    def clear(self) -> bool:
+        """See `LowerTiers.clear`. The sidecar forgets every block of this namespace, for all engines that share it."""
+        self._take_in(float("inf"))
+        if not self.is_attached or any(stock.lent for stock in self._stocks) or self._is_any_waiting():
+            return False
+        for fetch in list(self._fetches.values()):
+            fetch.release(range(len(fetch.slots)))
+        self._is_cleared = False
+        self._send(Clear())
+        give_up_at = time.monotonic() + CLEAR_S
+        while not self._is_cleared and self._session is not None and time.monotonic() < give_up_at:
+            self._session.flush()
+            self._session.wait_readable(WAKE_S)
+            self._take_in(float("inf"))
+        self._mirror.take_lost()
+        return self._is_cleared
+
+    def spill(self) -> None:
+        """Nothing: the sidecar writes to its disk by itself."""
+
+    def make_room(self) -> None:
+        """Nothing: the sidecar makes room by itself."""
+
+    def poll(self) -> None:
+        self._attach()
+        if self._session is not None:
+            self._session.flush()
+        self._take_in(self._clock() + TAKING_IN_S)
+        self._silence.look(self._session is not None and self._is_any_waiting())
+        if self._silence.is_lost and not self._was_lost:
+            self._was_lost = True
+            self._fail_waiting(Reason.DEADLINE)
+        for group_id, stock in enumerate(self._stocks):
+            if slots := stock.take_idle():
+                self._send(Abandon(group_id, packed(slots)))
+        self._mirror.go_on()
+        dead, self._dead = self._dead, []
+        for fetch in dead:
+            fetch.fail(Reason.FAILED)
+        self._wake_when_heard()
+
+    def take_lost(self) -> Sequence[Lost]:
+        return self._mirror.take_lost()
+
+    def read_speed(self) -> LaneSpeed:
+        return self._read_speed
+
+    def queued_read_bytes(self) -> int:
+        return self._state.queued_read_bytes if self.is_attached else 0
+
+    def spill_progress(self) -> SpillProgress:
+        """See `LowerTiers.spill_progress`. The sidecar's host memory outlives this process, and so is target enough."""
+        return SpillProgress(has_target=True, is_possible=self.is_attached, num_done=self._num_published)
+
+    def statistics(self) -> LowerStatistics:
+        if self._session is None or not self._state.tiers:
+            return NOTHING_THERE
+        state = self._state
+        return LowerStatistics(state.tiers, state.disk, None, dict(state.host_tenants))
+
+    def check(self) -> None:
+        for number, fetch in self._fetches.items():
+            assert number == fetch.number, "a fetch under another one's number"
+            assert not fetch.is_over, "a fetch that is over is kept"
+        assert self._session is None or not self._is_detaching, "attached before the sidecar before was let go"
+
+    def close(self) -> None:
+        """End the session: what is leased or reserved is the sidecar's again."""
+        if self._session is not None:
+            self._session.close()
+        self._attachment.close()
+        self._answers.close()
+
+    def _fetch(self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched, is_for_later: bool) -> AttachedFetch:
+        number, self._next_number = self._next_number, self._next_number + 1
+        fetch = AttachedFetch(number, group_id, len(blocks.names), on_fetched, self._on_released, self._on_late)
+        if not self.is_attached:
+            self._dead.append(fetch)
+        elif len(blocks.names):
+            self._fetches[number] = fetch
+            starts = starts_of(blocks.names, blocks.parents)
+            self._send(Fetch(number, group_id, joined(blocks.names), starts, blocks.tenant, is_for_later))
+            self._wake_when_heard()
+        return fetch
+
+    def _on_released(self, fetch: AttachedFetch, places: Ids) -> None:
+        if fetch.number in self._fetches:
+            self._send(Release(fetch.number, packed(places)))
+            if fetch.is_over:
+                del self._fetches[fetch.number]
+        elif fetch.is_over:
+            self._left.discard(fetch)
+
+    def _on_late(self, fetch: AttachedFetch) -> None:
+        self._send(TimeOut(fetch.number))
+
+    def _send(self, message: FromEngine) -> None:
+        if self._session is not None:
+            self._session.send(message)
+
+    def _is_any_waiting(self) -> bool:
+        """Whether the sidecar is to answer something."""
+        return any(fetch.is_waiting for fetch in self._fetches.values()) or any(s.is_waiting for s in self._stocks)
+
+    def _wake_when_heard(self) -> None:
+        """Have the owner's wait for copies end when the sidecar says something, while an answer is waited for."""
+        session = self._session
+        if self._is_waking or session is None or not self._is_any_waiting():
+            return
+
+        def on_heard(transfer: Transfer) -> None:
+            self._is_waking = False
+
+        self._is_waking = self._transfers.watch(self._answers, lambda: session.wait_readable(WAKE_S), on_heard)
+
+    def _attach(self) -> None:
+        """Attach to a sidecar that is ready, once the one before has been let go."""
+        if self._is_detaching and not self._left and not any(stock.lent for stock in self._stocks):
+            for memory in self._memories:
+                memory.detach()
+            self._is_detaching = False
+            self._attachment.attach_again()
+        if self._session is not None or self._is_detaching or (ready := self._attachment.take()) is None:
+            return
+        for memory, host in zip(self._memories, ready.hosts, strict=True):
+            memory.attach(host)
+        self._session = ready.session
+        num_slots = [ready.session.welcome.num_bytes // memory.block_bytes for memory in self._memories]
+        self._stocks = [self._stock(group_id, num) for group_id, num in enumerate(num_slots)]
+        self._mirror.begin(num_slots)
+        self._silence.on_heard()
+        self._was_lost = False
+        self._is_told = False
+        self._state = NO_STATE
+        self.num_attached += 1
+
+    def _stock(self, group_id: int, num_slots: int) -> SlotStock:
+        return SlotStock(num_slots, lambda num: self._send(Reserve(group_id, num)), self._clock)
+
+    def _take_in(self, until: float) -> None:
+        """Take in what the sidecar has said, one message at least; the rest stays if it is later than *until*."""
+        session = self._session
+        if session is None:
+            return
+        heard = session.receive()
+        if heard:
+            self._silence.on_heard()
+            self._was_lost = False
+        self._come += heard
+        num_taken = 0
+        try:
+            for message in self._come:
+                num_taken += 1
+                self._on_message(message)
+                if self._clock() > until:
+                    break
+        except (Malformed, KeyError, IndexError):  # not what a sidecar of this version says
+            session.close()
+        del self._come[:num_taken]
+        if not session.is_open and not self._come:
+            self._detach(session)
+
+    def _on_message(self, message: FromSidecar) -> None:
+        match message:
+            case InHost():
+                names = names_in(message.names)
+                self._mirror.on_in_host(message.group, names, numbers_in(message.slots, MOST_SLOTS).tolist())
+            case LeftHost():
+                self._mirror.on_left_host(message.group, names_in(message.names))
+            case OnDisk():
+                self._mirror.on_disk(message.group, names_in(message.names))
+            case LeftDisk():
+                self._mirror.on_left_disk(message.group, names_in(message.names))
+            case Told():
+                self._is_told = True
+                self._epoch += 1  # what the device has a copy of below is known from now on
+            case Fetched():
+                self._on_fetched(message)
+            case Reserved():
+                slots = numbers_in(message.slots, MOST_SLOTS).tolist()
+                self._stocks[message.group].on_reserved(message.num_asked, slots)
+            case State():
+                self._state = message
+                if message.read_bytes_per_s is not None:
+                    self._read_speed.take_over(message.read_bytes_per_s, self._clock())
+            case Cleared():
+                self._is_cleared = True
+            case _:  # that it lives
+                pass
+
+    def _on_fetched(self, message: Fetched) -> None:
+        fetch = self._fetches.get(message.number)
+        if fetch is None:  # released meanwhile, and the sidecar has been told so
+            return
+        places = numbers_in(message.places, len(fetch.slots))
+        slots, owners = numbers_in(message.slots, MOST_SLOTS), owners_in(message.owners, len(places))
+        if not len(places) == len(slots) == len(digests_in(message.digests, len(places))):
+            raise Malformed("blocks without slots")
+        fetch.on_come(places, slots, message.digests, owners)
+        for place, reason in message.failures:
+            fetch.on_failed(place, reason)
+        if fetch.is_over:
+            self._fetches.pop(fetch.number, None)
+
+    def _fail_waiting(self, reason: Reason) -> None:
+        """Give up all that was asked and has not been answered."""
+        for fetch in list(self._fetches.values()):
+            if len(places := fetch.waiting_places()):
+                self._send(Release(fetch.number, packed(places)))
+                fetch.fail(reason)
+            if fetch.is_over:
+                self._fetches.pop(fetch.number, None)
+
+    def _detach(self, session: Session) -> None:
+        """Take in that the sidecar has gone. What was leased stays mapped until it is let go."""
+        session.close()
+        self._session = None
+        self._is_detaching = True
+        self._is_told = False
+        self._mirror.end()
+        self._epoch += 1
+        fetches = list(self._fetches.values())
+        self._fetches.clear()
+        self._left.update(fetch for fetch in fetches if fetch.num_leased)
+        for stock in self._stocks:
+            stock.take_ready()
+        for fetch in fetches:
+            fetch.fail(Reason.FAILED)

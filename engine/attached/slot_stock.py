@@ -1,0 +1,64 @@
+"""SlotStock: host slots that a sidecar has reserved for an engine, before it copies blocks into them."""
+
+from collections.abc import Callable, Sequence
+
+from kvtier.tiers.device.slot_ids import Ids
+
+IDLE_S = 0.5  # after which slots that were not used go back: others may need them
+MOST_PART = 16  # of all slots, the part of them that is kept ready beyond what was asked for
+
+
+class SlotStock:
+    """One group's slots: those that lie ready, and those lent to the caller, who fills them or gives them back.
+
+    A sidecar's answer takes a moment, so a caller gets what lies ready, and as much as it lacked is asked for; where
+    there is room, as much again as it takes each time is kept ready. Owned by the tiers' thread.
+    """
+
+    def __init__(self, num_slots: int, ask: Callable[[int], None], clock: Callable[[], float]) -> None:
+        """*num_slots* that the sidecar may have; *ask* is called with how many slots are to be reserved."""
+        self.lent: set[int] = set()
+        self._most_ahead = num_slots // MOST_PART
+        self._ask = ask
+        self._clock = clock
+        self._ready: list[int] = []
+        self._num_asked = 0  # slots for which no answer has come
+        self._used_at = clock()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether an answer has still to come."""
+        return self._num_asked > 0
+
+    def take(self, num_slots: int) -> list[int]:
+        """Lend up to so many slots."""
+        self._used_at = self._clock()
+        taken, self._ready = self._ready[:num_slots], self._ready[num_slots:]
+        self.lent.update(taken)
+        wanted = num_slots - len(taken) + min(num_slots, self._most_ahead) - len(self._ready)
+        if wanted > self._num_asked:
+            self._ask(wanted - self._num_asked)
+            self._num_asked = wanted
+        return taken
+
+    def on_reserved(self, num_asked: int, slots: Sequence[int]) -> None:
+        """Take in the answer to a question for *num_asked* slots."""
+        self._num_asked -= num_asked
+        self._ready += slots
+
+    def end_loan(self, slots: Ids) -> None:
+        """These slots were filled, or given back."""
+        gone = set(slots.tolist())
+        assert gone <= self.lent, "a slot that was not reserved"
+        self.lent -= gone
+
+    def take_idle(self) -> list[int]:
+        """Take out slots that have lain ready for long, to give them back."""
+        if self._ready and self._clock() - self._used_at > IDLE_S:
+            return self.take_ready()
+        return []
+
+    def take_ready(self) -> list[int]:
+        """Take out all slots that lie ready."""
+        ready, self._ready = self._ready, []
+        return ready

@@ -1,0 +1,1 @@
+"""The door at which kvtier's own engines attach."""

@@ -1,0 +1,236 @@
+"""EngineDoor: where kvtier's own engines attach. Frames in, calls of `Session`, frames out."""
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from kvtier.engine.attached import wire
+from kvtier.engine.attached.wire import Malformed, frame_of
+from kvtier.engine.sidecar.door import AttachedClient, DoorCounts
+from kvtier.engine.sidecar.layout import Layout, LayoutRefused
+from kvtier.engine.sidecar.layouts import Layouts
+from kvtier.engine.sidecar.own.block_layout import BlockLayout, BlockShape
+from kvtier.engine.sidecar.own.feed import Feed
+from kvtier.engine.sidecar.own.session import Session, SessionCounts
+from kvtier.engine.sidecar.port import Client, Port, peer
+from kvtier.engine.sidecar.refusals import Refusals
+from kvtier.tiers.lower.breaker import HUNG_S
+from kvtier.tiers.naming.events import EventLog
+
+log = logging.getLogger(__name__)
+
+BOOT_BYTES = 16
+
+
+class EngineDoor:
+    """One connection is one engine, and its session: see `wire`. What an engine asks is answered in the same turn, but
+    for what has to be read from disk. An engine that says what none says loses its connection and its leases, and
+    nothing else happens. Owned by the sidecar's thread, whose loop calls `receive` when `file` is readable or there
+    was more, then `poll` of transfers and tiers, then `tick`.
+    """
+
+    def __init__(
+        self, port: Port[bytes], layouts: Layouts, refusals: Refusals, clock: Callable[[], float], program: str
+    ) -> None:
+        """*program*: what engines are told that this is, for people."""
+        self._port = port
+        self._layouts = layouts
+        self._refusals = refusals
+        self._clock = clock
+        self._program = program
+        self._boot = secrets.token_bytes(BOOT_BYTES)
+        self._feeds: dict[BlockLayout, Feed] = {}
+        self._sessions: dict[Client[bytes], tuple[Session, Feed]] = {}
+        self._clearing: list[tuple[Client[bytes], Feed]] = []  # engines that wait for `Cleared`
+        self._counts = SessionCounts()
+        self._num_operations: Counter[str] = Counter()
+
+    @property
+    def file(self) -> int:
+        """Readable when frames have come, and until all have been taken in."""
+        return self._port.fileno()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether an engine waits for blocks, or until they have been forgotten."""
+        return bool(self._clearing) or any(session.is_waiting for session, _ in self._sessions.values())
+
+    def receive(self) -> bool:
+        """Serve what has come; whether more has, or there is more to tell."""
+        for message in self._port.receive():
+            if message.client.is_open:
+                self._serve(message.client, message.content)
+        self._end_gone()
+        self._tell_changes()
+        return self._port.has_more or bool(self._clearing) or any(feed.has_more for feed in self._feeds.values())
+
+    def tick(self) -> None:
+        """Tell what lanes and tiers have brought, and end what has had its time."""
+        self._port.tick()
+        self._tell_changes()
+        now = self._clock()
+        for client, (session, _) in list(self._sessions.items()):
+            for answer in session.take_fetched():
+                self._port.send(client, frame_of(answer))
+            if now - max(session.waits_since, self._counts.landed_at) > HUNG_S:
+                session.time_out()
+        for feed in self._feeds.values():
+            feed.go_on()
+            feed.tell_state(now)
+        self._answer_cleared()
+        self._end_gone()
+
+    def close(self) -> None:
+        """Take no more frames, and end every connection."""
+        self._port.close()
+        self._end_gone()
+
+    def on_clear(self, layouts: Sequence[Layout]) -> None:
+        """What engines write to the slots of these layouts is never found."""
+        for session, feed in self._sessions.values():
+            if feed.tiers.layout in layouts:
+                session.void()
+
+    def clients(self) -> list[AttachedClient]:
+        """All that are attached, by value."""
+        return [
+            AttachedClient(
+                f"process {peer(client.connection).pid}, connection {client.connection.fileno()}",
+                session.since,
+                feed.tiers.layout,
+                tuple(session.leases()),
+            )
+            for client, (session, feed) in self._sessions.items()
+        ]
+
+    def counts(self) -> DoorCounts:
+        """What every door counts, by value."""
+        counts = self._counts
+        return DoorCounts(
+            "engine",
+            num_asked=counts.num_asked,
+            num_promised=counts.num_leased,
+            num_loaded=counts.num_loaded,
+            num_stored=counts.num_stored,
+            lost={
+                "failed": counts.num_failed,
+                "late": counts.num_late,
+                "without_room": counts.num_without_room,
+                "given_up": counts.num_given_up,
+            },
+            operations=dict(self._num_operations),
+            refused=dict(self._refusals.counts),
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError if any two books disagree."""
+        for session, _ in self._sessions.values():
+            session.check()
+        assert set(self._sessions) <= set(self._port.clients), "a session has no connection"
+
+    def _serve(self, client: Client[bytes], payload: bytes) -> None:
+        try:
+            message = wire.message_of_engine(payload)
+            self._num_operations[type(message).__name__.lower()] += 1
+            found = self._sessions.get(client)
+            if isinstance(message, wire.Hello):
+                if found is not None:
+                    raise Malformed("a second Hello")
+                self._attach(client, message)
+            elif found is None:
+                raise Malformed("a message before Hello")
+            else:
+                self._do(client, *found, message)
+        except Malformed as error:
+            self._refusals.refused("malformed", f"an engine says what none says: {error}; its connection is closed")
+            self._port.end(client)
+
+    def _attach(self, client: Client[bytes], hello: wire.Hello) -> None:
+        if hello.version != wire.VERSION:
+            self._refuse(
+                client,
+                "version",
+                f"the engine speaks version {hello.version}, the sidecar version {wire.VERSION}; install the same "
+                "kvtier in both environments",
+            )
+            return
+        shapes = tuple(BlockShape(group.block_size, group.forgets, group.block_bytes) for group in hello.groups)
+        try:
+            feed = self._feed(BlockLayout(hello.namespace, hello.model, shapes))
+        except LayoutRefused as error:
+            self._refuse(client, "layout", f"an engine of {hello.model[:64]!r} cannot be served: {error}")
+            return
+        segment = self._layouts.segment
+        welcome = wire.Welcome(wire.VERSION, self._program, self._boot, segment.num_bytes)
+        self._port.send(client, frame_of(welcome), segment.file)
+        self._sessions[client] = Session(feed.tiers, self._counts, self._clock), feed
+        feed.attach(client)
+        log.info("engine: %.64r of process %d is attached", hello.program, peer(client.connection).pid)
+
+    def _feed(self, layout: BlockLayout) -> Feed:
+        """Of the layout, whose tiers are made if it is new."""
+        feed = self._feeds.get(layout)
+        if feed is None:
+            events = EventLog()
+            tiers = self._layouts.open(layout, events)
+            feed = self._feeds[layout] = Feed(tiers, events, self._port, self._layouts.segment.num_bytes)
+        return feed
+
+    def _refuse(self, client: Client[bytes], kind: str, why: str) -> None:
+        self._refusals.refused(kind, why)
+        self._port.send(client, frame_of(wire.Refused(why)))
+        self._port.end(client)
+
+    def _do(self, client: Client[bytes], session: Session, feed: Feed, message: wire.FromEngine) -> None:
+        match message:
+            case wire.Fetch():
+                for fetched in session.fetch(message):
+                    self._answer(client, feed, fetched)
+            case wire.Release():
+                session.release(message)
+            case wire.TimeOut():
+                session.give_up(message)
+            case wire.Reserve():
+                self._answer(client, feed, session.reserve(message))
+            case wire.Publish():
+                session.publish(message)
+            case wire.Abandon():
+                session.abandon(message)
+            case wire.Refresh():
+                session.refresh(message)
+            case wire.Forget():
+                session.forget(message)
+            case wire.Clear():
+                self.on_clear([feed.tiers.layout])
+                feed.tiers.clear()
+                self._clearing.append((client, feed))
+            case wire.Ping():
+                self._port.send(client, frame_of(wire.Pong()))
+
+    def _answer(self, client: Client[bytes], feed: Feed, answer: wire.FromSidecar) -> None:
+        """After what it rests on: the engine knows which blocks left the slots that it is given."""
+        feed.tell()
+        self._port.send(client, frame_of(answer))
+
+    def _tell_changes(self) -> None:
+        for feed in self._feeds.values():
+            feed.tell()
+
+    def _answer_cleared(self) -> None:
+        """Those whose blocks have all been told of as gone."""
+        waiting, self._clearing = self._clearing, []
+        for client, feed in waiting:
+            if feed.tiers.tiers.is_forgetting:
+                self._clearing.append((client, feed))
+            else:
+                self._answer(client, feed, wire.Cleared())
+
+    def _end_gone(self) -> None:
+        """End what connections had that have ended."""
+        for client in self._port.take_gone():
+            self._clearing = [each for each in self._clearing if each[0] is not client]
+            if client in self._sessions:
+                session, feed = self._sessions.pop(client)
+                session.end()
+                feed.detach(client)

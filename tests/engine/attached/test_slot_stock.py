@@ -1,0 +1,64 @@
+"""Slots reserved ahead: no more than are used, and none kept from others."""
+
+import numpy as np
+import pytest
+from chaos import FakeClock
+
+from kvtier.engine.attached.slot_stock import IDLE_S, SlotStock
+
+
+class Bed:
+    def __init__(self, num_slots: int) -> None:
+        self.clock = FakeClock()
+        self.asked: list[int] = []
+        self.stock = SlotStock(num_slots, self.asked.append, self.clock)
+
+
+def test_what_lacks_is_asked_for_once_and_lent_when_it_has_come() -> None:
+    bed = Bed(8)
+
+    assert bed.stock.take(5) == []
+    assert bed.stock.take(5) == []
+    assert bed.asked == [5]
+    assert bed.stock.is_waiting
+
+    bed.stock.on_reserved(5, [1, 2, 3])
+    assert bed.stock.take(2) == [1, 2]
+    assert bed.stock.lent == {1, 2}
+    assert not bed.stock.is_waiting
+
+
+def test_with_much_room_as_much_again_is_kept_ready() -> None:
+    bed = Bed(1600)
+
+    bed.stock.take(10)
+    bed.stock.on_reserved(20, range(20))
+
+    assert bed.stock.take(10) == list(range(10))
+    assert bed.asked == [20]
+    assert bed.stock.take(10) == list(range(10, 20))
+    assert bed.asked == [20, 10]
+
+
+def test_what_lies_ready_and_is_not_used_goes_back() -> None:
+    bed = Bed(8)
+    bed.stock.take(3)
+    bed.stock.on_reserved(3, [4, 5, 6])
+    assert bed.stock.take_idle() == []
+
+    bed.clock.now += IDLE_S * 1.5
+
+    assert bed.stock.take_idle() == [4, 5, 6]
+    assert bed.stock.take(1) == []
+
+
+def test_a_slot_that_was_not_lent_cannot_be_given_back() -> None:
+    bed = Bed(8)
+    bed.stock.take(1)
+    bed.stock.on_reserved(1, [3])
+    bed.stock.take(1)
+
+    bed.stock.end_loan(np.array([3]))
+
+    with pytest.raises(AssertionError, match="not reserved"):
+        bed.stock.end_loan(np.array([3]))
