@@ -1249,6 +1249,27 @@ BUGS = [
         "if not files else []",
         "tests/engine/sidecar/test_systemd.py",
     ),
+    Bug(
+        "a drive's life goes by one layout's writes",
+        "engine/sidecar/statistics.py",
+        "life=life,",
+        "life=disks[0].life,",
+        "tests/engine/sidecar/test_sidecar_statistics.py",
+    ),
+    Bug(
+        "books of chunks are made however small the chunks are",
+        "engine/sidecar/lmcache/chunk_layout.py",
+        "        if num_slots > MOST_SLOTS:",
+        "        if num_slots < 0:",
+        "tests/engine/sidecar/test_layouts.py",
+    ),
+    Bug(
+        "a segment is taken over although engines may copy anywhere in it",
+        "engine/sidecar/lease_ledger.py",
+        "    if is_incomplete:\n",
+        "    if not numbers:\n",
+        "tests/engine/sidecar/test_lease_ledger.py",
+    ),
 ]
 
 

@@ -8,6 +8,8 @@ from kvtier.tiers.naming.groups import BlockGroup
 from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.segment import Segment
 
+MOST_SLOTS = 1 << 22  # of all groups of a layout: each costs some fifty bytes beside the segment
+
 
 class LayoutRefused(ValueError):
     """The sidecar cannot keep blocks of this layout; the message says why, and what to do."""
