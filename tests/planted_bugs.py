@@ -1196,7 +1196,7 @@ BUGS = [
     Bug(
         "an engine's fetches outlive its connection",
         "engine/sidecar/own/session.py",
-        "            fetched.fetch.release(np.arange(len(fetched.is_open))[::-1])",
+        "            self._release(fetched, np.flatnonzero(fetched.is_open)[::-1])",
         "            pass",
         "tests/engine/sidecar/own/test_own_door.py",
     ),
@@ -1598,6 +1598,20 @@ BUGS = [
         "if files else []",
         "if not files else []",
         "tests/engine/sidecar/test_systemd.py",
+    ),
+    Bug(
+        "a drive's life goes by one layout's writes",
+        "engine/sidecar/statistics.py",
+        "life=life,",
+        "life=disks[0].life,",
+        "tests/engine/sidecar/test_sidecar_statistics.py",
+    ),
+    Bug(
+        "books of chunks are made however small the chunks are",
+        "engine/sidecar/lmcache/chunk_layout.py",
+        "        if num_slots > MOST_SLOTS:",
+        "        if num_slots < 0:",
+        "tests/engine/sidecar/test_layouts.py",
     ),
 ]
 

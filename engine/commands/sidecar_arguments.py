@@ -1,6 +1,7 @@
 """The command line of `kvtier sidecar`."""
 
 import argparse
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,8 +39,10 @@ def add_sidecar(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
         metavar="PATH",
         help='where kvtier\'s own engines attach, or "none" (default: $XDG_RUNTIME_DIR/kvtier.sock, or in /run)',
     )
-    sidecar.add_argument("--listen", metavar="ENDPOINT", help="where vLLM attaches (default: tcp://127.0.0.1:5555)")
-    sidecar.add_argument("--chunk-tokens", type=int, metavar="N", help="tokens of a chunk (default: 256)")
+    sidecar.add_argument(
+        "--listen", type=_endpoint, metavar="ENDPOINT", help="where vLLM attaches (default: tcp://127.0.0.1:5555)"
+    )
+    sidecar.add_argument("--chunk-tokens", type=_chunk_tokens, metavar="N", help="tokens of a chunk (default: 256)")
     sidecar.add_argument(
         "--http-port", type=_port, metavar="PORT", help='of HTTP on this machine, or "none" (default: 9464)'
     )
@@ -67,6 +70,19 @@ def _size(text: str) -> int:
         return int(parse_bytes(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _endpoint(text: str) -> str:
+    tcp = re.fullmatch(r"tcp://.+:([0-9]{1,5})", text)
+    if not (int(tcp[1]) < 1 << 16 if tcp else text.startswith("ipc:///")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no endpoint; give tcp://127.0.0.1:PORT, or ipc:///PATH")
+    return text
+
+
+def _chunk_tokens(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; give a multiple of the engine's block size, as 256")
+    return int(text)
 
 
 def _port(text: str) -> int | str:

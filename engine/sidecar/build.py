@@ -12,6 +12,7 @@ from kvtier.engine.disk_store import cipher_of
 from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.engine.sidecar.config import SidecarConfig
 from kvtier.engine.sidecar.door import Door
+from kvtier.engine.sidecar.drive_life import DriveLife
 from kvtier.engine.sidecar.finished_transfers import FinishedTransfers
 from kvtier.engine.sidecar.layouts import READ_TIMEOUT_S, Layouts
 from kvtier.engine.sidecar.lease_ledger import LeaseLedger, ledger_bytes, why_not_taken_over
@@ -78,7 +79,10 @@ def build_sidecar(
             read_timeout_s=READ_TIMEOUT_S if config.disk is None else config.disk.read_timeout_s,
             ledger=ledger,
         )
-        sidecar = Sidecar(segment, finished, transfers, layouts, make_doors(layouts, transfers), store)
+        life = None
+        if store is not None and config.disk is not None and config.disk.endurance is not None:
+            life = DriveLife(config.disk.endurance, store)
+        sidecar = Sidecar(segment, finished, transfers, layouts, make_doors(layouts, transfers), store, life)
         undo.pop_all()
     return sidecar
 

@@ -124,8 +124,6 @@ class SidecarConfig(Table, frozen=True, kw_only=True):
             raise ValueError(f'extent {self.extent}: use a multiple of {_PAGE_BYTES} from "1MiB" on')
         if self.host.capacity < self.extent:
             raise ValueError(f"host.capacity {self.host.capacity}: use {self.extent} (one extent) or more")
-        if self.disk is not None and self.disk.endurance is not None:
-            raise ValueError("disk.endurance: a sidecar does not tell a drive's life yet; leave it out")
         if self.disk is not None and self.disk.codec == "fp8":
             raise ValueError("disk.codec fp8 is for one dtype, and a sidecar keeps any; use none, zstd or auto")
 

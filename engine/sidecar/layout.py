@@ -8,6 +8,8 @@ from kvtier.tiers.naming.groups import BlockGroup
 from kvtier.transfer.host_memory import HostMemory
 from kvtier.transfer.segment import Segment
 
+MOST_SLOTS = 1 << 22  # of all groups of a layout: each costs some fifty bytes beside the segment
+
 
 class LayoutRefused(ValueError):
     """The sidecar cannot keep blocks of this layout; the message says why, and what to do."""
@@ -27,8 +29,8 @@ class SlotMemory(HostMemory, Protocol):
     def slots_of(self, extent: int) -> Ids:
         """The slots that lie in that extent with all their bytes."""
 
-    def extents_of_each(self, slots: Ids) -> Ids:
-        """For each of these slots the extent in which it begins."""
+    def extent_of_each(self, slots: Ids) -> Ids:
+        """For each of these slots the extent that it begins in."""
 
     def extents_of(self, slots: Ids) -> list[int]:
         """The same, each extent once."""

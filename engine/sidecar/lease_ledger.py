@@ -10,6 +10,7 @@ from kvtier.engine.sidecar.layout import SlotMemory
 from kvtier.tiers.device.slot_ids import Ids
 
 _HEADER = struct.Struct("<16sQQ")  # what it is, bytes of an extent, extents
+_COUNT = 4  # bytes of each count that follows
 _MAGIC = b"kvtier ledger 1\0"
 
 
@@ -29,12 +30,12 @@ class LeaseLedger:
     def lease(self, memory: SlotMemory, slots: Ids) -> None:
         """A client has leased these slots."""
         if not self._is_frozen:
-            np.add.at(self._counts, memory.extents_of_each(slots), 1)
+            np.add.at(self._counts, memory.extent_of_each(slots), 1)
 
     def release(self, memory: SlotMemory, slots: Ids) -> None:
         """Its leases have ended, and it copies no more."""
         if not self._is_frozen:
-            np.subtract.at(self._counts, memory.extents_of_each(slots), 1)
+            np.subtract.at(self._counts, memory.extent_of_each(slots), 1)
 
     def freeze(self) -> None:
         """Note nothing more: leases end from now on because this process does, and engines may go on copying."""
@@ -48,7 +49,7 @@ class LeaseLedger:
 
 def ledger_bytes(num_extents: int) -> int:
     """What a ledger takes."""
-    return _HEADER.size + 4 * num_extents
+    return _HEADER.size + _COUNT * num_extents
 
 
 def new_ledger(extent_bytes: int, num_extents: int) -> LeaseLedger:
@@ -63,7 +64,7 @@ def why_not_taken_over(file: int, extent_bytes: int, num_extents: int) -> str:
         return "it has another size than host.capacity and extent say"
     if os.pread(file, _HEADER.size, num_bytes) != _HEADER.pack(_MAGIC, extent_bytes, num_extents):
         return "it is of another version, or has other extents"
-    counts = np.frombuffer(os.pread(file, 4 * num_extents, num_bytes + _HEADER.size), np.uint32)
+    counts = np.frombuffer(os.pread(file, _COUNT * num_extents, num_bytes + _HEADER.size), np.uint32)
     if 2 * np.count_nonzero(counts) > num_extents:
         return "engines may still copy in more than half of it"
     return ""

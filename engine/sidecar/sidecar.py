@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.engine.sidecar.door import AttachedClient, Door
+from kvtier.engine.sidecar.drive_life import DriveLife
 from kvtier.engine.sidecar.finished_transfers import FinishedTransfers
 from kvtier.engine.sidecar.layout import Layout
 from kvtier.engine.sidecar.layouts import Layouts
@@ -51,6 +52,7 @@ class Sidecar:
         layouts: Layouts,
         doors: Sequence[Door],
         store: ReopeningStore | None,
+        life: DriveLife | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.layouts = layouts
@@ -60,6 +62,7 @@ class Sidecar:
         self._finished = finished
         self._transfers = transfers
         self._store = store
+        self._life = life
         self._clock = clock
         self.started_at = clock()
         self._is_stopping = False
@@ -181,7 +184,8 @@ class Sidecar:
         """Everything counted, by value."""
         store = None if self._store is None else (self._store.standing(), self._store.statistics())
         doors = tuple(door.counts() for door in self.doors)
-        return statistics_of(self.layouts, self._segment, self._transfers, store, doors, self.pins.statistics())
+        life = None if self._life is None else self._life.statistics()
+        return statistics_of(self.layouts, self._segment, self._transfers, store, doors, self.pins.statistics(), life)
 
     def close(self) -> None:
         """End lanes and store, and take the segment's name away. `flush` first if the disk should have everything."""

@@ -11,6 +11,7 @@ from kvtier.engine.sidecar.layouts import Layouts
 from kvtier.engine.sidecar.pins import PinStatistics
 from kvtier.store.blob_store import StoreStatistics
 from kvtier.tiers.lower.breaker import BreakerState
+from kvtier.tiers.lower.ssd_life import SsdLifeStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.tier import Tier
 from kvtier.transfer.segment import Segment
@@ -53,6 +54,7 @@ def statistics_of(
     store: tuple[StoreStanding, StoreStatistics] | None,
     doors: tuple[DoorCounts, ...],
     pins: PinStatistics,
+    life: SsdLifeStatistics | None = None,
 ) -> SidecarStatistics:
     """The statistics of these parts now; *store* is None without a disk."""
     found, disks, disk_tiers = [], [], []
@@ -80,7 +82,7 @@ def statistics_of(
         segment.backed_bytes,
         tuple(found),
         all_tiers,
-        None if store is None or not disks else disk_of_all(store[1], disks),
+        None if store is None or not disks else disk_of_all(store[1], disks, life),
         transfers.statistics(),
         None if store is None else store[0],
         doors,
@@ -88,9 +90,11 @@ def statistics_of(
     )
 
 
-def disk_of_all(store: StoreStatistics, disks: Sequence[DiskStatistics]) -> DiskStatistics:
-    """The one disk as several layouts have met it: the store's own figures, what each has counted summed, and of what
-    can be in or out of order the worst."""
+def disk_of_all(
+    store: StoreStatistics, disks: Sequence[DiskStatistics], life: SsdLifeStatistics | None = None
+) -> DiskStatistics:
+    """The one disk as several layouts have met it: the store's own figures and the drive's, what each has counted
+    summed, and of what can be in or out of order the worst."""
     budgets = [disk.budget_left_bytes for disk in disks if disk.budget_left_bytes is not None]
     sides = disks[0].breakers.keys()
     return DiskStatistics(
@@ -103,7 +107,7 @@ def disk_of_all(store: StoreStatistics, disks: Sequence[DiskStatistics]) -> Disk
         num_opened={side: sum(disk.num_opened[side] for disk in disks) for side in sides},
         why_failed={side: _why_failed(disks, side) for side in sides},
         budget_left_bytes=min(budgets, default=None),
-        life=disks[0].life,
+        life=life,
         tenants=dict(store.tenants),
     )
 

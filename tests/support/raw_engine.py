@@ -23,6 +23,7 @@ class Engine:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.connect(endpoint)
         self._uid = 0
+        self.salt = ""
         self.pool = self.register()
 
     def register(self) -> Any:
@@ -65,7 +66,7 @@ class Engine:
         return found
 
     def key(self, request: str, worker: int | None = 0) -> dict[str, Any]:
-        return key_of(TOKENS, request, end=NUM_CHUNKS * CHUNK, worker=worker)
+        return key_of(TOKENS, request, end=NUM_CHUNKS * CHUNK, worker=worker, cache_salt=self.salt)
 
     def bytes_of(self, slot: Any) -> memoryview:
         with open(f"/dev/shm/{self.pool['shm_name'].lstrip('/')}", "r+b") as file:

@@ -15,7 +15,8 @@ from kvtier.engine.config import ServerConfig, parse_bytes
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.request_body import parse, read_body
 from kvtier.engine.sidecar.http.owner import Owner
-from kvtier.engine.sidecar.layout import Layout
+from kvtier.engine.sidecar.layout_tiers import LayoutTiers
+from kvtier.engine.sidecar.lmcache.chunk_layout import ChunkLayout
 from kvtier.engine.sidecar.lmcache.token_keys import blocks_of_tokens
 from kvtier.engine.sidecar.lmcache.wire import MOST_SALT_CHARACTERS
 from kvtier.engine.sidecar.pins import PinnedLayout, TooManyPins
@@ -59,18 +60,15 @@ class PinRoutes:
         if not asked.seconds:
             await self._owner.ask(lambda: self._sidecar.pins.unpin(asked.pin_id))
             return json_response(_answer(asked.pin_id, 0.0, []))
-        sizes = {layout.groups[0].block_size for layout in await self._owner.ask(lambda: self._layouts(asked.model))}
+        sizes = {layout.chunk_tokens for layout, _ in await self._owner.ask(lambda: self._layouts(asked.model))}
         if not sizes:
             message = f"no engine of the model {asked.model[:64]!r} has attached; /stats has the models of all"
             raise ApiError(404, message, code="no_model", param="model")
         blocks = {size: blocks_of_tokens(size, asked.salt, asked.token_ids) for size in sizes}
 
         def begin() -> None:
-            wanted = [
-                (tiers, blocks[tiers.layout.groups[0].block_size])
-                for tiers in self._sidecar.layouts
-                if _is_pinned(tiers.layout, asked.model) and tiers.layout.groups[0].block_size in blocks
-            ]
+            found = self._layouts(asked.model)
+            wanted = [(tiers, blocks[layout.chunk_tokens]) for layout, tiers in found if layout.chunk_tokens in blocks]
             self._sidecar.pins.pin(asked.pin_id, wanted, asked.seconds)
 
         try:
@@ -97,13 +95,10 @@ class PinRoutes:
                 return found
             await asyncio.sleep(LOOK_S)
 
-    def _layouts(self, model: str) -> list[Layout]:
-        return [tiers.layout for tiers in self._sidecar.layouts if _is_pinned(tiers.layout, model)]
-
-
-def _is_pinned(layout: Layout, model: str) -> bool:
-    """Whether prompts of that model are pinned in the layout: its blocks are of one size, so that a name says which."""
-    return layout.model == model and len({group.block_size for group in layout.groups}) == 1
+    def _layouts(self, model: str) -> list[tuple[ChunkLayout, LayoutTiers]]:
+        """Those whose chunks have names made of tokens and salt alone."""
+        every = [(tiers.layout, tiers) for tiers in self._sidecar.layouts]
+        return [(layout, tiers) for layout, tiers in every if isinstance(layout, ChunkLayout) and layout.model == model]
 
 
 def _answer(pin_id: str, seconds: float, layouts: Sequence[PinnedLayout]) -> dict[str, object]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from math import prod
 
-from kvtier.engine.sidecar.layout import LayoutRefused
+from kvtier.engine.sidecar.layout import MOST_SLOTS, LayoutRefused
 from kvtier.engine.sidecar.lmcache.chunk_memory import ChunkMemory
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.transfer.segment import Segment
@@ -85,7 +85,15 @@ class ChunkLayout:
                 f"a chunk of {self.chunk_tokens} tokens has {self.chunk_bytes} bytes, an extent {extent_bytes}; "
                 "start the sidecar with fewer tokens in a chunk, or larger extents"
             )
-        return [ChunkMemory(segment, extent_bytes, self.chunk_bytes) for _ in range(self.world_size)]
+        memories = [ChunkMemory(segment, extent_bytes, self.chunk_bytes) for _ in range(self.world_size)]
+        num_slots = sum(memory.num_host_slots for memory in memories)
+        if num_slots > MOST_SLOTS:  # before the books of one rank are made
+            raise LayoutRefused(
+                f"a chunk of {self.chunk_tokens} tokens has {self.chunk_bytes} bytes, so all ranks would have "
+                f"{num_slots} slots in host memory; at most {MOST_SLOTS} are served, since each costs memory beside "
+                "it: start the sidecar with more tokens in a chunk, or less host memory"
+            )
+        return memories
 
     def details(self) -> Mapping[str, object]:
         """See `Layout`."""

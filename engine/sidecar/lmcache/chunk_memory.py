@@ -42,11 +42,9 @@ class ChunkMemory:
         first = extent * self.slots_per_extent
         return np.arange(first, first + self.slots_per_extent)
 
-    def extents_of_each(self, slots: Ids) -> Ids:
-        """For each of these slots the extent that it is in."""
-        extents: Ids = slots // self.slots_per_extent
-        return extents
+    def extent_of_each(self, slots: Ids) -> Ids:
+        return slots // self.slots_per_extent
 
     def extents_of(self, slots: Ids) -> list[int]:
-        """The same, each extent once."""
-        return [int(extent) for extent in np.unique(self.extents_of_each(slots))]
+        """The extents that these slots are in, each once."""
+        return [int(extent) for extent in np.unique(self.extent_of_each(slots))]

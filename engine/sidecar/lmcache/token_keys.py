@@ -167,6 +167,14 @@ class TokenKeys:
             del self._last[named.beginning]
 
 
+def blocks_of_tokens(chunk_tokens: int, salt: str, token_ids: Sequence[int]) -> NamedBlocks:
+    """The full chunks of these tokens, by the names that `TokenKeys` gives them. OverflowError for ids that are no
+    numbers of 32 bits."""
+    chain = BlockChain(chunk_tokens, ExtraKeys(cache_salt=salt or None))
+    chain.extend(token_ids)
+    return NamedBlocks(chain.names, [None, *chain.names[:-1]][: len(chain.names)], tenant_of(salt))
+
+
 def _beginning(salt: str, encoded: bytes) -> tuple[str, bytes] | None:
     return (salt, encoded[:BEGINNING_BYTES]) if len(encoded) >= BEGINNING_BYTES else None
 
@@ -177,18 +185,6 @@ def _num_equal(one: bytes, other: bytes) -> int:
     differ = np.frombuffer(one, np.uint8, num_bytes) != np.frombuffer(other, np.uint8, num_bytes)
     first = int(differ.argmax()) if num_bytes else 0
     return first if num_bytes and differ[first] else num_bytes
-
-
-def blocks_of_tokens(chunk_tokens: int, salt: str, token_ids: Sequence[int]) -> NamedBlocks:
-    """The full chunks of these tokens, by the names that `TokenKeys` gives them. OverflowError for ids that are no
-    numbers of 32 bits."""
-    chain = _chain(chunk_tokens, salt)
-    chain.extend(token_ids)
-    return NamedBlocks(chain.names, [None, *chain.names[:-1]][: len(chain.names)], tenant_of(salt))
-
-
-def _chain(chunk_tokens: int, salt: str) -> BlockChain:
-    return BlockChain(chunk_tokens, ExtraKeys(cache_salt=salt or None))
 
 
 def _is_one_a_prefix(one: bytes, other: bytes) -> bool:

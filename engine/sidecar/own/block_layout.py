@@ -5,14 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvtier.engine.sidecar.layout import LayoutRefused
+from kvtier.engine.sidecar.layout import MOST_SLOTS, LayoutRefused
 from kvtier.engine.sidecar.own.block_slots import BlockSlots
 from kvtier.tiers.lower.disk_tier import NAMESPACE_BYTES
 from kvtier.transfer.segment import Segment
 
 VERSION = 1  # of what the digest is made of
 MOST_GROUPS = 64
-MOST_SLOTS = 1 << 22  # of all groups: each costs some fifty bytes beside the segment
 MOST_TOKENS = 1 << 20  # of a block
 MOST_MODEL_CHARACTERS = 256
 

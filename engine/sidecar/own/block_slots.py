@@ -33,9 +33,8 @@ class BlockSlots:
         first = -(-extent * self._extent_bytes // self.block_bytes)
         return np.arange(first, (extent + 1) * self._extent_bytes // self.block_bytes)
 
-    def extents_of_each(self, slots: Ids) -> Ids:
-        extents: Ids = slots * self.block_bytes // self._extent_bytes
-        return extents
+    def extent_of_each(self, slots: Ids) -> Ids:
+        return slots * self.block_bytes // self._extent_bytes
 
     def extents_of(self, slots: Ids) -> list[int]:
-        return [int(extent) for extent in np.unique(self.extents_of_each(slots))]
+        return [int(extent) for extent in np.unique(self.extent_of_each(slots))]

@@ -10,6 +10,7 @@ import pytest
 from layout_bed import EXTENT_BYTES, LayoutBed, layout
 
 from kvtier.engine.sidecar.layout import LayoutRefused
+from kvtier.engine.sidecar.lmcache import chunk_layout
 from kvtier.engine.sidecar.lmcache.chunk_layout import ChunkLayout
 from kvtier.store.memory_store import MemoryStore
 
@@ -182,6 +183,16 @@ def test_layouts_that_no_chunk_can_have_are_refused_in_a_sentence(bed: LayoutBed
         ChunkLayout("m", "", "bfloat16", 1, 0, 8, 4, 8, 8, 1)
     with pytest.raises(LayoutRefused, match=r"an extent 65536; start the sidecar with fewer tokens"):
         bed.layouts.open(layout(width=1 << 16))
+
+
+def test_chunks_so_small_that_their_books_are_large_are_refused(
+    bed: LayoutBed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunk_layout, "MOST_SLOTS", 4 * PER_EXTENT * 4)
+    assert bed.layouts.open(layout(world_size=4))  # of four extents
+
+    with pytest.raises(LayoutRefused, match=r"all ranks would have 320 slots .* more tokens in a chunk"):
+        bed.layouts.open(layout(world_size=5))
 
 
 @pytest.mark.parametrize("seed", range(6))

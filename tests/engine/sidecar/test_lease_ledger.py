@@ -61,7 +61,7 @@ def test_extents_with_leases_at_the_end_are_left_out_for_good(left: int) -> None
         ledger.release(memory, slots[2:3])
         assert ledger.num_leased == 2
         ledger.freeze()
-        ledger.release(memory, slots[:1])
+        ledger.release(memory, slots[:2])
         bed.close()
 
         successor = ledger_of(segment)

@@ -61,7 +61,6 @@ def test_http_on_this_machine_alone_needs_no_token_and_elsewhere_one(tmp_path: P
         ("[models.a]\npath = 'x'\nrevision = 'y'", "give path, the folder of the weights, or revision"),
         ("extent = 5000", "use a multiple of 4096"),
         ("[host]\ncapacity = '32MiB'", "use 67108864 \\(one extent\\) or more"),
-        ("[disk]\npath = 'x'\nendurance = '600TB'", "disk.endurance: a sidecar does not tell"),
         ("[disk]\npath = 'x'\ncodec = 'fp8'", "disk.codec fp8 is for one dtype"),
     ],
 )

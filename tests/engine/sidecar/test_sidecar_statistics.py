@@ -66,3 +66,19 @@ def test_a_breaker_that_one_layout_has_opened_is_open(running: RunningSidecar) -
         {"read": 0, "write": 1},
         "[Errno 28] No space left on device",
     )
+
+
+def test_the_drives_life_goes_by_what_all_layouts_have_written(tmp_path: Path) -> None:
+    disk = {"path": str(tmp_path / "store"), "capacity": "64MiB", "endurance": "1TB"}
+    with running_sidecar(small_config(disk=disk)) as made:
+        wait_for(lambda: made.get("/stats").json()["store"]["not_open"] is None)
+        for model in ("first", "second"):
+            made.store(1, 20, model)
+            made.post("/spill?timeout_s=60")
+
+        found = made.get("/stats").json()["disk"]
+
+        assert found["written_bytes_total"] >= 40 * 4096
+        assert found["life"]["used"] == found["written_bytes_total"] / 1e12
+        assert found["life"]["years_left"] > 0
+        assert "kvtier_ssd_life" in made.get("/metrics").text

@@ -65,7 +65,7 @@ def test_an_engine_goes_on_with_the_next_process(tmp_path: Path, manager: Servic
     if how is signal.SIGUSR1:
         assert engine.lookup("from disk") == NUM_CHUNKS
         assert engine.retrieve("from disk") == [{65}, {66}, {67}, {68}]
-    engine.ask("clear", True)
+    engine.salt = "another"
     engine.store("anew", fill=97)
     assert engine.lookup("again") == NUM_CHUNKS
     assert engine.retrieve("again") == [{97}, {98}, {99}, {100}]
