@@ -12,13 +12,13 @@ from kvtier.engine.attached.wire import Refused, frame_of
 from kvtier.engine.sidecar.build import MakeDoors
 from kvtier.engine.sidecar.config import LmcacheConfig, SidecarConfig, SocketConfig, default_socket
 from kvtier.engine.sidecar.door import Door
-from kvtier.engine.sidecar.inherited import LMCACHE
+from kvtier.engine.sidecar.inherited import ENGINE, LMCACHE
 from kvtier.engine.sidecar.layouts import Layouts
 from kvtier.engine.sidecar.lmcache.door import LmcacheDoor
 from kvtier.engine.sidecar.lmcache.zmtp import Zmtp
 from kvtier.engine.sidecar.own.door import EngineDoor
 from kvtier.engine.sidecar.own.framing import EngineFrames
-from kvtier.engine.sidecar.port import Port, listen, listen_at_path
+from kvtier.engine.sidecar.port import Port, listen
 from kvtier.engine.sidecar.refusals import Refusals
 from kvtier.transfer.transfer_engine import TransferEngine
 
@@ -39,7 +39,7 @@ def doors_of(
                 doors.append(_lmcache_door(config.lmcache, layouts, transfers, weights, listener))
                 undo.callback(doors[-1].close)
             if (path := socket_path(config.socket)) is not None:
-                doors.append(engine_door(path, config.socket.allow_uids, layouts))
+                doors.append(engine_door(path, config.socket.allow_uids, layouts, listener))
             undo.pop_all()
         return doors
 
@@ -53,17 +53,23 @@ def socket_path(config: SocketConfig) -> str | None:
     return default_socket(os.environ) if config.path == "auto" else config.path
 
 
-def engine_door(path: str, allow_uids: Sequence[int], layouts: Layouts) -> EngineDoor:
+def engine_door(
+    path: str,
+    allow_uids: Sequence[int],
+    layouts: Layouts,
+    listener: Callable[[str, str], socket.socket] = lambda name, url: listen(url),
+) -> EngineDoor:
     """A door for kvtier's own engines at *path*, for this user's and those of the users *allow_uids*. OSError if it
     cannot be had there."""
     uids = {os.geteuid(), *allow_uids}
     try:
-        listener = listen_at_path(path, 0o600 if uids == {os.geteuid()} else 0o666)
+        found = listener(ENGINE, f"ipc://{path}")
+        os.chmod(path, 0o600 if uids == {os.geteuid()} else 0o666)
     except OSError as error:
         why = "another sidecar listens there" if error.errno == errno.EADDRINUSE else error.strerror
         raise OSError(f"sidecar: cannot listen at {path} ({why}); choose another --socket") from error
     refusals = Refusals(time.monotonic, "engine")
-    port = Port([listener], time.monotonic, refusals.refused, EngineFrames, uids, lambda why: frame_of(Refused(why)))
+    port = Port([found], time.monotonic, refusals.refused, EngineFrames, uids, lambda why: frame_of(Refused(why)))
     return EngineDoor(port, layouts, refusals, time.monotonic, f"kvtier {version('kvtier')}")
 
 

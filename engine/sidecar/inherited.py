@@ -11,7 +11,12 @@ log = logging.getLogger(__name__)
 
 FIRST = 3  # the first descriptor that is passed
 MOST = 64
-LMCACHE, HTTP, SEGMENT = "lmcache", "http", "segment"  # names of what a sidecar is given, and has kept
+LMCACHE, ENGINE, HTTP, SEGMENT = (
+    "lmcache",
+    "engine",
+    "http",
+    "segment",
+)  # names of what a sidecar is given, and has kept
 
 
 class Inherited:

@@ -3,7 +3,7 @@
 import logging
 import socket
 
-from kvtier.engine.sidecar.inherited import HTTP, LMCACHE, SEGMENT, Inherited
+from kvtier.engine.sidecar.inherited import ENGINE, HTTP, LMCACHE, SEGMENT, Inherited
 from kvtier.engine.sidecar.port import is_at, listen
 from kvtier.engine.sidecar.systemd import Systemd
 from kvtier.transfer.segment import Segment
@@ -58,5 +58,5 @@ class KeptFiles:
 
     def let_go(self) -> None:
         """Have nothing kept: the sidecar ends, and no other comes after it."""
-        for name in (LMCACHE, HTTP, SEGMENT):
+        for name in (LMCACHE, ENGINE, HTTP, SEGMENT):
             self._systemd.do_not_keep(name)

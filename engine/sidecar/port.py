@@ -328,8 +328,8 @@ def is_at(listener: socket.socket, url: str) -> bool:
     return name[0] in addresses and int(number) in (0, name[1])
 
 
-def listen_at_path(path: str, mode: int = 0o600) -> socket.socket:
-    """A socket that listens at *path*, by default for this user only. OSError if that cannot be. A socket that a
+def listen_at_path(path: str) -> socket.socket:
+    """A socket that listens at *path*, for this user only. OSError if that cannot be. A socket that a
     process has left is taken over."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -346,8 +346,6 @@ def listen_at_path(path: str, mode: int = 0o600) -> socket.socket:
             listener.bind(path)
         finally:
             os.umask(before)
-        if mode != 0o600:
-            os.chmod(path, mode)
         listener.listen(64)
     except BaseException:
         listener.close()

@@ -92,7 +92,7 @@ class SidecarBed:
         )
         self.layouts.shares = Shares(lambda: 1 << 40, self.layouts.ledger)  # one engine may have all
         refusals = Refusals(self._clock, "engine")
-        port = Port([listen_at_path(self.path, 0o600)], self._clock, refusals.refused, EngineFrames)
+        port = Port([listen_at_path(self.path)], self._clock, refusals.refused, EngineFrames)
         self.door = EngineDoor(port, self.layouts, refusals, self._clock, "a test")
         self.is_alive = True
 
