@@ -161,7 +161,8 @@ class NameSet:
 
     def pages(self, num_buckets: int) -> Iterator[list[BlockName]]:
         """All names that stay in the set until the last page, those of so many buckets at a time. Each page has names
-        of the set only; one that is added meanwhile may be in none, one may be in two."""
+        of the set only; one that is added meanwhile may be in none, one may be in two. There is a last page if fewer
+        names are added between two than a page has."""
         over = list(self._over)
         for start in range(0, max(1, len(over)), num_buckets):
             yield [name for name in over[start : start + num_buckets] if name in self._over]

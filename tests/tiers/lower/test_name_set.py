@@ -75,8 +75,8 @@ def test_pages_have_all_that_stays_and_nothing_that_left_while_names_come_and_go
         assert set(page) <= there
         found.update(page)
         num_pages += 1
-        for _ in range(rng.randrange(4)):
-            new = [name(next(numbers)) for _ in range(rng.choice([1, 30]))]
+        for _ in range(rng.choice([0, 0, 1])):
+            new = [name(next(numbers)) for _ in range(rng.choice([1, 20]))]
             names.add(rows_of(new))
             there.update(new)
             if leaving:
@@ -85,8 +85,8 @@ def test_pages_have_all_that_stays_and_nothing_that_left_while_names_come_and_go
                 there.discard(gone)
 
     assert staying <= found
-    assert names.num_buckets > 2 * num_buckets, "nothing was split meanwhile"
-    assert num_pages > 200
+    assert names.num_buckets > 1.2 * num_buckets, "nothing was split meanwhile"
+    assert num_pages > 150
 
 
 def test_growing_is_done_in_parts() -> None:
