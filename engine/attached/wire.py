@@ -285,22 +285,31 @@ class Frames:
         """Bytes of a frame that is not complete."""
         return len(self._data)
 
-    def receive(self, data: bytes) -> list[bytes]:
-        """The payloads of the frames that *data* completes. `Malformed` for one that is too large."""
+    @property
+    def has_more(self) -> bool:
+        """Whether a frame is complete that `receive` has not given yet."""
+        return self._end_of_frame(0) is not None
+
+    def receive(self, data: bytes, most: int = MOST_BLOCKS) -> list[bytes]:
+        """The payloads of the next frames that are complete with *data*, at *most* so many. `Malformed` for a frame
+        that is too large."""
         self._data += data
-        payloads, at = [], 0
-        while len(self._data) - at >= LENGTH_BYTES:
-            length = int.from_bytes(self._data[at : at + LENGTH_BYTES], "little")
-            if length > self._most_bytes:
-                raise Malformed(f"a frame of {length} bytes; at most {self._most_bytes} are taken")
-            end = at + LENGTH_BYTES + length
-            if len(self._data) < end:
-                break
-            payloads.append(bytes(self._data[at + LENGTH_BYTES : end]))
+        payloads, at = list[bytes](), 0
+        while len(payloads) < most and (end := self._end_of_frame(at)) is not None:
+            payloads.append(bytes(memoryview(self._data)[at + LENGTH_BYTES : end]))
             at = end
-        if at:
-            del self._data[:at]
+        del self._data[:at]
         return payloads
+
+    def _end_of_frame(self, at: int) -> int | None:
+        """Where the frame ends that begins there; None if it is not complete."""
+        if len(self._data) < at + LENGTH_BYTES:
+            return None
+        length = int.from_bytes(self._data[at : at + LENGTH_BYTES], "little")
+        if length > self._most_bytes:
+            raise Malformed(f"a frame of {length} bytes; at most {self._most_bytes} are taken")
+        end = at + LENGTH_BYTES + length
+        return end if end <= len(self._data) else None
 
 
 def joined(names: Sequence[BlockName]) -> bytes:

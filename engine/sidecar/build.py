@@ -12,7 +12,7 @@ from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.engine.sidecar.config import SidecarConfig
 from kvtier.engine.sidecar.door import Door
 from kvtier.engine.sidecar.finished_transfers import FinishedTransfers
-from kvtier.engine.sidecar.layouts import Layouts
+from kvtier.engine.sidecar.layouts import READ_TIMEOUT_S, Layouts
 from kvtier.engine.sidecar.sidecar import Sidecar
 from kvtier.store.codec.codec import CODECS, NO_CODEC, Codec
 from kvtier.store.codec.codec_choice import CodecChoice
@@ -62,6 +62,7 @@ def build_sidecar(
             extent_bytes=config.extent,
             quotas={tenant_of(salt): each.host for salt, each in config.tenants.items() if each.host is not None},
             written_bytes_per_day=None if config.disk is None else config.disk.max_written_bytes_per_day,
+            read_timeout_s=READ_TIMEOUT_S if config.disk is None else config.disk.read_timeout_s,
         )
         sidecar = Sidecar(segment, finished, transfers, layouts, make_doors(layouts, transfers), store)
         undo.pop_all()

@@ -17,6 +17,10 @@ class SlotMemory(HostMemory, Protocol):
     """The slots that a segment has for blocks of one size. The segment is cut into extents of equal size, and a slot is
     of use while its extent is this memory's, which is not known here (`Extents`)."""
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the segment that a slot takes."""
+
     def offset(self, slot: int) -> int:
         """Where the slot's bytes begin in the segment."""
 

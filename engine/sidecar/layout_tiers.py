@@ -54,11 +54,14 @@ class LayoutTiers:
         memories: Sequence[SlotMemory],
         extents: Extents,
         store: StoreView | None,
+        read_timeout_s: float,
     ) -> None:
-        """*memories* by group; *store* is the disk's view of this layout, None without a disk."""
+        """*memories* by group; *store* is the disk's view of this layout, None without a disk. A read from it that
+        takes *read_timeout_s* is given up."""
         self.layout = layout
         self.tiers = tiers
         self.memories = memories
+        self.read_timeout_s = read_timeout_s
         self._extents = extents
         self._store = store
         self._held = [HeldSlots(group_id, tiers, memory) for group_id, memory in enumerate(memories)]
@@ -112,6 +115,7 @@ class LayoutTiers:
         """Go on with all that is under way, and with copies to disk."""
         if self._store is not None and (gone := self._store.take_gone()):
             self.tiers.index.on_written(0, (), gone)
+        self.tiers.time_out_reads(self.read_timeout_s)
         self.tiers.poll()
         self.tiers.take_lost()  # no copies above rely on it: engines ask each time
         self.tiers.spill()

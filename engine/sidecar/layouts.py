@@ -8,6 +8,7 @@ from kvtier.engine.sidecar.extents import Extents
 from kvtier.engine.sidecar.layout import Layout, LayoutRefused
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.shared_store import SharedStore
+from kvtier.engine.sidecar.shares import Shares
 from kvtier.store.blob_store import Records
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers
@@ -17,6 +18,7 @@ from kvtier.transfer.transfer_engine import TransferEngine
 
 MOST_LAYOUTS = 64  # each costs some ten bytes for each slot that the segment could have
 EXTENT_BYTES = 64 << 20
+READ_TIMEOUT_S = 10.0
 
 
 class Layouts:
@@ -33,16 +35,19 @@ class Layouts:
         extent_bytes: int = EXTENT_BYTES,
         quotas: Mapping[bytes, int] = MappingProxyType({}),
         written_bytes_per_day: int | None = None,
+        read_timeout_s: float = READ_TIMEOUT_S,
     ) -> None:
         """*opening* is the store's, see `DiskTier`; *quotas* are bytes of host memory by tenant, in each layout."""
         self.segment = segment
         self.extents = Extents(segment, extent_bytes, clock)
+        self.shares = Shares(lambda: segment.backed_bytes)
         self._transfers = transfers
         self._store = None if store is None else SharedStore(store)
         self._opening = opening
         self._clock = clock
         self._quotas = quotas
         self._written_bytes_per_day = written_bytes_per_day
+        self._read_timeout_s = read_timeout_s
         self._layouts: dict[Layout, LayoutTiers] = {}
 
     def __iter__(self) -> Iterator[LayoutTiers]:
@@ -65,7 +70,7 @@ class Layouts:
         tiers = LocalTiers(
             layout.groups, memories, self._transfers, disk, self._clock, quotas=self._quotas, events=events
         )
-        made = LayoutTiers(layout, tiers, memories, self.extents, view)
+        made = LayoutTiers(layout, tiers, memories, self.extents, view, self._read_timeout_s)
         self._layouts[layout] = made
         return made
 

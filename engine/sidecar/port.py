@@ -7,7 +7,7 @@ import socket
 import stat
 import struct
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
@@ -32,8 +32,12 @@ class Framing(Protocol[_M_co]):
     def num_held_bytes(self) -> int:
         """Bytes of a message that is not complete yet."""
 
-    def receive(self, data: bytes) -> Sequence[_M_co]:
-        """The messages that are complete with *data*. ValueError ends the connection."""
+    @property
+    def has_more(self) -> bool:
+        """Whether there are complete messages that `receive` has not given yet."""
+
+    def receive(self, data: bytes, most: int) -> Sequence[_M_co]:
+        """The next messages that are complete with *data*, at *most* so many. ValueError ends the connection."""
 
 
 class Client(Generic[_M]):
@@ -53,6 +57,11 @@ class Client(Generic[_M]):
     def is_reading(self) -> bool:
         """Whether it has read enough of its answers to be answered more."""
         return len(self.unread) <= MOST_UNREAD_BYTES
+
+    @property
+    def has_more(self) -> bool:
+        """Whether messages of it have come that were not given yet."""
+        return bool(self.messages) or self.framing.has_more
 
 
 class Message(NamedTuple, Generic[_M]):
@@ -111,21 +120,24 @@ class Port(Generic[_M]):
     @property
     def has_more(self) -> bool:
         """Whether messages have been read and not given yet."""
-        return any(client.messages and client.is_reading for client in self._clients)
+        return any(client.has_more and client.is_reading for client in self._clients)
 
-    def receive(self) -> list[Message[_M]]:
-        """What has come, a few messages of each client."""
+    def receive(self) -> Iterator[Message[_M]]:
+        """What has come, a few messages of each client. Whoever answers them does so one by one: a client that does not
+        read its answers gets no more than one beyond what it may leave unread."""
         for key, events in self._selector.select(0):
             if key.data is None:
                 self._accept(key.fileobj)  # type: ignore[arg-type]  # listeners are sockets
             elif key.data.is_open:
                 self._move(key.data, events)
-        given: list[Message[_M]] = []
         for client in list(self._clients):
-            for _ in range(min(len(client.messages), MOST_MESSAGES) if client.is_reading else 0):
-                given.append(Message(client, client.messages.popleft()))
+            for _ in range(MOST_MESSAGES):
+                if not client.messages or not client.is_reading:
+                    break
+                yield Message(client, client.messages.popleft())
+            if client.is_open and not client.messages and client.framing.has_more:
+                self._take_in(client, b"")
             self._watch(client)
-        return given
 
     def send(self, client: Client[_M], data: bytes, file: int | None = None) -> None:
         """Send the client these bytes, as soon as it reads; nothing happens if it has gone. A descriptor *file* goes
@@ -212,11 +224,7 @@ class Port(Generic[_M]):
         if not data:
             self._end(client)
             return
-        try:
-            client.messages += client.framing.receive(data)
-        except ValueError as error:
-            self._refused("garbage", f"{error}; the connection is closed")
-            self._end(client)
+        if not self._take_in(client, data):
             return
         if client.framing.num_held_bytes > len(data) and self._num_held_bytes() > MOST_HELD_BYTES:
             self._refused(
@@ -228,6 +236,15 @@ class Port(Generic[_M]):
             to_send = bytes(client.framing.to_send)
             client.framing.to_send.clear()
             self._queue(client, to_send)
+
+    def _take_in(self, client: Client[_M], data: bytes) -> bool:
+        """Whether what has come can be understood; else the connection has ended."""
+        try:
+            client.messages += client.framing.receive(data, MOST_MESSAGES)
+        except ValueError as error:
+            self._refused("garbage", f"{error}; the connection is closed")
+            self._end(client)
+        return client.is_open
 
     def _queue(self, client: Client[_M], data: bytes) -> None:
         if not client.unread:
@@ -259,7 +276,7 @@ class Port(Generic[_M]):
         """Wait for what can happen next at the connection."""
         if not client.is_open:
             return
-        is_read = client.is_reading and len(client.messages) < MOST_MESSAGES
+        is_read = client.is_reading and len(client.messages) < MOST_MESSAGES and not client.framing.has_more
         events = (selectors.EVENT_READ if is_read else 0) | (selectors.EVENT_WRITE if client.unread else 0)
         known = self._selector.get_map().get(client.connection)
         if known is None and events:

@@ -196,7 +196,9 @@ def content(tokens: Sequence[int], chunk: int, rank: int = 0) -> bytes:
 class Bed:
     """The sidecar's loop, turned by hand."""
 
-    def __init__(self, folder: Path, stack: ExitStack, num_extents: int, store: MemoryStore | None) -> None:
+    def __init__(
+        self, folder: Path, stack: ExitStack, num_extents: int, store: MemoryStore | None, **settings: Any
+    ) -> None:
         self.clock = FakeClock()
         self.turn_s = 0.0  # that passes with each turn
         self.context = stack.enter_context(zmq.Context())
@@ -206,7 +208,9 @@ class Bed:
         finished = Finished()
         self.lanes = {route: Lane(finished) for route in Route}
         self.transfers = TransferEngine(self.lanes, finished)
-        self.layouts = Layouts(self.segment, self.transfers, store, clock=self.clock, extent_bytes=EXTENT_BYTES)
+        self.layouts = Layouts(
+            self.segment, self.transfers, store, clock=self.clock, extent_bytes=EXTENT_BYTES, **settings
+        )
         self.refusals = Refusals(self.clock)
         self.port = stack.enter_context(Port([listen(self.url)], self.clock, self.refusals.refused, Zmtp))
         self.door = LmcacheDoor(self.port, self.layouts, self.transfers, CHUNK, self.refusals, self.clock)
@@ -251,12 +255,19 @@ class Bed:
     def check(self) -> None:
         self.door.check()
         self.layouts.check()
+        shares = self.layouts.shares
+        assert self.num_leases() or not (shares.leased.num_bytes or shares.num_coming_bytes), "shares are left"
 
 
 @contextmanager
-def lmcache_bed(folder: Path, num_extents: int = 8, store: MemoryStore | None = None) -> Iterator[Bed]:
-    """See `Bed`. Nothing is left in shared memory."""
+def lmcache_bed(
+    folder: Path,
+    num_extents: int = 8,
+    store: MemoryStore | None = None,
+    **settings: Any,
+) -> Iterator[Bed]:
+    """See `Bed`; *settings* are those of `Layouts`. Nothing is left in shared memory."""
     with ExitStack() as stack:
-        bed = Bed(folder, stack, num_extents, store)
+        bed = Bed(folder, stack, num_extents, store, **settings)
         yield bed
         bed.check()

@@ -165,6 +165,11 @@ class DiskReads:
         if hung:
             self._give_up()
 
+    def time_out_late(self, timeout_s: float) -> None:
+        """As `time_out`, if a read has been under way for *timeout_s*; also one that no fetch waits for any more."""
+        if self._reading and self._clock() - self._reading[0].submitted_at >= timeout_s:
+            self.time_out()
+
     def num_leases(self, group_id: int) -> int:
         """Host slots of the group that are being read into."""
         return sum(

@@ -243,6 +243,11 @@ class LocalTiers:
         self._disk_reads.pump()
         self._fetches.deliver()
 
+    def time_out_reads(self, timeout_s: float) -> None:
+        """Give up all reads if one of them has been under way for *timeout_s*, see `Fetch.time_out`. For callers that
+        may wait for a fetch for less long than for the disk: a long queue is no disk that hangs."""
+        self._disk_reads.time_out_late(timeout_s)
+
     def take_lost(self) -> Sequence[Lost]:
         return self.index.take_lost()
 

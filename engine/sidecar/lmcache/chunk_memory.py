@@ -23,6 +23,11 @@ class ChunkMemory:
         self.num_host_slots = self.slots_per_extent * (segment.num_bytes // extent_bytes)
         self._bytes = memoryview(segment.memory.data)
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the segment that a slot takes, with its part of what is left over in an extent."""
+        return self._extent_bytes // self.slots_per_extent
+
     def offset(self, slot: int) -> int:
         """Where the slot's bytes begin in the segment."""
         extent, place = divmod(slot, self.slots_per_extent)

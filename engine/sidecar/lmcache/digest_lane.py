@@ -1,6 +1,6 @@
 """DigestLane: digests of chunks in host memory, taken beside the owner's thread."""
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 BATCH_BYTES = 8 << 20  # a millisecond's work: the lane's threads share what one request has, and another's comes soon
 BATCH_CHUNKS = 32
-MOST_GIVEN = 8  # batches that the lane has at a time: enough for its threads until this one looks again
+MOST_UNDER_WAY = 8  # batches that the lane has: the rest waits here, where clients have turns
 
 Deliver = Callable[[range, Sequence[bytes] | None], None]
 """Told of each part of what was asked for: which places, and their digests, None if they could not be taken."""
@@ -28,45 +28,47 @@ class Batch:
 
 
 class DigestLane:
-    """What the lane is not given yet waits here. Callers have turns, a batch each: who has asked for little does not
-    wait for all of who has asked for much. The caller keeps a lease on every slot until it is told of it. Owned by the
-    sidecar's thread."""
+    """What the lane is not to have yet waits here: each client's in order, and the clients have turns, so that one with
+    much to do delays no other. The caller keeps a lease on every slot until it is told of it. Owned by the sidecar's
+    thread."""
 
     def __init__(self, transfers: TransferEngine, route: Route) -> None:
         self._transfers = transfers
         self._route = route
-        self._waiting: deque[deque[Batch]] = deque()  # by call of `take`, in the order of their turns
-        self._num_given = 0
+        self._num_under_way = 0
+        self._waiting: OrderedDict[object, deque[Batch]] = OrderedDict()  # by client; the one served last comes last
 
-    def take(self, memory: HostMemory, slots: Sequence[int], deliver: Deliver) -> None:
-        """Have the digests of these slots taken; *deliver* is called within a later `poll` of the transfers."""
+    def take(self, client: object, memory: HostMemory, slots: Sequence[int], deliver: Deliver) -> None:
+        """Have the digests of these slots taken for the client, which is anything that is equal to itself alone;
+        *deliver* is called within a later `poll` of the transfers."""
         most = max(1, min(BATCH_CHUNKS, BATCH_BYTES // memory.block_bytes))
-        batches: deque[Batch] = deque()
         for start in range(0, len(slots), most):
             places = range(start, min(start + most, len(slots)))
-            batches.append(Batch(memory, slots[places.start : places.stop], places, deliver))
-        if batches:
-            self._waiting.append(batches)
+            batch = Batch(memory, slots[places.start : places.stop], places, deliver)
+            self._waiting.setdefault(client, deque()).append(batch)
         self.pump()
 
     def pump(self) -> None:
         """Hand waiting batches to the lane while it has room."""
-        while self._waiting and self._num_given < MOST_GIVEN and self._submit(self._waiting[0][0]):
-            batches = self._waiting.popleft()
+        while self._waiting and self._num_under_way < MOST_UNDER_WAY:
+            client, batches = next(iter(self._waiting.items()))
+            if not self._submit(batches[0]):
+                return
             batches.popleft()
             if batches:
-                self._waiting.append(batches)
+                self._waiting.move_to_end(client)
+            else:
+                del self._waiting[client]
 
     def _submit(self, batch: Batch) -> bool:
         def on_taken(transfer: Transfer) -> None:
-            self._num_given -= 1
+            self._num_under_way -= 1
             batch.deliver(batch.places, transfer.result if transfer.error is None else None)
 
         num_bytes = len(batch.slots) * batch.memory.block_bytes
-        if not self._transfers.submit(self._route, lambda: _digests(batch.memory, batch.slots), num_bytes, on_taken):
-            return False
-        self._num_given += 1
-        return True
+        is_taken = self._transfers.submit(self._route, lambda: _digests(batch.memory, batch.slots), num_bytes, on_taken)
+        self._num_under_way += is_taken
+        return is_taken
 
 
 def _digests(memory: HostMemory, slots: Sequence[int]) -> list[bytes]:

@@ -112,8 +112,8 @@ class LmcacheDoor:
         self._registrations = Registrations(layouts, chunk_tokens, weights, clock)
         self._verifying = DigestLane(transfers, Route.HOST_TO_DEVICE)
         self._taking = DigestLane(transfers, Route.DEVICE_TO_HOST)
-        self._stores = Stores(self._taking)
-        self._promises = Promises(self._verifying, self._stores, clock)
+        self._stores = Stores(self._taking, layouts.shares)
+        self._promises = Promises(self._verifying, self._stores, layouts.shares, clock)
         self._held: list[Held] = []
         self._does: Mapping[int | str, Callable[..., object]] = {
             8: self._lookup,
@@ -186,6 +186,7 @@ class LmcacheDoor:
             lost={
                 "corrupt": promised.num_corrupt,
                 "late": promised.num_late,
+                "over_share": promised.num_over_share + stored.num_over_share,
                 "without_room": stored.num_without_room,
                 "given_up": stored.num_given_up,
             },
@@ -211,6 +212,7 @@ class LmcacheDoor:
         self._token_keys.check()
         self._stores.check()
         self._promises.check()
+        self._layouts.shares.check()
 
     def _serve(self, message: Message[list[bytes]]) -> None:
         frames = message.content
@@ -236,13 +238,14 @@ class LmcacheDoor:
         self._port.send(call.client, message_bytes([call.uid, call.operation, encode(answer)]))
 
     def _answer_held(self) -> None:
-        """Answer what has waited long enough, or for long enough."""
+        """Answer what has waited long enough, or for long enough; a client that reads no answers gets none."""
         now, waiting = self._clock(), self._held
         self._held = []
         for held in waiting:
-            if not held.call.client.is_open:
+            client = held.call.client
+            if not client.is_open:
                 continue
-            if held.promise.is_settled or now >= held.until:
+            if client.is_reading and (held.promise.is_settled or now >= held.until):
                 self._answer(held.call, held.answer())
             else:
                 self._held.append(held)

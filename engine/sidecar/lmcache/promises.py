@@ -1,18 +1,20 @@
 """Promises: chunks that an engine was told it can load, leased and verified until it has loaded them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvtier.engine.sidecar.layout import SlotMemory
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
 from kvtier.engine.sidecar.lmcache.registrations import Instance
 from kvtier.engine.sidecar.lmcache.stores import Stores
 from kvtier.engine.sidecar.lmcache.verifier import Checked, Verifier
 from kvtier.engine.sidecar.port import Client
-from kvtier.tiers.device.slot_ids import ABSENT
-from kvtier.tiers.lower.lower_tiers import Fetch
+from kvtier.engine.sidecar.shares import Share, Shares, Wanted
+from kvtier.tiers.device.slot_ids import ABSENT, Ids
+from kvtier.tiers.lower.lower_tiers import ON_DISK, Fetch
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tier import Reason
@@ -22,6 +24,7 @@ INDEXING_S = 2.0  # so long a lookup waits for the disk's index, which is read w
 LOOKUP_S = 10.0  # after that the prefix that has come counts …
 RETRIEVE_S = 3.0  # … where a worker stands still meanwhile: less than what a client waits for any answer
 IDLE_S = 60.0  # a promise lasts so long without a word of its request
+COMING_BYTES = 256 << 20  # while so much is read from disk for a client, its other lookups wait: then the others'
 READING_S = 60.0  # a worker loads for so long, of its own time, unless it says that it is done
 
 
@@ -43,6 +46,7 @@ class Counts:
     num_loaded: int = 0
     num_corrupt: int = 0
     num_late: int = 0  # left out since they had not come in time
+    num_over_share: int = 0  # left out since the client has its share of host memory leased
 
 
 class RankChunks:
@@ -50,17 +54,19 @@ class RankChunks:
     its lease ends, the tail's first."""
 
     def __init__(
-        self, rank: int, tiers: LayoutTiers, blocks: NamedBlocks, num_readers: int, verifier: Verifier
+        self, rank: int, tiers: LayoutTiers, blocks: NamedBlocks, num_readers: int, verifier: Verifier, share: Share
     ) -> None:
         self.rank = rank
         self.num_good = 0  # the first so many are verified, of those that count
         self.num_corrupt = 0
+        self.num_late = 0  # left out since the disk hangs
         self.end = len(blocks.names)  # chunks from here on do not count any more
         self.readings: list[Reading] = []
         self._tiers = tiers
         self._names = blocks.names
         self._verifier = verifier
         self._checked: dict[int, Checked] = {}  # by place
+        self._share = share
         self._num_readers = num_readers
         self._have_read: set[int] = set()  # instances
         self._is_held = np.ones(self.end, np.bool_)  # leased, or waited for
@@ -70,7 +76,10 @@ class RankChunks:
         self._was_read = np.zeros(self.end, np.bool_)  # from disk
         self._arrived: list[int] = []
         self._fetch: Fetch = tiers.fetch(rank, blocks, self._on_fetched)
-        self._arrived += np.flatnonzero(self._fetch.slots != ABSENT).tolist()
+        self._is_coming = self._fetch.slots == ABSENT
+        share.lease(tiers.memories[rank], self._fetch.slots[~self._is_coming].astype(np.intp))
+        self._tell_coming(share.expect, np.flatnonzero(self._is_coming))
+        self._arrived += np.flatnonzero(~self._is_coming).tolist()
 
     @property
     def is_over(self) -> bool:
@@ -99,7 +108,8 @@ class RankChunks:
         def on_verified(part: Sequence[int], are_good: Sequence[bool | None]) -> None:
             self._on_verified([places[i] for i in part], are_good)
 
-        checked = self._verifier.verify(self._tiers.memories[self.rank], slots, known, on_verified)
+        memory = self._tiers.memories[self.rank]
+        checked = self._verifier.verify(self._share, memory, slots, known, on_verified)
         self._checked.update(zip(places, checked, strict=True))
         good = [place for place, each in zip(places, checked, strict=True) if each.is_good]
         self._on_verified(good, [True] * len(good))
@@ -113,13 +123,6 @@ class RankChunks:
         """Chunks from *end* on do not count any more."""
         self.end = min(self.end, end)
         self.let_go()
-
-    def time_out(self) -> int:
-        """No more time: what is verified counts. How many chunks do not."""
-        num_left = max(0, self.end - self.num_good)
-        if num_left and (self._fetch.slots[self.num_good : self.end] == ABSENT).any():
-            self._fetch.time_out()
-        return num_left
 
     def do_not_want(self, chunks: range) -> None:
         """These are not loaded from this promise."""
@@ -153,14 +156,26 @@ class RankChunks:
         if len(going):
             self._is_held[going] = False
             self._verifier.release([self._checked.pop(p) for p in going.tolist() if p in self._checked])
+            slots = self._fetch.slots[going]
+            self._share.release(self._tiers.memories[self.rank], slots[slots != ABSENT].astype(np.intp))
+            self._tell_coming(self._share.do_not_expect, going[self._is_coming[going]])
+            self._is_coming[going] = False
             self._fetch.release(going[::-1])
 
+    def _tell_coming(self, tell: Callable[[SlotMemory, Iterable[BlockName]], None], places: Ids) -> None:
+        tell(self._tiers.memories[self.rank], [self._names[place] for place in places])
+
     def _on_fetched(self, fetch: Fetch, place: int, failure: Reason | None) -> None:
+        if self._is_coming[place]:  # else it failed and was let go before it was told of
+            self._is_coming[place] = False
+            self._tell_coming(self._share.do_not_expect, np.array([place]))
         if failure is None:
+            self._share.lease(self._tiers.memories[self.rank], np.array([fetch.slots.item(place)]))
             self._was_read[place] = True
             self._arrived.append(place)
-        else:
-            self.end = min(self.end, place)
+        elif place < self.end:
+            self.num_late += self.end - place if failure is Reason.DEADLINE else 0
+            self.end = place
 
     def _on_verified(self, places: Sequence[int], are_good: Sequence[bool | None]) -> None:
         self._is_being_verified[places] = False
@@ -226,14 +241,24 @@ class Promise:
             own.do_not_want(range(len(self.blocks.names)))
 
 
+@dataclass(frozen=True, slots=True)
+class WithinShare:
+    """The chunks of a promise without those that are there and beyond its client's share, and all that follow them."""
+
+    names: Sequence[BlockName]
+    num_beyond: int  # chunks that are there and beyond the share
+    is_read: bool  # whether some of the chunks are read from disk
+
+
 class Promises:
     """Makes and keeps promises. What a worker may be copying is not given up while its process may still run: else it
     would copy what another engine has written there. All else ends after `IDLE_S`. Owned by the door's thread."""
 
-    def __init__(self, lane: DigestLane, stores: Stores, clock: Callable[[], float]) -> None:
+    def __init__(self, lane: DigestLane, stores: Stores, shares: Shares, clock: Callable[[], float]) -> None:
         self.counts = Counts()
         self._verifier = Verifier(lane, clock)
         self._stores = stores
+        self._shares = shares
         self._clock = clock
         self._promises: dict[str, list[Promise]] = {}  # by request
 
@@ -255,9 +280,10 @@ class Promises:
         most_s: float = LOOKUP_S,
     ) -> Promise:
         """Find out how many of the *blocks*, from chunk *first* of their prefix on, can be loaded by *num_readers*
-        workers for each of the ranks. After *most_s* what has come counts."""
+        workers for each of the ranks. After *most_s*, or the time that a read may take, what has come counts."""
         now = self._clock()
-        promise = Promise(client, request_id, tiers, blocks, first, ranks, num_readers, now, now + most_s, now)
+        give_up_at = now + min(most_s, tiers.read_timeout_s)
+        promise = Promise(client, request_id, tiers, blocks, first, ranks, num_readers, now, give_up_at, now)
         self._promises.setdefault(request_id, []).append(promise)
         self.counts.num_asked += len(blocks.names)
         self._go_on(promise)
@@ -270,7 +296,7 @@ class Promises:
             promise.heard_at = self._clock()
         return promises[::-1]
 
-    def free(self, client: Client, request_id: str, chunks: range) -> None:
+    def free(self, client: Client[list[bytes]], request_id: str, chunks: range) -> None:
         """These chunks of the request's prefix are not loaded from what this client was promised."""
         for promise in self.of_request(request_id):
             if promise.client is not client:
@@ -290,7 +316,7 @@ class Promises:
                         own.end_reading(reading)
         self._forget_those_over()
 
-    def end_request(self, client: Client, request_id: str) -> None:
+    def end_request(self, client: Client[list[bytes]], request_id: str) -> None:
         """The client's request is over; what a worker is copying for it stays until that is done. Other engines may
         have a request of that name."""
         for promise in self._promises.get(request_id, ()):
@@ -346,12 +372,19 @@ class Promises:
         """What one rank does not have is of no use to the others."""
         for own in promise.chunks:
             self.counts.num_corrupt += own.num_corrupt
-            own.num_corrupt = 0
+            self.counts.num_late += own.num_late
+            own.num_corrupt = own.num_late = 0
             own.cut(end)
 
     def _begin_chunks(self, promise: Promise) -> bool:
-        """Lease what is there for all ranks; False if a chunk that is missing may be there in a moment."""
-        names, tiers = promise.blocks.names, promise.tiers
+        """Lease what is there for all ranks, within the client's share; False if a chunk that is missing may be there
+        in a moment."""
+        tiers = promise.tiers
+        share = self._shares.of(promise.client)
+        within = _within(promise, share)
+        names = within.names
+        if within.is_read and share.num_coming_bytes >= COMING_BYTES and self._clock() < promise.give_up_at:
+            return False
         num_there = min(tiers.find_run(rank, names) for rank in promise.ranks)
         if num_there < len(names) and self._clock() < promise.give_up_at:
             missing = names[num_there]
@@ -360,18 +393,20 @@ class Promises:
             if any(self._stores.is_coming(tiers, rank, missing) for rank in promise.ranks):
                 return False
         promise.is_begun = True
+        self.counts.num_over_share += within.num_beyond
         if num_there:
             blocks = NamedBlocks(names[:num_there], promise.blocks.parents[:num_there], promise.blocks.tenant)
             promise.chunks = [
-                RankChunks(rank, tiers, blocks, promise.num_readers, self._verifier) for rank in promise.ranks
+                RankChunks(rank, tiers, blocks, promise.num_readers, self._verifier, share) for rank in promise.ranks
             ]
         return True
 
     def _time_out(self, promise: Promise) -> None:
-        """Its time is over: what is verified for all ranks counts."""
+        """Its time is over: what is verified for all ranks counts. The disk may have a long queue, and hang or not."""
         promise.is_begun = True
-        self.counts.num_late += max((own.time_out() for own in promise.chunks), default=0)
-        self._settle(promise, min((own.num_good for own in promise.chunks), default=0))
+        end = min((own.num_good for own in promise.chunks), default=0)
+        self.counts.num_late += max((own.end - end for own in promise.chunks), default=0)
+        self._settle(promise, end)
 
     def _end_readings(self, is_over: Callable[[Reading], bool]) -> None:
         for promise in self:
@@ -387,3 +422,19 @@ class Promises:
                 self._promises[request_id] = left
             else:
                 del self._promises[request_id]
+
+
+def _within(promise: Promise, share: Share) -> WithinShare:
+    """What the client may have of the promise's chunks."""
+    names, tiers = promise.blocks.names, promise.tiers
+    places = [tiers.tiers.find_run(rank, names) for rank in promise.ranks]
+    num_there = min(map(len, places))
+    places = [own[:num_there] for own in places]
+    num_affordable = share.num_affordable(
+        [Wanted(tiers.memories[rank], own, names) for rank, own in zip(promise.ranks, places, strict=True)]
+    )
+    return WithinShare(
+        names if num_affordable == num_there else names[:num_affordable],
+        num_there - num_affordable,
+        any(bool((own[:num_affordable] == ON_DISK).any()) for own in places),
+    )

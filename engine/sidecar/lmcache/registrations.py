@@ -77,7 +77,7 @@ class Registrations:
         self._pinged.pop(registration.instance_id, None)
         return instance
 
-    def find(self, client: Client, instance_id: int) -> Instance | None:
+    def find(self, client: Client[list[bytes]], instance_id: int) -> Instance | None:
         """The worker, which has just said something; None if it is not attached. `Refused` for another client's: who
         speaks for that could have slots given away that it is writing to."""
         instance = self._instances.get(instance_id)
@@ -100,7 +100,7 @@ class Registrations:
         """Those that registered at this connection."""
         return [instance for instance in self._instances.values() if instance.client is client]
 
-    def answer_ping(self, client: Client, instance_id: int | None) -> bool:
+    def answer_ping(self, client: Client[list[bytes]], instance_id: int | None) -> bool:
         """False once for each worker that is not attached: only then does its client register again, at the ping after
         that one, and only if that is answered True."""
         if instance_id is None or self.find(client, instance_id) is not None or instance_id in self._pinged:

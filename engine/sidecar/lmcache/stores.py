@@ -10,6 +10,7 @@ from kvtier.engine.sidecar.layout import Layout
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
 from kvtier.engine.sidecar.lmcache.registrations import Instance
+from kvtier.engine.sidecar.shares import Shares, Wanted
 from kvtier.tiers.device.runs import Row
 from kvtier.tiers.lower.lower_tiers import NOWHERE
 from kvtier.tiers.naming.block_hash import BlockName
@@ -52,6 +53,7 @@ class StoreCounts:
 
     num_stored: int = 0
     num_without_room: int = 0
+    num_over_share: int = 0  # not taken since the client has its share of host memory leased
     num_given_up: int = 0  # reserved and never committed, or forgotten meanwhile
 
 
@@ -62,9 +64,10 @@ class Stores:
     woken up, and until then its slots are nothing else's. Owned by the door's thread.
     """
 
-    def __init__(self, lane: DigestLane) -> None:
+    def __init__(self, lane: DigestLane, shares: Shares) -> None:
         self.counts = StoreCounts()
         self._lane = lane
+        self._shares = shares
         self._reserved: list[Store] = []
         self._committed: list[Store] = []
         self._coming: Counter[tuple[LayoutTiers, int, BlockName]] = Counter()  # committed, and not found yet
@@ -83,10 +86,14 @@ class Stores:
         places = np.flatnonzero(tiers.tiers.find(rank, blocks.names) == NOWHERE).tolist()
         if not places:
             return None
-        slots = tiers.reserve(rank, len(places))
-        self.counts.num_without_room += len(places) - len(slots)
+        memory, share = tiers.memories[rank], self._shares.of(instance.client)
+        num_affordable = share.num_affordable([Wanted(memory, np.full(len(places), NOWHERE))])
+        slots = tiers.reserve(rank, num_affordable)
+        self.counts.num_over_share += len(places) - num_affordable
+        self.counts.num_without_room += num_affordable - len(slots)
         if not slots:
             return None
+        share.lease(memory, np.array(slots, np.intp))
         store = Store(instance, rank, request_id, chunks, blocks, places[: len(slots)], slots, instance.own_time_s)
         self._reserved.append(store)
         return store
@@ -99,7 +106,7 @@ class Stores:
             self._committed.append(store)
             self._coming.update((store.tiers, rank, name) for name in store.names)
             store.digests = [b""] * len(store.slots)
-            self._lane.take(store.tiers.memories[rank], store.slots, _taker(self, store))
+            self._lane.take(instance.client, store.tiers.memories[rank], store.slots, _taker(self, store))
         return bool(found)
 
     def is_coming(self, tiers: LayoutTiers, rank: int, name: BlockName) -> bool:
@@ -142,6 +149,7 @@ class Stores:
             self._abandon(store)
             return
         self.counts.num_stored += len(store.slots)
+        self._end_lease(store)
         store.tiers.tiers.publish(
             store.rank,
             np.array(store.slots[::-1], np.intp),
@@ -160,7 +168,12 @@ class Stores:
 
     def _abandon(self, store: Store) -> None:
         self.counts.num_given_up += len(store.slots)
+        self._end_lease(store)
         store.tiers.tiers.abandon(store.rank, np.array(store.slots, np.intp))
+
+    def _end_lease(self, store: Store) -> None:
+        share = self._shares.of(store.instance.client)
+        share.release(store.tiers.memories[store.rank], np.array(store.slots, np.intp))
 
 
 def _taker(stores: Stores, store: Store) -> Callable[[range, Sequence[bytes] | None], None]:

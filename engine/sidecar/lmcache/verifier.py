@@ -41,11 +41,11 @@ class Verifier:
         self._held: dict[tuple[HostMemory, int], Checked] = {}
 
     def verify(
-        self, memory: HostMemory, slots: Sequence[int], digests: Sequence[bytes], deliver: Deliver
+        self, client: object, memory: HostMemory, slots: Sequence[int], digests: Sequence[bytes], deliver: Deliver
     ) -> list[Checked]:
-        """Find out whether the chunks in these slots, which the caller has leased, have these digests. Of those that
-        are good now *deliver* is not told, of others within a later `poll` of the transfers. Give what is returned, in
-        their order, to `release`."""
+        """Find out whether the chunks in these slots, which the caller has leased, have these digests; they are taken
+        in the *client*'s turns (`DigestLane`). Of those that are good now *deliver* is not told, of others within a
+        later `poll` of the transfers. Give what is returned, in their order, to `release`."""
         now = self._clock()
         given: list[Checked] = []
         to_read: list[Checked] = []
@@ -59,7 +59,9 @@ class Verifier:
             checked.num_holders += 1
             given.append(checked)
         if to_read:
-            self._lane.take(memory, [checked.slot for checked in to_read], lambda p, d: self._on_digests(to_read, p, d))
+            self._lane.take(
+                client, memory, [checked.slot for checked in to_read], lambda p, d: self._on_digests(to_read, p, d)
+            )
         return given
 
     def release(self, given: Iterable[Checked]) -> None:

@@ -26,6 +26,7 @@ class Zmtp:
     """
 
     def __init__(self) -> None:
+        self.has_more = False  # there may be complete messages beyond those that were asked for
         self.to_send = bytearray(_GREETING)  # taken and cleared by the connection's owner
         self._buffer = bytearray()
         self._frames: list[bytes] = []  # of the message that is not complete
@@ -35,19 +36,21 @@ class Zmtp:
 
     @property
     def num_held_bytes(self) -> int:
-        """Bytes of a message that is not complete yet."""
+        """Bytes of messages that were not given yet: they are not complete, or more than were asked for."""
         return len(self._buffer) + self._num_frame_bytes
 
-    def receive(self, data: bytes) -> list[list[bytes]]:
-        """The messages that are complete with *data*, each a list of frames. `Garbage` ends the connection."""
+    def receive(self, data: bytes, most: int | None = None) -> list[list[bytes]]:
+        """The messages that are complete with *data*, each a list of frames; *most* of them, and the others later: as
+        lists they take twenty times the memory. `Garbage` ends the connection."""
         self._buffer += data
         messages: list[list[bytes]] = []
         start = 0
         if not self._is_greeted:
             start = self._greet()
         if self._is_greeted:
-            while (end := self._frame(start, messages)) is not None:
+            while len(messages) != most and (end := self._frame(start, messages)) is not None:
                 start = end
+        self.has_more = len(messages) == most
         del self._buffer[:start]
         return messages
 

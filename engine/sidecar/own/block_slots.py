@@ -19,6 +19,10 @@ class BlockSlots:
         self._extent_bytes = extent_bytes
         self._bytes = memoryview(segment.memory.data)
 
+    @property
+    def slot_bytes(self) -> int:
+        return self.block_bytes
+
     def offset(self, slot: int) -> int:
         return slot * self.block_bytes
 

@@ -4,7 +4,7 @@ import pytest
 from layout_bed import layout
 from lmcache_bed import CHUNK, CHUNK_BYTES, OPS, REGISTRATION, Bed, RawClient, content, key
 
-from kvtier.engine.sidecar.lmcache.digest_lane import BATCH_CHUNKS, MOST_GIVEN, DigestLane
+from kvtier.engine.sidecar.lmcache.digest_lane import BATCH_CHUNKS, MOST_UNDER_WAY, DigestLane
 from kvtier.transfer.transfer_engine import Route
 
 DOCUMENT = list(range(1000, 1000 + 6 * CHUNK + 3))  # six full chunks and a tail
@@ -143,24 +143,28 @@ def test_two_engines_that_compute_the_same_at_once_store_it_once(bed: Bed, clien
 
 
 def test_a_full_segment_refuses_stores_and_keeps_what_is_promised(bed: Bed, client: RawClient) -> None:
-    per_extent = bed.segment.num_bytes // 8 // 4096
-    document = list(range(8 * per_extent * CHUNK))
-    client.store(document, "all")
-    assert client.lookup(document, "promised") == 8 * per_extent
+    documents = [list(range(10_000 * i, 10_000 * i + num * CHUNK)) for i, num in enumerate((64, 56, 7, 1))]
+    for document in documents:
+        client.store(document, "all")
+    engines = [RawClient(bed) for _ in documents]
+    for engine, document in zip(engines, documents, strict=True):
+        assert engine.lookup(document, "promised") == len(document) // CHUNK
 
     assert client.ask("prepare_store", key(DOCUMENT, "more"), 1)["context"] == {"slots": [], "chunk_indices": []}
 
-    assert client.retrieve(document, "promised")
+    assert client.retrieve(documents[0], "promised")
     assert client.store(DOCUMENT, "more") == [0, 1, 2, 3, 4, 5]
-    assert bed.door.statistics().stored.num_without_room == 6
+    assert bed.door.statistics().stored.num_without_room == 1
 
 
 def test_what_is_left_of_the_room_is_given_to_the_first_chunks(bed: Bed, client: RawClient) -> None:
-    per_extent = bed.segment.num_bytes // 8 // 4096
-    document = list(range((8 * per_extent - 2) * CHUNK))
-    client.ask("prepare_store", key(document, "all"), 1)
+    client.ask("prepare_store", key(list(range(128 * CHUNK)), "all"), 1)
+    second, third = RawClient(bed), RawClient(bed)
+    second.register(instance_id=2)
+    second.ask("prepare_store", key(list(range(50_000, 50_000 + 13 * CHUNK)), "most of the rest"), 2)
+    third.register(instance_id=3)
 
-    assert client.store(DOCUMENT, "more") == [0, 1]
+    assert third.store(DOCUMENT, "more", instance=3) == [0, 1]
 
 
 def test_a_lookup_waits_for_what_has_just_been_committed(bed: Bed, client: RawClient) -> None:
@@ -482,15 +486,15 @@ def test_who_asks_for_little_does_not_wait_for_all_of_who_asks_for_much(bed: Bed
     memory = bed.layouts.open(layout("m")).memories[0]
     lane = DigestLane(bed.transfers, Route.HOST_TO_DEVICE)
     told: list[str] = []
-    lane.take(memory, range(20 * BATCH_CHUNKS), lambda part, digests: told.append("much"))
-    lane.take(memory, [3], lambda part, digests: told.append("little"))
+    lane.take("who asks for much", memory, range(20 * BATCH_CHUNKS), lambda part, digests: told.append("much"))
+    lane.take("who asks for little", memory, [3], lambda part, digests: told.append("little"))
 
     while len(told) < 21:
         bed.lanes["host_to_device"].work()
         bed.transfers.poll()
         lane.pump()
 
-    assert told.index("little") <= MOST_GIVEN + 1
+    assert told.index("little") <= MOST_UNDER_WAY + 1
 
 
 def test_a_chunk_stored_anew_is_not_forgotten_for_the_damage_of_the_old_one(bed: Bed, client: RawClient) -> None:

@@ -137,16 +137,22 @@ def test_a_hit_on_disk_is_promised_once_it_is_in_host_memory(tmp_path: Path) -> 
         assert client.retrieve(document, "second")
 
 
-def test_a_disk_that_hangs_makes_the_prefix_shorter(tmp_path: Path) -> None:
+def on_disk(client: RawClient, bed: Bed) -> list[int]:
+    """A document of six chunks that is on disk only; host memory has something else."""
     document = list(range(6 * CHUNK))
+    client.register()
+    client.store(document, "first")
+    bed.settle()
+    for number in range(4):
+        client.store([number] * 8 * CHUNK, f"other {number}")
+        bed.settle()
+    return document
+
+
+def test_a_disk_that_hangs_makes_the_prefix_shorter(tmp_path: Path) -> None:
     with lmcache_bed(tmp_path, num_extents=1, store=MemoryStore(100 * 4608)) as bed:
         client = RawClient(bed)
-        client.register()
-        client.store(document, "first")
-        bed.settle()
-        for number in range(4):
-            client.store([number] * 8 * CHUNK, f"other {number}")
-            bed.settle()
+        document = on_disk(client, bed)
         bed.lanes[Route.DISK_TO_HOST].is_stopped = True
         client.ask("lookup", key(document, "second", worker=None), 1)
         bed.settle()
@@ -158,3 +164,43 @@ def test_a_disk_that_hangs_makes_the_prefix_shorter(tmp_path: Path) -> None:
         bed.settle()
         client.ask("end_session", "second")
         assert bed.num_leases() == 0
+
+
+@pytest.mark.parametrize("timeout_s", [0.5, 8.0])
+def test_a_read_that_hangs_is_given_up_after_its_time_and_the_disk_left_alone(tmp_path: Path, timeout_s: float) -> None:
+    with lmcache_bed(tmp_path, 1, MemoryStore(100 * 4608), read_timeout_s=timeout_s) as bed:
+        scheduler = RawClient(bed)
+        document = on_disk(scheduler, bed)
+        bed.lanes[Route.DISK_TO_HOST].is_stopped = True
+        scheduler.ask("lookup", key(document, "second", worker=None), 1)
+        bed.pass_time(timeout_s - 0.1)
+        assert bed.num_leases() == 6
+
+        bed.pass_time(0.2)
+
+        (tiers,) = bed.layouts
+        assert scheduler.ask("status", "second") == 0
+        assert bed.door.counts().lost["late"] == 6
+        assert not tiers.tiers.is_readable
+        assert scheduler.lookup(document, "third") == 0  # at once
+        bed.lanes[Route.DISK_TO_HOST].is_stopped = False
+        bed.pass_time(120)
+        assert tiers.tiers.is_readable
+
+
+def test_a_read_that_no_lookup_waits_for_any_more_is_given_up_too(tmp_path: Path) -> None:
+    with lmcache_bed(tmp_path, 1, MemoryStore(100 * 4608), read_timeout_s=30.0) as bed:
+        scheduler = RawClient(bed)
+        document = on_disk(scheduler, bed)
+        bed.lanes[Route.DISK_TO_HOST].is_stopped = True
+        scheduler.ask("lookup", key(document, "second", worker=None), 1)
+        bed.pass_time(10.1)
+        (tiers,) = bed.layouts
+        assert scheduler.ask("status", "second") == 0
+        assert tiers.tiers.is_readable, "a lookup's patience is not the disk's"
+
+        bed.pass_time(20)
+
+        assert not tiers.tiers.is_readable
+        bed.lanes[Route.DISK_TO_HOST].is_stopped = False
+        bed.settle()

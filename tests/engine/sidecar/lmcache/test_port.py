@@ -15,7 +15,7 @@ import zmq
 from chaos import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lmcache_bed import CHUNK, REAL_S, Bed, RawClient, key
+from lmcache_bed import CHUNK, REAL_S, REGISTRATION, Bed, RawClient, key
 
 from kvtier.engine.sidecar import port as port_module
 from kvtier.engine.sidecar.lmcache.zmtp import GREETING_BYTES, MOST_MESSAGE_BYTES, Garbage, Zmtp, message_bytes
@@ -85,7 +85,7 @@ def test_libzmq_connects_by_tcp_too(tcp: tuple[Port, int]) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.connect(f"tcp://127.0.0.1:{number}")
         dealer.send_multipart([b"a", b"", b"b" * 100_000])
-        while not (messages := port.receive()):
+        while not (messages := list(port.receive())):
             dealer.poll(1)
         port.send(messages[0].client, message_bytes([*messages[0].content, b"c"]))
 
@@ -125,6 +125,25 @@ def test_clients_have_turns(bed: Bed) -> None:
     assert bed.door.receive() is True  # the flood's are left
 
 
+def test_a_lookup_beside_ten_thousand_requests_is_answered_in_the_next_turns(bed: Bed, client: RawClient) -> None:
+    document = list(range(8 * CHUNK))
+    client.store(document, "store")
+    flood, other = Plain(bed), Plain(bed)
+    other.read(GREETING_BYTES + 2 + 41)
+    flood.socket.settimeout(REAL_S)
+    flood.socket.sendall(NOOP * 10_000)
+    lookup = [(1, 8, key(document, "own", worker=None), 1), (2, 9, "own")]
+    for frames in lookup:
+        other.socket.sendall(message_bytes([*map(msgspec.msgpack.encode, frames)]))
+
+    for _ in range(4):
+        bed.turn()
+
+    other.socket.settimeout(REAL_S)
+    assert other.socket.recv(1000).endswith(message_bytes([*map(msgspec.msgpack.encode, (2, 9, 8))]))
+    assert bed.door.statistics().operations["noop"] <= 16 * 6
+
+
 def test_a_client_that_reads_no_answers_is_read_no_further_and_let_go(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +167,49 @@ def test_a_client_that_reads_no_answers_is_read_no_further_and_let_go(
     assert client.is_open
     bed.pass_time(2)
     assert not client.is_open
+    assert bed.refusals.counts["unread"] == 1
+
+
+def test_a_flood_of_small_messages_is_kept_as_it_came(bed: Bed) -> None:
+    flood = Plain(bed)
+    bed.settle()
+    (client,) = bed.port.clients
+    flood.socket.settimeout(REAL_S)
+    flood.socket.sendall(NOOP * 10_000)
+
+    while bed.door.receive():
+        assert len(client.messages) <= 16
+        assert client.framing.num_held_bytes <= port_module.PIECE_BYTES
+
+    bed.until(lambda: bed.door.statistics().operations["noop"] == 10_000 or None)
+
+
+def test_answers_that_were_held_wait_for_a_client_that_reads(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(port_module, "MOST_UNREAD_BYTES", 4000)
+    worker = RawClient(bed)
+    worker.register()
+    document = list(range(100 * CHUNK))
+    worker.store(document, "store")
+    deaf = Plain(bed)
+    deaf.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    bed.settle()
+    client = bed.port.clients[-1]
+    client.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    bed.lanes["host_to_device"].is_stopped = True  # where chunks are verified
+    register = message_bytes([*map(msgspec.msgpack.encode, (99, 14, {**REGISTRATION, "instance_id": 2}))])
+    ask = [
+        message_bytes([*map(msgspec.msgpack.encode, (uid, 18, key(document, f"r{uid}"), 2))]) for uid in range(50)
+    ]  # each is answered with 100 slots, 6 KB
+    deaf.send(register + b"".join(ask))
+    bed.until(lambda: bed.door.statistics().num_held == 50 or None)
+
+    bed.lanes["host_to_device"].is_stopped = False
+    bed.settle()
+
+    assert 4000 < len(client.unread) < 4000 + 10_000
+    assert bed.door.statistics().num_held > 30
+    bed.pass_time(61)
+    assert bed.door.statistics().num_held == 0
     assert bed.refusals.counts["unread"] == 1
 
 
@@ -240,7 +302,7 @@ def test_another_user_is_not_let_in(tmp_path: Path) -> None:
     ) as port:
         plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         plain.connect(f"{tmp_path}/s")
-        assert port.receive() == []
+        assert list(port.receive()) == []
 
         plain.settimeout(REAL_S)
         assert plain.recv(100) == b""
