@@ -169,6 +169,7 @@ def test_a_flipped_byte_is_found_before_it_is_promised(served: Served, client: L
 def test_a_worker_that_unregisters_leaves_what_it_stored_and_no_lease(served: Served, client: LmcacheClient) -> None:
     client.attach(1)
     client.store(1, TOKENS, "cold", BLOCKS)
+    served.until_no_lease()  # their digests are taken
     client.begin_store(1, [7] * 4 * CHUNK, "never")
     assert served.num_leased() == 4
 
