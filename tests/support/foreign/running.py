@@ -32,7 +32,7 @@ class Sidecar:
     def __init__(self, endpoint: str, *options: str, before: str = "") -> None:
         """*before*: Python that the process runs first, to have a fault."""
         self.endpoint = endpoint
-        arguments = ["sidecar", "--listen", endpoint, "--http-port", "none", *options]
+        arguments = ["sidecar", "--listen", endpoint, "--http-port", "none", "--socket", "none", *options]
         script = f"{before}\nfrom kvtier.engine.commands.cli import main\nraise SystemExit(main({arguments!r}))"
         self._command = [sys.executable, "-c", script]
         self.start()
