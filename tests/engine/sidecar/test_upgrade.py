@@ -32,6 +32,7 @@ def arguments(tmp_path: Path, host: str = "64MiB") -> list[str]:
         "sidecar",
         *("--config", str(tmp_path / "sidecar.toml"), "--host", host, "--disk", f"{tmp_path / 'store'}:64MiB"),
         *("--listen", f"ipc://{tmp_path / 'door.sock'}", "--chunk-tokens", str(CHUNK), "--http-port", "none"),
+        *("--socket", str(tmp_path / "own.sock")),
     ]
 
 
