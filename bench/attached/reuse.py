@@ -9,7 +9,7 @@ from bench.attached.sidecar_process import sidecar_process
 from bench.report import Row
 
 DOCUMENT_TOKENS = 8000
-NUM_DOCUMENTS = 3
+NUM_DOCUMENTS = 4
 BLOCK_SIZE = 16
 DEVICE = "40MiB"  # one document and a little
 HOST = "1GiB"
