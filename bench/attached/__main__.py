@@ -1,6 +1,6 @@
 """What does kvtier's own engine pay and get, attached to a sidecar, and what becomes of either when the other dies?
 
-All of it takes some fifteen minutes; name questions to have their answers only.
+All of it takes some six minutes; name questions to have their answers only.
 """
 
 import tempfile
@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bench.attached.crowd import crowd_rows
+from bench.attached.foul_clients import foul_client_rows
 from bench.attached.kills import engine_kill_rows, sidecar_kill_rows
 from bench.attached.lookup import lookup_rows
 from bench.attached.reuse import reuse_rows
@@ -17,6 +18,7 @@ QUESTIONS: Mapping[str, Callable[[Path], list[Row]]] = {
     "lookup": lookup_rows,
     "reuse": reuse_rows,
     "crowd": crowd_rows,
+    "foul_clients": foul_client_rows,
     "engine_kills": engine_kill_rows,
     "sidecar_kills": sidecar_kill_rows,
 }
