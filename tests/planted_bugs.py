@@ -1613,6 +1613,34 @@ BUGS = [
         "        if num_slots < 0:",
         "tests/engine/sidecar/test_layouts.py",
     ),
+    Bug(
+        "an engine at the own door may reserve all that nobody leases",
+        "engine/sidecar/own/session.py",
+        "        slots = np.array(self.tiers.reserve(message.group, num_within), np.intp)\n",
+        "        slots = np.array(self.tiers.reserve(message.group, message.num_slots), np.intp)\n",
+        "tests/engine/sidecar/own/test_own_door.py",
+    ),
+    Bug(
+        "what an engine at the own door reserves is not in its share",
+        "engine/sidecar/own/session.py",
+        "        self._share.lease(memory, slots)\n",
+        "        pass\n",
+        "tests/engine/sidecar/own/test_own_door.py",
+    ),
+    Bug(
+        "what is beyond an engine's share is fetched too",
+        "engine/sidecar/own/session.py",
+        "        if beyond:\n",
+        "        if False:\n",
+        "tests/engine/sidecar/own/test_own_door.py",
+    ),
+    Bug(
+        "what an engine has released stays in its share",
+        "engine/sidecar/own/session.py",
+        "        self._share.release(self.tiers.memories[fetched.fetch.group_id], leased)\n",
+        "        pass\n",
+        "tests/engine/sidecar/own/test_own_door.py",
+    ),
 ]
 
 

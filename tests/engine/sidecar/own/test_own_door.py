@@ -224,6 +224,24 @@ def test_an_engine_that_takes_all_it_can_get_leaves_room_for_the_next_one(bed: B
     assert bed.num_leases() == 0
 
 
+def test_what_an_engine_leases_is_noted_for_the_process_that_comes_after(bed: Bed, engine: Engine) -> None:
+    ledger = bed.layouts.ledger
+    slots = engine.reserve(4)
+    assert ledger.num_leased > 0
+    engine.say(wire.Abandon(0, wire.packed(slots)))
+    bed.settle()
+    assert ledger.num_leased == 0
+
+    engine.store(1, 4)
+    number = engine.fetch(names(1, 4))
+    engine.next(wire.Fetched)
+    assert ledger.num_leased > 0
+    engine.say(wire.Release(number, wire.packed(range(4))))
+    bed.settle()
+
+    assert ledger.num_leased == 0
+
+
 def test_what_is_beyond_an_engines_share_fails_and_the_rest_comes(bed: Bed, engine: Engine) -> None:
     num_stored = 0
     while num_stored < 40:
