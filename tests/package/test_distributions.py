@@ -34,7 +34,7 @@ def test_the_wheel_has_each_module_marker_and_configuration_once_and_nothing_els
     package = ROOT / "kvtier"
     expected = {f"kvtier/{path.name}" for path in package.iterdir() if path.suffix in (".py", ".typed")}
     for room in ROOMS:
-        patterns = ("*.py", "*.toml", "*.service", "*.yaml", "py.typed")
+        patterns = ("*.py", "*.toml", "*.service", "*.socket", "*.yaml", "py.typed")
         files = [path for pattern in patterns for path in (ROOT / room).rglob(pattern)]
         expected |= {f"kvtier/{path.relative_to(ROOT)}" for path in files}
 

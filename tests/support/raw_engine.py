@@ -20,6 +20,7 @@ class Engine:
 
     def __init__(self, endpoint: str) -> None:
         self._context = zmq.Context()
+        self._context.setsockopt(zmq.LINGER, 0)  # a test that fails must not wait for a sidecar that has gone
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.connect(endpoint)
         self._uid = 0

@@ -51,10 +51,10 @@ def test_an_engine_goes_on_with_the_next_process(tmp_path: Path, manager: Servic
     inode = segment.stat().st_ino
     assert engine.lookup("warm") == NUM_CHUNKS
     engine.ask("end_session", "warm")
-    assert sorted(manager.names()) == ["lmcache", "segment"]
+    assert sorted(manager.names()) == ["engine", "lmcache", "segment"]
 
     assert manager.end(how) == (0 if how is signal.SIGUSR1 else -how)
-    assert (segment.stat().st_ino, sorted(manager.names())) == (inode, ["lmcache", "segment"])
+    assert (segment.stat().st_ino, sorted(manager.names())) == (inode, ["engine", "lmcache", "segment"])
     uid = engine.send("lookup", engine.key("meanwhile", worker=None), 1)  # nobody listens, but the socket is there
     manager.start(*arguments(tmp_path))
 
@@ -144,7 +144,7 @@ def test_sockets_of_a_socket_unit_are_served_and_requests_from_before_the_start_
         engine.store("a", fill=1)
         assert engine.lookup("b") == NUM_CHUNKS
         assert httpx.get(f"http://127.0.0.1:{http_port}/clients").json()["clients"]
-        assert manager.names() == ["segment"], "sockets that the unit has are not kept twice"
+        assert sorted(manager.names()) == ["engine", "segment"], "sockets that the unit has are not kept twice"
         assert "a descriptor 'metrics' is of no use here" in manager.log.read_text()
         engine.close()
         assert manager.stop() == 0
