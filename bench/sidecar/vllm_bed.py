@@ -64,7 +64,7 @@ class Bed:
             for offset in range(0, self.sidecar.segment.stat().st_size, 4096):
                 file.seek(offset)
                 page = file.read(4096)
-                if any(page):
+                if len(page) == 4096 and any(page):  # the ledger behind the extents has no whole page
                     file.seek(offset + 2051)
                     file.write(bytes([page[2051] ^ 64]))
 
