@@ -47,6 +47,7 @@ SNAPSHOT_EVERY_S = 0.25
 FLUSH_TIMEOUT_S = 120.0
 CATCH_UP_S = 0.5
 SHARE_S = 1.0
+STILL_S = 0.1  # in which nothing was copied down: there is no room below, or nothing left to copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,19 +247,28 @@ class EngineCore:
         if (sidecar := self._sidecar) is None or not sidecar.is_attached:
             return
         give_up_at, num_seen = time.monotonic() + CATCH_UP_S, -1
-        while num_seen != sidecar.num_changes or not sidecar.is_indexed:
+        while num_seen != sidecar.num_changes or not sidecar.is_told:
             num_seen = sidecar.num_changes
             self.cache.poll()
             if time.monotonic() > give_up_at:
                 return
-            if not sidecar.is_indexed:
+            if not sidecar.is_told:
                 time.sleep(STALLED_WAIT_S)
 
     def share(self) -> None:
         """Copy what was computed to the sidecar, for others; waits for that a second at most. For callers that may not
         step the engine again soon; it copies down while it is stepped or idle. Without a sidecar it does nothing."""
-        if self._sidecar is not None:
-            self.cache.flush(SHARE_S)
+        if (sidecar := self._sidecar) is None:
+            return
+        now = moved_at = time.monotonic()
+        give_up_at, num_shared = now + SHARE_S, sidecar.spill_progress().num_done
+        self.cache.spill()
+        while self.cache.num_under_way and now < give_up_at and now - moved_at < STILL_S:
+            self.cache.wait(IDLE_WAIT_S)
+            self.cache.spill()
+            now = time.monotonic()
+            if (num_done := sidecar.spill_progress().num_done) != num_shared:
+                num_shared, moved_at = num_done, now
 
     def check(self) -> None:
         """Raise AssertionError if any two books disagree, the cache's or the scheduler's."""

@@ -137,5 +137,8 @@ class Attachment(Generic[Prepared]):
             if not self._has_tried.is_set():
                 log.warning("sidecar: nobody answers at %s (%s); serving without it until then", self.path, error)
             return False
+        except Exception:  # a thread's top: a device's driver may refuse the memory
+            log.exception("sidecar: its memory at %s cannot be used; serving without it", self.path)
+            return False
         self._why_refused = ""
         return True

@@ -1,5 +1,6 @@
 """SidecarTiers: the tiers below the device in a process of their own, which outlives the engine."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,10 +60,11 @@ from kvtier.transfer.lane import Lane, Transfer
 from kvtier.transfer.lane_speed import LaneSpeed
 from kvtier.transfer.transfer_engine import TransferEngine
 
+log = logging.getLogger(__name__)
+
 TAKING_IN_S = 0.001  # of a poll, for what the sidecar tells: the rest waits for the next
 WAKE_S = 0.25  # for which a wait for the sidecar's answer lasts at most; then it is begun anew
-CLEAR_S = 5.0
-MOST_SLOTS = (1 << 31) - 1  # a slot's number has 31 bits; only the sidecar knows how many there are
+CLEAR_S = 30.0  # a million blocks on disk are told of as gone in eight
 NO_STATE = State(True, True, False, None, 0, {}, None, [])
 NOTHING_THERE = LowerStatistics({Tier.HOST: TierStatistics()})
 
@@ -101,6 +103,7 @@ class SidecarTiers:
         self._session: Session | None = None
         self._silence = Silence(lambda: self._send(Ping()), clock)
         self._was_lost = False
+        self._num_host_slots = [0 for _ in groups]  # of the sidecar, by group
         self._stocks = [SlotStock(0, lambda num: None, clock) for _ in groups]
         self._fetches: dict[int, AttachedFetch] = {}  # of this session that are not over
         self._left: set[AttachedFetch] = set()  # of the session before, that still lease
@@ -144,8 +147,13 @@ class SidecarTiers:
         return self._epoch
 
     @property
+    def is_told(self) -> bool:
+        """Whether the sidecar that is there has told of all blocks that it knew when the engine attached."""
+        return self._session is not None and self._is_told
+
+    @property
     def is_indexed(self) -> bool:
-        return self._session is not None and self._is_told and self._state.is_indexed
+        return self.is_told and self._state.is_indexed
 
     @property
     def is_readable(self) -> bool:
@@ -214,6 +222,8 @@ class SidecarTiers:
             return False
         for fetch in list(self._fetches.values()):
             fetch.release(range(len(fetch.slots)))
+        for group_id, stock in enumerate(self._stocks):  # what was reserved before a clear can never be found
+            self._give_back(group_id, stock.take_ready())
         self._is_cleared = False
         self._send(Clear())
         give_up_at = time.monotonic() + CLEAR_S
@@ -240,8 +250,7 @@ class SidecarTiers:
             self._was_lost = True
             self._fail_waiting(Reason.DEADLINE)
         for group_id, stock in enumerate(self._stocks):
-            if slots := stock.take_idle():
-                self._send(Abandon(group_id, packed(slots)))
+            self._give_back(group_id, stock.take_idle())
         self._mirror.go_on()
         dead, self._dead = self._dead, []
         for fetch in dead:
@@ -301,6 +310,10 @@ class SidecarTiers:
         elif fetch.is_over:
             self._left.discard(fetch)
 
+    def _give_back(self, group_id: int, slots: Sequence[int]) -> None:
+        if slots:
+            self._send(Abandon(group_id, packed(slots)))
+
     def _on_late(self, fetch: AttachedFetch) -> None:
         self._send(TimeOut(fetch.number))
 
@@ -335,9 +348,9 @@ class SidecarTiers:
         for memory, host in zip(self._memories, ready.hosts, strict=True):
             memory.attach(host)
         self._session = ready.session
-        num_slots = [ready.session.welcome.num_bytes // memory.block_bytes for memory in self._memories]
-        self._stocks = [self._stock(group_id, num) for group_id, num in enumerate(num_slots)]
-        self._mirror.begin(num_slots)
+        self._num_host_slots = [ready.session.welcome.num_bytes // memory.block_bytes for memory in self._memories]
+        self._stocks = [self._stock(group_id, num) for group_id, num in enumerate(self._num_host_slots)]
+        self._mirror.begin(self._num_host_slots)
         self._silence.on_heard()
         self._was_lost = False
         self._is_told = False
@@ -353,11 +366,10 @@ class SidecarTiers:
         session = self._session
         if session is None:
             return
-        heard = session.receive()
-        if heard:
+        self._come += session.receive()
+        if self._come:
             self._silence.on_heard()
             self._was_lost = False
-        self._come += heard
         num_taken = 0
         try:
             for message in self._come:
@@ -365,8 +377,10 @@ class SidecarTiers:
                 self._on_message(message)
                 if self._clock() > until:
                     break
-        except (Malformed, KeyError, IndexError):  # not what a sidecar of this version says
+        except Malformed as error:  # not what a sidecar of this version says
+            log.warning("sidecar: %s says what none says (%s); the connection is closed", self._attachment.path, error)
             session.close()
+            num_taken = len(self._come)  # its leases have ended, also those that it has still told of
         del self._come[:num_taken]
         if not session.is_open and not self._come:
             self._detach(session)
@@ -374,26 +388,31 @@ class SidecarTiers:
     def _on_message(self, message: FromSidecar) -> None:
         match message:
             case InHost():
-                names = names_in(message.names)
-                self._mirror.on_in_host(message.group, names, numbers_in(message.slots, MOST_SLOTS).tolist())
+                group_id, names = self._group(message.group), names_in(message.names)
+                slots = numbers_in(message.slots, self._num_host_slots[group_id]).tolist()
+                if len(slots) != len(names):
+                    raise Malformed(f"{len(names)} blocks in {len(slots)} slots")
+                self._mirror.on_in_host(group_id, names, slots)
             case LeftHost():
-                self._mirror.on_left_host(message.group, names_in(message.names))
+                self._mirror.on_left_host(self._group(message.group), names_in(message.names))
             case OnDisk():
-                self._mirror.on_disk(message.group, names_in(message.names))
+                self._mirror.on_disk(self._group(message.group), names_in(message.names))
             case LeftDisk():
-                self._mirror.on_left_disk(message.group, names_in(message.names))
+                self._mirror.on_left_disk(self._group(message.group), names_in(message.names))
             case Told():
                 self._is_told = True
                 self._epoch += 1  # what the device has a copy of below is known from now on
             case Fetched():
                 self._on_fetched(message)
             case Reserved():
-                slots = numbers_in(message.slots, MOST_SLOTS).tolist()
-                self._stocks[message.group].on_reserved(message.num_asked, slots)
+                group_id = self._group(message.group)
+                slots = numbers_in(message.slots, self._num_host_slots[group_id]).tolist()
+                self._stocks[group_id].on_reserved(message.num_asked, slots)
             case State():
+                speed, before = message.read_bytes_per_s, self._state.read_bytes_per_s
                 self._state = message
-                if message.read_bytes_per_s is not None:
-                    self._read_speed.take_over(message.read_bytes_per_s, self._clock())
+                if speed is not None and speed != before:  # else nothing was read since: it is no newer
+                    self._read_speed.take_over(speed, self._clock())
             case Cleared():
                 self._is_cleared = True
             case _:  # that it lives
@@ -404,7 +423,10 @@ class SidecarTiers:
         if fetch is None:  # released meanwhile, and the sidecar has been told so
             return
         places = numbers_in(message.places, len(fetch.slots))
-        slots, owners = numbers_in(message.slots, MOST_SLOTS), owners_in(message.owners, len(places))
+        slots = numbers_in(message.slots, self._num_host_slots[fetch.group_id])
+        owners = owners_in(message.owners, len(places))
+        if not all(0 <= place < len(fetch.slots) for place, _ in message.failures):
+            raise Malformed("a failure of no block")
         if not len(places) == len(slots) == len(digests_in(message.digests, len(places))):
             raise Malformed("blocks without slots")
         fetch.on_come(places, slots, message.digests, owners)
@@ -412,6 +434,11 @@ class SidecarTiers:
             fetch.on_failed(place, reason)
         if fetch.is_over:
             self._fetches.pop(fetch.number, None)
+
+    def _group(self, group_id: int) -> int:
+        if not 0 <= group_id < len(self._groups):
+            raise Malformed(f"a group {group_id} of {len(self._groups)}")
+        return group_id
 
     def _fail_waiting(self, reason: Reason) -> None:
         """Give up all that was asked and has not been answered."""

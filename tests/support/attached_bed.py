@@ -92,8 +92,8 @@ class SidecarBed:
         )
         self.layouts.shares = Shares(lambda: 1 << 40, self.layouts.ledger)  # one engine may have all
         refusals = Refusals(self._clock, "engine")
-        port = Port([listen_at_path(self.path)], self._clock, refusals.refused, EngineFrames)
-        self.door = EngineDoor(port, self.layouts, refusals, self._clock, "a test")
+        self.port = Port([listen_at_path(self.path)], self._clock, refusals.refused, EngineFrames)
+        self.door = EngineDoor(self.port, self.layouts, refusals, self._clock, "a test")
         self.is_alive = True
 
     def die(self) -> None:
@@ -134,6 +134,7 @@ class SteppedAttachment(Attachment[PreparedHost]):
     """Attaches when it is asked for what is ready, while the sidecar has its turns."""
 
     def __init__(self, bed: SidecarBed, memories: Sequence[AttachedMemory]) -> None:
+        self.path = bed.path
         self._bed = bed
         self._shared = memories
         self._is_due = True

@@ -10,6 +10,7 @@ from attached_bed import SidecarBed, SteppedTiers, attached_memory
 from chaos import NAMESPACE, FakeClock
 from unreliable_tiers import UnreliableTiers
 
+from kvtier.engine.attached.wire import Fetched, FromSidecar, InHost, LeftDisk, Reserved, frame_of, packed
 from kvtier.engine.sidecar.own.block_layout import BlockShape
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
@@ -602,3 +603,65 @@ def test_a_sidecars_answer_to_what_was_released_meanwhile_is_no_lease(monkeypatc
     assert len(lower.reserve(NUM_SLOTS)) == NUM_SLOTS
     lower.tiers.check()
     lower.tiers.bed.check()
+
+
+def test_a_speed_that_is_told_again_and_again_is_as_old_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    lower = bed("sidecar and disk", monkeypatch)
+    lower.push_to_disk("a", 3)
+    lower.fetch("a", 3).release([2, 1, 0])
+    lower.settle_and_tell()
+    measured_at = lower.tiers.read_speed().measured_at
+
+    for _ in range(10):
+        lower.settle_and_tell()
+
+    assert lower.tiers.read_speed().measured_at == measured_at
+
+
+def test_slots_that_lay_ready_when_all_was_cleared_are_of_use_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lower = bed("sidecar", monkeypatch)
+    lower.tiers.reserve(0, 3)
+    lower.settle()
+
+    assert lower.tiers.clear()
+    lower.put("a", 3)
+
+    assert NOWHERE not in lower.find("a", 3)
+    lower.tiers.check()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        InHost(7, bytes(32), packed([0])),
+        InHost(-1, bytes(32), packed([0])),
+        InHost(0, bytes(32), packed([NUM_SLOTS])),
+        InHost(0, bytes(32), b""),
+        LeftDisk(2, bytes(32)),
+        Reserved(0, 1, packed([NUM_SLOTS])),
+        Fetched(0, packed([0]), packed([NUM_SLOTS]), bytes(16), bytes(8), []),
+        Fetched(0, b"", b"", b"", b"", [(9, Reason.FAILED)]),
+    ],
+    ids=lambda message: f"{type(message).__name__}",
+)
+def test_a_sidecar_that_says_what_none_says_is_left_and_attached_to_anew(
+    message: FromSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lower = bed("sidecar", monkeypatch)
+    assert isinstance(lower.tiers, SteppedTiers)
+    sidecar = lower.tiers.bed
+    lower.put("a", 3)
+    sidecar.is_stopped = True  # what was asked is open
+    fetch = lower.tiers.fetch(0, lower.blocks("a", 3), lower.on_fetched)
+
+    sidecar.port.send(sidecar.port.clients[0], frame_of(message))
+    lower.settle()
+    sidecar.is_stopped = False
+    lower.settle()
+
+    assert [reason for _, _, reason in lower.told] == [Reason.FAILED] * 3
+    fetch.release([2, 1, 0])
+    lower.settle()
+    assert lower.tiers.num_attached == 2
+    assert NOWHERE not in lower.find("a", 3)
+    lower.tiers.check()
