@@ -10,7 +10,7 @@ from kvtier.engine.sidecar.shared_store import StoreView
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.local_fetch import LocalFetch
 from kvtier.tiers.lower.local_tiers import LocalTiers
-from kvtier.tiers.lower.lower_tiers import ON_DISK, Fetch, OnFetched
+from kvtier.tiers.lower.lower_tiers import ON_DISK, Fetch, OnFetched, Places
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 
@@ -89,9 +89,11 @@ class LayoutTiers:
         self.touch(group_id, places[places >= 0].astype(np.intp))
         return self.tiers.fetch(group_id, blocks, on_fetched)
 
-    def fetch_any(self, group_id: int, blocks: NamedBlocks, on_fetched: OnFetched, now: bool) -> LocalFetch:
-        """As `fetch`, for any blocks; not *now*: as `LowerTiers.fetch_later`."""
-        places = self.tiers.find(group_id, blocks.names)
+    def fetch_any(
+        self, group_id: int, blocks: NamedBlocks, places: Places, on_fetched: OnFetched, now: bool
+    ) -> LocalFetch:
+        """As `fetch`, for any blocks, that `LowerTiers.find` has just found at *places*; not *now*: as
+        `LowerTiers.fetch_later`."""
         in_host = places[places >= 0].astype(np.intp)
         self.touch(group_id, in_host)
         if len(in_host) == len(places):

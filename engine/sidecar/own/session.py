@@ -15,7 +15,7 @@ from kvtier.store.blob_store import TENANT_BYTES
 from kvtier.tiers.device.runs import Row
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.local_fetch import LocalFetch
-from kvtier.tiers.lower.lower_tiers import NOWHERE, Fetch, LowerTiers
+from kvtier.tiers.lower.lower_tiers import NOWHERE, Fetch, LowerTiers, Places
 from kvtier.tiers.lower.name_set import NAME_BYTES
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
@@ -112,11 +112,12 @@ class Session:
         def on_fetched(_: Fetch, place: int, failure: Reason | None) -> None:
             self._on_fetched(fetched, place, failure)
 
-        num_within = self._num_within_share(message.group, names)
+        places = self._lower.find(message.group, names)
+        num_within = self._num_within_share(message.group, names, places)
         beyond = dict.fromkeys(range(num_within, len(names)), Reason.CAPACITY)
         if beyond:
             blocks = NamedBlocks(names[:num_within], blocks.parents[:num_within], message.tenant)
-        fetch = self.tiers.fetch_any(message.group, blocks, on_fetched, not message.is_for_later)
+        fetch = self.tiers.fetch_any(message.group, blocks, places[:num_within], on_fetched, not message.is_for_later)
         fetched = Fetched(fetch, np.ones(len(names), np.bool_), len(names), self._clock(), message.is_for_later)
         self._fetches[message.number] = fetched
         self._num_open += len(names)
@@ -282,9 +283,8 @@ class Session:
         if not fetched.num_open and not fetched.failed:
             del self._fetches[number]
 
-    def _num_within_share(self, group_id: int, names: Sequence[BlockName]) -> int:
+    def _num_within_share(self, group_id: int, names: Sequence[BlockName], places: Places) -> int:
         """How many of the first of these blocks the engine may have leased beside what it has."""
-        places = self._lower.find(group_id, names)
         num_within = self._share.num_affordable([Wanted(self.tiers.memories[group_id], places, names)]) if names else 0
         self._counts.num_over_share += len(names) - num_within
         return num_within
