@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvtier.engine.build import build_core
 from kvtier.engine.config import Config, ModelConfig, as_config
 from kvtier.engine.core import EngineCore, EngineStatistics
-from kvtier.engine.metrics import serve_metrics
+from kvtier.engine.metrics.server import serve_metrics
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.model.short_memory import short_memory_raised

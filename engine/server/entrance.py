@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry
 
 from kvtier.engine.config import ServerConfig
-from kvtier.engine.metrics import HttpMetrics
+from kvtier.engine.metrics.http import HttpMetrics
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.gate import ConnectionLimits, Gate
 

@@ -18,7 +18,7 @@ from kvtier.engine.async_llm import AsyncLLM
 from kvtier.engine.config import Config
 from kvtier.engine.documents.document import Document
 from kvtier.engine.documents.documents import Documents
-from kvtier.engine.metrics import EngineCollector
+from kvtier.engine.metrics.collector import EngineCollector
 from kvtier.engine.server import document_routes, generation
 from kvtier.engine.server.api_error import json_response
 from kvtier.engine.server.app import starlette_app

@@ -10,7 +10,7 @@ from waiting import DEADLINE_S
 
 from kvtier import LLM, SamplingParams
 from kvtier.engine.llm import Completion
-from kvtier.engine.metrics import EngineCollector
+from kvtier.engine.metrics.collector import EngineCollector
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = BLOCK_SIZE * 1024

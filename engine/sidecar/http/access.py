@@ -5,7 +5,7 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvtier.engine.metrics import RequestMetrics
+from kvtier.engine.metrics.http import RequestMetrics
 from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.connection import in_time

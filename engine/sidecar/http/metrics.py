@@ -1,20 +1,16 @@
-"""The sidecar's metrics: its own names in one place; what it shares with an engine is in `engine/metrics.py`."""
+"""What the sidecar's `/metrics` answers."""
 
 import time
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from kvtier.engine.metrics import (
-    RequestMetrics,
-    disk_metrics,
-    prepared_metric,
-    route_metrics,
-    store_metrics,
-    tier_metrics,
-)
+from kvtier.engine.metrics import names
+from kvtier.engine.metrics.disk import disk_metrics, store_metrics
+from kvtier.engine.metrics.http import RequestMetrics
+from kvtier.engine.metrics.tiers import route_metrics, tier_metrics
 from kvtier.engine.sidecar.http.views import LANES, Snapshot
 from kvtier.engine.sidecar.statistics import SidecarStatistics
 from kvtier.transfer.transfer_engine import Route
@@ -45,7 +41,7 @@ class _SnapshotCollector(Collector):
         snapshot, statistics = self._snapshot, self._snapshot.statistics
         yield from tier_metrics(statistics.tiers)
         yield from route_metrics({route: statistics.routes[route] for route in _COPIES if route in statistics.routes})
-        yield prepared_metric(statistics.backed_bytes)
+        yield names.HOST_PREPARED_BYTES.of(statistics.backed_bytes)
         if statistics.disk is not None:
             yield from disk_metrics(statistics.disk)
         if statistics.store is not None:
@@ -56,79 +52,31 @@ class _SnapshotCollector(Collector):
 
 
 def _state_metrics(snapshot: Snapshot) -> Iterator[Metric]:
-    layouts = snapshot.statistics.layouts
-    started_at = time.time() - (snapshot.now - snapshot.started_at)
-    yield GaugeMetricFamily(
-        "kvtier_sidecar_start_time_seconds", "When the sidecar has started, since the Unix epoch", round(started_at)
-    )
-    yield GaugeMetricFamily(
-        "kvtier_sidecar_ready", "1 if engines can attach and store", float(not snapshot.why_not_ready)
-    )
-    yield GaugeMetricFamily("kvtier_sidecar_clients", "Clients that are attached", len(snapshot.clients))
-    yield GaugeMetricFamily("kvtier_sidecar_layouts", "Layouts of KV that engines have registered", len(layouts))
-    yield GaugeMetricFamily(
-        "kvtier_sidecar_unknown_weights_layouts",
-        "Of them those of models without an entry in [models]",
-        sum(not each.layout.weights for each in layouts),
-    )
-    yield GaugeMetricFamily(
-        "kvtier_sidecar_held_bytes",
-        "Bytes of the segment that layouts have, full or not",
-        sum(each.held_bytes for each in layouts),
-    )
-    yield GaugeMetricFamily(
-        "kvtier_sidecar_leased_chunks",
-        "Chunks and reserved slots that are not evicted, as clients or copies use them",
-        sum(each.num_leased_chunks for each in layouts),
-    )
-    pins = snapshot.statistics.pins
-    yield GaugeMetricFamily("kvtier_sidecar_pins", "Prompts that operators keep in host memory", pins.num_pins)
-    yield GaugeMetricFamily(
-        "kvtier_sidecar_pinned_bytes", "Bytes of the segment that these keep in their places", pins.num_bytes
-    )
-    yield GaugeMetricFamily(
-        "kvtier_sidecar_unsaved_chunks",
-        "Chunks that are in host memory only",
-        sum(each.num_unsaved for each in layouts),
-    )
+    layouts, pins = snapshot.statistics.layouts, snapshot.statistics.pins
+    yield names.SIDECAR_START_TIME.of(round(time.time() - (snapshot.now - snapshot.started_at)))
+    yield names.SIDECAR_READY.of(not snapshot.why_not_ready)
+    yield names.SIDECAR_CLIENTS.of(len(snapshot.clients))
+    yield names.SIDECAR_LAYOUTS.of(len(layouts))
+    yield names.SIDECAR_UNKNOWN_WEIGHTS.of(sum(not each.layout.weights for each in layouts))
+    yield names.SIDECAR_HELD_BYTES.of(sum(each.held_bytes for each in layouts))
+    yield names.SIDECAR_LEASED_CHUNKS.of(sum(each.num_leased_chunks for each in layouts))
+    yield names.SIDECAR_PINS.of(pins.num_pins)
+    yield names.SIDECAR_PINNED_BYTES.of(pins.num_bytes)
+    yield names.SIDECAR_UNSAVED_CHUNKS.of(sum(each.num_unsaved for each in layouts))
 
 
 def _digest_metrics(statistics: SidecarStatistics) -> Iterator[Metric]:
-    hashed = CounterMetricFamily(
-        "kvtier_sidecar_hashed_bytes",
-        "Bytes of which digests were taken: of new chunks (digest) or before they are read (verify)",
-        labels=["lane"],
-    )
-    seconds = CounterMetricFamily("kvtier_sidecar_hashed_seconds", "Time that this ran", labels=["lane"])
-    for route, totals in statistics.routes.items():
-        if route not in _COPIES:
-            hashed.add_metric([LANES[route]], totals.num_bytes)
-            seconds.add_metric([LANES[route]], totals.seconds)
-    yield from (hashed, seconds)
+    lanes = {LANES[route]: totals for route, totals in statistics.routes.items() if route not in _COPIES}
+    yield names.SIDECAR_HASHED_BYTES.by({lane: totals.num_bytes for lane, totals in lanes.items()})
+    yield names.SIDECAR_HASHED_SECONDS.by({lane: totals.seconds for lane, totals in lanes.items()})
 
 
 def _door_metrics(statistics: SidecarStatistics) -> Iterator[Metric]:
-    asked = CounterMetricFamily("kvtier_sidecar_asked_chunks", "Chunks that lookups asked for", labels=["door"])
-    promised = CounterMetricFamily(
-        "kvtier_sidecar_promised_chunks", "Of them those that were found, verified and promised", labels=["door"]
-    )
-    loaded = CounterMetricFamily("kvtier_sidecar_loaded_chunks", "Chunks that engines have loaded", labels=["door"])
-    stored = CounterMetricFamily("kvtier_sidecar_stored_chunks", "Chunks that engines have stored", labels=["door"])
-    lost = CounterMetricFamily(
-        "kvtier_sidecar_lost_chunks", "Chunks that were not promised or not stored, by why", labels=["door", "why"]
-    )
-    operations = CounterMetricFamily(
-        "kvtier_sidecar_operations", "Requests of engines, by kind", labels=["door", "operation"]
-    )
-    refused = CounterMetricFamily(
-        "kvtier_sidecar_refused", "Requests and connections that were refused, by why", labels=["door", "why"]
-    )
-    for door in statistics.doors:
-        asked.add_metric([door.kind], door.num_asked)
-        promised.add_metric([door.kind], door.num_promised)
-        loaded.add_metric([door.kind], door.num_loaded)
-        stored.add_metric([door.kind], door.num_stored)
-        for family, counts in ((lost, door.lost), (operations, door.operations), (refused, door.refused)):
-            for word, number in counts.items():
-                family.add_metric([door.kind, word], number)
-    yield from (asked, promised, loaded, stored, lost, operations, refused)
+    doors = statistics.doors
+    yield names.SIDECAR_ASKED_CHUNKS.by({door.kind: door.num_asked for door in doors})
+    yield names.SIDECAR_PROMISED_CHUNKS.by({door.kind: door.num_promised for door in doors})
+    yield names.SIDECAR_LOADED_CHUNKS.by({door.kind: door.num_loaded for door in doors})
+    yield names.SIDECAR_STORED_CHUNKS.by({door.kind: door.num_stored for door in doors})
+    yield names.SIDECAR_LOST_CHUNKS.by({(d.kind, why): n for d in doors for why, n in d.lost.items()})
+    yield names.SIDECAR_OPERATIONS.by({(d.kind, word): n for d in doors for word, n in d.operations.items()})
+    yield names.SIDECAR_REFUSED.by({(d.kind, why): n for d in doors for why, n in d.refused.items()})

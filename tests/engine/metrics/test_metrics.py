@@ -13,6 +13,7 @@ from small_models import VOCAB, byte_tokenizer
 from transformers import PreTrainedModel
 
 from kvtier import LLM, AsyncLLM, Completion, SamplingParams
+from kvtier.engine.metrics.names import CATALOGUE
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
@@ -53,7 +54,8 @@ def scrape(port: int) -> Samples:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HTTP_TIMEOUT_S) as reply:
         text = reply.read().decode()
     families = list(text_string_to_metric_families(text))
-    assert all(family.name.startswith("kvtier_") and family.documentation for family in families)
+    catalogue = {(each.name, each.kind.value, each.help) for each in CATALOGUE}
+    assert {(each.name, each.type, each.documentation) for each in families} <= catalogue
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in families

@@ -1,0 +1,1 @@
+"""Metrics: what Prometheus is told, every name in one place."""

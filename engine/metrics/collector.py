@@ -1,0 +1,76 @@
+"""EngineCollector: an engine's metrics, filled from its statistics when Prometheus asks."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from kvtier.engine.attached.standing import SidecarStanding
+from kvtier.engine.metrics import names
+from kvtier.engine.metrics.disk import admission_metrics, disk_metrics, store_metrics
+from kvtier.engine.metrics.tiers import route_metrics, tier_metrics
+from kvtier.tiers.naming.tier import Tier
+
+if TYPE_CHECKING:
+    from kvtier.engine.core import EngineStatistics  # which imports torch: a server counts before it has that
+
+
+class EngineCollector(Collector):
+    """Reads a snapshot on every scrape; nothing is counted twice or on the engine's path."""
+
+    def __init__(self, statistics: "Callable[[], EngineStatistics]") -> None:
+        self._statistics = statistics
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics of one snapshot."""
+        statistics = self._statistics()
+        yield from _token_metrics(statistics)
+        yield from tier_metrics(statistics.cache.tiers)
+        yield from route_metrics(statistics.cache.routes)
+        yield names.HOST_PREPARED_BYTES.of(statistics.host_prepared_bytes)
+        yield from _plan_metrics(statistics)
+        if statistics.cache.disk is not None:
+            yield from disk_metrics(statistics.cache.disk)
+        if statistics.cache.admission is not None:
+            yield from admission_metrics(statistics.cache.admission)
+        if statistics.store is not None:
+            yield from store_metrics(statistics.store)
+        if statistics.sidecar is not None:
+            yield from _sidecar_metrics(statistics.sidecar)
+        yield names.TENANT_BYTES.by(
+            {(tier, tenant): number for tenant, usage in statistics.tenants.items() for tier, number in usage.items()}
+        )
+        yield names.REQUESTS.by(
+            {
+                "waiting": statistics.num_waiting,
+                "promoting": statistics.num_promoting,
+                "running": statistics.num_running,
+            }
+        )
+        yield names.CLEAN_AHEAD_BLOCKS.of(statistics.cache.clean_ahead_blocks)
+
+
+def _token_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
+    tokens, prefix = statistics.tokens, statistics.prefix
+    yield names.PROMPT_TOKENS.of(tokens.num_tokens)
+    yield names.HIT_TOKENS.by({tier: getattr(tokens, tier) for tier in Tier})
+    yield names.RECOMPUTED_TOKENS.by(tokens.reasons)
+    yield names.COPIED_TOKENS.of(tokens.copied)
+    yield names.PREEMPTED_TOKENS.by(
+        {"hit": prefix.preempted_hits, "miss": prefix.preempted_queries - prefix.preempted_hits}
+    )
+    yield names.DROPPED_EVENT_BATCHES.of(statistics.num_dropped_events)
+    yield names.RECENT_HIT_RATIO.of(prefix.recent_hit_ratio)
+
+
+def _plan_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
+    yield names.LOAD_PLANS.by(statistics.plans.num_plans)
+    if statistics.plans.prefill_tokens_per_s is not None:
+        yield names.PREFILL_SPEED.of(statistics.plans.prefill_tokens_per_s)
+
+
+def _sidecar_metrics(sidecar: SidecarStanding) -> Iterator[Metric]:
+    yield names.SIDECAR_ATTACHED.of(sidecar.is_attached)
+    yield names.SIDECAR_ATTACHED_SECONDS.of(sidecar.attached_s)
+    yield names.SIDECAR_ATTACHMENTS.of(sidecar.num_attached)

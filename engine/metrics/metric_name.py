@@ -1,0 +1,69 @@
+"""MetricName: one metric's name, kind, help text and labels, and the ways to fill it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+_Key = TypeVar("_Key", bound=str | tuple[str, ...])
+
+
+class Kind(StrEnum):
+    """The kinds of metrics, as Prometheus calls them."""
+
+    COUNTER = "counter"  # its samples end in _total
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"  # its samples end in _bucket, _sum and _count
+
+
+_FAMILIES = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily}
+
+
+@dataclass(frozen=True, slots=True)
+class MetricName:
+    """What is said of a metric once, for the code that fills it, the documentation and the tests.
+
+    *name* is without the ending that Prometheus adds. No client may be able to add a value to one of the *labels*.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+
+    def of(self, value: float) -> Metric:
+        """The metric with one sample, for a snapshot; it has no labels."""
+        return self.by({(): value})
+
+    def by(self, values: Mapping[_Key, float]) -> Metric:
+        """The metric with a sample for each value of its label, or for each tuple of values of its labels."""
+        family: Metric = _FAMILIES[self.kind](self.name, self.help, labels=self.labels)
+        for key, value in values.items():
+            family.add_metric((key,) if isinstance(key, str) else key, value)  # type: ignore[attr-defined]  # both have it
+        return family
+
+    def counter(self, registry: CollectorRegistry) -> Counter:
+        """A counter that is counted up as things happen."""
+        return Counter(self.name, self.help, self.labels, registry=registry)
+
+    def histogram(self, registry: CollectorRegistry, bounds: Sequence[float]) -> Histogram:
+        """A histogram that is told of things as they happen; *bounds* are the upper ends of its buckets."""
+        return Histogram(self.name, self.help, self.labels, buckets=bounds, registry=registry)
+
+
+def counter(name: str, help_text: str, *labels: str) -> MetricName:
+    """The name of a counter."""
+    return MetricName(name, Kind.COUNTER, help_text, labels)
+
+
+def gauge(name: str, help_text: str, *labels: str) -> MetricName:
+    """The name of a gauge."""
+    return MetricName(name, Kind.GAUGE, help_text, labels)
+
+
+def histogram(name: str, help_text: str, *labels: str) -> MetricName:
+    """The name of a histogram."""
+    return MetricName(name, Kind.HISTOGRAM, help_text, labels)

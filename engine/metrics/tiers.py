@@ -1,0 +1,31 @@
+"""Metrics of the tiers and of the copies between them: an engine's and a sidecar's."""
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import Metric
+
+from kvtier.engine.metrics import names
+from kvtier.tiers.lower.statistics import TierStatistics
+from kvtier.tiers.naming.tier import Tier
+from kvtier.transfer.transfer_engine import Route, RouteStatistics
+
+
+def tier_metrics(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Metric]:
+    """What is in each tier, and what has left it."""
+    yield names.RESIDENT_BLOCKS.by({tier: each.num_blocks for tier, each in tiers.items()})
+    yield names.RESIDENT_BYTES.by({tier: each.num_bytes for tier, each in tiers.items()})
+    yield names.CAPACITY_BYTES.by({tier: each.capacity_bytes for tier, each in tiers.items()})
+    yield names.EVICTED_BLOCKS.by({tier: each.num_evicted for tier, each in tiers.items()})
+    yield names.DROPPED_SPILLS.by({tier: each.dropped_spills for tier, each in tiers.items()})
+    yield names.CORRUPT_BLOCKS.by(
+        {(tier, cause): number for tier, each in tiers.items() for cause, number in each.corrupt.items()}
+    )
+
+
+def route_metrics(routes: Mapping[Route, RouteStatistics]) -> Iterator[Metric]:
+    """Copies between tiers."""
+    yield names.MOVED_BYTES.by({route: totals.num_bytes for route, totals in routes.items()})
+    yield names.MOVED_SECONDS.by({route: totals.seconds for route, totals in routes.items()})
+    yield names.FAILED_TRANSFERS.by({route: totals.num_failed for route, totals in routes.items()})
+    speeds = {route: totals.bytes_per_s for route, totals in routes.items()}
+    yield names.ROUTE_SPEED.by({route: speed for route, speed in speeds.items() if speed is not None})
