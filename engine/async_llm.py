@@ -24,6 +24,7 @@ from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.request import Completion, Request
 from kvtier.engine.scheduling.request_options import RequestOptions
+from kvtier.engine.scheduling.timeline import ANONYMOUS, Caller
 from kvtier.engine.text.tokenizer_threads import TokenizerThreads
 from kvtier.engine.thread_work import as_exception
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, ExtraKeys
@@ -119,8 +120,9 @@ class AsyncLLM:
         skip_reading_prefix_cache: bool = False,
         max_load_tokens: int | None = None,
         priority: int = 0,
+        caller: Caller = ANONYMOUS,
     ) -> AsyncGenerator[Piece, None]:
-        """Stream the continuation of one prompt, with the adapter *lora* if one is named.
+        """Stream the continuation of one prompt, with the adapter *lora* if one is named, for the *caller*.
 
         ValueError for a prompt that cannot run, an adapter that is not loaded, or a full queue.
         """
@@ -131,7 +133,9 @@ class AsyncLLM:
         keys = keyed(core, extra, lora, cache_salt)
         stream = _Stream(asyncio.get_running_loop())
         self._thread.put(
-            lambda core: self._add(core, stream, partial(core.add, token_ids, sampling, keys, arrived_at, options)),
+            lambda core: self._add(
+                core, stream, partial(core.add, token_ids, sampling, keys, arrived_at, options, caller)
+            ),
             stream.refuse,
         )
         try:

@@ -19,6 +19,7 @@ from kvtier.engine.kv_events import ZmqPublisher
 from kvtier.engine.model.lora_adapter import load_adapters
 from kvtier.engine.model.poisoned_cache import PoisonedCache
 from kvtier.engine.model.runner import ModelRunner
+from kvtier.engine.records.recent_records import RecentRecords
 from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.scheduler import Scheduler
@@ -116,6 +117,7 @@ def build_core(
                 planner,
                 scheduler,
                 step_times,
+                RecentRecords(),
                 load_timeout_s,
                 events,
                 publisher,

@@ -19,6 +19,8 @@ from kvtier.engine.kv_events import ZmqPublisher
 from kvtier.engine.model.logprobs import token_logprobs
 from kvtier.engine.model.runner import Chunk, ModelRunner
 from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.records.recent_records import RecentRecords
+from kvtier.engine.records.request_record import record_of
 from kvtier.engine.reopening_store import ReopeningStore, StoreStanding
 from kvtier.engine.scheduling.longest_request import longest_request
 from kvtier.engine.scheduling.request import Request
@@ -27,6 +29,7 @@ from kvtier.engine.scheduling.scheduler import Scheduler, Work
 from kvtier.engine.scheduling.stall import Stall
 from kvtier.engine.scheduling.step_times import StepTimes
 from kvtier.engine.scheduling.timed_pins import TimedPins
+from kvtier.engine.scheduling.timeline import ANONYMOUS, Caller, Timeline
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.store.codec.cipher import Cipher
 from kvtier.tiers.cache import TieredCache
@@ -79,6 +82,7 @@ class Parts:
     planner: LoadPlanner
     scheduler: Scheduler
     step_times: StepTimes
+    records: RecentRecords
     load_timeout_s: float
     events: EventLog | None  # None without an [events] table
     publisher: ZmqPublisher | None
@@ -102,6 +106,7 @@ class EngineCore:
         self.planner = parts.planner
         self.scheduler = parts.scheduler
         self.publisher = parts.publisher
+        self.records = parts.records
         self.runner = parts.runner
         self._memories = parts.memories
         self._store = parts.store
@@ -149,6 +154,7 @@ class EngineCore:
         extra: ExtraKeys,
         arrived_at: float,
         options: RequestOptions = DEFAULT_OPTIONS,
+        caller: Caller = ANONYMOUS,
     ) -> Request:
         """Queue a prompt; its request. ValueError, with what to do, if it has no tokens or ids that the model does not
         have, is longer than the model or the device can hold, or if the queue is full."""
@@ -157,7 +163,7 @@ class EngineCore:
             raise ValueError(f"lora {extra.lora.name}: no such adapter is loaded; take the key from lora_key")
         chain = self.chain(token_ids, extra)
         detokenizer = Detokenizer(self.tokenizer, sampling.stop)
-        request = Request(token_ids, sampling, chain, detokenizer, options, arrived_at)
+        request = Request(token_ids, sampling, chain, detokenizer, options, Timeline(arrived_at, caller))
         self.scheduler.add(request)
         return request
 
@@ -205,7 +211,9 @@ class EngineCore:
 
     def abort(self, request: Request) -> None:
         """End a request; nothing of it stays leased."""
-        self.scheduler.abort(request)
+        if request.finish_reason is None:
+            self.scheduler.abort(request)
+            self.records.add(record_of(request))
 
     def set_priority(self, request: Request, priority: int) -> None:
         """Give a request another priority, unless it has finished."""
@@ -287,7 +295,7 @@ class EngineCore:
             if self.publisher is not None:
                 ends.callback(self.publisher.close)
             for request in [*self.scheduler.waiting, *self.scheduler.promoting, *self.scheduler.running]:
-                self.scheduler.abort(request)
+                self.abort(request)
             self._flush(progress)
             self._publish_events()
 
@@ -371,6 +379,7 @@ class EngineCore:
         request.append(token_id, self.runner.end_token_ids)
         if request.finish_reason is not None:
             self.scheduler.retire(request)
+            self.records.add(record_of(request))
 
     def _publish_events(self) -> None:
         if self._events is not None and self.publisher is not None and (events := self._events.take()):

@@ -158,8 +158,11 @@ class Loading:
     def look_up(self) -> Hit:
         """Look the request's hit up, unless that was done less than `HIT_LASTS_S` ago."""
         self._expect(WAITING)
-        if self._found is None or self._around.clock() >= self._found.until:
-            self._found = _Found(self._lookup(), self._around.clock() + HIT_LASTS_S)
+        began_at = self._around.clock()
+        if self._found is None or began_at >= self._found.until:
+            hit, now = self._lookup(), self._around.clock()
+            self._request.timeline.lookup_s += now - began_at
+            self._found = _Found(hit, now + HIT_LASTS_S)
         if self.state is State.QUEUED:
             self._become(State.FOUND)
         return self._found.hit
@@ -211,6 +214,7 @@ class Loading:
         self._expect({State.ROOM})
         assert self._found is not None, "a load begins before a hit was looked up"
         hit, self._found = self._found.hit, None
+        self._request.timeline.on_begun(self._around.clock())
         self._withdraw()
         self._request.junction = self._cache.junction(hit)
         if hit.start and self._cache.on_device(hit).num_tokens >= hit.start:

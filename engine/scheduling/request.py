@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.model.sampling import Sampler, SamplingParams
 from kvtier.engine.scheduling.request_options import DEFAULT_OPTIONS, RequestOptions
+from kvtier.engine.scheduling.timeline import Timeline
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import BlockChain
@@ -50,7 +51,7 @@ class Request:
     chain: BlockChain  # the names of the blocks of all tokens so far
     detokenizer: Detokenizer
     options: RequestOptions = DEFAULT_OPTIONS
-    arrived_at: float = field(default_factory=time.monotonic)
+    timeline: Timeline = field(default_factory=lambda: Timeline(time.monotonic()))
     token_ids: list[int] = field(init=False)  # the prompt, then what was generated
     sampler: Sampler = field(init=False)
     tables: Tables = field(default_factory=list)
@@ -59,7 +60,6 @@ class Request:
     junction: int | None = None  # tokens after which the prompt's prefix has been seen before, but not kept whole
     loading: "Loading | None" = None  # from the queue until its prefix is in the tables
     tokens: TokenBalance | None = None
-    first_token_at: float | None = None
     finish_reason: FinishReason | None = None
     new_text: str = ""  # since the last step
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -85,8 +85,7 @@ class Request:
 
     def append(self, token_id: int, end_token_ids: frozenset[int]) -> None:
         """Append the sampled token, and finish if it is the last."""
-        if self.first_token_at is None:
-            self.first_token_at = time.monotonic()
+        self.timeline.on_token(time.monotonic())
         self.token_ids.append(token_id)
         self.new_text = ""
         if token_id in self.sampling.stop_token_ids or (not self.sampling.ignore_eos and token_id in end_token_ids):
@@ -101,11 +100,18 @@ class Request:
     def finish(self, reason: FinishReason) -> None:
         """End the request; text that was held back for a possible stop string comes out."""
         self.finish_reason = reason
+        self.timeline.on_ended(time.monotonic())
         self.new_text += self.detokenizer.flush()
 
     def completion(self) -> Completion:
         """The answer for the caller, once finished."""
         assert self.finish_reason is not None, "the request is not finished"
-        ttft_s = (self.first_token_at or time.monotonic()) - self.arrived_at
-        tokens = self.tokens or TokenBalance(recomputed=len(self.prompt_token_ids))
-        return Completion(self.detokenizer.text, self.generated, self.finish_reason, ttft_s, tokens, self.logprobs)
+        timeline = self.timeline
+        ttft_s = (timeline.first_token_at or time.monotonic()) - timeline.arrived_at
+        return Completion(
+            self.detokenizer.text, self.generated, self.finish_reason, ttft_s, self.balance(), self.logprobs
+        )
+
+    def balance(self) -> TokenBalance:
+        """Where the prompt's tokens came from; all were computed, or would have been, before that is known."""
+        return self.tokens or TokenBalance(recomputed=len(self.prompt_token_ids))

@@ -296,6 +296,7 @@ class Scheduler:
     def _end_loading(self, request: Request) -> None:
         """End the loading of a request that has its prefix, and count where the prefix came from."""
         loading, request.loading = _loading_of(request), None
+        request.timeline.on_loaded(self._around.clock())
         if request.options.reads_cache:
             count = self.hit_ratio.on_admitted if request.tokens is None else self.hit_ratio.on_readmitted
             count(len(request.token_ids), loading.num_hit_tokens)
@@ -346,6 +347,7 @@ class Scheduler:
         """Put a running request back into the queue. Its blocks stay cached, spill, and come up with its next turn."""
         self.running.remove(request)
         self._release(request)
+        request.timeline.num_preempted += 1
         request.num_computed = request.num_committed = 0
         request.loading = Loading(request, self._around)
         self.waiting.add_again(request)

@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier.engine.async_llm import AsyncLLM, Piece
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.request_options import RequestOptions
+from kvtier.engine.scheduling.timeline import Caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,13 @@ async def generate(
     lora: str | None,
     cache_salt: str | None,
     options: RequestOptions,
+    caller: Caller,
 ) -> AsyncGenerator[ChoicePiece, None]:
     """Yield the pieces of all *choices*, which are grouped by prompt, until the last choice has ended.
 
     The first choice of a prompt computes it. The others start with its first token, and find its blocks.
-    Closing the iterator ends all choices. An error of one ends all, and is raised here.
+    Of several choices each has a request id of its own, which ends in its index. Closing the iterator ends all choices.
+    An error of one ends all, and is raised here.
     """
     pieces: asyncio.Queue[ChoicePiece | BaseException] = asyncio.Queue()
     tasks: list[asyncio.Task[None]] = []
@@ -52,6 +55,9 @@ async def generate(
                 skip_reading_prefix_cache=not options.reads_cache,
                 max_load_tokens=options.max_load_tokens,
                 priority=options.priority,
+                caller=caller
+                if num_choices == 1
+                else replace(caller, request_id=f"{caller.request_id}-{choice.index}"),
             )
             async with aclosing(stream):
                 async for piece in stream:
@@ -61,7 +67,7 @@ async def generate(
         except BaseException as error:  # the task's top: the reader of the pieces learns of it
             pieces.put_nowait(error)
 
-    num_running = sum(len(group) for group in choices)
+    num_choices = num_running = sum(len(group) for group in choices)
     tasks += [asyncio.create_task(follow(first, others)) for first, *others in choices]
     try:
         while num_running:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from kvtier.engine.async_llm import AsyncLLM
 from kvtier.engine.documents.worker import PROMPT_PIN_S
 from kvtier.engine.scheduling.request_options import RequestOptions
+from kvtier.engine.scheduling.timeline import Caller
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.chat_reply import ChatReply
 from kvtier.engine.server.chat_request import ChatRequest
@@ -78,7 +79,7 @@ class Generation:
                 kind = ChatReply if isinstance(asked, ChatRequest) else CompletionReply
                 reply = kind(asked.model, text, asked.num_top_logprobs is not None, asked.chunk_options)
                 salt = effective_salt(tenant, asked.cache_salt, service.is_strict)
-                async with aclosing(generate(llm, choices, lora, salt, self._options())) as pieces:
+                async with aclosing(generate(llm, choices, lora, salt, self._options(), _caller(scope))) as pieces:
                     observed = self._observed(pieces, visit)
                     if asked.kvtier.pin:
                         observed = self._pinned(observed, [group[0] for group in choices], lora, salt, tenant)
@@ -217,6 +218,11 @@ class Generation:
             "generated": usage.num_generated,
             "ttft_s": None if usage.ttft_s is None else round(usage.ttft_s, 4),
         }
+
+
+def _caller(scope: Scope) -> Caller:
+    facts = facts_of(scope)
+    return Caller(facts.request_id, facts.tenant)
 
 
 def _event(content: object) -> bytes:

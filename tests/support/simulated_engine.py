@@ -15,6 +15,7 @@ from kvtier.engine.config import SchedulerConfig
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.request import FinishReason, Request
 from kvtier.engine.scheduling.scheduler import Scheduler, Work
+from kvtier.engine.scheduling.timeline import Timeline
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.store.codec.seal import charged_bytes
 from kvtier.store.memory_store import MemoryStore
@@ -155,7 +156,7 @@ class SimulatedEngine:
                 soon = self.now + IDLE_S if self._scheduler.has_work else float("inf")
                 self._advance(min(arrival, soon, *(lane.next_at for lane in self._lanes.values())))
             self.cache.spill()
-        return [done_at[request] - request.arrived_at for request in requests]
+        return [done_at[request] - request.timeline.arrived_at for request in requests]
 
     @property
     def tokens(self) -> TokenBalance:
@@ -169,7 +170,9 @@ class SimulatedEngine:
         """Queue a prompt."""
         chain = BlockChain(BLOCK_SIZE)
         chain.extend(prompt.token_ids)
-        request = Request(prompt.token_ids, ONE_TOKEN, chain, Detokenizer(self._tokenizer, []), arrived_at=prompt.at)
+        request = Request(
+            prompt.token_ids, ONE_TOKEN, chain, Detokenizer(self._tokenizer, []), timeline=Timeline(prompt.at)
+        )
         self._scheduler.add(request)
         return request
 

@@ -35,7 +35,7 @@ def test_the_queue_is_ordered_by_priority_and_then_by_arrival(model: PreTrainedM
         assert list(core.scheduler.waiting) == [urgent, late, later]
         finish(core)
 
-    times = [request.first_token_at for request in (first, urgent, late, later)]
+    times = [request.timeline.first_token_at for request in (first, urgent, late, later)]
     assert times == sorted(times)
 
 
@@ -75,7 +75,7 @@ def test_urgent_prompts_are_computed_first_while_both_run(model: PreTrainedModel
         urgent = add_with(core, prompt_of(2, 300), 0)
         step(core)  # the budget had gone to the one that was running already
         computed = slow.num_computed
-        step_until(core, lambda: urgent.first_token_at is not None)
+        step_until(core, lambda: urgent.timeline.first_token_at is not None)
 
         assert slow.num_computed <= computed + 64
         finish(core)

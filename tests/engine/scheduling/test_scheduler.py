@@ -88,7 +88,7 @@ def test_requests_that_decode_get_a_token_in_every_step_while_a_long_prompt_is_c
         steps = step_until(core, lambda: early[0].finish_reason is not None)
 
         assert len(steps) == 11
-        assert late.first_token_at is None
+        assert late.timeline.first_token_at is None
         for shares in steps:
             assert [share.request for share in shares] == [*early, late]
             assert [share.was_decoding for share in shares] == [True, True, False]
@@ -175,7 +175,7 @@ def test_a_prompt_that_waits_for_slots_is_looked_up_again_only_when_enough_of_th
         waiting = add(core, prompt)
         step_until(core, lambda: running.finish_reason is not None)
         assert small.finish_reason is not None
-        assert (num_lookups, waiting.first_token_at) == (1, None)
+        assert (num_lookups, waiting.timeline.first_token_at) == (1, None)
         finish(core)
 
     assert num_lookups == 2

@@ -1,0 +1,1 @@
+"""Records: what each request has taken, in names and numbers."""

@@ -1,0 +1,55 @@
+"""Timeline: who asked for a request, and the moments of its life."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks for a request. *request_id* is what the caller knows it by, "" if it gave none; *tenant* is the name of
+    an API key's tenant; *traceparent* is W3C's, of the span that the request is a part of."""
+
+    request_id: str = ""
+    tenant: str | None = None
+    traceparent: str | None = None
+
+
+ANONYMOUS = Caller()
+
+
+@dataclass(slots=True)
+class Timeline:
+    """The moments of one request's life, all by one monotonic clock, as they are reached. Owned by the engine's thread.
+
+    A preempted request begins and loads again: its first time counts, and it was preempted once more.
+    """
+
+    arrived_at: float
+    caller: Caller = ANONYMOUS
+    lookup_s: float = 0.0  # that looking its prefix up has taken, all times together
+    num_preempted: int = 0
+    begun_at: float | None = field(default=None, init=False)  # it left the queue
+    loaded_at: float | None = field(default=None, init=False)  # its cached prefix had come
+    first_token_at: float | None = field(default=None, init=False)
+    ended_at: float | None = field(default=None, init=False)
+
+    def on_begun(self, now: float) -> None:
+        """The request left the queue, and its prefix begins to come."""
+        self.begun_at = now if self.begun_at is None else self.begun_at
+
+    def on_loaded(self, now: float) -> None:
+        """The request has the cached prefix that it gets, which may be none."""
+        self.loaded_at = now if self.loaded_at is None else self.loaded_at
+
+    def on_token(self, now: float) -> None:
+        """The request got a token."""
+        self.first_token_at = now if self.first_token_at is None else self.first_token_at
+
+    def on_ended(self, now: float) -> None:
+        """The request has its last token, or was aborted."""
+        self.ended_at = now if self.ended_at is None else self.ended_at
+
+    def check(self) -> None:
+        """Raise AssertionError if the moments are out of order."""
+        moments = [self.arrived_at, self.begun_at, self.loaded_at, self.first_token_at, self.ended_at]
+        reached = [moment for moment in moments if moment is not None]
+        assert reached == sorted(reached), f"moments out of order: {moments}"
