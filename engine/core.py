@@ -20,7 +20,6 @@ from kvtier.engine.model.logprobs import token_logprobs
 from kvtier.engine.model.runner import Chunk, ModelRunner
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.records.recent_records import RecentRecords
-from kvtier.engine.records.request_record import record_of
 from kvtier.engine.reopening_store import ReopeningStore, StoreStanding
 from kvtier.engine.scheduling.longest_request import longest_request
 from kvtier.engine.scheduling.request import Request
@@ -213,7 +212,7 @@ class EngineCore:
         """End a request; nothing of it stays leased."""
         if request.finish_reason is None:
             self.scheduler.abort(request)
-            self.records.add(record_of(request))
+            self.records.add(request.record())
 
     def set_priority(self, request: Request, priority: int) -> None:
         """Give a request another priority, unless it has finished."""
@@ -379,7 +378,7 @@ class EngineCore:
         request.append(token_id, self.runner.end_token_ids)
         if request.finish_reason is not None:
             self.scheduler.retire(request)
-            self.records.add(record_of(request))
+            self.records.add(request.record())
 
     def _publish_events(self) -> None:
         if self._events is not None and self.publisher is not None and (events := self._events.take()):

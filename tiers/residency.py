@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.device.ghosts import Ghosts
+from kvtier.tiers.device.ghosts import NUM_GHOSTS, Ghosts
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, LowerTiers, Places
@@ -18,7 +18,6 @@ from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.transfer.block_memory import BlockMemory
 
-NUM_GHOSTS = 1 << 16  # names of lost blocks that are remembered, to tell "evicted" from "never seen"
 SLOTS_AT_ONCE = 256  # of the device that are looked through in one call: 0.1 ms of the owner's thread
 
 

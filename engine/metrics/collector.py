@@ -10,7 +10,7 @@ from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.metrics import names
 from kvtier.engine.metrics.disk import admission_metrics, disk_metrics, store_metrics
 from kvtier.engine.metrics.tiers import route_metrics, tier_metrics
-from kvtier.tiers.naming.tier import Tier
+from kvtier.engine.metrics.tokens import balance_metrics
 
 if TYPE_CHECKING:
     from kvtier.engine.core import EngineStatistics  # which imports torch: a server counts before it has that
@@ -53,9 +53,7 @@ class EngineCollector(Collector):
 
 def _token_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
     tokens, prefix = statistics.tokens, statistics.prefix
-    yield names.PROMPT_TOKENS.of(tokens.num_tokens)
-    yield names.HIT_TOKENS.by({tier: getattr(tokens, tier) for tier in Tier})
-    yield names.RECOMPUTED_TOKENS.by(tokens.reasons)
+    yield from balance_metrics(tokens)
     yield names.COPIED_TOKENS.of(tokens.copied)
     yield names.PREEMPTED_TOKENS.by(
         {"hit": prefix.preempted_hits, "miss": prefix.preempted_queries - prefix.preempted_hits}

@@ -1,14 +1,9 @@
 """RequestRecord: what one request has taken, once it has ended."""
 
-import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.tier import Tier
-
-if TYPE_CHECKING:
-    from kvtier.engine.scheduling.request import Request  # which imports torch: a sidecar has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +38,3 @@ class RequestRecord:
     def slowness_s(self) -> float:
         """What the slowest requests are sorted by: the time to the first token, without one all that it took."""
         return next((seconds for seconds in (self.ttft_s, self.total_s) if seconds is not None), 0.0)
-
-
-def record_of(request: "Request") -> RequestRecord:
-    """The record of a request that has ended. What had not been loaded when it was aborted counts as computed."""
-    timeline, caller, lora = request.timeline, request.timeline.caller, request.chain.extra.lora
-    assert timeline.ended_at is not None, "the request has not ended"
-    began_at = timeline.arrived_at
-    return RequestRecord(
-        caller.request_id,
-        caller.tenant,
-        None if lora is None else lora.name,
-        time.time() - (time.monotonic() - began_at),
-        request.balance(),
-        len(request.generated),
-        request.finish_reason,
-        _between(began_at, timeline.begun_at),
-        timeline.lookup_s,
-        _between(timeline.begun_at, timeline.loaded_at),
-        _between(began_at, timeline.first_token_at),
-        timeline.ended_at - began_at,
-        timeline.num_preempted,
-        caller.traceparent,
-    )
-
-
-def _between(start: float | None, end: float | None) -> float | None:
-    return None if start is None or end is None else end - start

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.model.sampling import Sampler, SamplingParams
+from kvtier.engine.records.request_record import RequestRecord
 from kvtier.engine.scheduling.request_options import DEFAULT_OPTIONS, RequestOptions
 from kvtier.engine.scheduling.timeline import Timeline
 from kvtier.engine.text.detokenizer import Detokenizer
@@ -106,10 +107,32 @@ class Request:
     def completion(self) -> Completion:
         """The answer for the caller, once finished."""
         assert self.finish_reason is not None, "the request is not finished"
-        timeline = self.timeline
-        ttft_s = (timeline.first_token_at or time.monotonic()) - timeline.arrived_at
+        ttft_s = self.timeline.ttft_s
+        if ttft_s is None:  # it was aborted before
+            ttft_s = time.monotonic() - self.timeline.arrived_at
         return Completion(
             self.detokenizer.text, self.generated, self.finish_reason, ttft_s, self.balance(), self.logprobs
+        )
+
+    def record(self) -> RequestRecord:
+        """What the request has taken, once it has ended."""
+        timeline, caller, lora = self.timeline, self.timeline.caller, self.chain.extra.lora
+        assert timeline.ended_at is not None, "the request has not ended"
+        return RequestRecord(
+            caller.request_id,
+            caller.tenant,
+            None if lora is None else lora.name,
+            time.time() - (time.monotonic() - timeline.arrived_at),
+            self.balance(),
+            len(self.generated),
+            self.finish_reason,
+            timeline.queue_s,
+            timeline.lookup_s,
+            timeline.load_s,
+            timeline.ttft_s,
+            timeline.ended_at - timeline.arrived_at,
+            timeline.num_preempted,
+            caller.traceparent,
         )
 
     def balance(self) -> TokenBalance:

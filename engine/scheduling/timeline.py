@@ -32,6 +32,21 @@ class Timeline:
     first_token_at: float | None = field(default=None, init=False)
     ended_at: float | None = field(default=None, init=False)
 
+    @property
+    def queue_s(self) -> float | None:
+        """Seconds in the queue; None before it has left it."""
+        return _between(self.arrived_at, self.begun_at)
+
+    @property
+    def load_s(self) -> float | None:
+        """Seconds until its cached prefix had come; None before that."""
+        return _between(self.begun_at, self.loaded_at)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from its arrival to its first token; None before that."""
+        return _between(self.arrived_at, self.first_token_at)
+
     def on_begun(self, now: float) -> None:
         """The request left the queue, and its prefix begins to come."""
         self.begun_at = now if self.begun_at is None else self.begun_at
@@ -53,3 +68,7 @@ class Timeline:
         moments = [self.arrived_at, self.begun_at, self.loaded_at, self.first_token_at, self.ended_at]
         reached = [moment for moment in moments if moment is not None]
         assert reached == sorted(reached), f"moments out of order: {moments}"
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from kvtier.engine.sidecar.layout import Layout
+from kvtier.tiers.lower.statistics import TokenBalance
 
 
 class LeaseUse(StrEnum):
@@ -51,6 +52,7 @@ class DoorCounts:
     lost: Mapping[str, int] = field(default_factory=dict)  # why a chunk was not promised or not stored
     operations: Mapping[str, int] = field(default_factory=dict)  # requests of each kind
     refused: Mapping[str, int] = field(default_factory=dict)  # requests and connections, by why
+    tokens: TokenBalance = field(default_factory=TokenBalance)  # of the prompts that were looked up, if it is told them
 
 
 class Door(Protocol):

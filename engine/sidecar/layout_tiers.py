@@ -7,12 +7,14 @@ import numpy as np
 from kvtier.engine.sidecar.extents import Extents
 from kvtier.engine.sidecar.layout import Layout, SlotMemory
 from kvtier.engine.sidecar.shared_store import StoreView
+from kvtier.tiers.device.ghosts import NUM_GHOSTS, Ghosts
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.local_fetch import LocalFetch
 from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.lower.lower_tiers import ON_DISK, Fetch, OnFetched, Places
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
+from kvtier.tiers.naming.tier import Reason
 
 
 class HeldSlots:
@@ -65,6 +67,7 @@ class LayoutTiers:
         self.num_clears = 0
         self._extents = extents
         self._store = store
+        self._ghosts = Ghosts(NUM_GHOSTS)
         self._held = [HeldSlots(group_id, tiers, memory) for group_id, memory in enumerate(memories)]
 
     def reserve(self, group_id: int, num_slots: int) -> list[int]:
@@ -120,7 +123,7 @@ class LayoutTiers:
             self.tiers.index.on_written(0, (), gone)
         self.tiers.time_out_reads(self.read_timeout_s)
         self.tiers.poll()
-        self.tiers.take_lost()  # no copies above rely on it: engines ask each time
+        self._remember_lost()  # no copies above rely on it: engines ask each time
         self.tiers.spill()
 
     def clear(self) -> None:
@@ -128,7 +131,7 @@ class LayoutTiers:
         read from disk still comes."""
         self.num_clears += 1
         self.tiers.forget_all()
-        self.tiers.take_lost()
+        self._remember_lost()
 
     def num_slots(self, group_id: int) -> int:
         """Slots of a group in extents that are its own now."""
@@ -164,6 +167,15 @@ class LayoutTiers:
         """Raise AssertionError if any two books disagree."""
         self.tiers.check()
         self._extents.check()
+
+    def why_missing(self, name: BlockName) -> Reason:
+        """Why a chunk is not here: which tier dropped its last copy, if that is remembered."""
+        tier = self._ghosts.dropped_by(name)
+        return Reason.NEVER_SEEN if tier is None else Reason.evicted_from(tier)
+
+    def _remember_lost(self) -> None:
+        for _, names, tier in self.tiers.take_lost():
+            self._ghosts.remember(names, tier)
 
     def _get_room(self, group_id: int, num_slots: int) -> None:
         slots = self._held[group_id]

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
+from kvtier.engine.records.recent_records import RecentRecords
 from kvtier.engine.sidecar.extents import Extents
 from kvtier.engine.sidecar.layout import Layout, LayoutRefused
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
@@ -46,6 +47,7 @@ class Layouts:
         left_out = self.ledger.left_out
         self.extents = Extents(segment, extent_bytes, clock, left_out)
         self.shares = Shares(lambda: max(0, segment.backed_bytes - len(left_out) * extent_bytes), self.ledger)
+        self.records = RecentRecords()  # of what engines have looked up
         self._transfers = transfers
         self._store = None if store is None else SharedStore(store)
         self._opening = opening

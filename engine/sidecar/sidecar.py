@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from kvtier.engine.records.recent_records import RecentRecords
 from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.engine.sidecar.door import AttachedClient, Door
 from kvtier.engine.sidecar.drive_life import DriveLife
@@ -126,6 +127,11 @@ class Sidecar:
         if self._segment.backed_bytes < self.layouts.extents.extent_bytes:
             return "no host memory is backed yet"
         return ""
+
+    @property
+    def records(self) -> RecentRecords:
+        """What engines have looked up lately, as far as doors are told whose tokens they are."""
+        return self.layouts.records
 
     def clients(self) -> list[AttachedClient]:
         """All engines that are attached, by value."""

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 from kvtier.engine.reopening_store import StoreStanding
 from kvtier.engine.sidecar.door import DoorCounts
@@ -12,7 +13,7 @@ from kvtier.engine.sidecar.pins import PinStatistics
 from kvtier.store.blob_store import StoreStatistics
 from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.ssd_life import SsdLifeStatistics
-from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
+from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics, TokenBalance
 from kvtier.tiers.naming.tier import Tier
 from kvtier.transfer.segment import Segment
 from kvtier.transfer.transfer_engine import Route, RouteStatistics, TransferEngine
@@ -45,6 +46,11 @@ class SidecarStatistics:
     store: StoreStanding | None
     doors: tuple[DoorCounts, ...]
     pins: PinStatistics
+
+    @property
+    def tokens(self) -> TokenBalance:
+        """Where the tokens came from of all prompts that were looked up."""
+        return reduce(TokenBalance.plus, (door.tokens for door in self.doors), TokenBalance())
 
 
 def statistics_of(

@@ -10,6 +10,7 @@ from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.tier import Tier
 
 _TIERS = tuple(Tier)
+NUM_GHOSTS = 1 << 16  # names of lost blocks that are remembered, to tell "evicted" from "never seen"
 MOST_PENDING = 2048  # names: half a millisecond's work at once
 
 

@@ -147,7 +147,8 @@ def _lane_view(totals: RouteStatistics) -> Object:
 
 
 def _door_view(door: DoorCounts) -> Object:
-    return {name: _plain(getattr(door, name)) for name in DoorCounts.__slots__}
+    view = {name: _plain(getattr(door, name)) for name in DoorCounts.__slots__ if name != "tokens"}
+    return view | {"tokens": asdict(door.tokens)}
 
 
 def _plain(value: object) -> object:

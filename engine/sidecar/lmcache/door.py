@@ -9,10 +9,11 @@ from kvtier.engine.sidecar.layout import Layout, LayoutRefused
 from kvtier.engine.sidecar.layouts import Layouts
 from kvtier.engine.sidecar.lmcache.attached import attached
 from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
+from kvtier.engine.sidecar.lmcache.lookups import Lookups
 from kvtier.engine.sidecar.lmcache.promises import MOST_PROMISES, RETRIEVE_S, Counts, Promise, Promises
 from kvtier.engine.sidecar.lmcache.registrations import Instance, Registrations
 from kvtier.engine.sidecar.lmcache.stores import StoreCounts, Stores
-from kvtier.engine.sidecar.lmcache.token_keys import TokenKeys
+from kvtier.engine.sidecar.lmcache.token_keys import TokenKeys, num_tokens
 from kvtier.engine.sidecar.lmcache.wire import (
     NEEDED_CLIENT,
     OPERATIONS,
@@ -114,6 +115,7 @@ class LmcacheDoor:
         self._taking = DigestLane(transfers, Route.DEVICE_TO_HOST)
         self._stores = Stores(self._taking, layouts.shares)
         self._promises = Promises(self._verifying, self._stores, layouts.shares, clock)
+        self._lookups = Lookups(chunk_tokens, layouts.records, clock)
         self._held: list[Held] = []
         self._does: Mapping[int | str, Callable[..., object]] = {
             8: self._lookup,
@@ -183,6 +185,7 @@ class LmcacheDoor:
             num_promised=promised.num_promised,
             num_loaded=promised.num_loaded,
             num_stored=stored.num_stored,
+            tokens=self._lookups.tokens,
             lost={
                 "corrupt": promised.num_corrupt,
                 "late": promised.num_late,
@@ -298,7 +301,15 @@ class LmcacheDoor:
             raise Refused("promises", f"{MOST_PROMISES} requests have been promised something already")
         blocks = self._blocks(key, range(key.end // self._chunk_tokens))
         ranks = range(key.world_size)
-        self._promises.begin(call.client, key.request_id, tiers, blocks, ranks, key.num_kv_readers)
+        self._promises.begin(
+            call.client,
+            key.request_id,
+            tiers,
+            blocks,
+            ranks,
+            key.num_kv_readers,
+            on_settled=lambda promise: self._lookups.on_settled(promise, num_tokens(key.token_ids)),
+        )
         return None
 
     def _query_prefetch_status(self, call: Call, request_id: str, most_s: float = HELD_S) -> object:

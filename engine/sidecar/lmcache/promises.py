@@ -17,8 +17,10 @@ from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tier import Reason
+from kvtier.tiers.up.promotion import Misses
 
 MOST_PROMISES = 4096
+NO_MISSES = Misses(())
 INDEXING_S = 2.0  # so long a lookup waits for the disk's index, which is read when a layout is seen for the first time
 LOOKUP_S = 10.0  # after that the prefix that has come counts …
 RETRIEVE_S = 3.0  # … where a worker stands still meanwhile: less than what a client waits for any answer
@@ -78,6 +80,11 @@ class RankChunks:
         self._arrived += np.flatnonzero(self._fetch.slots != ABSENT).tolist()
 
     @property
+    def names(self) -> Sequence[BlockName]:
+        """Of the chunks, all of which were there."""
+        return self._names
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing of it is leased or waited for."""
         return not self._is_held.any()
@@ -86,6 +93,10 @@ class RankChunks:
         """Whether these are still kept for who loads them."""
         own = slice(chunks.start, chunks.stop)
         return chunks.stop <= self.end and bool((self._is_wanted[own] & self._is_held[own]).all())
+
+    def num_read(self, num_chunks: int) -> int:
+        """How many of the first so many chunks were read from disk."""
+        return int(np.count_nonzero(self._was_read[:num_chunks]))
 
     def slots(self, chunks: range) -> list[int]:
         """Where they are."""
@@ -194,6 +205,8 @@ class Promise:
     begun_at: float
     give_up_at: float
     heard_at: float
+    on_settled: "Callable[[Promise], None]"
+    misses: Misses = NO_MISSES  # why chunks cannot be loaded, in chunks
     chunks: list[RankChunks] = field(default_factory=list)  # empty while it waits for stores
     is_begun: bool = False
     is_settled: bool = False
@@ -204,6 +217,11 @@ class Promise:
     def is_over(self) -> bool:
         """Whether nothing of it is leased, and nothing will be."""
         return self.is_ended and all(own.is_over for own in self.chunks)
+
+    @property
+    def num_read(self) -> int:
+        """Chunks that were read from disk for any rank, of those that can be loaded."""
+        return max((own.num_read(self.num_chunks) for own in self.chunks), default=0)
 
     def of_rank(self, rank: int) -> RankChunks | None:
         """The rank's part of it."""
@@ -254,12 +272,16 @@ class Promises:
         num_readers: int,
         first: int = 0,
         most_s: float = LOOKUP_S,
+        on_settled: Callable[[Promise], None] = lambda promise: None,
     ) -> Promise:
         """Find out how many of the *blocks*, from chunk *first* of their prefix on, can be loaded by *num_readers*
-        workers for each of the ranks. After *most_s*, or the time that a read may take, what has come counts."""
+        workers for each of the ranks. After *most_s*, or the time that a read may take, what has come counts.
+        *on_settled* is called once that is known; not if the request ends before."""
         now = self._clock()
         give_up_at = now + min(most_s, tiers.read_timeout_s)
-        promise = Promise(client, request_id, tiers, blocks, first, ranks, num_readers, now, give_up_at, now)
+        promise = Promise(
+            client, request_id, tiers, blocks, first, ranks, num_readers, now, give_up_at, now, on_settled
+        )
         self._promises.setdefault(request_id, []).append(promise)
         self.counts.num_asked += len(blocks.names)
         self._go_on(promise)
@@ -343,10 +365,14 @@ class Promises:
         promise.is_settled = True
         promise.num_chunks = num_chunks
         self.counts.num_promised += num_chunks
+        promise.on_settled(promise)
 
     def _cut(self, promise: Promise, end: int) -> None:
         """What one rank does not have is of no use to the others."""
         for own in promise.chunks:
+            if own.num_corrupt or own.num_late:
+                why = Reason.CORRUPT if own.num_corrupt else Reason.DEADLINE
+                promise.misses = promise.misses.cut(len(own.names), why)
             self.counts.num_corrupt += own.num_corrupt
             self.counts.num_late += own.num_late
             own.num_corrupt = own.num_late = 0
@@ -370,6 +396,9 @@ class Promises:
                 return False
         promise.is_begun = True
         self.counts.num_over_share += within.num_beyond
+        promise.misses = Misses(((len(promise.blocks.names), Reason.CAPACITY),))
+        if num_there < len(names):
+            promise.misses = promise.misses.cut(len(names), tiers.why_missing(names[num_there]))
         if num_there:
             blocks = NamedBlocks(names[:num_there], promise.blocks.parents[:num_there], promise.blocks.tenant)
             promise.chunks = [
@@ -382,6 +411,7 @@ class Promises:
         promise.is_begun = True
         end = min((own.num_good for own in promise.chunks), default=0)
         self.counts.num_late += max((own.end - end for own in promise.chunks), default=0)
+        promise.misses = promise.misses.cut(max((own.end for own in promise.chunks), default=0), Reason.DEADLINE)
         self._settle(promise, end)
 
     def _end_readings(self, is_over: Callable[[Reading], bool]) -> None:

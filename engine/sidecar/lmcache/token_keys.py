@@ -175,6 +175,11 @@ def blocks_of_tokens(chunk_tokens: int, salt: str, token_ids: Sequence[int]) -> 
     return NamedBlocks(chain.names, [None, *chain.names[:-1]][: len(chain.names)], tenant_of(salt))
 
 
+def num_tokens(token_ids: msgspec.Raw) -> int:
+    """How many token ids these are, as they came."""
+    return _body(token_ids)[1]
+
+
 def _beginning(salt: str, encoded: bytes) -> tuple[str, bytes] | None:
     return (salt, encoded[:BEGINNING_BYTES]) if len(encoded) >= BEGINNING_BYTES else None
 

@@ -105,6 +105,10 @@ def test_what_is_promised_is_loaded_and_right(tmp_path: Path, seed: int) -> None
 
         promised = bed.door.statistics().promised
         assert promised.num_loaded > 0, "the test does not load"
+        for record in bed.layouts.records.newest():
+            tokens = record.tokens
+            assert tokens.recomputed == sum(tokens.reasons.values()), "a token that was computed without a reason"
+            assert min(tokens.host, tokens.disk, *tokens.reasons.values()) >= 0
         for engine in engines:
             engine.scheduler.close()
             engine.worker.close()

@@ -1,0 +1,16 @@
+"""Metrics of where prompts' tokens came from: an engine's and a sidecar's."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+
+from kvtier.engine.metrics import names
+from kvtier.tiers.lower.statistics import TokenBalance
+from kvtier.tiers.naming.tier import Tier
+
+
+def balance_metrics(tokens: TokenBalance) -> Iterator[Metric]:
+    """Where the tokens came from, and why some were computed."""
+    yield names.PROMPT_TOKENS.of(tokens.num_tokens)
+    yield names.HIT_TOKENS.by({tier: getattr(tokens, tier) for tier in Tier})
+    yield names.RECOMPUTED_TOKENS.by(tokens.reasons)

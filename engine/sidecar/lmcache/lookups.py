@@ -1,0 +1,53 @@
+"""Lookups: where the tokens came from that engines asked for, and a record of each lookup."""
+
+import time
+from collections.abc import Callable
+
+from kvtier.engine.records.recent_records import RecentRecords
+from kvtier.engine.records.request_record import RequestRecord
+from kvtier.engine.sidecar.lmcache.promises import Promise
+from kvtier.tiers.lower.statistics import TokenBalance
+from kvtier.tiers.naming.tier import Reason
+
+
+class Lookups:
+    """Counts each lookup once, when it is known what can be loaded. What the engine has on its device it does not say:
+    it is asked for here like the rest. Owned by the door's thread."""
+
+    def __init__(self, chunk_tokens: int, records: RecentRecords, clock: Callable[[], float]) -> None:
+        self.tokens = TokenBalance()
+        self._chunk_tokens = chunk_tokens
+        self._records = records
+        self._clock = clock
+
+    def on_settled(self, promise: Promise, num_tokens: int) -> None:
+        """Count the lookup of a prompt of *num_tokens* tokens."""
+        balance = balance_of(promise, self._chunk_tokens, num_tokens)
+        seconds = self._clock() - promise.begun_at
+        self.tokens = self.tokens.plus(balance)
+        self._records.add(
+            RequestRecord(
+                promise.request_id,
+                None,
+                promise.tiers.layout.model,
+                time.time() - seconds,
+                balance,
+                lookup_s=seconds,
+                load_s=seconds,
+            )
+        )
+
+
+def balance_of(promise: Promise, chunk_tokens: int, num_tokens: int) -> TokenBalance:
+    """Where the tokens of a settled promise's prompt come from. Those after its last chunk are computed."""
+    num_disk = promise.num_read
+    num_whole = len(promise.blocks.names)
+    reasons = {Reason.LAST_BLOCK: num_tokens - num_whole * chunk_tokens}
+    for reason, num_chunks in promise.misses.after(promise.num_chunks).items():
+        reasons[reason] = reasons.get(reason, 0) + num_chunks * chunk_tokens
+    return TokenBalance(
+        host=(promise.num_chunks - num_disk) * chunk_tokens,
+        disk=num_disk * chunk_tokens,
+        recomputed=num_tokens - promise.num_chunks * chunk_tokens,
+        reasons={reason: number for reason, number in reasons.items() if number},
+    )
