@@ -20,6 +20,8 @@ from kvtier.engine.model.lora_adapter import load_adapters
 from kvtier.engine.model.poisoned_cache import PoisonedCache
 from kvtier.engine.model.runner import ModelRunner
 from kvtier.engine.records.recent_records import RecentRecords
+from kvtier.engine.records.request_times import RequestTimes
+from kvtier.engine.records.tenant_tokens import TenantTokens
 from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.scheduler import Scheduler
@@ -105,6 +107,7 @@ def build_core(
         pins = TimedPins(cache, time.monotonic)
         look_ahead = _look_ahead(config, cache, pins)
         scheduler = Scheduler(cache, config.scheduler, load_timeout_s, planner, look_ahead=look_ahead)
+        times, tenant_tokens = RequestTimes(), TenantTokens(config.metrics.top_tenants)
         step_times = StepTimes(prefill, config.device.block_size)
         core = EngineCore(
             tokenizer,
@@ -117,7 +120,9 @@ def build_core(
                 planner,
                 scheduler,
                 step_times,
-                RecentRecords(),
+                RecentRecords([times.on_record, tenant_tokens.on_record]),
+                times,
+                tenant_tokens,
                 load_timeout_s,
                 events,
                 publisher,

@@ -262,6 +262,16 @@ class ServerConfig(Table, frozen=True, kw_only=True):
                 raise ValueError(f"{name} {size}: no request is so small; use {_LEAST_REQUEST_BYTES} or more")
 
 
+class MetricsConfig(Table, frozen=True, kw_only=True):
+    """`[metrics]`: what Prometheus is told. The *top_tenants* largest tenants are told by name, others together.
+
+    With *compat* the names that vLLM's or LMCache's boards ask for are told too, from the same numbers.
+    """
+
+    top_tenants: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 20
+    compat: tuple[Literal["vllm", "lmcache"], ...] = ()
+
+
 _HOST_BY_DEFAULT = HostConfig()
 _SOCKET = "unix://"
 _OF_A_SIDECAR = {"host": "host memory", "disk": "disk"}
@@ -285,6 +295,7 @@ class Config(Table, frozen=True, kw_only=True):
     events: EventsConfig | None = None
     documents: DocumentsConfig = DocumentsConfig()
     server: ServerConfig = ServerConfig()
+    metrics: MetricsConfig = MetricsConfig()
     tenants: dict[str, TenantConfig] = {}
     lora: dict[str, LoraConfig] = {}
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None

@@ -20,6 +20,8 @@ from kvtier.engine.model.logprobs import token_logprobs
 from kvtier.engine.model.runner import Chunk, ModelRunner
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.records.recent_records import RecentRecords
+from kvtier.engine.records.request_times import RequestTimes, TimesStatistics
+from kvtier.engine.records.tenant_tokens import TenantTokens
 from kvtier.engine.reopening_store import ReopeningStore, StoreStanding
 from kvtier.engine.scheduling.longest_request import longest_request
 from kvtier.engine.scheduling.request import Request
@@ -68,6 +70,9 @@ class EngineStatistics:
     plans: PlanStatistics
     store: StoreStanding | None  # the disk tier's; None without one
     sidecar: SidecarStanding | None  # None without one
+    times: TimesStatistics  # of requests that have ended
+    tenant_tokens: Mapping[str, TokenBalance]  # of requests that have ended, for the largest tenants and others
+    pinned_bytes: int  # that pins of any kind keep in host memory, or bring there
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,8 @@ class Parts:
     scheduler: Scheduler
     step_times: StepTimes
     records: RecentRecords
+    times: RequestTimes
+    tenant_tokens: TenantTokens
     load_timeout_s: float
     events: EventLog | None  # None without an [events] table
     publisher: ZmqPublisher | None
@@ -106,6 +113,8 @@ class EngineCore:
         self.scheduler = parts.scheduler
         self.publisher = parts.publisher
         self.records = parts.records
+        self._times = parts.times
+        self._tenant_tokens = parts.tenant_tokens
         self.runner = parts.runner
         self._memories = parts.memories
         self._store = parts.store
@@ -405,6 +414,9 @@ class EngineCore:
             self.planner.statistics(),
             None if self._store is None else self._store.standing(),
             None if self._sidecar is None else self._sidecar.standing(),
+            self._times.statistics(),
+            self._tenant_tokens.statistics(),
+            self.cache.pinned_bytes,
         )
 
     def _prepared_bytes(self) -> int:

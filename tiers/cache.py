@@ -270,7 +270,11 @@ class TieredCache:
 
     def spill(self) -> None:
         """Keep the device's oldest blocks copied to host memory, as far ahead as the measured speeds ask for, and what
-        is in host memory copied to disk. The other blocks follow while no promotion is under way, if that is wanted."""
+        is in host memory copied to disk. The other blocks follow while no promotion is under way, if that is wanted.
+        To be called after each step, and now and then while there is none."""
+        now = self._clock()
+        for group in self._group_tiers:
+            group.slots.ages.look(group.slots.num_evicted, now)
         if self._is_spilled:
             self._spill()
             if self._copies_all_down and not any(self._demand) and not self._promoter.num_waiting:
@@ -404,6 +408,11 @@ class TieredCache:
     def unpin(self, pin: Pin) -> None:
         """End the pin; a second time does nothing."""
         self._pins.end(pin)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of host memory that all pins take when they are whole."""
+        return self._pins.num_bytes
 
     @property
     def pinnable_bytes(self) -> int:

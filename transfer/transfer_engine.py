@@ -28,6 +28,8 @@ class RouteStatistics:
     seconds: float = 0.0
     num_failed: int = 0
     bytes_per_s: float | None = None  # lately, while there was something to move
+    num_pending: int = 0  # transfers that have not finished now
+    pending_bytes: int = 0
 
     def plus(self, transfer: Transfer) -> "RouteStatistics":
         """The totals with one more finished transfer."""
@@ -124,7 +126,12 @@ class TransferEngine:
     def statistics(self) -> dict[Route, RouteStatistics]:
         """Totals by route, by value."""
         return {
-            route: replace(totals, bytes_per_s=self._speeds[route].bytes_per_s)
+            route: replace(
+                totals,
+                bytes_per_s=self._speeds[route].bytes_per_s,
+                num_pending=self._lanes[route].num_pending if route in self._lanes else 0,
+                pending_bytes=self._pending_bytes[route],
+            )
             for route, totals in self._statistics.items()
         }
 

@@ -10,7 +10,7 @@ from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.metrics import names
 from kvtier.engine.metrics.disk import admission_metrics, disk_metrics, store_metrics
 from kvtier.engine.metrics.tiers import route_metrics, tier_metrics
-from kvtier.engine.metrics.tokens import balance_metrics
+from kvtier.engine.metrics.tokens import balance_metrics, sources_of
 
 if TYPE_CHECKING:
     from kvtier.engine.core import EngineStatistics  # which imports torch: a server counts before it has that
@@ -38,6 +38,8 @@ class EngineCollector(Collector):
             yield from store_metrics(statistics.store)
         if statistics.sidecar is not None:
             yield from _sidecar_metrics(statistics.sidecar)
+        yield from _request_metrics(statistics)
+        yield names.PINNED_BYTES.of(statistics.pinned_bytes)
         yield names.TENANT_BYTES.by(
             {(tier, tenant): number for tenant, usage in statistics.tenants.items() for tier, number in usage.items()}
         )
@@ -60,6 +62,21 @@ def _token_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
     )
     yield names.DROPPED_EVENT_BATCHES.of(statistics.num_dropped_events)
     yield names.RECENT_HIT_RATIO.of(prefix.recent_hit_ratio)
+
+
+def _request_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
+    times = statistics.times
+    yield names.TTFT_SECONDS.by_histogram(times.ttft)
+    yield names.QUEUE_SECONDS.by_histogram({(): times.queue})
+    yield names.LOOKUP_SECONDS.by_histogram({(): times.lookup})
+    yield names.LOAD_SECONDS.by_histogram({(): times.load})
+    yield names.TENANT_TOKENS.by(
+        {
+            (tenant, source): number
+            for tenant, tokens in statistics.tenant_tokens.items()
+            for source, number in sources_of(tokens).items()
+        }
+    )
 
 
 def _plan_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:

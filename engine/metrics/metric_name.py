@@ -3,10 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from kvtier.tiers.histogram import HistogramStatistics
 
 _Key = TypeVar("_Key", bound=str | tuple[str, ...])
 
@@ -43,6 +46,15 @@ class MetricName:
         family: Metric = _FAMILIES[self.kind](self.name, self.help, labels=self.labels)
         for key, value in values.items():
             family.add_metric((key,) if isinstance(key, str) else key, value)  # type: ignore[attr-defined]  # both have it
+        return family
+
+    def by_histogram(self, values: Mapping[_Key, HistogramStatistics]) -> Metric:
+        """As `by`, of a histogram."""
+        family = HistogramMetricFamily(self.name, self.help, labels=self.labels)
+        for key, value in values.items():
+            bounds = [*(f"{bound:g}" for bound in value.bounds), "+Inf"]
+            buckets = list(zip(bounds, accumulate(value.counts), strict=True))
+            family.add_metric((key,) if isinstance(key, str) else key, buckets, value.total)
         return family
 
     def counter(self, registry: CollectorRegistry) -> Counter:

@@ -13,6 +13,14 @@ PREEMPTED_TOKENS = counter(
     "kvtier_preempted_tokens", "Tokens of preempted requests when they were admitted again, hit or missed", "result"
 )
 RECENT_HIT_RATIO = gauge("kvtier_recent_hit_ratio", "Share of the last 1,000 requests' tokens that were hits")
+TTFT_SECONDS = histogram(
+    "kvtier_ttft_seconds",
+    "Seconds from a request's arrival to its first token, by the coldest tier that its tokens came from",
+    "coldest",
+)
+QUEUE_SECONDS = histogram("kvtier_queue_seconds", "Seconds that a request waited before its prefix began to come")
+LOOKUP_SECONDS = histogram("kvtier_lookup_seconds", "Seconds that looking up a request's prefix took in all")
+LOAD_SECONDS = histogram("kvtier_load_seconds", "Seconds until a request's cached prefix had come")
 REQUESTS = gauge("kvtier_requests", "Requests by state", "state")
 
 # Tiers.
@@ -24,11 +32,25 @@ DROPPED_SPILLS = counter("kvtier_dropped_spills", "Blocks evicted without a copy
 CORRUPT_BLOCKS = counter(
     "kvtier_corrupt_blocks", "Blocks whose load gave no valid bytes, by tier and cause", "tier", "cause"
 )
+LEASED_SLOTS = gauge("kvtier_leased_slots", "Slots of the tier that are not evicted now, as they are used", "tier")
+DIRTY_BLOCKS = gauge("kvtier_dirty_blocks", "Blocks in the tier that no lower tier has a copy of yet", "tier")
+EVICTION_AGE = histogram(
+    "kvtier_eviction_age_seconds",
+    "For how long evicted blocks had not been used (on disk: since they were written), by a sample",
+    "tier",
+)
 CLEAN_AHEAD_BLOCKS = gauge(
     "kvtier_clean_ahead_blocks", "Blocks next to be evicted on the device that are kept copied down"
 )
 HOST_PREPARED_BYTES = gauge(
     "kvtier_host_prepared_bytes", "Bytes of the host tier that have memory behind them, pinned on CUDA"
+)
+PINNED_BYTES = gauge("kvtier_pinned_bytes", "Bytes that pins keep in host memory, or bring there")
+TENANT_TOKENS = counter(
+    "kvtier_tenant_tokens",
+    "Prompt tokens of the largest tenants, from when they are shown, and of all others, by where they came from",
+    "tenant",
+    "source",
 )
 TENANT_BYTES = gauge("kvtier_tenant_bytes", "Bytes of blocks of tenants with a quota, by tier", "tier", "tenant")
 
@@ -37,6 +59,8 @@ MOVED_BYTES = counter("kvtier_moved_bytes", "Bytes copied between tiers, by rout
 MOVED_SECONDS = counter("kvtier_moved_seconds", "Seconds for which copies ran, by route", "route")
 FAILED_TRANSFERS = counter("kvtier_failed_transfers", "Copies that failed, by route", "route")
 ROUTE_SPEED = gauge("kvtier_route_bytes_per_second", "Bytes per second of the route's latest copies", "route")
+PENDING_TRANSFERS = gauge("kvtier_pending_transfers", "Copies that wait for the route's lane or run on it", "route")
+PENDING_BYTES = gauge("kvtier_pending_bytes", "Bytes of these copies", "route")
 LOAD_PLANS = counter(
     "kvtier_load_plans",
     "Hits below the device, by how much of them was loaded: all, split, part, nothing",

@@ -17,6 +17,9 @@ def tier_metrics(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Metric]:
     yield names.CAPACITY_BYTES.by({tier: each.capacity_bytes for tier, each in tiers.items()})
     yield names.EVICTED_BLOCKS.by({tier: each.num_evicted for tier, each in tiers.items()})
     yield names.DROPPED_SPILLS.by({tier: each.dropped_spills for tier, each in tiers.items()})
+    yield names.LEASED_SLOTS.by({tier: each.num_leased for tier, each in tiers.items() if tier is not Tier.DISK})
+    yield names.DIRTY_BLOCKS.by({tier: each.num_dirty for tier, each in tiers.items() if tier is not Tier.DISK})
+    yield names.EVICTION_AGE.by_histogram({tier: each.eviction_ages for tier, each in tiers.items()})
     yield names.CORRUPT_BLOCKS.by(
         {(tier, cause): number for tier, each in tiers.items() for cause, number in each.corrupt.items()}
     )
@@ -27,5 +30,7 @@ def route_metrics(routes: Mapping[Route, RouteStatistics]) -> Iterator[Metric]:
     yield names.MOVED_BYTES.by({route: totals.num_bytes for route, totals in routes.items()})
     yield names.MOVED_SECONDS.by({route: totals.seconds for route, totals in routes.items()})
     yield names.FAILED_TRANSFERS.by({route: totals.num_failed for route, totals in routes.items()})
+    yield names.PENDING_TRANSFERS.by({route: totals.num_pending for route, totals in routes.items()})
+    yield names.PENDING_BYTES.by({route: totals.pending_bytes for route, totals in routes.items()})
     speeds = {route: totals.bytes_per_s for route, totals in routes.items()}
     yield names.ROUTE_SPEED.by({route: speed for route, speed in speeds.items() if speed is not None})

@@ -14,3 +14,8 @@ def balance_metrics(tokens: TokenBalance) -> Iterator[Metric]:
     yield names.PROMPT_TOKENS.of(tokens.num_tokens)
     yield names.HIT_TOKENS.by({tier: getattr(tokens, tier) for tier in Tier})
     yield names.RECOMPUTED_TOKENS.by(tokens.reasons)
+
+
+def sources_of(tokens: TokenBalance) -> dict[str, int]:
+    """The tokens by where they came from: a tier, or "recomputed"."""
+    return {**{tier.value: getattr(tokens, tier) for tier in Tier}, "recomputed": tokens.recomputed}

@@ -8,9 +8,12 @@ from functools import reduce
 from kvtier.engine.reopening_store import StoreStanding
 from kvtier.engine.sidecar.door import DoorCounts
 from kvtier.engine.sidecar.layout import Layout
+from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.layouts import Layouts
 from kvtier.engine.sidecar.pins import PinStatistics
 from kvtier.store.blob_store import StoreStatistics
+from kvtier.tiers.device.eviction_ages import NO_AGES
+from kvtier.tiers.histogram import HistogramStatistics
 from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.ssd_life import SsdLifeStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics, TokenBalance
@@ -71,7 +74,7 @@ def statistics_of(
             LayoutStatistics(
                 tiers.layout,
                 tiers.held_bytes,
-                _own(lower.tiers[Tier.HOST], tiers.held_bytes),
+                _own(lower.tiers[Tier.HOST], tiers),
                 tiers.num_leased,
                 progress.num_left,
             )
@@ -134,12 +137,14 @@ def _disk_tier(store: StoreStatistics, disk_tiers: Sequence[TierStatistics]) -> 
         capacity_bytes=store.capacity_bytes,
         num_evicted=store.evicted_total,
         corrupt=_corrupt(disk_tiers),
+        eviction_ages=_ages(disk_tiers),
     )
 
 
-def _own(host: TierStatistics, held_bytes: int) -> TierStatistics:
-    """The same with the capacity that the layout has, in place of all that it could get."""
-    return replace(host, capacity_bytes=held_bytes)
+def _own(host: TierStatistics, tiers: LayoutTiers) -> TierStatistics:
+    """The same with the capacity that the layout has, in place of all that it could get, and without the slots that it
+    has lent away."""
+    return replace(host, capacity_bytes=tiers.held_bytes, num_leased=tiers.num_leased)
 
 
 def _sum(tiers: Iterable[TierStatistics]) -> TierStatistics:
@@ -151,7 +156,14 @@ def _sum(tiers: Iterable[TierStatistics]) -> TierStatistics:
         num_evicted=sum(one.num_evicted for one in each),
         dropped_spills=sum(one.dropped_spills for one in each),
         corrupt=_corrupt(each),
+        num_leased=sum(one.num_leased for one in each),
+        num_dirty=sum(one.num_dirty for one in each),
+        eviction_ages=_ages(each),
     )
+
+
+def _ages(tiers: Iterable[TierStatistics]) -> HistogramStatistics:
+    return reduce(HistogramStatistics.plus, (one.eviction_ages for one in tiers), NO_AGES)
 
 
 def _corrupt(tiers: Iterable[TierStatistics]) -> dict[str, int]:

@@ -60,6 +60,11 @@ class BlockPool:
         """Number of leases on all slots."""
         return int(self._all_leases.sum())
 
+    @property
+    def num_leased_slots(self) -> int:
+        """Number of slots that are leased."""
+        return int(np.count_nonzero(self._all_leases))
+
     def parent(self, slot: int) -> BlockName | None:
         """The name of the block that the slot's block continues, as far as it is known."""
         return self._runs.parent(slot)

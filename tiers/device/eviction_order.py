@@ -152,6 +152,13 @@ class EvictionOrder:
         """The slot's place in the order, the lowest is evicted first; None if it has none."""
         return self._places[slot] + self._num_recounted if self._places[slot] >= self._head else None
 
+    def newest(self) -> int | None:
+        """The slot that became free last; None if that one is not in the order any more."""
+        if self._head >= self._end:
+            return None
+        slot = self._rows.items[self._num_entries - 1]
+        return slot if self._places[slot] == self._end - 1 else None
+
     def victims(self, num_slots: int) -> Ids:
         """The next slots to evict, up to *num_slots*. They stay in the order until `take`."""
         start = self._head - self._front.begin

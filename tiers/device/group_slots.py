@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.device.dirty_marks import DirtyMarks
+from kvtier.tiers.device.eviction_ages import EvictionAges
 from kvtier.tiers.device.slot_ids import NOTHING, Ids, Slots
 from kvtier.tiers.naming.block_hash import BlockName
 
@@ -27,6 +28,7 @@ class GroupSlots:
         self.num_lost = 0  # times that blocks lost their copies below
         self.num_evicted = 0
         self.dropped_spills = 0  # blocks evicted without a copy below
+        self.ages = EvictionAges(self.pool)
         self._on_forgotten = on_forgotten
 
     def mark_dirty(self, slots: Ids) -> None:

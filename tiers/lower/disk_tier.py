@@ -16,6 +16,7 @@ from kvtier.store.blob_store import Blob, Records, StoreStatistics, StoreUnavail
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.breaker import CircuitBreaker
+from kvtier.tiers.lower.disk_ages import DiskAges
 from kvtier.tiers.lower.disk_index import DiskIndex
 from kvtier.tiers.lower.name_set import NAME_BYTES
 from kvtier.tiers.lower.ssd_life import SsdLife
@@ -65,6 +66,7 @@ class DiskTier:
         self.life: SsdLife | None = None  # if the configuration says what the drive is made for
         self.index = DiskIndex()
         self.faults: Counter[str] = Counter()
+        self.ages = DiskAges(clock)
         self.reading = CircuitBreaker(clock)
         self.writing = CircuitBreaker(clock)
         self.latest = store.statistics()
@@ -207,6 +209,7 @@ class DiskTier:
             capacity_bytes=self.latest.capacity_bytes,
             num_evicted=self.latest.evicted_total,
             corrupt=dict(self.faults),
+            eviction_ages=self.ages.statistics(),
         )
 
     def details(self) -> DiskStatistics:

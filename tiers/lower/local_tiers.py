@@ -79,6 +79,7 @@ class LocalTiers:
         self._transfers = transfers
         self.index = LowerIndex(groups, self.num_slots, self._block_bytes, disk or NoDisk(clock), quotas, events)
         # At most a quarter of the pool: within the window dirty blocks are skipped, beyond it the order is strict.
+        self._clock = clock
         self._windows = [CleanAhead(LEAST_CLEAN_AHEAD, max(1, num_slots // 4), clock) for num_slots in self.num_slots]
         self._disk_spill = DiskSpill(self.index, memories, transfers, self._windows, clock)
         self._disk_reads = DiskReads(
@@ -238,6 +239,9 @@ class LocalTiers:
             self._go_on_with_disk()
         self.index.quotas.go_on()
         self._fetches.deliver()
+        now = self._clock()
+        for host in self.index.host:
+            host.ages.look(host.num_evicted, now)
 
     def time_out_reads(self, timeout_s: float) -> None:
         """Give up all reads if one of them has been under way for *timeout_s*, see `Fetch.time_out`. For callers that

@@ -171,12 +171,14 @@ class LowerIndex:
         """
         if names:
             self.disk.index.add(group_id, names)
+            self.disk.ages.on_written(names)
             self._tell_stored(Tier.DISK, group_id, names)
         for key in evicted:
             if (block := self.disk.block_of(key)) is None:
                 continue
             group_id, name = block
             self.disk.index.remove(group_id, name)
+            self.disk.ages.on_dropped(name)
             self._tell(BlockRemoved(Tier.DISK, group_id, [name]))
             if not self.has(group_id, name):
                 self._lost.append(Lost(group_id, [name], Tier.DISK))

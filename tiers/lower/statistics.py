@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from types import MappingProxyType
 
+from kvtier.tiers.device.eviction_ages import NO_AGES
 from kvtier.tiers.device.group_slots import GroupSlots
+from kvtier.tiers.histogram import HistogramStatistics
 from kvtier.tiers.lower.admission import AdmissionStatistics
 from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.ssd_life import SsdLifeStatistics
@@ -66,6 +69,9 @@ class TierStatistics:
     num_evicted: int = 0
     dropped_spills: int = 0  # evicted although no lower tier had a copy yet
     corrupt: Mapping[str, int] = field(default_factory=dict)
+    num_leased: int = 0  # slots that are not evicted now: requests, copies or clients use them
+    num_dirty: int = 0  # blocks without a copy in a lower tier
+    eviction_ages: HistogramStatistics = NO_AGES  # seconds for which evicted blocks had not been used, by a sample
 
 
 def slot_statistics(
@@ -80,6 +86,9 @@ def slot_statistics(
         num_evicted=sum(slots.num_evicted for slots in groups),
         dropped_spills=sum(slots.dropped_spills for slots in groups),
         corrupt=dict(corrupt),
+        num_leased=sum(pool.num_leased_slots for pool, _ in both),
+        num_dirty=sum(len(slots.dirty) for slots in groups),
+        eviction_ages=reduce(HistogramStatistics.plus, (slots.ages.statistics() for slots in groups), NO_AGES),
     )
 
 
