@@ -263,13 +263,9 @@ class ServerConfig(Table, frozen=True, kw_only=True):
 
 
 class MetricsConfig(Table, frozen=True, kw_only=True):
-    """`[metrics]`: what Prometheus is told. The *top_tenants* largest tenants are told by name, others together.
-
-    With *compat* the names that vLLM's or LMCache's boards ask for are told too, from the same numbers.
-    """
+    """`[metrics]`: what Prometheus is told. The *top_tenants* largest tenants are told by name, others together."""
 
     top_tenants: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 20
-    compat: tuple[Literal["vllm", "lmcache"], ...] = ()
 
 
 _HOST_BY_DEFAULT = HostConfig()

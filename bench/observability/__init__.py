@@ -1,0 +1,1 @@
+"""What it costs to see: the page, metrics, records, what-if lines and explanations."""

@@ -1,0 +1,35 @@
+"""What does it cost to see where tokens come from, and is what is seen true?
+
+Name questions to have their answers only.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from bench.observability.cardinality import cardinality_rows
+from bench.report import Row, arguments, publish
+
+QUESTIONS: Mapping[str, Callable[[Path], list[Row]]] = {
+    "cardinality": cardinality_rows,
+}
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = arguments(__doc__ or "")
+    parser.add_argument("questions", nargs="*", metavar="QUESTION", help=f"of {', '.join(QUESTIONS)}; all by default")
+    options = parser.parse_args()
+    unknown = set(options.questions) - set(QUESTIONS)
+    if unknown:
+        parser.error(f"{', '.join(sorted(unknown))}: use {', '.join(QUESTIONS)}")
+    rows: list[Row] = []
+    for name, question in QUESTIONS.items():
+        if not options.questions or name in options.questions:
+            with tempfile.TemporaryDirectory() as folder:
+                rows += question(Path(folder))
+    publish("observability", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
