@@ -20,8 +20,10 @@ from kvtier.engine.model.lora_adapter import load_adapters
 from kvtier.engine.model.poisoned_cache import PoisonedCache
 from kvtier.engine.model.runner import ModelRunner
 from kvtier.engine.records.recent_records import RecentRecords
+from kvtier.engine.records.request_log import open_request_log
 from kvtier.engine.records.request_times import RequestTimes
 from kvtier.engine.records.tenant_tokens import TenantTokens
+from kvtier.engine.records.trail import Trails
 from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.scheduler import Scheduler
@@ -106,7 +108,12 @@ def build_core(
         load_timeout_s = LOAD_TIMEOUT_S if config.disk is None else config.disk.read_timeout_s
         pins = TimedPins(cache, time.monotonic)
         look_ahead = _look_ahead(config, cache, pins)
-        scheduler = Scheduler(cache, config.scheduler, load_timeout_s, planner, look_ahead=look_ahead)
+        trails = Trails()
+        scheduler = Scheduler(cache, config.scheduler, load_timeout_s, planner, look_ahead=look_ahead, trails=trails)
+        request_log = open_request_log(config.request_log)
+        if request_log is not None:
+            undo.callback(request_log.close)
+        trail_listeners = [] if request_log is None else [request_log.on_record]
         times, tenant_tokens = RequestTimes(), TenantTokens(config.metrics.top_tenants)
         step_times = StepTimes(prefill, config.device.block_size)
         core = EngineCore(
@@ -120,7 +127,9 @@ def build_core(
                 planner,
                 scheduler,
                 step_times,
-                RecentRecords([times.on_record, tenant_tokens.on_record]),
+                RecentRecords([times.on_record, tenant_tokens.on_record], trail_listeners),
+                trails,
+                request_log,
                 times,
                 tenant_tokens,
                 load_timeout_s,

@@ -20,8 +20,10 @@ from kvtier.engine.model.logprobs import token_logprobs
 from kvtier.engine.model.runner import Chunk, ModelRunner
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.records.recent_records import RecentRecords
+from kvtier.engine.records.request_log import LogCounts, RequestLog
 from kvtier.engine.records.request_times import RequestTimes, TimesStatistics
 from kvtier.engine.records.tenant_tokens import TenantTokens
+from kvtier.engine.records.trail import Trail, Trails
 from kvtier.engine.reopening_store import ReopeningStore, StoreStanding
 from kvtier.engine.scheduling.longest_request import longest_request
 from kvtier.engine.scheduling.request import Request
@@ -73,6 +75,7 @@ class EngineStatistics:
     times: TimesStatistics  # of requests that have ended
     tenant_tokens: Mapping[str, TokenBalance]  # of requests that have ended, for the largest tenants and others
     pinned_bytes: int  # that pins of any kind keep in host memory, or bring there
+    request_log: LogCounts | None  # None without one
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,8 @@ class Parts:
     scheduler: Scheduler
     step_times: StepTimes
     records: RecentRecords
+    trails: Trails
+    request_log: RequestLog | None
     times: RequestTimes
     tenant_tokens: TenantTokens
     load_timeout_s: float
@@ -113,6 +118,8 @@ class EngineCore:
         self.scheduler = parts.scheduler
         self.publisher = parts.publisher
         self.records = parts.records
+        self._trails = parts.trails
+        self._request_log = parts.request_log
         self._times = parts.times
         self._tenant_tokens = parts.tenant_tokens
         self.runner = parts.runner
@@ -221,7 +228,7 @@ class EngineCore:
         """End a request; nothing of it stays leased."""
         if request.finish_reason is None:
             self.scheduler.abort(request)
-            self.records.add(request.record())
+            self._record(request)
 
     def set_priority(self, request: Request, priority: int) -> None:
         """Give a request another priority, unless it has finished."""
@@ -300,6 +307,8 @@ class EngineCore:
         with ExitStack() as ends:  # each is closed, whatever another one raises
             ends.callback(self._close_tiers)
             ends.callback(self.runner.close)
+            if self._request_log is not None:
+                ends.callback(self._request_log.close)
             if self.publisher is not None:
                 ends.callback(self.publisher.close)
             for request in [*self.scheduler.waiting, *self.scheduler.promoting, *self.scheduler.running]:
@@ -387,7 +396,13 @@ class EngineCore:
         request.append(token_id, self.runner.end_token_ids)
         if request.finish_reason is not None:
             self.scheduler.retire(request)
-            self.records.add(request.record())
+            self._record(request)
+
+    def _record(self, request: Request) -> None:
+        """Leave a record of a request that has ended."""
+        num_names = len(request.prompt_token_ids) // request.chain.block_size
+        trail = self._trails.end(request) or Trail(request.chain.block_size, request.chain.names[:num_names])
+        self.records.add(request.record(), trail)
 
     def _publish_events(self) -> None:
         if self._events is not None and self.publisher is not None and (events := self._events.take()):
@@ -417,6 +432,7 @@ class EngineCore:
             self._times.statistics(),
             self._tenant_tokens.statistics(),
             self.cache.pinned_bytes,
+            None if self._request_log is None else self._request_log.counts(),
         )
 
     def _prepared_bytes(self) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
+from kvtier.engine.records.request_log import LogCounts
 from kvtier.engine.reopening_store import StoreStanding
 from kvtier.engine.sidecar.door import DoorCounts
 from kvtier.engine.sidecar.layout import Layout
@@ -50,6 +51,7 @@ class SidecarStatistics:
     store: StoreStanding | None
     doors: tuple[DoorCounts, ...]
     pins: PinStatistics
+    request_log: LogCounts | None = None  # None without one
 
     @property
     def tokens(self) -> TokenBalance:
@@ -65,6 +67,7 @@ def statistics_of(
     doors: tuple[DoorCounts, ...],
     pins: PinStatistics,
     life: SsdLifeStatistics | None = None,
+    request_log: LogCounts | None = None,
 ) -> SidecarStatistics:
     """The statistics of these parts now; *store* is None without a disk."""
     found, disks, disk_tiers = [], [], []
@@ -97,6 +100,7 @@ def statistics_of(
         None if store is None else store[0],
         doors,
         pins,
+        request_log,
     )
 
 
