@@ -35,6 +35,7 @@ from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.namespace import Namespace
 from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.reuse.what_if import WhatIf
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.tiers.up.prefill_speed import PrefillSpeed
 from kvtier.transfer.attached_memory import AttachedMemory
@@ -123,6 +124,7 @@ def build_core(
                 RecentRecords([times.on_record, tenant_tokens.on_record]),
                 times,
                 tenant_tokens,
+                WhatIf(time.monotonic),
                 load_timeout_s,
                 events,
                 publisher,

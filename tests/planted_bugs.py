@@ -29,6 +29,20 @@ class Bug:
 
 BUGS = [
     Bug(
+        "a prompt's first block counts as used before its last",
+        "tiers/reuse/recency.py",
+        "        for hashed in reversed(hashes.tolist()):",
+        "        for hashed in hashes.tolist():",
+        "tests/tiers/reuse",
+    ),
+    Bug(
+        "what a sample has in excess of popular blocks is taken for hits",
+        "tiers/reuse/what_if.py",
+        "            changes = row - row[SIZES.index(1.0)]",
+        "            changes = row - row[SIZES.index(0.5)]",
+        "tests/tiers/reuse",
+    ),
+    Bug(
         "a promoted block is published although its copy failed",
         "tiers/up/uploads.py",
         "self._finish(batch, transfer.result if transfer.error is None else [None] * len(batch))",

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.metrics import names
 from kvtier.engine.metrics.disk import admission_metrics, disk_metrics, store_metrics
-from kvtier.engine.metrics.tiers import route_metrics, tier_metrics
+from kvtier.engine.metrics.tiers import route_metrics, tier_metrics, what_if_metrics
 from kvtier.engine.metrics.tokens import balance_metrics, sources_of
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class EngineCollector(Collector):
         statistics = self._statistics()
         yield from _token_metrics(statistics)
         yield from tier_metrics(statistics.cache.tiers)
+        yield from what_if_metrics(statistics.what_if)
         yield from route_metrics(statistics.cache.routes)
         yield names.HOST_PREPARED_BYTES.of(statistics.host_prepared_bytes)
         yield from _plan_metrics(statistics)

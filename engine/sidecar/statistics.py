@@ -18,6 +18,7 @@ from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.ssd_life import SsdLifeStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics, TokenBalance
 from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.reuse.what_if import HitRatios
 from kvtier.transfer.segment import Segment
 from kvtier.transfer.transfer_engine import Route, RouteStatistics, TransferEngine
 
@@ -49,6 +50,7 @@ class SidecarStatistics:
     store: StoreStanding | None
     doors: tuple[DoorCounts, ...]
     pins: PinStatistics
+    what_if: HitRatios  # were a tier smaller or larger; of prompts that doors are told of
 
     @property
     def tokens(self) -> TokenBalance:
@@ -96,6 +98,7 @@ def statistics_of(
         None if store is None else store[0],
         doors,
         pins,
+        layouts.what_if.hit_ratios(all_tiers),
     )
 
 
