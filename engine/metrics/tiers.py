@@ -16,7 +16,9 @@ def tier_metrics(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Metric]:
     yield names.RESIDENT_BLOCKS.by({tier: each.num_blocks for tier, each in tiers.items()})
     yield names.RESIDENT_BYTES.by({tier: each.num_bytes for tier, each in tiers.items()})
     yield names.CAPACITY_BYTES.by({tier: each.capacity_bytes for tier, each in tiers.items()})
-    yield names.EVICTED_BLOCKS.by({tier: each.num_evicted for tier, each in tiers.items()})
+    yield names.EVICTED_BLOCKS.by(
+        {(tier, cause): number for tier, each in tiers.items() for cause, number in each.evicted.items()}
+    )
     yield names.DROPPED_SPILLS.by({tier: each.dropped_spills for tier, each in tiers.items()})
     yield names.LEASED_SLOTS.by({tier: each.num_leased for tier, each in tiers.items() if tier is not Tier.DISK})
     yield names.DIRTY_BLOCKS.by({tier: each.num_dirty for tier, each in tiers.items() if tier is not Tier.DISK})

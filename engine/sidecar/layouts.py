@@ -79,7 +79,7 @@ class Layouts:
         tiers = LocalTiers(
             layout.groups, memories, self._transfers, disk, self._clock, quotas=self._quotas, events=events
         )
-        made = LayoutTiers(layout, tiers, memories, self.extents, view, self._read_timeout_s)
+        made = LayoutTiers(layout, tiers, memories, self.extents, view, self._read_timeout_s, self._clock)
         self._layouts[layout] = made
         return made
 

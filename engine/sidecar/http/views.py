@@ -134,7 +134,7 @@ def _layout_statistics_view(each: LayoutStatistics) -> Object:
 
 
 def _tier_view(tier: TierStatistics) -> Object:
-    return asdict(tier)
+    return {**asdict(tier), "num_evicted": tier.num_evicted}
 
 
 def _disk_view(disk: DiskStatistics) -> Object:
