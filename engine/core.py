@@ -21,6 +21,7 @@ from kvtier.engine.model.runner import Chunk, ModelRunner
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.records.recent_records import RecentRecords
 from kvtier.engine.records.request_times import RequestTimes, TimesStatistics
+from kvtier.engine.records.served_requests import ServedRequests, ServedStatistics
 from kvtier.engine.records.tenant_tokens import TenantTokens
 from kvtier.engine.reopening_store import ReopeningStore, StoreStanding
 from kvtier.engine.scheduling.longest_request import longest_request
@@ -73,6 +74,7 @@ class EngineStatistics:
     times: TimesStatistics  # of requests that have ended
     tenant_tokens: Mapping[str, TokenBalance]  # of requests that have ended, for the largest tenants and others
     pinned_bytes: int  # that pins of any kind keep in host memory, or bring there
+    served: ServedStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class Parts:
     records: RecentRecords
     times: RequestTimes
     tenant_tokens: TenantTokens
+    served: ServedRequests
     load_timeout_s: float
     events: EventLog | None  # None without an [events] table
     publisher: ZmqPublisher | None
@@ -115,6 +118,7 @@ class EngineCore:
         self.records = parts.records
         self._times = parts.times
         self._tenant_tokens = parts.tenant_tokens
+        self._served = parts.served
         self.runner = parts.runner
         self._memories = parts.memories
         self._store = parts.store
@@ -385,9 +389,16 @@ class EngineCore:
         if request.sampling.logprobs is not None:
             request.logprobs.append(token_logprobs(logits, token_id, request.sampling.logprobs))
         request.append(token_id, self.runner.end_token_ids)
+        self._count_token(request.timeline)
         if request.finish_reason is not None:
             self.scheduler.retire(request)
             self.records.add(request.record())
+
+    def _count_token(self, timeline: Timeline) -> None:
+        if timeline.token_gap_s is not None:
+            self._served.on_token(timeline.token_gap_s)
+        elif timeline.ttft_s is not None:
+            self._served.on_first_token(timeline.ttft_s)
 
     def _publish_events(self) -> None:
         if self._events is not None and self.publisher is not None and (events := self._events.take()):
@@ -417,6 +428,7 @@ class EngineCore:
             self._times.statistics(),
             self._tenant_tokens.statistics(),
             self.cache.pinned_bytes,
+            self._served.statistics(),
         )
 
     def _prepared_bytes(self) -> int:
