@@ -21,6 +21,7 @@ from kvtier.engine.model.runner import Chunk, ModelRunner
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.records.recent_records import RecentRecords
 from kvtier.engine.records.request_times import RequestTimes, TimesStatistics
+from kvtier.engine.records.served_requests import ServedRequests, ServedStatistics
 from kvtier.engine.records.tenant_tokens import TenantTokens
 from kvtier.engine.reopening_store import ReopeningStore, StoreStanding
 from kvtier.engine.scheduling.longest_request import longest_request
@@ -75,6 +76,7 @@ class EngineStatistics:
     tenant_tokens: Mapping[str, TokenBalance]  # of requests that have ended, for the largest tenants and others
     pinned_bytes: int  # that pins of any kind keep in host memory, or bring there
     what_if: HitRatios  # were a tier smaller or larger
+    served: ServedStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class Parts:
     times: RequestTimes
     tenant_tokens: TenantTokens
     what_if: WhatIf
+    served: ServedRequests
     load_timeout_s: float
     events: EventLog | None  # None without an [events] table
     publisher: ZmqPublisher | None
@@ -119,6 +122,7 @@ class EngineCore:
         self._times = parts.times
         self._tenant_tokens = parts.tenant_tokens
         self._what_if = parts.what_if
+        self._served = parts.served
         self.runner = parts.runner
         self._memories = parts.memories
         self._store = parts.store
@@ -390,6 +394,7 @@ class EngineCore:
         if request.sampling.logprobs is not None:
             request.logprobs.append(token_logprobs(logits, token_id, request.sampling.logprobs))
         request.append(token_id, self.runner.end_token_ids)
+        self._count_token(request.timeline)
         if request.finish_reason is not None:
             self.scheduler.retire(request)
             self._on_ended(request)
@@ -404,6 +409,12 @@ class EngineCore:
         if num_asked:
             self._what_if.on_prompt(names[:num_asked], num_tokens, num_bytes, request.tokens)
         self._what_if.on_made(names[num_asked:], num_bytes)
+
+    def _count_token(self, timeline: Timeline) -> None:
+        if timeline.token_gap_s is not None:
+            self._served.on_token(timeline.token_gap_s)
+        elif timeline.ttft_s is not None:
+            self._served.on_first_token(timeline.ttft_s)
 
     def _publish_events(self) -> None:
         if self._events is not None and self.publisher is not None and (events := self._events.take()):
@@ -434,6 +445,7 @@ class EngineCore:
             self._tenant_tokens.statistics(),
             self.cache.pinned_bytes,
             self._what_if.hit_ratios(cache.tiers),
+            self._served.statistics(),
         )
 
     def _prepared_bytes(self) -> int:

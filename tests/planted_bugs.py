@@ -1684,6 +1684,20 @@ BUGS = [
         "        pass\n",
         "tests/engine/sidecar/own/test_own_door.py",
     ),
+    Bug(
+        "vLLM's name for hits on the device counts those of all tiers",
+        "engine/metrics/compat/vllm.py",
+        "yield told.of(names.PREFIX_CACHE_HITS, tokens.device)",
+        "yield told.of(names.PREFIX_CACHE_HITS, tokens.device + below)",
+        "tests/engine/metrics/test_compat_metrics.py",
+    ),
+    Bug(
+        "a block that is written to disk does not count as read from host memory",
+        "engine/metrics/compat/lmcache.py",
+        "yield names.L1_READ.of(numbers.num_loaded + spilled.num_blocks)",
+        "yield names.L1_READ.of(numbers.num_loaded)",
+        "tests/engine/sidecar/test_sidecar_compat.py",
+    ),
 ]
 
 
