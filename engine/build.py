@@ -22,6 +22,7 @@ from kvtier.engine.model.runner import ModelRunner
 from kvtier.engine.records.recent_records import RecentRecords
 from kvtier.engine.records.request_log import open_request_log
 from kvtier.engine.records.request_times import RequestTimes
+from kvtier.engine.records.served_requests import ServedRequests
 from kvtier.engine.records.tenant_tokens import TenantTokens
 from kvtier.engine.records.trail import Trails
 from kvtier.engine.reopening_store import ReopeningStore
@@ -37,6 +38,7 @@ from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.namespace import Namespace
 from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.reuse.what_if import WhatIf
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.tiers.up.prefill_speed import PrefillSpeed
 from kvtier.transfer.attached_memory import AttachedMemory
@@ -115,6 +117,7 @@ def build_core(
             undo.callback(request_log.close)
         trail_listeners = [] if request_log is None else [request_log.on_record]
         times, tenant_tokens = RequestTimes(), TenantTokens(config.metrics.top_tenants)
+        served = ServedRequests()
         step_times = StepTimes(prefill, config.device.block_size)
         core = EngineCore(
             tokenizer,
@@ -127,11 +130,13 @@ def build_core(
                 planner,
                 scheduler,
                 step_times,
-                RecentRecords([times.on_record, tenant_tokens.on_record], trail_listeners),
+                RecentRecords([times.on_record, tenant_tokens.on_record, served.on_record], trail_listeners),
                 trails,
                 request_log,
                 times,
                 tenant_tokens,
+                WhatIf(time.monotonic),
+                served,
                 load_timeout_s,
                 events,
                 publisher,

@@ -29,6 +29,20 @@ class Bug:
 
 BUGS = [
     Bug(
+        "a prompt's first block counts as used before its last",
+        "tiers/reuse/recency.py",
+        "        for hashed in reversed(hashes.tolist()):",
+        "        for hashed in hashes.tolist():",
+        "tests/tiers/reuse",
+    ),
+    Bug(
+        "what a sample has in excess of popular blocks is taken for hits",
+        "tiers/reuse/what_if.py",
+        "            changes = row - row[SIZES.index(1.0)]",
+        "            changes = row - row[SIZES.index(0.5)]",
+        "tests/tiers/reuse",
+    ),
+    Bug(
         "a promoted block is published although its copy failed",
         "tiers/up/uploads.py",
         "self._finish(batch, transfer.result if transfer.error is None else [None] * len(batch))",
@@ -1669,6 +1683,20 @@ BUGS = [
         "        self._share.release(self.tiers.memories[fetched.fetch.group_id], leased)\n",
         "        pass\n",
         "tests/engine/sidecar/own/test_own_door.py",
+    ),
+    Bug(
+        "vLLM's name for hits on the device counts those of all tiers",
+        "engine/metrics/compat/vllm.py",
+        "yield told.of(names.PREFIX_CACHE_HITS, tokens.device)",
+        "yield told.of(names.PREFIX_CACHE_HITS, tokens.device + below)",
+        "tests/engine/metrics/test_compat_metrics.py",
+    ),
+    Bug(
+        "a block that is written to disk does not count as read from host memory",
+        "engine/metrics/compat/lmcache.py",
+        "yield names.L1_READ.of(numbers.num_loaded + spilled.num_blocks)",
+        "yield names.L1_READ.of(numbers.num_loaded)",
+        "tests/engine/sidecar/test_sidecar_compat.py",
     ),
 ]
 

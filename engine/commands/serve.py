@@ -35,8 +35,9 @@ def serve(
     """Serve *model* until a signal; the exit status.
 
     *sidecar* and *request_log* replace those of the configuration *source*, *given* are settings of `[server]` that
-    replace its own, *adapters* folders by name beside those of `[lora]`. With *checks_only* it prints the plan and ends,
-    with status 2 if the server would refuse it. ValueError and OSError, before anything is loaded, for what cannot be used.
+    replace its own, *adapters* folders by name beside those of `[lora]`. With *checks_only* it prints the plan and
+    ends, with status 2 if the server would refuse it. ValueError and OSError, before anything is loaded, for what
+    cannot be used.
     """
     config = _config(source, sidecar, given, adapters, request_log)
     if not checks_only:

@@ -60,6 +60,13 @@ TENANT_TOKENS = counter(
 )
 TENANT_BYTES = gauge("kvtier_tenant_bytes", "Bytes of blocks of tenants with a quota, by tier", "tier", "tenant")
 
+WHAT_IF_HIT_RATIO = gauge(
+    "kvtier_what_if_hit_ratio",
+    "Share of prompt tokens that would be found in the tier or a warmer one, were it so many times as large, lately",
+    "tier",
+    "size",
+)
+
 # Copies.
 MOVED_BYTES = counter("kvtier_moved_bytes", "Bytes copied between tiers, by route", "route")
 MOVED_SECONDS = counter("kvtier_moved_seconds", "Seconds for which copies ran, by route", "route")

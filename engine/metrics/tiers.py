@@ -7,6 +7,7 @@ from prometheus_client.core import Metric
 from kvtier.engine.metrics import names
 from kvtier.tiers.lower.statistics import TierStatistics
 from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.reuse.what_if import HitRatios
 from kvtier.transfer.transfer_engine import Route, RouteStatistics
 
 
@@ -24,6 +25,13 @@ def tier_metrics(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Metric]:
     yield names.EVICTION_AGE.by_histogram({tier: each.eviction_ages for tier, each in tiers.items()})
     yield names.CORRUPT_BLOCKS.by(
         {(tier, cause): number for tier, each in tiers.items() for cause, number in each.corrupt.items()}
+    )
+
+
+def what_if_metrics(ratios: HitRatios) -> Iterator[Metric]:
+    """What tiers of other sizes would find."""
+    yield names.WHAT_IF_HIT_RATIO.by(
+        {(tier, f"{size:g}"): ratio for tier, each in ratios.items() for size, ratio in each.items()}
     )
 
 

@@ -20,6 +20,7 @@ from kvtier.tiers.lower.disk_tier import evicted_by_cause
 from kvtier.tiers.lower.ssd_life import SsdLifeStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics, TokenBalance, causes_summed
 from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.reuse.what_if import HitRatios
 from kvtier.transfer.segment import Segment
 from kvtier.transfer.transfer_engine import Route, RouteStatistics, TransferEngine
 
@@ -51,6 +52,7 @@ class SidecarStatistics:
     store: StoreStanding | None
     doors: tuple[DoorCounts, ...]
     pins: PinStatistics
+    what_if: HitRatios  # were a tier smaller or larger; of prompts that doors are told of
     request_log: LogCounts | None = None  # None without one
 
     @property
@@ -100,6 +102,7 @@ def statistics_of(
         None if store is None else store[0],
         doors,
         pins,
+        layouts.what_if.hit_ratios(all_tiers),
         request_log,
     )
 

@@ -217,6 +217,7 @@ class DiskReads:
             lambda: read_blocks(disk, memory, keys, slots),
             len(keys) * memory.block_bytes,
             lambda transfer: self._on_read(read, transfer),
+            len(keys),
         ):
             disk.reading.withdraw(attempt)
             host.pool.release(slots)

@@ -73,6 +73,7 @@ class TierStatistics:
     corrupt: Mapping[str, int] = field(default_factory=dict)
     num_leased: int = 0  # slots that are not evicted now: requests, copies or clients use them
     num_dirty: int = 0  # blocks without a copy in a lower tier
+    leased_bytes: int = 0  # of these slots
     eviction_ages: HistogramStatistics = NO_AGES  # seconds for which evicted blocks had not been used, by a sample
 
     @property
@@ -103,6 +104,7 @@ def slot_statistics(
         corrupt=dict(corrupt),
         num_leased=sum(pool.num_leased_slots for pool, _ in both),
         num_dirty=sum(len(slots.dirty) for slots in groups),
+        leased_bytes=sum(pool.num_leased_slots * num_bytes for pool, num_bytes in both),
         eviction_ages=reduce(HistogramStatistics.plus, (slots.ages.statistics() for slots in groups), NO_AGES),
     )
 
