@@ -15,6 +15,7 @@ from kvtier.engine.attached.wire import VERSION, GroupShape, Hello
 from kvtier.engine.config import Config
 from kvtier.engine.core import EngineCore, Parts
 from kvtier.engine.disk_store import disk_tier, open_store
+from kvtier.engine.explain.explainer import Explainer, namespace_fields
 from kvtier.engine.kv_events import ZmqPublisher
 from kvtier.engine.model.lora_adapter import load_adapters
 from kvtier.engine.model.poisoned_cache import PoisonedCache
@@ -132,6 +133,7 @@ def build_core(
                 step_times,
                 RecentRecords([times.on_record, tenant_tokens.on_record, served.on_record], trail_listeners),
                 trails,
+                _explainer(config, runner, namespace),
                 request_log,
                 times,
                 tenant_tokens,
@@ -146,6 +148,18 @@ def build_core(
         )
         undo.pop_all()
     return core
+
+
+def _explainer(config: Config, runner: ModelRunner, namespace: Namespace) -> Explainer:
+    """What was seen is kept beside the store, as that outlives the process too."""
+    store = None if config.disk is None else Path(config.disk.path)
+    return Explainer(
+        config.device.block_size,
+        {**namespace_fields(namespace), "block_size": str(config.device.block_size)},
+        time.monotonic,
+        path=None if store is None else store.with_name(f"{store.name}-seen"),
+        block_steps=[group.block_size // config.device.block_size for group in runner.groups],
+    )
 
 
 def _open_disk(

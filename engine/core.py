@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Self
@@ -14,6 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.config import Config
+from kvtier.engine.explain.explainer import Explainer
+from kvtier.engine.explain.explanation import Explanation
 from kvtier.engine.fault_log import FaultLog, flush_fault
 from kvtier.engine.kv_events import ZmqPublisher
 from kvtier.engine.model.logprobs import token_logprobs
@@ -95,6 +97,7 @@ class Parts:
     step_times: StepTimes
     records: RecentRecords
     trails: Trails
+    explainer: Explainer
     request_log: RequestLog | None
     times: RequestTimes
     tenant_tokens: TenantTokens
@@ -125,6 +128,7 @@ class EngineCore:
         self.publisher = parts.publisher
         self.records = parts.records
         self._trails = parts.trails
+        self.explainer = parts.explainer
         self._request_log = parts.request_log
         self._times = parts.times
         self._tenant_tokens = parts.tenant_tokens
@@ -209,6 +213,22 @@ class EngineCore:
             counts["nowhere" if tier is None else tier] += block_size
         counts["nowhere"] += len(token_ids) % block_size
         return {str(place): num_tokens for place, num_tokens in counts.items()}
+
+    def explain_prompt(
+        self,
+        token_ids: Sequence[int],
+        extra: ExtraKeys,
+        tenant: str | None = None,
+        same_messages: Sequence[str] = (),
+    ) -> Explanation:
+        """Block by block what would be found of a prompt now, and why not more; it changes nothing. See `Explainer`."""
+        chain, num_tokens = self.chain(token_ids, extra), len(token_ids)
+        hit, tiers = self.cache.lookup(chain, num_tokens), self.cache.where(chain)
+        depths = bytes(tier.depth for tier in _warmest_if_none(tiers[: hit.num_blocks]))
+        num_copied = 0 if hit.partial is None else hit.partial.num_tokens
+        trail = Trail(chain.block_size, chain.names, depths, num_copied, hit.misses.reasons)
+        ghosts = self.cache.residency.ghosts
+        return self.explainer.explain_now(trail, chain, ghosts, tiers, num_tokens, tenant, same_messages=same_messages)
 
     def chain(self, token_ids: Sequence[int], extra: ExtraKeys) -> BlockChain:
         """The chain that names a prompt's blocks."""
@@ -318,6 +338,7 @@ class EngineCore:
             ends.callback(self.runner.close)
             if self._request_log is not None:
                 ends.callback(self._request_log.close)
+            ends.callback(self._close_explainer)
             if self.publisher is not None:
                 ends.callback(self.publisher.close)
             for request in [*self.scheduler.waiting, *self.scheduler.promoting, *self.scheduler.running]:
@@ -335,6 +356,12 @@ class EngineCore:
                 "disk" if now.sidecar is None else "sidecar",
                 flush_fault(now.store, now.cache.disk, FLUSH_TIMEOUT_S, now.sidecar),
             )
+
+    def _close_explainer(self) -> None:
+        try:
+            self.explainer.close()
+        except OSError as error:  # the next process explains a little less
+            log.warning("explain: what was seen could not be written (%s)", error)
 
     def _close_tiers(self) -> None:
         try:
@@ -412,7 +439,9 @@ class EngineCore:
         """Take in that a request has ended, whose leases have."""
         names, num_tokens = request.chain.names, self.config.device.block_size
         num_named = len(request.prompt_token_ids) // num_tokens
-        self.records.add(request.record(), self._trails.end(request) or Trail(num_tokens, names[:num_named]))
+        record, trail = request.record(), self._trails.end(request) or Trail(num_tokens, names[:num_named])
+        self.records.add(record, trail)
+        self.explainer.on_ended(record, trail, request.chain, self.cache.residency.ghosts)
         if request.tokens is None:
             return
         num_bytes = round(num_tokens * self.bytes_per_token)
@@ -474,6 +503,11 @@ class EngineCore:
                 Tier.DISK: on_disk.get(key, 0),
             }
         return usage
+
+
+def _warmest_if_none(tiers: Sequence[Tier | None]) -> Iterator[Tier]:
+    """Tiers of the blocks of a hit. Blocks that no group needs have none, and cost nothing to have."""
+    return (Tier.DEVICE if tier is None else tier for tier in tiers)
 
 
 def _chunk(work: Work) -> Chunk:

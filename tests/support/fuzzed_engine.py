@@ -24,12 +24,14 @@ from kvtier.engine.config import SchedulerConfig, as_config
 from kvtier.engine.core import EngineCore
 from kvtier.engine.model.poisoned_cache import PoisonedCache
 from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.records.trail import Trails
 from kvtier.engine.scheduling.loading import MAX_PROMOTIONS
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.scheduler import Scheduler
 from kvtier.engine.scheduling.timed_pins import TimedPins
+from kvtier.engine.scheduling.timeline import Caller
 from kvtier.store.blob_store import Blob, BlobStore, StoreStatistics
 from kvtier.store.codec.seal import charged_bytes
 from kvtier.store.lmdb.lmdb_store import LmdbStore
@@ -377,7 +379,8 @@ class FuzzedEngine:
             cache_salt=rng.choice([None] * 7 + ["b"]), lora=None if lora is None else self.core.lora_key(lora)
         )
         sampling = SamplingParams(max_tokens=rng.choice([1, NUM_NEW]), ignore_eos=True)
-        self._asked.append(Asked(self.core.add(prompt_of(rng), sampling, extra, self.clock.now, options), lora))
+        caller = Caller(str(len(self._asked)))
+        self._asked.append(Asked(self.core.add(prompt_of(rng), sampling, extra, self.clock.now, options, caller), lora))
 
     def step(self) -> None:
         """One step, and all that must be true after it."""
@@ -559,13 +562,21 @@ class FuzzedEngine:
         cache.promote = noted  # type: ignore[method-assign]
         return cache
 
-    def _scheduler(self, cache: TieredCache, config: SchedulerConfig, timeout_s: object, *parts: object, **_: object):  # type: ignore[no-untyped-def]
+    def _scheduler(  # type: ignore[no-untyped-def]
+        self,
+        cache: TieredCache,
+        config: SchedulerConfig,
+        timeout_s: object,
+        *parts: object,
+        trails: Trails,
+        **_: object,
+    ):
         """What the engine makes, with this run's clock, and a deadline although the engine knows of no disk."""
         self._timed_pins, look_ahead = TimedPins(cache, self.clock), None
         if self.store is not None and self._look_ahead:
             most_bytes = int(self._look_ahead * self._num_host * BLOCK_BYTES)
             look_ahead = LookAhead(cache, self._timed_pins, lambda: most_bytes, lasts_s=5.0)
-        return Scheduler(cache, config, self.timeout_s, *parts, clock=self.clock, look_ahead=look_ahead)  # type: ignore[arg-type]
+        return Scheduler(cache, config, self.timeout_s, *parts, clock=self.clock, look_ahead=look_ahead, trails=trails)  # type: ignore[arg-type]
 
     def _waiting(self) -> Callable[[LayerGate, int, int, float], None]:
         """How computing waits for a layer here: some copies go on, and if it has not come then, time is over."""
