@@ -36,19 +36,9 @@ class DocumentClient:
 
     def __init__(self, url: str, key: str | None) -> None:
         """*url* is the server's address, *key* an API key. ValueError for either if it cannot be one."""
-        what = f"--url {url}: is no address of a server; give one such as http://127.0.0.1:8000"
-        try:
-            parts = urlsplit(url)
-            is_address = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
-        except ValueError:  # brackets without an end, or a port that cannot be
-            raise ValueError(what) from None
-        if not is_address:
-            raise ValueError(what)
-        if key is not None and not _KEY.fullmatch(key):  # http.client's error would quote the key
-            raise ValueError("--api-key or KVTIER_API_KEY: has a character that no key has; give the key alone")
-        self._url = url.rstrip("/").removesuffix("/v1")
+        self._url = checked_url(url)
+        check_key(key)
         self._key = key
-        self._opener = build_opener(_NoRedirect, *([ProxyHandler({})] if _is_here(parts.hostname or "") else []))
 
     def list(self) -> dict[str, Any]:
         """List all documents of the tenant, and whether they survive a restart."""
@@ -79,20 +69,50 @@ class DocumentClient:
         return self._ask("DELETE", _path(document_id))
 
     def _ask(self, method: str, path: str, content: dict[str, object] | None = None) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        data = None if content is None else json.dumps(content).encode()
-        request = Request(f"{self._url}/v1/documents{path}", data, headers, method=method)
-        try:
-            with self._opener.open(request, timeout=TIMEOUT_S) as answer:
-                return _object(answer.read(), self._url)
-        except HTTPError as error:
-            raise Refused(_why(error)) from error
-        except (URLError, HTTPException, TimeoutError, ConnectionError) as error:
-            why = getattr(error, "reason", error)
-            why = getattr(why, "strerror", None) or why
-            raise OSError(f"{self._url}: {why}; start one with 'kvtier serve --model …', or give --url") from error
+        return ask_server(self._url, self._key, method, f"/v1/documents{path}", content)
+
+
+def checked_url(url: str) -> str:
+    """The address of a server, without what comes behind it. ValueError if it cannot be one."""
+    what = f"--url {url}: is no address of a server; give one such as http://127.0.0.1:8000"
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
+    except ValueError:  # brackets without an end, or a port that cannot be
+        raise ValueError(what) from None
+    if not is_address:
+        raise ValueError(what)
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def check_key(key: str | None) -> None:
+    """Raise ValueError for an API key that no header can say."""
+    if key is not None and not _KEY.fullmatch(key):  # http.client's error would quote the key
+        raise ValueError("--api-key or KVTIER_API_KEY: has a character that no key has; give the key alone")
+
+
+def ask_server(
+    url: str, key: str | None, method: str, path: str, content: dict[str, object] | None = None
+) -> dict[str, Any]:
+    """The JSON object that the server at *url* answers. Refused if it refuses, OSError if no server answers, ValueError
+    for a key that cannot be one."""
+    check_key(key)
+    headers = {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    data = None if content is None else json.dumps(content).encode()
+    request = Request(url + path, data, headers, method=method)
+    here = _is_here(urlsplit(url).hostname or "")
+    opener = build_opener(_NoRedirect, *([ProxyHandler({})] if here else []))
+    try:
+        with opener.open(request, timeout=TIMEOUT_S) as answer:
+            return _object(answer.read(), url)
+    except HTTPError as error:
+        raise Refused(_why(error)) from error
+    except (URLError, HTTPException, TimeoutError, ConnectionError) as error:
+        why = getattr(error, "reason", error)
+        why = getattr(why, "strerror", None) or why
+        raise OSError(f"{url}: {why}; start one with 'kvtier serve --model …', or give --url") from error
 
 
 def _is_here(host: str) -> bool:

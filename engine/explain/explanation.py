@@ -27,7 +27,7 @@ class Row:
     why: Reason | Why | None = None  # None for tokens that came from a tier
     cause: EvictionCause | None = None  # for which the tier of *why* evicted them
     evicted_at: tuple[float, float] | None = None  # the first and the last of them, since the Unix epoch
-    during: tuple[str, ...] = ()  # the asker's own requests that ran when they were evicted
+    during: tuple[str, ...] = ()  # the asker's own requests that ran when they were evicted, or had run last
     differs: tuple[str, ...] = ()  # the fields in which the way that these tokens were seen in differs
     is_copied: bool = False  # out of a block that shares only its first tokens with the prompt
 

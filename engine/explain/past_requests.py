@@ -50,9 +50,11 @@ class PastRequests:
         return [self._requests[number] for number in self._by_id.get(request_id, ())]
 
     def running_at(self, at: float) -> Sequence[RequestRecord]:
-        """Those that had come and not ended at that time, since the Unix epoch."""
-        records = (past.record for past in self._requests.values())
-        return [each for each in records if each.arrived_at <= at <= each.arrived_at + (each.total_s or 0.0)]
+        """Those that had come and not ended at that time, since the Unix epoch; if there were none, the last that had
+        come before: what it has taken is copied down, and pushes others out, when it has ended."""
+        come = [past.record for past in self._requests.values() if past.record.arrived_at <= at]
+        running = [each for each in come if at <= each.arrived_at + (each.total_s or 0.0)]
+        return running or sorted(come, key=lambda each: each.arrived_at)[-1:]
 
     def _drop_oldest(self) -> None:
         number, past = self._requests.popitem(last=False)

@@ -4,11 +4,12 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 DOCUMENTS = "/v1/documents"
 MODELS = "/v1/models"
+EXPLAIN = "/v1/kvtier/explain"
 HEALTH, READY, METRICS, VERSION = "/health", "/ready", "/metrics", "/version"
 
 OPEN = frozenset({HEALTH, READY, VERSION})  # need no key: their answers have nothing of a tenant's
 QUIET = frozenset({HEALTH, READY, METRICS})  # machines ask for them every few seconds
-_NAMED = frozenset({COMPLETIONS, CHAT, DOCUMENTS, MODELS, HEALTH, READY, METRICS, VERSION})
+_NAMED = frozenset({COMPLETIONS, CHAT, DOCUMENTS, MODELS, EXPLAIN, HEALTH, READY, METRICS, VERSION})
 
 
 def label_of(path: str) -> str:
@@ -16,6 +17,7 @@ def label_of(path: str) -> str:
 
     A client could make up any number of paths, and the id of a document may say what the document is about.
     """
-    if path.startswith(f"{DOCUMENTS}/"):
-        return f"{DOCUMENTS}/{{id}}"
+    for named in (DOCUMENTS, EXPLAIN):
+        if path.startswith(f"{named}/"):
+            return f"{named}/{{id}}"
     return path if path in _NAMED else "other"

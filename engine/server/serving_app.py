@@ -19,11 +19,11 @@ from kvtier.engine.config import Config
 from kvtier.engine.documents.document import Document
 from kvtier.engine.documents.documents import Documents
 from kvtier.engine.metrics.collector import EngineCollector
-from kvtier.engine.server import document_routes, generation
+from kvtier.engine.server import document_routes, explain_routes, generation
 from kvtier.engine.server.api_error import json_response
 from kvtier.engine.server.app import starlette_app
 from kvtier.engine.server.entrance import Entrance
-from kvtier.engine.server.paths import CHAT, COMPLETIONS, DOCUMENTS, READY
+from kvtier.engine.server.paths import CHAT, COMPLETIONS, DOCUMENTS, EXPLAIN, READY
 from kvtier.engine.server.served_models import ServedModels
 from kvtier.engine.server.service import Service
 from kvtier.engine.server.tenancy import effective_salt
@@ -45,6 +45,8 @@ class ServingApp:
             Route(DOCUMENTS, document_routes.answer),
             Route(f"{DOCUMENTS}/{{id}}", document_routes.answer, methods=["GET", "PUT", "DELETE"]),
             Route(f"{DOCUMENTS}/{{id}}/{{action}}", document_routes.answer, methods=["POST", "DELETE"]),
+            Route(EXPLAIN, explain_routes.explain_prompt, methods=["POST"]),
+            Route(f"{EXPLAIN}/{{id}}", explain_routes.explain_request, methods=["GET"]),
             *service.models.routes(),
             Route(READY, self._ready),
         ]
