@@ -13,7 +13,7 @@ from typing import Any
 from kvtier.engine.explain.explanation import Departure, Explanation, Row, Why
 from kvtier.engine.explain.known_prompts import KnownPrompts
 from kvtier.engine.explain.past_requests import Past, PastRequests
-from kvtier.engine.explain.prompt_print import KEY_BYTES, print_of
+from kvtier.engine.explain.prompt_print import KEY_BYTES, PromptPrint, print_of
 from kvtier.engine.explain.seen_contents import SeenContents, Way
 from kvtier.engine.records.request_record import RequestRecord
 from kvtier.engine.records.trail import Trail
@@ -41,12 +41,15 @@ class Explainer:
         *,
         path: Path | None = None,
         block_steps: Sequence[int] = (1,),
+        notes: Sequence[str] = (),
     ) -> None:
         """*namespace*: the fields that decide a block's bytes beside its prompt. *path*: a file by which the next
-        process knows what was seen. *block_steps*: of each attention group, how many names a block of it spans."""
+        process knows what was seen. *block_steps*: of each attention group, how many names a block of it spans. *notes*
+        say what cannot be known here."""
+        self.block_size = block_size
+        self._notes = tuple(notes)
         self._clock = clock
         self._path = path
-        self._block_size = block_size
         self._steps = sorted(set(block_steps))
         self._known = KnownPrompts(block_size)
         self._past = PastRequests()
@@ -69,8 +72,9 @@ class Explainer:
         namespace: str | None = None,
     ) -> None:
         """Remember a request that has ended. *chain* has its prompt's tokens, *ghosts* what its tiers have lost."""
-        prompt = print_of(chain, record.tokens.num_tokens, self._seen.key)
-        way = Way(prompt.salt, prompt.adapter, namespace or self._namespace, record.tenant)
+        namespace = self._namespace if namespace is None else namespace
+        prompt = print_of(chain, record.tokens.num_tokens, namespace, self._seen.key)
+        way = Way(prompt.salt, prompt.adapter, namespace, record.tenant)
         self._past.add(Past(record, trail, prompt, way, ghosts, self._known.num_added, self._seen.num_added))
         self._known.add(prompt, len(trail.depths))
         if Reason.ABORTED not in record.tokens.reasons:
@@ -98,8 +102,9 @@ class Explainer:
         same_messages: Sequence[str] = (),
     ) -> Explanation:
         """What would be found of a prompt now, and why not more. *tiers*: where each of its blocks is."""
-        prompt = print_of(chain, num_tokens, self._seen.key)
-        way = Way(prompt.salt, prompt.adapter, namespace or self._namespace, tenant)
+        namespace = self._namespace if namespace is None else namespace
+        prompt = print_of(chain, num_tokens, namespace, self._seen.key)
+        way = Way(prompt.salt, prompt.adapter, namespace, tenant)
         record = RequestRecord("", tenant, None, time.time(), TokenBalance(recomputed=num_tokens))
         past = Past(record, trail, prompt, way, ghosts, self._known.num_added, self._seen.num_added)
         found = self._explained(past, self._is_other_text(past, same_messages), tiers)
@@ -107,14 +112,12 @@ class Explainer:
 
     def is_prompt_of(self, request_id: str, chain: BlockChain, num_tokens: int, tenant: str | None) -> bool:
         """Whether the request had this very prompt."""
-        own = print_of(chain, num_tokens, self._seen.key)
         pasts = [past for past in self._past.find(request_id) if past.record.tenant == tenant]
-        return any(
-            past.prompt.num_tokens == num_tokens
-            and past.prompt.parents.tobytes() == own.parents.tobytes()
-            and past.prompt.marks.tobytes() == own.marks.tobytes()
-            for past in pasts
-        )
+        for past in pasts:
+            own = print_of(chain, num_tokens, past.way.namespace, self._seen.key)
+            if past.prompt.num_tokens == num_tokens and _marked(past.prompt) == _marked(own):
+                return True
+        return False
 
     def close(self) -> None:
         """Write what was seen to the file, if there is one. OSError."""
@@ -143,6 +146,7 @@ class Explainer:
             trail.block_size,
             tuple(_merged(rows)),
             None if nearest is None else Departure(nearest.num_shared, nearest.departs),
+            self._notes,
         )
         explanation.check()
         return explanation
@@ -222,6 +226,10 @@ def namespace_fields(namespace: Namespace) -> dict[str, str]:
         name: value if len(value) <= MOST_FIELD and name != "hash_seed" else hashlib.sha256(value.encode()).hexdigest()
         for name, value in fields.items()
     }
+
+
+def _marked(prompt: PromptPrint) -> bytes:
+    return prompt.parents.tobytes() + prompt.marks.tobytes()
 
 
 def _hit_rows(trail: Trail) -> list[Row]:

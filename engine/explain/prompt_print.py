@@ -25,7 +25,7 @@ class PromptPrint:
     contents: Mapping[int, bytes]  # digests of the tokens alone of the first 1, 2, 4, ... and of all full blocks
     salt: bytes  # digest of the cache_salt; empty without one
     adapter: str
-    names: npt.NDArray[np.uint64]  # [full blocks] 64 bits of the name
+    names: npt.NDArray[np.uint64]  # [full blocks] 64 bits of name and namespace
     parents: npt.NDArray[np.uint64]  # [blocks] 64 bits of what the block continues, its extra keys among it
     marks: npt.NDArray[np.uint16]  # [blocks, block_size]
     num_tokens: int
@@ -40,19 +40,21 @@ class PromptPrint:
         return min(self.block_size, self.num_tokens - block_id * self.block_size)
 
 
-def print_of(chain: BlockChain, num_tokens: int, key: bytes) -> PromptPrint:
-    """The print of the first *num_tokens* tokens of the chain, under the secret *key*."""
+def print_of(chain: BlockChain, num_tokens: int, namespace: str, key: bytes) -> PromptPrint:
+    """The print of the first *num_tokens* tokens of the chain, under the secret *key*. In another *namespace* the same
+    blocks have other names in it."""
     size = chain.block_size
     num_full = num_tokens // size
     tail = np.asarray(chain.token_ids[num_full * size : num_tokens], np.uint64)
     ids = np.concatenate([chain.named_ids(0, num_full).astype(np.uint64), tail])
     num_blocks = -(-num_tokens // size)
+    word = np.frombuffer(digest_of(namespace.encode(), key), np.uint64)
     return PromptPrint(
         _contents(ids[: num_full * size], size, key),
         digest_of(chain.extra.cache_salt.encode(), key) if chain.extra.cache_salt else b"",
         "" if chain.extra.lora is None else f"{chain.extra.lora.name} {chain.extra.lora.path}",
-        _words(chain.names[:num_full]),
-        _words(chain.continued_keys(0, num_blocks)),
+        _words(chain.names[:num_full]) ^ word,
+        _words(chain.continued_keys(0, num_blocks)) ^ word,
         _marks(ids, num_blocks, size, key),
         num_tokens,
     )

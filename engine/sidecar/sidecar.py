@@ -211,6 +211,7 @@ class Sidecar:
             self._store.close() if is_closed else self._store.kill()
         if self._request_log is not None:
             self._request_log.close()
+        self.layouts.close()
         self._segment.close()  # after the store, whose process is given its descriptor
         if is_closed:
             self._finished.close()

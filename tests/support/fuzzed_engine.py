@@ -347,22 +347,18 @@ class FuzzedEngine:
 
     def restart(self) -> None:
         """End the engine and start another on the same store, in a world without mishaps."""
-        self.core.close()
+        self.core.close(self._let_a_moment_pass)
         self.odds = Odds(0.0, 0.0, 0.0)
         self.core = self._start()
 
     def flush(self) -> None:
         """Write what is cached to disk, as far as that works."""
-
-        def progress(num_left: int) -> None:
-            self.clock.now += STEP_S
-
-        self.core.cache.flush(PATIENCE_S, progress)
+        self.core.cache.flush(PATIENCE_S, self._let_a_moment_pass)
         self._settle()
 
     def close(self) -> None:
         """End the engine and its store."""
-        self.core.close()
+        self.core.close(self._let_a_moment_pass)
         if self.store is not None:
             self.store.close()
 
@@ -482,6 +478,9 @@ class FuzzedEngine:
         if slots:
             block = self.core.cache.residency.groups[group_id].memory.host_block(self.rng.choice(slots))
             block[self.rng.randrange(len(block))] ^= 1 << self.rng.randrange(8)
+
+    def _let_a_moment_pass(self, num_left: int) -> None:
+        self.clock.now += STEP_S
 
     def _let_time_pass(self) -> None:
         self.clock.now += self.rng.choice([0.1, 1.0, 30.0])

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.sidecar.config import SidecarConfig
 from kvtier.engine.sidecar.http.access import HEALTH
+from kvtier.engine.sidecar.http.explain_routes import EXPLAIN, ExplainRoutes
 from kvtier.engine.sidecar.http.metrics import SidecarMetrics
 from kvtier.engine.sidecar.http.owner import Owner
 from kvtier.engine.sidecar.http.pin_routes import PinRoutes
@@ -39,7 +40,7 @@ CHECK_S = 60.0  # that the books of one layout may take: the owner's thread does
 
 READ = ("/ready", "/stats", "/tiers", "/clients", "/leases", "/config", "/metrics")
 DO = ("/spill", "/clear", "/pin", "/check")
-PATHS = frozenset({HEALTH, *READ, *DO})
+PATHS = frozenset({HEALTH, *READ, *DO, EXPLAIN})
 
 
 class SidecarRoutes:
@@ -49,6 +50,7 @@ class SidecarRoutes:
         self._owner = owner
         self._sidecar = owner.sidecar
         self._pins = PinRoutes(owner)
+        self._explain = ExplainRoutes(owner)
         self._config = config
         self._metrics = metrics
 
@@ -68,6 +70,8 @@ class SidecarRoutes:
         routes = [Route(path, answer, methods=["GET"]) for path, answer in reading.items()]
         routes += [Route(path, answer, methods=["POST"]) for path, answer in doing.items()]
         routes.append(Route("/pin", self._pins.unpin, methods=["DELETE"]))
+        routes.append(Route(EXPLAIN, self._explain.prompt, methods=["POST"]))
+        routes.append(Route(f"{EXPLAIN}/{{id}}", self._explain.request, methods=["GET"]))
         handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _unexpected}
         return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]  # each takes its own kind
 
