@@ -42,6 +42,7 @@ from kvtier.tiers.device.group_slots import GroupSlots
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers, lower_tiers
 from kvtier.tiers.naming.block_hash import ExtraKeys
+from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.pins import Pin
 from kvtier.tiers.up import uploads
 from kvtier.tiers.up.promotion import Hit, Promotion
@@ -509,6 +510,10 @@ class FuzzedEngine:
                 for tier in tally.tokens:
                     tally.tokens[tier] += getattr(tokens, tier)
                 tally.num_late += "deadline" in tokens.reasons
+            for found in self.core.explainer.explain(asked.request.timeline.caller.request_id, None):
+                told = [sum(row.end - row.start for row in found.rows if row.tier is tier) for tier in Tier]
+                balance = asked.request.balance()
+                assert told == [balance.device, balance.host, balance.disk], "an explanation that is not the balance"
         tally.num_corrupt += sum(sum(tier.corrupt.values()) for tier in cache.tiers.values())
         tally.num_failed += sum(route.num_failed for route in cache.routes.values())
 
