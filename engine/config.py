@@ -268,6 +268,19 @@ class MetricsConfig(Table, frozen=True, kw_only=True):
     top_tenants: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 20
 
 
+class DashboardConfig(Table, frozen=True, kw_only=True):
+    """`[dashboard]`: the page at `/dashboard`. *max_viewers* may watch at once. What it shows over time is kept in the
+    file *path*, by default one beside `disk.path`, with "-history" behind its name; without a [disk] it ends with the
+    process."""
+
+    path: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    max_viewers: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 64
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            msgspec.structs.force_setattr(self, "path", str(Path(self.path).expanduser()))
+
+
 _HOST_BY_DEFAULT = HostConfig()
 _SOCKET = "unix://"
 _OF_A_SIDECAR = {"host": "host memory", "disk": "disk"}
@@ -292,6 +305,7 @@ class Config(Table, frozen=True, kw_only=True):
     documents: DocumentsConfig = DocumentsConfig()
     server: ServerConfig = ServerConfig()
     metrics: MetricsConfig = MetricsConfig()
+    dashboard: DashboardConfig = DashboardConfig()
     tenants: dict[str, TenantConfig] = {}
     lora: dict[str, LoraConfig] = {}
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None

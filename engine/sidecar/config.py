@@ -10,6 +10,7 @@ import msgspec
 
 from kvtier.engine.config import (
     ByteSize,
+    DashboardConfig,
     DiskConfig,
     HostConfig,
     Seconds,
@@ -113,6 +114,7 @@ class SidecarConfig(Table, frozen=True, kw_only=True):
     socket: SocketConfig = SocketConfig()
     lmcache: LmcacheConfig | None = LmcacheConfig()
     http: HttpConfig = HttpConfig()
+    dashboard: DashboardConfig = DashboardConfig()
     models: dict[str, ModelWeightsConfig] = msgspec.field(default_factory=dict)
     tenants: dict[str, TenantConfig] = msgspec.field(default_factory=dict)
     extent: ByteSize = parse_bytes("64MiB")
