@@ -86,7 +86,8 @@ def _life(used: float, years_left: float) -> Condition:
     state = State.GOOD if used < 1 and years_left >= LIFE_SHORT_YEARS else State.WATCH
     if used >= 1:
         return Condition("drive", state, f"{used:.0%} of its endurance is written: replace it, or lower the budget")
-    return Condition("drive", state, f"{used:.1%} of its endurance is written")
+    share = f"{used:.1%}" if used >= 0.001 else "less than 0.1%"  # of a new drive
+    return Condition("drive", state, f"{share} of its endurance is written")
 
 
 def as_facts(conditions: Iterable[Condition]) -> list[dict[str, object]]:

@@ -122,13 +122,15 @@ class History:
         own_places = [self.columns.index(column) for column in theirs]
         their_places = [earlier.columns.index(column) for column in theirs]
         by_resolution = {ring.resolution: ring for ring in earlier.rings}
-        for ring in self.rings:
+        for number, ring in enumerate(self.rings):
             old = by_resolution.get(ring.resolution)
             if old is None:
                 continue
             takes = (ring.stamps == NEVER) & (old.stamps != NEVER) & (old.stamps <= ring.stamp(now))
             ring.stamps[takes] = old.stamps[takes]
             ring.rows[np.ix_(takes, own_places)] = old.rows[np.ix_(takes, their_places)]
+            if earlier.columns != self.columns:  # on disk there is a file of these columns now, without them
+                self._unsaved |= {Place(number, int(line)) for line in np.flatnonzero(takes)}
 
     def stretch(self, seconds: float, now: float) -> Stretch:
         """The last *seconds*, in the finest resolution that has them all, or else in the coarsest."""

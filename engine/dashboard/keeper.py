@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,7 +16,8 @@ from kvtier.engine.thread_work import as_exception
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 2.0  # that the end of a server waits for the last rows
+CLOSE_S = 2.0  # that the end of a server waits for the last rows …
+_LOOK_S = 0.01  # … and how often it looks meanwhile
 
 _T = TypeVar("_T")
 
@@ -66,19 +68,22 @@ class HistoryKeeper:
     """Reads and writes a `RingFile`, one call at a time. A disk that hangs, is full or cannot be written costs the
     history that is kept, one line in the log, and nothing else: a call that has not ended is not waited for."""
 
-    def __init__(self, path: Path, shape: Shape) -> None:
+    def __init__(self, path: Path, shape: Shape, open_file: Callable[[Path, Shape], RingFile] = RingFile) -> None:
+        """*open_file* is called in a thread."""
         self._path = path
+        self._open_file = open_file
         self._shape = shape
         self._file: RingFile | None = None
-        self._doing: Future[None] | Future[History | None] | None = None
+        self._reading: Future[History | None] | None = None
+        self._writing: Future[None] | None = None
         self._unsaved: set[Place] = set()
         self._has_failed = False
 
     async def read(self) -> History | None:
         """What the file has; None for a file that is new, bad, or another process's."""
-        reading = self._doing = in_daemon(self._open)
+        self._reading = in_daemon(self._open)
         try:
-            return await asyncio.wrap_future(reading)
+            return await asyncio.wrap_future(self._reading)
         except BadFile as error:
             log.warning("dashboard: the history %s is not read: %s; it begins anew", self._path, error)
         except BlockingIOError:
@@ -89,32 +94,39 @@ class HistoryKeeper:
 
     def save(self, history: History) -> None:
         """Have the rows that are new written. While a call before is not done they wait."""
-        self._unsaved |= history.take_unsaved()
-        if self._doing is not None and not self._doing.done():
+        if self._has_failed:
             return
-        if self._doing is not None and (error := self._doing.exception()) is not None:
-            self._fail(str(error))
+        self._unsaved |= history.take_unsaved()
         file = self._file
-        if file is None or self._has_failed or not self._unsaved:
+        if file is None or self._is_busy or not self._unsaved:
+            return
+        if self._writing is not None and (error := self._writing.exception()) is not None:
+            self._fail(str(error))
             return
         places, self._unsaved = sorted(self._unsaved), set()
         rows = [(self._shape.offset(place), self._shape.encoded(history, place)) for place in places]
-        self._doing = in_daemon(lambda: file.write(rows))
+        self._writing = in_daemon(lambda: file.write(rows))
 
     async def close(self, history: History) -> None:
         """Write what is new and close the file, if that takes no longer than `CLOSE_S`."""
-        if await self._is_done():
-            self.save(history)
-        if await self._is_done() and self._file is not None:
+        await self._wait()
+        self.save(history)
+        await self._wait()
+        if self._file is not None and not self._is_busy:
             self._file.close()
 
-    async def _is_done(self) -> bool:
-        if self._doing is not None:
-            await asyncio.wait([asyncio.wrap_future(self._doing)], timeout=CLOSE_S)
-        return self._doing is None or self._doing.done()
+    @property
+    def _is_busy(self) -> bool:
+        return any(each is not None and not each.done() for each in (self._reading, self._writing))
+
+    async def _wait(self) -> None:
+        """Wait for what is being read or written, `CLOSE_S` at most."""
+        give_up_at = time.monotonic() + CLOSE_S
+        while self._is_busy and time.monotonic() < give_up_at:
+            await asyncio.sleep(_LOOK_S)
 
     def _open(self) -> History | None:
-        file = RingFile(self._path, self._shape)
+        file = self._open_file(self._path, self._shape)
         self._file = file
         found, num_damaged = file.read()
         if num_damaged:

@@ -184,6 +184,7 @@ function tierTable(tiers) {
 function lanesChart(lanes) {
   return new ChartCard("lanes", "Copies between tiers", false, new Chart({
     title: "Bytes copied between tiers, per second",
+    isBytes: true,
     format: perSecond(bytes),
     lines: lanes.map((lane, index) => ({
       key: `lane.${lane}`,

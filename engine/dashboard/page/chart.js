@@ -5,6 +5,7 @@ import { NONE, clock, day, moment } from "./format.js";
 
 const HEIGHT = 210;
 const TABLE_ROWS = 12;
+const BYTE_STEPS = Array.from({ length: 50 }, (_, power) => [2 ** power, 1.5 * 2 ** power]).flat();
 const FONT = "12px system-ui, sans-serif";
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -23,8 +24,8 @@ export class Chart {
   #view = null;
 
   // *lines* are { key, label, colour, dash, of(series) → numbers by step }.
-  constructor({ title, lines, format, isStacked = false, least = null, most = null, log = false, mark = null, empty }) {
-    Object.assign(this, { title, lines, format, isStacked, least, most, log, mark, empty });
+  constructor({ title, lines, format, isStacked = false, least = null, most = null, log = false, isBytes = false, mark = null, empty }) {
+    Object.assign(this, { title, lines, format, isStacked, least, most, log, isBytes, mark, empty });
     this.box = make("div", { class: "plot", "aria-hidden": "true" });
     this.none = make("p", { class: "empty", hidden: true }, empty ?? "Nothing in this time");
     this.values = new Map();
@@ -127,7 +128,7 @@ export class Chart {
       },
       axes: [
         { ...axis, space: 70, values: (plot, splits) => splits.map((at) => timeText(at, plot.scales.x.max - plot.scales.x.min)) },
-        { ...axis, size: 64, space: 36, values: (plot, splits) => splits.map((value) => (value === null ? "" : this.format(value))) },
+        { ...axis, size: (plot, texts) => 14 + 6.7 * Math.max(4, ...(texts ?? []).map((text) => text.length)), space: 36, incrs: this.isBytes ? BYTE_STEPS : undefined, values: (plot, splits) => splits.map((value) => (value === null ? "" : this.format(value))) },
       ],
       series: [{}, ...lines],
       bands: this.isStacked ? this.lines.slice(1).map((_, number) => ({ series: [number + 2, number + 1] })) : [],
@@ -167,7 +168,7 @@ export class Chart {
     ctx.stroke();
     ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
     ctx.textAlign = "right";
-    ctx.fillText(this.mark.label, bbox.left + bbox.width - 4, y - 5 * devicePixelRatio);
+    ctx.fillText(this.mark.label, bbox.left + bbox.width - 4, y + 13 * devicePixelRatio);
     ctx.restore();
   }
 

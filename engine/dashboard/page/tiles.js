@@ -1,6 +1,6 @@
 // The row of large numbers at the top.
 
-import { hitRatio, SOURCES } from "./cards.js";
+import { SOURCES } from "./cards.js";
 import { make } from "./dom.js";
 import { bytes, count, percent, seconds, short } from "./format.js";
 
@@ -63,5 +63,3 @@ export class Tiles {
     else this.health.say("In order", "tiers, disk and copies", "good");
   }
 }
-
-export { hitRatio };

@@ -75,7 +75,9 @@ class Access:
         if self._token is None:
             host = headers.get("host", "localhost").strip().lower()
             name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-            if "origin" in headers or not is_loopback(name):
+            # A page of this server's own names it as its origin, as browsers do for modules of JavaScript.
+            is_elsewhere = headers.get("origin", f"http://{host}").lower() != f"http://{host}"
+            if is_elsewhere or not is_loopback(name):
                 message = "requests of browsers' pages, and by another name than localhost or 127.0.0.1, need a token"
                 return ApiError(403, message, code="forbidden")
             return None
