@@ -21,6 +21,7 @@ from kvtier.engine.model.poisoned_cache import PoisonedCache
 from kvtier.engine.model.runner import ModelRunner
 from kvtier.engine.records.recent_records import RecentRecords
 from kvtier.engine.records.request_times import RequestTimes
+from kvtier.engine.records.served_requests import ServedRequests
 from kvtier.engine.records.tenant_tokens import TenantTokens
 from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.engine.scheduling.look_ahead import LookAhead
@@ -35,6 +36,7 @@ from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.namespace import Namespace
 from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.reuse.what_if import WhatIf
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.tiers.up.prefill_speed import PrefillSpeed
 from kvtier.transfer.attached_memory import AttachedMemory
@@ -108,6 +110,7 @@ def build_core(
         look_ahead = _look_ahead(config, cache, pins)
         scheduler = Scheduler(cache, config.scheduler, load_timeout_s, planner, look_ahead=look_ahead)
         times, tenant_tokens = RequestTimes(), TenantTokens(config.metrics.top_tenants)
+        served = ServedRequests()
         step_times = StepTimes(prefill, config.device.block_size)
         core = EngineCore(
             tokenizer,
@@ -120,9 +123,11 @@ def build_core(
                 planner,
                 scheduler,
                 step_times,
-                RecentRecords([times.on_record, tenant_tokens.on_record]),
+                RecentRecords([times.on_record, tenant_tokens.on_record, served.on_record]),
                 times,
                 tenant_tokens,
+                WhatIf(time.monotonic),
+                served,
                 load_timeout_s,
                 events,
                 publisher,

@@ -263,9 +263,11 @@ class ServerConfig(Table, frozen=True, kw_only=True):
 
 
 class MetricsConfig(Table, frozen=True, kw_only=True):
-    """`[metrics]`: what Prometheus is told. The *top_tenants* largest tenants are told by name, others together."""
+    """`[metrics]`: what Prometheus is told. The *top_tenants* largest tenants are told by name, others together.
+    *compat*: whose names are told beside kvtier's own, for boards that know those."""
 
     top_tenants: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 20
+    compat: tuple[Literal["vllm", "lmcache"], ...] = ()
 
 
 class DashboardConfig(Table, frozen=True, kw_only=True):
@@ -417,8 +419,13 @@ def _explain(message: str, choices: Mapping[str, Sequence[str]]) -> str:
     if what.startswith("Invalid enum value"):
         if (gone := _GONE.get((path, what.removeprefix("Invalid enum value ").strip("'")))) is not None:
             return f"{path}: {gone}"
-        return f"{path}: {what}; use one of {', '.join(choices[path])}"
+        return f"{path}: {what}; use one of {', '.join(choices[_whole(path)])}"
     return f"{path}: {what.replace('`object', '`table')}"
+
+
+def _whole(path: str) -> str:
+    """The path of the list, for that of an item."""
+    return re.sub(r"\[\d+\]$", "", path)
 
 
 def _choices(kind: object, path: str = "$") -> dict[str, list[str]]:
@@ -428,6 +435,8 @@ def _choices(kind: object, path: str = "$") -> dict[str, list[str]]:
     choices: dict[str, list[str]] = {}
     if get_origin(kind) is dict:
         return _choices(get_args(kind)[1], f"{path}[...]")
+    if get_origin(kind) is tuple:
+        return _choices(get_args(kind)[0], path)
     numbers = ["a number"] if any(get_origin(each) is Annotated for each in get_args(kind)) else []
     for table in (kind, *get_args(kind)):  # Table, Table | None, or a number | Literal
         if get_origin(table) is Literal:

@@ -21,6 +21,7 @@ from kvtier.engine.model.runner import Chunk, ModelRunner
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.records.recent_records import RecentRecords
 from kvtier.engine.records.request_times import RequestTimes, TimesStatistics
+from kvtier.engine.records.served_requests import ServedRequests, ServedStatistics
 from kvtier.engine.records.tenant_tokens import TenantTokens
 from kvtier.engine.reopening_store import ReopeningStore, StoreStanding
 from kvtier.engine.scheduling.longest_request import longest_request
@@ -39,6 +40,7 @@ from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys, HashAlgorithm,
 from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.reuse.what_if import HitRatios, WhatIf
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.transfer.block_memory import BlockMemory
 
@@ -73,6 +75,8 @@ class EngineStatistics:
     times: TimesStatistics  # of requests that have ended
     tenant_tokens: Mapping[str, TokenBalance]  # of requests that have ended, for the largest tenants and others
     pinned_bytes: int  # that pins of any kind keep in host memory, or bring there
+    what_if: HitRatios  # were a tier smaller or larger
+    served: ServedStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,8 @@ class Parts:
     records: RecentRecords
     times: RequestTimes
     tenant_tokens: TenantTokens
+    what_if: WhatIf
+    served: ServedRequests
     load_timeout_s: float
     events: EventLog | None  # None without an [events] table
     publisher: ZmqPublisher | None
@@ -115,6 +121,8 @@ class EngineCore:
         self.records = parts.records
         self._times = parts.times
         self._tenant_tokens = parts.tenant_tokens
+        self._what_if = parts.what_if
+        self._served = parts.served
         self.runner = parts.runner
         self._memories = parts.memories
         self._store = parts.store
@@ -221,7 +229,7 @@ class EngineCore:
         """End a request; nothing of it stays leased."""
         if request.finish_reason is None:
             self.scheduler.abort(request)
-            self.records.add(request.record())
+            self._on_ended(request)
 
     def set_priority(self, request: Request, priority: int) -> None:
         """Give a request another priority, unless it has finished."""
@@ -290,6 +298,7 @@ class EngineCore:
         """Raise AssertionError if any two books disagree, the cache's or the scheduler's."""
         self.cache.check()
         self.scheduler.check()
+        self._what_if.check()
 
     def close(self, progress: Callable[[int], None] = lambda num_left: None) -> None:
         """Abort all requests, write what is cached to disk or sidecar, end threads. *progress* gets the number of
@@ -385,9 +394,27 @@ class EngineCore:
         if request.sampling.logprobs is not None:
             request.logprobs.append(token_logprobs(logits, token_id, request.sampling.logprobs))
         request.append(token_id, self.runner.end_token_ids)
+        self._count_token(request.timeline)
         if request.finish_reason is not None:
             self.scheduler.retire(request)
-            self.records.add(request.record())
+            self._on_ended(request)
+
+    def _on_ended(self, request: Request) -> None:
+        self.records.add(request.record())
+        if request.tokens is None:
+            return
+        names, num_tokens = request.chain.names, self.config.device.block_size
+        num_bytes = round(num_tokens * self.bytes_per_token)
+        num_asked = len(request.prompt_token_ids) // num_tokens if request.options.reads_cache else 0
+        if num_asked:
+            self._what_if.on_prompt(names[:num_asked], num_tokens, num_bytes, request.tokens)
+        self._what_if.on_made(names[num_asked:], num_bytes)
+
+    def _count_token(self, timeline: Timeline) -> None:
+        if timeline.token_gap_s is not None:
+            self._served.on_token(timeline.token_gap_s)
+        elif timeline.ttft_s is not None:
+            self._served.on_first_token(timeline.ttft_s)
 
     def _publish_events(self) -> None:
         if self._events is not None and self.publisher is not None and (events := self._events.take()):
@@ -417,6 +444,8 @@ class EngineCore:
             self._times.statistics(),
             self._tenant_tokens.statistics(),
             self.cache.pinned_bytes,
+            self._what_if.hit_ratios(cache.tiers),
+            self._served.statistics(),
         )
 
     def _prepared_bytes(self) -> int:

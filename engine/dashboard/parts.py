@@ -1,14 +1,14 @@
 """The parts of a sample that an engine and a sidecar have alike, out of the statistics that `/metrics` shows too."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
 
 from kvtier.engine.dashboard.recent_values import RecentValues, quantile
 from kvtier.engine.records.request_record import RequestRecord
 from kvtier.engine.reopening_store import StoreStanding
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics, TokenBalance
 from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.reuse.what_if import SIZES, HitRatios
 from kvtier.transfer.transfer_engine import RouteStatistics
 
 SOURCES = (*(tier.value for tier in Tier), "recomputed")
@@ -90,6 +90,26 @@ def lane_levels(lane: str, statistics: RouteStatistics) -> Numbers:
     return {f"lane.{lane}.pending": statistics.num_pending, f"lane.{lane}.pending_bytes": statistics.pending_bytes}
 
 
+def what_if_columns(tiers: Iterable[Tier]) -> tuple[str, ...]:
+    """The columns of `what_if_levels`."""
+    return tuple(f"what_if.{tier}.{size:g}" for tier in tiers for size in SIZES)
+
+
+def what_if_levels(ratios: HitRatios) -> Numbers:
+    """The hit ratio down to each tier, were it smaller or larger."""
+    return {f"what_if.{tier}.{size:g}": ratio for tier, each in ratios.items() for size, ratio in each.items()}
+
+
+def evicted_facts(tiers: Mapping[Tier, TierStatistics]) -> list[dict[str, object]]:
+    """What was evicted, by tier and cause."""
+    return [
+        {"tier": tier.value, "cause": cause, "blocks": number}
+        for tier, found in tiers.items()
+        for cause, number in found.evicted.items()
+        if number
+    ]
+
+
 def corrupt_facts(tiers: Mapping[Tier, TierStatistics]) -> list[dict[str, object]]:
     """What was damaged, by tier and cause."""
     return [
@@ -150,8 +170,3 @@ def record_facts(record: RequestRecord) -> dict[str, object]:
         "total_s": record.total_s,
         "preempted": record.num_preempted,
     }
-
-
-def balance_facts(tokens: TokenBalance) -> dict[str, object]:
-    """Where tokens came from, and why some were computed."""
-    return {key: value for key, value in asdict(tokens).items() if key != "copied"}

@@ -1,6 +1,6 @@
 """EngineCollector: an engine's metrics, filled from its statistics when Prometheus asks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
@@ -8,8 +8,10 @@ from prometheus_client.registry import Collector
 
 from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.metrics import names
+from kvtier.engine.metrics.compat.lmcache import engine_lmcache_metrics
+from kvtier.engine.metrics.compat.vllm import vllm_metrics
 from kvtier.engine.metrics.disk import admission_metrics, disk_metrics, store_metrics
-from kvtier.engine.metrics.tiers import route_metrics, tier_metrics
+from kvtier.engine.metrics.tiers import route_metrics, tier_metrics, what_if_metrics
 from kvtier.engine.metrics.tokens import balance_metrics, sources_of
 
 if TYPE_CHECKING:
@@ -19,14 +21,20 @@ if TYPE_CHECKING:
 class EngineCollector(Collector):
     """Reads a snapshot on every scrape; nothing is counted twice or on the engine's path."""
 
-    def __init__(self, statistics: "Callable[[], EngineStatistics]") -> None:
+    def __init__(
+        self, statistics: "Callable[[], EngineStatistics]", compat: Sequence[str] = (), model_name: str = ""
+    ) -> None:
+        """*compat* as in the configuration; *model_name* is what the model is served as, for the names of others."""
         self._statistics = statistics
+        self._compat = compat
+        self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
         """All metrics of one snapshot."""
         statistics = self._statistics()
         yield from _token_metrics(statistics)
         yield from tier_metrics(statistics.cache.tiers)
+        yield from what_if_metrics(statistics.what_if)
         yield from route_metrics(statistics.cache.routes)
         yield names.HOST_PREPARED_BYTES.of(statistics.host_prepared_bytes)
         yield from _plan_metrics(statistics)
@@ -51,6 +59,10 @@ class EngineCollector(Collector):
             }
         )
         yield names.CLEAN_AHEAD_BLOCKS.of(statistics.cache.clean_ahead_blocks)
+        if "vllm" in self._compat:
+            yield from vllm_metrics(statistics, self._model_name)
+        if "lmcache" in self._compat:
+            yield from engine_lmcache_metrics(statistics, self._model_name)
 
 
 def _token_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:

@@ -34,6 +34,7 @@ class EngineSource:
             *parts.token_columns(),
             *(column for tier in Tier for column in parts.tier_columns(tier)),
             *(column for route in Route for column in parts.lane_columns(route)),
+            *parts.what_if_columns(Tier),
             *(f"requests.{state}" for state in _REQUESTS),
             "requests.answered",
             *(f"ttft.{share}" for share in TTFT_SHARES),
@@ -91,7 +92,7 @@ class EngineSource:
         for route, moved in cache.routes.items():
             totals |= parts.lane_totals(route, moved)
             levels |= parts.lane_levels(route, moved)
-        levels |= self._ages.levels(monotonic_s, cache.tiers)
+        levels |= self._ages.levels(monotonic_s, cache.tiers) | parts.what_if_levels(statistics.what_if)
         totals["requests.answered"], ttft = self._first_tokens(statistics, monotonic_s)
         if cache.disk is not None:
             totals["disk.written"] = cache.disk.written_bytes_total
@@ -116,6 +117,7 @@ class EngineSource:
             "recent_hit_ratio": statistics.prefix.recent_hit_ratio,
             "conditions": as_facts(conditions),
             "corrupt": parts.corrupt_facts(cache.tiers),
+            "evicted": parts.evicted_facts(cache.tiers),
             "disk": None if cache.disk is None else parts.disk_facts(cache.disk),
             "store": None if statistics.store is None else parts.store_facts(statistics.store),
             "tenants": _tenants(statistics),

@@ -89,6 +89,7 @@ export function cards(series) {
     })),
     ages(tiers),
     tierTable(tiers),
+    new WhatIfCard(tiers),
     lanesChart(lanes),
     laneTable(lanes),
     ...(isServe ? [firstTokens(), requests()] : [engines(), doors(), layouts()]),
@@ -154,6 +155,49 @@ function reasons(series) {
   };
   const table = new Table("Why tokens were computed", ["reason", "", number("in this time"), number("since start")], "No token was computed yet");
   return new TableCard("reasons", "Why tokens were computed", false, table, rows);
+}
+
+const SIZES = [["0.5", "half"], ["1", "as it is"], ["2", "twice"], ["4", "four times"]];
+const ANY_GAIN = 0.01;
+
+// Hit ratios by a tier's size in place of time.
+class WhatIfCard {
+  constructor(tiers) {
+    this.id = "what-if";
+    this.tiers = tiers;
+    this.chart = new Chart({
+      title: "Hit ratio, were a tier smaller or larger",
+      format: percent,
+      least: 0,
+      most: 1,
+      xTexts: SIZES.map(([, text]) => text),
+      lines: tiers.map((tier) => ({ key: `what-if.${tier}`, label: tier, colour: tier, of: (sizes) => sizes.of(tier) })),
+    });
+    this.charts = [this.chart];
+    this.table = new Table("Were a tier smaller or larger", ["tier", ...SIZES.map(([, text]) => number(text)), "so"]);
+    const about = "Share of prompt tokens that would be found in a tier or a warmer one, from a sample of what was asked for lately.";
+    this.element = card(this.id, "Were a tier smaller or larger", false, note(about), this.chart.element, this.table.element);
+  }
+
+  update({ series }) {
+    const at = (tier, size) => series.now(`what_if.${tier}.${size}`);
+    const known = this.tiers.filter((tier) => at(tier, "1") !== null);
+    if (known.length === 0) return false;
+    const sizes = { times: SIZES.map((_, index) => index), length: SIZES.length, of: (tier) => SIZES.map(([size]) => at(tier, size)) };
+    this.chart.update(sizes, { from: -0.2, to: SIZES.length - 0.8 });
+    this.table.fill(known.map((tier) => [
+      { text: tier, swatch: tier },
+      ...SIZES.map(([size]) => ({ text: percent(at(tier, size)), data: { value: `what_if.${tier}.${size}` } })),
+      advice(at(tier, "0.5"), at(tier, "1"), at(tier, "2")),
+    ]));
+    return true;
+  }
+}
+
+function advice(half, now, twice) {
+  if (twice - now >= ANY_GAIN) return `twice the size would find ${percent(twice - now)} more`;
+  if (now - half < ANY_GAIN) return "half the size would do";
+  return "the size is right";
 }
 
 function tierTable(tiers) {

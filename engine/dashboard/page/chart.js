@@ -23,9 +23,10 @@ export class Chart {
   #series = null;
   #view = null;
 
+  // *xTexts* says what stands below each step of a chart that is not over time.
   // *lines* are { key, label, colour, dash, of(series) → numbers by step }.
-  constructor({ title, lines, format, isStacked = false, least = null, most = null, log = false, isBytes = false, mark = null, empty }) {
-    Object.assign(this, { title, lines, format, isStacked, least, most, log, isBytes, mark, empty });
+  constructor({ title, lines, format, isStacked = false, least = null, most = null, log = false, isBytes = false, mark = null, xTexts = null, empty }) {
+    Object.assign(this, { title, lines, format, isStacked, least, most, log, isBytes, mark, xTexts, empty });
     this.box = make("div", { class: "plot", "aria-hidden": "true" });
     this.none = make("p", { class: "empty", hidden: true }, empty ?? "Nothing in this time");
     this.values = new Map();
@@ -111,7 +112,7 @@ export class Chart {
       fill: this.isStacked ? `${colour(line.colour)}66` : undefined,
       width: 1.75,
       dash: line.dash,
-      points: { show: false },
+      points: { show: this.xTexts !== null, size: 7 },
       spanGaps: false,
     }));
     const text = colour("soft");
@@ -120,14 +121,14 @@ export class Chart {
       width: Math.max(80, this.box.clientWidth),
       height: HEIGHT,
       legend: { show: false },
-      cursor: { sync: { key: "time" }, drag: { x: true, y: false, setScale: false }, y: false },
+      cursor: { sync: this.xTexts === null ? { key: "time" } : undefined, drag: { x: this.xTexts === null, y: false, setScale: false }, y: false },
       select: { show: true },
       scales: {
-        x: { time: true, auto: false },
+        x: { time: this.xTexts === null, auto: false },
         y: { range: (plot, low, high) => this.#range(low, high), distr: this.log ? 3 : 1 },
       },
       axes: [
-        { ...axis, space: 70, values: (plot, splits) => splits.map((at) => timeText(at, plot.scales.x.max - plot.scales.x.min)) },
+        this.#xAxis(axis),
         { ...axis, size: (plot, texts) => 14 + 6.7 * Math.max(4, ...(texts ?? []).map((text) => text.length)), space: 36, incrs: this.isBytes ? BYTE_STEPS : undefined, values: (plot, splits) => splits.map((value) => (value === null ? "" : this.format(value))) },
       ],
       series: [{}, ...lines],
@@ -139,6 +140,11 @@ export class Chart {
       },
     };
     this.#plot = new uPlot(options, [this.#series.times, ...this.#shown()], this.box);
+  }
+
+  #xAxis(axis) {
+    if (this.xTexts !== null) return { ...axis, splits: () => this.xTexts.map((_, index) => index), values: () => this.xTexts };
+    return { ...axis, space: 70, values: (plot, splits) => splits.map((at) => timeText(at, plot.scales.x.max - plot.scales.x.min)) };
   }
 
   #range(low, high) {
@@ -178,16 +184,16 @@ export class Chart {
 
   #fillTable() {
     if (!this.details.open || this.#series === null) return;
-    const head = make("tr", {}, make("th", { scope: "col" }, "time"), ...this.lines.map((line) => make("th", { scope: "col", class: "number" }, line.label)));
+    const head = make("tr", {}, make("th", { scope: "col" }, this.xTexts === null ? "time" : "size"), ...this.lines.map((line) => make("th", { scope: "col", class: "number" }, line.label)));
     const times = this.#series.times;
     const within = times.map((_, index) => index).filter((index) => times[index] >= this.#view.from && times[index] <= this.#view.to);
     const step = Math.max(1, Math.ceil(within.length / TABLE_ROWS));
     const rows = within.reverse().filter((_, number) => number % step === 0);
     const body = rows.map((index) =>
-      make("tr", {}, make("th", { scope: "row" }, moment(times[index])), ...this.#drawn.map((values) => make("td", { class: "number" }, this.format(values[index])))),
+      make("tr", {}, make("th", { scope: "row" }, this.xTexts === null ? moment(times[index]) : this.xTexts[index]), ...this.#drawn.map((values) => make("td", { class: "number" }, this.format(values[index])))),
     );
     this.table.replaceChildren(
-      make("table", {}, make("caption", { class: "unseen" }, `${this.title}, newest first`), make("thead", {}, head), make("tbody", {}, ...body)),
+      make("table", {}, make("caption", { class: "unseen" }, this.xTexts === null ? `${this.title}, newest first` : this.title), make("thead", {}, head), make("tbody", {}, ...body)),
     );
   }
 }

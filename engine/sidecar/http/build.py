@@ -25,7 +25,7 @@ def serve_http(
     """HTTP beside *sidecar*, whose thread may take *answer_s* seconds for an answer; at *bound* if there is a socket
     already. OSError, ValueError, with what to do, for what cannot be had."""
     assert config.http.port != "none", "nothing to serve"
-    metrics = SidecarMetrics()
+    metrics = SidecarMetrics(config.metrics.compat)
     gate = Gate(limits_of(config), lambda why: metrics.requests.connections_refused.labels(why).inc())
     owner = Owner(sidecar, answer_s)
     source = SidecarSource(owner)

@@ -38,6 +38,7 @@ class SidecarSource:
             *parts.token_columns(),
             *(column for tier in TIERS for column in parts.tier_columns(tier)),
             *(column for lane in LANES.values() for column in parts.lane_columns(lane)),
+            *parts.what_if_columns(TIERS),
             *(f"chunks.{name}" for name in _CHUNKS),
             "clients",
             "pinned.bytes",
@@ -82,7 +83,7 @@ class SidecarSource:
         for route, moved in statistics.routes.items():
             totals |= parts.lane_totals(LANES[route], moved)
             levels |= parts.lane_levels(LANES[route], moved)
-        levels |= self._ages.levels(monotonic_s, statistics.tiers)
+        levels |= self._ages.levels(monotonic_s, statistics.tiers) | parts.what_if_levels(statistics.what_if)
         for name, count in _CHUNKS.items():
             totals[f"chunks.{name}"] = sum(count(door) for door in statistics.doors)
         if statistics.disk is not None:
@@ -96,6 +97,7 @@ class SidecarSource:
             "why_not_ready": snapshot.why_not_ready,
             "conditions": as_facts(conditions),
             "corrupt": parts.corrupt_facts(statistics.tiers),
+            "evicted": parts.evicted_facts(statistics.tiers),
             "disk": None if statistics.disk is None else parts.disk_facts(statistics.disk),
             "store": None if statistics.store is None else parts.store_facts(statistics.store),
             "segment_bytes": statistics.segment_bytes,
