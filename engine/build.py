@@ -20,6 +20,8 @@ from kvtier.engine.model.lora_adapter import load_adapters
 from kvtier.engine.model.poisoned_cache import PoisonedCache
 from kvtier.engine.model.runner import ModelRunner
 from kvtier.engine.records.request_accounts import RequestAccounts
+from kvtier.engine.records.request_log import RequestLog, open_request_log
+from kvtier.engine.records.trail import Trails
 from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.scheduler import Scheduler
@@ -105,7 +107,11 @@ def build_core(
         load_timeout_s = LOAD_TIMEOUT_S if config.disk is None else config.disk.read_timeout_s
         pins = TimedPins(cache, time.monotonic)
         look_ahead = _look_ahead(config, cache, pins)
-        scheduler = Scheduler(cache, config.scheduler, load_timeout_s, planner, look_ahead=look_ahead)
+        trails = Trails()
+        scheduler = Scheduler(cache, config.scheduler, load_timeout_s, planner, look_ahead=look_ahead, trails=trails)
+        request_log = open_request_log(config.request_log)
+        if request_log is not None:
+            undo.callback(request_log.close)
         step_times = StepTimes(prefill, config.device.block_size)
         core = EngineCore(
             tokenizer,
@@ -118,7 +124,7 @@ def build_core(
                 planner,
                 scheduler,
                 step_times,
-                _accounts(config, runner, memories),
+                _accounts(config, runner, memories, trails, request_log),
                 load_timeout_s,
                 events,
                 publisher,
@@ -130,11 +136,23 @@ def build_core(
     return core
 
 
-def _accounts(config: Config, runner: ModelRunner, memories: Sequence[BlockMemory]) -> RequestAccounts:
+def _accounts(
+    config: Config,
+    runner: ModelRunner,
+    memories: Sequence[BlockMemory],
+    trails: Trails,
+    request_log: RequestLog | None,
+) -> RequestAccounts:
     block_size = config.device.block_size
     token_bytes = sum(m.block_bytes / g.block_size for m, g in zip(memories, runner.groups, strict=True))
-    what_if = WhatIf(time.monotonic)
-    return RequestAccounts(what_if, block_size, round(block_size * token_bytes), config.metrics.top_tenants)
+    return RequestAccounts(
+        WhatIf(time.monotonic),
+        trails,
+        request_log,
+        block_tokens=block_size,
+        block_bytes=round(block_size * token_bytes),
+        top_tenants=config.metrics.top_tenants,
+    )
 
 
 def _open_disk(

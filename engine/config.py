@@ -270,6 +270,19 @@ class MetricsConfig(Table, frozen=True, kw_only=True):
     compat: tuple[Literal["vllm", "lmcache"], ...] = ()
 
 
+class RequestLogConfig(Table, frozen=True, kw_only=True):
+    """`[request_log]`: a line of JSON for each request, in names and numbers, in the file *path*; without it there is
+    none. A file of *size* bytes gets the ending .1, and *files* are kept in all."""
+
+    path: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    size: ByteSize = parse_bytes("64MiB")
+    files: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 8
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            msgspec.structs.force_setattr(self, "path", str(Path(self.path).expanduser()))
+
+
 _HOST_BY_DEFAULT = HostConfig()
 _SOCKET = "unix://"
 _OF_A_SIDECAR = {"host": "host memory", "disk": "disk"}
@@ -294,6 +307,7 @@ class Config(Table, frozen=True, kw_only=True):
     documents: DocumentsConfig = DocumentsConfig()
     server: ServerConfig = ServerConfig()
     metrics: MetricsConfig = MetricsConfig()
+    request_log: RequestLogConfig = RequestLogConfig()
     tenants: dict[str, TenantConfig] = {}
     lora: dict[str, LoraConfig] = {}
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None

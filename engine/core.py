@@ -300,6 +300,7 @@ class EngineCore:
         with ExitStack() as ends:  # each is closed, whatever another one raises
             ends.callback(self._close_tiers)
             ends.callback(self.runner.close)
+            ends.callback(self._accounts.close)
             if self.publisher is not None:
                 ends.callback(self.publisher.close)
             for request in [*self.scheduler.waiting, *self.scheduler.promoting, *self.scheduler.running]:

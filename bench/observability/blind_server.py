@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from unittest.mock import patch
 
 from kvtier.engine import build
 from kvtier.engine.commands.cli import main
@@ -30,5 +31,5 @@ class NoAccounts(RequestAccounts):
 
 
 if __name__ == "__main__":
-    build.RequestAccounts = NoAccounts  # type: ignore[misc]
-    sys.exit(main())
+    with patch.object(build, "RequestAccounts", NoAccounts):
+        sys.exit(main())

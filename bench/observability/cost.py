@@ -1,8 +1,8 @@
 """What does all that is seen cost a server, and an engine's step?
 
-Two servers run, asked in turns: one whose metrics are scraped each second, with the page open, a log of requests and a
-sampled trace, and one that keeps no books of its requests and is not looked at. The same prompts for both: new ones, and
-questions about documents, by eight clients.
+Two servers run, asked in turns: one whose metrics are scraped each second, with the page open, a log of requests and
+a sampled trace, and one that keeps no books of its requests and is not looked at. The same prompts for both: new ones,
+and questions about documents, by eight clients.
 """
 
 import random
@@ -10,9 +10,10 @@ import statistics
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 from bench.engine.serving import Bed
 from bench.engine.serving_bed import kvtier_server
@@ -47,7 +48,8 @@ def cost_rows(folder: Path) -> list[Row]:
 
 def _throughput_rows(bed: Bed) -> list[Row]:
     rng = random.Random(7)
-    ratios, speeds = [], {"seen": [], "blind": []}
+    ratios: list[float] = []
+    speeds: dict[str, list[float]] = {"seen": [], "blind": []}
     for number in range(NUM_ROUNDS):
         with ExitStack() as servers:
             urls = {}
@@ -138,7 +140,7 @@ class TimedAccounts(RequestAccounts):
         super().on_ended(request)
         TimedAccounts.seconds += time.perf_counter() - began_at
 
-    def statistics(self, tiers: "dict[Tier, TierStatistics]") -> RequestStatistics:  # type: ignore[override]
+    def statistics(self, tiers: Mapping[Tier, TierStatistics]) -> RequestStatistics:
         """Timed."""
         began_at = time.perf_counter()
         found = super().statistics(tiers)
@@ -148,18 +150,21 @@ class TimedAccounts(RequestAccounts):
 
 def _step_rows(bed: Bed) -> list[Row]:
     """The books' seconds in those of the steps."""
-    build.RequestAccounts = TimedAccounts  # type: ignore[misc]
-    model, tokenizer = load_model(str(bed.model))
     tables = bed.tables(with_tiers=True)
     tables["disk"]["path"] = str(bed.folder / "store-step")
-    rng = random.Random(8)
-    with build.build_core(model, tokenizer, as_config(tables)) as core:
+    config, rng = as_config(tables), random.Random(8)
+    model, tokenizer = load_model(bed.model, config.model, None)
+    sampling = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
+    with (
+        patch.object(build, "RequestAccounts", TimedAccounts),
+        build.build_core(model, tokenizer, config) as core,
+    ):
         seconds, num_steps = 0.0, 0
         for turn in range(4):
             for prompt in _prompts(bed, rng):
-                core.add(prompt, SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True), NO_EXTRA_KEYS, time.monotonic())
+                core.add(prompt, sampling, NO_EXTRA_KEYS, time.monotonic())
             if turn == 1:  # the first warms up
-                TimedAccounts.seconds = seconds = num_steps = 0
+                TimedAccounts.seconds, seconds, num_steps = 0.0, 0.0, 0
             while core.has_work:
                 began_at = time.perf_counter()
                 core.step()

@@ -12,7 +12,7 @@ from kvtier.engine.metrics.compat.lmcache import engine_lmcache_metrics
 from kvtier.engine.metrics.compat.vllm import vllm_metrics
 from kvtier.engine.metrics.disk import admission_metrics, disk_metrics, store_metrics
 from kvtier.engine.metrics.tiers import route_metrics, tier_metrics, what_if_metrics
-from kvtier.engine.metrics.tokens import balance_metrics, sources_of
+from kvtier.engine.metrics.tokens import balance_metrics, request_log_metrics, sources_of
 
 if TYPE_CHECKING:
     from kvtier.engine.core import EngineStatistics  # which imports torch: a server counts before it has that
@@ -47,6 +47,8 @@ class EngineCollector(Collector):
         if statistics.sidecar is not None:
             yield from _sidecar_metrics(statistics.sidecar)
         yield from _request_metrics(statistics)
+        if statistics.requests.log is not None:
+            yield from request_log_metrics(statistics.requests.log)
         yield names.PINNED_BYTES.of(statistics.pinned_bytes)
         yield names.TENANT_BYTES.by(
             {(tier, tenant): number for tenant, usage in statistics.tenants.items() for tier, number in usage.items()}

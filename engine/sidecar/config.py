@@ -12,6 +12,7 @@ from kvtier.engine.config import (
     ByteSize,
     DiskConfig,
     HostConfig,
+    RequestLogConfig,
     Seconds,
     Table,
     TenantConfig,
@@ -130,6 +131,7 @@ class SidecarConfig(Table, frozen=True, kw_only=True):
     metrics: SidecarMetricsConfig = SidecarMetricsConfig()
     models: dict[str, ModelWeightsConfig] = msgspec.field(default_factory=dict)
     tenants: dict[str, TenantConfig] = msgspec.field(default_factory=dict)
+    request_log: RequestLogConfig = RequestLogConfig()
     extent: ByteSize = parse_bytes("64MiB")
     drain_s: Seconds = 30.0
     log_format: Literal["human", "json"] = "human"

@@ -40,15 +40,16 @@ class Layouts:
         written_bytes_per_day: int | None = None,
         read_timeout_s: float = READ_TIMEOUT_S,
         ledger: LeaseLedger | None = None,
+        records: RecentRecords | None = None,
     ) -> None:
         """*opening* is the store's, see `DiskTier`; *quotas* are bytes of host memory by tenant, in each layout.
-        *ledger*: the segment's, by default one that nobody else sees."""
+        *ledger*: the segment's, by default one that nobody else sees. *records* get what engines look up."""
         self.segment = segment
         self.ledger = ledger or new_ledger(extent_bytes, segment.num_bytes // extent_bytes)
         left_out = self.ledger.left_out
         self.extents = Extents(segment, extent_bytes, clock, left_out)
         self.shares = Shares(lambda: max(0, segment.backed_bytes - len(left_out) * extent_bytes), self.ledger)
-        self.records = RecentRecords()  # of what engines have looked up
+        self.records = records or RecentRecords()  # of what engines have looked up
         self.what_if = WhatIf(clock)  # told by doors that are told of each prompt
         self._transfers = transfers
         self._store = None if store is None else SharedStore(store)

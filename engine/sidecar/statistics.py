@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
+from kvtier.engine.records.request_log import LogCounts
 from kvtier.engine.reopening_store import StoreStanding
 from kvtier.engine.sidecar.door import DoorCounts
 from kvtier.engine.sidecar.layout import Layout
@@ -52,6 +53,7 @@ class SidecarStatistics:
     doors: tuple[DoorCounts, ...]
     pins: PinStatistics
     what_if: HitRatios  # were a tier smaller or larger; of prompts that doors are told of
+    request_log: LogCounts | None = None  # None without one
 
     @property
     def tokens(self) -> TokenBalance:
@@ -67,6 +69,7 @@ def statistics_of(
     doors: tuple[DoorCounts, ...],
     pins: PinStatistics,
     life: SsdLifeStatistics | None = None,
+    request_log: LogCounts | None = None,
 ) -> SidecarStatistics:
     """The statistics of these parts now; *store* is None without a disk."""
     found, disks, disk_tiers = [], [], []
@@ -100,6 +103,7 @@ def statistics_of(
         doors,
         pins,
         layouts.what_if.hit_ratios(all_tiers),
+        request_log,
     )
 
 
