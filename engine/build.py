@@ -19,10 +19,7 @@ from kvtier.engine.kv_events import ZmqPublisher
 from kvtier.engine.model.lora_adapter import load_adapters
 from kvtier.engine.model.poisoned_cache import PoisonedCache
 from kvtier.engine.model.runner import ModelRunner
-from kvtier.engine.records.recent_records import RecentRecords
-from kvtier.engine.records.request_times import RequestTimes
-from kvtier.engine.records.served_requests import ServedRequests
-from kvtier.engine.records.tenant_tokens import TenantTokens
+from kvtier.engine.records.request_accounts import RequestAccounts
 from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.scheduler import Scheduler
@@ -36,6 +33,7 @@ from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.namespace import Namespace
 from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.reuse.what_if import WhatIf
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.tiers.up.prefill_speed import PrefillSpeed
 from kvtier.transfer.attached_memory import AttachedMemory
@@ -108,8 +106,6 @@ def build_core(
         pins = TimedPins(cache, time.monotonic)
         look_ahead = _look_ahead(config, cache, pins)
         scheduler = Scheduler(cache, config.scheduler, load_timeout_s, planner, look_ahead=look_ahead)
-        times, tenant_tokens = RequestTimes(), TenantTokens(config.metrics.top_tenants)
-        served = ServedRequests()
         step_times = StepTimes(prefill, config.device.block_size)
         core = EngineCore(
             tokenizer,
@@ -122,10 +118,7 @@ def build_core(
                 planner,
                 scheduler,
                 step_times,
-                RecentRecords([times.on_record, tenant_tokens.on_record, served.on_record]),
-                times,
-                tenant_tokens,
-                served,
+                _accounts(config, runner, memories),
                 load_timeout_s,
                 events,
                 publisher,
@@ -135,6 +128,13 @@ def build_core(
         )
         undo.pop_all()
     return core
+
+
+def _accounts(config: Config, runner: ModelRunner, memories: Sequence[BlockMemory]) -> RequestAccounts:
+    block_size = config.device.block_size
+    token_bytes = sum(m.block_bytes / g.block_size for m, g in zip(memories, runner.groups, strict=True))
+    what_if = WhatIf(time.monotonic)
+    return RequestAccounts(what_if, block_size, round(block_size * token_bytes), config.metrics.top_tenants)
 
 
 def _open_disk(

@@ -62,6 +62,7 @@ class StoreStatistics:
     written_lately_bytes: int  # * about those of the last day: older ones count less and less
     read_bytes_total: int  # raw bytes that were read and verified
     evicted_total: int  # * records
+    quota_evicted_total: int  # * of these, records of a tenant that had more than its quota
     tenants: Mapping[bytes, int]  # * bytes stored by tenant, of those with a quota, charged as in `stored_bytes`
     faults: Mapping[Fault, int]  # failed reads by cause; `missing` is no failure and not counted
 

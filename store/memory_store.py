@@ -47,7 +47,7 @@ class MemoryStore:
         self._tenants: Counter[bytes] = Counter()  # charged bytes of each
         self._written_bytes_total = 0
         self._read_bytes_total = 0
-        self._evicted_total = 0
+        self._evicted_total = self._quota_evicted_total = 0
         self._faults: Counter[Fault] = Counter()
         self._closed = False
 
@@ -106,6 +106,7 @@ class MemoryStore:
                 written_lately_bytes=self._written_bytes_total,
                 read_bytes_total=self._read_bytes_total,
                 evicted_total=self._evicted_total,
+                quota_evicted_total=self._quota_evicted_total,
                 tenants={tenant: self._tenants[tenant] for tenant in self._quotas if self._tenants[tenant]},
                 faults=dict(self._faults),
             )
@@ -188,6 +189,7 @@ class MemoryStore:
                 self._forget(key)
                 evicted.append(key)
         self._evicted_total += len(evicted)
+        self._quota_evicted_total += 0 if tenant is None else len(evicted)
         return evicted
 
     def _read(self, key: bytes, out: memoryview) -> bytes | Fault:

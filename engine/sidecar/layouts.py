@@ -15,6 +15,7 @@ from kvtier.store.blob_store import Records
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.naming.events import EventLog
+from kvtier.tiers.reuse.what_if import WhatIf
 from kvtier.transfer.segment import Segment
 from kvtier.transfer.transfer_engine import TransferEngine
 
@@ -48,6 +49,7 @@ class Layouts:
         self.extents = Extents(segment, extent_bytes, clock, left_out)
         self.shares = Shares(lambda: max(0, segment.backed_bytes - len(left_out) * extent_bytes), self.ledger)
         self.records = RecentRecords()  # of what engines have looked up
+        self.what_if = WhatIf(clock)  # told by doors that are told of each prompt
         self._transfers = transfers
         self._store = None if store is None else SharedStore(store)
         self._opening = opening
@@ -77,7 +79,7 @@ class Layouts:
         tiers = LocalTiers(
             layout.groups, memories, self._transfers, disk, self._clock, quotas=self._quotas, events=events
         )
-        made = LayoutTiers(layout, tiers, memories, self.extents, view, self._read_timeout_s)
+        made = LayoutTiers(layout, tiers, memories, self.extents, view, self._read_timeout_s, self._clock)
         self._layouts[layout] = made
         return made
 
@@ -107,3 +109,4 @@ class Layouts:
         """Raise AssertionError if any two books disagree."""
         for layout_tiers in self:
             layout_tiers.check()
+        self.what_if.check()

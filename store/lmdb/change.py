@@ -196,6 +196,7 @@ class Change:
                 self._leave_place(position, owner)
                 self._append(key, row._replace(is_marked=False))
         self.counters.evicted_total += len(evicted)
+        self.counters.quota_evicted_total += 0 if tenant == NO_TENANT else len(evicted)
         return evicted
 
     def _in_order(self, tenant: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:

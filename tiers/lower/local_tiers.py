@@ -25,6 +25,7 @@ from kvtier.tiers.lower.no_tiers import NoTiers
 from kvtier.tiers.lower.statistics import slot_statistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import EventLog
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import BlockGroup
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import OwnerNumbers, tenant_with
@@ -160,7 +161,7 @@ class LocalTiers:
         )
         if is_needed:
             return False
-        host.evict(slots)
+        host.evict(slots, EvictionCause.LAYOUT)
         host.pool.lease_blank(slots)
         self._reserved[group_id] += len(slots)
         return True
@@ -199,7 +200,7 @@ class LocalTiers:
         host = self.index.host[group_id]
         self.index.corrupt[Fault.CORRUPT.value] += len(names)
         slots = host.pool.find_all(names)
-        host.evict(slots[slots != ABSENT])
+        host.evict(slots[slots != ABSENT], EvictionCause.CORRUPT)
 
     def clear(self) -> bool:
         num_read = sum(self._disk_reads.num_leases(group_id) for group_id in range(len(self.num_slots)))
@@ -216,7 +217,7 @@ class LocalTiers:
         Waits for nothing, unlike `clear`, and ends no fetch: what is being read still comes to host memory. That the
         blocks have left the disk is told in some polls to come: see `is_forgetting`."""
         for host in self.index.host:
-            host.evict(np.arange(host.pool.num_slots))
+            host.evict(np.arange(host.pool.num_slots), EvictionCause.CLEARED)
         for batch in self._disk_spill.copies.batches:
             batch.pushed_out.update(batch.names)
         self.index.disk.index.empty()

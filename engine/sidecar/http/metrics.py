@@ -11,7 +11,7 @@ from kvtier.engine.metrics import names
 from kvtier.engine.metrics.compat.lmcache import LowerNumbers, lmcache_metrics
 from kvtier.engine.metrics.disk import disk_metrics, store_metrics
 from kvtier.engine.metrics.http import RequestMetrics
-from kvtier.engine.metrics.tiers import route_metrics, tier_metrics
+from kvtier.engine.metrics.tiers import route_metrics, tier_metrics, what_if_metrics
 from kvtier.engine.metrics.tokens import balance_metrics
 from kvtier.engine.sidecar.http.views import LANES, Snapshot
 from kvtier.engine.sidecar.statistics import SidecarStatistics
@@ -46,6 +46,7 @@ class _SnapshotCollector(Collector):
         snapshot, statistics = self._snapshot, self._snapshot.statistics
         yield from balance_metrics(statistics.tokens)
         yield from tier_metrics(statistics.tiers)
+        yield from what_if_metrics(statistics.what_if)
         yield from route_metrics({route: statistics.routes[route] for route in _COPIES if route in statistics.routes})
         yield names.HOST_PREPARED_BYTES.of(statistics.backed_bytes)
         if statistics.disk is not None:
