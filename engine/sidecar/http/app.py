@@ -12,8 +12,12 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
+from kvtier.engine.dashboard.assets import PAGE, page_routes
+from kvtier.engine.dashboard.dashboard import Dashboard
+from kvtier.engine.dashboard.data_paths import DATA_PATHS
+from kvtier.engine.dashboard.routes import DashboardRoutes
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.sidecar.config import SidecarConfig
 from kvtier.engine.sidecar.http.access import HEALTH
@@ -25,6 +29,7 @@ from kvtier.engine.sidecar.http.views import (
     clients_view,
     config_view,
     leases_view,
+    snapshot_of,
     stats_view,
     tiers_view,
 )
@@ -39,14 +44,15 @@ CHECK_S = 60.0  # that the books of one layout may take: the owner's thread does
 
 READ = ("/ready", "/stats", "/tiers", "/clients", "/leases", "/config", "/metrics")
 DO = ("/spill", "/clear", "/pin", "/check")
-PATHS = frozenset({HEALTH, *READ, *DO})
+PATHS = frozenset({HEALTH, *READ, *DO, PAGE, *DATA_PATHS})
 
 
 class SidecarRoutes:
     """Answers by asking the thread that owns the tiers. Owned by the event loop."""
 
-    def __init__(self, owner: Owner, config: SidecarConfig, metrics: SidecarMetrics) -> None:
+    def __init__(self, owner: Owner, config: SidecarConfig, metrics: SidecarMetrics, dashboard: Dashboard) -> None:
         self._owner = owner
+        self._dashboard = dashboard
         self._sidecar = owner.sidecar
         self._pins = PinRoutes(owner)
         self._config = config
@@ -65,9 +71,10 @@ class SidecarRoutes:
             "/metrics": self._text,
         }
         doing = {"/spill": self._spill, "/clear": self._clear, "/check": self._check, "/pin": self._pins.pin}
-        routes = [Route(path, answer, methods=["GET"]) for path, answer in reading.items()]
+        routes: list[BaseRoute] = [Route(path, answer, methods=["GET"]) for path, answer in reading.items()]
         routes += [Route(path, answer, methods=["POST"]) for path, answer in doing.items()]
         routes.append(Route("/pin", self._pins.unpin, methods=["DELETE"]))
+        routes += [*page_routes(), *DashboardRoutes(self._dashboard, lambda _: None).routes()]
         handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _unexpected}
         return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]  # each takes its own kind
 
@@ -148,19 +155,7 @@ class SidecarRoutes:
         return [tiers.layout for tiers in self._sidecar.layouts]
 
     async def _snapshot(self) -> Snapshot:
-        sidecar = self._sidecar
-
-        def look() -> Snapshot:
-            return Snapshot(
-                sidecar.statistics(),
-                sidecar.why_not_ready,
-                tuple(sidecar.clients()),
-                tuple(sidecar.pins.holders()),
-                sidecar.now(),
-                sidecar.started_at,
-            )
-
-        return await self._owner.ask(look)
+        return await self._owner.ask(partial(snapshot_of, self._sidecar))
 
 
 def _options(request: Request, known: frozenset[str] | set[str]) -> dict[str, str]:
