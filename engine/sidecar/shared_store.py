@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from queue import Empty, SimpleQueue
 
-from kvtier.store.blob_store import Blob, Records, StoreFull, StoreStatistics
+from kvtier.store.blob_store import Blob, Evicted, Records, StoreFull, StoreStatistics
 from kvtier.store.record import NAMESPACE_BYTES, Fault
 
 
@@ -63,6 +63,11 @@ class StoreView:
 
     def delete(self, keys: Sequence[bytes]) -> int:
         return self._store.delete(keys)
+
+    def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
+        """See `Records.evict`: of all namespaces. The keys are this one's; the others are told to theirs."""
+        evicted = self._store.evict(num_bytes, most, tenant)
+        return Evicted(self._shared.without_foreign(self._namespace, evicted.keys), evicted.num_bytes)
 
     def keys(self) -> Iterator[bytes]:
         return self._store.keys()

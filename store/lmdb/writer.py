@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
-from kvtier.store.blob_store import Blob, StoreFull
+from kvtier.store.blob_store import Blob, Evicted, StoreFull
 from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec import Codec
 from kvtier.store.codec.codec_choice import CodecChoice
@@ -110,6 +110,30 @@ class LmdbWriter:
             num_deleted += sum(forgotten)
             del left[: len(forgotten)]
         return num_deleted
+
+    def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
+        """See `BlobStore.evict`."""
+        gone: list[bytes] = []
+        num_freed, is_any_left = 0, True
+
+        def turn(change: Change, most_now: int) -> tuple[list[bytes], int, int]:
+            def stored_bytes() -> int:
+                return change.bytes_of(tenant) if tenant else change.counters.stored_bytes
+
+            before = stored_bytes()
+            limit_bytes, most_now = max(0, before - num_bytes + num_freed), min(most_now, most - len(gone))
+            if tenant:
+                keys = change.evict_tenant(tenant, limit_bytes, most_now)
+            else:
+                keys = change.evict(limit_bytes, most_now)
+            return keys, before, stored_bytes()
+
+        while is_any_left and num_freed < num_bytes and len(gone) < most:
+            keys, before, after = self._files.remove(turn)
+            gone += keys
+            num_freed += before - after
+            is_any_left = after > 0
+        return Evicted(gone, num_freed)
 
     def close(self) -> None:
         """End its thread; the files must be closed. A second call does nothing."""
