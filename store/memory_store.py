@@ -82,7 +82,10 @@ class MemoryStore:
 
     def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
         with self._locked():
-            stored_bytes = partial(self._tenants.__getitem__, tenant) if tenant else lambda: self._stored_bytes
+
+            def stored_bytes() -> int:
+                return self._tenants[tenant] if tenant else self._stored_bytes
+
             before = stored_bytes()
             gone = self._turn(stored_bytes, before - num_bytes, tenant or None, most)
             return Evicted(gone, before - stored_bytes())

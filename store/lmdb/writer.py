@@ -121,11 +121,8 @@ class LmdbWriter:
                 return change.bytes_of(tenant) if tenant else change.counters.stored_bytes
 
             before = stored_bytes()
-            limit_bytes, most_now = max(0, before - num_bytes + num_freed), min(most_now, most - len(gone))
-            if tenant:
-                keys = change.evict_tenant(tenant, limit_bytes, most_now)
-            else:
-                keys = change.evict(limit_bytes, most_now)
+            bounds = max(0, before - num_bytes + num_freed), min(most_now, most - len(gone))
+            keys = change.evict_tenant(tenant, *bounds) if tenant else change.evict(*bounds)
             return keys, before, stored_bytes()
 
         while is_any_left and num_freed < num_bytes and len(gone) < most:

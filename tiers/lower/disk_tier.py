@@ -40,13 +40,22 @@ class Written:
     number: int  # of the statistics: later ones have a higher one
 
 
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The outcome of having records leave: *written* has their keys, *num_bytes* is how much less is stored, about."""
+
+    written: Written
+    num_bytes: int
+
+
 class DiskTier:
     """The disk as the tiers see it: a `BlobStore` by group and name, what it holds, and how it is doing.
 
-    A block's key is namespace (16 B) ‖ block name ‖ group id (4 B, big endian). Lanes' threads alone ask the store, by
-    `read`, `write`, `touch`, `delete` and `read_index`; everything else is the owner's and waits for nothing, but for
-    `clear`. While a breaker is open its side of the disk is left alone. A store may open later than the tier begins,
-    and be opened anew with other content: see `IndexLoad`. While it is not open the tier has no blocks and takes none.
+    A block's key is namespace (16 B) ‖ block name ‖ group id (4 B, big endian). Lanes' threads alone ask the store,
+    by `read`, `write`, `touch`, `delete`, `evict`, `drop`, `walk` and `read_index`; everything else is the owner's
+    and waits for nothing, but for `clear`. While a breaker is open its side of the disk is left alone. A store may
+    open later than the tier begins, and be opened anew with other content: see `IndexLoad`. While it is not open
+    the tier has no blocks and takes none.
     """
 
     is_there = True
@@ -148,9 +157,7 @@ class DiskTier:
         """Write the blobs; the first of them will be evicted first. Raises what the store raises."""
         opening = self.opening()
         with self._errors_of("write"):
-            evicted = self._store.put_many(blobs)
-            with self._counting:
-                written = Written(evicted, self._store.statistics(), next(self._numbers))
+            written = self._counted_with(self._store.put_many(blobs))
             if opening != self.opening():
                 raise StoreUnavailable("the store was opened anew while it was written to")
         return written
@@ -162,6 +169,30 @@ class DiskTier:
     def delete(self, keys: Sequence[bytes]) -> None:
         """Delete these records. Raises what the store raises."""
         self._store.delete(keys)
+
+    def evict(self, num_bytes: int, most: int, tenant: bytes) -> Dropped:
+        """See `Records.evict`: of all namespaces. Raises what the store raises."""
+        with self._errors_of("write"):
+            evicted = self._store.evict(num_bytes, most, tenant)
+            return Dropped(self._counted_with(evicted.keys), evicted.num_bytes)
+
+    def drop(self, keys: list[bytes]) -> Dropped:
+        """Delete these records, of any namespace. Raises what the store raises."""
+        with self._errors_of("write"):
+            before = self._store.statistics().stored_bytes
+            if keys:
+                self._store.delete(keys)
+            written = self._counted_with(keys)
+            return Dropped(written, max(0, before - written.statistics.stored_bytes))
+
+    def walk(self) -> Iterator[bytes]:
+        """All keys of the store, see `Records.keys`."""
+        return self._store.keys()
+
+    @property
+    def namespace(self) -> bytes:
+        """What the keys of this tier's blocks begin with."""
+        return self._namespace
 
     def read_index(self) -> list[bytes]:
         """Read the next page of the store's keys, newest first; empty at the end. Raises what the store raises."""
@@ -237,6 +268,10 @@ class DiskTier:
     def is_failing(self) -> bool:
         """Whether writing has been given up for now."""
         return not self.is_open or not self.writing.is_closed
+
+    def _counted_with(self, evicted: list[bytes]) -> Written:
+        with self._counting:
+            return Written(evicted, self._store.statistics(), next(self._numbers))
 
     @contextmanager
     def _errors_of(self, side: str) -> Iterator[None]:
