@@ -119,6 +119,7 @@ def build_core(
                 pins,
                 planner,
                 scheduler,
+                namespace.digest,
                 step_times,
                 RecentRecords([times.on_record, tenant_tokens.on_record]),
                 times,

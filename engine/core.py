@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Self
@@ -85,6 +85,7 @@ class Parts:
     pins: TimedPins
     planner: LoadPlanner
     scheduler: Scheduler
+    namespace: bytes  # of the blocks' keys on disk
     step_times: StepTimes
     records: RecentRecords
     times: RequestTimes
@@ -113,6 +114,7 @@ class EngineCore:
         self.scheduler = parts.scheduler
         self.publisher = parts.publisher
         self.records = parts.records
+        self.namespace = parts.namespace
         self._times = parts.times
         self._tenant_tokens = parts.tenant_tokens
         self.runner = parts.runner
@@ -288,8 +290,14 @@ class EngineCore:
 
     def check(self) -> None:
         """Raise AssertionError if any two books disagree, the cache's or the scheduler's."""
-        self.cache.check()
+        for _ in self.checks():
+            pass
+
+    def checks(self) -> Iterator[str]:
+        """The same in parts, each of which holds between any two steps: at each step what was found in order."""
+        yield from self.cache.checks()
         self.scheduler.check()
+        yield f"requests: {len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting"
 
     def close(self, progress: Callable[[int], None] = lambda num_left: None) -> None:
         """Abort all requests, write what is cached to disk or sidecar, end threads. *progress* gets the number of

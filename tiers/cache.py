@@ -2,7 +2,7 @@
 
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -485,14 +485,25 @@ class TieredCache:
 
     def check(self) -> None:
         """Raise AssertionError if any two books disagree: pools, marks, leases, blocks under way."""
-        self.residency.check()
+        for _ in self.checks():
+            pass
+
+    def checks(self) -> Iterator[str]:
+        """The same in parts, each of which holds at any time: at each step what was found in order."""
+        for group in self._group_tiers:
+            group.slots.check()
+            yield f"device, group {group.id}: {group.pool.num_named} blocks in {group.pool.num_slots} slots"
         self.residency.check_tails_first()
+        yield "device: no block would be evicted before one that continues it"
         self.lower.check()
+        yield "host memory and the index of the disk"
         self._promoter.check()
+        yield f"promotions: {self._promoter.num_waiting} under way"
         for group in self._group_tiers:
             under_way = self._host_spill.copies.num_leases(group.pool) + self._promoter.num_leases(group)
             expected = under_way + group.num_held + self._promoter.num_waiting_leases(group)
             assert group.pool.num_leases == expected, f"device: {group.pool.num_leases} leases, not {expected}"
+            yield f"device, group {group.id}: {expected} leases"
 
     def statistics(self) -> CacheStatistics:
         """Everything counted, by value."""

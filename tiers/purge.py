@@ -7,6 +7,7 @@ from kvtier.tiers.lower.local_purge import purged
 from kvtier.tiers.lower.purge import Purge, Purged, PurgeOrder
 from kvtier.tiers.naming.tier import Tier
 
+PARTS_S = 0.001  # of a call: a step that waits for it is not noticeably longer
 REST_S = 0.02  # between two looks, for copies that are under way
 GIVE_UP_S = 10.0  # after which what is copied or computed again and again stays
 
@@ -14,7 +15,7 @@ GIVE_UP_S = 10.0  # after which what is copied or computed again and again stays
 class CachePurge:
     """Looks through the device, then through what is below, until nothing is left that is meant and not leased: a copy
     under way may bring a block to a tier that was looked through before. Owned by the tiers' thread, which calls
-    `go_on` between two of its other deeds; each call takes a part, and waits for nothing."""
+    `go_on` between two of its other deeds; no call waits for anything."""
 
     def __init__(
         self,
@@ -35,8 +36,13 @@ class CachePurge:
         self.is_done = False
 
     def go_on(self) -> bool:
-        """Take the next part; whether it was the last."""
-        self.is_done = self.is_done or next(self._parts, True) is True
+        """Take the next parts, for `PARTS_S` at most and as long as none has to be waited for; whether all are done."""
+        until = self._clock() + PARTS_S
+        while not self.is_done:
+            part = next(self._parts, None)
+            self.is_done = part is None
+            if not part or self._clock() >= until:
+                break
         return self.is_done
 
     def outcome(self) -> dict[Tier, Purged]:
@@ -54,7 +60,7 @@ class CachePurge:
     def _is_settled(self) -> bool:
         return all(each.is_settled for each in self._looked_through)
 
-    def _looks(self) -> Iterator[None]:
+    def _looks(self) -> Iterator[bool]:
         give_up_at, num_before = self._clock() + GIVE_UP_S, -1
         while num_before != self._num_evicted or not self._is_settled:
             num_before = self._num_evicted
@@ -64,7 +70,7 @@ class CachePurge:
                 return
             rest_until = self._clock() + REST_S
             while self._clock() < rest_until:
-                yield
+                yield False
 
 
 def _together(one: Mapping[Tier, Purged], other: Mapping[Tier, Purged]) -> dict[Tier, Purged]:

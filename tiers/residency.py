@@ -161,11 +161,6 @@ class Residency:
         if self._events is not None:
             self._events.append(AllBlocksCleared())
 
-    def check(self) -> None:
-        """Raise AssertionError if the books of a group's device slots disagree."""
-        for group in self.groups:
-            group.slots.check()
-
     def check_tails_first(self) -> None:
         """Raise AssertionError if a device block would be evicted before one that continues it.
 

@@ -4,6 +4,7 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 DOCUMENTS = "/v1/documents"
 MODELS = "/v1/models"
+OPERATE = "/v1/kvtier/operate"
 HEALTH, READY, METRICS, VERSION = "/health", "/ready", "/metrics", "/version"
 
 OPEN = frozenset({HEALTH, READY, VERSION})  # need no key: their answers have nothing of a tenant's
@@ -18,4 +19,6 @@ def label_of(path: str) -> str:
     """
     if path.startswith(f"{DOCUMENTS}/"):
         return f"{DOCUMENTS}/{{id}}"
+    if path.startswith(f"{OPERATE}/"):
+        return f"{OPERATE}/{{verb}}"
     return path if path in _NAMED else "other"

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from starlette.requests import Request
@@ -19,11 +20,13 @@ from kvtier.engine.config import Config
 from kvtier.engine.documents.document import Document
 from kvtier.engine.documents.documents import Documents
 from kvtier.engine.metrics.collector import EngineCollector
+from kvtier.engine.operating.routes import Operating
 from kvtier.engine.server import document_routes, generation
 from kvtier.engine.server.api_error import json_response
 from kvtier.engine.server.app import starlette_app
 from kvtier.engine.server.entrance import Entrance
-from kvtier.engine.server.paths import CHAT, COMPLETIONS, DOCUMENTS, READY
+from kvtier.engine.server.operated_engine import OperatedEngine
+from kvtier.engine.server.paths import CHAT, COMPLETIONS, DOCUMENTS, OPERATE, READY
 from kvtier.engine.server.served_models import ServedModels
 from kvtier.engine.server.service import Service
 from kvtier.engine.server.tenancy import effective_salt
@@ -48,6 +51,9 @@ class ServingApp:
             *service.models.routes(),
             Route(READY, self._ready),
         ]
+        if service.operating is not None:
+            self._operated = OperatedEngine(service)
+            routes.append(Route(f"{OPERATE}/{{verb}}", partial(self._operate, service.operating), methods=["POST"]))
         self._app = starlette_app(routes, service.registry)
         self._app.state.service = service
 
@@ -110,6 +116,10 @@ class ServingApp:
                 if prepared >= host.capacity_bytes:
                     return
                 await asyncio.sleep(_TELL_EVERY_S)
+
+    async def _operate(self, operating: Operating, request: Request) -> Response:
+        self.service.check_open()
+        return await operating.answer(request, self._operated)
 
     async def _ready(self, _: Request) -> Response:
         if self.service.is_draining:

@@ -13,7 +13,7 @@ from store_cases import rot
 from kvtier.store.blob_store import BlobStore
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers import pins
+from kvtier.tiers import pins, purge
 from kvtier.tiers.device import slot_purge
 from kvtier.tiers.lower import disk_purge, disk_reads
 from kvtier.tiers.lower.purge import PurgeOrder
@@ -82,7 +82,7 @@ class Simulation:
         ]
         weights, choices = zip(*operations, strict=True)
         self.rng.choices(choices, weights)[0]()
-        self.purges = [purge for purge in self.purges if not purge.go_on()]
+        self.purges = [each for each in self.purges if not each.go_on()]
         self.cache.poll()
         for reader in self.readers:
             promotion = reader.promotion
@@ -255,6 +255,7 @@ PARTS = [  # what is done at once, and how much is under way at most
     (disk_reads, "BATCH_BLOCKS", [1, 2, 64]),
     (uploads, "BATCH_BLOCKS", [1, 2, 64]),
     (refreshes, "PART", [1, 3, 128]),
+    (purge, "PARTS_S", [0, 1]),
     (slot_purge, "LOOKED_THROUGH", [1, 3, 128]),
     (slot_purge, "MOST_EVICTED", [1, 3, 128]),
     (disk_purge, "MOST_EVICTED", [1, 3, 128]),

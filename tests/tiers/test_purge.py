@@ -126,6 +126,7 @@ def test_a_block_on_its_way_down_is_evicted_where_it_arrives() -> None:
 
 
 def test_no_part_evicts_more_than_a_few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.tiers.purge.PARTS_S", 0)  # the clock stands still
     monkeypatch.setattr("kvtier.tiers.device.slot_purge.MOST_EVICTED", 3)
     monkeypatch.setattr("kvtier.tiers.lower.disk_purge.MOST_EVICTED", 3)
     w = world(num_device_slots=32, num_host_slots=64)

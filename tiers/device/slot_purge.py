@@ -33,8 +33,8 @@ class SlotPurge:
         """Whether no block is being copied out of these slots."""
         return not self._slots.pool.order.num_lent
 
-    def parts(self) -> Iterator[None]:
-        """One look through the order, a part at each step."""
+    def parts(self) -> Iterator[bool]:
+        """See `Purge.parts`: one look through the order."""
         start: int | None = 0
         while start is not None and self._num_left != 0:
             slots, end = self._slots.pool.order.part(start, LOOKED_THROUGH)
@@ -45,7 +45,7 @@ class SlotPurge:
                 self.num_evicted += len(going)
             if len(going) == len(meant):
                 start = end
-            yield
+            yield True
 
     def num_leased(self) -> int:
         """Blocks that are meant and leased now. Counted in one go: 5 ms for a million slots."""

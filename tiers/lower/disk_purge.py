@@ -34,8 +34,8 @@ class DiskPurge:
         self.num_bytes = 0
         self.why_not = ""
 
-    def parts(self) -> Iterator[None]:
-        """Until nothing more is to leave, or the disk fails; a part at each step."""
+    def parts(self) -> Iterator[bool]:
+        """See `Purge.parts`: until nothing more is to leave, or the disk fails."""
         if not self._disk.is_open:
             self.why_not = "the disk is not open"
             return
@@ -44,17 +44,17 @@ class DiskPurge:
         while not is_last and self._most_bytes > 0 and self._most_blocks > 0:
             self._outcome = None
             if not self._transfers.submit(Route.HOST_TO_DISK, self._work(walk), 0, self._on_outcome):
-                yield  # the lane is full
+                yield False  # the lane is full
                 continue
             while (outcome := self._outcome) is None:
-                yield
+                yield False
             if outcome.error is not None:
                 self.why_not = " ".join(str(outcome.error).split()) or type(outcome.error).__name__
                 return
             dropped: Dropped
             dropped, is_last = outcome.result
             self._take_in(dropped)
-            yield
+            yield True
 
     @property
     def _most_bytes(self) -> int:

@@ -25,7 +25,7 @@ class LocalPurge:
     def is_settled(self) -> bool:
         return all(each.is_settled for each in self._host)
 
-    def parts(self) -> Iterator[None]:
+    def parts(self) -> Iterator[bool]:
         for each in self._host:
             yield from each.parts()
         if self._disk is not None:

@@ -48,8 +48,9 @@ class Purged:
 class Purge(Protocol):
     """One eviction under way. Owned by the tiers' thread, which takes a part of it between two of its other deeds."""
 
-    def parts(self) -> Iterator[None]:
-        """One look through the tiers, a part at each step. It may be gone through again, for what has come since."""
+    def parts(self) -> Iterator[bool]:
+        """One look through the tiers, a part at each step, which says whether the next part can be had at once. It may
+        be gone through again, for what has come since."""
 
     @property
     def num_evicted(self) -> int:
@@ -69,7 +70,7 @@ class NothingPurged:
     num_evicted = 0
     is_settled = True
 
-    def parts(self) -> Iterator[None]:
+    def parts(self) -> Iterator[bool]:
         return iter(())
 
     def outcome(self) -> Mapping[Tier, Purged]:
