@@ -1662,6 +1662,27 @@ BUGS = [
         "        pass\n",
         "tests/engine/sidecar/own/test_own_door.py",
     ),
+    Bug(
+        "an operator's eviction takes blocks that are leased",
+        "tiers/device/slot_purge.py",
+        "slots, end = self._slots.pool.order.part(start, LOOKED_THROUGH)",
+        "slots, end = np.flatnonzero(self._slots.pool.are_named(np.arange(self._slots.pool.num_slots))), None",
+        "tests/tiers/test_purge.py",
+    ),
+    Bug(
+        "what an operator's eviction takes from disk is still looked for there",
+        "tiers/lower/local_tiers.py",
+        "self.index.on_written(0, (), keys)",
+        "self.index.on_written(0, (), ())",
+        "tests/tiers/test_purge.py",
+    ),
+    Bug(
+        "any API key is an operator's token",
+        "engine/operating/routes.py",
+        "        if who is None:\n",
+        "        if not request.headers.get('authorization'):\n",
+        "tests/engine/operating/test_serve_operators.py",
+    ),
 ]
 
 

@@ -30,8 +30,8 @@ def add_operate(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
     operate = commands.add_parser(
         "operate",
         help="have a running server or sidecar reset, evict, spill, pin, check or log",
-        description="Has a running 'kvtier serve' or 'kvtier sidecar' do what an operator may ask for, each in its"
-        " audit log. It needs an operator's token, which is no API key.",
+        description="Has a running 'kvtier serve' or 'kvtier sidecar' do what an operator may ask for with a token"
+        " of its own, each verb a line in the audit log.",
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
     )
@@ -60,9 +60,18 @@ def add_operate(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
     what.add_argument("--prompt", metavar="FILE", help="a text in UTF-8; -: standard input (not of a sidecar)")
     what.add_argument("--token-ids", metavar="FILE", help="a JSON array of token ids; -: standard input")
     pin.add_argument("--seconds", type=_seconds, required=True, metavar="TIME", help="for so long: 90s, 30m, 12h, 7d")
-    pin.add_argument("--model", type=some_text, metavar="NAME", help="an adapter's name; of a sidecar the model's")
-    pin.add_argument("--tenant", type=some_text, metavar="NAME", help="the tenant whose requests it is for")
-    pin.add_argument("--salt", type=some_text, metavar="SALT", help="the cache_salt of the requests that it is for")
+    pin.add_argument(
+        "--model",
+        type=some_text,
+        metavar="NAME",
+        help="an adapter's name; of a sidecar the model's (default: the model)",
+    )
+    pin.add_argument(
+        "--tenant", type=some_text, metavar="NAME", help="the tenant whose requests it is for (default: none)"
+    )
+    pin.add_argument(
+        "--salt", type=some_text, metavar="SALT", help="the cache_salt of the requests that it is for (default: none)"
+    )
 
     unpin = _verb(verbs, "unpin", "end a pin")
     unpin.add_argument("pin", metavar="NAME", help="the name that pin printed")

@@ -12,6 +12,7 @@ from kvtier.engine.config import (
     ByteSize,
     DiskConfig,
     HostConfig,
+    OperatorsConfig,
     Seconds,
     Table,
     TenantConfig,
@@ -113,6 +114,7 @@ class SidecarConfig(Table, frozen=True, kw_only=True):
     socket: SocketConfig = SocketConfig()
     lmcache: LmcacheConfig | None = LmcacheConfig()
     http: HttpConfig = HttpConfig()
+    operators: OperatorsConfig = OperatorsConfig()
     models: dict[str, ModelWeightsConfig] = msgspec.field(default_factory=dict)
     tenants: dict[str, TenantConfig] = msgspec.field(default_factory=dict)
     extent: ByteSize = parse_bytes("64MiB")

@@ -19,15 +19,20 @@ class SharedStore:
         view = self._views[namespace] = StoreView(self, namespace)
         return view
 
+    def whole(self) -> "WholeStore":
+        """The store with the records of all namespaces."""
+        return WholeStore(self, b"")
+
+    def tell(self, gone: Sequence[bytes]) -> None:
+        """Tell each view which of its keys are gone."""
+        for key in gone:
+            if (view := self._views.get(key[:NAMESPACE_BYTES])) is not None:
+                view.gone.put(key)
+
     def without_foreign(self, namespace: bytes, evicted: Sequence[bytes]) -> list[bytes]:
         """Those of the evicted keys that are the namespace's; the others are told to theirs."""
-        own = []
-        for key in evicted:
-            if key.startswith(namespace):
-                own.append(key)
-            elif (view := self._views.get(key[:NAMESPACE_BYTES])) is not None:
-                view.gone.put(key)
-        return own
+        self.tell([key for key in evicted if not key.startswith(namespace)])
+        return [key for key in evicted if key.startswith(namespace)]
 
 
 class StoreView:
@@ -74,3 +79,17 @@ class StoreView:
 
     def statistics(self) -> StoreStatistics:
         return self._store.statistics()
+
+
+class WholeStore(StoreView):
+    """See `Records`: those of all namespaces. What leaves is told to the views that it was in."""
+
+    def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
+        evicted = self._store.evict(num_bytes, most, tenant)
+        self._shared.tell(evicted.keys)
+        return evicted
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        num_deleted = self._store.delete(keys)
+        self._shared.tell(keys)
+        return num_deleted

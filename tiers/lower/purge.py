@@ -1,7 +1,8 @@
 """Purge: an eviction that an operator has asked for, in parts; what it is to evict, and what it has."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import Protocol
 
 from kvtier.tiers.naming.tier import Tier
@@ -23,6 +24,12 @@ class PurgeOrder:
     def is_bounded(self) -> bool:
         """Whether some may stay."""
         return self.most_bytes is not None or self.most_blocks is not None
+
+    def part(self, part: float) -> "PurgeOrder":
+        """The same for that part of what may be had, rounded up; all if all is meant."""
+        most_bytes = None if self.most_bytes is None else ceil(self.most_bytes * part)
+        most_blocks = None if self.most_blocks is None else ceil(self.most_blocks * part)
+        return replace(self, most_bytes=most_bytes, most_blocks=most_blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from kvtier.engine.metrics.http import RequestMetrics
 from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.connection import in_time
+from kvtier.engine.server.paths import OPERATE
 from kvtier.engine.sidecar.config import HttpConfig, is_loopback
 
 HEALTH = "/health"  # needs no token: a machine that restarts what does not answer has none
@@ -40,8 +41,17 @@ class Access:
     `Origin`, or names a host that is not this machine.
     """
 
-    def __init__(self, app: ASGIApp, token: ApiKeys | None, paths: frozenset[str], metrics: RequestMetrics) -> None:
-        """*paths* are those that there are: others are counted as one, since a client could make up any number."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        token: ApiKeys | None,
+        paths: frozenset[str],
+        metrics: RequestMetrics,
+        has_operators: bool = False,
+    ) -> None:
+        """*paths* are those that there are: others are counted as one, since a client could make up any number.
+        *has_operators*: the paths of operators' verbs are there, which check the operators' own tokens."""
+        self._has_operators = has_operators
         self._app = app
         self._token = token
         self._paths = paths
@@ -64,7 +74,9 @@ class Access:
         try:
             await (self._app if refusal is None else refusal.response())(scope, receive, in_time(send_noted))
         finally:
-            path = scope["path"] if scope["path"] in self._paths else "other"
+            path = scope["path"]
+            if path not in self._paths:
+                path = OPERATE if path.startswith(f"{OPERATE}/") else "other"
             self._metrics.requests.labels(path, str(status)).inc()
 
     def _refusal(self, scope: Scope) -> ApiError | None:
@@ -76,7 +88,8 @@ class Access:
                 message = "requests of browsers' pages, and by another name than localhost or 127.0.0.1, need a token"
                 return ApiError(403, message, code="forbidden")
             return None
-        if scope["path"] == HEALTH:
+        is_operators = self._has_operators and scope["path"].startswith(f"{OPERATE}/")
+        if scope["path"] == HEALTH or is_operators:
             return None
         scheme, _, token = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._token.tenant_of(token.strip()) is not None:

@@ -2,6 +2,7 @@
 
 import socket
 
+from kvtier.engine.operating.routes import Operating
 from kvtier.engine.server.gate import ConnectionLimits, Gate
 from kvtier.engine.sidecar.config import SidecarConfig
 from kvtier.engine.sidecar.http.access import Access, token_of
@@ -16,13 +17,18 @@ LIMITS = ConnectionLimits(max_header_bytes=16 << 10, header_timeout_s=10.0, max_
 
 
 def serve_http(
-    sidecar: Sidecar, config: SidecarConfig, answer_s: float = ANSWER_S, bound: socket.socket | None = None
+    sidecar: Sidecar,
+    config: SidecarConfig,
+    answer_s: float = ANSWER_S,
+    bound: socket.socket | None = None,
+    operating: Operating | None = None,
 ) -> HttpThread:
     """HTTP beside *sidecar*, whose thread may take *answer_s* seconds for an answer; at *bound* if there is a socket
-    already. OSError, ValueError, with what to do, for what cannot be had."""
+    already. *operating* has operators' verbs, by default there are none. OSError, ValueError, with what to do, for
+    what cannot be had."""
     assert config.http.port != "none", "nothing to serve"
     metrics = SidecarMetrics()
     gate = Gate(LIMITS, lambda why: metrics.requests.connections_refused.labels(why).inc())
-    routes = SidecarRoutes(Owner(sidecar, answer_s), config, metrics)
-    app = Access(routes.app(), token_of(config.http), PATHS, metrics.requests)
+    routes = SidecarRoutes(Owner(sidecar, answer_s), config, metrics, operating)
+    app = Access(routes.app(), token_of(config.http), PATHS, metrics.requests, operating is not None)
     return HttpThread(app, gate, bound or bound_at(config.http.host, config.http.port))

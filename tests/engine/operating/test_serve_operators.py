@@ -248,7 +248,7 @@ def test_the_command_says_what_left_which_tier(server: ServerInThread, capsys: p
     assert json.loads(capsys.readouterr().out)["tiers"] == {"disk": {"blocks": 0, "bytes": 0, "leased": 0}}
     assert main(["operate", "check", "--url", server.url]) == 0
     assert "in order: device, group 0" in capsys.readouterr().out
-    assert main(["operate", "log-level", "info", "--url", server.url]) == 0
+    assert main(["operate", "log-level", "info", "--logger", "kvtier.nothing", "--url", server.url]) == 0
 
 
 def test_the_command_pins_and_unpins_a_file(
