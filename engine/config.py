@@ -276,9 +276,24 @@ class OperatorsConfig(Table, frozen=True, kw_only=True):
 
 
 class MetricsConfig(Table, frozen=True, kw_only=True):
-    """`[metrics]`: what Prometheus is told. The *top_tenants* largest tenants are told by name, others together."""
+    """`[metrics]`: what Prometheus is told. The *top_tenants* largest tenants are told by name, others together.
+    *compat*: whose names are told beside kvtier's own, for boards that know those."""
 
     top_tenants: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 20
+    compat: tuple[Literal["vllm", "lmcache"], ...] = ()
+
+
+class RequestLogConfig(Table, frozen=True, kw_only=True):
+    """`[request_log]`: a line of JSON for each request, in names and numbers, in the file *path*; without it there is
+    none. A file of *size* bytes gets the ending .1, and *files* are kept in all."""
+
+    path: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    size: ByteSize = parse_bytes("64MiB")
+    files: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 8
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            msgspec.structs.force_setattr(self, "path", str(Path(self.path).expanduser()))
 
 
 _HOST_BY_DEFAULT = HostConfig()
@@ -306,6 +321,7 @@ class Config(Table, frozen=True, kw_only=True):
     server: ServerConfig = ServerConfig()
     operators: OperatorsConfig = OperatorsConfig()
     metrics: MetricsConfig = MetricsConfig()
+    request_log: RequestLogConfig = RequestLogConfig()
     tenants: dict[str, TenantConfig] = {}
     lora: dict[str, LoraConfig] = {}
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
@@ -417,8 +433,13 @@ def _explain(message: str, choices: Mapping[str, Sequence[str]]) -> str:
     if what.startswith("Invalid enum value"):
         if (gone := _GONE.get((path, what.removeprefix("Invalid enum value ").strip("'")))) is not None:
             return f"{path}: {gone}"
-        return f"{path}: {what}; use one of {', '.join(choices[path])}"
+        return f"{path}: {what}; use one of {', '.join(choices[_whole(path)])}"
     return f"{path}: {what.replace('`object', '`table')}"
+
+
+def _whole(path: str) -> str:
+    """The path of the list, for that of an item."""
+    return re.sub(r"\[\d+\]$", "", path)
 
 
 def _choices(kind: object, path: str = "$") -> dict[str, list[str]]:
@@ -428,6 +449,8 @@ def _choices(kind: object, path: str = "$") -> dict[str, list[str]]:
     choices: dict[str, list[str]] = {}
     if get_origin(kind) is dict:
         return _choices(get_args(kind)[1], f"{path}[...]")
+    if get_origin(kind) is tuple:
+        return _choices(get_args(kind)[0], path)
     numbers = ["a number"] if any(get_origin(each) is Annotated for each in get_args(kind)) else []
     for table in (kind, *get_args(kind)):  # Table, Table | None, or a number | Literal
         if get_origin(table) is Literal:

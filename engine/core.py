@@ -20,8 +20,7 @@ from kvtier.engine.model.logprobs import token_logprobs
 from kvtier.engine.model.runner import Chunk, ModelRunner
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.records.recent_records import RecentRecords
-from kvtier.engine.records.request_times import RequestTimes, TimesStatistics
-from kvtier.engine.records.tenant_tokens import TenantTokens
+from kvtier.engine.records.request_accounts import RequestAccounts, RequestStatistics
 from kvtier.engine.reopening_store import ReopeningStore, StoreStanding
 from kvtier.engine.scheduling.longest_request import longest_request
 from kvtier.engine.scheduling.request import Request
@@ -70,8 +69,7 @@ class EngineStatistics:
     plans: PlanStatistics
     store: StoreStanding | None  # the disk tier's; None without one
     sidecar: SidecarStanding | None  # None without one
-    times: TimesStatistics  # of requests that have ended
-    tenant_tokens: Mapping[str, TokenBalance]  # of requests that have ended, for the largest tenants and others
+    requests: RequestStatistics
     pinned_bytes: int  # that pins of any kind keep in host memory, or bring there
 
 
@@ -87,9 +85,7 @@ class Parts:
     scheduler: Scheduler
     namespace: bytes  # of the blocks' keys on disk
     step_times: StepTimes
-    records: RecentRecords
-    times: RequestTimes
-    tenant_tokens: TenantTokens
+    accounts: RequestAccounts
     load_timeout_s: float
     events: EventLog | None  # None without an [events] table
     publisher: ZmqPublisher | None
@@ -113,10 +109,8 @@ class EngineCore:
         self.planner = parts.planner
         self.scheduler = parts.scheduler
         self.publisher = parts.publisher
-        self.records = parts.records
         self.namespace = parts.namespace
-        self._times = parts.times
-        self._tenant_tokens = parts.tenant_tokens
+        self._accounts = parts.accounts
         self.runner = parts.runner
         self._memories = parts.memories
         self._store = parts.store
@@ -131,6 +125,11 @@ class EngineCore:
         self._publish_events()  # what is on disk already
         self._fault_log = FaultLog(time.monotonic)
         self._take_snapshot()
+
+    @property
+    def records(self) -> RecentRecords:
+        """What requests have taken that have ended lately."""
+        return self._accounts.records
 
     @property
     def num_waiting(self) -> int:
@@ -223,7 +222,7 @@ class EngineCore:
         """End a request; nothing of it stays leased."""
         if request.finish_reason is None:
             self.scheduler.abort(request)
-            self.records.add(request.record())
+            self._accounts.on_ended(request)
 
     def set_priority(self, request: Request, priority: int) -> None:
         """Give a request another priority, unless it has finished."""
@@ -298,6 +297,8 @@ class EngineCore:
         yield from self.cache.checks()
         self.scheduler.check()
         yield f"requests: {len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting"
+        self._accounts.check()
+        yield "what requests have taken"
 
     def close(self, progress: Callable[[int], None] = lambda num_left: None) -> None:
         """Abort all requests, write what is cached to disk or sidecar, end threads. *progress* gets the number of
@@ -308,6 +309,7 @@ class EngineCore:
         with ExitStack() as ends:  # each is closed, whatever another one raises
             ends.callback(self._close_tiers)
             ends.callback(self.runner.close)
+            ends.callback(self._accounts.close)
             if self.publisher is not None:
                 ends.callback(self.publisher.close)
             for request in [*self.scheduler.waiting, *self.scheduler.promoting, *self.scheduler.running]:
@@ -393,9 +395,10 @@ class EngineCore:
         if request.sampling.logprobs is not None:
             request.logprobs.append(token_logprobs(logits, token_id, request.sampling.logprobs))
         request.append(token_id, self.runner.end_token_ids)
+        self._accounts.on_token(request.timeline)
         if request.finish_reason is not None:
             self.scheduler.retire(request)
-            self.records.add(request.record())
+            self._accounts.on_ended(request)
 
     def _publish_events(self) -> None:
         if self._events is not None and self.publisher is not None and (events := self._events.take()):
@@ -422,8 +425,7 @@ class EngineCore:
             self.planner.statistics(),
             None if self._store is None else self._store.standing(),
             None if self._sidecar is None else self._sidecar.standing(),
-            self._times.statistics(),
-            self._tenant_tokens.statistics(),
+            self._accounts.statistics(cache.tiers),
             self.cache.pinned_bytes,
         )
 

@@ -54,7 +54,7 @@ class LLM:
         self.core = build_core(loaded, tokenizer, self.config)
         self._closer = weakref.finalize(self, self.core.close)
         try:
-            self._metrics = serve_metrics(lambda: self.core.statistics, self.config)
+            self._metrics = serve_metrics(lambda: self.core.statistics, self.config, model_name(model, self.config))
         except BaseException:
             self._closer()
             raise
@@ -157,6 +157,15 @@ def load_model(
     with short_memory_raised(f"moving the model {model} to {device}"):
         torch.nn.Module.to(loaded, device)
     return loaded, tokenizer
+
+
+def model_name(model: str | Path | PreTrainedModel, config: Config) -> str:
+    """What the model is called, unless the configuration says how: by its folder, its file, its hub id or its class."""
+    if config.server.model_name is not None:
+        return config.server.model_name
+    if isinstance(model, PreTrainedModel):
+        return str(model.config.name_or_path or type(model).__name__)
+    return Checkpoint.of(model).served_name
 
 
 def torch_device(name: str) -> torch.device:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvtier.engine.build import build_core
 from kvtier.engine.config import Config
 from kvtier.engine.core import EngineCore
-from kvtier.engine.llm import load_model
+from kvtier.engine.llm import load_model, model_name
 from kvtier.engine.metrics.server import MetricsServer, serve_metrics
 from kvtier.engine.text.tokenizer_threads import TokenizerThreads
 
@@ -40,7 +40,7 @@ class LoadedEngine:
             undo.callback(tokenizers.close)
             core = build_core(loaded, its_tokenizer, config, progress)
             undo.callback(core.close)
-            metrics = serve_metrics(lambda: core.statistics, config)
+            metrics = serve_metrics(lambda: core.statistics, config, model_name(model, config))
             undo.pop_all()
         return cls(core, tokenizers, metrics)
 

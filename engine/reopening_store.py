@@ -295,7 +295,7 @@ class _Folder:
 
 
 def _empty(capacity_bytes: int) -> StoreStatistics:
-    return StoreStatistics(0, 0, capacity_bytes, 0, 0, 0, 0, 0, {}, {})
+    return StoreStatistics(0, 0, capacity_bytes, 0, 0, 0, 0, 0, 0, {}, {})
 
 
 def _in_one_line(error: Exception) -> str:

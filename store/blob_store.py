@@ -69,6 +69,7 @@ class StoreStatistics:
     written_lately_bytes: int  # * about those of the last day: older ones count less and less
     read_bytes_total: int  # raw bytes that were read and verified
     evicted_total: int  # * records
+    quota_evicted_total: int  # * of these, records of a tenant that had more than its quota
     tenants: Mapping[bytes, int]  # * bytes stored by tenant, of those with a quota, charged as in `stored_bytes`
     faults: Mapping[Fault, int]  # failed reads by cause; `missing` is no failure and not counted
 
@@ -101,7 +102,7 @@ class Records(Protocol):
     def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
         """Evict records in the order in which they leave, of *tenant* or of all, until *num_bytes* less are stored.
 
-        At most *most* records: ask again for the rest. None only if there are none left.
+        At most *most* records: ask again for the rest. None only if there are none left. They do not count as evicted.
         """
 
     def keys(self) -> Iterator[bytes]:

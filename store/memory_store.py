@@ -47,7 +47,7 @@ class MemoryStore:
         self._tenants: Counter[bytes] = Counter()  # charged bytes of each
         self._written_bytes_total = 0
         self._read_bytes_total = 0
-        self._evicted_total = 0
+        self._evicted_total = self._quota_evicted_total = 0
         self._faults: Counter[Fault] = Counter()
         self._closed = False
 
@@ -116,6 +116,7 @@ class MemoryStore:
                 written_lately_bytes=self._written_bytes_total,
                 read_bytes_total=self._read_bytes_total,
                 evicted_total=self._evicted_total,
+                quota_evicted_total=self._quota_evicted_total,
                 tenants={tenant: self._tenants[tenant] for tenant in self._quotas if self._tenants[tenant]},
                 faults=dict(self._faults),
             )
@@ -177,13 +178,16 @@ class MemoryStore:
 
     def _make_room(self, rows: Sequence[Row], tenants: Iterable[bytes]) -> list[bytes]:
         """Evict until *rows* fit: those of each of *tenants* into its quota, and all together into the capacity."""
-        evicted = []
+        evicted: list[bytes] = []
         for tenant in tenants:
             quota = self._quotas[tenant]
             own = [row.charged_bytes for row in rows if row.tenant == tenant]
             evicted += self._turn(partial(self._tenants.__getitem__, tenant), quota - sum(own), tenant)
+        self._quota_evicted_total += len(evicted)
         limit_bytes = self._capacity_bytes - sum(row.charged_bytes for row in rows)
-        return evicted + self._turn(lambda: self._stored_bytes, limit_bytes, None)
+        evicted += self._turn(lambda: self._stored_bytes, limit_bytes, None)
+        self._evicted_total += len(evicted)
+        return evicted
 
     def _turn(
         self, stored_bytes: Callable[[], int], limit_bytes: int, tenant: bytes | None, most: int | None = None
@@ -200,7 +204,6 @@ class MemoryStore:
             else:
                 self._forget(key)
                 evicted.append(key)
-        self._evicted_total += len(evicted)
         return evicted
 
     def _read(self, key: bytes, out: memoryview) -> bytes | Fault:

@@ -29,6 +29,20 @@ class Bug:
 
 BUGS = [
     Bug(
+        "a prompt's first block counts as used before its last",
+        "tiers/reuse/recency.py",
+        "        for hashed in reversed(hashes.tolist()):",
+        "        for hashed in hashes.tolist():",
+        "tests/tiers/reuse",
+    ),
+    Bug(
+        "what a sample has in excess of popular blocks is taken for hits",
+        "tiers/reuse/what_if.py",
+        "            changes = row - row[SIZES.index(1.0)]",
+        "            changes = row - row[SIZES.index(0.5)]",
+        "tests/tiers/reuse",
+    ),
+    Bug(
         "a promoted block is published although its copy failed",
         "tiers/up/uploads.py",
         "self._finish(batch, transfer.result if transfer.error is None else [None] * len(batch))",
@@ -206,7 +220,8 @@ BUGS = [
     Bug(
         "a block whose read hangs is waited for again",
         "tiers/lower/disk_reads.py",
-        "                self._index.remove_from_disk_index(disk_read.group_id, disk_read.name)\n"
+        "                self._index.remove_from_disk_index("
+        "disk_read.group_id, disk_read.name, EvictionCause.UNREADABLE)\n"
         "                self._end(disk_read, Reason.DEADLINE)\n",
         "",
         "tests/engine/scheduling/test_liveness.py",
@@ -382,7 +397,7 @@ BUGS = [
     Bug(
         "a device block whose host copy was evicted is thought to have one still",
         "tiers/lower/lower_index.py",
-        "self._lost.append(Lost(group_id, gone, Tier.HOST))\n",
+        "self._lost.append(Lost(group_id, gone, Tier.HOST, cause))\n",
         "pass\n",
         "tests/tiers/test_mishaps.py",
     ),
@@ -499,9 +514,16 @@ BUGS = [
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
+        "a block that its tenant's quota cost counts as one that newer blocks pushed out",
+        "tiers/lower/host_quotas.py",
+        "host.evict(going, EvictionCause.QUOTA)",
+        "host.evict(going, EvictionCause.ROOM)",
+        "tests/tiers/lower/test_tenants.py",
+    ),
+    Bug(
         "a device block whose record the disk dropped is thought to have one still",
         "tiers/lower/lower_index.py",
-        "self._lost.append(Lost(group_id, [name], Tier.DISK))\n\n    def remove_from_disk_index(",
+        "self._lost.append(Lost(group_id, [name], Tier.DISK, cause))\n\n    def remove_from_disk_index(",
         "pass\n\n    def remove_from_disk_index(",
         "tests/tiers/test_mishaps.py",
     ),
@@ -1672,8 +1694,8 @@ BUGS = [
     Bug(
         "what an operator's eviction takes from disk is still looked for there",
         "tiers/lower/local_tiers.py",
-        "self.index.on_written(0, (), keys)",
-        "self.index.on_written(0, (), ())",
+        "self.index.on_written(0, (), keys, cause)",
+        "self.index.on_written(0, (), (), cause)",
         "tests/tiers/test_purge.py",
     ),
     Bug(
@@ -1682,6 +1704,20 @@ BUGS = [
         "        if who is None:\n",
         "        if not request.headers.get('authorization'):\n",
         "tests/engine/operating/test_serve_operators.py",
+    ),
+    Bug(
+        "vLLM's name for hits on the device counts those of all tiers",
+        "engine/metrics/compat/vllm.py",
+        "yield told.of(names.PREFIX_CACHE_HITS, tokens.device)",
+        "yield told.of(names.PREFIX_CACHE_HITS, tokens.device + below)",
+        "tests/engine/metrics/test_compat_metrics.py",
+    ),
+    Bug(
+        "a block that is written to disk does not count as read from host memory",
+        "engine/metrics/compat/lmcache.py",
+        "yield names.L1_READ.of(numbers.num_loaded + spilled.num_blocks)",
+        "yield names.L1_READ.of(numbers.num_loaded)",
+        "tests/engine/sidecar/test_sidecar_compat.py",
     ),
 ]
 

@@ -82,7 +82,7 @@ class TieredCache:
         self.block_size = name_block_size(groups)
         self.alignment = alignment(groups)
         self.lower = lower
-        self.residency = Residency(groups, memories, lower, options.partial_blocks, events)
+        self.residency = Residency(groups, memories, lower, options.partial_blocks, events, clock)
         self._group_tiers = self.residency.groups
         self._forgetting = [group for group in self._group_tiers if group.attention.forgets]
         self._transfers = transfers

@@ -11,12 +11,13 @@ from kvtier.tiers.device.partial_matches import PartialMatches
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.device.slot_owners import SlotOwners
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, TokenIds
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.naming.named_blocks import BlockIds, NamedBlocks, blocks_of, names_of
 from kvtier.tiers.naming.tenant import number_of
 from kvtier.transfer.block_memory import BlockMemory
 
-OnLeftDevice = Callable[["GroupTiers", Ids, Sequence[BlockName], set[BlockName | None]], None]
+OnLeftDevice = Callable[["GroupTiers", Ids, Sequence[BlockName], set[BlockName | None], EvictionCause], None]
 """Called when blocks of a group have left the device, see `OnForgotten`."""
 
 

@@ -1,6 +1,6 @@
 """Residency: where each block is, on the device or below, and what to do when it leaves."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, LowerTiers, Places
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import AttentionGroup, alignment, name_block_size
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Reason, Tier
@@ -41,6 +42,7 @@ class Residency:
         lower: LowerTiers,
         partial_blocks: bool,
         events: EventLog | None,
+        clock: Callable[[], float],
     ) -> None:
         """*memories* have the device slots, by group. *partial_blocks*: whether blocks are to be found by
         their first tokens too."""
@@ -54,7 +56,8 @@ class Residency:
         self.partial_group = None if in_part is None else self.groups[in_part]  # its blocks are found by first tokens
         self.is_cut_off = False  # the lane to the device hangs: no block can come up
         self._events = events
-        self._ghosts = Ghosts(NUM_GHOSTS)
+        self._clock = clock
+        self.ghosts = Ghosts(NUM_GHOSTS)
         self._epoch = lower.epoch
         self._marking: Iterator[None] = iter(())  # marks device blocks without copies below dirty, some at each step
 
@@ -88,9 +91,9 @@ class Residency:
 
     def why_missing(self, names: Iterable[BlockName]) -> Reason:
         """Why no tier has one of these blocks: which tier dropped its last copy, if that is remembered."""
-        tiers = (self._ghosts.dropped_by(name) for name in names)
-        tier = next((tier for tier in tiers if tier is not None), None)
-        return Reason.NEVER_SEEN if tier is None else Reason.evicted_from(tier)
+        ghosts = (self.ghosts.find(name) for name in names)
+        ghost = next((ghost for ghost in ghosts if ghost is not None), None)
+        return Reason.NEVER_SEEN if ghost is None else Reason.evicted_from(ghost.tier)
 
     def on_committed(self, group: GroupTiers, slots: Ids, chain: BlockChain, start: int) -> None:
         """Take in that the chain's blocks from block *start* of the group on were computed and named in these slots."""
@@ -139,15 +142,15 @@ class Residency:
     def take_in_lost(self) -> None:
         """Take in which blocks are lost below: on the device they are dirty again. When all that was known of the tiers
         below is void, the device's blocks are looked through, some at each call."""
-        for group_id, names, tier in self.lower.take_lost():
+        for group_id, names, tier, cause in self.lower.take_lost():
             group = self.groups[group_id]
             if group.pool.has_none(names):
-                self._ghosts.remember(names, tier)
+                self.ghosts.remember(names, tier, cause, self._clock())
                 continue
             slots = group.pool.find_all(names)
             is_here = slots != ABSENT
             group.slots.on_copies_lost(slots[is_here])
-            self._ghosts.remember(list(compress(names, (~is_here).tolist())), tier)
+            self.ghosts.remember(list(compress(names, (~is_here).tolist())), tier, cause, self._clock())
         if self._epoch != self.lower.epoch:
             self._epoch = self.lower.epoch
             self._marking = self._mark_uncopied()
@@ -190,22 +193,28 @@ class Residency:
         self._tell_stored(group, names, chain, start)
 
     def _on_left_device(
-        self, group: GroupTiers, slots: Ids, names: Sequence[BlockName], were_dirty: set[BlockName | None]
+        self,
+        group: GroupTiers,
+        slots: Ids,
+        names: Sequence[BlockName],
+        were_dirty: set[BlockName | None],
+        cause: EvictionCause,
     ) -> None:
         """Take in that the slots' blocks, of these names, have left the device: remember and tell what is lost."""
         if not names:
             return
         if not group.slots.is_spilled:
-            self._ghosts.remember(names, Tier.DEVICE)
+            self.ghosts.remember(names, Tier.DEVICE, cause, self._clock())
         elif were_dirty or not self.lower.is_readable:  # else what is clean on the device is found below
             gone = list(compress(names, (self.lower.find(group.id, names) == NOWHERE).tolist()))
-            group.slots.dropped_spills += len(were_dirty.intersection(gone)) if were_dirty else 0
-            self._ghosts.remember(gone, Tier.DEVICE)
+            if cause is not EvictionCause.CLEARED:
+                group.slots.dropped_spills += len(were_dirty.intersection(gone)) if were_dirty else 0
+            self.ghosts.remember(gone, Tier.DEVICE, cause, self._clock())
         if group.tails and (tails := group.tails.intersection(names)):
             group.tails -= tails
             names = [name for name in names if name not in tails]
         if self._events is not None and names:
-            self._events.append(BlockRemoved(Tier.DEVICE, group.id, names))
+            self._events.append(BlockRemoved(Tier.DEVICE, group.id, names, cause))
 
     def _mark_uncopied(self) -> Iterator[None]:
         """Mark all device blocks that are nowhere below dirty; some slots at each step."""

@@ -31,6 +31,7 @@ class Transfer:
     seconds: float = 0.0  # that the work ran, without *waited_s*
     waited_s: float = 0.0  # that it waited for compute: no time of the lane's
     finished_at: float = 0.0  # monotonic
+    num_blocks: int = 0  # that the work moves
 
     def run(self) -> None:
         """Do the work on the calling thread. The only place where a copy's error is caught."""

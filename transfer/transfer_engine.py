@@ -30,6 +30,8 @@ class RouteStatistics:
     bytes_per_s: float | None = None  # lately, while there was something to move
     num_pending: int = 0  # transfers that have not finished now
     pending_bytes: int = 0
+    num_blocks: int = 0  # that finished transfers have moved
+    num_submitted_blocks: int = 0  # of all transfers, those that run, wait or failed too
 
     def plus(self, transfer: Transfer) -> "RouteStatistics":
         """The totals with one more finished transfer."""
@@ -40,6 +42,7 @@ class RouteStatistics:
             num_bytes=self.num_bytes + (0 if failed else transfer.num_bytes),
             seconds=self.seconds + transfer.seconds,
             num_failed=self.num_failed + failed,
+            num_blocks=self.num_blocks + (0 if failed else transfer.num_blocks),
         )
 
 
@@ -58,9 +61,15 @@ class TransferEngine:
         self._in_flight = 0
 
     def submit(
-        self, route: Route, work: Callable[[], Any], num_bytes: int, deliver: Callable[[Transfer], None]
+        self,
+        route: Route,
+        work: Callable[[], Any],
+        num_bytes: int,
+        deliver: Callable[[Transfer], None],
+        num_blocks: int = 0,
     ) -> bool:
-        """Hand *work* to the route's lane; *deliver* gets the finished transfer in a later `poll`.
+        """Hand *work*, which moves *num_blocks*, to the route's lane; *deliver* gets the finished transfer in a later
+        `poll`.
 
         False, and nothing happens, if the lane is full or closed.
         """
@@ -71,8 +80,10 @@ class TransferEngine:
             self._pending_bytes[route] -= num_bytes
             deliver(transfer)
 
-        if not self._lanes[route].submit(Transfer(work, num_bytes, count_and_deliver)):
+        if not self._lanes[route].submit(Transfer(work, num_bytes, count_and_deliver, num_blocks=num_blocks)):
             return False
+        totals = self._statistics[route]
+        self._statistics[route] = replace(totals, num_submitted_blocks=totals.num_submitted_blocks + num_blocks)
         self._pending_bytes[route] += num_bytes
         self._in_flight += 1
         return True

@@ -21,6 +21,7 @@ from kvtier import LLM, SamplingParams
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, HashAlgorithm
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tier import Tier
 
 COLD = "cold"
@@ -120,14 +121,14 @@ class Tiers:
         """Evict the blocks *names* from the device."""
         device = self._residency.groups[0].slots
         slots = device.pool.find_all(names)
-        device.evict(slots[slots != ABSENT])
+        device.evict(slots[slots != ABSENT], EvictionCause.ROOM)
 
     def evict_from_device_and_host(self, names: Sequence[BlockName]) -> None:
         """Evict the blocks *names* from the device and from host memory."""
         self.evict_from_device(names)
         host = self._host[0]
         slots = host.pool.find_all(names)
-        host.evict(slots[slots != ABSENT])
+        host.evict(slots[slots != ABSENT], EvictionCause.ROOM)
 
     def digests(self, names: Sequence[BlockName]) -> list[bytes]:
         """xxh3_128 of each block's bytes on the device. RuntimeError if one is not there."""

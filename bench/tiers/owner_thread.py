@@ -38,6 +38,7 @@ from kvtier.tiers.lower.disk_tier import NAMESPACE_BYTES, PAGE_KEYS, DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
 from kvtier.tiers.naming.events import EventLog
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.up.promotion import Promotion, Tables
@@ -115,7 +116,7 @@ class ZeroStore:
         return 0
 
     def statistics(self) -> StoreStatistics:
-        return StoreStatistics(self._num_records, 0, 1 << 30, 0, 0, 0, 0, 0, {}, {})
+        return StoreStatistics(self._num_records, 0, 1 << 30, 0, 0, 0, 0, 0, 0, {}, {})
 
 
 class Calls:
@@ -246,7 +247,7 @@ def requests(bed: Bed, rounds: int) -> None:
             calls.time("commit_tail", partial(cache.commit_tail, tables, chain, NUM_TOKENS + 5))
             calls.time("release 8,192 blocks", partial(cache.release, tables))
         device = cache.residency.groups[0].slots
-        device.evict(device.pool.find_all(chain.names))  # host memory still has its blocks
+        device.evict(device.pool.find_all(chain.names), EvictionCause.ROOM)  # host memory still has its blocks
         promotion = promote(bed, chain, "host")
         calls.time("cancel, host", partial(cache.cancel, promotion))
         bed.poll("poll: after a cancel")

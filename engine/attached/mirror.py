@@ -11,6 +11,7 @@ from kvtier.tiers.lower.disk_index import DiskIndex
 from kvtier.tiers.lower.lower_tiers import ON_DISK, Lost, Places
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import BlockRemoved, BlockStored, EventLog
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tier import Tier
 
 NAMES_AT_ONCE = 4096  # that are told to have gone in one call, after the sidecar has
@@ -65,28 +66,28 @@ class Mirror:
         host.give_all(names, slots)
         self._tell(BlockStored(Tier.HOST, group_id, names, self._block_sizes[group_id]))
 
-    def on_left_host(self, group_id: int, names: Sequence[BlockName]) -> None:
+    def on_left_host(self, group_id: int, names: Sequence[BlockName], cause: EvictionCause) -> None:
         """Take in that these blocks are not in host memory any more."""
         host = self._hosts[group_id]
         there = [name for name, slot in zip(names, host.get_all(names, ABSENT), strict=True) if slot != ABSENT]
         host.remove_all(there)
         is_on_disk = self._disk.are_held(group_id, there)
-        self._lose(
-            group_id, [name for name, is_there in zip(there, is_on_disk, strict=True) if not is_there], Tier.HOST
-        )
-        self._tell(BlockRemoved(Tier.HOST, group_id, there))
+        gone = [name for name, is_there in zip(there, is_on_disk, strict=True) if not is_there]
+        self._lose(group_id, gone, Tier.HOST, cause)
+        self._tell(BlockRemoved(Tier.HOST, group_id, there, cause))
 
     def on_disk(self, group_id: int, names: Sequence[BlockName]) -> None:
         """Take in that these blocks are on disk."""
         self._disk.add(group_id, names)
         self._tell(BlockStored(Tier.DISK, group_id, names, self._block_sizes[group_id]))
 
-    def on_left_disk(self, group_id: int, names: Sequence[BlockName]) -> None:
+    def on_left_disk(self, group_id: int, names: Sequence[BlockName], cause: EvictionCause) -> None:
         """Take in that these blocks are not on disk any more."""
         there = [name for name in names if self._disk.remove(group_id, name)]
         in_host = self._hosts[group_id].get_all(there, ABSENT)
-        self._lose(group_id, [name for name, slot in zip(there, in_host, strict=True) if slot == ABSENT], Tier.DISK)
-        self._tell(BlockRemoved(Tier.DISK, group_id, there))
+        gone = [name for name, slot in zip(there, in_host, strict=True) if slot == ABSENT]
+        self._lose(group_id, gone, Tier.DISK, cause)
+        self._tell(BlockRemoved(Tier.DISK, group_id, there, cause))
 
     def end(self) -> None:
         """Know nothing any more: the sidecar has gone. `go_on` tells of it, some names at a time."""
@@ -126,9 +127,9 @@ class Mirror:
             is_there = self._disk.are_held(group_id, names).tolist()
         return [name for name, is_known in zip(names, is_there, strict=True) if not is_known]
 
-    def _lose(self, group_id: int, names: Sequence[BlockName], tier: Tier) -> None:
+    def _lose(self, group_id: int, names: Sequence[BlockName], tier: Tier, cause: EvictionCause) -> None:
         if names:
-            self._lost.append(Lost(group_id, names, tier))
+            self._lost.append(Lost(group_id, names, tier, cause))
 
     def _tell(self, event: BlockStored | BlockRemoved) -> None:
         self.num_changes += 1

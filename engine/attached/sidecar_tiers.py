@@ -399,11 +399,11 @@ class SidecarTiers:
                     raise Malformed(f"{len(names)} blocks in {len(slots)} slots")
                 self._mirror.on_in_host(group_id, names, slots)
             case LeftHost():
-                self._mirror.on_left_host(self._group(message.group), names_in(message.names))
+                self._mirror.on_left_host(self._group(message.group), names_in(message.names), message.cause)
             case OnDisk():
                 self._mirror.on_disk(self._group(message.group), names_in(message.names))
             case LeftDisk():
-                self._mirror.on_left_disk(self._group(message.group), names_in(message.names))
+                self._mirror.on_left_disk(self._group(message.group), names_in(message.names), message.cause)
             case Told():
                 self._is_told = True
                 self._epoch += 1  # what the device has a copy of below is known from now on

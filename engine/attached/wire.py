@@ -21,6 +21,7 @@ from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.lower.name_set import NAME_BYTES
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tier import Reason, Tier
 
 VERSION = 1
@@ -184,6 +185,7 @@ class LeftHost(_Message, frozen=True):
 
     group: int
     names: bytes
+    cause: EvictionCause = EvictionCause.ROOM
 
 
 class OnDisk(_Message, frozen=True):
@@ -198,6 +200,7 @@ class LeftDisk(_Message, frozen=True):
 
     group: int
     names: bytes
+    cause: EvictionCause = EvictionCause.ROOM
 
 
 class Told(_Message, frozen=True):

@@ -297,6 +297,12 @@ def _add_serve(commands: _Commands) -> None:
         help="strict: tenants share no cached block; off: they share those of requests without a cache_salt "
         "(default: strict)",
     )
+    serve.add_argument(
+        "--request-log",
+        type=some_text,
+        metavar="FILE",
+        help="a line of JSON for each request, in names and numbers, for replays (default: none)",
+    )
     serve.add_argument("--log-format", choices=["human", "json"], help="json: one object a line (default: human)")
     serve.add_argument("--check-config", action="store_true", help="print what the configuration comes to, and end")
     serve.set_defaults(run=_serve)
@@ -388,7 +394,9 @@ def _serve(options: argparse.Namespace) -> int:
         if name in adapters:
             raise ValueError(f"--lora {name}: is given twice; give each adapter a name of its own")
         adapters[name] = folder
-    return serve(options.model, options.config, options.sidecar, given, adapters, options.check_config)
+    return serve(
+        options.model, options.config, options.sidecar, given, adapters, options.check_config, options.request_log
+    )
 
 
 def _doc(options: argparse.Namespace) -> int:

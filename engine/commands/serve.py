@@ -32,14 +32,16 @@ def serve(
     given: Mapping[str, object],
     adapters: Mapping[str, str],
     checks_only: bool,
+    request_log: str | None = None,
 ) -> int:
     """Serve *model* until a signal; the exit status.
 
-    *sidecar* replaces that of the configuration *source*, *given* are settings of `[server]` that replace its own,
-    *adapters* folders by name beside those of `[lora]`. With *checks_only* it prints the plan and ends, with status 2
-    if the server would refuse it. ValueError and OSError, before anything is loaded, for what cannot be used.
+    *sidecar* and *request_log* replace those of the configuration *source*, *given* are settings of `[server]` that
+    replace its own, *adapters* folders by name beside those of `[lora]`. With *checks_only* it prints the plan and
+    ends, with status 2 if the server would refuse it. ValueError and OSError, before anything is loaded, for what
+    cannot be used.
     """
-    config = _config(source, sidecar, given, adapters)
+    config = _config(source, sidecar, given, adapters, request_log)
     if not checks_only:
         write_log(config.server.log_format)
     keys = None if config.server.api_keys is None else _keys(config.server.api_keys)
@@ -56,11 +58,18 @@ def _keys(file: str) -> ApiKeys:
 
 
 def _config(
-    source: str | None, sidecar: str | None, given: Mapping[str, object], adapters: Mapping[str, str]
+    source: str | None,
+    sidecar: str | None,
+    given: Mapping[str, object],
+    adapters: Mapping[str, str],
+    request_log: str | None,
 ) -> Config:
     tables: dict[str, object] = {} if source is None else load_toml(source)
     if sidecar is not None:
         tables["sidecar"] = sidecar
+    if request_log is not None:
+        found = tables.get("request_log")
+        tables["request_log"] = {**(found if isinstance(found, dict) else {}), "path": request_log}
     config = config_from_dict(tables, source or "config")
     settings = msgspec.to_builtins(config.server, enc_hook=int) | dict(given)
     whole: dict[str, object] = msgspec.to_builtins(config, enc_hook=int)

@@ -1,6 +1,6 @@
 """EngineCollector: an engine's metrics, filled from its statistics when Prometheus asks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
@@ -8,9 +8,11 @@ from prometheus_client.registry import Collector
 
 from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.metrics import names
+from kvtier.engine.metrics.compat.lmcache import engine_lmcache_metrics
+from kvtier.engine.metrics.compat.vllm import vllm_metrics
 from kvtier.engine.metrics.disk import admission_metrics, disk_metrics, store_metrics
-from kvtier.engine.metrics.tiers import route_metrics, tier_metrics
-from kvtier.engine.metrics.tokens import balance_metrics, sources_of
+from kvtier.engine.metrics.tiers import route_metrics, tier_metrics, what_if_metrics
+from kvtier.engine.metrics.tokens import balance_metrics, request_log_metrics, sources_of
 
 if TYPE_CHECKING:
     from kvtier.engine.core import EngineStatistics  # which imports torch: a server counts before it has that
@@ -19,14 +21,20 @@ if TYPE_CHECKING:
 class EngineCollector(Collector):
     """Reads a snapshot on every scrape; nothing is counted twice or on the engine's path."""
 
-    def __init__(self, statistics: "Callable[[], EngineStatistics]") -> None:
+    def __init__(
+        self, statistics: "Callable[[], EngineStatistics]", compat: Sequence[str] = (), model_name: str = ""
+    ) -> None:
+        """*compat* as in the configuration; *model_name* is what the model is served as, for the names of others."""
         self._statistics = statistics
+        self._compat = compat
+        self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
         """All metrics of one snapshot."""
         statistics = self._statistics()
         yield from _token_metrics(statistics)
         yield from tier_metrics(statistics.cache.tiers)
+        yield from what_if_metrics(statistics.requests.what_if)
         yield from route_metrics(statistics.cache.routes)
         yield names.HOST_PREPARED_BYTES.of(statistics.host_prepared_bytes)
         yield from _plan_metrics(statistics)
@@ -39,6 +47,8 @@ class EngineCollector(Collector):
         if statistics.sidecar is not None:
             yield from _sidecar_metrics(statistics.sidecar)
         yield from _request_metrics(statistics)
+        if statistics.requests.log is not None:
+            yield from request_log_metrics(statistics.requests.log)
         yield names.PINNED_BYTES.of(statistics.pinned_bytes)
         yield names.TENANT_BYTES.by(
             {(tier, tenant): number for tenant, usage in statistics.tenants.items() for tier, number in usage.items()}
@@ -51,6 +61,10 @@ class EngineCollector(Collector):
             }
         )
         yield names.CLEAN_AHEAD_BLOCKS.of(statistics.cache.clean_ahead_blocks)
+        if "vllm" in self._compat:
+            yield from vllm_metrics(statistics, self._model_name)
+        if "lmcache" in self._compat:
+            yield from engine_lmcache_metrics(statistics, self._model_name)
 
 
 def _token_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
@@ -65,7 +79,7 @@ def _token_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
 
 
 def _request_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
-    times = statistics.times
+    times = statistics.requests.times
     yield names.TTFT_SECONDS.by_histogram(times.ttft)
     yield names.QUEUE_SECONDS.by_histogram({(): times.queue})
     yield names.LOOKUP_SECONDS.by_histogram({(): times.lookup})
@@ -73,7 +87,7 @@ def _request_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
     yield names.TENANT_TOKENS.by(
         {
             (tenant, source): number
-            for tenant, tokens in statistics.tenant_tokens.items()
+            for tenant, tokens in statistics.requests.tenants.items()
             for source, number in sources_of(tokens).items()
         }
     )

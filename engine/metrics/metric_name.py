@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
+from math import inf
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 
 from kvtier.tiers.histogram import HistogramStatistics
 
@@ -52,7 +54,7 @@ class MetricName:
         """As `by`, of a histogram."""
         family = HistogramMetricFamily(self.name, self.help, labels=self.labels)
         for key, value in values.items():
-            bounds = [*(f"{bound:g}" for bound in value.bounds), "+Inf"]
+            bounds = [floatToGoString(bound) for bound in (*value.bounds, inf)]  # type: ignore[no-untyped-call]
             buckets = list(zip(bounds, accumulate(value.counts), strict=True))
             family.add_metric((key,) if isinstance(key, str) else key, buckets, value.total)
         return family

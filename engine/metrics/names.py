@@ -23,11 +23,17 @@ LOOKUP_SECONDS = histogram("kvtier_lookup_seconds", "Seconds that looking up a r
 LOAD_SECONDS = histogram("kvtier_load_seconds", "Seconds until a request's cached prefix had come")
 REQUESTS = gauge("kvtier_requests", "Requests by state", "state")
 
+REQUEST_LOG_LINES = counter(
+    "kvtier_request_log_lines",
+    "Lines of the log of requests: written, or dropped as the disk was too slow or full",
+    "result",
+)
+
 # Tiers.
 RESIDENT_BLOCKS = gauge("kvtier_resident_blocks", "Blocks in the tier, which look-ups find", "tier")
 RESIDENT_BYTES = gauge("kvtier_resident_bytes", "Bytes of the blocks in the tier", "tier")
 CAPACITY_BYTES = gauge("kvtier_capacity_bytes", "Bytes of blocks that the tier can hold", "tier")
-EVICTED_BLOCKS = counter("kvtier_evicted_blocks", "Blocks evicted to make room, by tier", "tier")
+EVICTED_BLOCKS = counter("kvtier_evicted_blocks", "Blocks that the tier has forgotten, by cause", "tier", "cause")
 DROPPED_SPILLS = counter("kvtier_dropped_spills", "Blocks evicted without a copy in a lower tier", "tier")
 CORRUPT_BLOCKS = counter(
     "kvtier_corrupt_blocks", "Blocks whose load gave no valid bytes, by tier and cause", "tier", "cause"
@@ -53,6 +59,13 @@ TENANT_TOKENS = counter(
     "source",
 )
 TENANT_BYTES = gauge("kvtier_tenant_bytes", "Bytes of blocks of tenants with a quota, by tier", "tier", "tenant")
+
+WHAT_IF_HIT_RATIO = gauge(
+    "kvtier_what_if_hit_ratio",
+    "Share of prompt tokens that would be found in the tier or a warmer one, were it so many times as large, lately",
+    "tier",
+    "size",
+)
 
 # Copies.
 MOVED_BYTES = counter("kvtier_moved_bytes", "Bytes copied between tiers, by route", "route")

@@ -37,12 +37,15 @@ class _HttpServer:
         self._server.server_close()
 
 
-def serve_metrics(statistics: "Callable[[], EngineStatistics]", config: Config) -> MetricsServer:
-    """Serve `/metrics` on the configured port, if there is one. OSError if the port is taken."""
+def serve_metrics(statistics: "Callable[[], EngineStatistics]", config: Config, model_name: str) -> MetricsServer:
+    """Serve `/metrics` of the engine of that model on the configured port, if there is one. OSError if the port is
+    taken."""
     if config.metrics_port is None:
         return _NoServer()
     try:
-        return _HttpServer(EngineCollector(statistics), config.metrics_host, config.metrics_port)
+        return _HttpServer(
+            EngineCollector(statistics, config.metrics.compat, model_name), config.metrics_host, config.metrics_port
+        )
     except OSError as error:
         where = f"{config.metrics_host}:{config.metrics_port}"
         raise OSError(f"metrics: cannot serve on {where} ({error.strerror}); choose another metrics_port") from error

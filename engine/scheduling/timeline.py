@@ -30,6 +30,8 @@ class Timeline:
     begun_at: float | None = field(default=None, init=False)  # it left the queue
     loaded_at: float | None = field(default=None, init=False)  # its cached prefix had come
     first_token_at: float | None = field(default=None, init=False)
+    last_token_at: float | None = field(default=None, init=False)
+    token_gap_s: float | None = field(default=None, init=False)  # between the last two tokens; None before
     ended_at: float | None = field(default=None, init=False)
 
     @property
@@ -58,6 +60,8 @@ class Timeline:
     def on_token(self, now: float) -> None:
         """The request got a token."""
         self.first_token_at = now if self.first_token_at is None else self.first_token_at
+        self.token_gap_s = _between(self.last_token_at, now)
+        self.last_token_at = now
 
     def on_ended(self, now: float) -> None:
         """The request has its last token, or was aborted."""
@@ -65,7 +69,14 @@ class Timeline:
 
     def check(self) -> None:
         """Raise AssertionError if the moments are out of order."""
-        moments = [self.arrived_at, self.begun_at, self.loaded_at, self.first_token_at, self.ended_at]
+        moments = [
+            self.arrived_at,
+            self.begun_at,
+            self.loaded_at,
+            self.first_token_at,
+            self.last_token_at,
+            self.ended_at,
+        ]
         reached = [moment for moment in moments if moment is not None]
         assert reached == sorted(reached), f"moments out of order: {moments}"
 

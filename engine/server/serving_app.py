@@ -153,7 +153,7 @@ async def load_app(
     except BaseException:
         await llm.close()
         raise
-    entrance.registry.register(EngineCollector(llm.statistics))
+    entrance.registry.register(EngineCollector(llm.statistics, config.metrics.compat, models.name))
     fields = {"seconds": round(time.monotonic() - began_at, 1), "max_model_len": llm.longest_request}
     log.info("ready", extra={"fields": fields})
     models = replace(models, longest_request=llm.longest_request)

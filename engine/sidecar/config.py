@@ -13,6 +13,7 @@ from kvtier.engine.config import (
     DiskConfig,
     HostConfig,
     OperatorsConfig,
+    RequestLogConfig,
     Seconds,
     Table,
     TenantConfig,
@@ -95,6 +96,20 @@ class HttpConfig(Table, frozen=True, kw_only=True):
         return self.token is not None or self.token_file is not None
 
 
+class SidecarMetricsConfig(Table, frozen=True, kw_only=True):
+    """`[metrics]`: what Prometheus is told. *compat*: whose names are told beside kvtier's own, for boards that know
+    those. vLLM's are not a sidecar's to tell: the engines on it tell theirs."""
+
+    compat: tuple[Literal["vllm", "lmcache"], ...] = ()
+
+    def __post_init__(self) -> None:
+        if "vllm" in self.compat:
+            raise ValueError(
+                "compat vllm: the engines on a sidecar tell vLLM's names themselves, and boards would count both; "
+                'use "lmcache" here, and "vllm" in the configuration of kvtier serve'
+            )
+
+
 def is_loopback(host: str) -> bool:
     """Whether *host*, a name or an address, can only be reached from this machine."""
     if host == "localhost":
@@ -115,8 +130,10 @@ class SidecarConfig(Table, frozen=True, kw_only=True):
     lmcache: LmcacheConfig | None = LmcacheConfig()
     http: HttpConfig = HttpConfig()
     operators: OperatorsConfig = OperatorsConfig()
+    metrics: SidecarMetricsConfig = SidecarMetricsConfig()
     models: dict[str, ModelWeightsConfig] = msgspec.field(default_factory=dict)
     tenants: dict[str, TenantConfig] = msgspec.field(default_factory=dict)
+    request_log: RequestLogConfig = RequestLogConfig()
     extent: ByteSize = parse_bytes("64MiB")
     drain_s: Seconds = 30.0
     log_format: Literal["human", "json"] = "human"

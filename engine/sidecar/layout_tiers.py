@@ -1,6 +1,6 @@
 """LayoutTiers: host memory and disk for the chunks of one layout."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from kvtier.tiers.lower.local_fetch import LocalFetch
 from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.lower.lower_tiers import ON_DISK, Fetch, OnFetched, Places
 from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tier import Reason
 
@@ -57,6 +58,7 @@ class LayoutTiers:
         extents: Extents,
         store: StoreView | None,
         read_timeout_s: float,
+        clock: Callable[[], float],
     ) -> None:
         """*memories* by group; *store* is the disk's view of this layout, None without a disk. A read from it that
         takes *read_timeout_s* is given up."""
@@ -64,10 +66,11 @@ class LayoutTiers:
         self.tiers = tiers
         self.memories = memories
         self.read_timeout_s = read_timeout_s
+        self._clock = clock
         self.num_clears = 0
         self._extents = extents
         self._store = store
-        self._ghosts = Ghosts(NUM_GHOSTS)
+        self.ghosts = Ghosts(NUM_GHOSTS)
         self._held = [HeldSlots(group_id, tiers, memory) for group_id, memory in enumerate(memories)]
 
     def reserve(self, group_id: int, num_slots: int) -> list[int]:
@@ -120,7 +123,9 @@ class LayoutTiers:
     def poll(self) -> None:
         """Go on with all that is under way, and with copies to disk."""
         if self._store is not None and (gone := self._store.take_gone()):
-            self.tiers.on_gone_from_disk(gone)
+            self.tiers.on_gone_from_disk(gone, EvictionCause.LAYOUT)
+        if self._store is not None and (cleared := self._store.take_cleared()):
+            self.tiers.on_gone_from_disk(cleared, EvictionCause.CLEARED)
         self.tiers.time_out_reads(self.read_timeout_s)
         self.tiers.poll()
         self._remember_lost()  # no copies above rely on it: engines ask each time
@@ -170,12 +175,12 @@ class LayoutTiers:
 
     def why_missing(self, name: BlockName) -> Reason:
         """Why a chunk is not here: which tier dropped its last copy, if that is remembered."""
-        tier = self._ghosts.dropped_by(name)
-        return Reason.NEVER_SEEN if tier is None else Reason.evicted_from(tier)
+        ghost = self.ghosts.find(name)
+        return Reason.NEVER_SEEN if ghost is None else Reason.evicted_from(ghost.tier)
 
     def _remember_lost(self) -> None:
-        for _, names, tier in self.tiers.take_lost():
-            self._ghosts.remember(names, tier)
+        for _, names, tier, cause in self.tiers.take_lost():
+            self.ghosts.remember(names, tier, cause, self._clock())
 
     def _get_room(self, group_id: int, num_slots: int) -> None:
         slots = self._held[group_id]

@@ -22,6 +22,7 @@ from kvtier.tiers.lower.purge import Purge, PurgeOrder
 from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.purge import CachePurge
+from kvtier.tiers.reuse.what_if import WhatIf
 from kvtier.transfer.segment import Segment
 from kvtier.transfer.transfer_engine import TransferEngine
 
@@ -47,15 +48,17 @@ class Layouts:
         written_bytes_per_day: int | None = None,
         read_timeout_s: float = READ_TIMEOUT_S,
         ledger: LeaseLedger | None = None,
+        records: RecentRecords | None = None,
     ) -> None:
         """*opening* is the store's, see `DiskTier`; *quotas* are bytes of host memory by tenant, in each layout.
-        *ledger*: the segment's, by default one that nobody else sees."""
+        *ledger*: the segment's, by default one that nobody else sees. *records* get what engines look up."""
         self.segment = segment
         self.ledger = ledger or new_ledger(extent_bytes, segment.num_bytes // extent_bytes)
         left_out = self.ledger.left_out
         self.extents = Extents(segment, extent_bytes, clock, left_out)
         self.shares = Shares(lambda: max(0, segment.backed_bytes - len(left_out) * extent_bytes), self.ledger)
-        self.records = RecentRecords()  # of what engines have looked up
+        self.records = records or RecentRecords()  # of what engines have looked up
+        self.what_if = WhatIf(clock)  # told by doors that are told of each prompt
         self._transfers = transfers
         self._store = None if store is None else SharedStore(store)
         self._opening = opening
@@ -85,7 +88,7 @@ class Layouts:
         tiers = LocalTiers(
             layout.groups, memories, self._transfers, disk, self._clock, quotas=self._quotas, events=events
         )
-        made = LayoutTiers(layout, tiers, memories, self.extents, view, self._read_timeout_s)
+        made = LayoutTiers(layout, tiers, memories, self.extents, view, self._read_timeout_s, self._clock)
         self._layouts[layout] = made
         return made
 
@@ -133,3 +136,4 @@ class Layouts:
         """Raise AssertionError if any two books disagree."""
         for layout_tiers in self:
             layout_tiers.check()
+        self.what_if.check()

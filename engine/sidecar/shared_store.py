@@ -23,16 +23,21 @@ class SharedStore:
         """The store with the records of all namespaces."""
         return WholeStore(self, b"")
 
-    def tell(self, gone: Sequence[bytes]) -> None:
-        """Tell each view which of its keys are gone."""
-        for key in gone:
+    def tell_cleared(self, keys: Sequence[bytes]) -> None:
+        """Tell each view which of its keys are gone because that was asked for."""
+        for key in keys:
             if (view := self._views.get(key[:NAMESPACE_BYTES])) is not None:
-                view.gone.put(key)
+                view.cleared.put(key)
 
     def without_foreign(self, namespace: bytes, evicted: Sequence[bytes]) -> list[bytes]:
         """Those of the evicted keys that are the namespace's; the others are told to theirs."""
-        self.tell([key for key in evicted if not key.startswith(namespace)])
-        return [key for key in evicted if key.startswith(namespace)]
+        own = []
+        for key in evicted:
+            if key.startswith(namespace):
+                own.append(key)
+            elif (view := self._views.get(key[:NAMESPACE_BYTES])) is not None:
+                view.gone.put(key)
+        return own
 
 
 class StoreView:
@@ -40,18 +45,18 @@ class StoreView:
 
     def __init__(self, shared: SharedStore, namespace: bytes) -> None:
         self.gone: SimpleQueue[bytes] = SimpleQueue()  # keys of this namespace that went for another's
+        self.cleared: SimpleQueue[bytes] = SimpleQueue()  # and those that were asked to go
         self._shared = shared
         self._store = shared.store
         self._namespace = namespace
 
     def take_gone(self) -> list[bytes]:
         """Keys that went for other namespaces' records since the last call."""
-        keys: list[bytes] = []
-        try:
-            while True:
-                keys.append(self.gone.get_nowait())
-        except Empty:
-            return keys
+        return _taken(self.gone)
+
+    def take_cleared(self) -> list[bytes]:
+        """Keys that went because that was asked for of the whole store, since the last call."""
+        return _taken(self.cleared)
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
         try:
@@ -86,10 +91,19 @@ class WholeStore(StoreView):
 
     def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
         evicted = self._store.evict(num_bytes, most, tenant)
-        self._shared.tell(evicted.keys)
+        self._shared.tell_cleared(evicted.keys)
         return evicted
 
     def delete(self, keys: Sequence[bytes]) -> int:
         num_deleted = self._store.delete(keys)
-        self._shared.tell(keys)
+        self._shared.tell_cleared(keys)
         return num_deleted
+
+
+def _taken(queue: SimpleQueue[bytes]) -> list[bytes]:
+    keys: list[bytes] = []
+    try:
+        while True:
+            keys.append(queue.get_nowait())
+    except Empty:
+        return keys

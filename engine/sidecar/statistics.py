@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
+from kvtier.engine.records.request_log import LogCounts
 from kvtier.engine.reopening_store import StoreStanding
 from kvtier.engine.sidecar.door import DoorCounts
 from kvtier.engine.sidecar.layout import Layout
@@ -15,9 +16,12 @@ from kvtier.store.blob_store import StoreStatistics
 from kvtier.tiers.device.eviction_ages import NO_AGES
 from kvtier.tiers.histogram import HistogramStatistics
 from kvtier.tiers.lower.breaker import BreakerState
+from kvtier.tiers.lower.disk_tier import evicted_by_cause
 from kvtier.tiers.lower.ssd_life import SsdLifeStatistics
-from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics, TokenBalance
+from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics, TokenBalance, causes_summed
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.reuse.what_if import HitRatios
 from kvtier.transfer.segment import Segment
 from kvtier.transfer.transfer_engine import Route, RouteStatistics, TransferEngine
 
@@ -49,6 +53,8 @@ class SidecarStatistics:
     store: StoreStanding | None
     doors: tuple[DoorCounts, ...]
     pins: PinStatistics
+    what_if: HitRatios  # were a tier smaller or larger; of prompts that doors are told of
+    request_log: LogCounts | None = None  # None without one
 
     @property
     def tokens(self) -> TokenBalance:
@@ -64,6 +70,7 @@ def statistics_of(
     doors: tuple[DoorCounts, ...],
     pins: PinStatistics,
     life: SsdLifeStatistics | None = None,
+    request_log: LogCounts | None = None,
 ) -> SidecarStatistics:
     """The statistics of these parts now; *store* is None without a disk."""
     found, disks, disk_tiers = [], [], []
@@ -96,6 +103,8 @@ def statistics_of(
         None if store is None else store[0],
         doors,
         pins,
+        layouts.what_if.hit_ratios(all_tiers),
+        request_log,
     )
 
 
@@ -135,7 +144,7 @@ def _disk_tier(store: StoreStatistics, disk_tiers: Sequence[TierStatistics]) -> 
         num_blocks=store.num_records,
         num_bytes=store.stored_bytes,
         capacity_bytes=store.capacity_bytes,
-        num_evicted=store.evicted_total,
+        evicted=evicted_by_cause(store, sum(tier.evicted.get(EvictionCause.CLEARED, 0) for tier in disk_tiers)),
         corrupt=_corrupt(disk_tiers),
         eviction_ages=_ages(disk_tiers),
     )
@@ -153,7 +162,7 @@ def _sum(tiers: Iterable[TierStatistics]) -> TierStatistics:
         num_blocks=sum(one.num_blocks for one in each),
         num_bytes=sum(one.num_bytes for one in each),
         capacity_bytes=sum(one.capacity_bytes for one in each),
-        num_evicted=sum(one.num_evicted for one in each),
+        evicted=causes_summed(one.evicted for one in each),
         dropped_spills=sum(one.dropped_spills for one in each),
         corrupt=_corrupt(each),
         num_leased=sum(one.num_leased for one in each),

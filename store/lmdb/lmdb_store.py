@@ -123,6 +123,7 @@ class LmdbStore:
             written_lately_bytes=counters.lately_bytes(time.time()),
             read_bytes_total=read_bytes_total,
             evicted_total=counters.evicted_total,
+            quota_evicted_total=counters.quota_evicted_total,
             tenants=tenants,
             faults=faults,
         )

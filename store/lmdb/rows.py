@@ -57,6 +57,7 @@ class _Counts:
 
     def __init__(self, layout: str) -> None:
         self._layout = _Layout(layout)
+        self.num_bytes = self._layout.size + _CHECKSUM_BYTES  # of a row
 
     def pack(self, key: bytes, *counts: float) -> bytes:
         """The row of *counts* at *key*."""
@@ -92,7 +93,8 @@ COUNTERS_KEY = b"counters"
 NO_TENANT = bytes(TENANT_BYTES)
 # Sequence number, charged bytes, mark, tenant, size and number of the slot; header and parent's key follow.
 _ROW = _Layout(f">QQ?{TENANT_BYTES}sIQ")
-_COUNTERS = _Counts("<7Qd2Q")
+_COUNTERS = _Counts("<7Qd3Q")
+_FEWER_COUNTERS = _Counts("<7Qd2Q")  # of a store that has not been written to since it counted quotas
 _DAY_S = 86_400.0
 
 
@@ -110,11 +112,13 @@ class Counters:
     written_lately_at: float = 0.0  # seconds since 1970
     num_changes: int = 0
     slab_bytes: int = 0  # of all slots that take room on the medium
+    quota_evicted_total: int = 0  # of `evicted_total`
 
     @classmethod
     def unpack(cls, packed: bytes) -> "Counters":
         """The counters in the row *packed*."""
-        return cls(*_COUNTERS.unpack(COUNTERS_KEY, packed))
+        layout = _FEWER_COUNTERS if len(packed) == _FEWER_COUNTERS.num_bytes else _COUNTERS
+        return cls(*layout.unpack(COUNTERS_KEY, packed))
 
     def pack(self) -> bytes:
         """The row of these counters."""

@@ -17,6 +17,7 @@ from kvtier.store.lmdb.change import REMOVAL_BYTES, Change
 from kvtier.store.lmdb.disk_room import DiskRoom
 from kvtier.store.lmdb.files import LmdbFiles
 from kvtier.store.lmdb.group_commit import GroupCommit
+from kvtier.store.lmdb.rows import NO_TENANT
 from kvtier.store.slab import PAGE_BYTES, Slot, slot_bytes
 
 _INDEX_PAGES = 8  # new pages that the change of one record may need
@@ -113,23 +114,18 @@ class LmdbWriter:
 
     def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
         """See `BlobStore.evict`."""
-        gone: list[bytes] = []
-        num_freed, is_any_left = 0, True
+        owner, gone, num_freed = tenant or NO_TENANT, list[bytes](), 0
 
-        def turn(change: Change, most_now: int) -> tuple[list[bytes], int, int]:
-            def stored_bytes() -> int:
-                return change.bytes_of(tenant) if tenant else change.counters.stored_bytes
+        def clear(change: Change, most_now: int) -> tuple[list[bytes], int, int]:
+            before = change.counters.stored_bytes
+            keys, num_left = change.clear(num_bytes - num_freed, min(most_now, most - len(gone)), owner)
+            return keys, num_left, before - change.counters.stored_bytes
 
-            before = stored_bytes()
-            bounds = max(0, before - num_bytes + num_freed), min(most_now, most - len(gone))
-            keys = change.evict_tenant(tenant, *bounds) if tenant else change.evict(*bounds)
-            return keys, before, stored_bytes()
-
-        while is_any_left and num_freed < num_bytes and len(gone) < most:
-            keys, before, after = self._files.remove(turn)
+        num_left = 1
+        while num_left and num_freed < num_bytes and len(gone) < most:
+            keys, num_left, num_now = self._files.remove(clear)
             gone += keys
-            num_freed += before - after
-            is_any_left = after > 0
+            num_freed += num_now
         return Evicted(gone, num_freed)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from markdown_links import ROOT, anchors_of, code_of, examples_of, links_of, pag
 from reading_list import count_lines, said_lines, said_sum
 
 from kvtier.engine.config import Config, as_config, tree_from_dict
+from kvtier.engine.metrics.names import CATALOGUE
 from kvtier.engine.sidecar.config import SidecarConfig
 
 PAGES = [page.relative_to(ROOT).as_posix() for page in pages()]
@@ -36,8 +37,7 @@ def keys_of(table: str) -> set[str]:
 
 def exported_metrics() -> set[str]:
     """The names of all metrics, an engine's and the sidecar's."""
-    files = [ROOT / "engine" / "metrics.py", ROOT / "engine" / "sidecar" / "http" / "metrics.py"]
-    return {name for file in files for name in re.findall(r'"(kvtier_\w+)"', file.read_text())}
+    return {each.name for each in CATALOGUE}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -226,6 +226,7 @@ def test_the_oldest_is_evicted_first_is_evicted_first(case: StoreCase) -> None:
         assert store.put_many([blob_of(3, 1000), blob_of(4, 1000)]) == [key_of(0), key_of(1)]
         assert oldest_first(store) == [key_of(2), key_of(3), key_of(4)]
         assert store.statistics().evicted_total == 2
+        assert store.statistics().quota_evicted_total == 0
         store.check()
 
 
@@ -367,7 +368,7 @@ def test_what_is_asked_for_is_evicted_in_the_order_in_which_records_leave(case: 
         assert store.evict(1, 100) == ([key_of(5)], charge)
         assert store.evict(100 * charge, 100) == ([key_of(0)], charge)
         assert store.evict(100 * charge, 100) == ([], 0)
-        assert store.statistics().evicted_total == 6
+        assert store.statistics().evicted_total == store.statistics().quota_evicted_total == 0
         store.check()
 
 
@@ -418,6 +419,7 @@ def test_over_its_quota_a_tenants_own_tail_goes_first(case: StoreCase) -> None:
         store.touch([key_of(11)])
         assert store.put_many([replace(blob_of(21, 1000), tenant=ANN)]) == [key_of(20)]
         assert store.statistics().tenants == {ANN: 3 * charge, BOB: 6 * charge}
+        assert (store.statistics().evicted_total, store.statistics().quota_evicted_total) == (2, 2)
         store.check()
         store.delete([key_of(n) for n in (10, 11, 21)])
         assert store.statistics().tenants == {BOB: 6 * charge}

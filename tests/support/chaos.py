@@ -21,6 +21,7 @@ from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.lower.lower_tiers import LowerTiers
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
 from kvtier.tiers.naming.events import EventLog
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.up.promotion import NO_SLOT, Tables
 from kvtier.transfer.block_memory import BlockMemory, CpuMemory
@@ -172,7 +173,7 @@ class World:
         device = [group.slots for group in self.cache.residency.groups]
         for slots in (*device, *(self.host or ())):
             found = slots.pool.find_all(names)
-            slots.evict(found[found != ABSENT])
+            slots.evict(found[found != ABSENT], EvictionCause.ROOM)
 
     def wait_for_index(self) -> None:
         """Until what is on disk already is known."""

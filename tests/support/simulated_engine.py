@@ -25,6 +25,7 @@ from kvtier.tiers.lower.local_tiers import lower_tiers
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.groups import FullAttention
+from kvtier.tiers.reuse.what_if import WhatIf
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.tiers.up.prefill_speed import PrefillSpeed, tokens_read
 from kvtier.transfer.block_memory import CpuMemory
@@ -137,6 +138,7 @@ class SimulatedEngine:
             token_budget=4 * machine.chunk // TOKENS_EACH, prefill_chunk=machine.chunk // TOKENS_EACH, max_running=64
         )
         self._scheduler = Scheduler(self.cache, config, math.inf, self.planner, self._clock)
+        self.what_if = WhatIf(self._clock, math.inf)
         self._tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")))
 
     def answer(self, prompts: Sequence[Arriving]) -> list[float]:
@@ -193,6 +195,8 @@ class SimulatedEngine:
         for request in done:
             request.finish(FinishReason.LENGTH)
             self._scheduler.retire(request)
+            num_asked = len(request.prompt_token_ids) // BLOCK_SIZE
+            self.what_if.on_prompt(request.chain.names[:num_asked], BLOCK_SIZE, BLOCK_BYTES, request.balance())
         return done
 
     def _advance(self, now: float) -> None:

@@ -16,6 +16,7 @@ from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.lower import copies
 from kvtier.tiers.lower.breaker import HUNG_S
 from kvtier.tiers.lower.lower_tiers import NOWHERE
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.up.promotion import NO_SLOT
@@ -99,7 +100,7 @@ def test_copies_ahead_of_need_leave_the_bus_to_promotions() -> None:
     w = world(num_device_slots=32, num_host_slots=60)
     read(w, "a")
     w.flush()
-    w.cache.residency.groups[0].slots.evict(w.cache.residency.groups[0].pool.cached_slots())
+    w.cache.residency.groups[0].slots.evict(w.cache.residency.groups[0].pool.cached_slots(), EvictionCause.ROOM)
     for document in "bc":
         table = w.cache.allocate([10])
         assert table is not None

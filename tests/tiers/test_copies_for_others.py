@@ -5,6 +5,7 @@ from chaos import World
 from small_cache import BLOCK_BYTES, BLOCK_SIZE, DOCUMENT, read, world
 
 from kvtier.tiers.down import host_spill
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.up.promotion import Tables
 from kvtier.transfer.transfer_engine import Route
@@ -85,7 +86,7 @@ def test_while_a_promotion_is_under_way_only_what_is_due_is_copied() -> None:
     read(w, "a")
     w.flush()
     group = w.cache.residency.groups[0]
-    group.slots.evict(group.pool.cached_slots())
+    group.slots.evict(group.pool.cached_slots(), EvictionCause.ROOM)
     tables = compute(w, "b")
 
     promotion = w.cache.promote(w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1))

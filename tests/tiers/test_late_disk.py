@@ -11,6 +11,7 @@ from small_cache import BLOCK_BYTES, DOCUMENT, balance, read
 from kvtier.store.blob_store import Blob, StoreUnavailable
 from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.disk_tier import DiskTier
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tier import Tier
 from kvtier.transfer.transfer_engine import Route
@@ -124,7 +125,7 @@ def test_device_blocks_whose_only_copies_were_in_a_store_that_is_gone_are_copied
     read(w, "a")
     w.flush()
     host, device, names = w.index.host[0], w.cache.residency.groups[0].slots, w.names("a", DOCUMENT)
-    host.evict(host.pool.find_all(names))
+    host.evict(host.pool.find_all(names), EvictionCause.ROOM)
     assert w.cache.where(w.chain("a", DOCUMENT)) == [Tier.DEVICE] * len(names)
     again = empty()
 
@@ -132,7 +133,7 @@ def test_device_blocks_whose_only_copies_were_in_a_store_that_is_gone_are_copied
     step(w)
     w.flush()
 
-    device.evict(device.pool.find_all(names))
+    device.evict(device.pool.find_all(names), EvictionCause.ROOM)
     assert {disk_of(w).block_of(key) for key in again.keys()} == {(0, name) for name in names}  # noqa: SIM118  # no dict
     assert balance(read(w, "a"))[3] == 1
 

@@ -14,6 +14,7 @@ from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.down.host_spill import BACK_OFF_S
 from kvtier.tiers.lower import disk_reads
 from kvtier.tiers.lower.breaker import MAX_FAILURES, REST_S
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Reason, Tier
@@ -251,11 +252,11 @@ def test_a_block_whose_copy_below_went_while_it_came_up_is_copied_down_again(is_
     until_whole(w, held(w, "a"))
     chain = w.chain("a", DOCUMENT)
     device, host = w.cache.residency.groups[0].slots, w.index.host
-    device.evict(device.pool.find_all(chain.names))
+    device.evict(device.pool.find_all(chain.names), EvictionCause.ROOM)
     promotion = w.cache.promote(w.cache.lookup(chain, DOCUMENT + 1))
     assert w.lanes[Route.HOST_TO_DEVICE].num_pending > 0
 
-    host[0].evict(host[0].pool.find_all(chain.names))
+    host[0].evict(host[0].pool.find_all(chain.names), EvictionCause.ROOM)
     if is_told_before_it_comes:
         w.cache.poll()  # the cache learns of the loss while the device cannot find the block yet
     w.settle()

@@ -13,6 +13,7 @@ from kvtier.tiers import cache, pins
 from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.lower import disk_reads
 from kvtier.tiers.lower.disk_tier import DiskTier
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.pins import Pin
@@ -73,7 +74,9 @@ def in_host(w: World, document: str) -> None:
     until_done(w, promotion)
     w.cache.release(promotion.tables)
     w.settle()
-    w.cache.residency.groups[0].slots.evict(w.cache.residency.groups[0].pool.find_all(promotion.chain.names))
+    w.cache.residency.groups[0].slots.evict(
+        w.cache.residency.groups[0].pool.find_all(promotion.chain.names), EvictionCause.ROOM
+    )
 
 
 @pytest.mark.parametrize("where", [Tier.HOST, Tier.DISK])

@@ -19,6 +19,7 @@ from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockChain, BlockName, ExtraKeys, Lora, MultimodalItem
 from kvtier.tiers.naming.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventLog
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import (
     AttentionGroup,
     ChunkedLocal,
@@ -229,7 +230,7 @@ class Desk(World):
             size = self.cache.groups[group_id].block_size
             slot = slots[group_id].pool.find(reader.chain.names_of(size, range(block_id, block_id + 1))[0])
             assert slot is not None, "the block was not there"
-            slots[group_id].evict([slot])
+            slots[group_id].evict([slot], EvictionCause.ROOM)
 
     def spill_all(self) -> None:
         """Copy down until nothing more wants to go."""

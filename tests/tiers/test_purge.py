@@ -10,6 +10,7 @@ from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.lower.purge import Purged, PurgeOrder
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import BlockRemoved, EventLog
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Tier
@@ -51,6 +52,9 @@ def test_all_that_is_cached_leaves_every_tier_and_is_counted_by_tier() -> None:
     assert outcome[Tier.HOST] == Purged(2 * BLOCKS, 2 * BLOCKS * BLOCK_BYTES)
     assert outcome[Tier.DISK] == Purged(2 * BLOCKS, 2 * BLOCKS * CHARGE)
     assert w.store.statistics().num_records == 0
+    for tier, statistics in w.cache.statistics().tiers.items():
+        assert statistics.evicted == {EvictionCause.CLEARED: outcome[tier].num_blocks}
+        assert statistics.dropped_spills == 0
     assert read(w, "a").num_tokens == 0
 
 
@@ -153,6 +157,7 @@ def test_routers_are_told_as_of_any_eviction() -> None:
     gone: dict[Tier, set[BlockName]] = {tier: set() for tier in Tier}
     for event in events.take():
         assert isinstance(event, BlockRemoved)
+        assert event.cause is EvictionCause.CLEARED
         gone[event.tier].update(event.names)
     names = set(w.chain("a", DOCUMENT).names)
     assert gone == {Tier.DEVICE: names, Tier.HOST: names, Tier.DISK: names}

@@ -1,17 +1,30 @@
-"""Ghosts: which tier dropped a block that no tier has any more, to tell "evicted" from "never seen"."""
+"""Ghosts: which tier dropped a block that no tier has any more, why and when, to tell "evicted" from "never seen"."""
 
+from array import array
 from collections.abc import Sequence
-from itertools import chain, groupby
-from operator import itemgetter
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
+from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tier import Tier
 
 _TIERS = tuple(Tier)
+_CAUSES = tuple(EvictionCause)
+_HOW = {(tier, cause): len(_CAUSES) * i + j for i, tier in enumerate(_TIERS) for j, cause in enumerate(_CAUSES)}
 NUM_GHOSTS = 1 << 16  # names of lost blocks that are remembered, to tell "evicted" from "never seen"
 MOST_PENDING = 2048  # names: half a millisecond's work at once
+
+
+class Ghost(NamedTuple):
+    """How a block was lost: the tier that had the last copy dropped it, for this *cause*, *at* this time."""
+
+    tier: Tier
+    cause: EvictionCause
+    at: float  # on the clock of who remembers
 
 
 class Ghosts:
@@ -19,42 +32,72 @@ class Ghosts:
 
     The names are in a ring that is searched as a whole, once a request. A look-up in a set or dict is faster, but every
     eviction costs three to five times as much, and it keeps the names. Names that come in small numbers are put into
-    the ring many at a time.
+    the ring many at a time. All names have one length.
     """
 
     def __init__(self, num_names: int) -> None:
         self._prefixes = np.zeros(num_names, np.uint64)
-        self._tiers = np.zeros(num_names, np.uint8)
+        self._how = np.zeros(num_names, np.uint8)  # number of the tier, and of the cause
+        self._at = np.zeros(num_names)
         self._next = 0
-        self._pending: list[tuple[Sequence[BlockName], Tier]] = []  # not in the ring yet, oldest first
+        self._pending: list[Sequence[BlockName]] = []  # not in the ring yet, oldest first
+        self._pending_how = array("B")
+        self._pending_at = array("d")
         self._num_pending = 0
 
-    def remember(self, names: Sequence[BlockName], tier: Tier) -> None:
-        """Note that *tier* dropped the last copies of these blocks. Their names have one length; the list is kept."""
+    def remember(self, names: Sequence[BlockName], tier: Tier, cause: EvictionCause, at: float) -> None:
+        """Note that *tier* dropped the last copies of these blocks, why and when. The list of names is kept."""
         if not names:
             return
-        self._pending.append((names, tier))
+        self._pending.append(names)
+        self._pending_how.append(_HOW[tier, cause])
+        self._pending_at.append(at)
         self._num_pending += len(names)
         if self._num_pending >= MOST_PENDING:
             self._take_in()
 
-    def dropped_by(self, name: BlockName) -> Tier | None:
-        """The tier that dropped the block's last copy; None if there was none, or it is too long ago."""
+    def find(self, name: BlockName) -> Ghost | None:
+        """How the block was lost last; None if it never was, or that is too long ago."""
         self._take_in()
         places = np.flatnonzero(self._prefixes == np.frombuffer(name[:8], np.uint64))
-        if not len(places):
-            return None
-        newest = places[np.argmax((places - self._next) % len(self._prefixes))]
-        return _TIERS[int(self._tiers[newest])]
+        return self._ghost(self._newest(places)) if len(places) else None
+
+    def find_all(self, names: Sequence[BlockName], before: float = float("inf")) -> list[Ghost | None]:
+        """For each of the blocks how it was lost last *before* that time. Takes milliseconds, and less than `find` for
+        each of many."""
+        self._take_in()
+        wanted = np.frombuffer(b"".join(name[:8] for name in names), np.uint64)
+        found: dict[int, int] = {}  # place in the ring by prefix
+        places = np.flatnonzero(np.isin(self._prefixes, wanted) & (self._at < before))
+        for place in places[np.argsort(self._age_order(places), kind="stable")].tolist():
+            found[int(self._prefixes[place])] = place
+        all_found = (found.get(prefix) for prefix in wanted.tolist())
+        return [None if place is None else self._ghost(place) for place in all_found]
+
+    def _age_order(self, places: Ids) -> Ids:
+        """Numbers that grow from the oldest of the ring's places to the newest."""
+        return (places - self._next) % len(self._prefixes)
+
+    def _newest(self, places: Ids) -> int:
+        return int(places[np.argmax(self._age_order(places))])
+
+    def _ghost(self, place: int) -> Ghost:
+        tier, cause = divmod(int(self._how[place]), len(_CAUSES))
+        return Ghost(_TIERS[tier], _CAUSES[cause], float(self._at[place]))
 
     def _take_in(self) -> None:
-        for tier, group in groupby(self._pending, itemgetter(1)):
-            kept = list(chain.from_iterable(names for names, _ in group))[-len(self._prefixes) :]
-            prefixes = np.frombuffer(b"".join(kept), np.uint64)[:: len(kept[0]) // 8]
-            fits = min(len(kept), len(self._prefixes) - self._next)
-            for start, some in ((self._next, prefixes[:fits]), (0, prefixes[fits:])):
-                self._prefixes[start : start + len(some)] = some
-                self._tiers[start : start + len(some)] = _TIERS.index(tier)
-            self._next = (self._next + len(kept)) % len(self._prefixes)
-        self._pending.clear()
+        if not self._pending:
+            return
+        numbers = list(map(len, self._pending))
+        most = len(self._prefixes)
+        kept = list(chain.from_iterable(self._pending))[-most:]
+        prefixes = np.frombuffer(b"".join(kept), np.uint64)[:: len(kept[0]) // 8]
+        hows = np.repeat(np.frombuffer(self._pending_how, np.uint8), numbers)[-most:]
+        ats = np.repeat(np.frombuffer(self._pending_at), numbers)[-most:]
+        fits = min(len(kept), most - self._next)
+        for start, some in ((self._next, slice(0, fits)), (0, slice(fits, len(kept)))):
+            end = start + len(prefixes[some])
+            self._prefixes[start:end], self._how[start:end], self._at[start:end] = prefixes[some], hows[some], ats[some]
+        self._next = (self._next + len(kept)) % most
+        self._pending, self._pending_how, self._pending_at = [], array("B"), array("d")
         self._num_pending = 0

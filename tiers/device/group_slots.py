@@ -1,6 +1,6 @@
 """GroupSlots: one group's slots on the device or in host memory, and which of their blocks have a copy below."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,11 @@ from kvtier.tiers.device.dirty_marks import DirtyMarks
 from kvtier.tiers.device.eviction_ages import EvictionAges
 from kvtier.tiers.device.slot_ids import NOTHING, Ids, Slots
 from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.eviction import EvictionCause
 
-OnForgotten = Callable[[Ids, Sequence[BlockName], set[BlockName | None]], None]
-"""Called when slots have lost their blocks: with the slots, the blocks' names, and the names of those that had no copy
-below."""
+OnForgotten = Callable[[Ids, Sequence[BlockName], set[BlockName | None], EvictionCause], None]
+"""Called when slots have lost their blocks: with the slots, the blocks' names, the names of those that had no copy
+below, and why."""
 
 
 class GroupSlots:
@@ -26,10 +27,20 @@ class GroupSlots:
         self.dirty = DirtyMarks(num_slots)
         self.is_spilled = is_spilled
         self.num_lost = 0  # times that blocks lost their copies below
-        self.num_evicted = 0
+        self._evicted = dict.fromkeys(EvictionCause, 0)
         self.dropped_spills = 0  # blocks evicted without a copy below
         self.ages = EvictionAges(self.pool)
         self._on_forgotten = on_forgotten
+
+    @property
+    def num_evicted(self) -> int:
+        """Blocks evicted since the start."""
+        return sum(self._evicted.values())
+
+    @property
+    def evicted(self) -> Mapping[EvictionCause, int]:
+        """Blocks evicted since the start, by cause, those that there were."""
+        return {cause: number for cause, number in self._evicted.items() if number}
 
     def mark_dirty(self, slots: Ids) -> None:
         """Mark these slots: their blocks have no copy below yet."""
@@ -54,7 +65,7 @@ class GroupSlots:
             victims = self._choose(num_slots - pool.num_blank, window)
             were_dirty = self._clean(victims)
             slots, names = pool.evict_for(num_slots, victims)
-            self._tell(victims, names, were_dirty)
+            self._tell(victims, names, were_dirty, EvictionCause.ROOM)
             return slots
         return pool.allocate(num_slots)
 
@@ -62,7 +73,7 @@ class GroupSlots:
         """Lease up to that many slots without losing any block's last copy."""
         missing = num_slots - self.pool.num_blank
         if missing > 0:
-            self.evict(self._oldest_clean(missing + window, missing))
+            self.evict(self._oldest_clean(missing + window, missing), EvictionCause.ROOM)
         return self.pool.allocate(min(num_slots, self.pool.num_blank)) or []
 
     def num_clean(self, window: int, besides: npt.NDArray[np.integer[Any]] = NOTHING) -> int:
@@ -80,15 +91,15 @@ class GroupSlots:
             oldest = oldest[counts[oldest]]
         return pool.num_blank + int(np.count_nonzero(~self.dirty.among(oldest[:window])))
 
-    def evict(self, slots: Slots) -> None:
+    def evict(self, slots: Slots, cause: EvictionCause) -> None:
         """Forget the blocks in the slots, leased or not."""
         ids = np.asarray(slots, np.intp)
         were_dirty = self._clean(ids)
-        self._tell(ids, self.pool.evict(ids), were_dirty)
+        self._tell(ids, self.pool.evict(ids), were_dirty, cause)
 
     def clear(self) -> None:
-        """Forget every block without telling of it; no slot may be leased."""
-        self.pool.evict(self.pool.cached_slots())
+        """Forget every block without telling of it, but for the count; no slot may be leased."""
+        self._evicted[EvictionCause.CLEARED] += len(self.pool.evict(self.pool.cached_slots()))
         self.dirty.clear()
 
     def check(self) -> None:
@@ -125,6 +136,8 @@ class GroupSlots:
         self.dirty.remove(marked)
         return set(map(self.pool.name, marked.tolist()))
 
-    def _tell(self, slots: Ids, names: Sequence[BlockName], were_dirty: set[BlockName | None]) -> None:
-        self.num_evicted += len(names)
-        self._on_forgotten(slots, names, were_dirty)
+    def _tell(
+        self, slots: Ids, names: Sequence[BlockName], were_dirty: set[BlockName | None], cause: EvictionCause
+    ) -> None:
+        self._evicted[cause] += len(names)
+        self._on_forgotten(slots, names, were_dirty, cause)

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from kvtier.tiers.device.group_slots import GroupSlots
 from kvtier.tiers.device.slot_ids import Ids
+from kvtier.tiers.naming.eviction import EvictionCause
 
 LOOKED_THROUGH = 1 << 12  # entries of the order at once
 MOST_EVICTED = 256  # blocks at once: half a millisecond with all that is told of them
@@ -41,7 +42,7 @@ class SlotPurge:
             meant = self._meant(slots)
             going = meant[: MOST_EVICTED if self._num_left is None else min(MOST_EVICTED, self._num_left)]
             if len(going):
-                self._slots.evict(going)
+                self._slots.evict(going, EvictionCause.CLEARED)
                 self.num_evicted += len(going)
             if len(going) == len(meant):
                 start = end

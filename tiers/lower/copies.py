@@ -69,7 +69,7 @@ class Copies(Generic[AnyBatch]):
         """Lease the batch's slots and hand *work* to the lane. False if the lane is full: the caller ends the batch."""
         batch.upper.lend(batch.upper_slots)
         self.batches.append(batch)
-        return self._transfers.submit(self._route, work, num_bytes, deliver)
+        return self._transfers.submit(self._route, work, num_bytes, deliver, len(batch.upper_slots))
 
     def end(self, batch: AnyBatch) -> None:
         """End the leases of a batch, whatever became of it: its slots go back to where they were in the order."""

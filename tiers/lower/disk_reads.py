@@ -13,6 +13,7 @@ from kvtier.tiers.lower.copies import blocks_in_batch
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import Origin
 from kvtier.tiers.naming.tier import Reason
@@ -160,7 +161,7 @@ class DiskReads:
         for read in hung:
             self._index.disk.reading.on_hung(read.attempt)
             for disk_read in read.batch:
-                self._index.remove_from_disk_index(disk_read.group_id, disk_read.name)
+                self._index.remove_from_disk_index(disk_read.group_id, disk_read.name, EvictionCause.UNREADABLE)
                 self._end(disk_read, Reason.DEADLINE)
         if hung:
             self._give_up()
@@ -216,6 +217,7 @@ class DiskReads:
             lambda: read_blocks(disk, memory, keys, slots),
             len(keys) * memory.block_bytes,
             lambda transfer: self._on_read(read, transfer),
+            len(keys),
         ):
             disk.reading.withdraw(attempt)
             host.pool.release(slots)

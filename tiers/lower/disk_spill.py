@@ -139,6 +139,7 @@ class DiskSpill:
     def _on_written(self, batch: DiskBatch, transfer: Transfer) -> None:
         group_id = batch.group_id
         if transfer.error is None:
+            cause = self._disk.cause_of(transfer.result)
             self._disk.on_written(transfer.result)
             self.num_stored += len(batch.names)
             self._windows[group_id].on_spilled(self._clock() - batch.submitted_at)
@@ -146,7 +147,7 @@ class DiskSpill:
             self._host[group_id].dirty.remove(batch.upper_slots[is_there])
             there = [name for name in batch.names if name not in batch.pushed_out]
             self.on_gone(transfer.result.evicted, besides=batch)
-            self._index.on_written(group_id, there, transfer.result.evicted)
+            self._index.on_written(group_id, there, transfer.result.evicted, cause)
         elif isinstance(transfer.error, StoreFull):
             self.on_gone(transfer.error.evicted, besides=batch)
             self._index.on_written(group_id, (), transfer.error.evicted)

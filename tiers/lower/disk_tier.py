@@ -23,6 +23,7 @@ from kvtier.tiers.lower.ssd_life import SsdLife
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.lower.write_budget import WriteBudget
 from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.eviction import EvictionCause
 
 NAMESPACE_BYTES = 16
 GROUP_BYTES = 4
@@ -81,6 +82,7 @@ class DiskTier:
         self.latest = store.statistics()
         self.budget = WriteBudget(written_bytes_per_day, clock, self.latest.written_lately_bytes)
         self.opening = opening
+        self.num_cleared = 0  # blocks evicted because that was asked for
         self.taken_in = 0  # the opening that this tier goes by; 0: none
         self._counted = 0  # the opening whose statistics were taken in last
         self.why_failed = {"read": "", "write": ""}  # the last error of each side, set by lanes' threads
@@ -114,6 +116,12 @@ class DiskTier:
     def may_write(self) -> bool:
         """Whether writing a batch is worth a try now."""
         return self.is_open and self.writing.allows()
+
+    def cause_of(self, written: Written) -> EvictionCause:
+        """Why keys were evicted for a batch whose outcome has not been taken in yet: for its tenants' quotas if all of
+        them were, as far as the counts tell."""
+        num_for_quotas = written.statistics.quota_evicted_total - self.latest.quota_evicted_total
+        return EvictionCause.QUOTA if 0 < len(written.evicted) <= num_for_quotas else EvictionCause.ROOM
 
     def on_written(self, written: Written) -> None:
         """Take in the outcome of a batch, unless that of a later one has been taken in before."""
@@ -238,7 +246,7 @@ class DiskTier:
             num_blocks=self.latest.num_records,
             num_bytes=self.latest.stored_bytes,
             capacity_bytes=self.latest.capacity_bytes,
-            num_evicted=self.latest.evicted_total,
+            evicted=evicted_by_cause(self.latest, self.num_cleared),
             corrupt=dict(self.faults),
             eviction_ages=self.ages.statistics(),
         )
@@ -281,6 +289,17 @@ class DiskTier:
         except OSError as error:
             self.why_failed[side] = " ".join(str(error).split())
             raise
+
+
+def evicted_by_cause(store: StoreStatistics, num_cleared: int) -> dict[EvictionCause, int]:
+    """Records that the store has evicted since it was made, by cause, those that there were; and as many as this
+    process was asked to evict."""
+    counts = {
+        EvictionCause.ROOM: store.evicted_total - store.quota_evicted_total,
+        EvictionCause.QUOTA: store.quota_evicted_total,
+        EvictionCause.CLEARED: num_cleared,
+    }
+    return {cause: number for cause, number in counts.items() if number}
 
 
 class NoDisk(DiskTier):

@@ -6,6 +6,7 @@ import numpy as np
 
 from kvtier.tiers.device.group_slots import GroupSlots
 from kvtier.tiers.lower.host_blocks import HostBlocks
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tenant import OwnerNumbers, tenant_with
 
 QUOTA_PART = 1 << 12  # entries of the host's order looked through at once for blocks of a tenant over its quota
@@ -98,7 +99,7 @@ class HostQuotas:
         dirty = host.dirty
         clean_first = sorted(own, key=lambda slot: slot in dirty)
         going = clean_first[: min(num_blocks, MOST_SHED)]
-        host.evict(going)
+        host.evict(going, EvictionCause.QUOTA)
         if len(going) < num_blocks:
             left = start if len(going) < len(own) else end
             if left is not None:

@@ -30,6 +30,7 @@ from kvtier.tiers.lower.purge import PurgeOrder
 from kvtier.tiers.lower.statistics import slot_statistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import EventLog
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import BlockGroup
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import OwnerNumbers, tenant_with
@@ -165,7 +166,7 @@ class LocalTiers:
         )
         if is_needed:
             return False
-        host.evict(slots)
+        host.evict(slots, EvictionCause.LAYOUT)
         host.pool.lease_blank(slots)
         self._reserved[group_id] += len(slots)
         return True
@@ -204,7 +205,7 @@ class LocalTiers:
         host = self.index.host[group_id]
         self.index.corrupt[Fault.CORRUPT.value] += len(names)
         slots = host.pool.find_all(names)
-        host.evict(slots[slots != ABSENT])
+        host.evict(slots[slots != ABSENT], EvictionCause.CORRUPT)
 
     def clear(self) -> bool:
         num_read = sum(self._disk_reads.num_leases(group_id) for group_id in range(len(self.num_slots)))
@@ -221,7 +222,7 @@ class LocalTiers:
         Waits for nothing, unlike `clear`, and ends no fetch: what is being read still comes to host memory. That the
         blocks have left the disk is told in some polls to come: see `is_forgetting`."""
         for host in self.index.host:
-            host.evict(np.arange(host.pool.num_slots))
+            host.evict(np.arange(host.pool.num_slots), EvictionCause.CLEARED)
         for batch in self._disk_spill.copies.batches:
             batch.pushed_out.update(batch.names)
         self.index.disk.index.empty()
@@ -230,7 +231,8 @@ class LocalTiers:
     def purge(self, order: PurgeOrder) -> LocalPurge:
         disk, host = None, []
         if Tier.DISK in order.tiers and self.index.disk.is_there:
-            disk = DiskPurge(self.index.disk, self._transfers, self.on_gone_from_disk, order)
+            on_gone = partial(self.on_gone_from_disk, cause=EvictionCause.CLEARED)
+            disk = DiskPurge(self.index.disk, self._transfers, on_gone, order)
         if Tier.HOST in order.tiers:
             most = most_of_each(order.most_bytes, order.most_blocks, self._block_bytes)
             host = [
@@ -239,10 +241,12 @@ class LocalTiers:
             ]
         return LocalPurge(host, self._block_bytes, disk)
 
-    def on_gone_from_disk(self, keys: Sequence[bytes]) -> None:
-        """Take in that the store has dropped these keys, for a reason other than a write of these tiers."""
+    def on_gone_from_disk(self, keys: Sequence[bytes], cause: EvictionCause) -> None:
+        """Take in that the store has dropped these keys, for a *cause* other than a write of these tiers."""
         self._disk_spill.on_gone(keys)
-        self.index.on_written(0, (), keys)
+        if cause is EvictionCause.CLEARED:
+            self.index.disk.num_cleared += sum(self.index.disk.block_of(key) is not None for key in keys)
+        self.index.on_written(0, (), keys, cause)
 
     def spill(self) -> None:
         if self._fetches.any_reading:

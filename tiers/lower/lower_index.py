@@ -17,6 +17,7 @@ from kvtier.tiers.lower.host_quotas import HostQuotas
 from kvtier.tiers.lower.lower_tiers import ON_DISK, Lost, Places
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import BlockRemoved, BlockStored, Event, EventLog
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import BlockGroup
 from kvtier.tiers.naming.tenant import Origin, OwnerNumbers, number_of
 from kvtier.tiers.naming.tier import Tier
@@ -163,8 +164,15 @@ class LowerIndex:
         admitted = self.admission.admit(group_id, names, parents, self._block_bytes[group_id])
         self.host[group_id].mark_dirty(ids[np.array(admitted, np.bool_)])
 
-    def on_written(self, group_id: int, names: Sequence[BlockName], evicted: Sequence[bytes]) -> None:
-        """Take in that blocks were written to disk, and that the store dropped the keys *evicted* for them, its oldest.
+    def on_written(
+        self,
+        group_id: int,
+        names: Sequence[BlockName],
+        evicted: Sequence[bytes],
+        cause: EvictionCause = EvictionCause.ROOM,
+    ) -> None:
+        """Take in that blocks were written to disk, and that the store dropped the keys *evicted* for them, its oldest,
+        for this *cause*.
 
         A dropped block that is in host memory is not written a second time: a disk smaller than the host would never
         rest.
@@ -179,26 +187,26 @@ class LowerIndex:
             group_id, name = block
             self.disk.index.remove(group_id, name)
             self.disk.ages.on_dropped(name)
-            self._tell(BlockRemoved(Tier.DISK, group_id, [name]))
+            self._tell(BlockRemoved(Tier.DISK, group_id, [name], cause))
             if not self.has(group_id, name):
-                self._lost.append(Lost(group_id, [name], Tier.DISK))
+                self._lost.append(Lost(group_id, [name], Tier.DISK, cause))
 
-    def remove_from_disk_index(self, group_id: int, name: BlockName) -> None:
-        """Take in that the store has no good record of a block that it was said to have.
+    def remove_from_disk_index(self, group_id: int, name: BlockName, cause: EvictionCause) -> None:
+        """Take in that the store has no good record of a block that it was said to have, for this *cause*.
 
         A copy of the block in host memory becomes dirty; without one the block is lost.
         """
         if self.disk.index.remove(group_id, name):
-            self._tell(BlockRemoved(Tier.DISK, group_id, [name]))
-        self._record_lost_on_disk(group_id, name)
+            self._tell(BlockRemoved(Tier.DISK, group_id, [name], cause))
+        self._record_lost_on_disk(group_id, name, cause)
 
     def on_read_failed(self, group_id: int, name: BlockName, fault: Fault) -> None:
         """Take in that a read of the block gave no bytes. After an error of the disk itself the record may be good."""
         self.disk.faults[fault.value] += fault is not Fault.MISSING
         if fault is Fault.IO_ERROR:
-            self._record_lost_on_disk(group_id, name)
+            self._record_lost_on_disk(group_id, name, _cause_of(fault))
         else:
-            self.remove_from_disk_index(group_id, name)
+            self.remove_from_disk_index(group_id, name, _cause_of(fault))
 
     def load_index_page(self, keys: Sequence[bytes]) -> None:
         """Take in one page of the keys that were in the store when it was opened."""
@@ -215,7 +223,7 @@ class LowerIndex:
         if self._events is None or group_id >= len(self._block_sizes):
             return
         if gone := list(compress(names, ~self.disk.index.are_held(group_id, names))):
-            self._tell(BlockRemoved(Tier.DISK, group_id, gone))
+            self._tell(BlockRemoved(Tier.DISK, group_id, gone, EvictionCause.CLEARED))
 
     def offer_all_to_disk(self, num_at_once: int) -> Iterator[None]:
         """Offer all blocks of host memory to the disk, so many slots at each step, and begin a new `epoch`.
@@ -246,7 +254,12 @@ class LowerIndex:
         self.admission.check()
 
     def _on_left_host(
-        self, group_id: int, slots: Ids, names: Sequence[BlockName], were_dirty: set[BlockName | None]
+        self,
+        group_id: int,
+        slots: Ids,
+        names: Sequence[BlockName],
+        were_dirty: set[BlockName | None],
+        cause: EvictionCause,
     ) -> None:
         """Take in that the slots' blocks, of these names, cannot be found in host memory any more."""
         self._uncount(group_id, slots)
@@ -255,22 +268,23 @@ class LowerIndex:
         is_on_disk = self.disk.are_held(group_id, names)
         gone = list(compress(names, (~is_on_disk).tolist())) if is_on_disk.any() else names
         if gone:
-            self.host[group_id].dropped_spills += len(were_dirty.intersection(gone)) if were_dirty else 0
-            self._lost.append(Lost(group_id, gone, Tier.HOST))
+            if cause is not EvictionCause.CLEARED:
+                self.host[group_id].dropped_spills += len(were_dirty.intersection(gone)) if were_dirty else 0
+            self._lost.append(Lost(group_id, gone, Tier.HOST, cause))
         if self._events is not None:
-            self._events.append(BlockRemoved(Tier.HOST, group_id, names))
+            self._events.append(BlockRemoved(Tier.HOST, group_id, names, cause))
 
     def _uncount(self, group_id: int, slots: Ids) -> None:
         blocks = self.host_blocks[group_id]
         left = blocks.forget(slots)
         self.quotas.remove(group_id, blocks.tenants(left))
 
-    def _record_lost_on_disk(self, group_id: int, name: BlockName) -> None:
+    def _record_lost_on_disk(self, group_id: int, name: BlockName, cause: EvictionCause) -> None:
         slot = self.host[group_id].pool.find(name)
         if slot is not None:
             self.host[group_id].on_copies_lost([slot])
         else:
-            self._lost.append(Lost(group_id, [name], Tier.DISK))
+            self._lost.append(Lost(group_id, [name], Tier.DISK, cause))
 
     def _will_be_on_disk(self, group_id: int, name: BlockName) -> bool:
         """Whether the block is on disk, or has been admitted there and is on its way."""
@@ -286,6 +300,17 @@ class LowerIndex:
     def _tell(self, event: Event) -> None:
         if self._events is not None:
             self._events.append(event)
+
+
+def _cause_of(fault: Fault) -> EvictionCause:
+    """Why a block is lost whose read has failed: what is missing was evicted, and this process has not heard of it."""
+    match fault:
+        case Fault.MISSING:
+            return EvictionCause.ROOM
+        case Fault.IO_ERROR:
+            return EvictionCause.UNREADABLE
+        case _:
+            return EvictionCause.CORRUPT
 
 
 def _picked(names: Sequence[BlockName], places: Ids) -> Sequence[BlockName]:

@@ -13,6 +13,7 @@ from kvtier.tiers.lower.admission import AdmissionStatistics
 from kvtier.tiers.lower.purge import Purge, PurgeOrder
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import OwnerNumbers
 from kvtier.tiers.naming.tier import Reason, Tier
@@ -25,11 +26,13 @@ Places = npt.NDArray[np.int32]
 
 
 class Lost(NamedTuple):
-    """Blocks of one group that no tier below has any more; *tier* was the last that had them."""
+    """Blocks of one group that no tier below has any more; *tier* was the last that had them, and forgot them for this
+    *cause*."""
 
     group_id: int
     names: Sequence[BlockName]
     tier: Tier
+    cause: EvictionCause
 
 
 class Fetch(Protocol):

@@ -1,6 +1,7 @@
 """Statistics of the tiers, as frozen values that any thread may keep."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from types import MappingProxyType
@@ -11,6 +12,7 @@ from kvtier.tiers.histogram import HistogramStatistics
 from kvtier.tiers.lower.admission import AdmissionStatistics
 from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.ssd_life import SsdLifeStatistics
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.transfer.transfer_engine import Route, RouteStatistics
 
@@ -66,12 +68,26 @@ class TierStatistics:
     num_blocks: int = 0
     num_bytes: int = 0
     capacity_bytes: int = 0
-    num_evicted: int = 0
+    evicted: Mapping[EvictionCause, int] = field(default_factory=dict)
     dropped_spills: int = 0  # evicted although no lower tier had a copy yet
     corrupt: Mapping[str, int] = field(default_factory=dict)
     num_leased: int = 0  # slots that are not evicted now: requests, copies or clients use them
     num_dirty: int = 0  # blocks without a copy in a lower tier
+    leased_bytes: int = 0  # of these slots
     eviction_ages: HistogramStatistics = NO_AGES  # seconds for which evicted blocks had not been used, by a sample
+
+    @property
+    def num_evicted(self) -> int:
+        """Blocks evicted, for whatever cause."""
+        return sum(self.evicted.values())
+
+
+def causes_summed(each: Iterable[Mapping[EvictionCause, int]]) -> dict[EvictionCause, int]:
+    """The sums of evictions by cause."""
+    total: Counter[EvictionCause] = Counter()
+    for evicted in each:
+        total.update(evicted)
+    return dict(total)
 
 
 def slot_statistics(
@@ -83,11 +99,12 @@ def slot_statistics(
         num_blocks=sum(pool.num_named for pool, _ in both),
         num_bytes=sum(pool.num_named * num_bytes for pool, num_bytes in both),
         capacity_bytes=sum(pool.num_slots * num_bytes for pool, num_bytes in both),
-        num_evicted=sum(slots.num_evicted for slots in groups),
+        evicted=causes_summed(slots.evicted for slots in groups),
         dropped_spills=sum(slots.dropped_spills for slots in groups),
         corrupt=dict(corrupt),
         num_leased=sum(pool.num_leased_slots for pool, _ in both),
         num_dirty=sum(len(slots.dirty) for slots in groups),
+        leased_bytes=sum(pool.num_leased_slots * num_bytes for pool, num_bytes in both),
         eviction_ages=reduce(HistogramStatistics.plus, (slots.ages.statistics() for slots in groups), NO_AGES),
     )
 

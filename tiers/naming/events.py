@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, BlockName, ExtraKeys, TokenIds
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tier import Tier
 
 
@@ -28,6 +29,7 @@ class BlockRemoved:
     tier: Tier
     group_id: int
     names: Sequence[BlockName]
+    cause: EvictionCause = EvictionCause.ROOM
 
 
 @dataclass(frozen=True, slots=True)

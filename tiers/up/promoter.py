@@ -9,6 +9,7 @@ import numpy.typing as npt
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.lower_tiers import Places
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import longest_hit
 from kvtier.tiers.naming.named_blocks import BlockIds
 from kvtier.tiers.naming.tier import Reason, Tier
@@ -216,7 +217,7 @@ class Promoter:
         if promotion.num_copied and hit.partial.is_used_up:
             for group, source in sources:
                 if group.pool.is_free(source):
-                    group.slots.evict([source])
+                    group.slots.evict([source], EvictionCause.SUPERSEDED)
 
     def _start_more(self, window: int) -> None:
         """Put more blocks of backlogs under way, the oldest promotion first."""

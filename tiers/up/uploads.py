@@ -138,7 +138,11 @@ class Uploads:
             return None
         layered = LayeredUpload(uploads, num_parts)
         if self._to_upload or not self._transfers.submit(
-            Route.HOST_TO_DEVICE, layered.copy, num_bytes, lambda transfer: self._on_layers_copied(layered, transfer)
+            Route.HOST_TO_DEVICE,
+            layered.copy,
+            num_bytes,
+            lambda transfer: self._on_layers_copied(layered, transfer),
+            len(uploads),
         ):
             return None
         self._on_lane.update(dict.fromkeys(uploads, self._clock()))
@@ -203,6 +207,7 @@ class Uploads:
             lambda: upload_blocks(memory, host_slots, digests, device_slots),
             len(batch) * memory.block_bytes,
             lambda transfer: self._on_uploaded(batch, transfer),
+            len(batch),
         )
         if submitted:
             self._on_lane.update(dict.fromkeys(batch, self._clock()))

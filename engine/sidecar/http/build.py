@@ -27,7 +27,7 @@ def serve_http(
     already. *operating* has operators' verbs, by default there are none. OSError, ValueError, with what to do, for
     what cannot be had."""
     assert config.http.port != "none", "nothing to serve"
-    metrics = SidecarMetrics()
+    metrics = SidecarMetrics(config.metrics.compat)
     gate = Gate(LIMITS, lambda why: metrics.requests.connections_refused.labels(why).inc())
     routes = SidecarRoutes(Owner(sidecar, answer_s), config, metrics, operating)
     app = Access(routes.app(), token_of(config.http), PATHS, metrics.requests, operating is not None)

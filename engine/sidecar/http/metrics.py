@@ -1,17 +1,18 @@
 """What the sidecar's `/metrics` answers."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvtier.engine.metrics import names
+from kvtier.engine.metrics.compat.lmcache import LowerNumbers, lmcache_metrics
 from kvtier.engine.metrics.disk import disk_metrics, store_metrics
 from kvtier.engine.metrics.http import RequestMetrics
-from kvtier.engine.metrics.tiers import route_metrics, tier_metrics
-from kvtier.engine.metrics.tokens import balance_metrics
+from kvtier.engine.metrics.tiers import route_metrics, tier_metrics, what_if_metrics
+from kvtier.engine.metrics.tokens import balance_metrics, request_log_metrics
 from kvtier.engine.sidecar.http.views import LANES, Snapshot
 from kvtier.engine.sidecar.statistics import SidecarStatistics
 from kvtier.transfer.transfer_engine import Route
@@ -23,34 +24,54 @@ class SidecarMetrics:
     """What `/metrics` answers: a snapshot, and what the HTTP server has counted. No label is a client's to choose: not
     a model's name, a layout or a client. Owned by the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, compat: Sequence[str] = ()) -> None:
+        """*compat* as in the configuration."""
         self._registry = CollectorRegistry()
+        self._compat = compat
         self.requests = RequestMetrics(self._registry)
 
     def text(self, snapshot: Snapshot) -> bytes:
         """All of it, as Prometheus reads it."""
         registry = CollectorRegistry()
-        registry.register(_SnapshotCollector(snapshot))
+        registry.register(_SnapshotCollector(snapshot, self._compat))
         return generate_latest(registry) + generate_latest(self._registry)
 
 
 class _SnapshotCollector(Collector):
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, compat: Sequence[str]) -> None:
         self._snapshot = snapshot
+        self._compat = compat
 
     def collect(self) -> Iterator[Metric]:
         snapshot, statistics = self._snapshot, self._snapshot.statistics
         yield from balance_metrics(statistics.tokens)
         yield from tier_metrics(statistics.tiers)
+        yield from what_if_metrics(statistics.what_if)
         yield from route_metrics({route: statistics.routes[route] for route in _COPIES if route in statistics.routes})
         yield names.HOST_PREPARED_BYTES.of(statistics.backed_bytes)
         if statistics.disk is not None:
             yield from disk_metrics(statistics.disk)
         if statistics.store is not None:
             yield from store_metrics(statistics.store)
+        if statistics.request_log is not None:
+            yield from request_log_metrics(statistics.request_log)
         yield from _state_metrics(snapshot)
         yield from _digest_metrics(statistics)
         yield from _door_metrics(statistics)
+        if "lmcache" in self._compat:
+            yield from lmcache_metrics(_lower_numbers(statistics))
+
+
+def _lower_numbers(statistics: SidecarStatistics) -> LowerNumbers:
+    doors = statistics.doors
+    return LowerNumbers(
+        "",
+        statistics.tokens,
+        statistics.tiers,
+        statistics.routes,
+        sum(door.num_loaded for door in doors),
+        sum(door.num_stored for door in doors),
+    )
 
 
 def _state_metrics(snapshot: Snapshot) -> Iterator[Metric]:

@@ -13,6 +13,7 @@ from kvtier.engine.sidecar.layout import Layout
 from kvtier.engine.sidecar.statistics import LayoutStatistics, SidecarStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.reuse.what_if import HitRatios
 from kvtier.transfer.transfer_engine import Route, RouteStatistics
 
 Object = dict[str, object]
@@ -57,6 +58,7 @@ def stats_view(snapshot: Snapshot) -> Object:
         "store": None if statistics.store is None else _store_view(statistics.store),
         "lanes": {LANES[route]: _lane_view(totals) for route, totals in statistics.routes.items()},
         "pins": asdict(statistics.pins),
+        "what_if": what_if_view(statistics.what_if),
         "doors": [_door_view(door) for door in statistics.doors],
     }
 
@@ -64,6 +66,11 @@ def stats_view(snapshot: Snapshot) -> Object:
 def tiers_view(tiers: Mapping[Tier, TierStatistics]) -> Object:
     """By tier: what is there now, and what has left it."""
     return {tier.value: _tier_view(found) for tier, found in tiers.items()}
+
+
+def what_if_view(ratios: HitRatios) -> Object:
+    """By tier: the hit ratio down to it, were it so many times as large."""
+    return {tier.value: {f"{size:g}": ratio for size, ratio in each.items()} for tier, each in ratios.items()}
 
 
 def clients_view(snapshot: Snapshot) -> list[Object]:
@@ -127,7 +134,7 @@ def _layout_statistics_view(each: LayoutStatistics) -> Object:
 
 
 def _tier_view(tier: TierStatistics) -> Object:
-    return asdict(tier)
+    return {**asdict(tier), "num_evicted": tier.num_evicted}
 
 
 def _disk_view(disk: DiskStatistics) -> Object:

@@ -115,7 +115,7 @@ class LmcacheDoor:
         self._taking = DigestLane(transfers, Route.DEVICE_TO_HOST)
         self._stores = Stores(self._taking, layouts.shares)
         self._promises = Promises(self._verifying, self._stores, layouts.shares, clock)
-        self._lookups = Lookups(chunk_tokens, layouts.records, clock)
+        self._lookups = Lookups(chunk_tokens, layouts.records, layouts.what_if, clock)
         self._held: list[Held] = []
         self._does: Mapping[int | str, Callable[..., object]] = {
             8: self._lookup,
@@ -363,6 +363,7 @@ class LmcacheDoor:
         store = self._stores.reserve(instance, rank, key.request_id, chunks, self._all_blocks(key, chunks))
         if store is None:
             return Stored()
+        self._lookups.on_stored(instance.tiers, store.names)
         return Stored(Room(_slots(instance, rank, store.slots), store.places))
 
     def _commit_store(self, call: Call, key: Key, instance_id: int, data: bytes) -> object:

@@ -1,28 +1,34 @@
 """Lookups: where the tokens came from that engines asked for, and a record of each lookup."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvtier.engine.records.recent_records import RecentRecords
 from kvtier.engine.records.request_record import RequestRecord
+from kvtier.engine.records.trail import Trail
+from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.lmcache.promises import Promise
 from kvtier.tiers.lower.statistics import TokenBalance
+from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.tier import Reason
+from kvtier.tiers.reuse.what_if import WhatIf
 
 
 class Lookups:
     """Counts each lookup once, when it is known what can be loaded. What the engine has on its device it does not say:
     it is asked for here like the rest. Owned by the door's thread."""
 
-    def __init__(self, chunk_tokens: int, records: RecentRecords, clock: Callable[[], float]) -> None:
+    def __init__(self, chunk_tokens: int, records: RecentRecords, what_if: WhatIf, clock: Callable[[], float]) -> None:
         self.tokens = TokenBalance()
         self._chunk_tokens = chunk_tokens
         self._records = records
+        self._what_if = what_if
         self._clock = clock
 
     def on_settled(self, promise: Promise, num_tokens: int) -> None:
         """Count the lookup of a prompt of *num_tokens* tokens."""
         balance = balance_of(promise, self._chunk_tokens, num_tokens)
+        self._what_if.on_prompt(promise.blocks.names, self._chunk_tokens, _chunk_bytes(promise.tiers), balance)
         seconds = self._clock() - promise.begun_at
         self.tokens = self.tokens.plus(balance)
         self._records.add(
@@ -34,8 +40,23 @@ class Lookups:
                 balance,
                 lookup_s=seconds,
                 load_s=seconds,
-            )
+            ),
+            trail_of(promise, self._chunk_tokens, self._clock()),
         )
+
+    def on_stored(self, tiers: LayoutTiers, names: Sequence[BlockName]) -> None:
+        """Take in that an engine stores these chunks, which are nowhere here: those it generated nobody asked for."""
+        self._what_if.on_made(names, _chunk_bytes(tiers))
+
+
+def _chunk_bytes(tiers: LayoutTiers) -> int:
+    return sum(memory.slot_bytes for memory in tiers.memories)
+
+
+def trail_of(promise: Promise, chunk_tokens: int, now: float) -> Trail:
+    """How the chunks of a settled promise's prompt went through the cache."""
+    misses = tuple((end * chunk_tokens, reason) for end, reason in promise.misses.reasons)
+    return Trail(chunk_tokens, promise.blocks.names, promise.depths, 0, misses, now)
 
 
 def balance_of(promise: Promise, chunk_tokens: int, num_tokens: int) -> TokenBalance:

@@ -23,6 +23,7 @@ from kvtier.engine.sidecar.port import Client, Port
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import BlockRemoved, BlockStored, EventLog
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tier import Tier
 
 PAGE_BLOCKS = 1024  # of host memory in a frame for an engine that has just attached
@@ -116,15 +117,15 @@ class Feed:
         """Events of one kind that follow each other are one frame."""
         blocks = [event for event in events if isinstance(event, BlockStored | BlockRemoved)]
         assert len(blocks) == len(events), "an event that these tiers do not have"
-        for (kind, tier, group_id), run in groupby(blocks, lambda event: (type(event), event.tier, event.group_id)):
+        for (tier, group_id, cause), run in groupby(blocks, _kind_of):
             names = list(chain.from_iterable(event.names for event in run))
             for start in range(0, len(names), MOST_BLOCKS):
-                yield self._frame(kind, tier, group_id, names[start : start + MOST_BLOCKS])
+                yield self._frame(tier, group_id, cause, names[start : start + MOST_BLOCKS])
 
-    def _frame(self, kind: type, tier: Tier, group_id: int, names: Sequence[BlockName]) -> bytes:
-        if kind is BlockRemoved:
+    def _frame(self, tier: Tier, group_id: int, cause: EvictionCause | None, names: Sequence[BlockName]) -> bytes:
+        if cause is not None:
             gone = LeftHost if tier is Tier.HOST else LeftDisk
-            return frame_of(gone(group_id, joined(names)))
+            return frame_of(gone(group_id, joined(names), cause))
         if tier is Tier.DISK:
             return frame_of(OnDisk(group_id, joined(names)))
         # One that has left again is left out: that it has left comes next.
@@ -151,6 +152,11 @@ class Feed:
         for group_id in range(len(index.host)):
             for page in index.disk.index.pages(group_id):
                 yield frame_of(OnDisk(group_id, joined(page))) if page else b""
+
+
+def _kind_of(event: BlockStored | BlockRemoved) -> tuple[Tier, int, EvictionCause | None]:
+    """What events have in common that are told in one frame; the cause of blocks that have left, else None."""
+    return event.tier, event.group_id, event.cause if isinstance(event, BlockRemoved) else None
 
 
 def _may_be_told(client: Client[bytes]) -> bool:

@@ -9,6 +9,7 @@ from kvtier.engine.attached.mirror import Mirror
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import BlockRemoved, BlockStored, EventLog
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tier import Tier
 
 NAMES = [BlockName(random.Random(i).randbytes(32)) for i in range(60)]
@@ -33,7 +34,7 @@ def test_it_finds_what_it_was_told_and_tells_each_loss_once(seed: int) -> None:
                 known.on_in_host(0, names, slots)
                 host.update(zip(names, slots, strict=True))
             case 1:
-                known.on_left_host(0, names)
+                known.on_left_host(0, names, EvictionCause.ROOM)
                 lost |= {name for name in names if name in host and name not in disk}
                 for name in names:
                     host.pop(name, None)
@@ -41,7 +42,7 @@ def test_it_finds_what_it_was_told_and_tells_each_loss_once(seed: int) -> None:
                 known.on_disk(0, names)
                 disk.update(names)
             case _:
-                known.on_left_disk(0, names)
+                known.on_left_disk(0, names, EvictionCause.ROOM)
                 lost |= {name for name in names if name in disk and name not in host}
                 disk -= set(names)
 
@@ -61,8 +62,8 @@ def test_it_finds_what_it_was_told_and_tells_each_loss_once(seed: int) -> None:
 def test_what_it_was_never_told_of_is_not_lost() -> None:
     known = mirror()
 
-    known.on_left_host(0, NAMES[:3])
-    known.on_left_disk(0, NAMES[:3])
+    known.on_left_host(0, NAMES[:3], EvictionCause.ROOM)
+    known.on_left_disk(0, NAMES[:3], EvictionCause.ROOM)
 
     assert known.take_lost() == ()
 
@@ -94,7 +95,7 @@ def test_events_are_as_if_the_tiers_were_in_this_process() -> None:
 
     known.on_in_host(1, NAMES[:2], [0, 1])
     known.on_disk(1, NAMES[:2])
-    known.on_left_host(1, NAMES[:1])
+    known.on_left_host(1, NAMES[:1], EvictionCause.ROOM)
 
     assert events.take() == [
         BlockStored(Tier.HOST, 1, NAMES[:2], 16),

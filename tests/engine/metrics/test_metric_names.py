@@ -4,9 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
+from peer_boards import BOARDS, page_of
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtier.engine.metrics.compat.lmcache_names import LMCACHE_CATALOGUE
+from kvtier.engine.metrics.compat.vllm_names import VLLM_CATALOGUE
 from kvtier.engine.metrics.http import HttpMetrics
 from kvtier.engine.metrics.metric_name import Kind, MetricName, counter, gauge
 from kvtier.engine.metrics.names import CATALOGUE
@@ -34,6 +37,22 @@ def test_the_documentation_has_the_metrics_labels(metric: MetricName) -> None:
     _, _, found, *_ = next(row for row in rows if f"`{name}`" in row[1])
 
     assert set(re.findall(r"`(\w+)`", found)) == set(labels)
+
+
+@pytest.mark.parametrize("catalogue", [VLLM_CATALOGUE, LMCACHE_CATALOGUE], ids=["vllm", "lmcache"])
+def test_the_documentation_names_exactly_the_names_of_others_that_are_told(catalogue: tuple[MetricName, ...]) -> None:
+    beside = {"model_name", "engine"} if catalogue is VLLM_CATALOGUE else set()
+    rows = [line.split("|") for line in DOCS.read_text().splitlines() if line.startswith(f"| `{catalogue[0].name[:5]}")]
+
+    named = {
+        name: set(re.findall(r"`(\w+)`", row[2])) | beside for row in rows for name in re.findall("`([^`]+)`", row[1])
+    }
+
+    assert named == {each.name: set(each.labels) for each in catalogue}
+
+
+def test_the_documentation_has_each_panel_of_the_boards_of_others_and_how_far_it_is_served() -> None:
+    assert page_of(BOARDS.values()) in DOCS.read_text()
 
 
 def test_what_is_counted_as_it_happens_is_told_with_the_kind_and_help_of_the_catalogue() -> None:

@@ -120,10 +120,15 @@ def test_residency_moved_bytes_and_evictions_are_those_of_the_statistics(
         "kvtier_resident_blocks": {tier: found.num_blocks for tier, found in cache.tiers.items()},
         "kvtier_resident_bytes": {tier: found.num_bytes for tier, found in cache.tiers.items()},
         "kvtier_capacity_bytes": {tier: found.capacity_bytes for tier, found in cache.tiers.items()},
-        "kvtier_evicted_blocks_total": {tier: found.num_evicted for tier, found in cache.tiers.items()},
         "kvtier_dropped_spills_total": {tier: found.dropped_spills for tier, found in cache.tiers.items()},
     }.items():
         assert by_label(samples, name, "tier") == not_zero(counts), name
+    evicted = {(tier, cause): n for tier, found in cache.tiers.items() for cause, n in found.evicted.items()}
+    assert {
+        (dict(labels)["tier"], dict(labels)["cause"]): value
+        for (name, labels), value in samples.items()
+        if name == "kvtier_evicted_blocks_total"
+    } == evicted
     moved = {route: totals.num_bytes for route, totals in cache.routes.items()}
     assert by_label(samples, "kvtier_moved_bytes_total", "route") == moved
     assert min(moved.values()) > 0

@@ -3,6 +3,7 @@
 import asyncio
 import time
 
+import pytest
 from serving import tables
 from small_models import build, byte_tokenizer
 
@@ -34,6 +35,27 @@ def test_a_request_that_ended_has_a_record_that_adds_up() -> None:
         assert record.ttft_s is not None
         assert record.total_s is not None
         assert 0 <= record.queue_s <= record.queue_s + record.load_s <= record.ttft_s <= record.total_s
+
+
+def test_the_engine_tells_what_tiers_of_other_sizes_would_find() -> None:
+    with LLM(build("llama"), tables(), byte_tokenizer()) as llm:
+        assert llm.core.statistics.requests.what_if == {}
+
+        llm.generate([PROMPT, PROMPT[:90]], GREEDY)
+        llm.generate([PROMPT], GREEDY)
+
+        tokens, what_if = llm.core.statistics.tokens, llm.core.statistics.requests.what_if
+    share = (tokens.num_tokens - tokens.recomputed) / tokens.num_tokens
+    assert what_if.keys() == {Tier.DEVICE, Tier.HOST}
+    assert {tier: each[1.0] for tier, each in what_if.items()} == pytest.approx(dict.fromkeys(what_if, share), rel=0.01)
+
+
+def test_prompts_that_were_not_looked_up_ask_for_nothing() -> None:
+    with LLM(build("llama"), tables(), byte_tokenizer()) as llm:
+        llm.generate([PROMPT], GREEDY, skip_reading_prefix_cache=True)
+
+        assert llm.core.statistics.tokens.recomputed == len(PROMPT)
+        assert llm.core.statistics.requests.what_if == {}
 
 
 def test_a_request_that_was_aborted_in_the_queue_has_a_record_of_its_caller() -> None:

@@ -30,6 +30,7 @@ from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.lower.breaker import HUNG_S, BreakerState
 from kvtier.tiers.lower.copies import PATIENCE_S
 from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.pins import Pin
@@ -545,7 +546,7 @@ def test_a_prefix_that_never_arrives_stops_a_step_that_began_with_it_for_a_momen
     engine.flush()
     group = engine.cache.residency.groups[0]
     slots = group.pool.find_all(engine.names("a", DOCUMENT))
-    group.slots.evict(slots)
+    group.slots.evict(slots, EvictionCause.ROOM)
     lane = engine.lanes[Route.HOST_TO_DEVICE]
     lane.num_threads, lane.hangs = 1, frozenset([lane.num_submitted])
 

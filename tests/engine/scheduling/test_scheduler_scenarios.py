@@ -23,6 +23,7 @@ from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.events import BlockStored, EventLog
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import AttentionGroup, FullAttention, SlidingWindow
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.transfer.transfer_engine import Route
@@ -129,10 +130,10 @@ class Machine(World):
         assert below is not None
         for group_id, group in enumerate(groups):
             slots = [slot for name in request.chain.names if (slot := group.pool.find(name)) is not None]
-            group.slots.evict(slots)
+            group.slots.evict(slots, EvictionCause.ROOM)
             if to is Tier.DISK:
                 host = below[group_id]
-                host.evict([host.pool.find(name) for name in request.chain.names])
+                host.evict([host.pool.find(name) for name in request.chain.names], EvictionCause.ROOM)
         if to is Tier.HOST and self.store is not None:
             self.store.delete(list(self.store.keys()))
             self.index.disk.index.clear()
@@ -566,7 +567,7 @@ def test_a_block_that_rotted_in_host_memory_comes_from_disk_instead() -> None:  
     machine = with_tiers()
     request = machine.answer(text(1, 96))
     machine.flush()
-    machine.cache.residency.groups[0].slots.evict([0, 1, 2, 3, 4, 5])
+    machine.cache.residency.groups[0].slots.evict([0, 1, 2, 3, 4, 5], EvictionCause.ROOM)
     rot_in_host(machine, request, 4)
     reader = machine.ask(text(1, 97), max_tokens=2)
 

@@ -24,7 +24,7 @@ class Play:
         self.slots = GroupSlots(num_slots, is_spilled=False, on_forgotten=self._on_forgotten)
         self.num_blocks = 0
 
-    def _on_forgotten(self, slots: object, names: list[BlockName], were_dirty: object) -> None:
+    def _on_forgotten(self, slots: object, names: list[BlockName], were_dirty: object, cause: object) -> None:
         self.ages += [self.now - self.used_at.pop(each) for each in names]
 
     def step(self, num_new: int) -> None:

@@ -20,6 +20,7 @@ from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers, lower_tiers
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, Fetch, LowerTiers
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
 from kvtier.tiers.naming.named_blocks import NamedBlocks, blocks_of
 from kvtier.tiers.naming.tier import Reason, Tier
@@ -299,7 +300,7 @@ def test_what_leaves_is_told_as_lost_once_with_the_tier_that_had_it(lower: Bed) 
         pass
     index = getattr(lower.tiers, "inner", lower.tiers).index
 
-    index.host[0].evict(index.host[0].pool.find_all(lower.names("a", 3)[1:]))
+    index.host[0].evict(index.host[0].pool.find_all(lower.names("a", 3)[1:]), EvictionCause.ROOM)
     lower.settle()
     told = [lost for _ in range(40) for lost in lower.tiers.take_lost()]
 

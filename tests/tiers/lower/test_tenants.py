@@ -11,6 +11,7 @@ from small_cache import BLOCK_BYTES, CHARGE, DOCUMENT, read
 from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.device.eviction_order import EvictionOrder
 from kvtier.tiers.lower import host_quotas
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tenant import NO_TENANT, tenant_of, tenant_with
 from kvtier.tiers.naming.tier import Tier
@@ -66,6 +67,7 @@ def test_over_its_quota_of_host_memory_a_tenant_loses_its_own_tails() -> None:
     host = w.index.host
     names = w.names("ann", DOCUMENT)
     assert [host[0].pool.find(name) is not None for name in names] == [True] * 4 + [False] * 6
+    assert w.cache.statistics().tiers[Tier.HOST].evicted == {EvictionCause.QUOTA: NUM_BLOCKS - 4}
     w.check()
 
 
@@ -110,6 +112,7 @@ def test_over_its_quota_on_disk_too() -> None:
     assert w.store.statistics().tenants[BOB] == NUM_BLOCKS * CHARGE
     keys = [w.index.disk.key(0, name) for name in w.names("ann", DOCUMENT)]
     assert [w.store.contains(key) for key in keys] == [True] * 4 + [False] * 6
+    assert w.cache.statistics().tiers[Tier.DISK].evicted == {EvictionCause.QUOTA: NUM_BLOCKS - 4}
     w.check()
 
 

@@ -7,6 +7,7 @@ import pytest
 from chaos import FakeClock
 from small_cache import BLOCK_BYTES, DOCUMENT, balance, demand_of, read, world
 
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.up.load_planner import Demand, LoadPlanner, LoadSpeeds, Plan
 from kvtier.tiers.up.prefill_speed import PrefillSpeed, tokens_read
@@ -231,10 +232,12 @@ def test_demand_is_what_each_prefix_has_to_move() -> None:
     read(w, "a")
     w.flush()
     names = w.names("a", DOCUMENT)
-    w.cache.residency.groups[0].slots.evict(w.cache.residency.groups[0].pool.find_all(names[4:]).tolist())
+    w.cache.residency.groups[0].slots.evict(
+        w.cache.residency.groups[0].pool.find_all(names[4:]).tolist(), EvictionCause.ROOM
+    )
     host = w.index.host
     assert host is not None
-    host[0].evict(host[0].pool.find_all(names[7:]).tolist())
+    host[0].evict(host[0].pool.find_all(names[7:]).tolist(), EvictionCause.ROOM)
     hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
 
     demand = demand_of(w, hit)

@@ -6,8 +6,8 @@ from lmcache_bed import CHUNK, Bed, RawClient, content, key, lmcache_bed
 
 from kvtier.engine.records.request_record import RequestRecord
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers.lower.statistics import TokenBalance
-from kvtier.tiers.naming.tier import Reason
+from kvtier.tiers.lower.statistics import TierStatistics, TokenBalance
+from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.transfer.transfer_engine import Route
 
 DOCUMENT = list(range(1000, 1000 + 6 * CHUNK + 3))  # six full chunks and a tail
@@ -94,6 +94,19 @@ def test_chunks_that_come_too_late_are_said_to_be_late(tmp_path: Path) -> None:
 
         assert last(bed).tokens.reasons[Reason.DEADLINE] == 6 * CHUNK
         bed.lanes[Route.DISK_TO_HOST].is_stopped = False
+
+
+def test_what_other_sizes_would_find_is_told_of_all_lookups(bed: Bed, client: RawClient) -> None:
+    host = {Tier.HOST: TierStatistics(capacity_bytes=1 << 20)}
+    assert bed.layouts.what_if.hit_ratios(host) == {}
+
+    client.lookup(DOCUMENT, "cold")
+    client.store(DOCUMENT, "cold")
+    client.lookup(DOCUMENT, "warm")
+    client.retrieve(DOCUMENT, "warm")
+
+    found = bed.layouts.what_if.hit_ratios(host)[Tier.HOST]
+    assert found[1.0] == 6 * CHUNK / (2 * len(DOCUMENT))
 
 
 def test_a_request_that_ends_before_its_answer_has_no_record(bed: Bed, client: RawClient) -> None:
