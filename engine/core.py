@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Self
@@ -20,9 +20,7 @@ from kvtier.engine.model.logprobs import token_logprobs
 from kvtier.engine.model.runner import Chunk, ModelRunner
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.records.recent_records import RecentRecords
-from kvtier.engine.records.request_times import RequestTimes, TimesStatistics
-from kvtier.engine.records.served_requests import ServedRequests, ServedStatistics
-from kvtier.engine.records.tenant_tokens import TenantTokens
+from kvtier.engine.records.request_accounts import RequestAccounts, RequestStatistics
 from kvtier.engine.reopening_store import ReopeningStore, StoreStanding
 from kvtier.engine.scheduling.longest_request import longest_request
 from kvtier.engine.scheduling.request import Request
@@ -40,7 +38,6 @@ from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys, HashAlgorithm,
 from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Tier
-from kvtier.tiers.reuse.what_if import HitRatios, WhatIf
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.transfer.block_memory import BlockMemory
 
@@ -72,11 +69,8 @@ class EngineStatistics:
     plans: PlanStatistics
     store: StoreStanding | None  # the disk tier's; None without one
     sidecar: SidecarStanding | None  # None without one
-    times: TimesStatistics  # of requests that have ended
-    tenant_tokens: Mapping[str, TokenBalance]  # of requests that have ended, for the largest tenants and others
+    requests: RequestStatistics
     pinned_bytes: int  # that pins of any kind keep in host memory, or bring there
-    what_if: HitRatios  # were a tier smaller or larger
-    served: ServedStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +83,9 @@ class Parts:
     pins: TimedPins
     planner: LoadPlanner
     scheduler: Scheduler
+    namespace: bytes  # of the blocks' keys on disk
     step_times: StepTimes
-    records: RecentRecords
-    times: RequestTimes
-    tenant_tokens: TenantTokens
-    what_if: WhatIf
-    served: ServedRequests
+    accounts: RequestAccounts
     load_timeout_s: float
     events: EventLog | None  # None without an [events] table
     publisher: ZmqPublisher | None
@@ -118,11 +109,8 @@ class EngineCore:
         self.planner = parts.planner
         self.scheduler = parts.scheduler
         self.publisher = parts.publisher
-        self.records = parts.records
-        self._times = parts.times
-        self._tenant_tokens = parts.tenant_tokens
-        self._what_if = parts.what_if
-        self._served = parts.served
+        self.namespace = parts.namespace
+        self._accounts = parts.accounts
         self.runner = parts.runner
         self._memories = parts.memories
         self._store = parts.store
@@ -137,6 +125,11 @@ class EngineCore:
         self._publish_events()  # what is on disk already
         self._fault_log = FaultLog(time.monotonic)
         self._take_snapshot()
+
+    @property
+    def records(self) -> RecentRecords:
+        """What requests have taken that have ended lately."""
+        return self._accounts.records
 
     @property
     def num_waiting(self) -> int:
@@ -229,7 +222,7 @@ class EngineCore:
         """End a request; nothing of it stays leased."""
         if request.finish_reason is None:
             self.scheduler.abort(request)
-            self._on_ended(request)
+            self._accounts.on_ended(request)
 
     def set_priority(self, request: Request, priority: int) -> None:
         """Give a request another priority, unless it has finished."""
@@ -296,9 +289,16 @@ class EngineCore:
 
     def check(self) -> None:
         """Raise AssertionError if any two books disagree, the cache's or the scheduler's."""
-        self.cache.check()
+        for _ in self.checks():
+            pass
+
+    def checks(self) -> Iterator[str]:
+        """The same in parts, each of which holds between any two steps: at each step what was found in order."""
+        yield from self.cache.checks()
         self.scheduler.check()
-        self._what_if.check()
+        yield f"requests: {len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting"
+        self._accounts.check()
+        yield "what requests have taken"
 
     def close(self, progress: Callable[[int], None] = lambda num_left: None) -> None:
         """Abort all requests, write what is cached to disk or sidecar, end threads. *progress* gets the number of
@@ -309,6 +309,7 @@ class EngineCore:
         with ExitStack() as ends:  # each is closed, whatever another one raises
             ends.callback(self._close_tiers)
             ends.callback(self.runner.close)
+            ends.callback(self._accounts.close)
             if self.publisher is not None:
                 ends.callback(self.publisher.close)
             for request in [*self.scheduler.waiting, *self.scheduler.promoting, *self.scheduler.running]:
@@ -394,27 +395,10 @@ class EngineCore:
         if request.sampling.logprobs is not None:
             request.logprobs.append(token_logprobs(logits, token_id, request.sampling.logprobs))
         request.append(token_id, self.runner.end_token_ids)
-        self._count_token(request.timeline)
+        self._accounts.on_token(request.timeline)
         if request.finish_reason is not None:
             self.scheduler.retire(request)
-            self._on_ended(request)
-
-    def _on_ended(self, request: Request) -> None:
-        self.records.add(request.record())
-        if request.tokens is None:
-            return
-        names, num_tokens = request.chain.names, self.config.device.block_size
-        num_bytes = round(num_tokens * self.bytes_per_token)
-        num_asked = len(request.prompt_token_ids) // num_tokens if request.options.reads_cache else 0
-        if num_asked:
-            self._what_if.on_prompt(names[:num_asked], num_tokens, num_bytes, request.tokens)
-        self._what_if.on_made(names[num_asked:], num_bytes)
-
-    def _count_token(self, timeline: Timeline) -> None:
-        if timeline.token_gap_s is not None:
-            self._served.on_token(timeline.token_gap_s)
-        elif timeline.ttft_s is not None:
-            self._served.on_first_token(timeline.ttft_s)
+            self._accounts.on_ended(request)
 
     def _publish_events(self) -> None:
         if self._events is not None and self.publisher is not None and (events := self._events.take()):
@@ -441,11 +425,8 @@ class EngineCore:
             self.planner.statistics(),
             None if self._store is None else self._store.standing(),
             None if self._sidecar is None else self._sidecar.standing(),
-            self._times.statistics(),
-            self._tenant_tokens.statistics(),
+            self._accounts.statistics(cache.tiers),
             self.cache.pinned_bytes,
-            self._what_if.hit_ratios(cache.tiers),
-            self._served.statistics(),
         )
 
     def _prepared_bytes(self) -> int:

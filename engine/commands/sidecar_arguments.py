@@ -46,6 +46,11 @@ def add_sidecar(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
     sidecar.add_argument(
         "--http-port", type=_port, metavar="PORT", help='of HTTP on this machine, or "none" (default: 9464)'
     )
+    sidecar.add_argument(
+        "--request-log",
+        metavar="FILE",
+        help="a line of JSON for each lookup of engines, in names and numbers, for replays (default: none)",
+    )
     sidecar.add_argument("--log-format", choices=["human", "json"], help="json: one object a line (default: human)")
     sidecar.add_argument("--check-config", action="store_true", help="print what the configuration comes to, and end")
     sidecar.set_defaults(run=run)
@@ -60,6 +65,7 @@ def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
         "socket": None if options.socket is None else {"path": options.socket},
         "lmcache": {key: value for key, value in lmcache.items() if value is not None} or None,
         "http": None if options.http_port is None else {"port": options.http_port},
+        "request_log": None if options.request_log is None else {"path": options.request_log},
         "log_format": options.log_format,
     }
     return {table: values for table, values in tables.items() if values is not None}

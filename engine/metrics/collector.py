@@ -12,7 +12,7 @@ from kvtier.engine.metrics.compat.lmcache import engine_lmcache_metrics
 from kvtier.engine.metrics.compat.vllm import vllm_metrics
 from kvtier.engine.metrics.disk import admission_metrics, disk_metrics, store_metrics
 from kvtier.engine.metrics.tiers import route_metrics, tier_metrics, what_if_metrics
-from kvtier.engine.metrics.tokens import balance_metrics, sources_of
+from kvtier.engine.metrics.tokens import balance_metrics, request_log_metrics, sources_of
 
 if TYPE_CHECKING:
     from kvtier.engine.core import EngineStatistics  # which imports torch: a server counts before it has that
@@ -34,7 +34,7 @@ class EngineCollector(Collector):
         statistics = self._statistics()
         yield from _token_metrics(statistics)
         yield from tier_metrics(statistics.cache.tiers)
-        yield from what_if_metrics(statistics.what_if)
+        yield from what_if_metrics(statistics.requests.what_if)
         yield from route_metrics(statistics.cache.routes)
         yield names.HOST_PREPARED_BYTES.of(statistics.host_prepared_bytes)
         yield from _plan_metrics(statistics)
@@ -47,6 +47,8 @@ class EngineCollector(Collector):
         if statistics.sidecar is not None:
             yield from _sidecar_metrics(statistics.sidecar)
         yield from _request_metrics(statistics)
+        if statistics.requests.log is not None:
+            yield from request_log_metrics(statistics.requests.log)
         yield names.PINNED_BYTES.of(statistics.pinned_bytes)
         yield names.TENANT_BYTES.by(
             {(tier, tenant): number for tenant, usage in statistics.tenants.items() for tier, number in usage.items()}
@@ -77,7 +79,7 @@ def _token_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
 
 
 def _request_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
-    times = statistics.times
+    times = statistics.requests.times
     yield names.TTFT_SECONDS.by_histogram(times.ttft)
     yield names.QUEUE_SECONDS.by_histogram({(): times.queue})
     yield names.LOOKUP_SECONDS.by_histogram({(): times.lookup})
@@ -85,7 +87,7 @@ def _request_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
     yield names.TENANT_TOKENS.by(
         {
             (tenant, source): number
-            for tenant, tokens in statistics.tenant_tokens.items()
+            for tenant, tokens in statistics.requests.tenants.items()
             for source, number in sources_of(tokens).items()
         }
     )

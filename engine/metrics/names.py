@@ -23,6 +23,12 @@ LOOKUP_SECONDS = histogram("kvtier_lookup_seconds", "Seconds that looking up a r
 LOAD_SECONDS = histogram("kvtier_load_seconds", "Seconds until a request's cached prefix had come")
 REQUESTS = gauge("kvtier_requests", "Requests by state", "state")
 
+REQUEST_LOG_LINES = counter(
+    "kvtier_request_log_lines",
+    "Lines of the log of requests: written, or dropped as the disk was too slow or full",
+    "result",
+)
+
 # Tiers.
 RESIDENT_BLOCKS = gauge("kvtier_resident_blocks", "Blocks in the tier, which look-ups find", "tier")
 RESIDENT_BYTES = gauge("kvtier_resident_bytes", "Bytes of the blocks in the tier", "tier")

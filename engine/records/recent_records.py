@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from kvtier.engine.records.request_record import RequestRecord
+from kvtier.engine.records.trail import NO_TRAIL, Trail, TrailListener
 
 NUM_NEWEST = 512
 NUM_SLOWEST = 32
@@ -15,15 +16,17 @@ Listener: TypeAlias = Callable[[RequestRecord], None]
 
 
 class RecentRecords:
-    """Bounded, whatever comes. Owned by the thread that adds; *listeners* are called there and raise nothing."""
+    """Bounded, whatever comes. Owned by the thread that adds; *listeners* are called there and raise nothing, and so
+    are *trail_listeners*, which get the request's trail too: here no trail is kept."""
 
-    def __init__(self, listeners: Sequence[Listener] = ()) -> None:
+    def __init__(self, listeners: Sequence[Listener] = (), trail_listeners: Sequence[TrailListener] = ()) -> None:
         self._newest: deque[RequestRecord] = deque(maxlen=NUM_NEWEST)
         self._slowest: list[RequestRecord] = []  # slowest first
         self._listeners = tuple(listeners)
+        self._trail_listeners = tuple(trail_listeners)
 
-    def add(self, record: RequestRecord) -> None:
-        """Take in the record of a request that has ended."""
+    def add(self, record: RequestRecord, trail: Trail = NO_TRAIL) -> None:
+        """Take in the record of a request that has ended, and its trail."""
         self._newest.append(record)
         since = record.arrived_at - SLOWEST_S
         self._slowest = [each for each in self._slowest if each.arrived_at >= since]
@@ -31,6 +34,8 @@ class RecentRecords:
         del self._slowest[NUM_SLOWEST:]
         for listener in self._listeners:
             listener(record)
+        for trail_listener in self._trail_listeners:
+            trail_listener(record, trail)
 
     def find(self, request_id: str) -> RequestRecord | None:
         """The newest record of that request; None if there is none, or no more."""

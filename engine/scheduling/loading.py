@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from kvtier.engine.records.trail import Trail
 from kvtier.engine.scheduling.slot_demand import num_leased
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.lower.breaker import Attempt, CircuitBreaker
@@ -152,6 +153,19 @@ class Loading:
     def balance(self) -> TokenBalance:
         """Once loaded: where the tokens of the prompt came from."""
         return self._coming.balance(len(self._request.prompt_token_ids))
+
+    def trail(self) -> Trail:
+        """Once loaded: how the prompt went through the cache."""
+        promotion, request = self._coming, self._request
+        num_names = len(request.prompt_token_ids) // promotion.chain.block_size
+        return Trail(
+            promotion.chain.block_size,
+            promotion.chain.names[:num_names],
+            bytes(promotion.depths[: promotion.num_blocks]),
+            promotion.num_copied,
+            promotion.misses.reasons,
+            self._around.clock(),
+        )
 
     # --- events while the request waits
 

@@ -14,6 +14,7 @@ from kvtier.engine.scheduling.timeline import Timeline
 from kvtier.engine.text.detokenizer import Detokenizer
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import BlockChain
+from kvtier.tiers.naming.tier import Reason
 from kvtier.tiers.up.promotion import Tables
 
 if TYPE_CHECKING:
@@ -136,5 +137,7 @@ class Request:
         )
 
     def balance(self) -> TokenBalance:
-        """Where the prompt's tokens came from; all were computed, or would have been, before that is known."""
-        return self.tokens or TokenBalance(recomputed=len(self.prompt_token_ids))
+        """Where the prompt's tokens came from. Of one that has ended before its prefix came all would have been
+        computed."""
+        num_tokens = len(self.prompt_token_ids)
+        return self.tokens or TokenBalance(recomputed=num_tokens, reasons={Reason.ABORTED: num_tokens})

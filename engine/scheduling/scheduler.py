@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from kvtier.engine.config import SchedulerConfig
+from kvtier.engine.records.trail import Trails
 from kvtier.engine.scheduling.loading import COMING, WAITING, Loading, State, Surroundings
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.request import FinishReason, Request
@@ -51,8 +52,10 @@ class Scheduler:
         planner: LoadPlanner | None = None,
         clock: Callable[[], float] = time.monotonic,
         look_ahead: LookAhead | None = None,
+        trails: Trails | None = None,
     ) -> None:
-        """*load_timeout_s*: this long after it first asks for room, a request starts with what has come of its hit."""
+        """*load_timeout_s*: this long after it first asks for room, a request starts with what has come of its hit.
+        *trails* gets the trail of each request, and its owner takes it out."""
         self.waiting = WaitingQueue()
         self.promoting: list[Request] = []
         self.running: list[Request] = []
@@ -63,6 +66,7 @@ class Scheduler:
         self._around = Surroundings(cache, clock, load_timeout_s, CircuitBreaker(clock), self._busy_s)
         self._planner = planner
         self._look_ahead = look_ahead
+        self._trails = Trails() if trails is None else trails
         self._asking: Loading | None = None  # the loading that asked for room last, in this step or the one before
         self._max_running = min(config.max_running, config.token_budget)  # so that each of them can decode in a step
         self._shared_prefill = SharedPrefill(config.prefill_chunk)
@@ -302,6 +306,7 @@ class Scheduler:
             count(len(request.token_ids), loading.num_hit_tokens)
         if request.tokens is None:
             request.tokens = loading.balance()
+            self._trails.begin(request, loading.trail())
             self.admitted_tokens = self.admitted_tokens.plus(request.tokens)
 
     def _begin_early(self, step: list[Work]) -> None:

@@ -92,7 +92,7 @@ class EngineSource:
         for route, moved in cache.routes.items():
             totals |= parts.lane_totals(route, moved)
             levels |= parts.lane_levels(route, moved)
-        levels |= self._ages.levels(monotonic_s, cache.tiers) | parts.what_if_levels(statistics.what_if)
+        levels |= self._ages.levels(monotonic_s, cache.tiers) | parts.what_if_levels(statistics.requests.what_if)
         totals["requests.answered"], ttft = self._first_tokens(statistics, monotonic_s)
         if cache.disk is not None:
             totals["disk.written"] = cache.disk.written_bytes_total
@@ -100,7 +100,7 @@ class EngineSource:
 
     def _first_tokens(self, statistics: EngineStatistics, monotonic_s: float) -> tuple[int, parts.Numbers]:
         """How many requests had one, and how long the last minute's waited for it."""
-        first, *others = statistics.times.ttft.values()
+        first, *others = statistics.requests.times.ttft.values()
         for each in others:
             first = first.plus(each)
         recent: HistogramStatistics = self._ttft.since(monotonic_s, first)
@@ -126,11 +126,12 @@ class EngineSource:
 
 def _tenants(statistics: EngineStatistics) -> list[dict[str, object]]:
     """The largest tenants' tokens, and the bytes of those with a quota."""
-    names = [*statistics.tenant_tokens, *(name for name in statistics.tenants if name not in statistics.tenant_tokens)]
+    tokens = statistics.requests.tenants
+    names = [*tokens, *(name for name in statistics.tenants if name not in tokens)]
     return [
         {
             "name": name,
-            "tokens": None if (tokens := statistics.tenant_tokens.get(name)) is None else sources_of(tokens),
+            "tokens": sources_of(tokens[name]) if name in tokens else None,
             "bytes": {tier.value: number for tier, number in statistics.tenants.get(name, {}).items()},
         }
         for name in names

@@ -14,11 +14,13 @@ def stats_view(statistics: EngineStatistics) -> dict[str, object]:
     cache = replace(statistics.cache, host_tenants={})
     if cache.disk is not None:
         cache = replace(cache, disk=replace(cache.disk, tenants={}))
-    view: dict[str, object] = msgspec.to_builtins(replace(statistics, cache=cache, what_if={}), enc_hook=_plain)
-    sizes = {
-        tier.value: {f"{size:g}": hits for size, hits in each.items()} for tier, each in statistics.what_if.items()
+    what_if = {
+        tier.value: {f"{size:g}": hits for size, hits in each.items()}
+        for tier, each in statistics.requests.what_if.items()
     }
-    return {**view, "what_if": sizes}
+    requests = replace(statistics.requests, what_if={})  # whose keys are no texts
+    view: dict[str, object] = msgspec.to_builtins(replace(statistics, cache=cache, requests=requests), enc_hook=_plain)
+    return {**view, "what_if": what_if}
 
 
 def _plain(value: object) -> object:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from kvtier.engine.config import DiskConfig
 from kvtier.engine.disk_store import cipher_of
+from kvtier.engine.records.recent_records import RecentRecords
+from kvtier.engine.records.request_log import open_request_log
 from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.engine.sidecar.config import SidecarConfig
 from kvtier.engine.sidecar.door import Door
@@ -67,6 +69,9 @@ def build_sidecar(
         finished = FinishedTransfers()
         transfers = TransferEngine(_lanes(finished), finished)
         undo.callback(transfers.close)
+        request_log = open_request_log(config.request_log)
+        if request_log is not None:
+            undo.callback(request_log.close)
         layouts = Layouts(
             segment,
             transfers,
@@ -78,11 +83,14 @@ def build_sidecar(
             written_bytes_per_day=None if config.disk is None else config.disk.max_written_bytes_per_day,
             read_timeout_s=READ_TIMEOUT_S if config.disk is None else config.disk.read_timeout_s,
             ledger=ledger,
+            records=RecentRecords(trail_listeners=[] if request_log is None else [request_log.on_record]),
         )
         life = None
         if store is not None and config.disk is not None and config.disk.endurance is not None:
             life = DriveLife(config.disk.endurance, store)
-        sidecar = Sidecar(segment, finished, transfers, layouts, make_doors(layouts, transfers), store, life)
+        sidecar = Sidecar(
+            segment, finished, transfers, layouts, make_doors(layouts, transfers), store, life, request_log
+        )
         undo.pop_all()
     return sidecar
 

@@ -13,6 +13,8 @@ from kvtier.engine.config import (
     DashboardConfig,
     DiskConfig,
     HostConfig,
+    OperatorsConfig,
+    RequestLogConfig,
     Seconds,
     Table,
     TenantConfig,
@@ -129,9 +131,11 @@ class SidecarConfig(Table, frozen=True, kw_only=True):
     lmcache: LmcacheConfig | None = LmcacheConfig()
     http: HttpConfig = HttpConfig()
     dashboard: DashboardConfig = DashboardConfig()
+    operators: OperatorsConfig = OperatorsConfig()
     metrics: SidecarMetricsConfig = SidecarMetricsConfig()
     models: dict[str, ModelWeightsConfig] = msgspec.field(default_factory=dict)
     tenants: dict[str, TenantConfig] = msgspec.field(default_factory=dict)
+    request_log: RequestLogConfig = RequestLogConfig()
     extent: ByteSize = parse_bytes("64MiB")
     drain_s: Seconds = 30.0
     log_format: Literal["human", "json"] = "human"

@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from kvtier.engine.records.recent_records import RecentRecords
+from kvtier.engine.records.request_log import RequestLog
 from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.engine.sidecar.door import AttachedClient, Door
 from kvtier.engine.sidecar.drive_life import DriveLife
@@ -54,6 +55,7 @@ class Sidecar:
         doors: Sequence[Door],
         store: ReopeningStore | None,
         life: DriveLife | None = None,
+        request_log: RequestLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.layouts = layouts
@@ -64,6 +66,7 @@ class Sidecar:
         self._transfers = transfers
         self._store = store
         self._life = life
+        self._request_log = request_log
         self._clock = clock
         self.started_at = clock()
         self._is_stopping = False
@@ -191,7 +194,10 @@ class Sidecar:
         store = None if self._store is None else (self._store.standing(), self._store.statistics())
         doors = tuple(door.counts() for door in self.doors)
         life = None if self._life is None else self._life.statistics()
-        return statistics_of(self.layouts, self._segment, self._transfers, store, doors, self.pins.statistics(), life)
+        request_log = None if self._request_log is None else self._request_log.counts()
+        return statistics_of(
+            self.layouts, self._segment, self._transfers, store, doors, self.pins.statistics(), life, request_log
+        )
 
     def close(self) -> None:
         """End lanes and store, and take the segment's name away. `flush` first if the disk should have everything."""
@@ -203,6 +209,8 @@ class Sidecar:
         is_closed = self._transfers.close()
         if self._store is not None:
             self._store.close() if is_closed else self._store.kill()
+        if self._request_log is not None:
+            self._request_log.close()
         self._segment.close()  # after the store, whose process is given its descriptor
         if is_closed:
             self._finished.close()

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
+from kvtier.engine.records.request_log import LogCounts
 from kvtier.engine.reopening_store import StoreStanding
 from kvtier.engine.sidecar.door import DoorCounts
 from kvtier.engine.sidecar.layout import Layout
@@ -18,6 +19,7 @@ from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.disk_tier import evicted_by_cause
 from kvtier.tiers.lower.ssd_life import SsdLifeStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics, TokenBalance, causes_summed
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.reuse.what_if import HitRatios
 from kvtier.transfer.segment import Segment
@@ -52,6 +54,7 @@ class SidecarStatistics:
     doors: tuple[DoorCounts, ...]
     pins: PinStatistics
     what_if: HitRatios  # were a tier smaller or larger; of prompts that doors are told of
+    request_log: LogCounts | None = None  # None without one
 
     @property
     def tokens(self) -> TokenBalance:
@@ -67,6 +70,7 @@ def statistics_of(
     doors: tuple[DoorCounts, ...],
     pins: PinStatistics,
     life: SsdLifeStatistics | None = None,
+    request_log: LogCounts | None = None,
 ) -> SidecarStatistics:
     """The statistics of these parts now; *store* is None without a disk."""
     found, disks, disk_tiers = [], [], []
@@ -100,6 +104,7 @@ def statistics_of(
         doors,
         pins,
         layouts.what_if.hit_ratios(all_tiers),
+        request_log,
     )
 
 
@@ -139,7 +144,7 @@ def _disk_tier(store: StoreStatistics, disk_tiers: Sequence[TierStatistics]) -> 
         num_blocks=store.num_records,
         num_bytes=store.stored_bytes,
         capacity_bytes=store.capacity_bytes,
-        evicted=evicted_by_cause(store),
+        evicted=evicted_by_cause(store, sum(tier.evicted.get(EvictionCause.CLEARED, 0) for tier in disk_tiers)),
         corrupt=_corrupt(disk_tiers),
         eviction_ages=_ages(disk_tiers),
     )

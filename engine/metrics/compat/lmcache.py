@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import Metric
 
 from kvtier.engine.metrics.compat import lmcache_names as names
+from kvtier.engine.metrics.tiers import corrupt_by_cause
 from kvtier.tiers.lower.statistics import TierStatistics, TokenBalance
 from kvtier.tiers.naming.tier import Tier
 from kvtier.transfer.transfer_engine import Route, RouteStatistics
@@ -89,7 +90,7 @@ def _disk_metrics(numbers: LowerNumbers, disk: TierStatistics) -> Iterator[Metri
     yield names.L2_LOADS_COMPLETED.by({DISK: read.num_transfers - read.num_failed})
     yield names.L2_LOAD_CHUNKS_SUBMITTED.of(read.num_submitted_blocks)
     yield names.L2_LOAD_CHUNKS_COMPLETED.of(read.num_blocks)
-    yield names.L2_LOAD_FAILURE.by(disk.corrupt)
+    yield names.L2_LOAD_FAILURE.by(corrupt_by_cause(Tier.DISK, disk))
     yield names.INFLIGHT_STORES.by({DISK: spilled.num_pending})
     yield names.INFLIGHT_LOADS.by({DISK: read.num_pending})
     yield names.INFLIGHT_LOAD_BYTES.by({DISK: read.pending_bytes})

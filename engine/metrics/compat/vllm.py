@@ -74,7 +74,7 @@ def _request_metrics(statistics: "EngineStatistics", told: _Labelled) -> Iterato
 
 
 def _served_metrics(statistics: "EngineStatistics", told: _Labelled) -> Iterator[Metric]:
-    served = statistics.served
+    served = statistics.requests.served
     yield told.of(names.GENERATION_TOKENS, served.num_generated)
     yield told.by(names.REQUEST_SUCCESS, {**dict.fromkeys(_FINISHES, 0), **served.finished})
     for name, found in (

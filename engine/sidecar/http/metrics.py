@@ -12,7 +12,7 @@ from kvtier.engine.metrics.compat.lmcache import LowerNumbers, lmcache_metrics
 from kvtier.engine.metrics.disk import disk_metrics, store_metrics
 from kvtier.engine.metrics.http import RequestMetrics
 from kvtier.engine.metrics.tiers import route_metrics, tier_metrics, what_if_metrics
-from kvtier.engine.metrics.tokens import balance_metrics
+from kvtier.engine.metrics.tokens import balance_metrics, request_log_metrics
 from kvtier.engine.sidecar.http.views import LANES, Snapshot
 from kvtier.engine.sidecar.statistics import SidecarStatistics
 from kvtier.transfer.transfer_engine import Route
@@ -53,6 +53,8 @@ class _SnapshotCollector(Collector):
             yield from disk_metrics(statistics.disk)
         if statistics.store is not None:
             yield from store_metrics(statistics.store)
+        if statistics.request_log is not None:
+            yield from request_log_metrics(statistics.request_log)
         yield from _state_metrics(snapshot)
         yield from _digest_metrics(statistics)
         yield from _door_metrics(statistics)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier.engine.records.recent_records import RecentRecords
 from kvtier.engine.records.request_record import RequestRecord
+from kvtier.engine.records.trail import Trail
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.lmcache.promises import Promise
 from kvtier.tiers.lower.statistics import TokenBalance
@@ -39,7 +40,8 @@ class Lookups:
                 balance,
                 lookup_s=seconds,
                 load_s=seconds,
-            )
+            ),
+            trail_of(promise, self._chunk_tokens, self._clock()),
         )
 
     def on_stored(self, tiers: LayoutTiers, names: Sequence[BlockName]) -> None:
@@ -49,6 +51,12 @@ class Lookups:
 
 def _chunk_bytes(tiers: LayoutTiers) -> int:
     return sum(memory.slot_bytes for memory in tiers.memories)
+
+
+def trail_of(promise: Promise, chunk_tokens: int, now: float) -> Trail:
+    """How the chunks of a settled promise's prompt went through the cache."""
+    misses = tuple((end * chunk_tokens, reason) for end, reason in promise.misses.reasons)
+    return Trail(chunk_tokens, promise.blocks.names, promise.depths, 0, misses, now)
 
 
 def balance_of(promise: Promise, chunk_tokens: int, num_tokens: int) -> TokenBalance:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
@@ -16,7 +17,7 @@ from kvtier.engine.sidecar.shares import Share, Shares
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
-from kvtier.tiers.naming.tier import Reason
+from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.up.promotion import Misses
 
 MOST_PROMISES = 4096
@@ -97,6 +98,10 @@ class RankChunks:
     def num_read(self, num_chunks: int) -> int:
         """How many of the first so many chunks were read from disk."""
         return int(np.count_nonzero(self._was_read[:num_chunks]))
+
+    def were_read(self, num_chunks: int) -> npt.NDArray[np.bool_]:
+        """For each of the first so many chunks whether it was read from disk."""
+        return self._was_read[:num_chunks]
 
     def slots(self, chunks: range) -> list[int]:
         """Where they are."""
@@ -222,6 +227,14 @@ class Promise:
     def num_read(self) -> int:
         """Chunks that were read from disk for any rank, of those that can be loaded."""
         return max((own.num_read(self.num_chunks) for own in self.chunks), default=0)
+
+    @property
+    def depths(self) -> bytes:
+        """For each chunk that can be loaded `Tier.depth` of the coldest tier that a rank's part came from."""
+        was_read = np.zeros(self.num_chunks, np.bool_)
+        for own in self.chunks:
+            was_read |= own.were_read(self.num_chunks)
+        return np.where(was_read, Tier.DISK.depth, Tier.HOST.depth).astype(np.uint8).tobytes()
 
     def of_rank(self, rank: int) -> RankChunks | None:
         """The rank's part of it."""

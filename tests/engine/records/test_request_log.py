@@ -1,0 +1,153 @@
+"""RequestLog: what a line says, files that take turns, a disk that is full or hangs, and the names of a prompt."""
+
+import json
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from serving import tables
+from sidecars import small_config
+from small_models import build, byte_tokenizer
+from waiting import DEADLINE_S
+
+from kvtier import LLM, SamplingParams
+from kvtier.engine.records.request_log import MOST_NAMES, MOST_WAITING, LogCounts, RequestLog, coarse_names
+from kvtier.engine.records.request_record import RequestRecord
+from kvtier.engine.records.trail import Trail
+from kvtier.engine.sidecar.build import build_sidecar
+from kvtier.tiers.lower.statistics import TokenBalance
+from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
+from kvtier.tiers.naming.tier import Reason
+
+GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
+RECORD = RequestRecord("a", "ann", None, 1000.0, TokenBalance(device=32, recomputed=1, reasons={Reason.LAST_BLOCK: 1}))
+
+
+def trail_of(num_blocks: int, block_size: int = 16) -> Trail:
+    chain = BlockChain(block_size)
+    chain.extend(list(range(num_blocks * block_size)))
+    return Trail(block_size, chain.names)
+
+
+def lines_of(*paths: Path) -> list[dict]:
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def test_a_line_has_the_request_in_names_and_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "requests.jsonl"
+    log = RequestLog(file, 1 << 20, 2)
+    log.on_record(RECORD, trail_of(2))
+    log.close()
+    log.close()
+
+    (line,) = lines_of(file)
+    assert (line["id"], line["tenant"], line["arrived_at"], line["prompt_tokens"]) == ("a", "ann", 1000.0, 33)
+    assert (line["device"], line["host"], line["disk"], line["recomputed"]) == (32, 0, 0, 1)
+    assert line["reasons"] == {"last_block": 1}
+    assert (line["grain"], line["prefix"]) == (16, [name[:8].hex() for name in trail_of(2).names])
+    assert log.counts() == LogCounts(1, 0)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, MOST_NAMES, MOST_NAMES + 1, 8192, 8193])
+def test_a_long_prompt_is_told_of_at_a_coarser_grain_and_a_prefix_of_it_still_agrees(num_blocks: int) -> None:
+    long, short = coarse_names(trail_of(num_blocks)), coarse_names(trail_of(min(num_blocks, MOST_NAMES)))
+
+    assert len(long[1]) <= MOST_NAMES
+    assert long[0] * (len(long[1]) + 1) > num_blocks
+    assert short[1][long[0] - 1 :: long[0]] == long[1][: len(short[1]) // long[0]]
+
+
+def test_files_take_turns_and_the_oldest_goes(tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    log = RequestLog(file, 4000, 3)
+    for number in range(100):
+        log.on_record(RequestRecord(str(number), None, None, 0.0, TokenBalance()), Trail(16, ()))
+    log.close()
+
+    files = [file, file.with_name("requests.jsonl.1"), file.with_name("requests.jsonl.2")]
+    assert sorted(tmp_path.iterdir()) == files
+    assert all(each.stat().st_size <= 4000 for each in files)
+    kept = [int(line["id"]) for line in lines_of(*reversed(files))]
+    assert kept == list(range(100 - len(kept), 100))
+    assert 0 < len(kept) < 100
+
+
+def test_a_log_goes_on_where_the_last_process_left_it(tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    for _ in range(2):
+        log = RequestLog(file, 1 << 20, 2)
+        log.on_record(RECORD, trail_of(1))
+        log.close()
+
+    assert len(lines_of(file)) == 2
+
+
+def test_a_disk_that_hangs_delays_nobody_and_what_finds_no_room_is_counted(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # reads nothing: 64 KiB fit into a pipe
+    log = RequestLog(pipe, 1 << 40, 2)
+    trail = trail_of(64)
+    for _ in range(3 * MOST_WAITING):
+        log.on_record(RECORD, trail)
+
+    assert log.counts().num_dropped > 0
+    assert log.counts().num_written < 3 * MOST_WAITING
+    os.set_blocking(reader, True)  # the disk is back
+    with ThreadPoolExecutor(1) as thread:
+        read = thread.submit(os.fdopen(reader, "rb").read)
+        log.close()
+        num_lines = read.result(DEADLINE_S).count(b"\n")
+    assert num_lines == log.counts().num_written == 3 * MOST_WAITING - log.counts().num_dropped
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_a_full_disk_is_said_once_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "requests.jsonl").symlink_to("/dev/full")
+    log = RequestLog(tmp_path / "requests.jsonl", 1 << 20, 2)
+    for _ in range(5):
+        log.on_record(RECORD, trail_of(64))
+    log.close()
+
+    assert log.counts().num_dropped > 0
+    assert len([record for record in caplog.records if "request log" in record.message]) == 1
+
+
+def test_an_engine_writes_the_log_that_its_configuration_names(tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    config = {**tables(), "request_log": {"path": str(file)}}
+    prompt = list(range(5, 105))
+    with LLM(build("llama"), config, byte_tokenizer()) as llm:
+        llm.generate([prompt], GREEDY)
+        llm.generate([prompt[:60]], GREEDY)
+
+    first, second = lines_of(file)
+    names = BlockChain(16, ExtraKeys())
+    names.extend(prompt)
+    assert first["prefix"] == [name[:8].hex() for name in names.names]
+    assert second["prefix"] == first["prefix"][:3]
+    assert (first["recomputed"], second["device"], second["generated"]) == (100, 59, 4)
+    assert second["total_s"] >= second["ttft_s"] > 0
+
+
+def test_a_log_that_cannot_be_opened_is_told_before_anything_is_served(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = small_config(request_log={"path": str(tmp_path / "file" / "requests.jsonl")})
+
+    with pytest.raises(OSError, match=r"request log: .* cannot be opened"):
+        build_sidecar(config, lambda layouts, transfers: [])
+
+
+def test_names_are_bytes_of_a_digest_and_no_token_is_in_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    log = RequestLog(file, 1 << 20, 1)
+    log.on_record(RECORD, Trail(16, [BlockName(bytes(range(32)))]))
+    log.close()
+
+    (line,) = lines_of(file)
+    assert line["prefix"] == [bytes(range(8)).hex()]
+    assert "names" not in line
+    assert "tokens" not in line
