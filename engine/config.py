@@ -296,6 +296,15 @@ class RequestLogConfig(Table, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "path", str(Path(self.path).expanduser()))
 
 
+class TracingConfig(Table, frozen=True, kw_only=True):
+    """`[tracing]`: spans of requests for the OpenTelemetry collector at *endpoint*, OTLP over HTTP; without it there
+    are none. A request whose `traceparent` says that its trace is sampled is traced; of those without one, the part
+    *sample*."""
+
+    endpoint: Annotated[str, msgspec.Meta(pattern="^https?://.")] | None = None
+    sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+
+
 _HOST_BY_DEFAULT = HostConfig()
 _SOCKET = "unix://"
 _OF_A_SIDECAR = {"host": "host memory", "disk": "disk"}
@@ -322,6 +331,7 @@ class Config(Table, frozen=True, kw_only=True):
     operators: OperatorsConfig = OperatorsConfig()
     metrics: MetricsConfig = MetricsConfig()
     request_log: RequestLogConfig = RequestLogConfig()
+    tracing: TracingConfig = TracingConfig()
     tenants: dict[str, TenantConfig] = {}
     lora: dict[str, LoraConfig] = {}
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
