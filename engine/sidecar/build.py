@@ -90,6 +90,7 @@ def build_sidecar(
             records=RecentRecords(
                 [] if tracer is None else [tracer.on_record], [] if request_log is None else [request_log.on_record]
             ),
+            tracer=tracer,
         )
         life = None
         if store is not None and config.disk is not None and config.disk.endurance is not None:
