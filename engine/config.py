@@ -283,13 +283,10 @@ class MetricsConfig(Table, frozen=True, kw_only=True):
     compat: tuple[Literal["vllm", "lmcache"], ...] = ()
 
 
-class RequestLogConfig(Table, frozen=True, kw_only=True):
-    """`[request_log]`: a line of JSON for each request, in names and numbers, in the file *path*; without it there is
-    none. A file of *size* bytes gets the ending .1, and *files* are kept in all."""
+class FileTable(Table, frozen=True, kw_only=True):
+    """A table with the name of a file, which may begin with `~`."""
 
     path: Annotated[str, msgspec.Meta(min_length=1)] | None = None
-    size: ByteSize = parse_bytes("64MiB")
-    files: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 8
 
     def __post_init__(self) -> None:
         if self.path is not None:
@@ -303,6 +300,22 @@ class TracingConfig(Table, frozen=True, kw_only=True):
 
     endpoint: Annotated[str, msgspec.Meta(pattern="^https?://.")] | None = None
     sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+
+
+class RequestLogConfig(FileTable, frozen=True, kw_only=True):
+    """`[request_log]`: a line of JSON for each request, in names and numbers, in the file *path*; without it there is
+    none. A file of *size* bytes gets the ending .1, and *files* are kept in all."""
+
+    size: ByteSize = parse_bytes("64MiB")
+    files: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 8
+
+
+class DashboardConfig(FileTable, frozen=True, kw_only=True):
+    """`[dashboard]`: the page at `/dashboard`. *max_viewers* may watch at once. What it shows over time is kept in the
+    file *path*, by default one beside `disk.path`, with "-history" behind its name; without a [disk] it ends with the
+    process."""
+
+    max_viewers: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 64
 
 
 _HOST_BY_DEFAULT = HostConfig()
@@ -332,6 +345,7 @@ class Config(Table, frozen=True, kw_only=True):
     metrics: MetricsConfig = MetricsConfig()
     request_log: RequestLogConfig = RequestLogConfig()
     tracing: TracingConfig = TracingConfig()
+    dashboard: DashboardConfig = DashboardConfig()
     tenants: dict[str, TenantConfig] = {}
     lora: dict[str, LoraConfig] = {}
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None

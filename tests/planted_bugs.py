@@ -1351,7 +1351,7 @@ BUGS = [
     Bug(
         "the sidecar's HTTP has things done for a page in a browser",
         "engine/sidecar/http/access.py",
-        'if "origin" in headers or not is_loopback(name):',
+        "if is_elsewhere or not is_loopback(name):",
         "if not is_loopback(name):",
         "tests/engine/sidecar/test_sidecar_http.py",
     ),
@@ -1683,6 +1683,20 @@ BUGS = [
         "        self._share.release(self.tiers.memories[fetched.fetch.group_id], leased)\n",
         "        pass\n",
         "tests/engine/sidecar/own/test_own_door.py",
+    ),
+    Bug(
+        "the page shows what was long ago as what is now",
+        "engine/dashboard/history.py",
+        "        found[self.stamps[places] != wanted] = np.nan\n",
+        "",
+        "tests/engine/dashboard/test_history.py",
+    ),
+    Bug(
+        "the page shows a tenant the requests of others",
+        "engine/server/engine_source.py",
+        "if not service.is_strict or each.tenant == group]",
+        "if each.tokens]",
+        "tests/engine/server/test_serve_dashboard.py",
     ),
     Bug(
         "an operator's eviction takes blocks that are leased",

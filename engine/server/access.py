@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.entrance import Entrance
 from kvtier.engine.server.facts import Facts, facts_of
-from kvtier.engine.server.paths import METRICS, OPEN, OPERATE, QUIET, label_of
+from kvtier.engine.server.paths import OF_ALL, OPERATE, QUIET, is_open, label_of
 from kvtier.engine.tracing.span import Attribute, Span
 from kvtier.engine.tracing.trace_context import TraceContext
 
@@ -112,7 +112,7 @@ class KeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 401 or 403, or hand the request on to the inner app."""
         refusal = None
-        if scope["type"] == "http" and scope["path"] not in OPEN:
+        if scope["type"] == "http" and not is_open(scope["path"]):
             refusal = self._refusal(scope)
         if refusal is None:
             await self._app(scope, receive, send)
@@ -131,7 +131,7 @@ class KeyCheck:
             return ApiError(401, message, code="invalid_api_key", headers=headers)
         facts_of(scope).tenant = tenant
         # Metrics count all tenants together, which is more than one tenant may know of the others.
-        if scope["path"] == METRICS and entrance.is_strict and tenant not in entrance.settings.metrics_tenants:
+        if scope["path"] in OF_ALL and entrance.is_strict and tenant not in entrance.settings.metrics_tenants:
             return ApiError(
                 403,
                 "metrics are for the tenants in server.metrics_tenants; ask the operator to add yours",

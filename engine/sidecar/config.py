@@ -10,6 +10,7 @@ import msgspec
 
 from kvtier.engine.config import (
     ByteSize,
+    DashboardConfig,
     DiskConfig,
     HostConfig,
     OperatorsConfig,
@@ -130,6 +131,7 @@ class SidecarConfig(Table, frozen=True, kw_only=True):
     socket: SocketConfig = SocketConfig()
     lmcache: LmcacheConfig | None = LmcacheConfig()
     http: HttpConfig = HttpConfig()
+    dashboard: DashboardConfig = DashboardConfig()
     operators: OperatorsConfig = OperatorsConfig()
     metrics: SidecarMetricsConfig = SidecarMetricsConfig()
     models: dict[str, ModelWeightsConfig] = msgspec.field(default_factory=dict)

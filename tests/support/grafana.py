@@ -3,10 +3,11 @@
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_server import SCRAPE_S, Prometheus
+from waiting import wait_for
 
 # Grafana's own: four times the scrape interval, or one more than the step between two points.
 RATE_INTERVAL_S = max(4 * SCRAPE_S, SCRAPE_S + SCRAPE_S)
@@ -36,6 +37,19 @@ class Grafana:
         """Whether there is anything to draw: a number at any moment."""
         series = self.prometheus.over_time(self.asked(expression), self.prometheus.began_at, time.time())
         return any(not math.isnan(value) for each in series for value in each.values)
+
+    def shows_all(self, expressions: Iterable[str]) -> None:
+        """Wait until each is shown; AssertionError with those that are not."""
+        left = list(dict.fromkeys(expressions))
+
+        def is_all_shown() -> bool:
+            left[:] = [expression for expression in left if not self.is_shown(expression)]
+            return not left
+
+        try:
+            wait_for(is_all_shown, pause_s=SCRAPE_S / 2)
+        except AssertionError:
+            raise AssertionError(f"{len(left)} queries return nothing: {left}") from None
 
     def _all(self, name: str) -> str:
         values = [re.escape(each).replace("\\", "\\\\") for each in self.prometheus.values_of(name, self.are_of)]

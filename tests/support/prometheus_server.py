@@ -20,6 +20,14 @@ _LISTENING = re.compile(r'msg="Listening on" address=127\.0\.0\.1:(\d+)')
 
 
 @dataclass(frozen=True)
+class Target:
+    """Where metrics are, on this machine; *token* is what `Authorization: Bearer` needs, if it needs anything."""
+
+    port: int
+    token: str = ""
+
+
+@dataclass(frozen=True)
 class Series:
     """One line of an answer: its labels, and its values over time."""
 
@@ -61,9 +69,8 @@ class Prometheus:
 
 
 @contextmanager
-def prometheus(folder: Path, targets: Mapping[str, int], rules: Sequence[Path] = ()) -> Iterator[Prometheus]:
-    """A server that has scraped each job of *targets*, at its port of this machine, and evaluates *rules*. The test is
-    skipped where there is none."""
+def prometheus(folder: Path, targets: Mapping[str, Target], rules: Sequence[Path] = ()) -> Iterator[Prometheus]:
+    """A server that has scraped each job of *targets* and evaluates *rules*. Without one the test is skipped."""
     program = shutil.which("prometheus")
     if program is None:
         pytest.skip("prometheus is not installed: apt-get install prometheus")
@@ -74,8 +81,12 @@ def prometheus(folder: Path, targets: Mapping[str, int], rules: Sequence[Path] =
                 "global": {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"},
                 "rule_files": [str(path) for path in rules],
                 "scrape_configs": [
-                    {"job_name": job, "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}
-                    for job, port in targets.items()
+                    {
+                        "job_name": job,
+                        "static_configs": [{"targets": [f"127.0.0.1:{target.port}"]}],
+                        **({"authorization": {"credentials": target.token}} if target.token else {}),
+                    }
+                    for job, target in targets.items()
                 ],
             }
         )

@@ -5,6 +5,7 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvtier.engine.dashboard.assets import ASSETS, PAGE
 from kvtier.engine.metrics.http import RequestMetrics
 from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.api_keys import ApiKeys
@@ -12,7 +13,8 @@ from kvtier.engine.server.connection import in_time
 from kvtier.engine.server.paths import OPERATE
 from kvtier.engine.sidecar.config import HttpConfig, is_loopback
 
-HEALTH = "/health"  # needs no token: a machine that restarts what does not answer has none
+# Needs no token, as a machine that restarts what does not answer has none; nor does the page, which has no data in it.
+HEALTH = "/health"
 
 
 def token_of(config: HttpConfig) -> ApiKeys | None:
@@ -74,22 +76,30 @@ class Access:
         try:
             await (self._app if refusal is None else refusal.response())(scope, receive, in_time(send_noted))
         finally:
-            path = scope["path"]
-            if path not in self._paths:
-                path = OPERATE if path.startswith(f"{OPERATE}/") else "other"
-            self._metrics.requests.labels(path, str(status)).inc()
+            self._metrics.requests.labels(self._label(scope["path"]), str(status)).inc()
+
+    def _label(self, path: str) -> str:
+        """The label of a path in metrics: no client can make them grow."""
+        if path.startswith(f"{ASSETS}/"):
+            return PAGE
+        if path in self._paths:
+            return path
+        return OPERATE if path.startswith(f"{OPERATE}/") else "other"
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
         if self._token is None:
             host = headers.get("host", "localhost").strip().lower()
             name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-            if "origin" in headers or not is_loopback(name):
+            # A page of this server's own names it as its origin, as browsers do for modules of JavaScript.
+            is_elsewhere = headers.get("origin", f"http://{host}").lower() != f"http://{host}"
+            if is_elsewhere or not is_loopback(name):
                 message = "requests of browsers' pages, and by another name than localhost or 127.0.0.1, need a token"
                 return ApiError(403, message, code="forbidden")
             return None
-        is_operators = self._has_operators and scope["path"].startswith(f"{OPERATE}/")
-        if scope["path"] == HEALTH or is_operators:
+        path = scope["path"]
+        is_open = path in (HEALTH, PAGE) or path.startswith(f"{ASSETS}/")
+        if is_open or (self._has_operators and path.startswith(f"{OPERATE}/")):
             return None
         scheme, _, token = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._token.tenant_of(token.strip()) is not None:

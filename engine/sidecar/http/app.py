@@ -10,8 +10,12 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
+from kvtier.engine.dashboard.assets import PAGE, page_routes
+from kvtier.engine.dashboard.dashboard import Dashboard
+from kvtier.engine.dashboard.data_paths import DATA_PATHS
+from kvtier.engine.dashboard.routes import DashboardRoutes
 from kvtier.engine.operating.routes import Operating
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.paths import OPERATE
@@ -27,6 +31,7 @@ from kvtier.engine.sidecar.http.views import (
     clients_view,
     config_view,
     leases_view,
+    snapshot_of,
     stats_view,
     tiers_view,
 )
@@ -39,18 +44,24 @@ MOST_SPILL_S = 60.0  # … up to this
 
 READ = ("/ready", "/stats", "/tiers", "/clients", "/leases", "/config", "/metrics")
 DO = ("/spill", "/clear", "/pin", "/check")
-PATHS = frozenset({HEALTH, *READ, *DO})
+PATHS = frozenset({HEALTH, *READ, *DO, PAGE, *DATA_PATHS})
 
 
 class SidecarRoutes:
     """Answers by asking the thread that owns the tiers. Owned by the event loop."""
 
     def __init__(
-        self, owner: Owner, config: SidecarConfig, metrics: SidecarMetrics, operating: Operating | None
+        self,
+        owner: Owner,
+        config: SidecarConfig,
+        metrics: SidecarMetrics,
+        dashboard: Dashboard,
+        operating: Operating | None,
     ) -> None:
         """*operating*: operators' verbs; None: there are none."""
         self._operating = operating
         self._owner = owner
+        self._dashboard = dashboard
         self._sidecar = owner.sidecar
         self._pins = PinRoutes(owner)
         self._operated = OperatedSidecar(owner, self._pins)
@@ -70,9 +81,10 @@ class SidecarRoutes:
             "/metrics": self._text,
         }
         doing = {"/spill": self._spill, "/clear": self._clear, "/check": self._check, "/pin": self._pins.pin}
-        routes = [Route(path, answer, methods=["GET"]) for path, answer in reading.items()]
+        routes: list[BaseRoute] = [Route(path, answer, methods=["GET"]) for path, answer in reading.items()]
         routes += [Route(path, answer, methods=["POST"]) for path, answer in doing.items()]
         routes.append(Route("/pin", self._pins.unpin, methods=["DELETE"]))
+        routes += [*page_routes(), *DashboardRoutes(self._dashboard, lambda _: None).routes()]
         if self._operating is not None:
             routes.append(Route(f"{OPERATE}/{{verb}}", partial(self._operate, self._operating), methods=["POST"]))
         handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _unexpected}
@@ -140,19 +152,7 @@ class SidecarRoutes:
         return [tiers.layout for tiers in self._sidecar.layouts]
 
     async def _snapshot(self) -> Snapshot:
-        sidecar = self._sidecar
-
-        def look() -> Snapshot:
-            return Snapshot(
-                sidecar.statistics(),
-                sidecar.why_not_ready,
-                tuple(sidecar.clients()),
-                tuple(sidecar.pins.holders()),
-                sidecar.now(),
-                sidecar.started_at,
-            )
-
-        return await self._owner.ask(look)
+        return await self._owner.ask(partial(snapshot_of, self._sidecar))
 
 
 def _options(request: Request, known: frozenset[str] | set[str]) -> dict[str, str]:

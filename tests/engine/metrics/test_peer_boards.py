@@ -2,20 +2,18 @@
 
 import random
 import socket
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from foreign.running import Sidecar
 from grafana import Grafana
 from peer_boards import BOARDS, Board
-from prometheus_server import Prometheus, prometheus
-from raw_engine import CHUNK, NUM_CHUNKS, Engine
+from prometheus_server import Prometheus, Target, prometheus
+from raw_engine import CHUNK, Engine
 from serving import ServerInThread, serving, tables
 from transformers import PreTrainedModel
-from waiting import join, wait_for
+from under_load import store_and_load, under_load
 
 pytestmark = pytest.mark.long
 
@@ -25,31 +23,6 @@ DOCUMENTS, DOCUMENT_CHARACTERS = 14, 600  # more than device and host memory hol
 NUM_SLOTS = 100
 
 
-@contextmanager
-def under_load(ask: Callable[[int], object]) -> Iterator[None]:
-    """Ask again and again from another thread, each time with the next number."""
-    is_over = threading.Event()
-    failed: list[BaseException] = []
-
-    def go_on() -> None:
-        number = 0
-        try:
-            while not is_over.is_set():
-                ask(number)
-                number += 1
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=go_on)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        join(thread)
-    assert not failed, failed
-
-
 def ask_around(server: ServerInThread, number: int) -> None:
     """A question about one of some documents, so that tokens come from every tier, and blocks leave it."""
     rng = random.Random(number)
@@ -57,27 +30,9 @@ def ask_around(server: ServerInThread, number: int) -> None:
     server.complete("".join(document) + str(number), max_tokens=6)
 
 
-def missing(grafana: Grafana, board: Board, by: str) -> list[tuple[str, str]]:
-    """Panel and query of what should be shown and is not."""
-    return [
-        (panel.title, query.expr)
-        for panel in board.panels
-        for query in panel.served(by)
-        if not grafana.is_shown(query.expr)
-    ]
-
-
 def comes_to_be_shown(grafana: Grafana, board: Board, by: str) -> None:
-    left = missing(grafana, board, by)
-
-    def is_all_shown() -> bool:
-        left[:] = [(title, expr) for title, expr in left if not grafana.is_shown(expr)]
-        return not left
-
-    try:
-        wait_for(is_all_shown)
-    except AssertionError:
-        raise AssertionError(f"{len(left)} queries return nothing: {left}") from None
+    """Every query that is served returns data, sooner or later."""
+    grafana.shows_all([query.expr for panel in board.panels for query in panel.served(by)])
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +47,7 @@ def scraped(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) ->
     with (
         serving(model, config) as server,
         under_load(lambda number: ask_around(server, number)),
-        prometheus(folder, {"kvtier": server.port}) as found,
+        prometheus(folder, {"kvtier": Target(server.port)}) as found,
     ):
         yield found
 
@@ -122,16 +77,11 @@ def test_lmcaches_panels_return_data_of_a_sidecar_with_a_foreign_engine(tmp_path
     options += ["--chunk-tokens", str(CHUNK)]
     with Sidecar(f"ipc://{tmp_path / 'door.sock'}", *options, http_port=port) as sidecar:
         engine = Engine(sidecar.endpoint)
-
-        def store_and_load(number: int) -> None:
-            engine.salt = str(number)
-            engine.store(f"cold {number}", fill=number % 200)
-            engine.salt = str(max(0, number - 100))
-            if engine.lookup(f"warm {number}") == NUM_CHUNKS:
-                engine.retrieve(f"warm {number}")
-
         try:
-            with under_load(store_and_load), prometheus(tmp_path, {"sidecar": port}) as found:
+            with (
+                under_load(lambda number: store_and_load(engine, number)),
+                prometheus(tmp_path, {"sidecar": Target(port)}) as found,
+            ):
                 comes_to_be_shown(Grafana(found), BOARDS["lmcache"], "sidecar")
         finally:
             engine.close()
