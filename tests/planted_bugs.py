@@ -1733,6 +1733,20 @@ BUGS = [
         "yield names.L1_READ.of(numbers.num_loaded)",
         "tests/engine/sidecar/test_sidecar_compat.py",
     ),
+    Bug(
+        "a trace that its caller does not sample is traced",
+        "engine/tracing/tracer.py",
+        "if parent is not None and parent.is_sampled:",
+        "if parent is not None:",
+        "tests/engine/tracing/test_traced_requests.py",
+    ),
+    Bug(
+        "blocks from disk have the span of host memory",
+        "engine/scheduling/loading.py",
+        "PROMOTE = {Tier.HOST: Stage.PROMOTE_HOST, Tier.DISK: Stage.PROMOTE_DISK}",
+        "PROMOTE = {Tier.HOST: Stage.PROMOTE_DISK, Tier.DISK: Stage.PROMOTE_HOST}",
+        "tests/engine/tracing/test_traced_requests.py",
+    ),
 ]
 
 
