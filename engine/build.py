@@ -123,6 +123,7 @@ def build_core(
                 pins,
                 planner,
                 scheduler,
+                namespace.digest,
                 step_times,
                 _accounts(config, runner, memories, trails, request_log),
                 load_timeout_s,

@@ -262,6 +262,19 @@ class ServerConfig(Table, frozen=True, kw_only=True):
                 raise ValueError(f"{name} {size}: no request is so small; use {_LEAST_REQUEST_BYTES} or more")
 
 
+class OperatorsConfig(Table, frozen=True, kw_only=True):
+    """`[operators]`: who may have the server reset, evict, spill, pin, check and log, see `docs/operations.md`.
+
+    *tokens* is a file of operators' tokens, of the form of API keys; without it KVTIER_OPERATOR_TOKEN of the
+    environment is the only one, and without that there are no such routes. What they ask for goes to the log, and to
+    the file *audit*; one of *audit_bytes* is full, and five full ones are kept.
+    """
+
+    tokens: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    audit: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    audit_bytes: ByteSize = parse_bytes("16MiB")
+
+
 class MetricsConfig(Table, frozen=True, kw_only=True):
     """`[metrics]`: what Prometheus is told. The *top_tenants* largest tenants are told by name, others together.
     *compat*: whose names are told beside kvtier's own, for boards that know those."""
@@ -319,6 +332,7 @@ class Config(Table, frozen=True, kw_only=True):
     events: EventsConfig | None = None
     documents: DocumentsConfig = DocumentsConfig()
     server: ServerConfig = ServerConfig()
+    operators: OperatorsConfig = OperatorsConfig()
     metrics: MetricsConfig = MetricsConfig()
     request_log: RequestLogConfig = RequestLogConfig()
     dashboard: DashboardConfig = DashboardConfig()

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Self
@@ -83,6 +83,7 @@ class Parts:
     pins: TimedPins
     planner: LoadPlanner
     scheduler: Scheduler
+    namespace: bytes  # of the blocks' keys on disk
     step_times: StepTimes
     accounts: RequestAccounts
     load_timeout_s: float
@@ -108,6 +109,7 @@ class EngineCore:
         self.planner = parts.planner
         self.scheduler = parts.scheduler
         self.publisher = parts.publisher
+        self.namespace = parts.namespace
         self._accounts = parts.accounts
         self.runner = parts.runner
         self._memories = parts.memories
@@ -287,9 +289,16 @@ class EngineCore:
 
     def check(self) -> None:
         """Raise AssertionError if any two books disagree, the cache's or the scheduler's."""
-        self.cache.check()
+        for _ in self.checks():
+            pass
+
+    def checks(self) -> Iterator[str]:
+        """The same in parts, each of which holds between any two steps: at each step what was found in order."""
+        yield from self.cache.checks()
         self.scheduler.check()
+        yield f"requests: {len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting"
         self._accounts.check()
+        yield "what requests have taken"
 
     def close(self, progress: Callable[[int], None] = lambda num_left: None) -> None:
         """Abort all requests, write what is cached to disk or sidecar, end threads. *progress* gets the number of

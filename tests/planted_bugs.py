@@ -1699,6 +1699,27 @@ BUGS = [
         "tests/engine/server/test_serve_dashboard.py",
     ),
     Bug(
+        "an operator's eviction takes blocks that are leased",
+        "tiers/device/slot_purge.py",
+        "slots, end = self._slots.pool.order.part(start, LOOKED_THROUGH)",
+        "slots, end = np.flatnonzero(self._slots.pool.are_named(np.arange(self._slots.pool.num_slots))), None",
+        "tests/tiers/test_purge.py",
+    ),
+    Bug(
+        "what an operator's eviction takes from disk is still looked for there",
+        "tiers/lower/local_tiers.py",
+        "self.index.on_written(0, (), keys, cause)",
+        "self.index.on_written(0, (), (), cause)",
+        "tests/tiers/test_purge.py",
+    ),
+    Bug(
+        "any API key is an operator's token",
+        "engine/operating/routes.py",
+        "        if who is None:\n",
+        "        if not request.headers.get('authorization'):\n",
+        "tests/engine/operating/test_serve_operators.py",
+    ),
+    Bug(
         "vLLM's name for hits on the device counts those of all tiers",
         "engine/metrics/compat/vllm.py",
         "yield told.of(names.PREFIX_CACHE_HITS, tokens.device)",

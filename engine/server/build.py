@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from asyncio_extras import call_in_executor
 
 from kvtier.engine.config import Config
+from kvtier.engine.operating.routes import Operating
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.entrance import Entrance
 from kvtier.engine.server.http_server import HttpServer
@@ -33,18 +34,19 @@ def build_server(
     keys: ApiKeys | None = None,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     *,
+    operating: Operating | None = None,
     shows_bars: bool = False,
 ) -> HttpServer:
     """A server of *model*, which clients call *model_name*; nothing is loaded before it runs.
 
-    With *shows_bars* transformers shows on stderr how far it is with the weights. ValueError if an adapter is called
-    *model_name* too.
+    *operating* has operators' verbs, by default there are none. With *shows_bars* transformers shows on stderr how far
+    it is with the weights. ValueError if an adapter is called *model_name* too.
     """
     if model_name in config.lora:
         raise ValueError(
             f"lora {model_name}: the model itself has this name; give the model or the adapter another one"
         )
-    entrance = Entrance(config.server, keys)
+    entrance = Entrance(config.server, keys, operating)
     models = ServedModels(model_name, tuple(config.lora), int(time.time()), longest_request=None)
     loading = LoadingApp(entrance, models)
 

@@ -4,15 +4,18 @@ from prometheus_client import CollectorRegistry
 
 from kvtier.engine.config import ServerConfig
 from kvtier.engine.metrics.http import HttpMetrics
+from kvtier.engine.operating.routes import Operating
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.gate import ConnectionLimits, Gate
 
 
 class Entrance:
-    """What both apps share. Owned by the event loop. `HttpServer.replace_keys` sets *keys*; None: no key is needed."""
+    """What both apps share. Owned by the event loop. `HttpServer.replace_keys` sets *keys*; None: no key is needed.
+    *operating*: operators' verbs; None: there are none."""
 
-    def __init__(self, settings: ServerConfig, keys: ApiKeys | None) -> None:
+    def __init__(self, settings: ServerConfig, keys: ApiKeys | None, operating: Operating | None = None) -> None:
         self.settings = settings
+        self.operating = operating
         self.keys = keys
         self.registry = CollectorRegistry()
         self.metrics = HttpMetrics(self.registry)

@@ -7,6 +7,7 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 DOCUMENTS = "/v1/documents"
 MODELS = "/v1/models"
+OPERATE = "/v1/kvtier/operate"
 HEALTH, READY, METRICS, VERSION = "/health", "/ready", "/metrics", "/version"
 STATS = "/stats"
 
@@ -30,4 +31,6 @@ def label_of(path: str) -> str:
         return f"{DOCUMENTS}/{{id}}"
     if path.startswith(f"{ASSETS}/"):
         return PAGE
+    if path.startswith(f"{OPERATE}/"):
+        return f"{OPERATE}/{{verb}}"
     return path if path in _NAMED else "other"

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from starlette.requests import Request
@@ -23,13 +24,15 @@ from kvtier.engine.dashboard.routes import DashboardRoutes
 from kvtier.engine.documents.document import Document
 from kvtier.engine.documents.documents import Documents
 from kvtier.engine.metrics.collector import EngineCollector
+from kvtier.engine.operating.routes import Operating
 from kvtier.engine.server import document_routes, generation
 from kvtier.engine.server.api_error import json_response
 from kvtier.engine.server.app import starlette_app
 from kvtier.engine.server.engine_source import EngineSource
 from kvtier.engine.server.entrance import Entrance
 from kvtier.engine.server.facts import facts_of
-from kvtier.engine.server.paths import CHAT, COMPLETIONS, DOCUMENTS, READY, STATS
+from kvtier.engine.server.operated_engine import OperatedEngine
+from kvtier.engine.server.paths import CHAT, COMPLETIONS, DOCUMENTS, OPERATE, READY, STATS
 from kvtier.engine.server.served_models import ServedModels
 from kvtier.engine.server.service import Service
 from kvtier.engine.server.stats_view import stats_view
@@ -60,6 +63,9 @@ class ServingApp:
             *page_routes(),
             *DashboardRoutes(dashboard, lambda request: facts_of(request.scope).tenant).routes(),
         ]
+        if service.operating is not None:
+            self._operated = OperatedEngine(service)
+            routes.append(Route(f"{OPERATE}/{{verb}}", partial(self._operate, service.operating), methods=["POST"]))
         self._app = starlette_app(routes, service.registry)
         self._app.state.service = service
 
@@ -129,6 +135,10 @@ class ServingApp:
 
     async def _stats(self, _: Request) -> Response:
         return json_response(stats_view(self.service.llm.statistics()))
+
+    async def _operate(self, operating: Operating, request: Request) -> Response:
+        self.service.check_open()
+        return await operating.answer(request, self._operated)
 
     async def _ready(self, _: Request) -> Response:
         if self.service.is_draining:

@@ -13,6 +13,7 @@ from kvtier.engine.config import (
     DashboardConfig,
     DiskConfig,
     HostConfig,
+    OperatorsConfig,
     RequestLogConfig,
     Seconds,
     Table,
@@ -130,6 +131,7 @@ class SidecarConfig(Table, frozen=True, kw_only=True):
     lmcache: LmcacheConfig | None = LmcacheConfig()
     http: HttpConfig = HttpConfig()
     dashboard: DashboardConfig = DashboardConfig()
+    operators: OperatorsConfig = OperatorsConfig()
     metrics: SidecarMetricsConfig = SidecarMetricsConfig()
     models: dict[str, ModelWeightsConfig] = msgspec.field(default_factory=dict)
     tenants: dict[str, TenantConfig] = msgspec.field(default_factory=dict)

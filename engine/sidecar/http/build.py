@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from kvtier.engine.dashboard.dashboard import Dashboard
 from kvtier.engine.dashboard.keeper import history_path, keeper_of
+from kvtier.engine.operating.routes import Operating
 from kvtier.engine.server.gate import ConnectionLimits, Gate
 from kvtier.engine.sidecar.config import SidecarConfig
 from kvtier.engine.sidecar.http.access import Access, token_of
@@ -20,10 +21,15 @@ LIMITS = ConnectionLimits(max_header_bytes=16 << 10, header_timeout_s=10.0, max_
 
 
 def serve_http(
-    sidecar: Sidecar, config: SidecarConfig, answer_s: float = ANSWER_S, bound: socket.socket | None = None
+    sidecar: Sidecar,
+    config: SidecarConfig,
+    answer_s: float = ANSWER_S,
+    bound: socket.socket | None = None,
+    operating: Operating | None = None,
 ) -> HttpThread:
     """HTTP beside *sidecar*, whose thread may take *answer_s* seconds for an answer; at *bound* if there is a socket
-    already. OSError, ValueError, with what to do, for what cannot be had."""
+    already. *operating* has operators' verbs, by default there are none. OSError, ValueError, with what to do, for
+    what cannot be had."""
     assert config.http.port != "none", "nothing to serve"
     metrics = SidecarMetrics(config.metrics.compat)
     gate = Gate(limits_of(config), lambda why: metrics.requests.connections_refused.labels(why).inc())
@@ -31,7 +37,8 @@ def serve_http(
     source = SidecarSource(owner)
     keeper = keeper_of(source.columns, history_path(config.dashboard, config.disk))
     dashboard = Dashboard(source, keeper, config.dashboard.max_viewers)
-    app = Access(SidecarRoutes(owner, config, metrics, dashboard).app(), token_of(config.http), PATHS, metrics.requests)
+    routes = SidecarRoutes(owner, config, metrics, dashboard, operating)
+    app = Access(routes.app(), token_of(config.http), PATHS, metrics.requests, operating is not None)
     return HttpThread(app, gate, bound or bound_at(config.http.host, config.http.port), dashboard)
 
 
