@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bench.observability.cardinality import cardinality_rows
+from bench.observability.page import page_rows
 from bench.report import Row, arguments, publish
 
 QUESTIONS: Mapping[str, Callable[[Path], list[Row]]] = {
     "cardinality": cardinality_rows,
+    "page": page_rows,
 }
 
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Protocol
 
@@ -23,6 +23,7 @@ OWN_EVERY_S = 5
 MIDDLE_S = (
     0.5  # samples are taken in the middle of seconds: one that is a bit early or late is of its second all the same
 )
+MOST_MISSED = 60  # seconds without a sample that the next one tells the rates of; more are a gap
 _DIGITS = 6  # that a number of the history has
 
 
@@ -62,6 +63,7 @@ class Dashboard:
         self._keeper = keeper or NoKeeper()
         self._rates = Rates(source.columns)
         self._num_ticks = 0
+        self._sampled_at: float | None = None
         self._has_ended = asyncio.Event()
         about = {"columns": source.columns, "resolutions": [tuple(each) for each in RESOLUTIONS], **source.about}
         self.stream.begin_with(event("hello", about))
@@ -70,11 +72,15 @@ class Dashboard:
         """Sample each second until `end`, and then have the history kept."""
         reading = asyncio.create_task(self._read())
         try:
-            while not self._has_ended.is_set():
-                await self.tick()
+            with suppress(NoSample):  # what comes from now on has a rate
+                self._rates.row(await self.source.sample(self.wall(), self._monotonic()))
+            while True:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(1.0 - (self.wall() - MIDDLE_S) % 1.0):
                         await self._has_ended.wait()
+                if self._has_ended.is_set():
+                    break
+                await self.tick()
         finally:
             self.stream.end()
             reading.cancel()
@@ -94,18 +100,27 @@ class Dashboard:
             self.stream.publish(event("silent", {"at": at, "why": str(error)}))
             return
         row = self._rates.row(sample)
+        self._fill_missed(at, row)
         self.history.add(at, row)
         if self.stream.num_viewers:
             self.stream.publish(event("tick", self._told(sample, row)))
-            if self._num_ticks % OWN_EVERY_S == 0:
-                await self.tell_own()
+            is_due = self._num_ticks % OWN_EVERY_S == 0
+            await self._tell_own(self.stream.groups if is_due else self.stream.untold_groups)
         if self._num_ticks % SAVE_EVERY_S == 0:
             self._keeper.save(self.history)
         self._num_ticks += 1
 
-    async def tell_own(self) -> None:
-        """Tell each group that watches what is its own."""
-        for group in self.stream.groups:
+    def _fill_missed(self, at: float, row: Row) -> None:
+        """The seconds since the last sample had the same rates, in the mean; of their levels nothing is known."""
+        before, self._sampled_at = self._sampled_at, at
+        num_missed = 0 if before is None else int(at) - int(before) - 1
+        if 0 < num_missed <= MOST_MISSED:
+            rates = np.where(self._rates.is_rate, row, np.nan)
+            for back in range(num_missed, 0, -1):
+                self.history.add(at - back, rates)
+
+    async def _tell_own(self, groups: Iterable[str | None]) -> None:
+        for group in groups:
             with suppress(NoSample):
                 self.stream.publish_to(group, event("own", await self.source.own(group)))
 

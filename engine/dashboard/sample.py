@@ -43,13 +43,20 @@ class Rates:
         self._columns = tuple(columns)
         self._before: Sample | None = None
 
+    @property
+    def is_rate(self) -> npt.NDArray[np.bool_]:
+        """Which columns were totals in the last sample, `[num_columns]`."""
+        totals = {} if self._before is None else self._before.totals
+        return np.array([column in totals for column in self._columns], np.bool_)
+
     def row(self, sample: Sample) -> Row:
         """The row of the *sample*. A rate is not known at first, and after a total has become smaller: who counted it
-        has started anew."""
+        has started anew. Rates are by whole seconds, so that those of all seconds add up to what was counted."""
         before, self._before = self._before, sample
         row = np.array([sample.levels.get(column, np.nan) for column in self._columns], np.float64)
-        if before is None or (seconds := sample.monotonic_s - before.monotonic_s) <= 0:
+        if before is None:
             return row
+        seconds = max(1, round(sample.monotonic_s - before.monotonic_s))
         for number, column in enumerate(self._columns):
             if column in sample.totals and column in before.totals:
                 grown = sample.totals[column] - before.totals[column]

@@ -45,6 +45,11 @@ class Stream:
         """The groups of which someone is watching."""
         return tuple(self._groups)
 
+    @property
+    def untold_groups(self) -> tuple[str | None, ...]:
+        """Those of them that were told nothing of their own yet."""
+        return tuple(group for group in self._groups if group not in self._own)
+
     def begin_with(self, first: bytes) -> None:
         """Send *first* to each viewer that comes, before all else."""
         self._first = first

@@ -171,12 +171,14 @@ class WhatIfCard {
       least: 0,
       most: 1,
       xTexts: SIZES.map(([, text]) => text),
+      restAt: SIZES.findIndex(([size]) => size === "1"),
       lines: tiers.map((tier) => ({ key: `what-if.${tier}`, label: tier, colour: tier, of: (sizes) => sizes.of(tier) })),
     });
     this.charts = [this.chart];
     this.table = new Table("Were a tier smaller or larger", ["tier", ...SIZES.map(([, text]) => number(text)), "so"]);
     const about = "Share of prompt tokens that would be found in a tier or a warmer one, from a sample of what was asked for lately.";
-    this.element = card(this.id, "Were a tier smaller or larger", false, note(about), this.chart.element, this.table.element);
+    const both = make("div", { class: "beside" }, this.chart.element, this.table.element);
+    this.element = card(this.id, "Were a tier smaller or larger", true, note(about), both);
   }
 
   update({ series }) {
@@ -201,8 +203,8 @@ function advice(half, now, twice) {
 }
 
 function tierTable(tiers) {
-  const table = new Table("Tiers", ["tier", number("used"), number("of"), number("full"), number("leased"), number("dirty"), number("evicted"), number("lost spills"), number("bad"), number("evicted at")]);
-  const rows = ({ series }) =>
+  const table = new Table("Tiers", ["tier", number("used"), number("of"), number("full"), number("leased"), number("dirty"), number("evicted"), number("lost spills"), number("bad"), number("evicted at"), "evicted for"]);
+  const rows = ({ series, facts }) =>
     tiers
       .filter((tier) => series.now(`tier.${tier}.capacity`) !== null)
       .map((tier) => {
@@ -219,9 +221,10 @@ function tierTable(tiers) {
           cell("dropped", count),
           cell("corrupt", count),
           seconds(now("age")),
+          facts.evicted.filter((each) => each.tier === tier).map((each) => `${words(each.cause)} ${count(each.blocks)}`).join(", ") || NONE,
         ];
       });
-  const about = "Blocks leased, without a copy below, evicted since the start, evicted before a copy was made, damaged, and the median age of what is evicted.";
+  const about = "Blocks leased, without a copy below, evicted since the start, evicted before a copy was made, damaged, the median age of what is evicted, and what made room necessary.";
   return new TableCard("tiers", "Tiers", true, table, rows, { about });
 }
 

@@ -23,10 +23,10 @@ export class Chart {
   #series = null;
   #view = null;
 
-  // *xTexts* says what stands below each step of a chart that is not over time.
+  // *xTexts* says what stands below each step of a chart that is not over time; its legend tells the step *restAt*.
   // *lines* are { key, label, colour, dash, of(series) → numbers by step }.
-  constructor({ title, lines, format, isStacked = false, least = null, most = null, log = false, isBytes = false, mark = null, xTexts = null, empty }) {
-    Object.assign(this, { title, lines, format, isStacked, least, most, log, isBytes, mark, xTexts, empty });
+  constructor({ title, lines, format, isStacked = false, least = null, most = null, log = false, isBytes = false, mark = null, xTexts = null, restAt = null, empty }) {
+    Object.assign(this, { title, lines, format, isStacked, least, most, log, isBytes, mark, xTexts, restAt, empty });
     this.box = make("div", { class: "plot", "aria-hidden": "true" });
     this.none = make("p", { class: "empty", hidden: true }, empty ?? "Nothing in this time");
     this.values = new Map();
@@ -79,7 +79,8 @@ export class Chart {
     return make("li", {}, button);
   }
 
-  #tellNewest(index = null) {
+  #tellNewest(pointed = null) {
+    const index = pointed ?? this.restAt;
     this.lines.forEach((line, number) => {
       const values = this.#drawn[number];
       let value = null;

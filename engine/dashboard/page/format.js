@@ -37,6 +37,7 @@ export function short(value) {
 export function percent(value) {
   if (!isKnown(value)) return NONE;
   const hundredths = value * 100;
+  if (hundredths > 0 && hundredths < 0.05) return "< 0.1 %";
   return `${hundredths === 0 || Math.abs(hundredths) >= 10 ? hundredths.toFixed(0) : hundredths.toFixed(1)} %`;
 }
 

@@ -211,12 +211,12 @@ def test_a_tick_tells_rates_numbers_and_facts() -> None:
             hello = content(await anext(events), "hello")
             await dashboard.tick()
             await anext(events)
-            clock.now += 1.5
+            clock.now += 2
             await dashboard.tick()
             tick = content(await anext(events), "tick")
 
         assert (hello["kind"], hello["columns"]) == ("serve", ["tokens", "level"])
-        assert (tick["at"], tick["row"], tick["now"], tick["facts"]) == (T0 + 1.5, [10, 3], [15, 3], {"fact": 1})
+        assert (tick["at"], tick["row"], tick["now"], tick["facts"]) == (T0 + 2, [10, 3], [20, 3], {"fact": 1})
 
     play(story())
 
@@ -235,7 +235,7 @@ def test_without_viewers_the_history_goes_on_and_nothing_is_made_for_them() -> N
     play(story())
 
 
-def test_a_source_that_is_silent_is_told_of_and_leaves_a_gap() -> None:
+def test_a_source_that_is_silent_is_told_of_and_its_rates_are_known_afterwards() -> None:
     async def story() -> None:
         clock, source = FakeClock(), Traffic()
         dashboard = made(source, clock)
@@ -248,8 +248,23 @@ def test_a_source_that_is_silent_is_told_of_and_leaves_a_gap() -> None:
                 if why:
                     assert content(await anext(events), "silent")["why"] == "stuck"
 
-        values = dashboard.history.stretch(4, T0 + 3).rows[:, 0].tolist()
-        assert [None if math.isnan(value) else value for value in values] == [None, 10, None, 10]
+        rates, levels = dashboard.history.stretch(4, T0 + 3).rows.T.tolist()
+        assert [None if math.isnan(value) else value for value in rates] == [None, 10, 10, 10]
+        assert [None if math.isnan(value) else value for value in levels] == [3, 3, None, 3]
+
+    play(story())
+
+
+def test_a_long_silence_is_a_gap() -> None:
+    async def story() -> None:
+        clock = FakeClock()
+        dashboard = made(Traffic(), clock)
+        for seconds in (1, 1, 100):
+            await dashboard.tick()
+            clock.now += seconds
+        await dashboard.tick()
+
+        assert np.isnan(dashboard.history.stretch(100, T0 + 101).rows).all(axis=1).sum() == 99
 
     play(story())
 

@@ -35,6 +35,15 @@ def test_a_rate_is_what_a_total_has_grown_by_and_a_level_is_as_it_is() -> None:
     assert (first[1], second.tolist()) == (7, [25.0, 8.0])
 
 
+def test_rates_of_seconds_that_are_not_quite_seconds_add_up_to_what_was_counted() -> None:
+    rates = Rates(COLUMNS)
+    moments = [(0, 0.0), (30, 0.4), (130, 1.37), (240, 2.41), (540, 5.38)]
+
+    rows = [rates.row(Sample(T0 + at, at, {"tokens": total}))[0] for total, at in moments]
+
+    assert rows[1:] == [30, 100, 110, 100]  # the last one for three seconds
+
+
 def test_a_total_that_was_counted_anew_has_no_rate() -> None:
     rates = Rates(COLUMNS)
     rates.row(Sample(T0, 10.0, {"tokens": 100}))
