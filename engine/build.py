@@ -16,21 +16,20 @@ from kvtier.engine.config import Config
 from kvtier.engine.core import EngineCore, Parts
 from kvtier.engine.disk_store import disk_tier, open_store
 from kvtier.engine.explain.explainer import Explainer, namespace_fields
+from kvtier.engine.explain.local_explainer import LocalExplainer
 from kvtier.engine.kv_events import ZmqPublisher
 from kvtier.engine.model.lora_adapter import load_adapters
 from kvtier.engine.model.poisoned_cache import PoisonedCache
 from kvtier.engine.model.runner import ModelRunner
-from kvtier.engine.records.recent_records import RecentRecords
-from kvtier.engine.records.request_log import open_request_log
-from kvtier.engine.records.request_times import RequestTimes
-from kvtier.engine.records.served_requests import ServedRequests
-from kvtier.engine.records.tenant_tokens import TenantTokens
+from kvtier.engine.records.request_accounts import RequestAccounts
+from kvtier.engine.records.request_log import RequestLog, open_request_log
 from kvtier.engine.records.trail import Trails
 from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.scheduler import Scheduler
 from kvtier.engine.scheduling.step_times import StepTimes
 from kvtier.engine.scheduling.timed_pins import TimedPins
+from kvtier.engine.tracing.tracer import Tracer
 from kvtier.store.process.store_process import SWITCH_INTERVAL_S
 from kvtier.tiers.cache import CacheOptions, TieredCache
 from kvtier.tiers.lower.disk_tier import DiskTier
@@ -116,9 +115,9 @@ def build_core(
         request_log = open_request_log(config.request_log)
         if request_log is not None:
             undo.callback(request_log.close)
-        trail_listeners = [] if request_log is None else [request_log.on_record]
-        times, tenant_tokens = RequestTimes(), TenantTokens(config.metrics.top_tenants)
-        served = ServedRequests()
+        tracer = Tracer.of(config.tracing, "kvtier")
+        if tracer is not None:
+            undo.callback(tracer.close)
         step_times = StepTimes(prefill, config.device.block_size)
         core = EngineCore(
             tokenizer,
@@ -130,15 +129,11 @@ def build_core(
                 pins,
                 planner,
                 scheduler,
+                namespace.digest,
                 step_times,
-                RecentRecords([times.on_record, tenant_tokens.on_record, served.on_record], trail_listeners),
-                trails,
-                _explainer(config, runner, namespace),
-                request_log,
-                times,
-                tenant_tokens,
-                WhatIf(time.monotonic),
-                served,
+                _accounts(
+                    config, runner, memories, trails, request_log, tracer, _explainer(config, runner, namespace, cache)
+                ),
                 load_timeout_s,
                 events,
                 publisher,
@@ -150,15 +145,39 @@ def build_core(
     return core
 
 
-def _explainer(config: Config, runner: ModelRunner, namespace: Namespace) -> Explainer:
+def _explainer(config: Config, runner: ModelRunner, namespace: Namespace, cache: TieredCache) -> LocalExplainer:
     """What was seen is kept beside the store, as that outlives the process too."""
     store = None if config.disk is None else Path(config.disk.path)
-    return Explainer(
+    explainer = Explainer(
         config.device.block_size,
         {**namespace_fields(namespace), "block_size": str(config.device.block_size)},
         time.monotonic,
         path=None if store is None else store.with_name(f"{store.name}-seen"),
         block_steps=[group.block_size // config.device.block_size for group in runner.groups],
+    )
+    return LocalExplainer(explainer, cache.residency.ghosts)
+
+
+def _accounts(
+    config: Config,
+    runner: ModelRunner,
+    memories: Sequence[BlockMemory],
+    trails: Trails,
+    request_log: RequestLog | None,
+    tracer: Tracer | None,
+    explainer: LocalExplainer,
+) -> RequestAccounts:
+    block_size = config.device.block_size
+    token_bytes = sum(m.block_bytes / g.block_size for m, g in zip(memories, runner.groups, strict=True))
+    return RequestAccounts(
+        WhatIf(time.monotonic),
+        trails,
+        request_log,
+        tracer,
+        explainer,
+        block_tokens=block_size,
+        block_bytes=round(block_size * token_bytes),
+        top_tenants=config.metrics.top_tenants,
     )
 
 

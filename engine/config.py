@@ -262,6 +262,19 @@ class ServerConfig(Table, frozen=True, kw_only=True):
                 raise ValueError(f"{name} {size}: no request is so small; use {_LEAST_REQUEST_BYTES} or more")
 
 
+class OperatorsConfig(Table, frozen=True, kw_only=True):
+    """`[operators]`: who may have the server reset, evict, spill, pin, check and log, see `docs/operations.md`.
+
+    *tokens* is a file of operators' tokens, of the form of API keys; without it KVTIER_OPERATOR_TOKEN of the
+    environment is the only one, and without that there are no such routes. What they ask for goes to the log, and to
+    the file *audit*; one of *audit_bytes* is full, and five full ones are kept.
+    """
+
+    tokens: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    audit: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    audit_bytes: ByteSize = parse_bytes("16MiB")
+
+
 class MetricsConfig(Table, frozen=True, kw_only=True):
     """`[metrics]`: what Prometheus is told. The *top_tenants* largest tenants are told by name, others together.
     *compat*: whose names are told beside kvtier's own, for boards that know those."""
@@ -270,17 +283,39 @@ class MetricsConfig(Table, frozen=True, kw_only=True):
     compat: tuple[Literal["vllm", "lmcache"], ...] = ()
 
 
-class RequestLogConfig(Table, frozen=True, kw_only=True):
-    """`[request_log]`: a line of JSON for each request, in names and numbers, in the file *path*; without it there is
-    none. A file of *size* bytes gets the ending .1, and *files* are kept in all."""
+class FileTable(Table, frozen=True, kw_only=True):
+    """A table with the name of a file, which may begin with `~`."""
 
     path: Annotated[str, msgspec.Meta(min_length=1)] | None = None
-    size: ByteSize = parse_bytes("64MiB")
-    files: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 8
 
     def __post_init__(self) -> None:
         if self.path is not None:
             msgspec.structs.force_setattr(self, "path", str(Path(self.path).expanduser()))
+
+
+class TracingConfig(Table, frozen=True, kw_only=True):
+    """`[tracing]`: spans of requests for the OpenTelemetry collector at *endpoint*, OTLP over HTTP; without it there
+    are none. A request whose `traceparent` says that its trace is sampled is traced; of those without one, the part
+    *sample*."""
+
+    endpoint: Annotated[str, msgspec.Meta(pattern="^https?://.")] | None = None
+    sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+
+
+class RequestLogConfig(FileTable, frozen=True, kw_only=True):
+    """`[request_log]`: a line of JSON for each request, in names and numbers, in the file *path*; without it there is
+    none. A file of *size* bytes gets the ending .1, and *files* are kept in all."""
+
+    size: ByteSize = parse_bytes("64MiB")
+    files: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 8
+
+
+class DashboardConfig(FileTable, frozen=True, kw_only=True):
+    """`[dashboard]`: the page at `/dashboard`. *max_viewers* may watch at once. What it shows over time is kept in the
+    file *path*, by default one beside `disk.path`, with "-history" behind its name; without a [disk] it ends with the
+    process."""
+
+    max_viewers: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 64
 
 
 _HOST_BY_DEFAULT = HostConfig()
@@ -306,8 +341,11 @@ class Config(Table, frozen=True, kw_only=True):
     events: EventsConfig | None = None
     documents: DocumentsConfig = DocumentsConfig()
     server: ServerConfig = ServerConfig()
+    operators: OperatorsConfig = OperatorsConfig()
     metrics: MetricsConfig = MetricsConfig()
     request_log: RequestLogConfig = RequestLogConfig()
+    tracing: TracingConfig = TracingConfig()
+    dashboard: DashboardConfig = DashboardConfig()
     tenants: dict[str, TenantConfig] = {}
     lora: dict[str, LoraConfig] = {}
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None

@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.config import Config
-from kvtier.engine.explain.explainer import Explainer
 from kvtier.engine.explain.explanation import Explanation
 from kvtier.engine.fault_log import FaultLog, flush_fault
 from kvtier.engine.kv_events import ZmqPublisher
@@ -22,11 +21,8 @@ from kvtier.engine.model.logprobs import token_logprobs
 from kvtier.engine.model.runner import Chunk, ModelRunner
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.records.recent_records import RecentRecords
-from kvtier.engine.records.request_log import LogCounts, RequestLog
-from kvtier.engine.records.request_times import RequestTimes, TimesStatistics
-from kvtier.engine.records.served_requests import ServedRequests, ServedStatistics
-from kvtier.engine.records.tenant_tokens import TenantTokens
-from kvtier.engine.records.trail import Trail, Trails
+from kvtier.engine.records.request_accounts import RequestAccounts, RequestStatistics
+from kvtier.engine.records.trail import Trail
 from kvtier.engine.reopening_store import ReopeningStore, StoreStanding
 from kvtier.engine.scheduling.longest_request import longest_request
 from kvtier.engine.scheduling.request import Request
@@ -44,7 +40,6 @@ from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys, HashAlgorithm,
 from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Tier
-from kvtier.tiers.reuse.what_if import HitRatios, WhatIf
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.transfer.block_memory import BlockMemory
 
@@ -76,12 +71,8 @@ class EngineStatistics:
     plans: PlanStatistics
     store: StoreStanding | None  # the disk tier's; None without one
     sidecar: SidecarStanding | None  # None without one
-    times: TimesStatistics  # of requests that have ended
-    tenant_tokens: Mapping[str, TokenBalance]  # of requests that have ended, for the largest tenants and others
+    requests: RequestStatistics
     pinned_bytes: int  # that pins of any kind keep in host memory, or bring there
-    request_log: LogCounts | None  # None without one
-    what_if: HitRatios  # were a tier smaller or larger
-    served: ServedStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +85,9 @@ class Parts:
     pins: TimedPins
     planner: LoadPlanner
     scheduler: Scheduler
+    namespace: bytes  # of the blocks' keys on disk
     step_times: StepTimes
-    records: RecentRecords
-    trails: Trails
-    explainer: Explainer
-    request_log: RequestLog | None
-    times: RequestTimes
-    tenant_tokens: TenantTokens
-    what_if: WhatIf
-    served: ServedRequests
+    accounts: RequestAccounts
     load_timeout_s: float
     events: EventLog | None  # None without an [events] table
     publisher: ZmqPublisher | None
@@ -126,14 +111,9 @@ class EngineCore:
         self.planner = parts.planner
         self.scheduler = parts.scheduler
         self.publisher = parts.publisher
-        self.records = parts.records
-        self._trails = parts.trails
-        self.explainer = parts.explainer
-        self._request_log = parts.request_log
-        self._times = parts.times
-        self._tenant_tokens = parts.tenant_tokens
-        self._what_if = parts.what_if
-        self._served = parts.served
+        self.namespace = parts.namespace
+        self._accounts = parts.accounts
+        self.explainer = parts.accounts.explainer
         self.runner = parts.runner
         self._memories = parts.memories
         self._store = parts.store
@@ -148,6 +128,11 @@ class EngineCore:
         self._publish_events()  # what is on disk already
         self._fault_log = FaultLog(time.monotonic)
         self._take_snapshot()
+
+    @property
+    def records(self) -> RecentRecords:
+        """What requests have taken that have ended lately."""
+        return self._accounts.records
 
     @property
     def num_waiting(self) -> int:
@@ -227,8 +212,7 @@ class EngineCore:
         depths = bytes(tier.depth for tier in _warmest_if_none(tiers[: hit.num_blocks]))
         num_copied = 0 if hit.partial is None else hit.partial.num_tokens
         trail = Trail(chain.block_size, chain.names, depths, num_copied, hit.misses.reasons)
-        ghosts = self.cache.residency.ghosts
-        return self.explainer.explain_now(trail, chain, ghosts, tiers, num_tokens, tenant, same_messages=same_messages)
+        return self.explainer.explain_now(trail, chain, tiers, num_tokens, tenant, same_messages)
 
     def chain(self, token_ids: Sequence[int], extra: ExtraKeys) -> BlockChain:
         """The chain that names a prompt's blocks."""
@@ -256,7 +240,7 @@ class EngineCore:
         """End a request; nothing of it stays leased."""
         if request.finish_reason is None:
             self.scheduler.abort(request)
-            self._on_ended(request)
+            self._accounts.on_ended(request)
 
     def set_priority(self, request: Request, priority: int) -> None:
         """Give a request another priority, unless it has finished."""
@@ -323,9 +307,16 @@ class EngineCore:
 
     def check(self) -> None:
         """Raise AssertionError if any two books disagree, the cache's or the scheduler's."""
-        self.cache.check()
+        for _ in self.checks():
+            pass
+
+    def checks(self) -> Iterator[str]:
+        """The same in parts, each of which holds between any two steps: at each step what was found in order."""
+        yield from self.cache.checks()
         self.scheduler.check()
-        self._what_if.check()
+        yield f"requests: {len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting"
+        self._accounts.check()
+        yield "what requests have taken"
 
     def close(self, progress: Callable[[int], None] = lambda num_left: None) -> None:
         """Abort all requests, write what is cached to disk or sidecar, end threads. *progress* gets the number of
@@ -336,9 +327,7 @@ class EngineCore:
         with ExitStack() as ends:  # each is closed, whatever another one raises
             ends.callback(self._close_tiers)
             ends.callback(self.runner.close)
-            if self._request_log is not None:
-                ends.callback(self._request_log.close)
-            ends.callback(self._close_explainer)
+            ends.callback(self._accounts.close)
             if self.publisher is not None:
                 ends.callback(self.publisher.close)
             for request in [*self.scheduler.waiting, *self.scheduler.promoting, *self.scheduler.running]:
@@ -356,12 +345,6 @@ class EngineCore:
                 "disk" if now.sidecar is None else "sidecar",
                 flush_fault(now.store, now.cache.disk, FLUSH_TIMEOUT_S, now.sidecar),
             )
-
-    def _close_explainer(self) -> None:
-        try:
-            self.explainer.close()
-        except OSError as error:  # the next process explains a little less
-            log.warning("explain: what was seen could not be written (%s)", error)
 
     def _close_tiers(self) -> None:
         try:
@@ -430,31 +413,10 @@ class EngineCore:
         if request.sampling.logprobs is not None:
             request.logprobs.append(token_logprobs(logits, token_id, request.sampling.logprobs))
         request.append(token_id, self.runner.end_token_ids)
-        self._count_token(request.timeline)
+        self._accounts.on_token(request.timeline)
         if request.finish_reason is not None:
             self.scheduler.retire(request)
-            self._on_ended(request)
-
-    def _on_ended(self, request: Request) -> None:
-        """Take in that a request has ended, whose leases have."""
-        names, num_tokens = request.chain.names, self.config.device.block_size
-        num_named = len(request.prompt_token_ids) // num_tokens
-        record, trail = request.record(), self._trails.end(request) or Trail(num_tokens, names[:num_named])
-        self.records.add(record, trail)
-        self.explainer.on_ended(record, trail, request.chain, self.cache.residency.ghosts)
-        if request.tokens is None:
-            return
-        num_bytes = round(num_tokens * self.bytes_per_token)
-        num_asked = num_named if request.options.reads_cache else 0
-        if num_asked:
-            self._what_if.on_prompt(names[:num_asked], num_tokens, num_bytes, request.tokens)
-        self._what_if.on_made(names[num_asked:], num_bytes)
-
-    def _count_token(self, timeline: Timeline) -> None:
-        if timeline.token_gap_s is not None:
-            self._served.on_token(timeline.token_gap_s)
-        elif timeline.ttft_s is not None:
-            self._served.on_first_token(timeline.ttft_s)
+            self._accounts.on_ended(request)
 
     def _publish_events(self) -> None:
         if self._events is not None and self.publisher is not None and (events := self._events.take()):
@@ -481,12 +443,8 @@ class EngineCore:
             self.planner.statistics(),
             None if self._store is None else self._store.standing(),
             None if self._sidecar is None else self._sidecar.standing(),
-            self._times.statistics(),
-            self._tenant_tokens.statistics(),
+            self._accounts.statistics(cache.tiers),
             self.cache.pinned_bytes,
-            None if self._request_log is None else self._request_log.counts(),
-            self._what_if.hit_ratios(cache.tiers),
-            self._served.statistics(),
         )
 
     def _prepared_bytes(self) -> int:

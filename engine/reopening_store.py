@@ -11,7 +11,7 @@ from os.path import samestat
 from pathlib import Path
 from typing import Self
 
-from kvtier.store.blob_store import Blob, StoreStatistics, StoreUnavailable
+from kvtier.store.blob_store import Blob, Evicted, StoreStatistics, StoreUnavailable
 from kvtier.store.owner_lock import LOCK_FILE, FolderInUse
 from kvtier.store.process.channel import SharedMemory
 from kvtier.store.process.store_process import StoreDied, StoreProcess
@@ -145,6 +145,12 @@ class ReopeningStore:
         num_deleted = process.delete(keys)
         self._refresh(process)
         return num_deleted
+
+    def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
+        process = self._open_process()
+        evicted = process.evict(num_bytes, most, tenant)
+        self._refresh(process)
+        return evicted
 
     def keys(self) -> Iterator[bytes]:
         return self._open_process().keys()

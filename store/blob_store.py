@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from kvtier.store.record import DIGEST_BYTES, NAMESPACE_BYTES, Fault
 
@@ -35,6 +35,13 @@ class Blob:
             raise ValueError(f"parent's key of {len(self.parent)} bytes; at most {MAX_KEY_BYTES}")
         if len(self.tenant) not in (0, TENANT_BYTES):
             raise ValueError(f"tenant of {len(self.tenant)} bytes; need {TENANT_BYTES} or none")
+
+
+class Evicted(NamedTuple):
+    """What `Records.evict` has evicted."""
+
+    keys: list[bytes]
+    num_bytes: int  # as in `stored_bytes`
 
 
 class StoreFull(OSError):
@@ -91,6 +98,12 @@ class Records(Protocol):
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Delete the records of *keys* and return how many there were. Records that continue them stay."""
+
+    def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
+        """Evict records in the order in which they leave, of *tenant* or of all, until *num_bytes* less are stored.
+
+        At most *most* records: ask again for the rest. None only if there are none left. They do not count as evicted.
+        """
 
     def keys(self) -> Iterator[bytes]:
         """All keys, newest first. A record that is put, deleted or touched meanwhile may be missing or come twice."""

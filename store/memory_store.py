@@ -8,7 +8,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Self
 
-from kvtier.store.blob_store import Blob, StoreStatistics
+from kvtier.store.blob_store import Blob, Evicted, StoreStatistics
 from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec import NO_CODEC, Codec
 from kvtier.store.codec.seal import fault_of, open_record, refuse_unfit, seal
@@ -79,6 +79,16 @@ class MemoryStore:
     def delete(self, keys: Sequence[bytes]) -> int:
         with self._locked():
             return sum(self._forget(key) for key in keys)
+
+    def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
+        with self._locked():
+
+            def stored_bytes() -> int:
+                return self._tenants[tenant] if tenant else self._stored_bytes
+
+            before = stored_bytes()
+            gone = self._turn(stored_bytes, before - num_bytes, tenant or None, most)
+            return Evicted(gone, before - stored_bytes())
 
     def keys(self) -> Iterator[bytes]:
         with self._locked():
@@ -168,18 +178,24 @@ class MemoryStore:
 
     def _make_room(self, rows: Sequence[Row], tenants: Iterable[bytes]) -> list[bytes]:
         """Evict until *rows* fit: those of each of *tenants* into its quota, and all together into the capacity."""
-        evicted = []
+        evicted: list[bytes] = []
         for tenant in tenants:
             quota = self._quotas[tenant]
             own = [row.charged_bytes for row in rows if row.tenant == tenant]
             evicted += self._turn(partial(self._tenants.__getitem__, tenant), quota - sum(own), tenant)
+        self._quota_evicted_total += len(evicted)
         limit_bytes = self._capacity_bytes - sum(row.charged_bytes for row in rows)
-        return evicted + self._turn(lambda: self._stored_bytes, limit_bytes, None)
+        evicted += self._turn(lambda: self._stored_bytes, limit_bytes, None)
+        self._evicted_total += len(evicted)
+        return evicted
 
-    def _turn(self, stored_bytes: Callable[[], int], limit_bytes: int, tenant: bytes | None) -> list[bytes]:
-        """Evict by CLOCK from the records of one *tenant*, or of all, until *stored_bytes* is at most *limit_bytes*."""
-        evicted = []
-        while stored_bytes() > max(0, limit_bytes):
+    def _turn(
+        self, stored_bytes: Callable[[], int], limit_bytes: int, tenant: bytes | None, most: int | None = None
+    ) -> list[bytes]:
+        """Evict by CLOCK from the records of one *tenant*, or of all, until *stored_bytes* is at most *limit_bytes*;
+        *most* records at most."""
+        evicted: list[bytes] = []
+        while stored_bytes() > max(0, limit_bytes) and (most is None or len(evicted) < most):
             key, row = next((key, row) for key, row in self.rows.items() if tenant in (None, row.tenant))
             if key in self._marked:
                 self._marked.discard(key)
@@ -188,8 +204,6 @@ class MemoryStore:
             else:
                 self._forget(key)
                 evicted.append(key)
-        self._evicted_total += len(evicted)
-        self._quota_evicted_total += 0 if tenant is None else len(evicted)
         return evicted
 
     def _read(self, key: bytes, out: memoryview) -> bytes | Fault:

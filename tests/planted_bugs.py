@@ -1351,7 +1351,7 @@ BUGS = [
     Bug(
         "the sidecar's HTTP has things done for a page in a browser",
         "engine/sidecar/http/access.py",
-        'if "origin" in headers or not is_loopback(name):',
+        "if is_elsewhere or not is_loopback(name):",
         "if not is_loopback(name):",
         "tests/engine/sidecar/test_sidecar_http.py",
     ),
@@ -1685,6 +1685,41 @@ BUGS = [
         "tests/engine/sidecar/own/test_own_door.py",
     ),
     Bug(
+        "the page shows what was long ago as what is now",
+        "engine/dashboard/history.py",
+        "        found[self.stamps[places] != wanted] = np.nan\n",
+        "",
+        "tests/engine/dashboard/test_history.py",
+    ),
+    Bug(
+        "the page shows a tenant the requests of others",
+        "engine/server/engine_source.py",
+        "if not service.is_strict or each.tenant == group]",
+        "if each.tokens]",
+        "tests/engine/server/test_serve_dashboard.py",
+    ),
+    Bug(
+        "an operator's eviction takes blocks that are leased",
+        "tiers/device/slot_purge.py",
+        "slots, end = self._slots.pool.order.part(start, LOOKED_THROUGH)",
+        "slots, end = np.flatnonzero(self._slots.pool.are_named(np.arange(self._slots.pool.num_slots))), None",
+        "tests/tiers/test_purge.py",
+    ),
+    Bug(
+        "what an operator's eviction takes from disk is still looked for there",
+        "tiers/lower/local_tiers.py",
+        "self.index.on_written(0, (), keys, cause)",
+        "self.index.on_written(0, (), (), cause)",
+        "tests/tiers/test_purge.py",
+    ),
+    Bug(
+        "any API key is an operator's token",
+        "engine/operating/routes.py",
+        "        if who is None:\n",
+        "        if not request.headers.get('authorization'):\n",
+        "tests/engine/operating/test_serve_operators.py",
+    ),
+    Bug(
         "vLLM's name for hits on the device counts those of all tiers",
         "engine/metrics/compat/vllm.py",
         "yield told.of(names.PREFIX_CACHE_HITS, tokens.device)",
@@ -1694,9 +1729,30 @@ BUGS = [
     Bug(
         "a block that is written to disk does not count as read from host memory",
         "engine/metrics/compat/lmcache.py",
-        "yield names.L1_READ.of(numbers.num_loaded + spilled.num_blocks)",
+        "yield names.L1_READ.of(numbers.num_loaded + spilled.num_done_blocks)",
         "yield names.L1_READ.of(numbers.num_loaded)",
         "tests/engine/sidecar/test_sidecar_compat.py",
+    ),
+    Bug(
+        "a trace that its caller does not sample is traced",
+        "engine/tracing/tracer.py",
+        "if parent is not None and parent.is_sampled:",
+        "if parent is not None:",
+        "tests/engine/tracing/test_traced_requests.py",
+    ),
+    Bug(
+        "blocks from disk have the span of host memory",
+        "engine/scheduling/loading.py",
+        "PROMOTE = {Tier.HOST: Stage.PROMOTE_HOST, Tier.DISK: Stage.PROMOTE_DISK}",
+        "PROMOTE = {Tier.HOST: Stage.PROMOTE_DISK, Tier.DISK: Stage.PROMOTE_HOST}",
+        "tests/engine/tracing/test_traced_requests.py",
+    ),
+    Bug(
+        "a store that is asked for its index counts as one that is read from",
+        "transfer/transfer_engine.py",
+        "        if not transfer.num_blocks:\n            return self\n        if transfer.error",
+        "        if transfer.error",
+        "tests/transfer/test_transfer_engine.py",
     ),
 ]
 

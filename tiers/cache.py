@@ -2,18 +2,22 @@
 
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
+from kvtier.tiers.device.slot_purge import SlotPurge
 from kvtier.tiers.down.host_spill import HostSpill
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.breaker import HUNG_S
 from kvtier.tiers.lower.clean_ahead import CleanAhead
+from kvtier.tiers.lower.local_purge import most_of_each
 from kvtier.tiers.lower.lower_tiers import LowerTiers, SpillProgress
+from kvtier.tiers.lower.purge import PurgeOrder
 from kvtier.tiers.lower.statistics import CacheStatistics, slot_statistics
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.events import EventLog
@@ -21,6 +25,7 @@ from kvtier.tiers.naming.groups import AttentionGroup, alignment, longest_hit, l
 from kvtier.tiers.naming.retention import Retention
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.pins import Pin, Pins
+from kvtier.tiers.purge import CachePurge
 from kvtier.tiers.residency import Located, Residency
 from kvtier.tiers.up.load_planner import LoadPlanner, LoadSpeeds
 from kvtier.tiers.up.promoter import Promoter
@@ -434,6 +439,32 @@ class TieredCache:
         """Copies started and not taken in yet, on all routes."""
         return self._transfers.in_flight
 
+    def purge(self, order: PurgeOrder) -> CachePurge:
+        """An eviction that an operator asks for. Nothing has left yet: call its `go_on` until it is done.
+
+        Device and host memory have blocks of one namespace: a caller that means another one leaves these tiers out.
+        """
+        device: list[SlotPurge] = []
+        block_bytes = [group.memory.block_bytes for group in self._group_tiers]
+        if Tier.DEVICE in order.tiers:
+            most = most_of_each(order.most_bytes, order.most_blocks, block_bytes)
+            device = [
+                SlotPurge(group.slots, most, None if order.tenant is None else partial(group.are_of, order.tenant))
+                for group in self._group_tiers
+            ]
+        return CachePurge(order, device, block_bytes, [self.lower.purge(order)], self._clock)
+
+    def spill_rest(self) -> int:
+        """Start copying down what has no copy below, leased or not, and what is in host memory and not on disk; how
+        many blocks are left, those under way too. The rest in the next calls. Without anything below there is nothing
+        to do."""
+        if not self._is_spilled:
+            return 0
+        if not self._promoter.num_waiting:
+            self._host_spill.copy_rest_down()
+            self.lower.spill()
+        return self._host_spill.num_dirty + self.lower.spill_progress().num_left
+
     def reset(self) -> bool:
         """Forget every block in every tier, and end all pins; False, and nothing changed, while blocks are leased or
         under way, or if the store refuses.
@@ -454,14 +485,25 @@ class TieredCache:
 
     def check(self) -> None:
         """Raise AssertionError if any two books disagree: pools, marks, leases, blocks under way."""
-        self.residency.check()
+        for _ in self.checks():
+            pass
+
+    def checks(self) -> Iterator[str]:
+        """The same in parts, each of which holds at any time: at each step what was found in order."""
+        for group in self._group_tiers:
+            group.slots.check()
+            yield f"device, group {group.id}: {group.pool.num_named} blocks in {group.pool.num_slots} slots"
         self.residency.check_tails_first()
+        yield "device: no block would be evicted before one that continues it"
         self.lower.check()
+        yield "host memory and the index of the disk"
         self._promoter.check()
+        yield f"promotions: {self._promoter.num_waiting} under way"
         for group in self._group_tiers:
             under_way = self._host_spill.copies.num_leases(group.pool) + self._promoter.num_leases(group)
             expected = under_way + group.num_held + self._promoter.num_waiting_leases(group)
             assert group.pool.num_leases == expected, f"device: {group.pool.num_leases} leases, not {expected}"
+            yield f"device, group {group.id}: {expected} leases"
 
     def statistics(self) -> CacheStatistics:
         """Everything counted, by value."""

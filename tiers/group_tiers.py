@@ -3,6 +3,9 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtier.tiers.device.group_slots import GroupSlots
 from kvtier.tiers.device.partial_matches import PartialMatches
 from kvtier.tiers.device.slot_ids import Ids
@@ -11,6 +14,7 @@ from kvtier.tiers.naming.block_hash import BlockChain, BlockName, TokenIds
 from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import AttentionGroup
 from kvtier.tiers.naming.named_blocks import BlockIds, NamedBlocks, blocks_of, names_of
+from kvtier.tiers.naming.tenant import number_of
 from kvtier.transfer.block_memory import BlockMemory
 
 OnLeftDevice = Callable[["GroupTiers", Ids, Sequence[BlockName], set[BlockName | None], EvictionCause], None]
@@ -76,6 +80,11 @@ class GroupTiers:
         if self.partial_matches is not None:
             self.partial_matches.record_tail(slot, key, token_ids)
         self.tails.add(name)
+
+    def are_of(self, tenant: bytes, slots: Ids) -> npt.NDArray[np.bool_]:
+        """For each of the device slots whether its block is the tenant's."""
+        own: npt.NDArray[np.bool_] = self.owners.of(slots) == np.uint64(number_of(tenant))
+        return own
 
     def clear(self) -> None:
         """Forget every block of the device, without telling of it; nothing may be leased."""

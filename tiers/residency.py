@@ -164,11 +164,6 @@ class Residency:
         if self._events is not None:
             self._events.append(AllBlocksCleared())
 
-    def check(self) -> None:
-        """Raise AssertionError if the books of a group's device slots disagree."""
-        for group in self.groups:
-            group.slots.check()
-
     def check_tails_first(self) -> None:
         """Raise AssertionError if a device block would be evicted before one that continues it.
 
@@ -212,7 +207,8 @@ class Residency:
             self.ghosts.remember(names, Tier.DEVICE, cause, self._clock())
         elif were_dirty or not self.lower.is_readable:  # else what is clean on the device is found below
             gone = list(compress(names, (self.lower.find(group.id, names) == NOWHERE).tolist()))
-            group.slots.dropped_spills += len(were_dirty.intersection(gone)) if were_dirty else 0
+            if cause is not EvictionCause.CLEARED:
+                group.slots.dropped_spills += len(were_dirty.intersection(gone)) if were_dirty else 0
             self.ghosts.remember(gone, Tier.DEVICE, cause, self._clock())
         if group.tails and (tails := group.tails.intersection(names)):
             group.tails -= tails

@@ -62,22 +62,28 @@ def save_model(folder: Path) -> tuple[Path, int, int]:
 
 
 @contextmanager
-def kvtier_server(model: Path, folder: Path, tables: Mapping[str, Mapping[str, object]]) -> Iterator[str]:
-    """Run `kvtier serve` with the configuration *tables*; gives its URL."""
+def kvtier_server(
+    model: Path,
+    folder: Path,
+    tables: Mapping[str, Mapping[str, object]],
+    options: Sequence[str] = (),
+    module: str = "kvtier.engine.commands.cli",
+) -> Iterator[str]:
+    """Run `kvtier serve` with the configuration *tables* and *options*; gives its URL. *module* is run in its place."""
     port = _free_port()
     config = folder / f"server-{port}.toml"
     config.write_text("\n".join(_toml(name, table) for name, table in tables.items()))
     command = [
         sys.executable,
         "-m",
-        "kvtier.engine.commands.cli",
+        module,
         "serve",
         "--model",
         str(model),
         "--config",
         str(config),
     ]
-    with _process([*command, "--port", str(port), "--model-name", MODEL], port, "/ready", folder, {}) as url:
+    with _process([*command, "--port", str(port), "--model-name", MODEL, *options], port, "/ready", folder, {}) as url:
         yield url
 
 

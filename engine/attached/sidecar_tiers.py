@@ -49,6 +49,7 @@ from kvtier.engine.attached.wire import (
 from kvtier.tiers.device.runs import Row
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.lower.lower_tiers import NOWHERE, Lost, LowerStatistics, OnFetched, Places, SpillProgress
+from kvtier.tiers.lower.purge import NothingPurged, PurgeOrder
 from kvtier.tiers.lower.statistics import TierStatistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import EventLog
@@ -233,6 +234,10 @@ class SidecarTiers:
             self._take_in(float("inf"))
         self._mirror.take_lost()
         return self._is_cleared
+
+    def purge(self, order: PurgeOrder) -> NothingPurged:
+        """See `LowerTiers.purge`. The sidecar's tiers are all its engines'."""
+        return NothingPurged()
 
     def spill(self) -> None:
         """Nothing: the sidecar writes to its disk by itself."""

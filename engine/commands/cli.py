@@ -12,6 +12,7 @@ from typing import TypeAlias
 from kvtier.engine.commands.arguments import HelpFormatter, OneLineParser, some_text
 from kvtier.engine.commands.doc_arguments import add_doc
 from kvtier.engine.commands.explain_arguments import add_explain
+from kvtier.engine.commands.operate_arguments import add_operate
 from kvtier.engine.commands.sidecar_arguments import add_sidecar, given_tables
 
 DEMO_EXAMPLES = """examples:
@@ -30,6 +31,7 @@ EXAMPLES = """examples:
   kvtier doc add report.txt                    a document that the server keeps warm
   kvtier sidecar --host 32GiB                  host memory and disk for vLLM, which attaches by configuration
   kvtier explain 5f3c9a                        why a request's prompt was found in the cache or not
+  kvtier operate reset --tenant acme           have a running server forget a tenant's blocks
   kvtier check ~/.cache/kvtier                 verify every byte of a store that no engine has open
   kvtier stats ~/.cache/kvtier                 what is in a store, also while an engine uses it
   kvtier store rm ~/.cache/kvtier --all-but 3f2a
@@ -138,6 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_doc(commands, _doc)
     add_sidecar(commands, _sidecar)
     add_explain(commands, _explain)
+    add_operate(commands, _operate)
     _add_check(commands)
     _add_stats(commands)
     _add_top(commands)
@@ -409,6 +412,12 @@ def _explain(options: argparse.Namespace) -> int:
     from kvtier.engine.commands.explain import explain
 
     return explain(options)
+
+
+def _operate(options: argparse.Namespace) -> int:
+    from kvtier.engine.commands.operate import run
+
+    return run(options)
 
 
 def _sidecar(options: argparse.Namespace) -> int:

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.engine.documents.client import ask_server, checked_url
+from kvtier.engine.json_client import JsonClient
 
+_TIMEOUT_S = 60.0
 _OTHER_WIDTH = 120  # characters of a line where there is no terminal
 _PATH = "/v1/kvtier/explain"
 _WHY = {
@@ -51,12 +52,12 @@ def explain(options: argparse.Namespace) -> int:
         raise ValueError("explain: give the id of a request, or --prompt FILE")
     if options.prompt is None and (options.model or options.cache_salt):
         raise ValueError("explain: --model and --cache-salt are of a prompt; give --prompt FILE as well")
-    url = checked_url(options.url)
-    key = _key(options)
+    where = "--api-key, KVTIER_API_KEY or --token-file"
+    client = JsonClient(options.url, _key(options), where, "kvtier serve --model …", _TIMEOUT_S)
     if options.prompt is None:
-        answer = ask_server(url, key, "GET", f"{_PATH}/{_id(options.id)}")
+        answer = client.ask("GET", f"{_PATH}/{_id(options.id)}")
     else:
-        answer = ask_server(url, key, "POST", _PATH, _question(options))
+        answer = client.ask("POST", _PATH, _question(options))
     if options.json:
         print(json.dumps(answer))
         return 0

@@ -15,6 +15,8 @@ import msgspec
 from kvtier.engine.commands.first_look import check_files, check_model
 from kvtier.engine.config import Config, as_config, config_from_dict, load_toml
 from kvtier.engine.model.checkpoint import Checkpoint
+from kvtier.engine.operating.audit_log import AuditLog
+from kvtier.engine.operating.operators import Operators
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.log_lines import write_log
 
@@ -45,7 +47,10 @@ def serve(
     keys = None if config.server.api_keys is None else _keys(config.server.api_keys)
     if given.get("tenant_isolation") == "strict" and keys is None:
         raise ValueError("--tenant-isolation strict: without --api-keys FILE there are no tenants to keep apart")
-    return _check(model, config, keys) if checks_only else _serve(model, config, keys)
+    operators = Operators.of(config.operators.tokens, os.environ)
+    if operators is not None:
+        operators.refuse_keys_of(keys)
+    return _check(model, config, keys) if checks_only else _serve(model, config, keys, operators)
 
 
 def _keys(file: str) -> ApiKeys:
@@ -82,7 +87,7 @@ def _check(model: str, config: Config, keys: ApiKeys | None) -> int:
     return 2 if plan.refusals else 0
 
 
-def _serve(model: str, config: Config, keys: ApiKeys | None) -> int:
+def _serve(model: str, config: Config, keys: ApiKeys | None, operators: Operators | None) -> int:
     settings = config.server
     check_model(model)  # before the port is open and torch imported: a missing model is told at once
     check_files(config)
@@ -92,7 +97,7 @@ def _serve(model: str, config: Config, keys: ApiKeys | None) -> int:
         log.info("listening", extra={"fields": {"host": settings.host, "port": port, "pid": os.getpid()}})
         if keys is None and not settings.host.startswith(_LOOPBACK):
             log.warning("every client that reaches %s may ask: there are no API keys; give --api-keys", settings.host)
-        if asyncio.run(_run(model, settings.model_name or name, config, keys, bound)):
+        if asyncio.run(_run(model, settings.model_name or name, config, keys, operators, bound)):
             return 0
     # The thread that loads the model cannot be stopped, and must not run in an interpreter that is ending.
     logging.shutdown()
@@ -100,16 +105,21 @@ def _serve(model: str, config: Config, keys: ApiKeys | None) -> int:
     os._exit(0)
 
 
-async def _run(model: str, name: str, config: Config, keys: ApiKeys | None, bound: socket.socket) -> bool:
+async def _run(
+    model: str, name: str, config: Config, keys: ApiKeys | None, operators: Operators | None, bound: socket.socket
+) -> bool:
     """Serve until a signal; False if the signal came before the model was loaded."""
     try:
+        from kvtier.engine.operating.routes import Operating
         from kvtier.engine.server.build import build_server
     except ImportError as error:
         raise ImportError(f"serve: {error}; pip install 'kvtier[serve]'") from error
 
     settings = config.server
     shows_bars = sys.stderr.isatty() and settings.log_format == "human"
-    server = build_server(model, config, bound, name, keys, shows_bars=shows_bars)
+    audit = None if operators is None else AuditLog(config.operators.audit, config.operators.audit_bytes)
+    operating = None if operators is None or audit is None else Operating(operators, audit)
+    server = build_server(model, config, bound, name, keys, operating=operating, shows_bars=shows_bars)
     loop, signals = asyncio.get_running_loop(), []
 
     def end(number: int, _: FrameType | None) -> None:
@@ -122,6 +132,8 @@ async def _run(model: str, name: str, config: Config, keys: ApiKeys | None, boun
     def read_keys() -> None:
         try:
             read = None if settings.api_keys is None else _keys(settings.api_keys)
+            if operators is not None:
+                operators.refuse_keys_of(read)
         except (ValueError, OSError) as error:
             log.error("SIGHUP: the keys stay as they were: %s", error)
             return

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from kvtier.engine.byte_size import size_text
 from kvtier.engine.fault_log import FaultLog
+from kvtier.engine.operating.audit_log import AuditLog
+from kvtier.engine.operating.operators import Operators
 from kvtier.engine.server.log_lines import write_log
 from kvtier.engine.sidecar.build import MakeDoors, build_sidecar
 from kvtier.engine.sidecar.config import SidecarConfig, sidecar_config
@@ -44,6 +46,7 @@ def run_sidecar(source: str | None, given: Mapping[str, object], checks_only: bo
     configuration is checked, and what it comes to is printed.
     """
     config = sidecar_config(source, given)
+    Operators.of(config.operators.tokens, os.environ)  # a mistake is told before an engine is let in
     for line in _plan(config):
         print(line, flush=True)
     if checks_only:
@@ -161,12 +164,19 @@ def _http(sidecar: Sidecar, config: SidecarConfig, kept: KeptFiles) -> "HttpThre
     host, port = config.http.host, config.http.port
     assert port != "none", "nothing to serve"
     try:
+        from kvtier.engine.operating.routes import Operating
+        from kvtier.engine.sidecar.http.access import token_of
         from kvtier.engine.sidecar.http.build import serve_http
     except ImportError as error:
         raise ImportError(f"sidecar: {error}; pip install 'kvtier[sidecar]', or port = \"none\" in [http]") from error
 
+    operators = Operators.of(config.operators.tokens, os.environ)
+    operating = None
+    if operators is not None:
+        operators.refuse_keys_of(token_of(config.http))
+        operating = Operating(operators, AuditLog(config.operators.audit, config.operators.audit_bytes))
     given = kept.given_listener(HTTP, url_of(host, port).replace("http", "tcp", 1))
-    http = serve_http(sidecar, config, bound=given)
+    http = serve_http(sidecar, config, bound=given, operating=operating)
     if given is None:
         kept.keep_listener(HTTP, http.file)
     return http

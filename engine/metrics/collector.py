@@ -34,7 +34,7 @@ class EngineCollector(Collector):
         statistics = self._statistics()
         yield from _token_metrics(statistics)
         yield from tier_metrics(statistics.cache.tiers)
-        yield from what_if_metrics(statistics.what_if)
+        yield from what_if_metrics(statistics.requests.what_if)
         yield from route_metrics(statistics.cache.routes)
         yield names.HOST_PREPARED_BYTES.of(statistics.host_prepared_bytes)
         yield from _plan_metrics(statistics)
@@ -47,8 +47,8 @@ class EngineCollector(Collector):
         if statistics.sidecar is not None:
             yield from _sidecar_metrics(statistics.sidecar)
         yield from _request_metrics(statistics)
-        if statistics.request_log is not None:
-            yield from request_log_metrics(statistics.request_log)
+        if statistics.requests.log is not None:
+            yield from request_log_metrics(statistics.requests.log)
         yield names.PINNED_BYTES.of(statistics.pinned_bytes)
         yield names.TENANT_BYTES.by(
             {(tier, tenant): number for tenant, usage in statistics.tenants.items() for tier, number in usage.items()}
@@ -79,7 +79,7 @@ def _token_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
 
 
 def _request_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
-    times = statistics.times
+    times = statistics.requests.times
     yield names.TTFT_SECONDS.by_histogram(times.ttft)
     yield names.QUEUE_SECONDS.by_histogram({(): times.queue})
     yield names.LOOKUP_SECONDS.by_histogram({(): times.lookup})
@@ -87,7 +87,7 @@ def _request_metrics(statistics: "EngineStatistics") -> Iterator[Metric]:
     yield names.TENANT_TOKENS.by(
         {
             (tenant, source): number
-            for tenant, tokens in statistics.tenant_tokens.items()
+            for tenant, tokens in statistics.requests.tenants.items()
             for source, number in sources_of(tokens).items()
         }
     )

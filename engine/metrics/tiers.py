@@ -5,10 +5,13 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import Metric
 
 from kvtier.engine.metrics import names
+from kvtier.store.record import Fault
 from kvtier.tiers.lower.statistics import TierStatistics
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.reuse.what_if import HitRatios
 from kvtier.transfer.transfer_engine import Route, RouteStatistics
+
+_FAULTS = tuple(fault for fault in Fault if fault is not Fault.MISSING)
 
 
 def tier_metrics(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Metric]:
@@ -24,8 +27,14 @@ def tier_metrics(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Metric]:
     yield names.DIRTY_BLOCKS.by({tier: each.num_dirty for tier, each in tiers.items() if tier is not Tier.DISK})
     yield names.EVICTION_AGE.by_histogram({tier: each.eviction_ages for tier, each in tiers.items()})
     yield names.CORRUPT_BLOCKS.by(
-        {(tier, cause): number for tier, each in tiers.items() for cause, number in each.corrupt.items()}
+        {(tier, cause): n for tier, each in tiers.items() for cause, n in corrupt_by_cause(tier, each).items()}
     )
+
+
+def corrupt_by_cause(tier: Tier, statistics: TierStatistics) -> dict[str, int]:
+    """The corrupt blocks by each cause that the tier can have: Prometheus sees no growth of what was not there at 0."""
+    causes = {Tier.DEVICE: (), Tier.HOST: (Fault.CORRUPT,), Tier.DISK: _FAULTS}[tier]
+    return {**dict.fromkeys((cause.value for cause in causes), 0), **statistics.corrupt}
 
 
 def what_if_metrics(ratios: HitRatios) -> Iterator[Metric]:

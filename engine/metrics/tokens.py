@@ -7,14 +7,14 @@ from prometheus_client.core import Metric
 from kvtier.engine.metrics import names
 from kvtier.engine.records.request_log import LogCounts
 from kvtier.tiers.lower.statistics import TokenBalance
-from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.naming.tier import Reason, Tier
 
 
 def balance_metrics(tokens: TokenBalance) -> Iterator[Metric]:
     """Where the tokens came from, and why some were computed."""
     yield names.PROMPT_TOKENS.of(tokens.num_tokens)
     yield names.HIT_TOKENS.by({tier: getattr(tokens, tier) for tier in Tier})
-    yield names.RECOMPUTED_TOKENS.by(tokens.reasons)
+    yield names.RECOMPUTED_TOKENS.by({**dict.fromkeys(Reason, 0), **tokens.reasons})
 
 
 def request_log_metrics(counts: LogCounts) -> Iterator[Metric]:

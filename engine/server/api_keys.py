@@ -26,33 +26,38 @@ class ApiKeys:
                 raise ValueError(f"tenant {tenant!r}: give each key's tenant a name, without NUL")
 
     @classmethod
-    def from_file(cls, path: Path) -> "ApiKeys":
+    def from_file(cls, path: Path, what: str = "api keys") -> "ApiKeys":
         """Read the keys of a TOML or JSON file: a table `keys` with a tenant for each. ValueError if it has none.
 
-        Logs a warning when other users may read the file.
+        Logs a warning when other users may read the file. Messages begin with *what* the file has.
         """
         try:
             content = path.read_text(encoding="utf-8")
             tables = json.loads(content) if path.suffix == ".json" else tomllib.loads(content)
         except OSError as error:
-            raise ValueError(f"api keys {path}: {error.strerror}; give a file that can be read") from error
+            raise ValueError(f"{what} {path}: {error.strerror}; give a file that can be read") from error
         except ValueError:  # its message may quote the file
             kind = "JSON" if path.suffix == ".json" else "TOML"
-            raise ValueError(f'api keys {path}: is not {kind}; write [keys] and lines of "KEY" = "tenant"') from None
+            raise ValueError(f'{what} {path}: is not {kind}; write [keys] and lines of "KEY" = "tenant"') from None
         keys = tables.get("keys") if isinstance(tables, dict) and set(tables) == {"keys"} else None
         if not isinstance(keys, dict) or not keys or not all(isinstance(tenant, str) for tenant in keys.values()):
-            raise ValueError(f'api keys {path}: has no table of keys alone; write [keys] and lines of "KEY" = "tenant"')
+            raise ValueError(f'{what} {path}: has no table of keys alone; write [keys] and lines of "KEY" = "tenant"')
         if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            log.warning("api keys %s: other users may read the file; chmod 600 it", path)
+            log.warning("%s %s: other users may read the file; chmod 600 it", what, path)
         try:
             return cls(keys)
         except ValueError as error:
-            raise ValueError(f"api keys {path}: {error}") from None
+            raise ValueError(f"{what} {path}: {error}") from None
 
     @property
     def tenants(self) -> frozenset[str]:
         """The names of all tenants."""
         return frozenset(self._tenants.values())
+
+    @property
+    def digests(self) -> frozenset[bytes]:
+        """The digests of all keys."""
+        return frozenset(self._tenants)
 
     def tenant_of(self, key: str) -> str | None:
         """The tenant of *key*; None for an unknown one, which takes as long as any known one."""

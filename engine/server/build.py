@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from asyncio_extras import call_in_executor
 
 from kvtier.engine.config import Config
+from kvtier.engine.operating.routes import Operating
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.entrance import Entrance
 from kvtier.engine.server.http_server import HttpServer
@@ -18,6 +19,7 @@ from kvtier.engine.server.log_lines import redirect_libraries
 from kvtier.engine.server.served_models import ServedModels
 from kvtier.engine.server.tenancy import with_tenant_names
 from kvtier.engine.thread_work import guarded
+from kvtier.engine.tracing.tracer import Tracer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -33,18 +35,19 @@ def build_server(
     keys: ApiKeys | None = None,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     *,
+    operating: Operating | None = None,
     shows_bars: bool = False,
 ) -> HttpServer:
     """A server of *model*, which clients call *model_name*; nothing is loaded before it runs.
 
-    With *shows_bars* transformers shows on stderr how far it is with the weights. ValueError if an adapter is called
-    *model_name* too.
+    *operating* has operators' verbs, by default there are none. With *shows_bars* transformers shows on stderr how far
+    it is with the weights. ValueError if an adapter is called *model_name* too.
     """
     if model_name in config.lora:
         raise ValueError(
             f"lora {model_name}: the model itself has this name; give the model or the adapter another one"
         )
-    entrance = Entrance(config.server, keys)
+    entrance = Entrance(config.server, keys, operating, Tracer.of(config.tracing, "kvtier"))
     models = ServedModels(model_name, tuple(config.lora), int(time.time()), longest_request=None)
     loading = LoadingApp(entrance, models)
 

@@ -7,6 +7,7 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
+from kvtier.engine.dashboard.assets import page_routes
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.app import shutting_down, starlette_app
 from kvtier.engine.server.entrance import Entrance
@@ -27,7 +28,7 @@ class LoadingApp:
     def __init__(self, entrance: Entrance, models: ServedModels) -> None:
         self._stage = "starting"
         self._is_ending = False
-        routes = [Route(READY, self._ready), *models.routes(), Mount("/", self._not_yet)]
+        routes = [Route(READY, self._ready), *models.routes(), *page_routes(), Mount("/", self._not_yet)]
         self._app = starlette_app(routes, entrance.registry)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,15 +1,26 @@
 """The paths of the server, which of them need no key, and what the log and metrics call them."""
 
+from kvtier.engine.dashboard.assets import ASSETS, PAGE
+from kvtier.engine.dashboard.data_paths import DATA_PATHS
+
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 DOCUMENTS = "/v1/documents"
 MODELS = "/v1/models"
 EXPLAIN = "/v1/kvtier/explain"
+OPERATE = "/v1/kvtier/operate"
 HEALTH, READY, METRICS, VERSION = "/health", "/ready", "/metrics", "/version"
+STATS = "/stats"
 
-OPEN = frozenset({HEALTH, READY, VERSION})  # need no key: their answers have nothing of a tenant's
-QUIET = frozenset({HEALTH, READY, METRICS})  # machines ask for them every few seconds
-_NAMED = frozenset({COMPLETIONS, CHAT, DOCUMENTS, MODELS, EXPLAIN, HEALTH, READY, METRICS, VERSION})
+OPEN = frozenset({HEALTH, READY, VERSION, PAGE})  # need no key: their answers have nothing of a tenant's
+OF_ALL = frozenset({METRICS, STATS, *DATA_PATHS})  # count all tenants together
+QUIET = frozenset({HEALTH, READY, METRICS, *DATA_PATHS})  # machines ask for them every few seconds
+_NAMED = frozenset({COMPLETIONS, CHAT, DOCUMENTS, MODELS, EXPLAIN, HEALTH, READY, VERSION, PAGE, *OF_ALL})
+
+
+def is_open(path: str) -> bool:
+    """Whether *path* needs no key."""
+    return path in OPEN or path.startswith(f"{ASSETS}/")
 
 
 def label_of(path: str) -> str:
@@ -20,4 +31,8 @@ def label_of(path: str) -> str:
     for named in (DOCUMENTS, EXPLAIN):
         if path.startswith(f"{named}/"):
             return f"{named}/{{id}}"
+    if path.startswith(f"{ASSETS}/"):
+        return PAGE
+    if path.startswith(f"{OPERATE}/"):
+        return f"{OPERATE}/{{verb}}"
     return path if path in _NAMED else "other"

@@ -28,6 +28,7 @@ class Service:
         self.models = models
         self.llm = llm
         self.documents = documents
+        self.operating = entrance.operating
         self.metrics = entrance.metrics
         self.registry = entrance.registry
         self.is_strict = entrance.is_strict

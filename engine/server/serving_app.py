@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from starlette.requests import Request
@@ -16,16 +17,25 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtier.engine.async_llm import AsyncLLM
 from kvtier.engine.config import Config
+from kvtier.engine.dashboard.assets import page_routes
+from kvtier.engine.dashboard.dashboard import Dashboard
+from kvtier.engine.dashboard.keeper import history_path, keeper_of
+from kvtier.engine.dashboard.routes import DashboardRoutes
 from kvtier.engine.documents.document import Document
 from kvtier.engine.documents.documents import Documents
 from kvtier.engine.metrics.collector import EngineCollector
+from kvtier.engine.operating.routes import Operating
 from kvtier.engine.server import document_routes, explain_routes, generation
 from kvtier.engine.server.api_error import json_response
 from kvtier.engine.server.app import starlette_app
+from kvtier.engine.server.engine_source import EngineSource
 from kvtier.engine.server.entrance import Entrance
-from kvtier.engine.server.paths import CHAT, COMPLETIONS, DOCUMENTS, EXPLAIN, READY
+from kvtier.engine.server.facts import facts_of
+from kvtier.engine.server.operated_engine import OperatedEngine
+from kvtier.engine.server.paths import CHAT, COMPLETIONS, DOCUMENTS, EXPLAIN, OPERATE, READY, STATS
 from kvtier.engine.server.served_models import ServedModels
 from kvtier.engine.server.service import Service
+from kvtier.engine.server.stats_view import stats_view
 from kvtier.engine.server.tenancy import effective_salt
 from kvtier.tiers.naming.tier import Tier
 
@@ -37,8 +47,10 @@ _TELL_EVERY_S = 2.0
 class ServingApp:
     """The routes over a `Service`, and how the service ends. Owned by the event loop."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, dashboard: Dashboard) -> None:
         self.service = service
+        self._dashboard = dashboard
+        self._sampling = asyncio.create_task(dashboard.run())
         routes = [
             Route(COMPLETIONS, generation.complete, methods=["POST"]),
             Route(CHAT, generation.chat, methods=["POST"]),
@@ -49,7 +61,13 @@ class ServingApp:
             Route(f"{EXPLAIN}/{{id}}", explain_routes.explain_request, methods=["GET"]),
             *service.models.routes(),
             Route(READY, self._ready),
+            Route(STATS, self._stats),
+            *page_routes(),
+            *DashboardRoutes(dashboard, lambda request: facts_of(request.scope).tenant).routes(),
         ]
+        if service.operating is not None:
+            self._operated = OperatedEngine(service)
+            routes.append(Route(f"{OPERATE}/{{verb}}", partial(self._operate, service.operating), methods=["POST"]))
         self._app = starlette_app(routes, service.registry)
         self._app.state.service = service
 
@@ -74,7 +92,8 @@ class ServingApp:
             watching.cancel()
 
     async def close(self) -> None:
-        """Let running requests go on for `server.drain_s`, write what is cached to disk, and end the engine."""
+        """Let running requests go on for `server.drain_s`, write what is cached to disk, and end the engine. Those that
+        watch the dashboard see it until then."""
         told_at = time.monotonic()
 
         def tell(num_blocks: int) -> None:
@@ -87,7 +106,10 @@ class ServingApp:
             if num_left := await self._drained():
                 log.warning("drain: %d completions did not end in time and are cut off", num_left)
             await self.service.documents.close()
+            self._dashboard.end()
+            await self._sampling
         finally:
+            self._dashboard.end()
             await self.service.llm.close(tell)
         log.info("ended")
 
@@ -112,6 +134,13 @@ class ServingApp:
                 if prepared >= host.capacity_bytes:
                     return
                 await asyncio.sleep(_TELL_EVERY_S)
+
+    async def _stats(self, _: Request) -> Response:
+        return json_response(stats_view(self.service.llm.statistics()))
+
+    async def _operate(self, operating: Operating, request: Request) -> Response:
+        self.service.check_open()
+        return await operating.answer(request, self._operated)
 
     async def _ready(self, _: Request) -> Response:
         if self.service.is_draining:
@@ -149,4 +178,7 @@ async def load_app(
     fields = {"seconds": round(time.monotonic() - began_at, 1), "max_model_len": llm.longest_request}
     log.info("ready", extra={"fields": fields})
     models = replace(models, longest_request=llm.longest_request)
-    return ServingApp(Service(config, models, entrance, llm, documents))
+    service = Service(config, models, entrance, llm, documents)
+    source = EngineSource(service)
+    keeper = keeper_of(source.columns, history_path(config.dashboard, config.disk))
+    return ServingApp(service, Dashboard(source, keeper, config.dashboard.max_viewers))

@@ -10,12 +10,15 @@ import msgspec
 
 from kvtier.engine.config import (
     ByteSize,
+    DashboardConfig,
     DiskConfig,
     HostConfig,
+    OperatorsConfig,
     RequestLogConfig,
     Seconds,
     Table,
     TenantConfig,
+    TracingConfig,
     load_toml,
     parse_bytes,
     tree_from_dict,
@@ -128,10 +131,13 @@ class SidecarConfig(Table, frozen=True, kw_only=True):
     socket: SocketConfig = SocketConfig()
     lmcache: LmcacheConfig | None = LmcacheConfig()
     http: HttpConfig = HttpConfig()
+    dashboard: DashboardConfig = DashboardConfig()
+    operators: OperatorsConfig = OperatorsConfig()
     metrics: SidecarMetricsConfig = SidecarMetricsConfig()
     models: dict[str, ModelWeightsConfig] = msgspec.field(default_factory=dict)
     tenants: dict[str, TenantConfig] = msgspec.field(default_factory=dict)
     request_log: RequestLogConfig = RequestLogConfig()
+    tracing: TracingConfig = TracingConfig()
     extent: ByteSize = parse_bytes("64MiB")
     drain_s: Seconds = 30.0
     log_format: Literal["human", "json"] = "human"

@@ -123,7 +123,9 @@ class LayoutTiers:
     def poll(self) -> None:
         """Go on with all that is under way, and with copies to disk."""
         if self._store is not None and (gone := self._store.take_gone()):
-            self.tiers.index.on_written(0, (), gone, EvictionCause.LAYOUT)
+            self.tiers.on_gone_from_disk(gone, EvictionCause.LAYOUT)
+        if self._store is not None and (cleared := self._store.take_cleared()):
+            self.tiers.on_gone_from_disk(cleared, EvictionCause.CLEARED)
         self.tiers.time_out_reads(self.read_timeout_s)
         self.tiers.poll()
         self._remember_lost()  # no copies above rely on it: engines ask each time

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -14,10 +15,17 @@ from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.lease_ledger import LeaseLedger, new_ledger
 from kvtier.engine.sidecar.shared_store import SharedStore
 from kvtier.engine.sidecar.shares import Shares
+from kvtier.engine.tracing.tracer import Tracer
 from kvtier.store.blob_store import Records
+from kvtier.store.record import NAMESPACE_BYTES
+from kvtier.tiers.lower.disk_purge import DiskPurge
 from kvtier.tiers.lower.disk_tier import DiskTier
+from kvtier.tiers.lower.local_purge import LocalPurge
 from kvtier.tiers.lower.local_tiers import LocalTiers
+from kvtier.tiers.lower.purge import Purge, PurgeOrder
 from kvtier.tiers.naming.events import EventLog
+from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.purge import CachePurge
 from kvtier.tiers.reuse.what_if import WhatIf
 from kvtier.transfer.segment import Segment
 from kvtier.transfer.transfer_engine import TransferEngine
@@ -25,6 +33,7 @@ from kvtier.transfer.transfer_engine import TransferEngine
 log = logging.getLogger(__name__)
 
 MOST_LAYOUTS = 64  # each costs some ten bytes for each slot that the segment could have
+NO_NAMESPACE = bytes(NAMESPACE_BYTES)  # that no layout has
 EXTENT_BYTES = 64 << 20
 READ_TIMEOUT_S = 10.0
 
@@ -47,15 +56,17 @@ class Layouts:
         ledger: LeaseLedger | None = None,
         records: RecentRecords | None = None,
         seen: Path | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """*opening* is the store's, see `DiskTier`; *quotas* are bytes of host memory by tenant, in each layout.
-        *ledger*: the segment's, by default one that nobody else sees. *records* get what engines look up; *seen* is
-        a file by which the next process knows what was."""
+        *ledger*: the segment's, by default one that nobody else sees. *records* get what engines look up, *tracer* is
+        told what they load; *seen* is a file by which the next process knows what was looked up."""
         self.segment = segment
         self.ledger = ledger or new_ledger(extent_bytes, segment.num_bytes // extent_bytes)
         left_out = self.ledger.left_out
         self.extents = Extents(segment, extent_bytes, clock, left_out)
         self.shares = Shares(lambda: max(0, segment.backed_bytes - len(left_out) * extent_bytes), self.ledger)
+        self.tracer = tracer
         self.records = records or RecentRecords()  # of what engines have looked up
         self.what_if = WhatIf(clock)  # told by doors that are told of each prompt
         self.explainer: Explainer | None = None  # of the door that is told of prompts
@@ -127,6 +138,24 @@ class Layouts:
         """Forget every chunk of every layout."""
         for layout_tiers in self:
             layout_tiers.clear()
+
+    def purge(self, order: PurgeOrder) -> CachePurge:
+        """An eviction that an operator asks for; see `TieredCache.purge`. With *order.most_bytes* or *most_blocks* of
+        host memory each layout loses a part, as much of it as it has of host memory. The disk is one for all."""
+        meant = [
+            tiers for tiers in self if order.namespace is None or tiers.layout.digest.hex().startswith(order.namespace)
+        ]
+        held_bytes = sum(tiers.held_bytes for tiers in meant)
+        below: list[Purge] = []
+        for tiers in meant if Tier.HOST in order.tiers else ():
+            part = tiers.held_bytes / held_bytes if held_bytes else 0.0
+            below.append(tiers.tiers.purge(replace(order.part(part), tiers=frozenset({Tier.HOST}))))
+        if self._store is not None and Tier.DISK in order.tiers:
+            disk = DiskTier(self._store.whole(), NO_NAMESPACE, self._clock, opening=self._opening)
+            disk.take_in_opening()
+            # The layouts are told by their views which of their chunks have gone.
+            below.append(LocalPurge([], [], DiskPurge(disk, self._transfers, lambda keys: None, order)))
+        return CachePurge(order, [], [], below, self._clock)
 
     def check(self) -> None:
         """Raise AssertionError if any two books disagree."""

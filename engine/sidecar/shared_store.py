@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from queue import Empty, SimpleQueue
 
-from kvtier.store.blob_store import Blob, Records, StoreFull, StoreStatistics
+from kvtier.store.blob_store import Blob, Evicted, Records, StoreFull, StoreStatistics
 from kvtier.store.record import NAMESPACE_BYTES, Fault
 
 
@@ -18,6 +18,16 @@ class SharedStore:
         """The store as this namespace sees it; one view for each."""
         view = self._views[namespace] = StoreView(self, namespace)
         return view
+
+    def whole(self) -> "WholeStore":
+        """The store with the records of all namespaces."""
+        return WholeStore(self, b"")
+
+    def tell_cleared(self, keys: Sequence[bytes]) -> None:
+        """Tell each view which of its keys are gone because that was asked for."""
+        for key in keys:
+            if (view := self._views.get(key[:NAMESPACE_BYTES])) is not None:
+                view.cleared.put(key)
 
     def without_foreign(self, namespace: bytes, evicted: Sequence[bytes]) -> list[bytes]:
         """Those of the evicted keys that are the namespace's; the others are told to theirs."""
@@ -35,18 +45,18 @@ class StoreView:
 
     def __init__(self, shared: SharedStore, namespace: bytes) -> None:
         self.gone: SimpleQueue[bytes] = SimpleQueue()  # keys of this namespace that went for another's
+        self.cleared: SimpleQueue[bytes] = SimpleQueue()  # and those that were asked to go
         self._shared = shared
         self._store = shared.store
         self._namespace = namespace
 
     def take_gone(self) -> list[bytes]:
         """Keys that went for other namespaces' records since the last call."""
-        keys: list[bytes] = []
-        try:
-            while True:
-                keys.append(self.gone.get_nowait())
-        except Empty:
-            return keys
+        return _taken(self.gone)
+
+    def take_cleared(self) -> list[bytes]:
+        """Keys that went because that was asked for of the whole store, since the last call."""
+        return _taken(self.cleared)
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
         try:
@@ -64,8 +74,36 @@ class StoreView:
     def delete(self, keys: Sequence[bytes]) -> int:
         return self._store.delete(keys)
 
+    def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
+        """See `Records.evict`: of all namespaces. The keys are this one's; the others are told to theirs."""
+        evicted = self._store.evict(num_bytes, most, tenant)
+        return Evicted(self._shared.without_foreign(self._namespace, evicted.keys), evicted.num_bytes)
+
     def keys(self) -> Iterator[bytes]:
         return self._store.keys()
 
     def statistics(self) -> StoreStatistics:
         return self._store.statistics()
+
+
+class WholeStore(StoreView):
+    """See `Records`: those of all namespaces. What leaves is told to the views that it was in."""
+
+    def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
+        evicted = self._store.evict(num_bytes, most, tenant)
+        self._shared.tell_cleared(evicted.keys)
+        return evicted
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        num_deleted = self._store.delete(keys)
+        self._shared.tell_cleared(keys)
+        return num_deleted
+
+
+def _taken(queue: SimpleQueue[bytes]) -> list[bytes]:
+    keys: list[bytes] = []
+    try:
+        while True:
+            keys.append(queue.get_nowait())
+    except Empty:
+        return keys

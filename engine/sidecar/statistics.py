@@ -19,6 +19,7 @@ from kvtier.tiers.lower.breaker import BreakerState
 from kvtier.tiers.lower.disk_tier import evicted_by_cause
 from kvtier.tiers.lower.ssd_life import SsdLifeStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics, TokenBalance, causes_summed
+from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.reuse.what_if import HitRatios
 from kvtier.transfer.segment import Segment
@@ -143,7 +144,7 @@ def _disk_tier(store: StoreStatistics, disk_tiers: Sequence[TierStatistics]) -> 
         num_blocks=store.num_records,
         num_bytes=store.stored_bytes,
         capacity_bytes=store.capacity_bytes,
-        evicted=evicted_by_cause(store),
+        evicted=evicted_by_cause(store, sum(tier.evicted.get(EvictionCause.CLEARED, 0) for tier in disk_tiers)),
         corrupt=_corrupt(disk_tiers),
         eviction_ages=_ages(disk_tiers),
     )

@@ -134,11 +134,26 @@ class Change:
         A marked record gets a second chance instead. One change gives a bounded number of those too, so look at
         `counters` for whether another change is needed.
         """
-        return self._turn(lambda: self.counters.stored_bytes > limit_bytes, most, NO_TENANT)
+        evicted = self._turn(lambda: self.counters.stored_bytes > limit_bytes, most, NO_TENANT)
+        self.counters.evicted_total += len(evicted)
+        return evicted
 
     def evict_tenant(self, tenant: bytes, limit_bytes: int, most: int) -> list[bytes]:
         """As `evict`, among the records of *tenant*, until that has at most *limit_bytes*."""
-        return self._turn(lambda: self.bytes_of(tenant) > limit_bytes, most, tenant)
+        evicted = self._turn(lambda: self.bytes_of(tenant) > limit_bytes, most, tenant)
+        self.counters.evicted_total += len(evicted)
+        self.counters.quota_evicted_total += len(evicted)
+        return evicted
+
+    def clear(self, num_bytes: int, most: int, tenant: bytes = NO_TENANT) -> tuple[list[bytes], int]:
+        """Evict the oldest records of *tenant*, or of all, until *num_bytes* less are stored; they do not count as
+        evicted, as that was asked for. Their keys, and how many bytes are left. Second chances as of `evict`."""
+
+        def stored_bytes() -> int:
+            return self.counters.stored_bytes if tenant == NO_TENANT else self.bytes_of(tenant)
+
+        limit_bytes = max(0, stored_bytes() - num_bytes)
+        return self._turn(lambda: stored_bytes() > limit_bytes, most, tenant), stored_bytes()
 
     def bytes_of(self, tenant: bytes) -> int:
         """Bytes that the records of *tenant* are charged, as in `Counters.stored_bytes`."""
@@ -195,8 +210,6 @@ class Change:
                 num_chances += 1
                 self._leave_place(position, owner)
                 self._append(key, row._replace(is_marked=False))
-        self.counters.evicted_total += len(evicted)
-        self.counters.quota_evicted_total += 0 if tenant == NO_TENANT else len(evicted)
         return evicted
 
     def _in_order(self, tenant: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:

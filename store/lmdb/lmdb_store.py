@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
-from kvtier.store.blob_store import Blob, StoreStatistics
+from kvtier.store.blob_store import Blob, Evicted, StoreStatistics
 from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec import NO_CODEC, Codec
 from kvtier.store.codec.codec_choice import CodecChoice
@@ -73,6 +73,9 @@ class LmdbStore:
 
     def delete(self, keys: Sequence[bytes]) -> int:
         return self._writer.delete(keys)
+
+    def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
+        return self._writer.evict(num_bytes, most, tenant)
 
     def keys(self) -> Iterator[bytes]:
         with self.files.using():

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
-from kvtier.store.blob_store import Blob, StoreFull
+from kvtier.store.blob_store import Blob, Evicted, StoreFull
 from kvtier.store.codec.cipher import Cipher
 from kvtier.store.codec.codec import Codec
 from kvtier.store.codec.codec_choice import CodecChoice
@@ -17,6 +17,7 @@ from kvtier.store.lmdb.change import REMOVAL_BYTES, Change
 from kvtier.store.lmdb.disk_room import DiskRoom
 from kvtier.store.lmdb.files import LmdbFiles
 from kvtier.store.lmdb.group_commit import GroupCommit
+from kvtier.store.lmdb.rows import NO_TENANT
 from kvtier.store.slab import PAGE_BYTES, Slot, slot_bytes
 
 _INDEX_PAGES = 8  # new pages that the change of one record may need
@@ -110,6 +111,22 @@ class LmdbWriter:
             num_deleted += sum(forgotten)
             del left[: len(forgotten)]
         return num_deleted
+
+    def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
+        """See `BlobStore.evict`."""
+        owner, gone, num_freed = tenant or NO_TENANT, list[bytes](), 0
+
+        def clear(change: Change, most_now: int) -> tuple[list[bytes], int, int]:
+            before = change.counters.stored_bytes
+            keys, num_left = change.clear(num_bytes - num_freed, min(most_now, most - len(gone)), owner)
+            return keys, num_left, before - change.counters.stored_bytes
+
+        num_left = 1
+        while num_left and num_freed < num_bytes and len(gone) < most:
+            keys, num_left, num_now = self._files.remove(clear)
+            gone += keys
+            num_freed += num_now
+        return Evicted(gone, num_freed)
 
     def close(self) -> None:
         """End its thread; the files must be closed. A second call does nothing."""

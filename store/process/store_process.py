@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any, Self
 
-from kvtier.store.blob_store import Blob, StoreStatistics
+from kvtier.store.blob_store import Blob, Evicted, StoreStatistics
 from kvtier.store.lmdb import crashes
 from kvtier.store.lmdb.data_file import MOST_CRASHES
 from kvtier.store.process.channel import Channel, MemoryMap, NoAnswer, Place, SharedMemory
@@ -147,6 +147,9 @@ class StoreProcess:
 
     def delete(self, keys: Sequence[bytes]) -> int:
         return int(self._ask_writer("delete", keys))
+
+    def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
+        return Evicted(*self._ask_writer("evict", num_bytes, most, tenant))
 
     def keys(self) -> Iterator[bytes]:
         self._ensure_running()

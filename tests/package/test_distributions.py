@@ -32,9 +32,11 @@ def sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_has_each_module_marker_and_configuration_once_and_nothing_else(wheel: Path) -> None:
     package = ROOT / "kvtier"
+    page = (ROOT / "engine" / "dashboard" / "page").iterdir()
     expected = {f"kvtier/{path.name}" for path in package.iterdir() if path.suffix in (".py", ".typed")}
+    expected |= {f"kvtier/engine/dashboard/page/{path.name}" for path in page}
     for room in ROOMS:
-        patterns = ("*.py", "*.toml", "*.service", "*.socket", "*.yaml", "py.typed")
+        patterns = ("*.py", "*.toml", "*.service", "*.socket", "*.yaml", "*.yml", "*.json", "py.typed")
         files = [path for pattern in patterns for path in (ROOT / room).rglob(pattern)]
         expected |= {f"kvtier/{path.relative_to(ROOT)}" for path in files}
 

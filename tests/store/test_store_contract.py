@@ -357,6 +357,38 @@ def test_deleted_keys_are_gone_and_counted(store: BlobStore) -> None:
     assert store.delete([]) == 0
 
 
+def test_what_is_asked_for_is_evicted_in_the_order_in_which_records_leave(case: StoreCase) -> None:
+    charge = charged_bytes(1000)
+    with case.open(100 * charge) as store:
+        store.put_many([blob_of(n, 1000) for n in range(6)])
+        store.touch([key_of(0)])
+
+        assert store.evict(2 * charge, 100) == ([key_of(1), key_of(2)], 2 * charge)
+        assert store.evict(100 * charge, 2) == ([key_of(3), key_of(4)], 2 * charge)
+        assert store.evict(1, 100) == ([key_of(5)], charge)
+        assert store.evict(100 * charge, 100) == ([key_of(0)], charge)
+        assert store.evict(100 * charge, 100) == ([], 0)
+        assert store.statistics().evicted_total == store.statistics().quota_evicted_total == 0
+        store.check()
+
+
+def test_a_tenants_records_are_evicted_and_nobody_elses(case: StoreCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmdb_change, "_MOST_SECOND_CHANCES", 3)
+    charge = charged_bytes(1000)
+    with case.open(100 * charge, {ANN: 50 * charge}) as store:
+        store.put_many([replace(blob, tenant=ANN) for blob in chain_of(0, 5)])
+        store.put_many([replace(blob, tenant=BOB) for blob in chain_of(10, 3)])
+        store.put_many([blob_of(20, 1000)])
+        store.touch([key_of(n) for n in range(5)])
+
+        assert store.evict(100 * charge, 2, ANN).num_bytes == 2 * charge
+        assert store.evict(100 * charge, 100, ANN).num_bytes == 3 * charge
+        assert store.evict(100 * charge, 100, ANN) == ([], 0)
+        assert sorted(store.keys()) == [key_of(n) for n in (10, 11, 12, 20)]
+        assert store.statistics().tenants == {}
+        store.check()
+
+
 def test_a_closed_store_says_so_and_closes_twice(case: StoreCase) -> None:
     store = case.open()
     store.put_many([blob_of(1)])
@@ -459,6 +491,17 @@ class Clock:
         self.keys = [key for key in self.keys if key not in keys]
         self.marked -= set(keys)
 
+    def purge(self, most: int, tenant: bytes) -> list[bytes]:
+        gone = []
+        while len(gone) < most and (own := [key for key in self.keys if tenant in (b"", self.tenants[key])]):
+            self.keys.remove(own[0])
+            if own[0] in self.marked:
+                self.marked.discard(own[0])
+                self.renew(own[0])
+            else:
+                gone.append(own[0])
+        return gone
+
 
 def test_random_churn_agrees_with_a_model(case: StoreCase, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = random.randrange(1 << 32)
@@ -478,7 +521,7 @@ def test_random_churn_agrees_with_a_model(case: StoreCase, monkeypatch: pytest.M
     with case.open(capacity_bytes, quotas) as store:
         for _ in range(250):
             keys = rng.sample(list(blobs), rng.randint(1, 8))
-            action = rng.choice(["put", "put", "touch", "delete", "read"])
+            action = rng.choice(["put", "put", "put", "touch", "delete", "evict", "read"])
             if action == "put":
                 before = set(model.keys)
                 model.put([blobs[key] for key in keys])
@@ -490,6 +533,9 @@ def test_random_churn_agrees_with_a_model(case: StoreCase, monkeypatch: pytest.M
             elif action == "delete":
                 assert store.delete(keys[:2]) == sum(key in model.keys for key in keys[:2])
                 model.delete(keys[:2])
+            elif action == "evict":
+                tenant = rng.choice([b"", ANN, BOB])
+                assert store.evict(1 << 40, len(keys) // 2, tenant).keys == model.purge(len(keys) // 2, tenant)
             else:
                 for key in keys:
                     expected = blobs[key].digest if key in model.keys else Fault.MISSING

@@ -32,7 +32,7 @@ from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.scheduler import Scheduler
 from kvtier.engine.scheduling.timed_pins import TimedPins
 from kvtier.engine.scheduling.timeline import Caller
-from kvtier.store.blob_store import Blob, BlobStore, StoreStatistics
+from kvtier.store.blob_store import Blob, BlobStore, Evicted, StoreStatistics
 from kvtier.store.codec.seal import charged_bytes
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
@@ -202,6 +202,10 @@ class FaultyStore:
     def delete(self, keys: Sequence[bytes]) -> int:
         self._may_fail()
         return self.store.delete(keys)
+
+    def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
+        self._may_fail()
+        return self.store.evict(num_bytes, most, tenant)
 
     def keys(self) -> Iterator[bytes]:
         self._may_fail()

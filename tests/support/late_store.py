@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from small_cache import CHARGE
 
-from kvtier.store.blob_store import Blob, StoreStatistics, StoreUnavailable
+from kvtier.store.blob_store import Blob, Evicted, StoreStatistics, StoreUnavailable
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import Fault
 
@@ -45,6 +45,9 @@ class LateStore:
 
     def delete(self, keys: Sequence[bytes]) -> int:
         return self._open.delete(keys)
+
+    def evict(self, num_bytes: int, most: int, tenant: bytes = b"") -> Evicted:
+        return self._open.evict(num_bytes, most, tenant)
 
     def keys(self) -> Iterator[bytes]:
         return self._open.keys()

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from kvtier.engine.config import as_config
 from kvtier.engine.core import EngineCore
+from kvtier.engine.operating.routes import Operating
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.build import build_server
 from kvtier.engine.server.http_server import HttpServer
@@ -147,11 +148,13 @@ def serving(
     tokenizer: PreTrainedTokenizerFast | None = None,
     until: str = "/ready",
     started: Callable[[HttpServer], None] = lambda server: None,
+    operating: Operating | None = None,
 ) -> Iterator[ServerInThread]:
     """A server in a thread, once the path *until* answers 200. *started* is given it before it begins to load."""
     bound = socket.create_server(("127.0.0.1", 0))
     api_keys = None if keys is None else ApiKeys(keys)
-    server = build_server(model, as_config(config), bound, MODEL, api_keys, tokenizer or chat_tokenizer())
+    tokenizer = tokenizer or chat_tokenizer()
+    server = build_server(model, as_config(config), bound, MODEL, api_keys, tokenizer, operating=operating)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_until_complete, args=[server.run()])
     address = ServerInThread(bound.getsockname()[1], server, loop)

@@ -14,6 +14,7 @@ import numpy as np
 from layout_bed import content, layout
 from waiting import DEADLINE_S, join, wait_for
 
+from kvtier.engine.operating.routes import Operating
 from kvtier.engine.sidecar.build import build_sidecar
 from kvtier.engine.sidecar.config import SidecarConfig, sidecar_config
 from kvtier.engine.sidecar.door import AttachedClient, DoorCounts
@@ -100,19 +101,19 @@ class RunningSidecar:
     def ask(self, question: Callable[[], T]) -> T:
         return self.sidecar.ask(question).result(DEADLINE_S)
 
-    def store(self, document: int, num_chunks: int, model: str = "m") -> Layout:
+    def store(self, document: int, num_chunks: int, model: str = "m", salt: str | None = None) -> Layout:
         """Have chunks stored as engines do, the last first; their layout."""
 
         def put() -> Layout:
             tiers = self.sidecar.layouts.open(layout(model))
-            chain = BlockChain(tiers.layout.chunk_tokens, ExtraKeys())
+            chain = BlockChain(tiers.layout.chunk_tokens, ExtraKeys(cache_salt=salt))
             chain.extend([document * 1000 + i for i in range(num_chunks * tiers.layout.chunk_tokens)])
             names, slots = chain.names[::-1], tiers.reserve(0, num_chunks)
             assert len(slots) == num_chunks, "no room"
             blocks = [tiers.memories[0].host_block(slot) for slot in slots]
             for name, block in zip(names, blocks, strict=True):
                 block[:] = content(tiers.layout, 0, name)
-            owners = np.full(num_chunks, number_of(tenant_of(None)), np.uint64)
+            owners = np.full(num_chunks, number_of(tenant_of(salt)), np.uint64)
             rows = [Row(0, num_chunks, list(names), None)]
             tiers.tiers.publish(0, np.array(slots, np.intp), rows, [digest(block) for block in blocks], owners)
             return tiers.layout
@@ -133,14 +134,16 @@ class RunningSidecar:
 
 
 @contextmanager
-def running_sidecar(config: SidecarConfig, answer_s: float = DEADLINE_S) -> Iterator[RunningSidecar]:
+def running_sidecar(
+    config: SidecarConfig, answer_s: float = DEADLINE_S, operating: Operating | None = None
+) -> Iterator[RunningSidecar]:
     """A sidecar that is ready; it ends with the context."""
     door = OpenDoor()
     sidecar = build_sidecar(config, lambda layouts, transfers: [door])
     thread = threading.Thread(target=sidecar.run)
     thread.start()
     try:
-        with serve_http(sidecar, config, answer_s) as http:
+        with serve_http(sidecar, config, answer_s, operating=operating) as http:
             running = RunningSidecar(sidecar, door, http.port)
             wait_for(lambda: not running.ask(lambda: sidecar.why_not_ready))
             yield running

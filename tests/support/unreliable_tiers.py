@@ -11,6 +11,7 @@ from kvtier.tiers.device.runs import Row
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.local_tiers import LocalTiers
 from kvtier.tiers.lower.lower_tiers import NOWHERE, Fetch, Lost, LowerStatistics, OnFetched, Places, SpillProgress
+from kvtier.tiers.lower.purge import Purge, PurgeOrder
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import OwnerNumbers
@@ -217,6 +218,9 @@ class UnreliableTiers:
         for fetch in list(self._fetches):
             fetch.release(range(len(fetch.slots)))
         return True
+
+    def purge(self, order: PurgeOrder) -> Purge:
+        return self.inner.purge(order)
 
     def spill(self) -> None:
         if self.is_alive:

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 DEADLINE_S = 120.0  # for what takes milliseconds, or a start of a process
 
 
-def wait_for(holds: Callable[[], bool]) -> None:
-    """Return once *holds* does."""
+def wait_for(holds: Callable[[], bool], pause_s: float = 0.002) -> None:
+    """Return once *holds* does; it is looked at every *pause_s* seconds."""
     give_up_at = time.monotonic() + DEADLINE_S
     while not holds():
         assert time.monotonic() < give_up_at, "it never came true"
-        time.sleep(0.002)
+        time.sleep(pause_s)
 
 
 def join(*threads: threading.Thread) -> None:

@@ -13,12 +13,16 @@ from store_cases import rot
 from kvtier.store.blob_store import BlobStore
 from kvtier.store.lmdb.lmdb_store import LmdbStore
 from kvtier.store.memory_store import MemoryStore
-from kvtier.tiers import pins
-from kvtier.tiers.lower import disk_reads
+from kvtier.tiers import pins, purge
+from kvtier.tiers.device import slot_purge
+from kvtier.tiers.lower import disk_purge, disk_reads
+from kvtier.tiers.lower.purge import PurgeOrder
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, RecurrentState, SlidingWindow
 from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.pins import Pin
+from kvtier.tiers.purge import CachePurge
 from kvtier.tiers.up import promoter, refreshes, uploads
 from kvtier.tiers.up.promotion import Promotion, Tables
 
@@ -57,6 +61,7 @@ class Simulation:
         self.hits = 0
         self.copies = 0
         self.splits = 0
+        self.purges: list[CachePurge] = []
         self.whole = 0  # pins that were whole
 
     def step(self) -> None:
@@ -72,10 +77,12 @@ class Simulation:
             (10, self.rot_the_store),
             (10, self.let_time_pass),
             (1, self.cache.reset),
+            (4, self.purge),
             (4, self.have_below_die),
         ]
         weights, choices = zip(*operations, strict=True)
         self.rng.choices(choices, weights)[0]()
+        self.purges = [each for each in self.purges if not each.go_on()]
         self.cache.poll()
         for reader in self.readers:
             promotion = reader.promotion
@@ -185,6 +192,11 @@ class Simulation:
         if pin is not None:
             self.holds.append(pin)
 
+    def purge(self) -> None:
+        tiers = frozenset(self.rng.sample(list(Tier), self.rng.randrange(1, 4)))
+        tenant = self.rng.choice([None, tenant_of(self.rng.choice(DOCUMENTS))])
+        self.purges.append(self.cache.purge(PurgeOrder(tiers, tenant, most_blocks=self.rng.choice([None, 1, 7]))))
+
     def stir(self) -> None:
         for lane in self.world.lanes.values():
             if self.rng.random() < 0.7:
@@ -243,6 +255,10 @@ PARTS = [  # what is done at once, and how much is under way at most
     (disk_reads, "BATCH_BLOCKS", [1, 2, 64]),
     (uploads, "BATCH_BLOCKS", [1, 2, 64]),
     (refreshes, "PART", [1, 3, 128]),
+    (purge, "PARTS_S", [0, 1]),
+    (slot_purge, "LOOKED_THROUGH", [1, 3, 128]),
+    (slot_purge, "MOST_EVICTED", [1, 3, 128]),
+    (disk_purge, "MOST_EVICTED", [1, 3, 128]),
 ]
 
 

@@ -68,6 +68,14 @@ class DiskSpill:
             while num_started < MOST_STARTED and (num_more := self._start(group_id)):
                 num_started += num_more
 
+    def on_gone(self, keys: Sequence[bytes], besides: DiskBatch | None = None) -> None:
+        """Note in the batches under way that these keys are gone from disk: two writers' outcomes come in any order."""
+        others = [other for other in self.copies.batches if other is not besides]
+        if others and keys:
+            blocks = {block for key in keys if (block := self._disk.block_of(key)) is not None}
+            for other in others:
+                other.pushed_out.update(name for name in other.names if (other.group_id, name) in blocks)
+
     @property
     def is_moving(self) -> bool:
         """Whether writes are under way that are not suspiciously late: it makes sense to wait for their slots."""
@@ -138,20 +146,12 @@ class DiskSpill:
             is_there = batch.upper.spots(batch.upper_slots) == batch.spots
             self._host[group_id].dirty.remove(batch.upper_slots[is_there])
             there = [name for name in batch.names if name not in batch.pushed_out]
-            self._mark_pushed_out(batch, transfer.result.evicted)
+            self.on_gone(transfer.result.evicted, besides=batch)
             self._index.on_written(group_id, there, transfer.result.evicted, cause)
         elif isinstance(transfer.error, StoreFull):
-            self._mark_pushed_out(batch, transfer.error.evicted)
+            self.on_gone(transfer.error.evicted, besides=batch)
             self._index.on_written(group_id, (), transfer.error.evicted)
         self._end(batch, transfer.error)
-
-    def _mark_pushed_out(self, batch: DiskBatch, keys: Sequence[bytes]) -> None:
-        """Note in the other batches that these keys are gone: two writers' outcomes come in any order."""
-        others = [other for other in self.copies.batches if other is not batch]
-        if others and keys:
-            blocks = {block for key in keys if (block := self._disk.block_of(key)) is not None}
-            for other in others:
-                other.pushed_out.update(name for name in other.names if (other.group_id, name) in blocks)
 
     def _end(self, batch: DiskBatch, error: BaseException | None) -> None:
         self.copies.end(batch)

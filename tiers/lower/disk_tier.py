@@ -41,13 +41,22 @@ class Written:
     number: int  # of the statistics: later ones have a higher one
 
 
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The outcome of having records leave: *written* has their keys, *num_bytes* is how much less is stored, about."""
+
+    written: Written
+    num_bytes: int
+
+
 class DiskTier:
     """The disk as the tiers see it: a `BlobStore` by group and name, what it holds, and how it is doing.
 
-    A block's key is namespace (16 B) ‖ block name ‖ group id (4 B, big endian). Lanes' threads alone ask the store, by
-    `read`, `write`, `touch`, `delete` and `read_index`; everything else is the owner's and waits for nothing, but for
-    `clear`. While a breaker is open its side of the disk is left alone. A store may open later than the tier begins,
-    and be opened anew with other content: see `IndexLoad`. While it is not open the tier has no blocks and takes none.
+    A block's key is namespace (16 B) ‖ block name ‖ group id (4 B, big endian). Lanes' threads alone ask the store,
+    by `read`, `write`, `touch`, `delete`, `evict`, `drop`, `walk` and `read_index`; everything else is the owner's
+    and waits for nothing, but for `clear`. While a breaker is open its side of the disk is left alone. A store may
+    open later than the tier begins, and be opened anew with other content: see `IndexLoad`. While it is not open
+    the tier has no blocks and takes none.
     """
 
     is_there = True
@@ -73,6 +82,7 @@ class DiskTier:
         self.latest = store.statistics()
         self.budget = WriteBudget(written_bytes_per_day, clock, self.latest.written_lately_bytes)
         self.opening = opening
+        self.num_cleared = 0  # blocks evicted because that was asked for
         self.taken_in = 0  # the opening that this tier goes by; 0: none
         self._counted = 0  # the opening whose statistics were taken in last
         self.why_failed = {"read": "", "write": ""}  # the last error of each side, set by lanes' threads
@@ -155,9 +165,7 @@ class DiskTier:
         """Write the blobs; the first of them will be evicted first. Raises what the store raises."""
         opening = self.opening()
         with self._errors_of("write"):
-            evicted = self._store.put_many(blobs)
-            with self._counting:
-                written = Written(evicted, self._store.statistics(), next(self._numbers))
+            written = self._counted_with(self._store.put_many(blobs))
             if opening != self.opening():
                 raise StoreUnavailable("the store was opened anew while it was written to")
         return written
@@ -169,6 +177,30 @@ class DiskTier:
     def delete(self, keys: Sequence[bytes]) -> None:
         """Delete these records. Raises what the store raises."""
         self._store.delete(keys)
+
+    def evict(self, num_bytes: int, most: int, tenant: bytes) -> Dropped:
+        """See `Records.evict`: of all namespaces. Raises what the store raises."""
+        with self._errors_of("write"):
+            evicted = self._store.evict(num_bytes, most, tenant)
+            return Dropped(self._counted_with(evicted.keys), evicted.num_bytes)
+
+    def drop(self, keys: list[bytes]) -> Dropped:
+        """Delete these records, of any namespace. Raises what the store raises."""
+        with self._errors_of("write"):
+            before = self._store.statistics().stored_bytes
+            if keys:
+                self._store.delete(keys)
+            written = self._counted_with(keys)
+            return Dropped(written, max(0, before - written.statistics.stored_bytes))
+
+    def walk(self) -> Iterator[bytes]:
+        """All keys of the store, see `Records.keys`."""
+        return self._store.keys()
+
+    @property
+    def namespace(self) -> bytes:
+        """What the keys of this tier's blocks begin with."""
+        return self._namespace
 
     def read_index(self) -> list[bytes]:
         """Read the next page of the store's keys, newest first; empty at the end. Raises what the store raises."""
@@ -214,7 +246,7 @@ class DiskTier:
             num_blocks=self.latest.num_records,
             num_bytes=self.latest.stored_bytes,
             capacity_bytes=self.latest.capacity_bytes,
-            evicted=evicted_by_cause(self.latest),
+            evicted=evicted_by_cause(self.latest, self.num_cleared),
             corrupt=dict(self.faults),
             eviction_ages=self.ages.statistics(),
         )
@@ -245,6 +277,10 @@ class DiskTier:
         """Whether writing has been given up for now."""
         return not self.is_open or not self.writing.is_closed
 
+    def _counted_with(self, evicted: list[bytes]) -> Written:
+        with self._counting:
+            return Written(evicted, self._store.statistics(), next(self._numbers))
+
     @contextmanager
     def _errors_of(self, side: str) -> Iterator[None]:
         """Keep the last error of a side for people. An assignment, from any thread: nothing here goes by it."""
@@ -255,11 +291,15 @@ class DiskTier:
             raise
 
 
-def evicted_by_cause(store: StoreStatistics) -> dict[EvictionCause, int]:
-    """Records that the store has evicted since it was made, by cause, those that there were."""
-    num_for_room = store.evicted_total - store.quota_evicted_total
-    both = {EvictionCause.ROOM: num_for_room, EvictionCause.QUOTA: store.quota_evicted_total}
-    return {cause: number for cause, number in both.items() if number}
+def evicted_by_cause(store: StoreStatistics, num_cleared: int) -> dict[EvictionCause, int]:
+    """Records that the store has evicted since it was made, by cause, those that there were; and as many as this
+    process was asked to evict."""
+    counts = {
+        EvictionCause.ROOM: store.evicted_total - store.quota_evicted_total,
+        EvictionCause.QUOTA: store.quota_evicted_total,
+        EvictionCause.CLEARED: num_cleared,
+    }
+    return {cause: number for cause, number in counts.items() if number}
 
 
 class NoDisk(DiskTier):

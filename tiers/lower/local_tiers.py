@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import compress
 from types import MappingProxyType
 
@@ -10,18 +11,22 @@ import numpy as np
 from kvtier.store.record import Fault
 from kvtier.tiers.device.runs import Row
 from kvtier.tiers.device.slot_ids import ABSENT, NOTHING, Ids
+from kvtier.tiers.device.slot_purge import SlotPurge
 from kvtier.tiers.lower.clean_ahead import CleanAhead
 from kvtier.tiers.lower.clearing import Clearing
 from kvtier.tiers.lower.disk_probe import DiskProbe
+from kvtier.tiers.lower.disk_purge import DiskPurge
 from kvtier.tiers.lower.disk_reads import DiskReads
 from kvtier.tiers.lower.disk_spill import DiskSpill
 from kvtier.tiers.lower.disk_tier import DiskTier, NoDisk
 from kvtier.tiers.lower.fetches import Fetches
 from kvtier.tiers.lower.index_load import IndexLoad
 from kvtier.tiers.lower.local_fetch import LocalFetch
+from kvtier.tiers.lower.local_purge import LocalPurge, most_of_each
 from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.lower.lower_tiers import Lost, LowerStatistics, LowerTiers, OnFetched, Places, SpillProgress
 from kvtier.tiers.lower.no_tiers import NoTiers
+from kvtier.tiers.lower.purge import PurgeOrder
 from kvtier.tiers.lower.statistics import slot_statistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import EventLog
@@ -222,6 +227,26 @@ class LocalTiers:
             batch.pushed_out.update(batch.names)
         self.index.disk.index.empty()
         self._clearing.begin()
+
+    def purge(self, order: PurgeOrder) -> LocalPurge:
+        disk, host = None, []
+        if Tier.DISK in order.tiers and self.index.disk.is_there:
+            on_gone = partial(self.on_gone_from_disk, cause=EvictionCause.CLEARED)
+            disk = DiskPurge(self.index.disk, self._transfers, on_gone, order)
+        if Tier.HOST in order.tiers:
+            most = most_of_each(order.most_bytes, order.most_blocks, self._block_bytes)
+            host = [
+                SlotPurge(slots, most, None if order.tenant is None else partial(blocks.of_tenant, tenant=order.tenant))
+                for slots, blocks in zip(self.index.host, self.index.host_blocks, strict=True)
+            ]
+        return LocalPurge(host, self._block_bytes, disk)
+
+    def on_gone_from_disk(self, keys: Sequence[bytes], cause: EvictionCause) -> None:
+        """Take in that the store has dropped these keys, for a *cause* other than a write of these tiers."""
+        self._disk_spill.on_gone(keys)
+        if cause is EvictionCause.CLEARED:
+            self.index.disk.num_cleared += sum(self.index.disk.block_of(key) is not None for key in keys)
+        self.index.on_written(0, (), keys, cause)
 
     def spill(self) -> None:
         if self._fetches.any_reading:

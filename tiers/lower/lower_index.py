@@ -268,7 +268,8 @@ class LowerIndex:
         is_on_disk = self.disk.are_held(group_id, names)
         gone = list(compress(names, (~is_on_disk).tolist())) if is_on_disk.any() else names
         if gone:
-            self.host[group_id].dropped_spills += len(were_dirty.intersection(gone)) if were_dirty else 0
+            if cause is not EvictionCause.CLEARED:
+                self.host[group_id].dropped_spills += len(were_dirty.intersection(gone)) if were_dirty else 0
             self._lost.append(Lost(group_id, gone, Tier.HOST, cause))
         if self._events is not None:
             self._events.append(BlockRemoved(Tier.HOST, group_id, names, cause))

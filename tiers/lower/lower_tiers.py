@@ -10,6 +10,7 @@ import numpy.typing as npt
 from kvtier.tiers.device.runs import Row
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.admission import AdmissionStatistics
+from kvtier.tiers.lower.purge import Purge, PurgeOrder
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.eviction import EvictionCause
@@ -230,6 +231,12 @@ class LowerTiers(Protocol):
 
         False, and no block is forgotten in host memory, while host slots are reserved, read into or written to disk, or
         if the disk refuses. The only call that waits: for the disk.
+        """
+
+    def purge(self, order: PurgeOrder) -> Purge:
+        """An eviction that an operator asks for, from the tiers here that *order* names; nothing has left yet.
+
+        Where the tiers are another process's nothing will: that one's operators ask it.
         """
 
     def spill(self) -> None:

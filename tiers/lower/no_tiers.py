@@ -8,6 +8,7 @@ import numpy.typing as npt
 from kvtier.tiers.device.runs import Row
 from kvtier.tiers.device.slot_ids import Ids
 from kvtier.tiers.lower.lower_tiers import NOWHERE, Lost, LowerStatistics, OnFetched, Places, SpillProgress
+from kvtier.tiers.lower.purge import NothingPurged, PurgeOrder
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.named_blocks import NamedBlocks
 from kvtier.tiers.naming.tenant import NO_TENANT, OwnerNumbers
@@ -93,6 +94,9 @@ class NoTiers:
 
     def clear(self) -> bool:
         return True
+
+    def purge(self, order: PurgeOrder) -> NothingPurged:
+        return NothingPurged()
 
     def spill(self) -> None:
         pass

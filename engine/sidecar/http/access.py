@@ -5,13 +5,16 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvtier.engine.dashboard.assets import ASSETS, PAGE
 from kvtier.engine.metrics.http import RequestMetrics
 from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.connection import in_time
+from kvtier.engine.server.paths import OPERATE
 from kvtier.engine.sidecar.config import HttpConfig, is_loopback
 
-HEALTH = "/health"  # needs no token: a machine that restarts what does not answer has none
+# Needs no token, as a machine that restarts what does not answer has none; nor does the page, which has no data in it.
+HEALTH = "/health"
 
 
 def token_of(config: HttpConfig) -> ApiKeys | None:
@@ -40,8 +43,17 @@ class Access:
     `Origin`, or names a host that is not this machine.
     """
 
-    def __init__(self, app: ASGIApp, token: ApiKeys | None, paths: frozenset[str], metrics: RequestMetrics) -> None:
-        """*paths* are those that there are: others are counted as one, since a client could make up any number."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        token: ApiKeys | None,
+        paths: frozenset[str],
+        metrics: RequestMetrics,
+        has_operators: bool = False,
+    ) -> None:
+        """*paths* are those that there are: others are counted as one, since a client could make up any number.
+        *has_operators*: the paths of operators' verbs are there, which check the operators' own tokens."""
+        self._has_operators = has_operators
         self._app = app
         self._token = token
         self._paths = paths
@@ -64,19 +76,30 @@ class Access:
         try:
             await (self._app if refusal is None else refusal.response())(scope, receive, in_time(send_noted))
         finally:
-            path = scope["path"] if scope["path"] in self._paths else "other"
-            self._metrics.requests.labels(path, str(status)).inc()
+            self._metrics.requests.labels(self._label(scope["path"]), str(status)).inc()
+
+    def _label(self, path: str) -> str:
+        """The label of a path in metrics: no client can make them grow."""
+        if path.startswith(f"{ASSETS}/"):
+            return PAGE
+        if path in self._paths:
+            return path
+        return OPERATE if path.startswith(f"{OPERATE}/") else "other"
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
         if self._token is None:
             host = headers.get("host", "localhost").strip().lower()
             name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-            if "origin" in headers or not is_loopback(name):
+            # A page of this server's own names it as its origin, as browsers do for modules of JavaScript.
+            is_elsewhere = headers.get("origin", f"http://{host}").lower() != f"http://{host}"
+            if is_elsewhere or not is_loopback(name):
                 message = "requests of browsers' pages, and by another name than localhost or 127.0.0.1, need a token"
                 return ApiError(403, message, code="forbidden")
             return None
-        if scope["path"] == HEALTH:
+        path = scope["path"]
+        is_open = path in (HEALTH, PAGE) or path.startswith(f"{ASSETS}/")
+        if is_open or (self._has_operators and path.startswith(f"{OPERATE}/")):
             return None
         scheme, _, token = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._token.tenant_of(token.strip()) is not None:

@@ -1,9 +1,7 @@
 """The routes beside the sidecar: what it is and has, and what operators may have it do."""
 
-import asyncio
 import logging
 import math
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
@@ -12,13 +10,21 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
+from kvtier.engine.dashboard.assets import PAGE, page_routes
+from kvtier.engine.dashboard.dashboard import Dashboard
+from kvtier.engine.dashboard.data_paths import DATA_PATHS
+from kvtier.engine.dashboard.routes import DashboardRoutes
+from kvtier.engine.operating.routes import Operating
 from kvtier.engine.server.api_error import ApiError, json_response
+from kvtier.engine.server.paths import OPERATE
 from kvtier.engine.sidecar.config import SidecarConfig
 from kvtier.engine.sidecar.http.access import HEALTH
+from kvtier.engine.sidecar.http.deeds import checked, spilled
 from kvtier.engine.sidecar.http.explain_routes import EXPLAIN, ExplainRoutes
 from kvtier.engine.sidecar.http.metrics import SidecarMetrics
+from kvtier.engine.sidecar.http.operated_sidecar import OperatedSidecar
 from kvtier.engine.sidecar.http.owner import Owner
 from kvtier.engine.sidecar.http.pin_routes import PinRoutes
 from kvtier.engine.sidecar.http.views import (
@@ -26,6 +32,7 @@ from kvtier.engine.sidecar.http.views import (
     clients_view,
     config_view,
     leases_view,
+    snapshot_of,
     stats_view,
     tiers_view,
 )
@@ -35,22 +42,31 @@ log = logging.getLogger(__name__)
 
 SPILL_S = 10.0  # that `/spill` waits, unless it is told otherwise …
 MOST_SPILL_S = 60.0  # … up to this
-SPILL_LOOK_S = 0.05  # how often it looks meanwhile
-CHECK_S = 60.0  # that the books of one layout may take: the owner's thread does nothing else meanwhile
 
 READ = ("/ready", "/stats", "/tiers", "/clients", "/leases", "/config", "/metrics")
 DO = ("/spill", "/clear", "/pin", "/check")
-PATHS = frozenset({HEALTH, *READ, *DO, EXPLAIN})
+PATHS = frozenset({HEALTH, *READ, *DO, EXPLAIN, PAGE, *DATA_PATHS})
 
 
 class SidecarRoutes:
     """Answers by asking the thread that owns the tiers. Owned by the event loop."""
 
-    def __init__(self, owner: Owner, config: SidecarConfig, metrics: SidecarMetrics) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        config: SidecarConfig,
+        metrics: SidecarMetrics,
+        dashboard: Dashboard,
+        operating: Operating | None,
+    ) -> None:
+        """*operating*: operators' verbs; None: there are none."""
+        self._operating = operating
         self._owner = owner
+        self._dashboard = dashboard
         self._sidecar = owner.sidecar
         self._pins = PinRoutes(owner)
         self._explain = ExplainRoutes(owner)
+        self._operated = OperatedSidecar(owner, self._pins)
         self._config = config
         self._metrics = metrics
 
@@ -67,13 +83,19 @@ class SidecarRoutes:
             "/metrics": self._text,
         }
         doing = {"/spill": self._spill, "/clear": self._clear, "/check": self._check, "/pin": self._pins.pin}
-        routes = [Route(path, answer, methods=["GET"]) for path, answer in reading.items()]
+        routes: list[BaseRoute] = [Route(path, answer, methods=["GET"]) for path, answer in reading.items()]
         routes += [Route(path, answer, methods=["POST"]) for path, answer in doing.items()]
         routes.append(Route("/pin", self._pins.unpin, methods=["DELETE"]))
         routes.append(Route(EXPLAIN, self._explain.prompt, methods=["POST"]))
         routes.append(Route(f"{EXPLAIN}/{{id}}", self._explain.request, methods=["GET"]))
+        routes += [*page_routes(), *DashboardRoutes(self._dashboard, lambda _: None).routes()]
+        if self._operating is not None:
+            routes.append(Route(f"{OPERATE}/{{verb}}", partial(self._operate, self._operating), methods=["POST"]))
         handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _unexpected}
         return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]  # each takes its own kind
+
+    async def _operate(self, operating: Operating, request: Request) -> Response:
+        return await operating.answer(request, self._operated)
 
     async def _health(self, _: Request) -> Response:
         """The process lives, and the owner's thread answers."""
@@ -106,19 +128,8 @@ class SidecarRoutes:
     async def _spill(self, request: Request) -> Response:
         """Wait until nothing is in host memory only: the owner's thread writes it in any case."""
         timeout_s = _seconds(_options(request, {"timeout_s"}).get("timeout_s"))
-        give_up_at = time.monotonic() + timeout_s
-        while True:
-            saving = await self._owner.ask(self._sidecar.saving)
-            if not saving.is_there:
-                raise ApiError(409, "there is no disk; start the sidecar with --disk PATH:SIZE", code="no_disk")
-            if not saving.num_left:
-                return json_response({"num_left": 0})
-            if not saving.is_possible:
-                raise ApiError(503, f"{saving.num_left} chunks are left: writing to the disk fails", code="disk")
-            if time.monotonic() >= give_up_at:
-                message = f"{saving.num_left} chunks are not on disk after {timeout_s:g} s"
-                raise ApiError(504, message, code="timeout")
-            await asyncio.sleep(SPILL_LOOK_S)
+        await spilled(self._owner, timeout_s)
+        return json_response({"num_left": 0})
 
     async def _clear(self, request: Request) -> Response:
         """Forget every chunk, or those of the layout with this digest."""
@@ -138,33 +149,14 @@ class SidecarRoutes:
     async def _check(self, request: Request) -> Response:
         """All books agree, or the sentence that says which do not. The owner's thread goes on between two layouts."""
         _options(request, frozenset())
-        layouts = await self._owner.ask(self._layouts)
-        try:
-            for layout in layouts:
-                await self._owner.ask(partial(self._sidecar.check, layout), CHECK_S)
-            await self._owner.ask(self._sidecar.check_doors, CHECK_S)
-        except AssertionError as error:
-            log.error("http: the books do not agree: %s", error)
-            raise ApiError(500, f"the books do not agree: {error}", code="check") from None
+        layouts = await checked(self._owner)
         return json_response({"status": "in order", "num_layouts": len(layouts)})
 
     def _layouts(self) -> list[Layout]:
         return [tiers.layout for tiers in self._sidecar.layouts]
 
     async def _snapshot(self) -> Snapshot:
-        sidecar = self._sidecar
-
-        def look() -> Snapshot:
-            return Snapshot(
-                sidecar.statistics(),
-                sidecar.why_not_ready,
-                tuple(sidecar.clients()),
-                tuple(sidecar.pins.holders()),
-                sidecar.now(),
-                sidecar.started_at,
-            )
-
-        return await self._owner.ask(look)
+        return await self._owner.ask(partial(snapshot_of, self._sidecar))
 
 
 def _options(request: Request, known: frozenset[str] | set[str]) -> dict[str, str]:

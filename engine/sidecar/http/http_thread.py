@@ -6,7 +6,7 @@ import socket
 import threading
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -20,13 +20,37 @@ _LEAVING_S = 1  # for the last bytes of answers
 _END_S = 10.0  # of the thread, which has nothing to wait for by then
 
 
+class Beside(Protocol):
+    """What runs on the server's event loop, and has answers that go on until it ends."""
+
+    async def run(self) -> None:
+        """Run until `end`."""
+
+    def end(self) -> None:
+        """End those answers, and `run` soon."""
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn's server, which ends what is *beside* it first: it waits for answers to end by themselves."""
+
+    def __init__(self, settings: uvicorn.Config, beside: Beside) -> None:
+        super().__init__(settings)
+        self._beside = beside
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End all answers, and wait for them."""
+        self._beside.end()
+        await super().shutdown(sockets)
+
+
 class HttpThread:
     """Serves *app* from the moment it is made until `close`. The thread owns an event loop and nothing else; what it
     fails of is in the log, and the sidecar goes on without it."""
 
-    def __init__(self, app: ASGIApp, gate: Gate, bound: socket.socket) -> None:
-        """*bound* listens, and is this thread's from now on."""
+    def __init__(self, app: ASGIApp, gate: Gate, bound: socket.socket, beside: Beside) -> None:
+        """*bound* listens, and is this thread's from now on. *beside* runs as long as the server does."""
         self._bound = bound
+        self._beside = beside
         self.port: int = bound.getsockname()[1]
         settings = uvicorn.Config(
             app,
@@ -38,7 +62,7 @@ class HttpThread:
             server_header=False,
             timeout_graceful_shutdown=_LEAVING_S,
         )
-        self._server = uvicorn.Server(settings)
+        self._server = _Uvicorn(settings, beside)
         self._thread = threading.Thread(target=self._run, name="kvtier-http", daemon=True)
         self._thread.start()
 
@@ -63,9 +87,17 @@ class HttpThread:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._server.serve([self._bound]))
+            asyncio.run(self._serve())
         except Exception:  # a thread's top: engines are served all the same
             log.exception("http: the server has ended")
+
+    async def _serve(self) -> None:
+        beside = asyncio.create_task(self._beside.run())
+        try:
+            await self._server.serve([self._bound])
+        finally:
+            self._beside.end()
+            await beside
 
 
 def bound_at(host: str, port: int) -> socket.socket:

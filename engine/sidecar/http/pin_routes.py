@@ -56,10 +56,13 @@ class PinRoutes:
         """Keep what is cached of a prompt in host memory; the answer waits until that is there."""
         if request.query_params:
             raise ApiError(400, "what to pin belongs into the body, as JSON")
-        asked = parse(await read_body(request, BODY), PinRequest, (), {})
+        return json_response(await self.carry_out(parse(await read_body(request, BODY), PinRequest, (), {})))
+
+    async def carry_out(self, asked: PinRequest) -> dict[str, object]:
+        """Keep what is asked for; the answer. ApiError if that cannot be."""
         if not asked.seconds:
             await self._owner.ask(lambda: self._sidecar.pins.unpin(asked.pin_id))
-            return json_response(_answer(asked.pin_id, 0.0, []))
+            return _answer(asked.pin_id, 0.0, [])
         sizes = {layout.chunk_tokens for layout, _ in await self._owner.ask(lambda: self._layouts(asked.model))}
         if not sizes:
             message = f"no engine of the model {asked.model[:64]!r} has attached; /stats has the models of all"
@@ -75,7 +78,7 @@ class PinRoutes:
             await self._owner.ask(begin)
         except TooManyPins as error:
             raise ApiError(507, str(error), code="pins") from None
-        return json_response(_answer(asked.pin_id, asked.seconds, await self._settled(asked.pin_id)))
+        return _answer(asked.pin_id, asked.seconds, await self._settled(asked.pin_id))
 
     async def unpin(self, request: Request) -> Response:
         """End the pin with this name."""

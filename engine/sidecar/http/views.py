@@ -10,6 +10,7 @@ from kvtier.engine.reopening_store import StoreStanding
 from kvtier.engine.sidecar.config import SidecarConfig
 from kvtier.engine.sidecar.door import AttachedClient, DoorCounts
 from kvtier.engine.sidecar.layout import Layout
+from kvtier.engine.sidecar.sidecar import Sidecar
 from kvtier.engine.sidecar.statistics import LayoutStatistics, SidecarStatistics
 from kvtier.tiers.lower.statistics import DiskStatistics, TierStatistics
 from kvtier.tiers.naming.tier import Tier
@@ -39,6 +40,18 @@ class Snapshot:
     pins: tuple[AttachedClient, ...]
     now: float
     started_at: float
+
+
+def snapshot_of(sidecar: Sidecar) -> Snapshot:
+    """The sidecar now; its own thread asks."""
+    return Snapshot(
+        sidecar.statistics(),
+        sidecar.why_not_ready,
+        tuple(sidecar.clients()),
+        tuple(sidecar.pins.holders()),
+        sidecar.now(),
+        sidecar.started_at,
+    )
 
 
 def stats_view(snapshot: Snapshot) -> Object:

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from peer_boards import BOARDS, page_of
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -48,6 +49,10 @@ def test_the_documentation_names_exactly_the_names_of_others_that_are_told(catal
     }
 
     assert named == {each.name: set(each.labels) for each in catalogue}
+
+
+def test_the_documentation_has_each_panel_of_the_boards_of_others_and_how_far_it_is_served() -> None:
+    assert page_of(BOARDS.values()) in DOCS.read_text()
 
 
 def test_what_is_counted_as_it_happens_is_told_with_the_kind_and_help_of_the_catalogue() -> None:

@@ -39,12 +39,12 @@ def test_a_request_that_ended_has_a_record_that_adds_up() -> None:
 
 def test_the_engine_tells_what_tiers_of_other_sizes_would_find() -> None:
     with LLM(build("llama"), tables(), byte_tokenizer()) as llm:
-        assert llm.core.statistics.what_if == {}
+        assert llm.core.statistics.requests.what_if == {}
 
         llm.generate([PROMPT, PROMPT[:90]], GREEDY)
         llm.generate([PROMPT], GREEDY)
 
-        tokens, what_if = llm.core.statistics.tokens, llm.core.statistics.what_if
+        tokens, what_if = llm.core.statistics.tokens, llm.core.statistics.requests.what_if
     share = (tokens.num_tokens - tokens.recomputed) / tokens.num_tokens
     assert what_if.keys() == {Tier.DEVICE, Tier.HOST}
     assert {tier: each[1.0] for tier, each in what_if.items()} == pytest.approx(dict.fromkeys(what_if, share), rel=0.01)
@@ -55,7 +55,7 @@ def test_prompts_that_were_not_looked_up_ask_for_nothing() -> None:
         llm.generate([PROMPT], GREEDY, skip_reading_prefix_cache=True)
 
         assert llm.core.statistics.tokens.recomputed == len(PROMPT)
-        assert llm.core.statistics.what_if == {}
+        assert llm.core.statistics.requests.what_if == {}
 
 
 def test_a_request_that_was_aborted_in_the_queue_has_a_record_of_its_caller() -> None:

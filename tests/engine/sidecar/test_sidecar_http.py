@@ -15,7 +15,7 @@ from waiting import DEADLINE_S, wait_for
 
 from kvtier.engine.sidecar.door import AttachedClient, DoorCounts, Lease, LeaseUse
 from kvtier.engine.sidecar.http.app import DO, READ
-from kvtier.engine.sidecar.http.build import LIMITS, serve_http
+from kvtier.engine.sidecar.http.build import LIMITS, limits_of, serve_http
 from kvtier.engine.sidecar.sidecar import MOST_ASKED
 
 
@@ -339,7 +339,8 @@ def test_headers_and_bodies_without_end_are_cut_off(plain: RunningSidecar) -> No
 
 
 def test_more_connections_than_there_may_be_are_turned_away(plain: RunningSidecar) -> None:
-    clients = [socket.create_connection(("127.0.0.1", plain.port), DEADLINE_S) for _ in range(LIMITS.max_connections)]
+    most = limits_of(small_config()).max_connections
+    clients = [socket.create_connection(("127.0.0.1", plain.port), DEADLINE_S) for _ in range(most)]
     try:
         with socket.create_connection(("127.0.0.1", plain.port), DEADLINE_S) as late:
             assert late.recv(100).startswith(b"HTTP/1.1 503")

@@ -1,0 +1,35 @@
+"""`kvtier serve` that keeps no books of its requests: what all that is seen is compared with."""
+
+import sys
+from collections.abc import Mapping
+from unittest.mock import patch
+
+from kvtier.engine import build
+from kvtier.engine.commands.cli import main
+from kvtier.engine.records.request_accounts import RequestAccounts, RequestStatistics
+from kvtier.engine.scheduling.request import Request
+from kvtier.engine.scheduling.timeline import Timeline
+from kvtier.tiers.lower.statistics import TierStatistics
+from kvtier.tiers.naming.tier import Tier
+
+
+class NoAccounts(RequestAccounts):
+    """Takes nothing in, and says what was at the start."""
+
+    _first: RequestStatistics | None = None
+
+    def on_token(self, timeline: Timeline) -> None:
+        """Nothing."""
+
+    def on_ended(self, request: Request) -> None:
+        """Nothing."""
+
+    def statistics(self, tiers: Mapping[Tier, TierStatistics]) -> RequestStatistics:
+        """The first ones."""
+        self._first = self._first or super().statistics(tiers)
+        return self._first
+
+
+if __name__ == "__main__":
+    with patch.object(build, "RequestAccounts", NoAccounts):
+        sys.exit(main())

@@ -1,0 +1,178 @@
+"""What does all that is seen cost a server, and an engine's step?
+
+Two servers run, asked in turns: one whose metrics are scraped each second, with the page open, a log of requests and
+a sampled trace, and one that keeps no books of its requests and is not looked at. The same prompts for both: new ones,
+and questions about documents, by eight clients.
+"""
+
+import random
+import statistics
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+from bench.engine.serving import Bed
+from bench.engine.serving_bed import kvtier_server
+from bench.engine.serving_load import tokens_per_s
+from bench.report import Row
+from kvtier.engine import build
+from kvtier.engine.config import as_config
+from kvtier.engine.llm import load_model
+from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.records.request_accounts import RequestAccounts, RequestStatistics
+from kvtier.engine.scheduling.request import Request
+from kvtier.engine.scheduling.timeline import Timeline
+from kvtier.tiers.lower.statistics import TierStatistics
+from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
+from kvtier.tiers.naming.tier import Tier
+
+NUM_ROUNDS = 5
+TURNS = 4  # of each server in a round, and one to warm up
+NUM_NEW, NEW_TOKENS = 12, 512
+NUM_QUESTIONS = 12
+ANSWER_TOKENS = 32
+NUM_CLIENTS = 8
+LEAST_KEPT = 0.98
+MOST_OF_A_STEP = 0.01
+
+
+def cost_rows(folder: Path) -> list[Row]:
+    """Throughput that is kept, and the share of a step that the books take."""
+    bed = Bed(folder)
+    return [*_throughput_rows(bed), *_step_rows(bed)]
+
+
+def _throughput_rows(bed: Bed) -> list[Row]:
+    rng = random.Random(7)
+    ratios: list[float] = []
+    speeds: dict[str, list[float]] = {"seen": [], "blind": []}
+    for number in range(NUM_ROUNDS):
+        with ExitStack() as servers:
+            urls = {}
+            for kind in sorted(speeds, reverse=number % 2 == 1):
+                urls[kind] = servers.enter_context(_server(bed, kind, number))
+            own: dict[str, list[float]] = {kind: [] for kind in speeds}
+            for turn in range(1 + TURNS):
+                prompts = _prompts(bed, rng)
+                for kind in sorted(urls, reverse=turn % 2 == 1):
+                    with _watched(urls[kind]) if kind == "seen" else ExitStack():
+                        speed = tokens_per_s(urls[kind], prompts, ANSWER_TOKENS, NUM_CLIENTS)
+                    if turn:
+                        own[kind].append(speed)
+        ratios += [seen / blind for seen, blind in zip(own["seen"], own["blind"], strict=True)]
+        for kind, found in own.items():
+            speeds[kind] += found
+    kept = statistics.median(ratios)
+    quarter = statistics.quantiles(ratios, n=4)
+    return [
+        Row("tokens a second, all is seen", statistics.median(speeds["seen"]), "tokens/s"),
+        Row("tokens a second, nothing is", statistics.median(speeds["blind"]), "tokens/s"),
+        Row("all seen / nothing seen, lower quartile of turns", quarter[0], "x"),
+        Row("all seen / nothing seen, median of turns", kept, "x", f">= {LEAST_KEPT}", kept >= LEAST_KEPT),
+    ]
+
+
+@contextmanager
+def _server(bed: Bed, kind: str, number: int) -> Iterator[str]:
+    tables = bed.tables(with_tiers=True)
+    tables["disk"]["path"] = str(bed.folder / f"store-{kind}-{number}")
+    options: list[str] = []
+    module = "bench.observability.blind_server"
+    if kind == "seen":
+        module = "kvtier.engine.commands.cli"
+        options = ["--request-log", str(bed.folder / f"requests-{number}.jsonl")]
+        tables["tracing"] = {"endpoint": "http://127.0.0.1:9/v1/traces", "sample": 0.01}
+    with kvtier_server(bed.model, bed.folder, tables, options, module) as url:
+        yield url
+
+
+def _prompts(bed: Bed, rng: random.Random) -> list[list[int]]:
+    documents = rng.choices(range(len(bed.texts.documents)), k=NUM_QUESTIONS)
+    prompts = [bed.texts.new(NEW_TOKENS) for _ in range(NUM_NEW)] + [bed.texts.question(each) for each in documents]
+    rng.shuffle(prompts)
+    return prompts
+
+
+@contextmanager
+def _watched(url: str) -> Iterator[None]:
+    """Scrape the metrics each second, and have the page open."""
+    done = threading.Event()
+    page = urllib.request.urlopen(url + "/dashboard/stream", timeout=60)
+
+    def scrape() -> None:
+        while not done.wait(1.0):
+            urllib.request.urlopen(url + "/metrics", timeout=60).read()
+
+    def read() -> None:
+        while not done.is_set() and page.readline():
+            pass
+
+    threads = [threading.Thread(target=each, daemon=True) for each in (scrape, read)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+        page.close()
+
+
+class TimedAccounts(RequestAccounts):
+    """Adds up the seconds that they take."""
+
+    seconds = 0.0
+
+    def on_token(self, timeline: Timeline) -> None:
+        """Timed."""
+        began_at = time.perf_counter()
+        super().on_token(timeline)
+        TimedAccounts.seconds += time.perf_counter() - began_at
+
+    def on_ended(self, request: Request) -> None:
+        """Timed."""
+        began_at = time.perf_counter()
+        super().on_ended(request)
+        TimedAccounts.seconds += time.perf_counter() - began_at
+
+    def statistics(self, tiers: Mapping[Tier, TierStatistics]) -> RequestStatistics:
+        """Timed."""
+        began_at = time.perf_counter()
+        found = super().statistics(tiers)
+        TimedAccounts.seconds += time.perf_counter() - began_at
+        return found
+
+
+def _step_rows(bed: Bed) -> list[Row]:
+    """The books' seconds in those of the steps."""
+    tables = bed.tables(with_tiers=True)
+    tables["disk"]["path"] = str(bed.folder / "store-step")
+    config, rng = as_config(tables), random.Random(8)
+    model, tokenizer = load_model(bed.model, config.model, None)
+    sampling = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
+    with (
+        patch.object(build, "RequestAccounts", TimedAccounts),
+        build.build_core(model, tokenizer, config) as core,
+    ):
+        seconds, num_steps = 0.0, 0
+        for turn in range(3):
+            prompts = _prompts(bed, rng)
+            if turn == 1:  # the first warms up
+                TimedAccounts.seconds, seconds, num_steps = 0.0, 0.0, 0
+            while prompts or core.has_work:
+                while prompts and core.num_waiting < NUM_CLIENTS // 2:
+                    core.add(prompts.pop(), sampling, NO_EXTRA_KEYS, time.monotonic())
+                began_at = time.perf_counter()
+                core.step()
+                seconds += time.perf_counter() - began_at
+                num_steps += 1
+    share = TimedAccounts.seconds / seconds
+    return [
+        Row("an engine's step, mean", 1000 * seconds / num_steps, "ms"),
+        Row("of it the books, what-if lines among them", share, "x", f"<= {MOST_OF_A_STEP}", share <= MOST_OF_A_STEP),
+    ]

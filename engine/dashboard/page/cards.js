@@ -1,0 +1,401 @@
+// The cards of the page: which there are depends on what the server tells.
+
+import { Chart } from "./chart.js";
+import { make } from "./dom.js";
+import { NONE, bytes, clock, count, moment, percent, perSecond, seconds, short, words, years } from "./format.js";
+import { Table } from "./table.js";
+
+export const SOURCES = ["device", "host", "disk", "recomputed"];
+const LANE_COLOURS = ["device", "host", "disk", "recomputed"];
+const LANE_DASHES = [undefined, [6, 3], undefined, [6, 3]];
+const LANE_LABELS = {
+  device_to_host: "device → host",
+  host_to_device: "host → device",
+  host_to_disk: "host → disk",
+  disk_to_host: "disk → host",
+  store: "store (host → disk)",
+  load: "load (disk → host)",
+  digest: "digests of new chunks",
+  verify: "verified before read",
+};
+const number = (label) => ({ label, isNumber: true });
+const label = (source) => (source === "recomputed" ? "computed" : source);
+
+export function hitRatio(series, tiers, index) {
+  let all = 0;
+  let hits = 0;
+  for (const source of SOURCES) {
+    const value = series.of(`tokens.${source}`)[index];
+    if (value === null) return null;
+    all += value;
+    if (tiers.includes(source)) hits += value;
+  }
+  return all > 0 ? hits / all : null;
+}
+
+function card(id, title, wide, ...children) {
+  const heading = make("h2", { id: `${id}-title` }, title);
+  return make("section", { class: wide ? "card wide" : "card", id, "aria-labelledby": `${id}-title` }, heading, ...children);
+}
+
+const note = (text) => make("p", { class: "small" }, text);
+
+// Every card has an element, and says of a state ({ series, view, facts, own }) whether it is shown.
+class ChartCard {
+  constructor(id, title, wide, chart, about = null) {
+    this.charts = [chart];
+    this.element = card(id, title, wide, about === null ? null : note(about), chart.element);
+    this.id = id;
+  }
+
+  update(state) {
+    for (const chart of this.charts) chart.update(state.series, state.view);
+    return true;
+  }
+}
+
+class TableCard {
+  charts = [];
+
+  constructor(id, title, wide, table, rows, { about = null, isShown = () => true } = {}) {
+    this.table = table;
+    this.rows = rows;
+    this.isShown = isShown;
+    this.element = card(id, title, wide, about === null ? null : note(about), table.element);
+    this.id = id;
+  }
+
+  update(state) {
+    const shown = this.isShown(state);
+    if (shown) this.table.fill(this.rows(state));
+    return shown;
+  }
+}
+
+export function cards(series) {
+  const tiers = ["device", "host", "disk"].filter((tier) => series.has(`tier.${tier}.bytes`));
+  const lanes = series.columns.filter((column) => /^lane\..*\.bytes$/.test(column)).map((column) => column.split(".")[1]);
+  const isServe = series.has("requests.running");
+  return [
+    sources(),
+    reasons(series),
+    ratios(tiers),
+    new ChartCard("fill", "How full the tiers are", false, new Chart({
+      title: "How full the tiers are",
+      format: percent,
+      least: 0,
+      most: 1,
+      lines: tiers.map((tier) => ({ key: `fill.${tier}`, label: tier, colour: tier, of: (all) => share(all, `tier.${tier}.bytes`, `tier.${tier}.capacity`) })),
+    })),
+    ages(tiers),
+    tierTable(tiers),
+    new WhatIfCard(tiers),
+    lanesChart(lanes),
+    laneTable(lanes),
+    ...(isServe ? [firstTokens(), requests()] : [engines(), doors(), layouts()]),
+    slowest(),
+    documents(),
+    tenants(),
+    health(),
+    disk(),
+  ];
+}
+
+function share(series, part, whole) {
+  const all = series.of(whole);
+  return series.of(part).map((value, index) => (value === null || !all[index] ? null : value / all[index]));
+}
+
+function sources() {
+  return new ChartCard("sources", "Where prompts' tokens came from", true, new Chart({
+    title: "Where prompts' tokens came from, per second",
+    format: perSecond(short),
+    isStacked: true,
+    empty: "No prompt came in this time",
+    lines: SOURCES.map((source) => ({ key: `tokens.${source}`, label: label(source), colour: source, of: (series) => series.of(`tokens.${source}`) })),
+  }));
+}
+
+function ratios(tiers) {
+  const lines = tiers.map((tier) => ({
+    key: `ratio.${tier}`,
+    label: tier,
+    colour: tier,
+    of: (series) => series.times.map((_, index) => hitRatio(series, [tier], index)),
+  }));
+  lines.push({ key: "ratio.all", label: "all tiers", colour: "ink", dash: [5, 4], of: (series) => series.times.map((_, index) => hitRatio(series, tiers, index)) });
+  return new ChartCard("ratios", "Hit ratio by tier", false, new Chart({ title: "Hit ratio by tier", format: percent, least: 0, most: 1, lines, empty: "No prompt came in this time" }));
+}
+
+function ages(tiers) {
+  return new ChartCard("ages", "Age of what is evicted", false, new Chart({
+    title: "Median age of evicted blocks",
+    format: seconds,
+    log: true,
+    mark: { at: 600, label: "ten minutes" },
+    empty: "Nothing was evicted in this time",
+    lines: tiers.map((tier) => ({ key: `age.${tier}`, label: tier, colour: tier, of: (series) => series.of(`tier.${tier}.age`) })),
+  }));
+}
+
+function reasons(series) {
+  const names = series.columns.filter((column) => column.startsWith("reason."));
+  const rows = ({ series: now, first, last }) => {
+    const inRange = names.map((column) => [column, now.sum(column, first, last), now.now(column)]);
+    const most = Math.max(1, ...inRange.map(([, sum]) => sum));
+    return inRange
+      .filter(([, sum, total]) => sum > 0 || total > 0)
+      .sort((one, other) => other[1] - one[1] || other[2] - one[2])
+      .map(([column, sum, total]) => [
+        { text: words(column.slice("reason.".length)) },
+        { parts: [["recomputed", sum], ["rest", most - sum]] },
+        short(sum),
+        { text: count(total), data: { value: column } },
+      ]);
+  };
+  const table = new Table("Why tokens were computed", ["reason", "", number("in this time"), number("since start")], "No token was computed yet");
+  return new TableCard("reasons", "Why tokens were computed", false, table, rows);
+}
+
+const SIZES = [["0.5", "half"], ["1", "as it is"], ["2", "twice"], ["4", "four times"]];
+const ANY_GAIN = 0.01;
+
+// Hit ratios by a tier's size in place of time.
+class WhatIfCard {
+  constructor(tiers) {
+    this.id = "what-if";
+    this.tiers = tiers;
+    this.chart = new Chart({
+      title: "Hit ratio, were a tier smaller or larger",
+      format: percent,
+      least: 0,
+      most: 1,
+      xTexts: SIZES.map(([, text]) => text),
+      restAt: SIZES.findIndex(([size]) => size === "1"),
+      lines: tiers.map((tier) => ({ key: `what-if.${tier}`, label: tier, colour: tier, of: (sizes) => sizes.of(tier) })),
+    });
+    this.charts = [this.chart];
+    this.table = new Table("Were a tier smaller or larger", ["tier", ...SIZES.map(([, text]) => number(text)), "so"]);
+    const about = "Share of prompt tokens that would be found in a tier or a warmer one, from a sample of what was asked for lately.";
+    const both = make("div", { class: "beside" }, this.chart.element, this.table.element);
+    this.element = card(this.id, "Were a tier smaller or larger", true, note(about), both);
+  }
+
+  update({ series }) {
+    const at = (tier, size) => series.now(`what_if.${tier}.${size}`);
+    const known = this.tiers.filter((tier) => at(tier, "1") !== null);
+    if (known.length === 0) return false;
+    const sizes = { times: SIZES.map((_, index) => index), length: SIZES.length, of: (tier) => SIZES.map(([size]) => at(tier, size)) };
+    this.chart.update(sizes, { from: -0.2, to: SIZES.length - 0.8 });
+    this.table.fill(known.map((tier) => [
+      { text: tier, swatch: tier },
+      ...SIZES.map(([size]) => ({ text: percent(at(tier, size)), data: { value: `what_if.${tier}.${size}` } })),
+      advice(at(tier, "0.5"), at(tier, "1"), at(tier, "2")),
+    ]));
+    return true;
+  }
+}
+
+function advice(half, now, twice) {
+  if (twice - now >= ANY_GAIN) return `twice the size would find ${percent(twice - now)} more`;
+  if (now - half < ANY_GAIN) return "half the size would do";
+  return "the size is right";
+}
+
+function tierTable(tiers) {
+  const table = new Table("Tiers", ["tier", number("used"), number("of"), number("full"), number("leased"), number("dirty"), number("evicted"), number("lost spills"), number("bad"), number("evicted at"), "evicted for"]);
+  const rows = ({ series, facts }) =>
+    tiers
+      .filter((tier) => series.now(`tier.${tier}.capacity`) !== null)
+      .map((tier) => {
+        const now = (name) => series.now(`tier.${tier}.${name}`);
+        const cell = (name, format) => ({ text: format(now(name)), data: { value: `tier.${tier}.${name}`, exact: String(now(name)) } });
+        return [
+          { text: tier, swatch: tier },
+          cell("bytes", bytes),
+          cell("capacity", bytes),
+          percent(now("capacity") ? now("bytes") / now("capacity") : null),
+          cell("leased", count),
+          cell("dirty", count),
+          cell("evicted", count),
+          cell("dropped", count),
+          cell("corrupt", count),
+          seconds(now("age")),
+          facts.evicted.filter((each) => each.tier === tier).map((each) => `${words(each.cause)} ${count(each.blocks)}`).join(", ") || NONE,
+        ];
+      });
+  const about = "Blocks leased, without a copy below, evicted since the start, evicted before a copy was made, damaged, the median age of what is evicted, and what made room necessary.";
+  return new TableCard("tiers", "Tiers", true, table, rows, { about });
+}
+
+function lanesChart(lanes) {
+  return new ChartCard("lanes", "Copies between tiers", false, new Chart({
+    title: "Bytes copied between tiers, per second",
+    isBytes: true,
+    format: perSecond(bytes),
+    lines: lanes.map((lane, index) => ({
+      key: `lane.${lane}`,
+      label: LANE_LABELS[lane] ?? words(lane),
+      colour: LANE_COLOURS[index % LANE_COLOURS.length],
+      dash: LANE_DASHES[index % LANE_DASHES.length],
+      of: (series) => series.of(`lane.${lane}.bytes`),
+    })),
+  }));
+}
+
+function laneTable(lanes) {
+  const table = new Table("Lanes", ["lane", number("now"), number("busy"), number("waiting"), number("bytes waiting"), number("copied"), number("failed")]);
+  const rows = ({ series }) =>
+    lanes.map((lane) => {
+      const now = (name) => series.now(`lane.${lane}.${name}`);
+      return [
+        LANE_LABELS[lane] ?? words(lane),
+        perSecond(bytes)(series.newest(`lane.${lane}.bytes`)),
+        percent(series.newest(`lane.${lane}.seconds`)),
+        count(now("pending")),
+        bytes(now("pending_bytes")),
+        { text: bytes(now("bytes")), data: { value: `lane.${lane}.bytes`, exact: String(now("bytes")) } },
+        count(now("failed")),
+      ];
+    });
+  return new TableCard("lane-table", "Lanes", false, table, rows, { about: "Busy is the time that copies ran; several run at once in a lane, so it may be over 100 %." });
+}
+
+function firstTokens() {
+  return new ChartCard("ttft", "Time to the first token", false, new Chart({
+    title: "Time to the first token, of the last minute's requests",
+    format: seconds,
+    empty: "No request had its first token in this time",
+    lines: [
+      { key: "ttft.p50", label: "half are below", colour: "host", of: (series) => series.of("ttft.p50") },
+      { key: "ttft.p90", label: "nine of ten are below", colour: "recomputed", dash: [6, 3], of: (series) => series.of("ttft.p90") },
+    ],
+  }));
+}
+
+function requests() {
+  const states = [["running", "device"], ["promoting", "disk"], ["waiting", "recomputed"]];
+  return new ChartCard("requests", "Requests", false, new Chart({
+    title: "Requests by state",
+    format: short,
+    isStacked: true,
+    empty: "No request ran in this time",
+    lines: states.map(([state, colour]) => ({ key: `requests.${state}`, label: state, colour, of: (series) => series.of(`requests.${state}`) })),
+  }));
+}
+
+function slowest() {
+  const table = new Table(
+    "Slowest requests",
+    ["request", "at", "tenant", number("first token"), number("queue"), number("loading"), "balance", number("prompt"), ...SOURCES.map((source) => number(label(source))), "computed because"],
+    "No request has ended yet",
+  );
+  const rows = ({ own }) =>
+    own.slowest.map((record) => {
+      const reasons = Object.entries(record.reasons).filter(([, tokens]) => tokens > 0).sort((one, other) => other[1] - one[1]);
+      return [
+        { text: record.id, title: record.id, data: { kind: "id" } },
+        clock(record.arrived_at),
+        record.tenant ?? NONE,
+        seconds(record.ttft_s ?? record.total_s),
+        seconds(record.queue_s),
+        seconds(record.load_s),
+        { parts: SOURCES.map((source) => [source, record.tokens[source]]) },
+        count(SOURCES.reduce((sum, source) => sum + record.tokens[source], 0)),
+        ...SOURCES.map((source) => count(record.tokens[source])),
+        reasons.map(([reason, tokens]) => `${words(reason)} ${count(tokens)}`).join(", ") || NONE,
+      ];
+    });
+  return new TableCard("slowest", "Slowest requests of the last hour", true, table, rows, { isShown: ({ own }) => own?.slowest !== undefined });
+}
+
+function documents() {
+  const places = [...SOURCES.slice(0, 3), "nowhere"];
+  const table = new Table("Documents", ["document", "status", "where", number("tokens"), number("to load"), number("to compute"), "pinned until"], "No document was put");
+  const rows = ({ own }) =>
+    own.documents.map((each) => [
+      { text: each.id, title: each.id, data: { kind: "id" } },
+      each.error === null ? each.status : `${each.status}: ${each.error}`,
+      { parts: places.map((place) => [place === "nowhere" ? "rest" : place, each.tokens[place] ?? 0]) },
+      count(each.num_tokens),
+      seconds(each.load_s),
+      seconds(each.compute_s),
+      each.pin === null ? NONE : moment(each.pin.expires_at),
+    ]);
+  return new TableCard("documents", "Documents", true, table, rows, { isShown: ({ own }) => own?.documents !== undefined });
+}
+
+function tenants() {
+  const table = new Table("Tenants", ["tenant", "where from", number("tokens"), ...SOURCES.map((source) => number(label(source))), number("bytes in host"), number("bytes on disk")]);
+  const rows = ({ facts }) =>
+    facts.tenants.map((tenant) => {
+      const tokens = tenant.tokens;
+      return [
+        tenant.name,
+        tokens === null ? NONE : { parts: SOURCES.map((source) => [source, tokens[source]]) },
+        count(tokens === null ? null : SOURCES.reduce((sum, source) => sum + tokens[source], 0)),
+        ...SOURCES.map((source) => count(tokens?.[source])),
+        bytes(tenant.bytes.host),
+        bytes(tenant.bytes.disk),
+      ];
+    });
+  return new TableCard("tenants", "Tenants", true, table, rows, { isShown: ({ facts }) => (facts.tenants ?? []).length > 0 });
+}
+
+function engines() {
+  const table = new Table("Engines attached", ["engine", number("attached for"), "model", number("chunks leased")], "No engine is attached");
+  const rows = ({ facts }) => facts.clients.map((client) => [client.name, seconds(client.attached_s), client.layout?.model ?? NONE, count(client.leased_chunks)]);
+  return new TableCard("engines", "Engines attached", true, table, rows);
+}
+
+function doors() {
+  const table = new Table("Doors", ["door", number("asked"), number("found"), number("loaded"), number("stored"), number("lost"), number("refused")]);
+  const rows = ({ facts }) =>
+    facts.doors.map((door) => [
+      door.kind,
+      ...["asked", "promised", "loaded", "stored", "lost", "refused"].map((name) => ({ text: count(door[name]), data: { value: `door.${door.kind}.${name}` } })),
+    ]);
+  return new TableCard("doors", "Chunks by door", false, table, rows);
+}
+
+function layouts() {
+  const table = new Table("Layouts", ["model", "layout", number("memory"), number("chunks"), number("leased"), number("not on disk")], "No engine has registered a layout");
+  const rows = ({ facts }) =>
+    facts.layouts.map((each) => [
+      each.model,
+      { text: each.digest.slice(0, 8), title: each.digest },
+      bytes(each.held_bytes),
+      count(each.chunks),
+      count(each.leased),
+      count(each.unsaved),
+    ]);
+  return new TableCard("layouts", "Layouts of KV", false, table, rows);
+}
+
+function health() {
+  const table = new Table("Health", ["state", "of", "what"], "There is no disk to watch, and nothing is damaged");
+  const rows = ({ facts }) => facts.conditions.map((each) => [{ text: "", state: each.state }, each.thing, each.text]);
+  return new TableCard("health", "Health", false, table, rows);
+}
+
+function disk() {
+  const table = new Table("Disk and pins", ["what", number("is")]);
+  const rows = ({ facts, series }) => {
+    const found = [];
+    if (facts.disk) {
+      found.push(["files on disk", bytes(facts.disk.file_bytes)]);
+      found.push(["blocks known on disk", facts.disk.is_indexed ? count(facts.disk.known_blocks) : `${count(facts.disk.known_blocks)}, still looking`]);
+      found.push(["written since the store was made", bytes(facts.disk.written_bytes)]);
+      if (facts.disk.budget_left_bytes !== null) found.push(["may be written now", bytes(facts.disk.budget_left_bytes)]);
+      if (facts.disk.life !== null) {
+        found.push(["of the drive's endurance", percent(facts.disk.life.used)]);
+        found.push(["left at this rate", facts.disk.life.years_left === null ? "nothing is written" : years(facts.disk.life.years_left)]);
+      }
+    }
+    found.push(["pinned in host memory", bytes(series.now("pinned.bytes"))]);
+    if (facts.pins) found.push(["pins", count(facts.pins.num)], ["may be pinned", bytes(facts.pins.most_bytes)]);
+    if (series.has("backed.bytes")) found.push(["host memory backed", `${bytes(series.now("backed.bytes"))} of ${bytes(facts.segment_bytes)}`]);
+    return found;
+  };
+  return new TableCard("disk", "Disk and pins", false, table, rows);
+}

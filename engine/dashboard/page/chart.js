@@ -1,0 +1,200 @@
+// One chart: a drawing for eyes, a legend that is text and buttons, and the same numbers as a table.
+
+import { make } from "./dom.js";
+import { NONE, clock, day, moment } from "./format.js";
+
+const HEIGHT = 210;
+const TABLE_ROWS = 12;
+const BYTE_STEPS = Array.from({ length: 50 }, (_, power) => [2 ** power, 1.5 * 2 ** power]).flat();
+const FONT = "12px system-ui, sans-serif";
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+function timeText(at, spanS) {
+  if (spanS > 2 * 86400) return day(at);
+  return clock(at, spanS <= 1200);
+}
+
+export class Chart {
+  #plot = null;
+  #drawn = [];
+  #hidden = new Set();
+  #onZoom;
+  #series = null;
+  #view = null;
+
+  // *xTexts* says what stands below each step of a chart that is not over time; its legend tells the step *restAt*.
+  // *lines* are { key, label, colour, dash, of(series) → numbers by step }.
+  constructor({ title, lines, format, isStacked = false, least = null, most = null, log = false, isBytes = false, mark = null, xTexts = null, restAt = null, empty }) {
+    Object.assign(this, { title, lines, format, isStacked, least, most, log, isBytes, mark, xTexts, restAt, empty });
+    this.box = make("div", { class: "plot", "aria-hidden": "true" });
+    this.none = make("p", { class: "empty", hidden: true }, empty ?? "Nothing in this time");
+    this.values = new Map();
+    this.legend = make("ul", { class: "legend", "aria-label": `${title}: lines` });
+    for (const line of lines) this.legend.append(this.#legendItem(line));
+    this.table = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${title}: numbers` });
+    this.details = make("details", {}, make("summary", {}, "Numbers"), this.table);
+    this.details.addEventListener("toggle", () => this.#fillTable());
+    this.element = make("div", { class: "chart" }, this.legend, make("div", { class: "holder" }, this.box, this.none), this.details);
+    new ResizeObserver(() => this.#resize()).observe(this.box);
+  }
+
+  onZoom(callback) {
+    this.#onZoom = callback;
+  }
+
+  // Draw what *series* has between *view.from* and *view.to*.
+  update(series, view) {
+    this.#series = series;
+    this.#view = view;
+    this.#drawn = this.lines.map((line) => line.of(series));
+    const isEmpty = this.#drawn.every((values) => values.every((value) => value === null || (this.isStacked && value === 0)));
+    this.none.hidden = !isEmpty;
+    this.#tellNewest();
+    if (this.#plot === null) this.#make();
+    this.#plot.setData([series.times, ...this.#shown()], false);
+    this.#plot.setScale("x", { min: view.from, max: view.to });
+    if (this.details.open && Math.floor(view.to) % 5 === 0) this.#fillTable();
+  }
+
+  // Colours have changed.
+  redraw() {
+    this.#plot?.destroy();
+    this.#plot = null;
+    for (const line of this.lines) this.values.get(line.key).swatch.style.background = colour(line.colour);
+    if (this.#series !== null) this.update(this.#series, this.#view);
+  }
+
+  #legendItem(line) {
+    const swatch = make("span", { class: line.dash ? "swatch dashed" : "swatch" });
+    swatch.style.background = colour(line.colour);
+    const value = make("span", { class: "value", data: { line: line.key } }, NONE);
+    const button = make("button", { type: "button", "aria-pressed": "true", title: "Show or hide" }, swatch, make("span", {}, line.label), value);
+    button.addEventListener("click", () => {
+      const hides = !this.#hidden.delete(line.key) && this.#hidden.add(line.key);
+      button.setAttribute("aria-pressed", String(!hides));
+      if (this.#series !== null) this.update(this.#series, this.#view);
+    });
+    this.values.set(line.key, { value, swatch });
+    return make("li", {}, button);
+  }
+
+  #tellNewest(pointed = null) {
+    const index = pointed ?? this.restAt;
+    this.lines.forEach((line, number) => {
+      const values = this.#drawn[number];
+      let value = null;
+      if (index !== null) value = values[index];
+      else for (let back = values.length - 1; back >= Math.max(0, values.length - 3) && value === null; back -= 1) value = values[back];
+      this.values.get(line.key).value.textContent = this.format(value);
+    });
+  }
+
+  #shown() {
+    if (!this.isStacked) return this.#drawn.map((values, number) => (this.#hides(number) ? values.map(() => null) : values));
+    const below = new Array(this.#series.length).fill(0);
+    return this.#drawn.map((values, number) =>
+      values.map((value, index) => {
+        if (value === null) return null;
+        if (!this.#hides(number)) below[index] += value;
+        return below[index];
+      }),
+    );
+  }
+
+  #hides(number) {
+    return this.#hidden.has(this.lines[number].key);
+  }
+
+  #make() {
+    const lines = this.lines.map((line) => ({
+      label: line.label,
+      stroke: colour(line.colour),
+      fill: this.isStacked ? `${colour(line.colour)}66` : undefined,
+      width: 1.75,
+      dash: line.dash,
+      points: { show: this.xTexts !== null, size: 7 },
+      spanGaps: false,
+    }));
+    const text = colour("soft");
+    const axis = { stroke: text, font: FONT, grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line"), width: 1, size: 4 } };
+    const options = {
+      width: Math.max(80, this.box.clientWidth),
+      height: HEIGHT,
+      legend: { show: false },
+      cursor: { sync: this.xTexts === null ? { key: "time" } : undefined, drag: { x: this.xTexts === null, y: false, setScale: false }, y: false },
+      select: { show: true },
+      scales: {
+        x: { time: this.xTexts === null, auto: false },
+        y: { range: (plot, low, high) => this.#range(low, high), distr: this.log ? 3 : 1 },
+      },
+      axes: [
+        this.#xAxis(axis),
+        { ...axis, size: (plot, texts) => 14 + 6.7 * Math.max(4, ...(texts ?? []).map((text) => text.length)), space: 36, incrs: this.isBytes ? BYTE_STEPS : undefined, values: (plot, splits) => splits.map((value) => (value === null ? "" : this.format(value))) },
+      ],
+      series: [{}, ...lines],
+      bands: this.isStacked ? this.lines.slice(1).map((_, number) => ({ series: [number + 2, number + 1] })) : [],
+      hooks: {
+        setCursor: [(plot) => this.#tellNewest(plot.cursor.idx ?? null)],
+        setSelect: [(plot) => this.#selected(plot)],
+        draw: [(plot) => this.#drawMark(plot)],
+      },
+    };
+    this.#plot = new uPlot(options, [this.#series.times, ...this.#shown()], this.box);
+  }
+
+  #xAxis(axis) {
+    if (this.xTexts !== null) return { ...axis, splits: () => this.xTexts.map((_, index) => index), values: () => this.xTexts };
+    return { ...axis, space: 70, values: (plot, splits) => splits.map((at) => timeText(at, plot.scales.x.max - plot.scales.x.min)) };
+  }
+
+  #range(low, high) {
+    if (this.log) return [Math.max(0.5, Math.min(low ?? 1, this.mark?.at ?? 1) / 2), Math.max(high ?? 1, this.mark?.at ?? 1) * 2];
+    const top = this.most ?? (high === null || high <= 0 ? 1 : high * 1.08);
+    return [this.least ?? 0, top];
+  }
+
+  #selected(plot) {
+    const { left, width } = plot.select;
+    if (width < 8) return;
+    this.#onZoom?.({ from: plot.posToVal(left, "x"), to: plot.posToVal(left + width, "x") });
+    plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+  }
+
+  #drawMark(plot) {
+    if (this.mark === null) return;
+    const { ctx, bbox } = plot;
+    const y = plot.valToPos(this.mark.at, "y", true);
+    ctx.save();
+    ctx.strokeStyle = colour("soft");
+    ctx.fillStyle = colour("soft");
+    ctx.setLineDash([4, 4]);
+    ctx.beginPath();
+    ctx.moveTo(bbox.left, y);
+    ctx.lineTo(bbox.left + bbox.width, y);
+    ctx.stroke();
+    ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+    ctx.textAlign = "right";
+    ctx.fillText(this.mark.label, bbox.left + bbox.width - 4, y + 13 * devicePixelRatio);
+    ctx.restore();
+  }
+
+  #resize() {
+    if (this.#plot !== null && this.box.clientWidth > 0) this.#plot.setSize({ width: this.box.clientWidth, height: HEIGHT });
+  }
+
+  #fillTable() {
+    if (!this.details.open || this.#series === null) return;
+    const head = make("tr", {}, make("th", { scope: "col" }, this.xTexts === null ? "time" : "size"), ...this.lines.map((line) => make("th", { scope: "col", class: "number" }, line.label)));
+    const times = this.#series.times;
+    const within = times.map((_, index) => index).filter((index) => times[index] >= this.#view.from && times[index] <= this.#view.to);
+    const step = Math.max(1, Math.ceil(within.length / TABLE_ROWS));
+    const rows = within.reverse().filter((_, number) => number % step === 0);
+    const body = rows.map((index) =>
+      make("tr", {}, make("th", { scope: "row" }, this.xTexts === null ? moment(times[index]) : this.xTexts[index]), ...this.#drawn.map((values) => make("td", { class: "number" }, this.format(values[index])))),
+    );
+    this.table.replaceChildren(
+      make("table", {}, make("caption", { class: "unseen" }, this.xTexts === null ? `${this.title}, newest first` : this.title), make("thead", {}, head), make("tbody", {}, ...body)),
+    );
+  }
+}

@@ -1,0 +1,203 @@
+// The page: reads the history, then follows the live stream; goes on by itself when the server comes back.
+
+import { Api, Refused } from "./api.js";
+import { cards } from "./cards.js";
+import { byId, make } from "./dom.js";
+import { clock } from "./format.js";
+import { Series } from "./series.js";
+import { Tiles } from "./tiles.js";
+
+const RANGES = [["10 min", 600], ["2 h", 7200], ["24 h", 86400], ["14 d", 1209600]];
+const THEMES = ["auto", "light", "dark"];
+const LEAST_WAIT_S = 1;
+const MOST_WAIT_S = 15;
+
+const api = new Api();
+const page = {
+  series: null,
+  tiles: null,
+  cards: [],
+  facts: null,
+  own: null,
+  rangeS: RANGES[0][1],
+  zoom: null,
+  isPaused: false,
+  connection: null,
+};
+
+function tell(state, text) {
+  const status = byId("status");
+  if (status.textContent === text) return;
+  status.dataset.state = state;
+  status.textContent = text;
+}
+
+function view() {
+  const { series, zoom, rangeS } = page;
+  return zoom ?? { from: series.end - rangeS, to: series.end };
+}
+
+// Draw everything out of what is known.
+function draw() {
+  const { series, facts, own } = page;
+  if (series === null || facts === null || series.length === 0) return;
+  const shown = view();
+  const first = Math.max(0, Math.floor((shown.from - series.start) / series.stepS));
+  const last = Math.min(series.length, Math.ceil((shown.to - series.start) / series.stepS));
+  const state = { series, facts, own, view: shown, first, last };
+  page.tiles.update(state);
+  for (const card of page.cards) {
+    const isShown = card.update(state);
+    if (card.element.hidden === isShown) card.element.hidden = !isShown;
+  }
+  byId("unzoom").hidden = page.zoom === null;
+}
+
+function setZoom(zoom) {
+  page.zoom = zoom;
+  draw();
+}
+
+async function loadHistory(signal) {
+  const history = await api.json(`history?range=${page.rangeS}`, signal);
+  page.series.load(history);
+  draw();
+}
+
+function begin(about) {
+  byId("server-name").textContent = about.name;
+  const own = about.own_only ? " · your own requests and documents" : "";
+  byId("server-about").textContent = `${about.kind === "serve" ? "server" : "sidecar"} · version ${about.version}${own}`;
+  document.title = about.name ? `${about.name} · kvtier` : `kvtier ${about.kind}`;
+  page.series = new Series(about.columns);
+  page.facts = null;
+  page.own = null;
+  page.tiles = new Tiles(byId("tiles"), page.series);
+  page.cards = cards(page.series);
+  for (const card of page.cards) for (const chart of card.charts) chart.onZoom(setZoom);
+  byId("cards").replaceChildren(...page.cards.map((card) => card.element));
+}
+
+// Follow one stream to its end.
+async function follow(signal) {
+  for await (const [name, content] of api.events(signal)) {
+    if (name === "hello") {
+      begin(content);
+      await loadHistory(signal);
+    } else if (name === "silent") {
+      tell("bad", `no answer: ${content.why}`);
+    } else if (name === "own") {
+      page.own = content;
+    } else if (name === "tick") {
+      page.facts = content.facts;
+      page.series.add(content);
+      if (!page.isPaused) tell("live", "live");
+    }
+    if (!page.isPaused) draw();
+    document.documentElement.dataset.at = content.at ?? document.documentElement.dataset.at ?? "";
+  }
+}
+
+const sleep = (seconds) => new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
+
+// Follow the stream for as long as the page is looked at.
+async function watch() {
+  let waitS = LEAST_WAIT_S;
+  for (;;) {
+    if (document.hidden) {
+      await new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
+      continue;
+    }
+    page.connection = new AbortController();
+    try {
+      await follow(page.connection.signal);
+      waitS = LEAST_WAIT_S;
+      tell("wait", "the server has ended; trying again");
+    } catch (error) {
+      if (page.connection.signal.aborted) continue;
+      if (error instanceof Refused && error.status === 401) {
+        await askKey(error.message);
+        continue;
+      }
+      tell("bad", error instanceof Refused ? error.message : "no connection; trying again");
+      waitS = error.retryS || Math.min(MOST_WAIT_S, waitS * 2);
+    }
+    await sleep(waitS);
+  }
+}
+
+async function askKey(why) {
+  tell("wait", "a key is needed");
+  byId("key-why").textContent = api.hasKey ? why : "This server shows its numbers to those with a key.";
+  const dialog = byId("ask-key");
+  dialog.showModal();
+  await new Promise((resolve) => {
+    byId("key-form").onsubmit = (event) => {
+      event.preventDefault();
+      api.setKey(byId("key").value.trim());
+      byId("key").value = "";
+      dialog.close();
+      resolve();
+    };
+    dialog.oncancel = (event) => event.preventDefault();
+  });
+}
+
+function say(text) {
+  byId("note").textContent = text;
+  byId("note").hidden = text === "";
+}
+
+async function guarded(doing) {
+  try {
+    await doing();
+    say("");
+  } catch (error) {
+    if (error.name !== "AbortError") say(error.message);
+  }
+}
+
+function setTheme(theme) {
+  if (theme === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme;
+  byId("theme").textContent = `Theme: ${theme}`;
+  for (const card of page.cards) for (const chart of card.charts) chart.redraw();
+}
+
+function controls() {
+  for (const [text, rangeS] of RANGES) {
+    const input = make("input", { type: "radio", name: "range", value: rangeS, id: `range-${rangeS}`, checked: rangeS === page.rangeS });
+    input.addEventListener("change", () => {
+      page.rangeS = rangeS;
+      page.zoom = null;
+      if (page.series !== null) guarded(() => loadHistory());
+    });
+    byId("ranges").append(make("span", {}, input, make("label", { for: `range-${rangeS}` }, text)));
+  }
+  byId("unzoom").addEventListener("click", () => setZoom(null));
+  byId("pause").addEventListener("click", () => {
+    page.isPaused = !page.isPaused;
+    byId("pause").setAttribute("aria-pressed", String(page.isPaused));
+    if (page.isPaused) tell("wait", `paused at ${clock(Date.now() / 1000)}`);
+    else draw();
+  });
+  byId("csv").addEventListener("click", () => guarded(() => api.download("csv", page.rangeS)));
+  byId("json").addEventListener("click", () => guarded(() => api.download("json", page.rangeS)));
+  byId("theme").addEventListener("click", () => {
+    const now = document.documentElement.dataset.theme ?? "auto";
+    const next = THEMES[(THEMES.indexOf(now) + 1) % THEMES.length];
+    try {
+      localStorage.setItem("kvtier-theme", next);
+    } catch {
+      // it lasts as long as the page
+    }
+    setTheme(next);
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(document.documentElement.dataset.theme ?? "auto"));
+  document.addEventListener("visibilitychange", () => document.hidden && page.connection?.abort());
+  addEventListener("pagehide", () => page.connection?.abort());
+}
+
+controls();
+setTheme(document.documentElement.dataset.theme ?? "auto");
+watch();

@@ -1,0 +1,100 @@
+// The history of one time range in the browser: a list of numbers by column, one for each step of time.
+
+export class Series {
+  constructor(columns) {
+    this.columns = columns;
+    this.stepS = 1;
+    this.start = 0;
+    this.length = 0;
+    this.values = new Map();
+    this.latest = new Map(); // as they are: totals since the start, levels now
+    this.#begin();
+  }
+
+  #pending;
+
+  #begin() {
+    this.#pending = { stamp: -1, sums: this.columns.map(() => 0), counts: this.columns.map(() => 0) };
+  }
+
+  load(history) {
+    this.stepS = history.step_s;
+    this.start = history.start;
+    this.length = history.rows;
+    this.values = new Map(
+      this.columns.map((column) => [column, history.columns[column] ?? new Array(history.rows).fill(null)]),
+    );
+    this.#begin();
+  }
+
+  has(column) {
+    return this.columns.includes(column);
+  }
+
+  of(column) {
+    return this.values.get(column) ?? new Array(this.length).fill(null);
+  }
+
+  get times() {
+    return Array.from({ length: this.length }, (_, index) => this.start + index * this.stepS);
+  }
+
+  get end() {
+    return this.start + this.length * this.stepS;
+  }
+
+  now(column) {
+    return this.latest.get(column) ?? null;
+  }
+
+  // The last number that is known, of the newest steps.
+  newest(column) {
+    const values = this.of(column);
+    for (let index = values.length - 1; index >= Math.max(0, values.length - 3); index -= 1) {
+      if (values[index] !== null) return values[index];
+    }
+    return null;
+  }
+
+  // What a rate comes to over the steps from *first* to before *last*.
+  sum(column, first = 0, last = this.length) {
+    let sum = 0;
+    const values = this.of(column);
+    for (let index = first; index < last; index += 1) sum += values[index] ?? 0;
+    return sum * this.stepS;
+  }
+
+  // Take in what a moment's row and numbers are.
+  add(tick) {
+    this.columns.forEach((column, number) => this.latest.set(column, tick.now[number]));
+    if (this.length === 0) return;
+    const stamp = Math.floor(tick.at / this.stepS);
+    const newest = Math.floor(this.start / this.stepS) + this.length - 1;
+    if (stamp < newest) return; // a clock was set back
+    for (let missing = Math.min(stamp - newest, this.length); missing > 0; missing -= 1) {
+      for (const values of this.values.values()) {
+        values.shift();
+        values.push(null);
+      }
+    }
+    this.start += (stamp - newest) * this.stepS;
+    this.#put(stamp, tick.row);
+  }
+
+  // The mean of the step's rows so far. What came before the page was opened counts as one row.
+  #put(stamp, row) {
+    const pending = this.#pending;
+    if (pending.stamp !== stamp) {
+      pending.stamp = stamp;
+      pending.sums.fill(0);
+      pending.counts.fill(0);
+    }
+    this.columns.forEach((column, number) => {
+      if (row[number] === null) return;
+      pending.sums[number] += row[number];
+      pending.counts[number] += 1;
+      const values = this.values.get(column);
+      values[values.length - 1] = pending.sums[number] / pending.counts[number];
+    });
+  }
+}

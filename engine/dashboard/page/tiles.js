@@ -1,0 +1,65 @@
+// The row of large numbers at the top.
+
+import { SOURCES } from "./cards.js";
+import { make } from "./dom.js";
+import { bytes, count, percent, seconds, short } from "./format.js";
+
+class Tile {
+  constructor(title) {
+    this.value = make("p", { class: "big" });
+    this.about = make("p", { class: "small" });
+    this.element = make("div", { class: "tile" }, make("h2", {}, title), this.value, this.about);
+  }
+
+  say(value, about, state = "") {
+    this.value.textContent = value;
+    this.about.textContent = about;
+    this.element.dataset.state = state;
+  }
+}
+
+export class Tiles {
+  constructor(element, series) {
+    this.isServe = series.has("requests.running");
+    this.hits = new Tile("Found in the cache");
+    this.tokens = new Tile("Prompt tokens");
+    this.third = new Tile(this.isServe ? "First token" : "Engines");
+    this.fourth = new Tile(this.isServe ? "Requests" : "Chunks found");
+    this.health = new Tile("Health");
+    element.replaceChildren(...[this.hits, this.tokens, this.third, this.fourth, this.health].map((tile) => tile.element));
+  }
+
+  update({ series, facts, first, last }) {
+    const sums = SOURCES.map((source) => series.sum(`tokens.${source}`, first, last));
+    const all = sums.reduce((sum, each) => sum + each, 0);
+    const found = all - sums[3];
+    this.hits.say(percent(all > 0 ? found / all : null), all > 0 ? `${short(found)} of ${short(all)} tokens in this time` : "no prompt in this time");
+    const totals = SOURCES.map((source) => series.now(`tokens.${source}`) ?? 0);
+    const rate = SOURCES.reduce((sum, source) => sum + (series.newest(`tokens.${source}`) ?? 0), 0);
+    this.tokens.say(`${short(rate)}/s`, `${count(totals.reduce((sum, each) => sum + each, 0))} since the start`);
+    if (this.isServe) this.#serve(series);
+    else this.#sidecar(series);
+    this.#health(facts);
+  }
+
+  #serve(series) {
+    this.third.say(seconds(series.newest("ttft.p50")), `nine of ten within ${seconds(series.newest("ttft.p90"))}`);
+    this.fourth.say(count(series.now("requests.running")), `running; ${count(series.now("requests.waiting"))} wait, ${count(series.now("requests.promoting"))} load`);
+  }
+
+  #sidecar(series) {
+    const asked = series.now("chunks.asked");
+    this.third.say(count(series.now("clients")), `${bytes(series.now("pinned.bytes"))} pinned`);
+    this.fourth.say(percent(asked ? series.now("chunks.promised") / asked : null), `of ${short(asked ?? 0)} asked for; ${short(series.now("chunks.lost") ?? 0)} lost`);
+  }
+
+  #health(facts) {
+    const of = (state) => facts.conditions.filter((each) => each.state === state);
+    const [bad, watch] = [of("bad"), of("watch")];
+    if (facts.why_not_ready) this.health.say("Not ready", facts.why_not_ready, "bad");
+    else if (facts.is_draining) this.health.say("Ending", "running requests go on to their end", "watch");
+    else if (bad.length > 0) this.health.say(`${bad.length} bad`, `${bad[0].thing}: ${bad[0].text}`, "bad");
+    else if (watch.length > 0) this.health.say(`${watch.length} to look at`, `${watch[0].thing}: ${watch[0].text}`, "watch");
+    else this.health.say("In order", "tiers, disk and copies", "good");
+  }
+}

@@ -1,0 +1,144 @@
+"""The verbs, as requests for them have them, and what a server has to be able to do for them."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Annotated, Literal, Protocol
+
+import msgspec
+
+from kvtier.engine.config import parse_bytes
+from kvtier.tiers.lower.purge import Purged
+from kvtier.tiers.naming.tier import Tier
+
+MOST_PINNED_S = 7 * 86_400.0
+MOST_WAITED_S = 600.0
+LEVELS = ("debug", "info", "warning", "error")
+
+_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Prompt = Annotated[str, msgspec.Meta(min_length=1)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_WAITED_S)]
+
+Answer = dict[str, object]
+
+
+class Verb(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an operator asks for."""
+
+    def told(self) -> Answer:
+        """Its arguments for the audit log, without those that were left out: names and numbers, no text, no salt."""
+        return {name: value for name, value in msgspec.to_builtins(self).items() if value not in (None, False)}
+
+
+class Reset(Verb, frozen=True, kw_only=True):
+    """Have blocks leave every tier: those of a *tenant*, of the *namespace* whose name in hexadecimal begins so, or
+    *all*."""
+
+    tenant: _Text | None = None
+    namespace: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{2,32}$")] | None = None
+    all: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.tenant is not None) + (self.namespace is not None) + self.all != 1:
+            raise ValueError("tenant: give one of tenant, namespace and all")
+
+
+class Evict(Verb, frozen=True, kw_only=True):
+    """Have the oldest blocks leave one *tier*, so many *bytes* or *blocks*."""
+
+    tier: Literal["device", "host", "disk"]
+    bytes: int | str | None = None
+    blocks: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.bytes is None) == (self.blocks is None):
+            raise ValueError("bytes: give either bytes or blocks")
+        if self.bytes is not None and not self.num_bytes:
+            raise ValueError("bytes: none would leave; give more")
+
+    @property
+    def num_bytes(self) -> int | None:
+        """How many bytes; None if it is blocks that are counted."""
+        if self.bytes is None:
+            return None
+        try:
+            return int(parse_bytes(self.bytes))
+        except ValueError as error:
+            raise ValueError(f"bytes: {error}") from None
+
+
+class Spill(Verb, frozen=True, kw_only=True):
+    """Copy down now what has no copy below, and wait for it *seconds* at most."""
+
+    seconds: _Seconds = 60.0
+
+
+class Pin(Verb, frozen=True, kw_only=True):
+    """Keep what is cached of a prompt in host memory for so many *seconds*. *model* is one that is served, or that an
+    engine has attached with; *tenant* and *salt* are those of the requests that the prompt is kept for."""
+
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=MOST_PINNED_S)]
+    prompt: _Prompt | None = None
+    token_ids: Annotated[list[_TokenId], msgspec.Meta(min_length=1)] | None = None
+    model: _Text | None = None
+    tenant: _Text | None = None
+    salt: _Text | None = None
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (self.token_ids is None):
+            raise ValueError("prompt: give either prompt or token_ids")
+
+    @property
+    def pin_id(self) -> str:
+        """The pin's name: the same for the same prompt."""
+        content = [self.model, self.tenant, self.salt, self.prompt, self.token_ids]
+        return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]
+
+    def told(self) -> Answer:
+        sizes = {"characters": self.prompt and len(self.prompt), "tokens": self.token_ids and len(self.token_ids)}
+        told = {"seconds": self.seconds, "model": self.model, "tenant": self.tenant, **sizes}
+        return {name: value for name, value in told.items() if value is not None}
+
+
+class Unpin(Verb, frozen=True, kw_only=True):
+    """End the *pin* of that name."""
+
+    pin: _Text
+
+
+class Check(Verb, frozen=True, kw_only=True):
+    """Verify that all books agree. Requests wait meanwhile, so it is refused while there are any, unless *now*."""
+
+    now: bool = False
+
+
+class LogLevel(Verb, frozen=True, kw_only=True):
+    """Have the *logger* `kvtier`, or a part of it, write from this *level* on."""
+
+    level: Literal["debug", "info", "warning", "error"]
+    logger: Annotated[str, msgspec.Meta(pattern=r"^kvtier(\.[a-z_]+)*$", max_length=256)] = "kvtier"
+
+
+class Operated(Protocol):
+    """A server that verbs are carried out on. Each method answers with names and numbers, and raises `ApiError`."""
+
+    async def reset(self, asked: Reset) -> Answer: ...
+
+    async def evict(self, asked: Evict) -> Answer: ...
+
+    async def spill(self, asked: Spill) -> Answer: ...
+
+    async def pin(self, asked: Pin) -> Answer: ...
+
+    async def unpin(self, asked: Unpin) -> Answer: ...
+
+    async def check(self, asked: Check) -> Answer: ...
+
+
+def tiers_answer(outcome: Mapping[Tier, Purged]) -> Answer:
+    """What has left each tier, as an answer has it."""
+    tiers: Answer = {}
+    for tier, purged in outcome.items():
+        counts: Answer = {"blocks": purged.num_blocks, "bytes": purged.num_bytes, "leased": purged.num_leased}
+        tiers[tier.value] = counts | ({"why_not": purged.why_not} if purged.why_not else {})
+    return {"tiers": tiers}

@@ -1,0 +1,80 @@
+"""The boards of others, by panel and query, as they are in tests/engine/metrics/boards with where they come from."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1] / "engine" / "metrics" / "boards"
+
+
+@dataclass(frozen=True)
+class Query:
+    """A query as its board has it. *not_served*: why kvtier has no answer; *only* "engine": a sidecar has none."""
+
+    expr: str
+    not_served: str = ""
+    only: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A panel under its row's title."""
+
+    row: str | None
+    title: str
+    queries: Sequence[Query]
+
+    def served(self, by: str) -> list[Query]:
+        """What an "engine" or a "sidecar" has an answer to."""
+        return [query for query in self.queries if not query.not_served and query.only in ("", by)]
+
+    def how_far(self, by: str) -> str:
+        """How much of it is served, in a word."""
+        return {0: "no", len(self.queries): "yes"}.get(len(self.served(by)), "in part")
+
+
+@dataclass(frozen=True)
+class Board:
+    """A board in another project's repository, at one commit."""
+
+    title: str
+    repository: str
+    path: str
+    commit: str
+    panels: Sequence[Panel]
+
+    @property
+    def url(self) -> str:
+        """Where people read it."""
+        return f"https://github.com/{self.repository}/blob/{self.commit}/{self.path}"
+
+    def table(self) -> str:
+        """How the documentation says panel by panel what is served; with a column for sidecars where they serve any."""
+        has_sidecar = any(query.expr.startswith("lmcache") for panel in self.panels for query in panel.queries)
+        by = ["engine", "sidecar"] if has_sidecar else ["engine"]
+        heading = ["panel", *by, "what is missing"]
+        rows = [heading, ["---"] * len(heading)]
+        for panel in self.panels:
+            why = dict.fromkeys(query.not_served for query in panel.queries if query.not_served)
+            rows.append([panel.title, *(panel.how_far(each) for each in by), "; ".join(why)])
+        return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
+
+
+def _board(path: Path) -> Board:
+    found = json.loads(path.read_text())
+    panels = [
+        Panel(each["row"], each["title"], [Query(**query) for query in each["queries"]]) for each in found.pop("panels")
+    ]
+    return Board(panels=panels, **found)
+
+
+def page_of(boards: Iterable[Board]) -> str:
+    """The part of docs/metrics.md that has all boards."""
+    return "\n\n".join(
+        f"**{board.title}**: [{Path(board.path).name}]({board.url}) of {board.repository}\n\n{board.table()}"
+        for board in boards
+    )
+
+
+BOARDS = {path.stem: _board(path) for path in sorted(FOLDER.glob("*.json"))}

@@ -1,0 +1,97 @@
+"""DiskPurge: has the records that an operator has asked for leave the disk, a part at a time."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+from kvtier.store.record import NAMESPACE_BYTES
+from kvtier.tiers.lower.disk_tier import DiskTier, Dropped
+from kvtier.tiers.lower.purge import PurgeOrder
+from kvtier.transfer.lane import Transfer
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+MOST_EVICTED = 256  # records at once: a millisecond of the owner's, which is told of each
+ALL_BYTES = 1 << 62
+
+
+class DiskPurge:
+    """The store's own order says what leaves first; of a namespace, records leave as they are found. A lane's thread
+    does it, the tiers' thread is told. Owned by the tiers' thread."""
+
+    def __init__(
+        self,
+        disk: DiskTier,
+        transfers: TransferEngine,
+        on_gone: Callable[[Sequence[bytes]], None],
+        order: PurgeOrder,
+    ) -> None:
+        """*on_gone* is told the keys that have left, in the tiers' thread."""
+        self._disk = disk
+        self._transfers = transfers
+        self._on_gone = on_gone
+        self._order = order
+        self._outcome: Transfer | None = None
+        self.num_evicted = 0
+        self.num_bytes = 0
+        self.why_not = ""
+
+    def parts(self) -> Iterator[bool]:
+        """See `Purge.parts`: until nothing more is to leave, or the disk fails."""
+        if not self._disk.is_open:
+            self.why_not = "the disk is not open"
+            return
+        walk: list[Iterator[bytes]] = []
+        is_last = False
+        while not is_last and self._most_bytes > 0 and self._most_blocks > 0:
+            self._outcome = None
+            if not self._transfers.submit(Route.HOST_TO_DISK, self._work(walk), 0, self._on_outcome):
+                yield False  # the lane is full
+                continue
+            while (outcome := self._outcome) is None:
+                yield False
+            if outcome.error is not None:
+                self.why_not = " ".join(str(outcome.error).split()) or type(outcome.error).__name__
+                return
+            dropped: Dropped
+            dropped, is_last = outcome.result
+            self._take_in(dropped)
+            yield True
+
+    @property
+    def _most_bytes(self) -> int:
+        return ALL_BYTES if self._order.most_bytes is None else self._order.most_bytes - self.num_bytes
+
+    @property
+    def _most_blocks(self) -> int:
+        most = self._order.most_blocks
+        return MOST_EVICTED if most is None else min(MOST_EVICTED, most - self.num_evicted)
+
+    def _work(self, walk: list[Iterator[bytes]]) -> Callable[[], tuple[Dropped, bool]]:
+        """The next part, for a lane: what has left, and whether that was the last. *walk* has the store's keys that no
+        part has looked at, once one has; only lanes touch it."""
+        disk, prefix = self._disk, self._order.namespace
+        num_bytes, most, tenant = self._most_bytes, self._most_blocks, self._order.tenant or b""
+        if prefix is None:
+
+            def evict() -> tuple[Dropped, bool]:
+                dropped = disk.evict(num_bytes, most, tenant)
+                return dropped, not dropped.num_bytes
+
+            return evict
+
+        def drop() -> tuple[Dropped, bool]:
+            if not walk:
+                walk.append(disk.walk())
+            page = list(islice(walk[0], most))
+            meant = [key for key in page if key[:NAMESPACE_BYTES].hex().startswith(prefix)]
+            return disk.drop(meant), not page
+
+        return drop
+
+    def _on_outcome(self, transfer: Transfer) -> None:
+        self._outcome = transfer
+
+    def _take_in(self, dropped: Dropped) -> None:
+        self._disk.on_written(dropped.written)
+        self._on_gone(dropped.written.evicted)
+        self.num_evicted += len(dropped.written.evicted)
+        self.num_bytes += dropped.num_bytes

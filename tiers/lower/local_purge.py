@@ -1,0 +1,54 @@
+"""LocalPurge: an operator's eviction from host memory and disk of this process."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from kvtier.tiers.device.slot_purge import SlotPurge
+from kvtier.tiers.lower.disk_purge import DiskPurge
+from kvtier.tiers.lower.purge import Purged
+from kvtier.tiers.naming.tier import Tier
+
+
+class LocalPurge:
+    """See `Purge`. Host memory first: what is on its way to disk meanwhile is found there by the next look."""
+
+    def __init__(self, host: Sequence[SlotPurge], block_bytes: Sequence[int], disk: DiskPurge | None) -> None:
+        """*host* and *block_bytes* by group, *host* empty if that is not meant; *disk* is None for the same reason."""
+        self._host = host
+        self._block_bytes = block_bytes
+        self._disk = disk
+
+    @property
+    def num_evicted(self) -> int:
+        return sum(each.num_evicted for each in self._host) + (0 if self._disk is None else self._disk.num_evicted)
+
+    @property
+    def is_settled(self) -> bool:
+        return all(each.is_settled for each in self._host)
+
+    def parts(self) -> Iterator[bool]:
+        for each in self._host:
+            yield from each.parts()
+        if self._disk is not None:
+            yield from self._disk.parts()
+
+    def outcome(self) -> Mapping[Tier, Purged]:
+        found: dict[Tier, Purged] = {}
+        if self._host:
+            found[Tier.HOST] = purged(self._host, self._block_bytes)
+        if self._disk is not None:
+            found[Tier.DISK] = Purged(self._disk.num_evicted, self._disk.num_bytes, 0, self._disk.why_not)
+        return found
+
+
+def purged(groups: Sequence[SlotPurge], block_bytes: Sequence[int]) -> Purged:
+    """What has left the slots of all groups, *block_bytes* each."""
+    num_blocks = [each.num_evicted for each in groups]
+    num_bytes = sum(num * size for num, size in zip(num_blocks, block_bytes, strict=True))
+    return Purged(sum(num_blocks), num_bytes, sum(each.num_leased() for each in groups))
+
+
+def most_of_each(most_bytes: int | None, most_blocks: int | None, block_bytes: Sequence[int]) -> int | None:
+    """How many blocks of each group so many bytes or blocks of a tier are, rounded up; None: all."""
+    if most_bytes is not None:
+        return -(-most_bytes // sum(block_bytes))
+    return None if most_blocks is None else -(-most_blocks // len(block_bytes))

@@ -1,0 +1,78 @@
+"""CachePurge: an operator's eviction from all tiers of a cache."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from kvtier.tiers.device.slot_purge import SlotPurge
+from kvtier.tiers.lower.local_purge import purged
+from kvtier.tiers.lower.purge import Purge, Purged, PurgeOrder
+from kvtier.tiers.naming.tier import Tier
+
+PARTS_S = 0.001  # of a call: a step that waits for it is not noticeably longer
+REST_S = 0.02  # between two looks, for copies that are under way
+GIVE_UP_S = 10.0  # after which what is copied or computed again and again stays
+
+
+class CachePurge:
+    """Looks through the device, then through what is below, until nothing is left that is meant and not leased: a copy
+    under way may bring a block to a tier that was looked through before. Owned by the tiers' thread, which calls
+    `go_on` between two of its other deeds; no call waits for anything."""
+
+    def __init__(
+        self,
+        order: PurgeOrder,
+        device: Sequence[SlotPurge],
+        block_bytes: Sequence[int],
+        below: Sequence[Purge],
+        clock: Callable[[], float],
+    ) -> None:
+        """*device* and *block_bytes* by group, *device* empty if that is not meant."""
+        self._order = order
+        self._device = device
+        self._block_bytes = block_bytes
+        self._below = below
+        self._looked_through: Sequence[SlotPurge | Purge] = (*device, *below)
+        self._clock = clock
+        self._parts = self._looks()
+        self.is_done = False
+
+    def go_on(self) -> bool:
+        """Take the next parts, for `PARTS_S` at most and as long as none has to be waited for; whether all are done."""
+        until = self._clock() + PARTS_S
+        while not self.is_done:
+            part = next(self._parts, None)
+            self.is_done = part is None
+            if not part or self._clock() >= until:
+                break
+        return self.is_done
+
+    def outcome(self) -> dict[Tier, Purged]:
+        """What has left each tier so far, and what is leased there now."""
+        found = {Tier.DEVICE: purged(self._device, self._block_bytes)} if self._device else {}
+        for each in self._below:
+            found = _together(found, each.outcome())
+        return found
+
+    @property
+    def _num_evicted(self) -> int:
+        return sum(each.num_evicted for each in self._looked_through)
+
+    @property
+    def _is_settled(self) -> bool:
+        return all(each.is_settled for each in self._looked_through)
+
+    def _looks(self) -> Iterator[bool]:
+        give_up_at, num_before = self._clock() + GIVE_UP_S, -1
+        while num_before != self._num_evicted or not self._is_settled:
+            num_before = self._num_evicted
+            for each in self._looked_through:
+                yield from each.parts()
+            if self._order.is_bounded or self._clock() >= give_up_at:
+                return
+            rest_until = self._clock() + REST_S
+            while self._clock() < rest_until:
+                yield False
+
+
+def _together(one: Mapping[Tier, Purged], other: Mapping[Tier, Purged]) -> dict[Tier, Purged]:
+    tiers = [tier for tier in Tier if tier in one or tier in other]
+    return {tier: one.get(tier, Purged()).plus(other.get(tier, Purged())) for tier in tiers}
