@@ -27,6 +27,7 @@ from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.scheduler import Scheduler
 from kvtier.engine.scheduling.step_times import StepTimes
 from kvtier.engine.scheduling.timed_pins import TimedPins
+from kvtier.engine.tracing.tracer import Tracer
 from kvtier.store.process.store_process import SWITCH_INTERVAL_S
 from kvtier.tiers.cache import CacheOptions, TieredCache
 from kvtier.tiers.lower.disk_tier import DiskTier
@@ -112,6 +113,9 @@ def build_core(
         request_log = open_request_log(config.request_log)
         if request_log is not None:
             undo.callback(request_log.close)
+        tracer = Tracer.of(config.tracing, "kvtier")
+        if tracer is not None:
+            undo.callback(tracer.close)
         step_times = StepTimes(prefill, config.device.block_size)
         core = EngineCore(
             tokenizer,
@@ -125,7 +129,7 @@ def build_core(
                 scheduler,
                 namespace.digest,
                 step_times,
-                _accounts(config, runner, memories, trails, request_log),
+                _accounts(config, runner, memories, trails, request_log, tracer),
                 load_timeout_s,
                 events,
                 publisher,
@@ -143,6 +147,7 @@ def _accounts(
     memories: Sequence[BlockMemory],
     trails: Trails,
     request_log: RequestLog | None,
+    tracer: Tracer | None,
 ) -> RequestAccounts:
     block_size = config.device.block_size
     token_bytes = sum(m.block_bytes / g.block_size for m, g in zip(memories, runner.groups, strict=True))
@@ -150,6 +155,7 @@ def _accounts(
         WhatIf(time.monotonic),
         trails,
         request_log,
+        tracer,
         block_tokens=block_size,
         block_bytes=round(block_size * token_bytes),
         top_tenants=config.metrics.top_tenants,

@@ -293,6 +293,15 @@ class FileTable(Table, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "path", str(Path(self.path).expanduser()))
 
 
+class TracingConfig(Table, frozen=True, kw_only=True):
+    """`[tracing]`: spans of requests for the OpenTelemetry collector at *endpoint*, OTLP over HTTP; without it there
+    are none. A request whose `traceparent` says that its trace is sampled is traced; of those without one, the part
+    *sample*."""
+
+    endpoint: Annotated[str, msgspec.Meta(pattern="^https?://.")] | None = None
+    sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+
+
 class RequestLogConfig(FileTable, frozen=True, kw_only=True):
     """`[request_log]`: a line of JSON for each request, in names and numbers, in the file *path*; without it there is
     none. A file of *size* bytes gets the ending .1, and *files* are kept in all."""
@@ -335,6 +344,7 @@ class Config(Table, frozen=True, kw_only=True):
     operators: OperatorsConfig = OperatorsConfig()
     metrics: MetricsConfig = MetricsConfig()
     request_log: RequestLogConfig = RequestLogConfig()
+    tracing: TracingConfig = TracingConfig()
     dashboard: DashboardConfig = DashboardConfig()
     tenants: dict[str, TenantConfig] = {}
     lora: dict[str, LoraConfig] = {}

@@ -20,6 +20,35 @@ class Route(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class CopyCounts:
+    """Transfers that move blocks, since the start, and their blocks. Other transfers look, touch, delete or verify."""
+
+    num_submitted: int = 0
+    num_done: int = 0
+    num_failed: int = 0
+    num_submitted_blocks: int = 0
+    num_done_blocks: int = 0
+
+    def submitted(self, num_blocks: int) -> "CopyCounts":
+        """The counts with one more that was submitted, if it moves blocks."""
+        if not num_blocks:
+            return self
+        return replace(
+            self,
+            num_submitted=self.num_submitted + 1,
+            num_submitted_blocks=self.num_submitted_blocks + num_blocks,
+        )
+
+    def finished(self, transfer: Transfer) -> "CopyCounts":
+        """The counts with one more that has ended, if it moves blocks."""
+        if not transfer.num_blocks:
+            return self
+        if transfer.error is not None:
+            return replace(self, num_failed=self.num_failed + 1)
+        return replace(self, num_done=self.num_done + 1, num_done_blocks=self.num_done_blocks + transfer.num_blocks)
+
+
+@dataclass(frozen=True, slots=True)
 class RouteStatistics:
     """Totals since the start: finished transfers, their bytes, the seconds they ran, those that failed."""
 
@@ -30,8 +59,7 @@ class RouteStatistics:
     bytes_per_s: float | None = None  # lately, while there was something to move
     num_pending: int = 0  # transfers that have not finished now
     pending_bytes: int = 0
-    num_blocks: int = 0  # that finished transfers have moved
-    num_submitted_blocks: int = 0  # of all transfers, those that run, wait or failed too
+    copies: CopyCounts = CopyCounts()
 
     def plus(self, transfer: Transfer) -> "RouteStatistics":
         """The totals with one more finished transfer."""
@@ -42,7 +70,7 @@ class RouteStatistics:
             num_bytes=self.num_bytes + (0 if failed else transfer.num_bytes),
             seconds=self.seconds + transfer.seconds,
             num_failed=self.num_failed + failed,
-            num_blocks=self.num_blocks + (0 if failed else transfer.num_blocks),
+            copies=self.copies.finished(transfer),
         )
 
 
@@ -83,7 +111,7 @@ class TransferEngine:
         if not self._lanes[route].submit(Transfer(work, num_bytes, count_and_deliver, num_blocks=num_blocks)):
             return False
         totals = self._statistics[route]
-        self._statistics[route] = replace(totals, num_submitted_blocks=totals.num_submitted_blocks + num_blocks)
+        self._statistics[route] = replace(totals, copies=totals.copies.submitted(num_blocks))
         self._pending_bytes[route] += num_bytes
         self._in_flight += 1
         return True

@@ -160,12 +160,13 @@ def _step_rows(bed: Bed) -> list[Row]:
         build.build_core(model, tokenizer, config) as core,
     ):
         seconds, num_steps = 0.0, 0
-        for turn in range(4):
-            for prompt in _prompts(bed, rng):
-                core.add(prompt, sampling, NO_EXTRA_KEYS, time.monotonic())
+        for turn in range(3):
+            prompts = _prompts(bed, rng)
             if turn == 1:  # the first warms up
                 TimedAccounts.seconds, seconds, num_steps = 0.0, 0.0, 0
-            while core.has_work:
+            while prompts or core.has_work:
+                while prompts and core.num_waiting < NUM_CLIENTS // 2:
+                    core.add(prompts.pop(), sampling, NO_EXTRA_KEYS, time.monotonic())
                 began_at = time.perf_counter()
                 core.step()
                 seconds += time.perf_counter() - began_at

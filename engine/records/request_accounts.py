@@ -11,6 +11,7 @@ from kvtier.engine.records.tenant_tokens import TenantTokens
 from kvtier.engine.records.trail import Trail, Trails
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.timeline import Timeline
+from kvtier.engine.tracing.tracer import Tracer
 from kvtier.tiers.lower.statistics import TierStatistics, TokenBalance
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.reuse.what_if import HitRatios, WhatIf
@@ -35,21 +36,24 @@ class RequestAccounts:
         what_if: WhatIf,
         trails: Trails,
         request_log: RequestLog | None,
+        tracer: Tracer | None = None,
         *,
         block_tokens: int,
         block_bytes: int,
         top_tenants: int,
     ) -> None:
         """A block of *block_tokens* has *block_bytes* in all groups together; *top_tenants* are told by name. Takes
-        over the log."""
+        over the log and the tracer."""
         self._times, self._served, self._tenants = RequestTimes(), ServedRequests(), TenantTokens(top_tenants)
         self._what_if = what_if
         self._trails = trails
         self._log = request_log
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
+        self._tracer = tracer
+        tracing = [] if tracer is None else [tracer.on_record]
         self.records = RecentRecords(
-            [self._times.on_record, self._served.on_record, self._tenants.on_record],
+            [self._times.on_record, self._served.on_record, self._tenants.on_record, *tracing],
             [] if request_log is None else [request_log.on_record],
         )
 
@@ -88,6 +92,8 @@ class RequestAccounts:
         self._what_if.check()
 
     def close(self) -> None:
-        """Write what the log still has, and close it."""
+        """Write what the log still has, send what the tracer has, and close both."""
         if self._log is not None:
             self._log.close()
+        if self._tracer is not None:
+            self._tracer.close()

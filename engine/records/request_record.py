@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvtier.engine.scheduling.timeline import Stretch, Timeline
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.tier import Tier
 
@@ -28,6 +29,12 @@ class RequestRecord:
     total_s: float | None = None
     num_preempted: int = 0
     traceparent: str | None = None
+    timeline: Timeline | None = None  # of its stages; it has ended, and changes no more
+
+    @property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """Its stages, as far as they are known."""
+        return () if self.timeline is None else self.timeline.stretches()
 
     @property
     def coldest(self) -> Tier | None:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from kvtier.engine.records.trail import Trail
 from kvtier.engine.scheduling.slot_demand import num_leased
+from kvtier.engine.scheduling.timeline import Stage
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.lower.breaker import Attempt, CircuitBreaker
 from kvtier.tiers.lower.statistics import TokenBalance
-from kvtier.tiers.naming.tier import Reason
+from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.up.promotion import Hit, Promotion, Tables
 from kvtier.transfer.layer_gate import LayerGate
 
@@ -52,6 +53,7 @@ NEXT_STATES = {
     State.LOADED: set(),
     State.GIVEN_UP: set(),
 }
+PROMOTE = {Tier.HOST: Stage.PROMOTE_HOST, Tier.DISK: Stage.PROMOTE_DISK}
 WAITING = frozenset({State.QUEUED, State.FOUND, State.ROOM})
 COMING = frozenset({State.PARKED, State.EARLY, State.LATE, State.SPLIT})
 
@@ -104,6 +106,8 @@ class Loading:
         self._cache = around.cache
         self._found: _Found | None = None
         self._asked_at = 0.0  # when room was asked for first
+        self._is_room_made = False  # since then copies down make room for the hit
+        self._begun_at = 0.0
         self._attempt: Attempt | None = None  # the breaker's, while the request waits for room
         self._promotion: Promotion | None = None
         self._num_promotions = 0
@@ -207,6 +211,7 @@ class Loading:
         if is_first:
             self._become(State.ROOM)
             self._asked_at = clock()
+            self._is_room_made = False
         self._expect({State.ROOM})
         if self._cache.make_room(self._found.hit):
             if self._attempt is not None:
@@ -217,6 +222,7 @@ class Loading:
             self._attempt = breaker.begin()
         if self._attempt is None:
             return True
+        self._is_room_made = True
         if clock() < self._asked_at + ROOM_SHARE * self._around.most_s:
             return False
         breaker.on_hung(self._attempt)
@@ -228,7 +234,11 @@ class Loading:
         self._expect({State.ROOM})
         assert self._found is not None, "a load begins before a hit was looked up"
         hit, self._found = self._found.hit, None
-        self._request.timeline.on_begun(self._around.clock())
+        now = self._around.clock()
+        if self._is_room_made:
+            self._request.timeline.note(Stage.SPILL, self._asked_at, now)
+        self._begun_at = now
+        self._request.timeline.on_begun(now)
         self._withdraw()
         self._request.junction = self._cache.junction(hit)
         if hit.start and self._cache.on_device(hit).num_tokens >= hit.start:
@@ -349,10 +359,15 @@ class Loading:
         request.chain.extend(request.token_ids)
         if not request.options.reads_cache:
             return cache.no_hit(request.chain, num_tokens)
+        began_at = self._around.clock()
         hit = cache.lookup(request.chain, num_tokens)
+        found_at = self._around.clock()
         if request.options.max_load_tokens is not None:
             hit = cache.loading_at_most(hit, request.options.max_load_tokens)
-        return cache.worth_loading(hit, num_tokens, self._around.busy_s(request))
+        hit = cache.worth_loading(hit, num_tokens, self._around.busy_s(request))
+        request.timeline.note(Stage.LOOKUP, began_at, found_at)
+        request.timeline.note(Stage.PLAN, found_at, self._around.clock())
+        return hit
 
     def _left_s(self) -> float:
         """Seconds until the request starts with what has come."""
@@ -401,6 +416,8 @@ class Loading:
         promotion, request = self._coming, self._request
         request.num_committed = promotion.num_tokens
         request.num_computed = promotion.num_tokens + promotion.num_copied
+        for tier, came_at in promotion.came_at.items():
+            request.timeline.note(PROMOTE[tier], self._begun_at, came_at)
         self._become(State.LOADED)
 
     def _drop_early(self) -> None:

@@ -134,6 +134,7 @@ class Request:
             timeline.ended_at - timeline.arrived_at,
             timeline.num_preempted,
             caller.traceparent,
+            timeline,
         )
 
     def balance(self) -> TokenBalance:

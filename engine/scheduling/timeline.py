@@ -1,6 +1,8 @@
 """Timeline: who asked for a request, and the moments of its life."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +16,27 @@ class Caller:
 
 
 ANONYMOUS = Caller()
+
+
+class Stage(StrEnum):
+    """What a request waits for, or has done for it."""
+
+    QUEUE = "queue"
+    LOOKUP = "lookup"  # where its prefix is
+    PLAN = "plan"  # which part of that is loaded
+    SPILL = "spill"  # blocks are copied down to make room for it
+    PROMOTE_HOST = "promote.host"  # blocks that were in host memory come up
+    PROMOTE_DISK = "promote.disk"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Stretch(NamedTuple):
+    """For how long a stage lasted, in seconds since the request's arrival."""
+
+    stage: Stage
+    start_s: float
+    end_s: float
 
 
 @dataclass(slots=True)
@@ -33,6 +56,7 @@ class Timeline:
     last_token_at: float | None = field(default=None, init=False)
     token_gap_s: float | None = field(default=None, init=False)  # between the last two tokens; None before
     ended_at: float | None = field(default=None, init=False)
+    _noted: dict[Stage, tuple[float, float]] = field(default_factory=dict, init=False)
 
     @property
     def queue_s(self) -> float | None:
@@ -66,6 +90,26 @@ class Timeline:
     def on_ended(self, now: float) -> None:
         """The request has its last token, or was aborted."""
         self.ended_at = now if self.ended_at is None else self.ended_at
+
+    def note(self, stage: Stage, start: float, end: float) -> None:
+        """A stage lasted from *start* to *end*, and is over. Of one that comes again the last time counts."""
+        self._noted[stage] = start, end
+
+    def stretches(self) -> tuple[Stretch, ...]:
+        """The stages that the request has had, by when they began; some lie in others."""
+        moments = {
+            Stage.QUEUE: (self.arrived_at, self.begun_at),
+            **self._noted,
+            Stage.PREFILL: (self.loaded_at, self.first_token_at),
+            Stage.DECODE: (self.first_token_at, self.ended_at),
+        }
+        arrived_at = self.arrived_at
+        found = [
+            Stretch(stage, start - arrived_at, end - arrived_at)
+            for stage, (start, end) in moments.items()
+            if start is not None and end is not None
+        ]
+        return tuple(sorted(found, key=lambda stretch: stretch.start_s))
 
     def check(self) -> None:
         """Raise AssertionError if the moments are out of order."""

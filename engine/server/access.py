@@ -5,6 +5,7 @@ import logging
 import re
 import time
 import uuid
+from dataclasses import replace
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -13,6 +14,8 @@ from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.entrance import Entrance
 from kvtier.engine.server.facts import Facts, facts_of
 from kvtier.engine.server.paths import OF_ALL, OPERATE, QUIET, is_open, label_of
+from kvtier.engine.tracing.span import Attribute, Span
+from kvtier.engine.tracing.trace_context import TraceContext
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +39,7 @@ class Access:
         facts = Facts(asked_id if _REQUEST_ID.fullmatch(asked_id) else uuid.uuid4().hex)
         facts.put(scope)
         status, began_at = 500, time.monotonic()
+        span = self._begin_span(scope, facts)
 
         async def send_named(message: Message) -> None:
             nonlocal status
@@ -50,13 +54,31 @@ class Access:
             facts.client_left = True
             raise
         finally:
-            self._tell(scope, facts, CLIENT_LEFT if facts.client_left else status, time.monotonic() - began_at)
+            status = CLIENT_LEFT if facts.client_left else status
+            seconds = time.monotonic() - began_at
+            self._tell(scope, facts, status, seconds)
+            if span is not None and self._entrance.tracer is not None:
+                self._entrance.tracer.end(_ended(span, facts, status, seconds))
+
+    def _begin_span(self, scope: Scope, facts: Facts) -> Span | None:
+        """The span of a request, if it is traced. The id of its trace is in the log in any case, if it has one."""
+        header, path = Headers(scope=scope).get("traceparent"), label_of(scope["path"])
+        if (tracer := self._entrance.tracer) is None or path in QUIET:
+            facts.trace = TraceContext.of(header)
+            return None
+        facts.trace, parent_id = tracer.begin(header)
+        if not facts.trace.is_sampled:
+            return None
+        attributes: dict[str, Attribute] = {"http.request.method": scope["method"], "http.route": path}
+        now = time.time()
+        return Span(f"{scope['method']} {path}", facts.trace, parent_id, now, now, attributes, is_server=True)
 
     def _tell(self, scope: Scope, facts: Facts, status: int, seconds: float) -> None:
         path = label_of(scope["path"])
         self._entrance.metrics.requests.labels(path, str(status)).inc()
         fields = {
             "request_id": facts.request_id,
+            "trace_id": None if facts.trace is None else facts.trace.trace_id,
             "method": scope["method"],
             "path": path,
             "status": status,
@@ -66,6 +88,18 @@ class Access:
         }
         level = logging.DEBUG if path in QUIET and status not in (401, 403) else logging.INFO
         log.log(level, "request", extra={"fields": {key: value for key, value in fields.items() if value is not None}})
+
+
+def _ended(span: Span, facts: Facts, status: int, seconds: float) -> Span:
+    """The span of a request that was answered."""
+    known: dict[str, Attribute | None] = {
+        **span.attributes,
+        "http.response.status_code": status,
+        "kvtier.request_id": facts.request_id,
+        "kvtier.tenant": facts.tenant,
+    }
+    attributes = {name: value for name, value in known.items() if value is not None}
+    return replace(span, end=span.start + seconds, attributes=attributes, is_failed=status >= 500)
 
 
 class KeyCheck:

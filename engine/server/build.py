@@ -19,6 +19,7 @@ from kvtier.engine.server.log_lines import redirect_libraries
 from kvtier.engine.server.served_models import ServedModels
 from kvtier.engine.server.tenancy import with_tenant_names
 from kvtier.engine.thread_work import guarded
+from kvtier.engine.tracing.tracer import Tracer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -46,7 +47,7 @@ def build_server(
         raise ValueError(
             f"lora {model_name}: the model itself has this name; give the model or the adapter another one"
         )
-    entrance = Entrance(config.server, keys, operating)
+    entrance = Entrance(config.server, keys, operating, Tracer.of(config.tracing, "kvtier"))
     models = ServedModels(model_name, tuple(config.lora), int(time.time()), longest_request=None)
     loading = LoadingApp(entrance, models)
 

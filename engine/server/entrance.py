@@ -7,14 +7,23 @@ from kvtier.engine.metrics.http import HttpMetrics
 from kvtier.engine.operating.routes import Operating
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.gate import ConnectionLimits, Gate
+from kvtier.engine.tracing.tracer import Tracer
 
 
 class Entrance:
     """What both apps share. Owned by the event loop. `HttpServer.replace_keys` sets *keys*; None: no key is needed.
-    *operating*: operators' verbs; None: there are none."""
+    *operating*: operators' verbs; None: there are none. *tracer*: sends spans
+    of requests; None: nobody asks for them."""
 
-    def __init__(self, settings: ServerConfig, keys: ApiKeys | None, operating: Operating | None = None) -> None:
+    def __init__(
+        self,
+        settings: ServerConfig,
+        keys: ApiKeys | None,
+        operating: Operating | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
         self.settings = settings
+        self.tracer = tracer
         self.operating = operating
         self.keys = keys
         self.registry = CollectorRegistry()
@@ -26,6 +35,13 @@ class Entrance:
             settings.max_connections_per_address,
         )
         self.gate = Gate(limits, lambda why: self.metrics.connections_refused.labels(why).inc())
+
+    def close(self) -> None:
+        """Send the spans that wait, and close the audit log."""
+        if self.tracer is not None:
+            self.tracer.close()
+        if self.operating is not None:
+            self.operating.close()
 
     @property
     def num_tenants(self) -> int:

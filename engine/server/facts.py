@@ -5,6 +5,8 @@ from typing import cast
 
 from starlette.types import Scope
 
+from kvtier.engine.tracing.trace_context import TraceContext
+
 _PLACE = "kvtier.facts"
 
 
@@ -15,6 +17,7 @@ class Facts:
     request_id: str
     tenant: str | None = None
     client_left: bool = False
+    trace: TraceContext | None = None  # the span that what is done for the request is a part of
     fields: dict[str, object] = field(default_factory=dict)
 
     def put(self, scope: Scope) -> None:

@@ -222,7 +222,7 @@ class Generation:
 
 def _caller(scope: Scope) -> Caller:
     facts = facts_of(scope)
-    return Caller(facts.request_id, facts.tenant)
+    return Caller(facts.request_id, facts.tenant, None if facts.trace is None else facts.trace.header)
 
 
 def _event(content: object) -> bytes:

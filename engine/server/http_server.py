@@ -88,6 +88,7 @@ class HttpServer:
             self._switch.app.end()
             self._uvicorn.should_exit = True
             await answering
+            self.entrance.close()
 
     async def _serve(self, app: "ServingApp") -> None:
         app.share_among(self.entrance.num_tenants)  # the keys may have been replaced since loading began

@@ -19,6 +19,7 @@ from kvtier.engine.sidecar.finished_transfers import FinishedTransfers
 from kvtier.engine.sidecar.layouts import READ_TIMEOUT_S, Layouts
 from kvtier.engine.sidecar.lease_ledger import LeaseLedger, ledger_bytes, why_not_taken_over
 from kvtier.engine.sidecar.sidecar import Sidecar
+from kvtier.engine.tracing.tracer import Tracer
 from kvtier.store.codec.codec import CODECS, NO_CODEC, Codec
 from kvtier.store.codec.codec_choice import CodecChoice
 from kvtier.store.durability import Durability
@@ -72,6 +73,9 @@ def build_sidecar(
         request_log = open_request_log(config.request_log)
         if request_log is not None:
             undo.callback(request_log.close)
+        tracer = Tracer.of(config.tracing, "kvtier-sidecar")
+        if tracer is not None:
+            undo.callback(tracer.close)
         layouts = Layouts(
             segment,
             transfers,
@@ -83,13 +87,16 @@ def build_sidecar(
             written_bytes_per_day=None if config.disk is None else config.disk.max_written_bytes_per_day,
             read_timeout_s=READ_TIMEOUT_S if config.disk is None else config.disk.read_timeout_s,
             ledger=ledger,
-            records=RecentRecords(trail_listeners=[] if request_log is None else [request_log.on_record]),
+            records=RecentRecords(
+                [] if tracer is None else [tracer.on_record], [] if request_log is None else [request_log.on_record]
+            ),
+            tracer=tracer,
         )
         life = None
         if store is not None and config.disk is not None and config.disk.endurance is not None:
             life = DriveLife(config.disk.endurance, store)
         sidecar = Sidecar(
-            segment, finished, transfers, layouts, make_doors(layouts, transfers), store, life, request_log
+            segment, finished, transfers, layouts, make_doors(layouts, transfers), store, life, request_log, tracer
         )
         undo.pop_all()
     return sidecar

@@ -18,6 +18,7 @@ from kvtier.engine.config import (
     Seconds,
     Table,
     TenantConfig,
+    TracingConfig,
     load_toml,
     parse_bytes,
     tree_from_dict,
@@ -136,6 +137,7 @@ class SidecarConfig(Table, frozen=True, kw_only=True):
     models: dict[str, ModelWeightsConfig] = msgspec.field(default_factory=dict)
     tenants: dict[str, TenantConfig] = msgspec.field(default_factory=dict)
     request_log: RequestLogConfig = RequestLogConfig()
+    tracing: TracingConfig = TracingConfig()
     extent: ByteSize = parse_bytes("64MiB")
     drain_s: Seconds = 30.0
     log_format: Literal["human", "json"] = "human"

@@ -12,6 +12,7 @@ from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.lease_ledger import LeaseLedger, new_ledger
 from kvtier.engine.sidecar.shared_store import SharedStore
 from kvtier.engine.sidecar.shares import Shares
+from kvtier.engine.tracing.tracer import Tracer
 from kvtier.store.blob_store import Records
 from kvtier.store.record import NAMESPACE_BYTES
 from kvtier.tiers.lower.disk_purge import DiskPurge
@@ -49,14 +50,17 @@ class Layouts:
         read_timeout_s: float = READ_TIMEOUT_S,
         ledger: LeaseLedger | None = None,
         records: RecentRecords | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """*opening* is the store's, see `DiskTier`; *quotas* are bytes of host memory by tenant, in each layout.
-        *ledger*: the segment's, by default one that nobody else sees. *records* get what engines look up."""
+        *ledger*: the segment's, by default one that nobody else sees. *records* get what engines look up,
+        *tracer* is told what they load."""
         self.segment = segment
         self.ledger = ledger or new_ledger(extent_bytes, segment.num_bytes // extent_bytes)
         left_out = self.ledger.left_out
         self.extents = Extents(segment, extent_bytes, clock, left_out)
         self.shares = Shares(lambda: max(0, segment.backed_bytes - len(left_out) * extent_bytes), self.ledger)
+        self.tracer = tracer
         self.records = records or RecentRecords()  # of what engines have looked up
         self.what_if = WhatIf(clock)  # told by doors that are told of each prompt
         self._transfers = transfers

@@ -18,6 +18,7 @@ from kvtier.engine.sidecar.layout import Layout
 from kvtier.engine.sidecar.layouts import Layouts
 from kvtier.engine.sidecar.pins import Pins
 from kvtier.engine.sidecar.statistics import SidecarStatistics, statistics_of
+from kvtier.engine.tracing.tracer import Tracer
 from kvtier.transfer.segment import Segment
 from kvtier.transfer.transfer_engine import TransferEngine
 
@@ -56,6 +57,7 @@ class Sidecar:
         store: ReopeningStore | None,
         life: DriveLife | None = None,
         request_log: RequestLog | None = None,
+        tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.layouts = layouts
@@ -67,6 +69,7 @@ class Sidecar:
         self._store = store
         self._life = life
         self._request_log = request_log
+        self._tracer = tracer
         self._clock = clock
         self.started_at = clock()
         self._is_stopping = False
@@ -211,6 +214,8 @@ class Sidecar:
             self._store.close() if is_closed else self._store.kill()
         if self._request_log is not None:
             self._request_log.close()
+        if self._tracer is not None:
+            self._tracer.close()
         self._segment.close()  # after the store, whose process is given its descriptor
         if is_closed:
             self._finished.close()

@@ -11,7 +11,7 @@ from waiting import DEADLINE_S, is_in, wait_for
 
 from kvtier.transfer import lane as lane_module
 from kvtier.transfer.lane import Finished, InlineLane, LaneClosed, ThreadLane, Transfer
-from kvtier.transfer.transfer_engine import Route, RouteStatistics, TransferEngine
+from kvtier.transfer.transfer_engine import CopyCounts, Route, RouteStatistics, TransferEngine
 
 UP, DOWN = Route.HOST_TO_DEVICE, Route.DEVICE_TO_HOST
 
@@ -314,6 +314,20 @@ def test_routes_are_measured_apart(monkeypatch: pytest.MonkeyPatch, owner: Owner
         Route.HOST_TO_DISK: RouteStatistics(),
         Route.DISK_TO_HOST: RouteStatistics(),
     }
+
+
+def test_copies_and_their_blocks_are_counted_apart_from_transfers_that_move_none(owner: Owner) -> None:
+    engine = inline_engine()
+    for work, num_blocks in [(int, 3), (int, 0), (fail, 5), (fail, 0)]:
+        engine.submit(UP, work, 1, owner.deliver, num_blocks)
+    before = engine.statistics()[UP].copies
+
+    engine.poll()
+
+    assert before == CopyCounts(num_submitted=2, num_submitted_blocks=8)
+    assert engine.statistics()[UP].copies == CopyCounts(
+        num_submitted=2, num_done=1, num_failed=1, num_submitted_blocks=8, num_done_blocks=3
+    )
 
 
 def test_a_transfer_is_counted_when_its_receiver_hears_of_it() -> None:

@@ -315,6 +315,7 @@ class Promoter:
         """Take a block that has arrived, or never will, off the promotions that wait for it."""
         for promotion, block_id in upload.waiters:
             promotion.waiting.discard(upload)
+            promotion.came_at[upload.source] = self._uploads.resolved_at
             if failure is not None:
                 _leave_out(promotion, upload, block_id, failure)
                 # For every kind of group: no prefix that goes beyond this block can be resumed any more.

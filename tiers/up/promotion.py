@@ -107,6 +107,7 @@ class Promotion:
     failure: Reason | None = None  # of the last block that did not arrive
     gate: LayerGate | None = None  # if its blocks come layer by layer: computing may begin before it is done
     waiting: set["Upload"] = field(default_factory=set)
+    came_at: dict[Tier, float] = field(default_factory=dict)  # when the last block came from each tier, by the clock
 
     @property
     def num_blocks(self) -> int:

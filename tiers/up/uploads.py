@@ -67,6 +67,7 @@ class Uploads:
         self._transfers = transfers
         self._on_resolved = on_resolved
         self._clock = clock
+        self.resolved_at = 0.0  # when the last of them ended
         self._uploads: dict[GroupTiers, dict[BlockName, Upload]] = {group: {} for group in residency.groups}
         self._coming: dict[Source, Upload] = {}  # blocks that are not in host memory yet
         self._to_upload: OrderedDict[Upload, None] = OrderedDict()
@@ -287,6 +288,7 @@ class Uploads:
     def _resolve(self, uploads: Sequence[Upload], failure: Reason | None) -> None:
         """End the uploads of blocks that have arrived or never will, and tell `on_resolved` of each."""
         self._end(uploads)
+        self.resolved_at = self._clock()
         for upload in uploads:
             self._on_resolved(upload, failure)
 

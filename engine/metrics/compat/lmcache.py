@@ -36,17 +36,22 @@ def engine_lmcache_metrics(statistics: "EngineStatistics", model_name: str) -> I
     routes = statistics.cache.routes
     up, down = routes[Route.HOST_TO_DEVICE], routes[Route.DEVICE_TO_HOST]
     numbers = LowerNumbers(
-        model_name, statistics.tokens, statistics.cache.tiers, routes, up.num_blocks, down.num_blocks
+        model_name,
+        statistics.tokens,
+        statistics.cache.tiers,
+        routes,
+        num_loaded=up.copies.num_done_blocks,
+        num_stored=down.copies.num_done_blocks,
     )
     yield from lmcache_metrics(numbers)
     yield names.L0_IDLE.by_histogram({(): statistics.cache.tiers[Tier.DEVICE].eviction_ages})
     yield names.PREFETCH_JOBS.of(statistics.num_promoting)
-    for submitted, finished, copies in (
+    for submitted, finished, route in (
         (names.STORES_SUBMITTED, names.STORES_FINISHED, down),
         (names.RETRIEVES_SUBMITTED, names.RETRIEVES_FINISHED, up),
     ):
-        yield submitted.by({"0": copies.num_transfers + copies.num_pending})
-        yield finished.by({"0": copies.num_transfers})
+        yield submitted.by({"0": route.copies.num_submitted})
+        yield finished.by({"0": route.copies.num_done + route.copies.num_failed})
     directions = {("d2h", "staging"): down, ("h2d", "staging"): up}
     yield names.TRANSFER_BYTES.by({key: copies.num_bytes for key, copies in directions.items()})
     yield names.TRANSFER_SECONDS.by({key: copies.seconds for key, copies in directions.items()})
@@ -68,11 +73,11 @@ def lmcache_metrics(numbers: LowerNumbers) -> Iterator[Metric]:
 
 
 def _host_metrics(numbers: LowerNumbers, host: TierStatistics) -> Iterator[Metric]:
-    spilled, read = numbers.routes[Route.HOST_TO_DISK], numbers.routes[Route.DISK_TO_HOST]
+    spilled, read = numbers.routes[Route.HOST_TO_DISK].copies, numbers.routes[Route.DISK_TO_HOST].copies
     yield names.L1_USED.of(host.num_bytes)
     yield names.L1_RATIO.of(host.num_bytes / max(1, host.capacity_bytes))
-    yield names.L1_READ.of(numbers.num_loaded + spilled.num_blocks)
-    yield names.L1_WRITE.of(numbers.num_stored + read.num_blocks)
+    yield names.L1_READ.of(numbers.num_loaded + spilled.num_done_blocks)
+    yield names.L1_WRITE.of(numbers.num_stored + read.num_done_blocks)
     yield names.L1_EVICTED.of(host.num_evicted)
     yield names.L1_READ_FAILURE.of(sum(host.corrupt.values()))
     yield names.L1_IDLE.by_histogram({(): host.eviction_ages})
@@ -82,14 +87,14 @@ def _disk_metrics(numbers: LowerNumbers, disk: TierStatistics) -> Iterator[Metri
     spilled, read = numbers.routes[Route.HOST_TO_DISK], numbers.routes[Route.DISK_TO_HOST]
     yield names.L2_USED.by({DISK: disk.num_bytes})
     yield names.L2_EVICTED.of(disk.num_evicted)
-    yield names.L2_STORES_SUBMITTED.of(spilled.num_transfers + spilled.num_pending)
-    yield names.L2_STORES_COMPLETED.by({DISK: spilled.num_transfers - spilled.num_failed})
-    yield names.L2_STORE_CHUNKS_SUBMITTED.of(spilled.num_submitted_blocks)
-    yield names.L2_STORE_CHUNKS_COMPLETED.of(spilled.num_blocks)
-    yield names.L2_LOADS_SUBMITTED.of(read.num_transfers + read.num_pending)
-    yield names.L2_LOADS_COMPLETED.by({DISK: read.num_transfers - read.num_failed})
-    yield names.L2_LOAD_CHUNKS_SUBMITTED.of(read.num_submitted_blocks)
-    yield names.L2_LOAD_CHUNKS_COMPLETED.of(read.num_blocks)
+    yield names.L2_STORES_SUBMITTED.of(spilled.copies.num_submitted)
+    yield names.L2_STORES_COMPLETED.by({DISK: spilled.copies.num_done})
+    yield names.L2_STORE_CHUNKS_SUBMITTED.of(spilled.copies.num_submitted_blocks)
+    yield names.L2_STORE_CHUNKS_COMPLETED.of(spilled.copies.num_done_blocks)
+    yield names.L2_LOADS_SUBMITTED.of(read.copies.num_submitted)
+    yield names.L2_LOADS_COMPLETED.by({DISK: read.copies.num_done})
+    yield names.L2_LOAD_CHUNKS_SUBMITTED.of(read.copies.num_submitted_blocks)
+    yield names.L2_LOAD_CHUNKS_COMPLETED.of(read.copies.num_done_blocks)
     yield names.L2_LOAD_FAILURE.by(corrupt_by_cause(Tier.DISK, disk))
     yield names.INFLIGHT_STORES.by({DISK: spilled.num_pending})
     yield names.INFLIGHT_LOADS.by({DISK: read.num_pending})

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
 
 from kvtier.engine.metrics.compat import vllm_names as names
@@ -18,6 +19,8 @@ ENGINE = "0"  # vLLM's number of an engine among those of one server: kvtier has
 NEVER_A_SOURCE = ("p2p", "external_unspecified")  # vLLM shows its other sources with 0
 _FINISHES = ("stop", "length", "abort", "error", "repetition")
 
+_OWN_PROCESS = ProcessCollector(registry=None)  # process_…, which vLLM's server has too
+
 
 def vllm_metrics(statistics: "EngineStatistics", model_name: str) -> Iterator[Metric]:
     """The numbers of one snapshot under vLLM's names. *model_name* is what the model is served as."""
@@ -26,6 +29,7 @@ def vllm_metrics(statistics: "EngineStatistics", model_name: str) -> Iterator[Me
     yield from _request_metrics(statistics, told)
     yield from _served_metrics(statistics, told)
     yield from _block_metrics(statistics, told)
+    yield from _OWN_PROCESS.collect()
 
 
 class _Labelled:

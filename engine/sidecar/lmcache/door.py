@@ -114,8 +114,8 @@ class LmcacheDoor:
         self._verifying = DigestLane(transfers, Route.HOST_TO_DEVICE)
         self._taking = DigestLane(transfers, Route.DEVICE_TO_HOST)
         self._stores = Stores(self._taking, layouts.shares)
-        self._promises = Promises(self._verifying, self._stores, layouts.shares, clock)
-        self._lookups = Lookups(chunk_tokens, layouts.records, layouts.what_if, clock)
+        self._lookups = Lookups(chunk_tokens, layouts.records, layouts.what_if, clock, layouts.tracer)
+        self._promises = Promises(self._verifying, self._stores, layouts.shares, clock, self._lookups.on_loaded)
         self._held: list[Held] = []
         self._does: Mapping[int | str, Callable[..., object]] = {
             8: self._lookup,

@@ -8,17 +8,30 @@ from kvtier.engine.records.request_record import RequestRecord
 from kvtier.engine.records.trail import Trail
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.lmcache.promises import Promise
+from kvtier.engine.tracing.span import Attribute
+from kvtier.engine.tracing.tracer import Tracer
 from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.tier import Reason
 from kvtier.tiers.reuse.what_if import WhatIf
+
+RETRIEVE = "kvtier.retrieve"  # a worker copies chunks out of host memory
 
 
 class Lookups:
     """Counts each lookup once, when it is known what can be loaded. What the engine has on its device it does not say:
     it is asked for here like the rest. Owned by the door's thread."""
 
-    def __init__(self, chunk_tokens: int, records: RecentRecords, what_if: WhatIf, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        chunk_tokens: int,
+        records: RecentRecords,
+        what_if: WhatIf,
+        clock: Callable[[], float],
+        tracer: Tracer | None = None,
+    ) -> None:
+        """*tracer*: is told what workers load; it listens to *records* itself."""
+        self._tracer = tracer
         self.tokens = TokenBalance()
         self._chunk_tokens = chunk_tokens
         self._records = records
@@ -43,6 +56,17 @@ class Lookups:
             ),
             trail_of(promise, self._chunk_tokens, self._clock()),
         )
+
+    def on_loaded(self, promise: Promise, rank: int, num_chunks: int, seconds: float) -> None:
+        """Take in that a worker has loaded chunks that a lookup of the request had promised."""
+        if self._tracer is not None:
+            now, num_tokens = time.time(), num_chunks * self._chunk_tokens
+            attributes: dict[str, Attribute] = {
+                "kvtier.rank": rank,
+                "kvtier.tokens": num_tokens,
+                "kvtier.model": promise.tiers.layout.model,
+            }
+            self._tracer.on_part(RETRIEVE, promise.request_id, now - seconds, now, attributes)
 
     def on_stored(self, tiers: LayoutTiers, names: Sequence[BlockName]) -> None:
         """Take in that an engine stores these chunks, which are nowhere here: those it generated nobody asked for."""

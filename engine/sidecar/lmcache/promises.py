@@ -261,8 +261,17 @@ class Promises:
     """Makes and keeps promises. What a worker may be copying is not given up while its process may still run: else it
     would copy what another engine has written there. All else ends after `IDLE_S`. Owned by the door's thread."""
 
-    def __init__(self, lane: DigestLane, stores: Stores, shares: Shares, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        lane: DigestLane,
+        stores: Stores,
+        shares: Shares,
+        clock: Callable[[], float],
+        on_loaded: Callable[[Promise, int, int, float], None] = lambda promise, rank, num_chunks, seconds: None,
+    ) -> None:
+        """*on_loaded*: a worker of that rank has loaded so many chunks of a promise, in so many seconds."""
         self.counts = Counts()
+        self._on_loaded = on_loaded
         self._verifier = Verifier(lane, clock)
         self._stores = stores
         self._shares = shares
@@ -325,6 +334,7 @@ class Promises:
                     if reading.chunks == here:
                         self.counts.num_loaded += len(here)
                         own.end_reading(reading)
+                        self._on_loaded(promise, rank, len(here), instance.own_time_s - reading.begun_at)
         self._forget_those_over()
 
     def end_request(self, client: Client[list[bytes]], request_id: str) -> None:

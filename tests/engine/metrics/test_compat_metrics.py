@@ -1,6 +1,7 @@
 """The names of vLLM and LMCache, told of an engine of kvtier's: its own numbers, with their labels and endings."""
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ def test_without_compat_no_name_of_another_is_told(asked: Asked) -> None:
     statistics, _, _ = asked
 
     assert told(statistics) == {}
-    assert {name.partition(":")[0] for name, _ in told(statistics, "vllm")} == {"vllm"}
+    assert {re.split("[:_]", name)[0] for name, _ in told(statistics, "vllm")} == {"vllm", "process"}
     assert all(name.startswith("lmcache_mp_") for name, _ in told(statistics, "lmcache"))
 
 

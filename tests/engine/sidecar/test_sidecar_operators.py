@@ -151,7 +151,7 @@ def test_operators_and_those_who_may_read_have_tokens_of_their_own(sidecar: Runn
 
     told = [json.loads(line) for line in audit.read_text().splitlines()]
     assert [(line["who"], line["verb"], line["outcome"]["status"]) for line in told] == [
-        (None, "reset", 401),
+        (None, "", 401),
         ("olga", "log-level", 200),
     ]
     metrics = sidecar.get("/metrics", headers={"Authorization": f"Bearer {HTTP_TOKEN}"}).text

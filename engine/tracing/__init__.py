@@ -1,0 +1,1 @@
+"""Tracing: spans of requests for OpenTelemetry, made once a request has ended."""

@@ -1,0 +1,45 @@
+"""TraceContext: which trace a request is a part of, as W3C's header `traceparent` has it."""
+
+import re
+import secrets
+from dataclasses import dataclass
+
+_HEADER = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_SAMPLED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TraceContext:
+    """A span, by the ids of its trace and itself, and whether the trace is sampled."""
+
+    trace_id: str  # 32 hexadecimal digits, not all 0
+    span_id: str  # 16 of them, not all 0
+    is_sampled: bool
+
+    @classmethod
+    def of(cls, header: str | None) -> "TraceContext | None":
+        """What the header says; None without one, or if it is none that W3C's recommendation would take."""
+        match = _HEADER.fullmatch(header.strip()) if header else None
+        if match is None:
+            return None
+        version, trace_id, span_id, flags, more = match.groups()
+        is_void = version == "ff" or (version == "00" and more is not None) or not int(trace_id, 16) * int(span_id, 16)
+        return None if is_void else cls(trace_id, span_id, bool(int(flags, 16) & _SAMPLED))
+
+    @classmethod
+    def root(cls, is_sampled: bool) -> "TraceContext":
+        """The first span of a new trace."""
+        return cls(_random(16), _random(8), is_sampled)
+
+    def child(self) -> "TraceContext":
+        """A new span of the same trace."""
+        return TraceContext(self.trace_id, _random(8), self.is_sampled)
+
+    @property
+    def header(self) -> str:
+        """The header for what is done on behalf of this span."""
+        return f"00-{self.trace_id}-{self.span_id}-{'01' if self.is_sampled else '00'}"
+
+
+def _random(num_bytes: int) -> str:
+    return (secrets.token_bytes(num_bytes - 1) + b"\1").hex()  # never all 0

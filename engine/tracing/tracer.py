@@ -1,0 +1,77 @@
+"""Tracer: which requests are traced, and the spans of those that are."""
+
+import hashlib
+import random
+import secrets
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from kvtier.engine.config import TracingConfig
+from kvtier.engine.records.request_record import RequestRecord
+from kvtier.engine.tracing.request_spans import spans_of
+from kvtier.engine.tracing.span import Attribute, Span
+from kvtier.engine.tracing.span_sender import SpanSender
+from kvtier.engine.tracing.trace_context import TraceContext
+
+
+class Tracer:
+    """A request that says which trace it is a part of is traced if that says so; of the others a *sample* is, each the
+    first of a trace of its own. A request that is not costs a look at its record."""
+
+    def __init__(self, sender: SpanSender, sample: float, dice: Callable[[], float] = random.random) -> None:
+        """Takes over the *sender*."""
+        self._sender = sender
+        self._sample = sample
+        self._dice = dice
+        self._secret = secrets.token_bytes(32)
+
+    @classmethod
+    def of(cls, config: TracingConfig, service: str) -> "Tracer | None":
+        """The one that is configured; None without an endpoint. ImportError without the packages of `kvtier[otel]`."""
+        return None if config.endpoint is None else cls(SpanSender(config.endpoint, service), config.sample)
+
+    def begin(self, header: str | None) -> tuple[TraceContext, str | None]:
+        """The span of a request that comes with this `traceparent`, and the id of its parent, if it has one."""
+        parent = TraceContext.of(header)
+        if parent is None:
+            return TraceContext.root(self._is_chosen()), None
+        return parent.child(), parent.span_id
+
+    def end(self, span: Span) -> None:
+        """Send a span that has ended, if its trace is sampled."""
+        if span.context.is_sampled:
+            self._sender.send(lambda: [span])
+
+    def on_record(self, record: RequestRecord) -> None:
+        """Listens to records: send the spans of one, if it is traced."""
+        if record.traceparent is None:
+            root = self._of_request(record.request_id)
+            if root.is_sampled:
+                self._sender.send(partial(spans_of, record, root, is_first=True))
+            return
+        parent = TraceContext.of(record.traceparent)
+        if parent is not None and parent.is_sampled:
+            self._sender.send(partial(spans_of, record, parent))
+
+    def on_part(
+        self, name: str, request_id: str, start: float, end: float, attributes: Mapping[str, Attribute]
+    ) -> None:
+        """Send the span of what else is done for a request, whose record came without a trace, if that is traced."""
+        root = self._of_request(request_id)
+        if root.is_sampled:
+            self._sender.send(lambda: [Span(name, root.child(), root.span_id, start, end, attributes)])
+
+    def close(self) -> None:
+        """Send what waits, and end."""
+        self._sender.close()
+
+    def _of_request(self, request_id: str) -> TraceContext:
+        """The first span of the request's trace: the same one for the same id, without anything being kept."""
+        if not self._sample or not request_id:
+            return TraceContext.root(self._is_chosen())
+        digest = hashlib.blake2b(request_id.encode(), key=self._secret, digest_size=32).digest()
+        is_sampled = int.from_bytes(digest[24:]) < self._sample * 2**64
+        return TraceContext(digest[:16].hex(), digest[16:24].hex(), is_sampled)
+
+    def _is_chosen(self) -> bool:
+        return self._sample > 0 and self._dice() < self._sample
