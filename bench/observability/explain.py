@@ -48,7 +48,7 @@ PUSHING_BLOCKS = 20  # of a prompt that pushes others out
 SMALL_DISK = 12 << 20
 READ_TIMEOUT_S = 0.3
 SLOW_READ_S = 0.3  # a read of a few blocks, which are computed in a tenth of that
-QUOTA_BLOCKS = 4
+QUOTA_BLOCKS = NUM_BLOCKS
 SETTLE_S = 30.0
 NUM_MEASURED = 3  # reads: the speed of the disk is not known before
 MOST_COPIES = 10  # that are waited for, one after the other
@@ -227,11 +227,12 @@ def _evicted(bed: Bed, tier: Tier, num_blocks: int) -> None:
 
 
 def _quota(bed: Bed) -> None:
-    """A tenant whose prompt has more blocks than its quota of host memory: those at its end go, and are missed."""
+    """A tenant whose quota of host memory has room for one prompt, and a second one comes there."""
     salt, prompt = f"bounded\0{bed.num_asked}", bed.prompt()
-    bed.ask(prompt, salt)
-    bed.settle()
-    bed.push_out(2 * NUM_SLOTS)
+    for each in (prompt, bed.prompt()):
+        bed.ask(each, salt)
+        bed.settle()
+        bed.push_out(2 * NUM_SLOTS)
     bed.plant("quota", bed.ask(prompt, salt), Reason.EVICTED_FROM_HOST, EvictionCause.QUOTA)
 
 
