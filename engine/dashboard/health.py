@@ -50,10 +50,12 @@ def tier_conditions(tiers: Mapping[Tier, TierStatistics]) -> Iterator[Condition]
     for tier, found in tiers.items():
         if damaged := sum(found.corrupt.values()):
             causes = ", ".join(f"{number:,} {cause}" for cause, number in found.corrupt.items() if number)
-            text = f"{damaged:,} blocks gave no valid bytes since the start ({causes}); they were computed anew"
+            text = (
+                f"{_blocks(damaged)} gave no valid bytes since the start ({causes}); what they held was computed anew"
+            )
             yield Condition(f"{tier} blocks", State.WATCH, text)
         if found.dropped_spills and tier is not Tier.DISK:
-            text = f"{found.dropped_spills:,} blocks were evicted before the tier below had a copy"
+            text = f"{_blocks(found.dropped_spills)} evicted before the tier below had a copy"
             yield Condition(f"{tier} spills", State.WATCH, text)
 
 
@@ -62,6 +64,10 @@ def sidecar_condition(sidecar: SidecarStanding) -> Condition:
     if sidecar.is_attached:
         return Condition("sidecar", State.GOOD, f"attached at {sidecar.path}")
     return Condition("sidecar", State.BAD, f"{sidecar.path} has gone or does not answer; trying again")
+
+
+def _blocks(number: int) -> str:
+    return "1 block" if number == 1 else f"{number:,} blocks"
 
 
 def _store(store: StoreStanding) -> Condition:

@@ -1,6 +1,7 @@
 """`POST /v1/kvtier/operate/{verb}` (`paths.OPERATE`): the verbs over HTTP, for those with an operator's token."""
 
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -14,22 +15,26 @@ from kvtier.engine.operating.verbs import Answer, Check, Evict, LogLevel, Operat
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.request_body import parse, read_body
 
+REFUSED_S = 60.0  # between two lines about wrong tokens
 BODY = ServerConfig(max_body=parse_bytes("16MiB"), body_timeout_s=20.0)  # a million token ids
 
 
 class Operating:
     """Verbs of one server, each in the audit log with what came of it. Owned by the event loop."""
 
-    def __init__(self, operators: Operators, audit: AuditLog) -> None:
+    def __init__(self, operators: Operators, audit: AuditLog, clock: Callable[[], float] = time.monotonic) -> None:
         self._operators = operators
         self._audit = audit
+        self._clock = clock
+        self._num_refused = 0  # wrong tokens that the audit log has not been told of
+        self._told_at = float("-inf")
 
     async def answer(self, request: Request, operated: Operated) -> Response:
         """The answer to a request whose path has a verb."""
         verb = request.path_params["verb"]
         who = self._operators.name_of(request.headers.get("authorization", ""))
         if who is None:
-            self._audit.write(None, verb[:64], {}, {"status": 401})
+            self._refuse()
             message = "no operator's token, or a wrong one; send it as 'Authorization: Bearer TOKEN'"
             raise ApiError(401, message, code="invalid_token", headers={"WWW-Authenticate": "Bearer"})
         kinds = _kinds(operated)
@@ -49,6 +54,13 @@ class Operating:
             raise
         self._audit.write(who, verb, arguments, {"status": 200, **found})
         return json_response({"verb": verb, **found})
+
+    def _refuse(self) -> None:
+        """Note a wrong token. At most a line a minute: else anybody could push the others out of the file."""
+        self._num_refused += 1
+        if self._clock() >= self._told_at + REFUSED_S:
+            self._audit.write(None, "", {}, {"status": 401, "times": self._num_refused})
+            self._num_refused, self._told_at = 0, self._clock()
 
     def close(self) -> None:
         """Close the audit log."""

@@ -14,7 +14,7 @@ STATS = "/stats"
 
 OPEN = frozenset({HEALTH, READY, VERSION, PAGE})  # need no key: their answers have nothing of a tenant's
 OF_ALL = frozenset({METRICS, STATS, *DATA_PATHS})  # count all tenants together
-QUIET = frozenset({HEALTH, READY, METRICS, *DATA_PATHS})  # machines ask for them every few seconds
+QUIET = frozenset({HEALTH, READY, METRICS, PAGE, *DATA_PATHS})  # machines and pages ask for them again and again
 _NAMED = frozenset({COMPLETIONS, CHAT, DOCUMENTS, MODELS, EXPLAIN, HEALTH, READY, VERSION, PAGE, *OF_ALL})
 
 

@@ -21,16 +21,21 @@ const LANE_LABELS = {
 const number = (label) => ({ label, isNumber: true });
 const label = (source) => (source === "recomputed" ? "computed" : source);
 
-export function hitRatio(series, tiers, index) {
-  let all = 0;
-  let hits = 0;
-  for (const source of SOURCES) {
-    const value = series.of(`tokens.${source}`)[index];
-    if (value === null) return null;
-    all += value;
-    if (tiers.includes(source)) hits += value;
-  }
-  return all > 0 ? hits / all : null;
+const RATE_S = 5; // over which rates are shown
+const RATIO_S = 30; // and hit ratios, of which seconds without a prompt have none
+
+function hitRatios(series, tiers) {
+  const sources = SOURCES.map((source) => [tiers.includes(source), series.smooth(`tokens.${source}`, RATIO_S)]);
+  return series.times.map((_, index) => {
+    let all = 0;
+    let hits = 0;
+    for (const [isHit, values] of sources) {
+      if (values[index] === null) return null;
+      all += values[index];
+      if (isHit) hits += values[index];
+    }
+    return all > 1e-6 ? hits / all : null;
+  });
 }
 
 function card(id, title, wide, ...children) {
@@ -77,7 +82,7 @@ export function cards(series) {
   const lanes = series.columns.filter((column) => /^lane\..*\.bytes$/.test(column)).map((column) => column.split(".")[1]);
   const isServe = series.has("requests.running");
   return [
-    sources(),
+    sources(tiers),
     reasons(series),
     ratios(tiers),
     new ChartCard("fill", "How full the tiers are", false, new Chart({
@@ -106,13 +111,13 @@ function share(series, part, whole) {
   return series.of(part).map((value, index) => (value === null || !all[index] ? null : value / all[index]));
 }
 
-function sources() {
+function sources(tiers) {
   return new ChartCard("sources", "Where prompts' tokens came from", true, new Chart({
     title: "Where prompts' tokens came from, per second",
     format: perSecond(short),
     isStacked: true,
     empty: "No prompt came in this time",
-    lines: SOURCES.map((source) => ({ key: `tokens.${source}`, label: label(source), colour: source, of: (series) => series.of(`tokens.${source}`) })),
+    lines: [...tiers, "recomputed"].map((source) => ({ key: `tokens.${source}`, label: label(source), colour: source, of: (series) => series.smooth(`tokens.${source}`, RATE_S) })),
   }));
 }
 
@@ -121,9 +126,9 @@ function ratios(tiers) {
     key: `ratio.${tier}`,
     label: tier,
     colour: tier,
-    of: (series) => series.times.map((_, index) => hitRatio(series, [tier], index)),
+    of: (series) => hitRatios(series, [tier]),
   }));
-  lines.push({ key: "ratio.all", label: "all tiers", colour: "ink", dash: [5, 4], of: (series) => series.times.map((_, index) => hitRatio(series, tiers, index)) });
+  lines.push({ key: "ratio.all", label: "all tiers", colour: "ink", dash: [5, 4], of: (series) => hitRatios(series, tiers) });
   return new ChartCard("ratios", "Hit ratio by tier", false, new Chart({ title: "Hit ratio by tier", format: percent, least: 0, most: 1, lines, empty: "No prompt came in this time" }));
 }
 
@@ -203,7 +208,7 @@ function advice(half, now, twice) {
 }
 
 function tierTable(tiers) {
-  const table = new Table("Tiers", ["tier", number("used"), number("of"), number("full"), number("leased"), number("dirty"), number("evicted"), number("lost spills"), number("bad"), number("evicted at"), "evicted for"]);
+  const table = new Table("Tiers", ["tier", number("used"), number("of"), number("full"), number("leased"), number("dirty"), number("evicted"), number("lost spills"), number("bad"), number("age"), "evicted for"]);
   const rows = ({ series, facts }) =>
     tiers
       .filter((tier) => series.now(`tier.${tier}.capacity`) !== null)
@@ -238,7 +243,7 @@ function lanesChart(lanes) {
       label: LANE_LABELS[lane] ?? words(lane),
       colour: LANE_COLOURS[index % LANE_COLOURS.length],
       dash: LANE_DASHES[index % LANE_DASHES.length],
-      of: (series) => series.of(`lane.${lane}.bytes`),
+      of: (series) => series.smooth(`lane.${lane}.bytes`, RATE_S),
     })),
   }));
 }

@@ -4,6 +4,7 @@ import { make } from "./dom.js";
 import { NONE, clock, day, moment } from "./format.js";
 
 const HEIGHT = 210;
+const X_SIZE = 30; // of the axis below
 const TABLE_ROWS = 12;
 const BYTE_STEPS = Array.from({ length: 50 }, (_, power) => [2 ** power, 1.5 * 2 ** power]).flat();
 const FONT = "12px system-ui, sans-serif";
@@ -110,8 +111,8 @@ export class Chart {
     const lines = this.lines.map((line) => ({
       label: line.label,
       stroke: colour(line.colour),
-      fill: this.isStacked ? `${colour(line.colour)}66` : undefined,
-      width: 1.75,
+      fill: this.isStacked ? `${colour(line.colour)}aa` : undefined,
+      width: this.isStacked ? 1 : 1.75,
       dash: line.dash,
       points: { show: this.xTexts !== null, size: 7 },
       spanGaps: false,
@@ -121,6 +122,7 @@ export class Chart {
     const options = {
       width: Math.max(80, this.box.clientWidth),
       height: HEIGHT,
+      padding: [10, 26, 0, null],
       legend: { show: false },
       cursor: { sync: this.xTexts === null ? { key: "time" } : undefined, drag: { x: this.xTexts === null, y: false, setScale: false }, y: false },
       select: { show: true },
@@ -144,8 +146,8 @@ export class Chart {
   }
 
   #xAxis(axis) {
-    if (this.xTexts !== null) return { ...axis, splits: () => this.xTexts.map((_, index) => index), values: () => this.xTexts };
-    return { ...axis, space: 70, values: (plot, splits) => splits.map((at) => timeText(at, plot.scales.x.max - plot.scales.x.min)) };
+    if (this.xTexts !== null) return { ...axis, size: X_SIZE, splits: () => this.xTexts.map((_, index) => index), values: () => this.xTexts };
+    return { ...axis, size: X_SIZE, space: 70, values: (plot, splits) => splits.map((at) => timeText(at, plot.scales.x.max - plot.scales.x.min)) };
   }
 
   #range(low, high) {

@@ -75,6 +75,7 @@ function begin(about) {
   page.tiles = new Tiles(byId("tiles"), page.series);
   page.cards = cards(page.series);
   for (const card of page.cards) for (const chart of card.charts) chart.onZoom(setZoom);
+  for (const card of page.cards) card.element.hidden = true; // until there is something to show
   byId("cards").replaceChildren(...page.cards.map((card) => card.element));
 }
 

@@ -64,6 +64,27 @@ export class Series {
     return sum * this.stepS;
   }
 
+  // Means of as many steps as are in *seconds*, each with those before it: single seconds are noise.
+  smooth(column, seconds) {
+    const values = this.of(column);
+    const width = Math.max(1, Math.round(seconds / this.stepS));
+    if (width === 1) return values;
+    let sum = 0;
+    let known = 0;
+    return values.map((value, index) => {
+      if (value !== null) {
+        sum += value;
+        known += 1;
+      }
+      const gone = index >= width ? values[index - width] : null;
+      if (gone !== null) {
+        sum -= gone;
+        known -= 1;
+      }
+      return value === null || known === 0 ? null : Math.max(0, sum / known);
+    });
+  }
+
   // Take in what a moment's row and numbers are.
   add(tick) {
     this.columns.forEach((column, number) => this.latest.set(column, tick.now[number]));

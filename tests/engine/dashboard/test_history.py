@@ -67,6 +67,14 @@ def test_seconds_without_a_sample_are_gaps() -> None:
     assert shown(history, 5, T0 + 4) == [0, 1, None, None, 4]
 
 
+def test_a_gap_does_not_show_what_was_there_a_round_before() -> None:
+    history = History(COLUMNS, SMALL)
+    for second in (*range(10), 14):
+        history.add(T0 + second, row(second, 1))
+
+    assert shown(history, 10, T0 + 14) == [5, 6, 7, 8, 9, None, None, None, None, 14]
+
+
 def test_coarse_rows_are_the_means_of_fine_ones() -> None:
     history = History(COLUMNS, SMALL)
     for second in range(10):

@@ -196,6 +196,27 @@ def test_a_paused_page_stays_as_it_is_and_goes_on(busy: ServerInThread, browser:
         assert_clean(seen, busy.port)
 
 
+def test_a_stretch_that_is_drawn_over_is_looked_at_more_closely(busy: ServerInThread, browser: Browser) -> None:
+    with browser.open(f"{busy.url}/dashboard") as seen:
+        seen.wait_live()
+        seen.wait("() => document.querySelector('#sources canvas') !== null")
+        box = seen.page.locator("#sources .u-over").bounding_box()
+        assert box is not None
+        middle = box["y"] + box["height"] / 2
+        seen.page.mouse.move(box["x"] + box["width"] * 0.5, middle)
+        seen.page.mouse.down()
+        seen.page.mouse.move(box["x"] + box["width"] * 0.75, middle, steps=5)
+        seen.page.mouse.up()
+
+        seen.wait("() => !document.getElementById('unzoom').hidden")
+        seen.page.locator("#sources summary").click()
+        zoomed = seen.page.locator("#sources tbody tr").count()
+        seen.page.locator("#unzoom").click()
+        seen.wait("() => document.getElementById('unzoom').hidden")
+        assert zoomed > 0
+        assert_clean(seen, busy.port)
+
+
 def test_what_is_shown_can_be_saved(busy: ServerInThread, browser: Browser) -> None:
     with browser.open(f"{busy.url}/dashboard") as seen:
         seen.wait_live()
