@@ -87,7 +87,7 @@ class SidecarRoutes:
         routes += [Route(path, answer, methods=["POST"]) for path, answer in doing.items()]
         routes.append(Route("/pin", self._pins.unpin, methods=["DELETE"]))
         routes.append(Route(EXPLAIN, self._explain.prompt, methods=["POST"]))
-        routes.append(Route(f"{EXPLAIN}/{{id}}", self._explain.request, methods=["GET"]))
+        routes.append(Route(f"{EXPLAIN}/{{id:path}}", self._explain.request, methods=["GET"]))
         routes += [*page_routes(), *DashboardRoutes(self._dashboard, lambda _: None).routes()]
         if self._operating is not None:
             routes.append(Route(f"{OPERATE}/{{verb}}", partial(self._operate, self._operating), methods=["POST"]))
