@@ -11,7 +11,7 @@ from kvtier.tiers.reuse.fading import Fading
 from kvtier.tiers.reuse.recency import Recency
 
 MOST_SAMPLED = 8192
-MOST_RATE = 1 / 16
+MOST_RATE = 1 / 8
 MOST_PENDING = 4096  # names: half a millisecond's work at once
 STEPS = 16  # buckets for each doubling of a distance
 NUM_BUCKETS = 52 * STEPS  # up to four petabytes

@@ -82,7 +82,7 @@ def test_before_the_first_prompt_there_are_no_ratios() -> None:
 
 
 def test_blocks_that_were_made_push_others_out_but_are_no_question() -> None:
-    [names], others = chats(1, 0), chats(40, 1)
+    names, others = list(dict.fromkeys(itertools.chain(*chats(30, 0)))), chats(90, 1)
     what_if = WhatIf(lambda: 0.0)
     what_if.on_prompt(names, BLOCK_TOKENS, BLOCK_BYTES, host_hits(0).plus(TokenBalance(recomputed=100)))
     for made in others:
