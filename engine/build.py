@@ -15,6 +15,8 @@ from kvtier.engine.attached.wire import VERSION, GroupShape, Hello
 from kvtier.engine.config import Config
 from kvtier.engine.core import EngineCore, Parts
 from kvtier.engine.disk_store import disk_tier, open_store
+from kvtier.engine.explain.explainer import Explainer, namespace_fields
+from kvtier.engine.explain.local_explainer import LocalExplainer
 from kvtier.engine.kv_events import ZmqPublisher
 from kvtier.engine.model.lora_adapter import load_adapters
 from kvtier.engine.model.poisoned_cache import PoisonedCache
@@ -129,7 +131,9 @@ def build_core(
                 scheduler,
                 namespace.digest,
                 step_times,
-                _accounts(config, runner, memories, trails, request_log, tracer),
+                _accounts(
+                    config, runner, memories, trails, request_log, tracer, _explainer(config, runner, namespace, cache)
+                ),
                 load_timeout_s,
                 events,
                 publisher,
@@ -141,6 +145,19 @@ def build_core(
     return core
 
 
+def _explainer(config: Config, runner: ModelRunner, namespace: Namespace, cache: TieredCache) -> LocalExplainer:
+    """What was seen is kept beside the store, as that outlives the process too."""
+    store = None if config.disk is None else Path(config.disk.path)
+    explainer = Explainer(
+        config.device.block_size,
+        {**namespace_fields(namespace), "block_size": str(config.device.block_size)},
+        time.monotonic,
+        path=None if store is None else store.with_name(f"{store.name}-seen"),
+        block_steps=[group.block_size // config.device.block_size for group in runner.groups],
+    )
+    return LocalExplainer(explainer, cache.residency.ghosts)
+
+
 def _accounts(
     config: Config,
     runner: ModelRunner,
@@ -148,6 +165,7 @@ def _accounts(
     trails: Trails,
     request_log: RequestLog | None,
     tracer: Tracer | None,
+    explainer: LocalExplainer,
 ) -> RequestAccounts:
     block_size = config.device.block_size
     token_bytes = sum(m.block_bytes / g.block_size for m, g in zip(memories, runner.groups, strict=True))
@@ -156,6 +174,7 @@ def _accounts(
         trails,
         request_log,
         tracer,
+        explainer,
         block_tokens=block_size,
         block_bytes=round(block_size * token_bytes),
         top_tenants=config.metrics.top_tenants,

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.engine.attached.standing import SidecarStanding
 from kvtier.engine.config import Config
+from kvtier.engine.explain.explanation import Explanation
 from kvtier.engine.fault_log import FaultLog, flush_fault
 from kvtier.engine.kv_events import ZmqPublisher
 from kvtier.engine.model.logprobs import token_logprobs
@@ -21,6 +22,7 @@ from kvtier.engine.model.runner import Chunk, ModelRunner
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.records.recent_records import RecentRecords
 from kvtier.engine.records.request_accounts import RequestAccounts, RequestStatistics
+from kvtier.engine.records.trail import Trail
 from kvtier.engine.reopening_store import ReopeningStore, StoreStanding
 from kvtier.engine.scheduling.longest_request import longest_request
 from kvtier.engine.scheduling.request import Request
@@ -111,6 +113,7 @@ class EngineCore:
         self.publisher = parts.publisher
         self.namespace = parts.namespace
         self._accounts = parts.accounts
+        self.explainer = parts.accounts.explainer
         self.runner = parts.runner
         self._memories = parts.memories
         self._store = parts.store
@@ -195,6 +198,21 @@ class EngineCore:
             counts["nowhere" if tier is None else tier] += block_size
         counts["nowhere"] += len(token_ids) % block_size
         return {str(place): num_tokens for place, num_tokens in counts.items()}
+
+    def explain_prompt(
+        self,
+        token_ids: Sequence[int],
+        extra: ExtraKeys,
+        tenant: str | None = None,
+        same_messages: Sequence[str] = (),
+    ) -> Explanation:
+        """Block by block what would be found of a prompt now, and why not more; it changes nothing. See `Explainer`."""
+        chain, num_tokens = self.chain(token_ids, extra), len(token_ids)
+        hit, tiers = self.cache.lookup(chain, num_tokens), self.cache.where(chain)
+        depths = bytes(tier.depth for tier in _warmest_if_none(tiers[: hit.num_blocks]))
+        num_copied = 0 if hit.partial is None else hit.partial.num_tokens
+        trail = Trail(chain.block_size, chain.names, depths, num_copied, hit.misses.reasons)
+        return self.explainer.explain_now(trail, chain, tiers, num_tokens, tenant, same_messages)
 
     def chain(self, token_ids: Sequence[int], extra: ExtraKeys) -> BlockChain:
         """The chain that names a prompt's blocks."""
@@ -443,6 +461,11 @@ class EngineCore:
                 Tier.DISK: on_disk.get(key, 0),
             }
         return usage
+
+
+def _warmest_if_none(tiers: Sequence[Tier | None]) -> Iterator[Tier]:
+    """Tiers of the blocks of a hit. Blocks that no group needs have none, and cost nothing to have."""
+    return (Tier.DEVICE if tier is None else tier for tier in tiers)
 
 
 def _chunk(work: Work) -> Chunk:

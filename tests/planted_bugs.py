@@ -514,6 +514,20 @@ BUGS = [
         "tests/tiers/test_mishaps.py",
     ),
     Bug(
+        "a tenant is told under which salt another has asked",
+        "engine/explain/seen_contents.py",
+        "if first_at < before and other.tenant == way.tenant",
+        "if first_at < before",
+        "tests/engine/explain/test_seen_contents.py",
+    ),
+    Bug(
+        "what was lost after a request is said to be why it missed",
+        "tiers/device/ghosts.py",
+        " & (self._at < before)",
+        "",
+        "tests/tiers/device/test_ghosts.py",
+    ),
+    Bug(
         "a block that its tenant's quota cost counts as one that newer blocks pushed out",
         "tiers/lower/host_quotas.py",
         "host.evict(going, EvictionCause.QUOTA)",

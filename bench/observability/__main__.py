@@ -7,12 +7,16 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from bench.observability.balance import balance_rows
 from bench.observability.cardinality import cardinality_rows
+from bench.observability.explain import explain_rows
 from bench.observability.page import page_rows
 from bench.report import Row, arguments, publish
 
 QUESTIONS: Mapping[str, Callable[[Path], list[Row]]] = {
     "cardinality": cardinality_rows,
+    "balance": balance_rows,
+    "explain": explain_rows,
     "page": page_rows,
 }
 

@@ -125,7 +125,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, Garbage():
         filled = Filled(Path(folder), options.blocks // 2, options.blocks, options.disk_blocks)
-        purged(filled, PurgeOrder(tenant=tenant_of("a"), most_blocks=1))  # numpy imports a part of itself late
+        purged(filled, PurgeOrder(tenant=tenant_of("a"), most_blocks=512))  # numpy imports a part of itself late
         rows = rows_of("a tenant", purged(filled, PurgeOrder(tenant=tenant_of("a"))))
         memory = frozenset({Tier.DEVICE, Tier.HOST})
         rows += rows_of("the rest of memory", purged(filled, PurgeOrder(memory)))

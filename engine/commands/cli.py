@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from kvtier.engine.commands.arguments import HelpFormatter, OneLineParser, some_text
 from kvtier.engine.commands.doc_arguments import add_doc
+from kvtier.engine.commands.explain_arguments import add_explain
 from kvtier.engine.commands.operate_arguments import add_operate
 from kvtier.engine.commands.sidecar_arguments import add_sidecar, given_tables
 
@@ -29,6 +30,7 @@ EXAMPLES = """examples:
   kvtier serve --model Qwen/Qwen3-0.6B         an OpenAI-compatible server on http://127.0.0.1:8000
   kvtier doc add report.txt                    a document that the server keeps warm
   kvtier sidecar --host 32GiB                  host memory and disk for vLLM, which attaches by configuration
+  kvtier explain 5f3c9a                        why a request's prompt was found in the cache or not
   kvtier operate reset --tenant acme           have a running server forget a tenant's blocks
   kvtier check ~/.cache/kvtier                 verify every byte of a store that no engine has open
   kvtier stats ~/.cache/kvtier                 what is in a store, also while an engine uses it
@@ -137,6 +139,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     add_doc(commands, _doc)
     add_sidecar(commands, _sidecar)
+    add_explain(commands, _explain)
     add_operate(commands, _operate)
     _add_check(commands)
     _add_stats(commands)
@@ -403,6 +406,12 @@ def _doc(options: argparse.Namespace) -> int:
     from kvtier.engine.commands.doc import run
 
     return run(options)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from kvtier.engine.commands.explain import explain
+
+    return explain(options)
 
 
 def _operate(options: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvtier.engine.explain.local_explainer import LocalExplainer
 from kvtier.engine.records.recent_records import RecentRecords
 from kvtier.engine.records.request_log import LogCounts, RequestLog
 from kvtier.engine.records.request_times import RequestTimes, TimesStatistics
@@ -36,14 +37,15 @@ class RequestAccounts:
         what_if: WhatIf,
         trails: Trails,
         request_log: RequestLog | None,
-        tracer: Tracer | None = None,
+        tracer: Tracer | None,
+        explainer: LocalExplainer,
         *,
         block_tokens: int,
         block_bytes: int,
         top_tenants: int,
     ) -> None:
         """A block of *block_tokens* has *block_bytes* in all groups together; *top_tenants* are told by name. Takes
-        over the log and the tracer."""
+        over the log, the tracer and the explainer."""
         self._times, self._served, self._tenants = RequestTimes(), ServedRequests(), TenantTokens(top_tenants)
         self._what_if = what_if
         self._trails = trails
@@ -51,6 +53,7 @@ class RequestAccounts:
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
         self._tracer = tracer
+        self.explainer = explainer
         tracing = [] if tracer is None else [tracer.on_record]
         self.records = RecentRecords(
             [self._times.on_record, self._served.on_record, self._tenants.on_record, *tracing],
@@ -69,7 +72,9 @@ class RequestAccounts:
         names = request.chain.names
         num_named = len(request.prompt_token_ids) // self._block_tokens
         trail = self._trails.end(request) or Trail(self._block_tokens, names[:num_named])
-        self.records.add(request.record(), trail)
+        record = request.record()
+        self.records.add(record, trail)
+        self.explainer.on_ended(record, trail, request.chain)
         if request.tokens is None:  # it never left the queue
             return
         num_asked = num_named if request.options.reads_cache else 0
@@ -92,7 +97,8 @@ class RequestAccounts:
         self._what_if.check()
 
     def close(self) -> None:
-        """Write what the log still has, send what the tracer has, and close both."""
+        """Write what the log and the explainer still have, send what the tracer has, and close all."""
+        self.explainer.close()
         if self._log is not None:
             self._log.close()
         if self._tracer is not None:

@@ -78,6 +78,8 @@ class Generation:
                 await visit.wait_for_turn()
                 kind = ChatReply if isinstance(asked, ChatRequest) else CompletionReply
                 reply = kind(asked.model, text, asked.num_top_logprobs is not None, asked.chunk_options)
+                if isinstance(asked, ChatRequest):
+                    service.conversations.add(facts_of(scope).request_id, tenant, asked.messages)
                 salt = effective_salt(tenant, asked.cache_salt, service.is_strict)
                 async with aclosing(generate(llm, choices, lora, salt, self._options(), _caller(scope))) as pieces:
                     observed = self._observed(pieces, visit)

@@ -7,6 +7,7 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 DOCUMENTS = "/v1/documents"
 MODELS = "/v1/models"
+EXPLAIN = "/v1/kvtier/explain"
 OPERATE = "/v1/kvtier/operate"
 HEALTH, READY, METRICS, VERSION = "/health", "/ready", "/metrics", "/version"
 STATS = "/stats"
@@ -14,7 +15,7 @@ STATS = "/stats"
 OPEN = frozenset({HEALTH, READY, VERSION, PAGE})  # need no key: their answers have nothing of a tenant's
 OF_ALL = frozenset({METRICS, STATS, *DATA_PATHS})  # count all tenants together
 QUIET = frozenset({HEALTH, READY, METRICS, PAGE, *DATA_PATHS})  # machines and pages ask for them again and again
-_NAMED = frozenset({COMPLETIONS, CHAT, DOCUMENTS, MODELS, HEALTH, READY, VERSION, PAGE, *OF_ALL})
+_NAMED = frozenset({COMPLETIONS, CHAT, DOCUMENTS, MODELS, EXPLAIN, HEALTH, READY, VERSION, PAGE, *OF_ALL})
 
 
 def is_open(path: str) -> bool:
@@ -27,8 +28,9 @@ def label_of(path: str) -> str:
 
     A client could make up any number of paths, and the id of a document may say what the document is about.
     """
-    if path.startswith(f"{DOCUMENTS}/"):
-        return f"{DOCUMENTS}/{{id}}"
+    for named in (DOCUMENTS, EXPLAIN):
+        if path.startswith(f"{named}/"):
+            return f"{named}/{{id}}"
     if path.startswith(f"{ASSETS}/"):
         return PAGE
     if path.startswith(f"{OPERATE}/"):

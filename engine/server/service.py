@@ -8,6 +8,7 @@ from kvtier.engine.async_llm import AsyncLLM
 from kvtier.engine.config import Config
 from kvtier.engine.documents.documents import Documents
 from kvtier.engine.server.app import shutting_down
+from kvtier.engine.server.conversations import Conversations
 from kvtier.engine.server.entrance import Entrance
 from kvtier.engine.server.served_models import ServedModels
 from kvtier.engine.server.waiting_room import WaitingRoom
@@ -32,6 +33,7 @@ class Service:
         self.registry = entrance.registry
         self.is_strict = entrance.is_strict
         self.num_tenants = entrance.num_tenants
+        self.conversations = Conversations()
         self.is_draining = False
         # All completions inside may wait in the scheduler at once: before the first step, or after all were preempted.
         capacity = min(config.scheduler.max_running + config.server.max_queued, config.scheduler.max_waiting)

@@ -25,14 +25,14 @@ from kvtier.engine.documents.document import Document
 from kvtier.engine.documents.documents import Documents
 from kvtier.engine.metrics.collector import EngineCollector
 from kvtier.engine.operating.routes import Operating
-from kvtier.engine.server import document_routes, generation
+from kvtier.engine.server import document_routes, explain_routes, generation
 from kvtier.engine.server.api_error import json_response
 from kvtier.engine.server.app import starlette_app
 from kvtier.engine.server.engine_source import EngineSource
 from kvtier.engine.server.entrance import Entrance
 from kvtier.engine.server.facts import facts_of
 from kvtier.engine.server.operated_engine import OperatedEngine
-from kvtier.engine.server.paths import CHAT, COMPLETIONS, DOCUMENTS, OPERATE, READY, STATS
+from kvtier.engine.server.paths import CHAT, COMPLETIONS, DOCUMENTS, EXPLAIN, OPERATE, READY, STATS
 from kvtier.engine.server.served_models import ServedModels
 from kvtier.engine.server.service import Service
 from kvtier.engine.server.stats_view import stats_view
@@ -57,6 +57,8 @@ class ServingApp:
             Route(DOCUMENTS, document_routes.answer),
             Route(f"{DOCUMENTS}/{{id}}", document_routes.answer, methods=["GET", "PUT", "DELETE"]),
             Route(f"{DOCUMENTS}/{{id}}/{{action}}", document_routes.answer, methods=["POST", "DELETE"]),
+            Route(EXPLAIN, explain_routes.explain_prompt, methods=["POST"]),
+            Route(f"{EXPLAIN}/{{id}}", explain_routes.explain_request, methods=["GET"]),
             *service.models.routes(),
             Route(READY, self._ready),
             Route(STATS, self._stats),

@@ -87,6 +87,7 @@ def build_sidecar(
             written_bytes_per_day=None if config.disk is None else config.disk.max_written_bytes_per_day,
             read_timeout_s=READ_TIMEOUT_S if config.disk is None else config.disk.read_timeout_s,
             ledger=ledger,
+            seen=None if config.disk is None else _beside(Path(config.disk.path)),
             records=RecentRecords(
                 [] if tracer is None else [tracer.on_record], [] if request_log is None else [request_log.on_record]
             ),
@@ -100,6 +101,10 @@ def build_sidecar(
         )
         undo.pop_all()
     return sidecar
+
+
+def _beside(store: Path) -> Path:
+    return store.with_name(f"{store.name}-seen")
 
 
 def _segment(extent_bytes: int, num_extents: int, left: int | None, progress: Callable[[str], None]) -> Segment:

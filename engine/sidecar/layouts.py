@@ -1,10 +1,13 @@
 """Layouts: the blocks of all layouts, in one segment and one store."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
+from kvtier.engine.explain.explainer import Explainer
 from kvtier.engine.records.recent_records import RecentRecords
 from kvtier.engine.sidecar.extents import Extents
 from kvtier.engine.sidecar.layout import Layout, LayoutRefused
@@ -26,6 +29,8 @@ from kvtier.tiers.purge import CachePurge
 from kvtier.tiers.reuse.what_if import WhatIf
 from kvtier.transfer.segment import Segment
 from kvtier.transfer.transfer_engine import TransferEngine
+
+log = logging.getLogger(__name__)
 
 MOST_LAYOUTS = 64  # each costs some ten bytes for each slot that the segment could have
 NO_NAMESPACE = bytes(NAMESPACE_BYTES)  # that no layout has
@@ -50,11 +55,12 @@ class Layouts:
         read_timeout_s: float = READ_TIMEOUT_S,
         ledger: LeaseLedger | None = None,
         records: RecentRecords | None = None,
+        seen: Path | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         """*opening* is the store's, see `DiskTier`; *quotas* are bytes of host memory by tenant, in each layout.
-        *ledger*: the segment's, by default one that nobody else sees. *records* get what engines look up,
-        *tracer* is told what they load."""
+        *ledger*: the segment's, by default one that nobody else sees. *records* get what engines look up, *tracer* is
+        told what they load; *seen* is a file by which the next process knows what was looked up."""
         self.segment = segment
         self.ledger = ledger or new_ledger(extent_bytes, segment.num_bytes // extent_bytes)
         left_out = self.ledger.left_out
@@ -63,6 +69,8 @@ class Layouts:
         self.tracer = tracer
         self.records = records or RecentRecords()  # of what engines have looked up
         self.what_if = WhatIf(clock)  # told by doors that are told of each prompt
+        self.explainer: Explainer | None = None  # of the door that is told of prompts
+        self._seen = seen
         self._transfers = transfers
         self._store = None if store is None else SharedStore(store)
         self._opening = opening
@@ -95,6 +103,19 @@ class Layouts:
         made = LayoutTiers(layout, tiers, memories, self.extents, view, self._read_timeout_s, self._clock)
         self._layouts[layout] = made
         return made
+
+    def begin_explaining(self, chunk_tokens: int, note: str) -> Explainer:
+        """The explainer for a door that is told of each prompt, in chunks of so many tokens; it says the *note*."""
+        self.explainer = Explainer(chunk_tokens, {}, self._clock, path=self._seen, notes=[note])
+        return self.explainer
+
+    def close(self) -> None:
+        """Write down what was seen, for the next process to explain more."""
+        try:
+            if self.explainer is not None:
+                self.explainer.close()
+        except OSError as error:
+            log.warning("explain: what was seen could not be written (%s)", error)
 
     def poll(self) -> None:
         """Go on with all that is under way."""

@@ -214,6 +214,7 @@ class Sidecar:
             self._store.close() if is_closed else self._store.kill()
         if self._request_log is not None:
             self._request_log.close()
+        self.layouts.close()
         if self._tracer is not None:
             self._tracer.close()
         self._segment.close()  # after the store, whose process is given its descriptor

@@ -24,12 +24,14 @@ from kvtier.engine.config import SchedulerConfig, as_config
 from kvtier.engine.core import EngineCore
 from kvtier.engine.model.poisoned_cache import PoisonedCache
 from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.records.trail import Trails
 from kvtier.engine.scheduling.loading import MAX_PROMOTIONS
 from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.scheduler import Scheduler
 from kvtier.engine.scheduling.timed_pins import TimedPins
+from kvtier.engine.scheduling.timeline import Caller
 from kvtier.store.blob_store import Blob, BlobStore, Evicted, StoreStatistics
 from kvtier.store.codec.seal import charged_bytes
 from kvtier.store.lmdb.lmdb_store import LmdbStore
@@ -40,6 +42,7 @@ from kvtier.tiers.device.group_slots import GroupSlots
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers, lower_tiers
 from kvtier.tiers.naming.block_hash import ExtraKeys
+from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.pins import Pin
 from kvtier.tiers.up import uploads
 from kvtier.tiers.up.promotion import Hit, Promotion
@@ -349,22 +352,18 @@ class FuzzedEngine:
 
     def restart(self) -> None:
         """End the engine and start another on the same store, in a world without mishaps."""
-        self.core.close()
+        self.core.close(self._let_a_moment_pass)
         self.odds = Odds(0.0, 0.0, 0.0)
         self.core = self._start()
 
     def flush(self) -> None:
         """Write what is cached to disk, as far as that works."""
-
-        def progress(num_left: int) -> None:
-            self.clock.now += STEP_S
-
-        self.core.cache.flush(PATIENCE_S, progress)
+        self.core.cache.flush(PATIENCE_S, self._let_a_moment_pass)
         self._settle()
 
     def close(self) -> None:
         """End the engine and its store."""
-        self.core.close()
+        self.core.close(self._let_a_moment_pass)
         if self.store is not None:
             self.store.close()
 
@@ -381,7 +380,8 @@ class FuzzedEngine:
             cache_salt=rng.choice([None] * 7 + ["b"]), lora=None if lora is None else self.core.lora_key(lora)
         )
         sampling = SamplingParams(max_tokens=rng.choice([1, NUM_NEW]), ignore_eos=True)
-        self._asked.append(Asked(self.core.add(prompt_of(rng), sampling, extra, self.clock.now, options), lora))
+        caller = Caller(str(len(self._asked)))
+        self._asked.append(Asked(self.core.add(prompt_of(rng), sampling, extra, self.clock.now, options, caller), lora))
 
     def step(self) -> None:
         """One step, and all that must be true after it."""
@@ -484,6 +484,9 @@ class FuzzedEngine:
             block = self.core.cache.residency.groups[group_id].memory.host_block(self.rng.choice(slots))
             block[self.rng.randrange(len(block))] ^= 1 << self.rng.randrange(8)
 
+    def _let_a_moment_pass(self, num_left: int) -> None:
+        self.clock.now += STEP_S
+
     def _let_time_pass(self) -> None:
         self.clock.now += self.rng.choice([0.1, 1.0, 30.0])
 
@@ -511,6 +514,10 @@ class FuzzedEngine:
                 for tier in tally.tokens:
                     tally.tokens[tier] += getattr(tokens, tier)
                 tally.num_late += "deadline" in tokens.reasons
+            for found in self.core.explainer.explain(asked.request.timeline.caller.request_id, None):
+                told = [sum(row.end - row.start for row in found.rows if row.tier is tier) for tier in Tier]
+                balance = asked.request.balance()
+                assert told == [balance.device, balance.host, balance.disk], "an explanation that is not the balance"
         tally.num_corrupt += sum(sum(tier.corrupt.values()) for tier in cache.tiers.values())
         tally.num_failed += sum(route.num_failed for route in cache.routes.values())
 
@@ -563,13 +570,21 @@ class FuzzedEngine:
         cache.promote = noted  # type: ignore[method-assign]
         return cache
 
-    def _scheduler(self, cache: TieredCache, config: SchedulerConfig, timeout_s: object, *parts: object, **_: object):  # type: ignore[no-untyped-def]
+    def _scheduler(  # type: ignore[no-untyped-def]
+        self,
+        cache: TieredCache,
+        config: SchedulerConfig,
+        timeout_s: object,
+        *parts: object,
+        trails: Trails,
+        **_: object,
+    ):
         """What the engine makes, with this run's clock, and a deadline although the engine knows of no disk."""
         self._timed_pins, look_ahead = TimedPins(cache, self.clock), None
         if self.store is not None and self._look_ahead:
             most_bytes = int(self._look_ahead * self._num_host * BLOCK_BYTES)
             look_ahead = LookAhead(cache, self._timed_pins, lambda: most_bytes, lasts_s=5.0)
-        return Scheduler(cache, config, self.timeout_s, *parts, clock=self.clock, look_ahead=look_ahead)  # type: ignore[arg-type]
+        return Scheduler(cache, config, self.timeout_s, *parts, clock=self.clock, look_ahead=look_ahead, trails=trails)  # type: ignore[arg-type]
 
     def _waiting(self) -> Callable[[LayerGate, int, int, float], None]:
         """How computing waits for a layer here: some copies go on, and if it has not come then, time is over."""

@@ -22,6 +22,7 @@ from kvtier.engine.server.paths import OPERATE
 from kvtier.engine.sidecar.config import SidecarConfig
 from kvtier.engine.sidecar.http.access import HEALTH
 from kvtier.engine.sidecar.http.deeds import checked, spilled
+from kvtier.engine.sidecar.http.explain_routes import EXPLAIN, ExplainRoutes
 from kvtier.engine.sidecar.http.metrics import SidecarMetrics
 from kvtier.engine.sidecar.http.operated_sidecar import OperatedSidecar
 from kvtier.engine.sidecar.http.owner import Owner
@@ -44,7 +45,7 @@ MOST_SPILL_S = 60.0  # … up to this
 
 READ = ("/ready", "/stats", "/tiers", "/clients", "/leases", "/config", "/metrics")
 DO = ("/spill", "/clear", "/pin", "/check")
-PATHS = frozenset({HEALTH, *READ, *DO, PAGE, *DATA_PATHS})
+PATHS = frozenset({HEALTH, *READ, *DO, EXPLAIN, PAGE, *DATA_PATHS})
 
 
 class SidecarRoutes:
@@ -64,6 +65,7 @@ class SidecarRoutes:
         self._dashboard = dashboard
         self._sidecar = owner.sidecar
         self._pins = PinRoutes(owner)
+        self._explain = ExplainRoutes(owner)
         self._operated = OperatedSidecar(owner, self._pins)
         self._config = config
         self._metrics = metrics
@@ -84,6 +86,8 @@ class SidecarRoutes:
         routes: list[BaseRoute] = [Route(path, answer, methods=["GET"]) for path, answer in reading.items()]
         routes += [Route(path, answer, methods=["POST"]) for path, answer in doing.items()]
         routes.append(Route("/pin", self._pins.unpin, methods=["DELETE"]))
+        routes.append(Route(EXPLAIN, self._explain.prompt, methods=["POST"]))
+        routes.append(Route(f"{EXPLAIN}/{{id}}", self._explain.request, methods=["GET"]))
         routes += [*page_routes(), *DashboardRoutes(self._dashboard, lambda _: None).routes()]
         if self._operating is not None:
             routes.append(Route(f"{OPERATE}/{{verb}}", partial(self._operate, self._operating), methods=["POST"]))

@@ -9,6 +9,7 @@ from kvtier.engine.sidecar.layout import Layout, LayoutRefused
 from kvtier.engine.sidecar.layouts import Layouts
 from kvtier.engine.sidecar.lmcache.attached import attached
 from kvtier.engine.sidecar.lmcache.digest_lane import DigestLane
+from kvtier.engine.sidecar.lmcache.explained_prompt import NOT_TOLD
 from kvtier.engine.sidecar.lmcache.lookups import Lookups
 from kvtier.engine.sidecar.lmcache.promises import MOST_PROMISES, RETRIEVE_S, Counts, Promise, Promises
 from kvtier.engine.sidecar.lmcache.registrations import Instance, Registrations
@@ -114,7 +115,14 @@ class LmcacheDoor:
         self._verifying = DigestLane(transfers, Route.HOST_TO_DEVICE)
         self._taking = DigestLane(transfers, Route.DEVICE_TO_HOST)
         self._stores = Stores(self._taking, layouts.shares)
-        self._lookups = Lookups(chunk_tokens, layouts.records, layouts.what_if, clock, layouts.tracer)
+        self._lookups = Lookups(
+            chunk_tokens,
+            layouts.records,
+            layouts.what_if,
+            layouts.begin_explaining(chunk_tokens, NOT_TOLD),
+            clock,
+            layouts.tracer,
+        )
         self._promises = Promises(self._verifying, self._stores, layouts.shares, clock, self._lookups.on_loaded)
         self._held: list[Held] = []
         self._does: Mapping[int | str, Callable[..., object]] = {
@@ -308,7 +316,9 @@ class LmcacheDoor:
             blocks,
             ranks,
             key.num_kv_readers,
-            on_settled=lambda promise: self._lookups.on_settled(promise, num_tokens(key.token_ids)),
+            on_settled=lambda promise: self._lookups.on_settled(
+                promise, num_tokens(key.token_ids), self._token_keys.chain_of(key.request_id)
+            ),
         )
         return None
 

@@ -3,15 +3,17 @@
 import time
 from collections.abc import Callable, Sequence
 
+from kvtier.engine.explain.explainer import Explainer
 from kvtier.engine.records.recent_records import RecentRecords
 from kvtier.engine.records.request_record import RequestRecord
 from kvtier.engine.records.trail import Trail
 from kvtier.engine.sidecar.layout_tiers import LayoutTiers
+from kvtier.engine.sidecar.lmcache.explained_prompt import namespace_fields
 from kvtier.engine.sidecar.lmcache.promises import Promise
 from kvtier.engine.tracing.span import Attribute
 from kvtier.engine.tracing.tracer import Tracer
 from kvtier.tiers.lower.statistics import TokenBalance
-from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.tier import Reason
 from kvtier.tiers.reuse.what_if import WhatIf
 
@@ -27,10 +29,12 @@ class Lookups:
         chunk_tokens: int,
         records: RecentRecords,
         what_if: WhatIf,
+        explainer: Explainer,
         clock: Callable[[], float],
         tracer: Tracer | None = None,
     ) -> None:
         """*tracer*: is told what workers load; it listens to *records* itself."""
+        self._explainer = explainer
         self._tracer = tracer
         self.tokens = TokenBalance()
         self._chunk_tokens = chunk_tokens
@@ -38,24 +42,26 @@ class Lookups:
         self._what_if = what_if
         self._clock = clock
 
-    def on_settled(self, promise: Promise, num_tokens: int) -> None:
-        """Count the lookup of a prompt of *num_tokens* tokens."""
+    def on_settled(self, promise: Promise, num_tokens: int, chain: BlockChain | None) -> None:
+        """Count the lookup of a prompt of *num_tokens* tokens, which are those of *chain*, if they are still known."""
         balance = balance_of(promise, self._chunk_tokens, num_tokens)
         self._what_if.on_prompt(promise.blocks.names, self._chunk_tokens, _chunk_bytes(promise.tiers), balance)
         seconds = self._clock() - promise.begun_at
         self.tokens = self.tokens.plus(balance)
-        self._records.add(
-            RequestRecord(
-                promise.request_id,
-                None,
-                promise.tiers.layout.model,
-                time.time() - seconds,
-                balance,
-                lookup_s=seconds,
-                load_s=seconds,
-            ),
-            trail_of(promise, self._chunk_tokens, self._clock()),
+        record = RequestRecord(
+            promise.request_id,
+            None,
+            promise.tiers.layout.model,
+            time.time() - seconds,
+            balance,
+            lookup_s=seconds,
+            load_s=seconds,
         )
+        trail = trail_of(promise, self._chunk_tokens, self._clock())
+        self._records.add(record, trail)
+        if chain is not None and len(chain.token_ids) >= num_tokens:
+            namespace = self._explainer.namespace_of(namespace_fields(promise.tiers.layout))
+            self._explainer.on_ended(record, trail, chain, promise.tiers.ghosts, namespace)
 
     def on_loaded(self, promise: Promise, rank: int, num_chunks: int, seconds: float) -> None:
         """Take in that a worker has loaded chunks that a lookup of the request had promised."""

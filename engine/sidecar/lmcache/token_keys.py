@@ -104,6 +104,11 @@ class TokenKeys:
             self._drop_over() if self._over else self._take(next(iter(self._requests)))
         return named.chain.names[: num_tokens // self._chunk_tokens]
 
+    def chain_of(self, request_id: str) -> BlockChain | None:
+        """The chunks and tokens of a request; None if they are not kept any more."""
+        named = self._requests.get(request_id)
+        return None if named is None else named.chain
+
     def forget(self, request_id: str) -> None:
         """The request is over."""
         named = self._requests.get(request_id)

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from markdown_links import anchors_of
 
+import kvtier.configs
 from kvtier.engine.metrics.metric_name import Kind
 from kvtier.engine.metrics.names import CATALOGUE
 
@@ -113,6 +114,13 @@ def test_grafana_is_told_where_the_board_and_prometheus_are() -> None:
 
     assert (source["type"], source["jsonData"]["timeInterval"]) == ("prometheus", scrape)
     assert (provider["type"], provider["options"]["path"]) == ("file", "$KVTIER_BOARDS")
+
+
+def test_the_package_has_the_board_where_the_page_says() -> None:
+    (folder,) = kvtier.configs.__path__
+
+    assert json.loads((Path(folder) / "grafana" / "kvtier.json").read_text()) == BOARD
+    assert (Path(folder) / "prometheus" / "alerts.yml").read_text() == RULES.read_text()
 
 
 def test_prometheus_takes_the_configuration_and_the_rules() -> None:

@@ -80,6 +80,7 @@ def scene(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> I
     attached = {
         "device": {"capacity": NUM_SLOTS * BLOCK_BYTES, "block_size": BLOCK_SIZE},
         "sidecar": f"unix://{door}",
+        "metrics": {"compat": ["vllm", "lmcache"]},
     }
     with ExitStack() as stack:
         sidecar = stack.enter_context(
@@ -111,6 +112,19 @@ def test_every_query_of_the_board_returns_data_in_a_minute_of_scrapes(scene: Sce
     grafana.shows_all(target["expr"] for panel in PANELS for target in panel["targets"])
 
     wait_for(lambda: min(scene.prometheus.num_scraped().values()) >= NUM_SCRAPES, pause_s=1.0)
+
+
+def test_an_engine_on_a_sidecar_tells_the_names_of_others_too(scene: Scene) -> None:
+    Grafana(scene.prometheus).shows_all(
+        f'{name}{{job="kvtier-attached"}} > 0'
+        for name in (
+            "vllm:prompt_tokens_total",
+            "vllm:inter_token_latency_seconds_count",
+            "lmcache_mp_lookup_requested_tokens_total",
+            "lmcache_mp_l1_memory_usage_bytes",
+            "lmcache_mp_l2_usage_bytes",
+        )
+    )
 
 
 def test_a_corrupt_block_is_shown_by_its_cause_and_its_alert_fires(scene: Scene) -> None:

@@ -107,9 +107,9 @@ def test_what_is_on_disk_leaves_also_before_any_engine_has_attached(sidecar: Run
 
 
 def test_the_oldest_of_a_tier_leave(sidecar: RunningSidecar) -> None:
-    sidecar.store(1, 6)
-    sidecar.store(2, 6)
-    done(sidecar, "spill")
+    for document in (1, 2):  # one after the other: two threads write
+        sidecar.store(document, 6)
+        done(sidecar, "spill")
 
     assert done(sidecar, "evict", tier="disk", blocks=6)["tiers"]["disk"]["blocks"] == 6
     assert done(sidecar, "evict", tier="host", blocks=4)["tiers"]["host"]["blocks"] == 4

@@ -1,0 +1,65 @@
+"""PastRequests: what is kept of the newest requests, to explain them when somebody asks."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.engine.explain.prompt_print import PromptPrint
+from kvtier.engine.explain.seen_contents import Way
+from kvtier.engine.records.request_record import RequestRecord
+from kvtier.engine.records.trail import Trail
+from kvtier.tiers.device.ghosts import Ghosts
+
+MOST_REQUESTS = 4096
+MOST_TOKENS = 4 << 20  # of their prompts: a few bytes each
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """One request that has ended, in names and numbers."""
+
+    record: RequestRecord
+    trail: Trail
+    prompt: PromptPrint
+    way: Way
+    ghosts: Ghosts  # of the tiers that it was looked up in
+    before: int  # blocks that were known of other prompts by then, see `KnownPrompts.nearest`
+    seen_before: int  # see `SeenContents.differing`
+
+
+class PastRequests:
+    """The newest ones, bounded; the completions of one HTTP request have its id in common. Owned by one thread."""
+
+    def __init__(self) -> None:
+        self._requests: OrderedDict[int, Past] = OrderedDict()
+        self._by_id: dict[str, list[int]] = {}
+        self._num_tokens = 0
+        self._next = 0
+
+    def add(self, past: Past) -> None:
+        """Keep a request that has ended."""
+        self._requests[self._next] = past
+        self._by_id.setdefault(past.record.request_id, []).append(self._next)
+        self._next += 1
+        self._num_tokens += past.prompt.num_tokens
+        while len(self._requests) > MOST_REQUESTS or self._num_tokens > MOST_TOKENS:
+            self._drop_oldest()
+
+    def find(self, request_id: str) -> Sequence[Past]:
+        """All that are kept with this id, the first that ended first."""
+        return [self._requests[number] for number in self._by_id.get(request_id, ())]
+
+    def running_at(self, at: float) -> Sequence[RequestRecord]:
+        """Those that had come and not ended at that time, since the Unix epoch; if there were none, the last that had
+        come before: what it has taken is copied down, and pushes others out, when it has ended."""
+        come = [past.record for past in self._requests.values() if past.record.arrived_at <= at]
+        running = [each for each in come if at <= each.arrived_at + (each.total_s or 0.0)]
+        return running or sorted(come, key=lambda each: each.arrived_at)[-1:]
+
+    def _drop_oldest(self) -> None:
+        number, past = self._requests.popitem(last=False)
+        self._num_tokens -= past.prompt.num_tokens
+        numbers = self._by_id[past.record.request_id]
+        numbers.remove(number)
+        if not numbers:
+            del self._by_id[past.record.request_id]

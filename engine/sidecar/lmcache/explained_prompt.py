@@ -1,0 +1,50 @@
+"""What would be found of a prompt if an engine looked it up now."""
+
+from kvtier.engine.explain.explainer import Explainer
+from kvtier.engine.explain.explanation import Explanation
+from kvtier.engine.records.trail import Trail
+from kvtier.engine.sidecar.layout import Layout
+from kvtier.engine.sidecar.layout_tiers import LayoutTiers
+from kvtier.engine.sidecar.layouts import Layouts
+from kvtier.engine.sidecar.lmcache.chunk_layout import ChunkLayout
+from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK
+from kvtier.tiers.naming.block_hash import BlockChain
+from kvtier.tiers.naming.tier import Reason, Tier
+
+NOT_TOLD = "What engines have on their devices no sidecar is told."
+
+
+def explained_prompt(layouts: Layouts, explainer: Explainer, model: str, chain: BlockChain) -> list[Explanation]:
+    """Of the chain's tokens in each layout of the model with chunks of that size; on the thread that owns the tiers."""
+    return [
+        _explained(tiers, explainer, chain)
+        for tiers in layouts
+        if isinstance(tiers.layout, ChunkLayout)
+        and (tiers.layout.model, tiers.layout.chunk_tokens) == (model, chain.block_size)
+    ]
+
+
+def namespace_fields(layout: Layout) -> dict[str, str]:
+    """The fields by which another layout is told from it."""
+    return {name: str(value) for name, value in layout.details().items() if name != "chunk_bytes"}
+
+
+def _explained(tiers: LayoutTiers, explainer: Explainer, chain: BlockChain) -> Explanation:
+    found = [tiers.tiers.find(rank, chain.names) for rank in range(len(tiers.memories))]
+    where = [_coldest([int(places[i]) for places in found]) for i in range(len(chain.names))]
+    num_found = next((i for i, tier in enumerate(where) if tier is None), len(where))
+    num_tokens, size = len(chain.token_ids), chain.block_size
+    misses: tuple[tuple[int, Reason], ...] = ()
+    if num_found < len(where):
+        misses = ((len(where) * size, tiers.why_missing(chain.names[num_found])),)
+    depths = bytes(tier.depth for tier in where[:num_found] if tier is not None)
+    trail = Trail(size, chain.names, depths, 0, misses)
+    namespace = explainer.namespace_of(namespace_fields(tiers.layout))
+    return explainer.explain_now(trail, chain, tiers.ghosts, where, num_tokens, None, namespace)
+
+
+def _coldest(places: list[int]) -> Tier | None:
+    """Of a chunk that all ranks have: the disk if one has it there only."""
+    if NOWHERE in places:
+        return None
+    return Tier.DISK if ON_DISK in places else Tier.HOST

@@ -1,0 +1,116 @@
+"""`kvtier explain`: a table, or JSON, of what a real server or sidecar answers."""
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from serving import BLOCK_SIZE, MODEL, ServerInThread, come_true, serving, tables
+from sidecars import TOKEN, running_sidecar, small_config
+from small_models import build
+
+from kvtier.engine.commands.cli import main
+
+NUM_TOKENS = 4 * BLOCK_SIZE + 3
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerInThread]:
+    with serving(build("llama"), tables()) as address:
+        yield address
+
+
+def ask(server: ServerInThread, request_id: str, prompt: list[int]) -> None:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "ignore_eos": True}
+    answer = server.post("/v1/completions", json=body, headers={"x-request-id": request_id})
+    assert answer.status_code == 200, answer.text
+    come_true(lambda: server.get(f"/v1/kvtier/explain/{request_id}").status_code == 200)
+
+
+def prompt_of(seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(32, 127) for _ in range(NUM_TOKENS)]
+
+
+def test_a_request_is_explained_in_a_table(server: ServerInThread, capsys: pytest.CaptureFixture[str]) -> None:
+    ask(server, "first", prompt_of(1))
+    ask(server, "second", [*prompt_of(1)[:40], *prompt_of(2)])
+
+    assert main(["explain", "second", "--url", server.url]) == 0
+
+    told = capsys.readouterr().out
+    assert "request second" in told
+    assert "device" in told
+    assert "never seen" in told
+    assert "shares the first 40 tokens" in told
+
+
+def test_json_is_what_the_server_answers(server: ServerInThread, capsys: pytest.CaptureFixture[str]) -> None:
+    ask(server, "third", prompt_of(3))
+
+    assert main(["explain", "third", "--url", server.url, "--json"]) == 0
+
+    (found,) = json.loads(capsys.readouterr().out)["data"]
+    assert found == server.get("/v1/kvtier/explain/third").json()["data"][0]
+
+
+def test_a_prompt_in_a_file_is_explained_with_the_text_that_differs(
+    server: ServerInThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask(server, "fourth", prompt_of(4))
+    file = tmp_path / "prompt.json"
+    other = prompt_of(4)
+    other[20] += 1
+    file.write_text(json.dumps({"prompt": other}))
+
+    assert main(["explain", "--prompt", str(file), "--url", server.url]) == 0
+
+    told = capsys.readouterr().out
+    assert "a prompt, now" in told
+    assert "shares the first 20 tokens, and goes on otherwise than with" in told
+
+
+def test_a_text_is_a_prompt_too(
+    server: ServerInThread, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("{ is no JSON, and this text is new")
+
+    assert main(["explain", "--prompt", str(file), "--url", server.url]) == 0
+    with file.open() as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        assert main(["explain", "--prompt", "-", "--url", server.url]) == 0
+
+    assert capsys.readouterr().out.count("never seen") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["unknown"], "no request of that id is remembered"),
+        ([], "give the id of a request, or --prompt FILE"),
+        (["a", "--model", "m"], "give --prompt FILE as well"),
+        (["a?b"], "no request of that id is remembered"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    server: ServerInThread, arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", *arguments, "--url", server.url]) == 2
+
+    error = capsys.readouterr().err
+    assert expected in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_sidecar_says_in_one_line_what_it_cannot_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    with running_sidecar(small_config(http={"port": 0, "token": TOKEN})) as sidecar:
+        status = main(["explain", "x", "--url", sidecar.url, "--token-file", str(tmp_path / "token")])
+
+    error = capsys.readouterr().err
+    assert status == 2
+    assert "no lookup of that id is remembered" in error
+    assert len(error.splitlines()) == 1

@@ -1,0 +1,98 @@
+"""Engines that come and go at LMCache's door, over a segment too small for what they store, with rests and damage."""
+
+import random
+from dataclasses import dataclass, field
+
+from lmcache_bed import CHUNK, Bed, RawClient, content, key
+
+DOCUMENTS = [[document, *range(1000, 1000 + CHUNK * num - 1)] for document, num in enumerate((3, 5, 8, 8, 12, 12))]
+
+
+@dataclass
+class Engine:
+    """One worker with a scheduler, and the requests it has under way."""
+
+    scheduler: RawClient
+    worker: RawClient
+    instance: int
+    promised: dict[str, tuple[list[int], int]] = field(default_factory=dict)  # tokens, and chunks that are promised
+    writing: dict[str, tuple[list[int], object]] = field(default_factory=dict)  # tokens, and where to
+
+
+def attach(bed: Bed, instance: int) -> Engine:
+    engine = Engine(RawClient(bed), RawClient(bed), instance)
+    engine.worker.register(instance_id=instance)
+    return engine
+
+
+def prompt(rng: random.Random) -> list[int]:
+    document = rng.choice(DOCUMENTS)
+    return document[: rng.randrange(CHUNK, len(document) + 1)] + [rng.randrange(9)] * rng.randrange(2 * CHUNK)
+
+
+def step(bed: Bed, rng: random.Random, engine: Engine, request: str, looked_up: dict[str, int]) -> None:
+    """Something that an engine may do now. *looked_up*: the tokens of each prompt, by request."""
+    match rng.choice([0, 0, 1, 2, 2, 2, 3, 4, 4, 4, 5, 5, 5]):
+        case 0 | 1:
+            tokens = prompt(rng)
+            looked_up[request] = len(tokens)
+            found = engine.scheduler.lookup(tokens, request)
+            assert 0 <= found <= len(tokens) // CHUNK
+            engine.promised[request] = tokens, found
+        case 2 if engine.promised:
+            request = rng.choice(list(engine.promised))
+            tokens, num_chunks = engine.promised.pop(request)
+            local = rng.randrange(num_chunks + 1)
+            if local:
+                engine.scheduler.ask("free", key(tokens, request, worker=None, end=local * CHUNK), 1)
+            if num_chunks > local:
+                assert engine.worker.retrieve(
+                    tokens, request, engine.instance, start=local * CHUNK, end=num_chunks * CHUNK
+                ), "a promise was not kept"
+            engine.scheduler.ask("end_session", request)
+        case 3 if engine.promised:
+            request = rng.choice(list(engine.promised))
+            engine.scheduler.ask("end_session", request)
+            del engine.promised[request]
+        case 4:
+            tokens = prompt(rng)
+            answer = engine.worker.ask("prepare_store", key(tokens, request), engine.instance)
+            engine.writing[request] = tokens, answer["context"]
+        case 5 if engine.writing:
+            request = rng.choice(list(engine.writing))
+            tokens, context = engine.writing.pop(request)
+            for slot, index in zip(context["slots"], context["chunk_indices"], strict=True):
+                bed.bytes_of(slot)[:] = content(tokens, index)
+            if context["slots"]:
+                assert engine.worker.ask("commit_store", key(tokens, request), engine.instance, b"") is True
+
+
+def flip_somewhere(bed: Bed, rng: random.Random) -> None:
+    """Damage a byte of a chunk that no engine was promised."""
+    for tiers in bed.layouts:
+        pool = tiers.tiers.index.host[0].pool
+        slots = [slot for slot in tiers.tiers.index.host_blocks[0].slots().tolist() if pool.is_free(slot)]
+        if slots:
+            tiers.memories[0].host_block(rng.choice(slots))[rng.randrange(1024)] ^= 1 << rng.randrange(8)
+
+
+def play(bed: Bed, seed: int, num_steps: int, looked_up: dict[str, int]) -> list[Engine]:
+    """Let so many things happen to three engines; those that are there at the end. See `step`."""
+    rng = random.Random(seed)
+    bed.turn_s = 0.003
+    engines = [attach(bed, number) for number in range(3)]
+    for number in range(num_steps):
+        place = rng.randrange(len(engines))
+        step(bed, rng, engines[place], f"r{number}", looked_up)
+        for lane in bed.lanes.values():
+            lane.num_rests = rng.choice([0, 0, 0, 5, 20])
+        if rng.random() < 0.05:
+            flip_somewhere(bed, rng)
+        if rng.random() < 0.02:
+            engines[place].scheduler.close()
+            engines[place].worker.close()
+            engines[place] = attach(bed, 100 + number)
+        if rng.random() < 0.01:
+            engines[place].worker.ask("clear", True)
+        bed.check()
+    return engines
