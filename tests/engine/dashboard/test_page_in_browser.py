@@ -277,7 +277,7 @@ def test_a_sidecars_page_shows_what_its_stats_say(browser: Browser, tmp_path: Pa
         headers = {"Authorization": f"Bearer {TOKEN}"}
         _fill(running)
         pin = {"model": "m", "token_ids": [1000 + number for number in range(48)], "seconds": 600}
-        name = "pin " + running.post("/pin", json=pin, headers=headers).json()["pin"]
+        pinned = "pin " + running.post("/pin", json=pin, headers=headers).json()["pin"]
         with browser.open(f"{running.url}/dashboard") as seen:
             seen.page.locator("#key").fill(TOKEN)
             seen.page.keyboard.press("Enter")
@@ -287,7 +287,7 @@ def test_a_sidecars_page_shows_what_its_stats_say(browser: Browser, tmp_path: Pa
 
             for name, key in (("asked", "num_asked"), ("promised", "num_promised"), ("loaded", "num_loaded")):
                 assert count_of(seen.numbers(f"door.open.{name}")) == stats["doors"][0][key]
-            assert name in seen.page.locator("#pins").inner_text()
+            assert pinned in seen.page.locator("#pins").inner_text()
             assert "late 2" in seen.page.locator("#doors").inner_text()
             assert count_of(seen.numbers("reason.never_seen")) == 90
             cell = seen.page.locator('[data-value="tier.host.bytes"]')
