@@ -97,7 +97,7 @@ export function cards(series) {
     new WhatIfCard(tiers),
     lanesChart(lanes),
     laneTable(lanes),
-    ...(isServe ? [firstTokens(), requests()] : [engines(), doors(), layouts()]),
+    ...(isServe ? [firstTokens(), requests()] : [engines(), doors(), layouts(), pins()]),
     slowest(),
     documents(),
     tenants(),
@@ -354,13 +354,14 @@ function engines() {
 }
 
 function doors() {
-  const table = new Table("Doors", ["door", number("asked"), number("found"), number("loaded"), number("stored"), number("lost"), number("refused")]);
+  const table = new Table("Doors", ["door", number("asked"), number("found"), number("loaded"), number("stored"), number("lost"), number("refused"), "because"]);
   const rows = ({ facts }) =>
     facts.doors.map((door) => [
       door.kind,
       ...["asked", "promised", "loaded", "stored", "lost", "refused"].map((name) => ({ text: count(door[name]), data: { value: `door.${door.kind}.${name}` } })),
+      [...Object.entries(door.why_lost), ...Object.entries(door.why_refused)].filter(([, times]) => times > 0).map(([why, times]) => `${words(why)} ${count(times)}`).join(", ") || NONE,
     ]);
-  return new TableCard("doors", "Chunks by door", false, table, rows);
+  return new TableCard("doors", "Chunks by door", true, table, rows);
 }
 
 function layouts() {
@@ -374,7 +375,13 @@ function layouts() {
       count(each.leased),
       count(each.unsaved),
     ]);
-  return new TableCard("layouts", "Layouts of KV", false, table, rows);
+  return new TableCard("layouts", "Layouts of KV", true, table, rows);
+}
+
+function pins() {
+  const table = new Table("Pins", ["pin", number("kept for"), "model", number("chunks")]);
+  const rows = ({ facts }) => facts.pins.held.map((each) => [{ text: each.name, data: { kind: "id" } }, seconds(each.held_s), each.model ?? NONE, count(each.chunks)]);
+  return new TableCard("pins", "Pins", true, table, rows, { isShown: ({ facts }) => facts.pins.held.length > 0 });
 }
 
 function health() {

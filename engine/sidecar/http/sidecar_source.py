@@ -15,7 +15,8 @@ from kvtier.engine.sidecar.http.owner import Owner
 from kvtier.engine.sidecar.http.views import LANES, Snapshot, clients_view, snapshot_of
 from kvtier.tiers.naming.tier import Tier
 
-NUM_CLIENTS = 64
+NUM_CLIENTS = 64  # that are shown
+NUM_PINS = 64
 TIERS = (Tier.HOST, Tier.DISK)
 
 _CHUNKS: Mapping[str, Callable[[DoorCounts], int]] = {
@@ -120,6 +121,15 @@ class SidecarSource:
                 "num": statistics.pins.num_pins,
                 "bytes": statistics.pins.num_bytes,
                 "most_bytes": statistics.pins.most_bytes,
+                "held": [
+                    {
+                        "name": pin.name,
+                        "held_s": round(snapshot.now - pin.since, 1),
+                        "model": None if pin.layout is None else pin.layout.model,
+                        "chunks": sum(lease.num_chunks for lease in pin.leases),
+                    }
+                    for pin in snapshot.pins[:NUM_PINS]
+                ],
             },
         }
 

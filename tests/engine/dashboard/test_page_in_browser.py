@@ -274,8 +274,10 @@ def test_names_are_text_whatever_is_in_them(browser: Browser) -> None:
 
 def test_a_sidecars_page_shows_what_its_stats_say(browser: Browser, tmp_path: Path) -> None:
     with running_sidecar(small_config(tmp_path / "store", http={"port": 0, "token": TOKEN})) as running:
-        _fill(running)
         headers = {"Authorization": f"Bearer {TOKEN}"}
+        _fill(running)
+        pin = {"model": "m", "token_ids": [1000 + number for number in range(48)], "seconds": 600}
+        pinned = "pin " + running.post("/pin", json=pin, headers=headers).json()["pin"]
         with browser.open(f"{running.url}/dashboard") as seen:
             seen.page.locator("#key").fill(TOKEN)
             seen.page.keyboard.press("Enter")
@@ -285,6 +287,8 @@ def test_a_sidecars_page_shows_what_its_stats_say(browser: Browser, tmp_path: Pa
 
             for name, key in (("asked", "num_asked"), ("promised", "num_promised"), ("loaded", "num_loaded")):
                 assert count_of(seen.numbers(f"door.open.{name}")) == stats["doors"][0][key]
+            assert pinned in seen.page.locator("#pins").inner_text()
+            assert "late 2" in seen.page.locator("#doors").inner_text()
             assert count_of(seen.numbers("reason.never_seen")) == 90
             cell = seen.page.locator('[data-value="tier.host.bytes"]')
             assert cell.get_attribute("data-exact") == str(stats["tiers"]["host"]["num_bytes"])

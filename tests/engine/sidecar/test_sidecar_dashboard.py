@@ -57,6 +57,18 @@ def test_engines_that_are_attached_are_shown(plain: RunningSidecar) -> None:
     assert [(client["name"], client["layout"]["model"]) for client in facts["clients"]] == [("instance 7", "m")]
 
 
+def test_what_operators_keep_is_shown(plain: RunningSidecar) -> None:
+    stored = plain.store(1, 6)
+    token_ids = [1000 + number for number in range(6 * stored.chunk_tokens)]
+    pinned = plain.post("/pin", json={"model": stored.model, "token_ids": token_ids, "seconds": 600}).json()
+
+    now, facts = tick(plain)
+
+    (shown,) = facts["pins"]["held"]
+    assert (shown["name"], shown["model"], shown["chunks"]) == (f"pin {pinned['pin']}", stored.model, 6)
+    assert now["pinned.bytes"] == facts["pins"]["bytes"] > 0
+
+
 def test_an_owner_that_is_stuck_is_told_of_to_those_that_watch() -> None:
     with running_sidecar(small_config(), answer_s=0.05) as running:
         wait_for(lambda: running.get("/health").status_code == 200)
