@@ -1,6 +1,7 @@
 """Explainer: remembers requests that have ended, and says block by block why their prompts were found or not."""
 
 import hashlib
+import logging
 import math
 import os
 import time
@@ -22,6 +23,8 @@ from kvtier.tiers.lower.statistics import TokenBalance
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.namespace import Namespace
 from kvtier.tiers.naming.tier import Reason, Tier
+
+log = logging.getLogger(__name__)
 
 MOST_FIELD = 64  # characters
 NUM_DURING = 4  # requests that are named with an eviction
@@ -120,9 +123,13 @@ class Explainer:
         return False
 
     def close(self) -> None:
-        """Write what was seen to the file, if there is one. OSError."""
-        if self._path is not None:
+        """Write what was seen to the file, if there is one. Where that fails the next process explains less."""
+        if self._path is None:
+            return
+        try:
             self._seen.save(self._path)
+        except OSError as error:
+            log.info("explain: what was seen could not be written (%s)", error)
 
     def _is_other_text(self, own: Past, same_messages: Sequence[str]) -> bool:
         """Whether an earlier request of the same tenant with the same messages had another first block."""

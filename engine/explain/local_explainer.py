@@ -1,6 +1,5 @@
 """LocalExplainer: the explainer of an engine, which has one kind of blocks in tiers of its own."""
 
-import logging
 from collections.abc import Sequence
 
 from kvtier.engine.explain.explainer import Explainer
@@ -10,8 +9,6 @@ from kvtier.engine.records.trail import Trail
 from kvtier.tiers.device.ghosts import Ghosts
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.tier import Tier
-
-log = logging.getLogger(__name__)
 
 
 class LocalExplainer:
@@ -49,7 +46,4 @@ class LocalExplainer:
 
     def close(self) -> None:
         """Write what was seen, for the next process to explain more."""
-        try:
-            self._explainer.close()
-        except OSError as error:
-            log.warning("explain: what was seen could not be written (%s)", error)
+        self._explainer.close()

@@ -1,6 +1,5 @@
 """Layouts: the blocks of all layouts, in one segment and one store."""
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -29,8 +28,6 @@ from kvtier.tiers.purge import CachePurge
 from kvtier.tiers.reuse.what_if import WhatIf
 from kvtier.transfer.segment import Segment
 from kvtier.transfer.transfer_engine import TransferEngine
-
-log = logging.getLogger(__name__)
 
 MOST_LAYOUTS = 64  # each costs some ten bytes for each slot that the segment could have
 NO_NAMESPACE = bytes(NAMESPACE_BYTES)  # that no layout has
@@ -111,11 +108,8 @@ class Layouts:
 
     def close(self) -> None:
         """Write down what was seen, for the next process to explain more."""
-        try:
-            if self.explainer is not None:
-                self.explainer.close()
-        except OSError as error:
-            log.warning("explain: what was seen could not be written (%s)", error)
+        if self.explainer is not None:
+            self.explainer.close()
 
     def poll(self) -> None:
         """Go on with all that is under way."""
