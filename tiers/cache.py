@@ -463,7 +463,7 @@ class TieredCache:
         if not self._promoter.num_waiting:
             self._host_spill.copy_rest_down()
             self.lower.spill()
-        return self._host_spill.num_dirty + self.lower.spill_progress().num_left
+        return self._host_spill.num_uncopied + self.lower.spill_progress().num_left
 
     def reset(self) -> bool:
         """Forget every block in every tier, and end all pins; False, and nothing changed, while blocks are leased or

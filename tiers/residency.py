@@ -149,7 +149,11 @@ class Residency:
                 continue
             slots = group.pool.find_all(names)
             is_here = slots != ABSENT
-            group.slots.on_copies_lost(slots[is_here])
+            if cause is EvictionCause.QUOTA:  # a second copy would push out others of the same tenant
+                self.ghosts.remember(names, tier, cause, self._clock())
+                continue
+            lost = group.slots.on_pushed_out if cause.is_wanted else group.slots.on_copies_lost
+            lost(slots[is_here])
             self.ghosts.remember(list(compress(names, (~is_here).tolist())), tier, cause, self._clock())
         if self._epoch != self.lower.epoch:
             self._epoch = self.lower.epoch

@@ -1,11 +1,15 @@
 """`CacheOptions.copies_all_down`: who shares the tiers below finds what was computed soon, not only near eviction."""
 
+import random
+
 import pytest
 from chaos import World
-from small_cache import BLOCK_BYTES, BLOCK_SIZE, DOCUMENT, read, world
+from small_cache import BLOCK_BYTES, BLOCK_SIZE, CHARGE, DOCUMENT, read, world
 
+from kvtier.store.memory_store import MemoryStore
 from kvtier.tiers.down import host_spill
 from kvtier.tiers.naming.eviction import EvictionCause
+from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.up.promotion import Tables
 from kvtier.transfer.transfer_engine import Route
@@ -133,3 +137,44 @@ def test_a_host_that_is_full_of_others_takes_what_it_has_room_for() -> None:
     assert num_below(w, "a") == NUM_BLOCKS
     assert w.cache.statistics().tiers[Tier.DEVICE].dropped_spills == 0
     w.check()
+
+
+@pytest.mark.parametrize("num_disk_blocks", [None, 8])
+def test_tiers_below_that_are_smaller_than_the_device_come_to_rest(num_disk_blocks: int | None) -> None:
+    store = None if num_disk_blocks is None else MemoryStore(num_disk_blocks * CHARGE)
+    w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 24, 4, store, random.Random(1), copies_all_down=True)
+
+    def copied() -> tuple[int, int]:
+        routes = w.cache.statistics().routes
+        return routes[Route.DEVICE_TO_HOST].num_bytes, routes[Route.HOST_TO_DISK].num_bytes
+
+    def rest() -> tuple[int, int]:
+        for _ in range(20):
+            w.cache.spill()
+            w.settle()
+        return copied()
+
+    read(w, "a")
+    at_rest = rest()
+    assert rest() == at_rest
+    assert at_rest[0] == NUM_BLOCKS * BLOCK_BYTES, "each block goes down once"
+    assert w.cache.spill_rest() == 0
+
+    read(w, "b")
+    assert rest()[0] >= 2 * at_rest[0], "what is computed later goes down too"
+    assert rest() == rest()
+    w.check()
+
+
+def test_a_copy_that_was_damaged_below_is_made_again() -> None:
+    w = World([FullAttention(BLOCK_SIZE)], [BLOCK_BYTES], 64, 40, None, random.Random(1), copies_all_down=True)
+    read(w, "a")
+    w.cache.spill()
+    w.settle()
+    w.lower.forget(0, w.names("a", DOCUMENT)[3:4])
+    assert num_below(w, "a") == 3
+    w.cache.poll()
+    w.cache.spill()
+    w.settle()
+
+    assert num_below(w, "a") == NUM_BLOCKS

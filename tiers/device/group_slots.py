@@ -13,6 +13,8 @@ from kvtier.tiers.device.slot_ids import NOTHING, Ids, Slots
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.eviction import EvictionCause
 
+NO_SPOT = -1
+
 OnForgotten = Callable[[Ids, Sequence[BlockName], set[BlockName | None], EvictionCause], None]
 """Called when slots have lost their blocks: with the slots, the blocks' names, the names of those that had no copy
 below, and why."""
@@ -27,6 +29,7 @@ class GroupSlots:
         self.dirty = DirtyMarks(num_slots)
         self.is_spilled = is_spilled
         self.num_lost = 0  # times that blocks lost their copies below
+        self._pushed_out: npt.NDArray[np.int64] | None = None  # by slot: the spot of the block that was, see there
         self._evicted = dict.fromkeys(EvictionCause, 0)
         self.dropped_spills = 0  # blocks evicted without a copy below
         self.ages = EvictionAges(self.pool)
@@ -51,7 +54,27 @@ class GroupSlots:
         """Mark these slots: their blocks have no copy below any more."""
         if self.is_spilled and len(slots):
             self.num_lost += 1
-            self.dirty.add(np.array(slots, np.intp))
+            ids = np.array(slots, np.intp)
+            self.dirty.add(ids)
+            if self._pushed_out is not None:
+                self._pushed_out[ids] = NO_SPOT
+
+    def on_pushed_out(self, slots: Ids) -> None:
+        """Mark these slots: the tiers below did not want to keep the copies of their blocks."""
+        if self.is_spilled and len(slots):
+            self.on_copies_lost(slots)
+            if self._pushed_out is None:
+                self._pushed_out = np.full(self.pool.num_slots, NO_SPOT, np.int64)
+            self._pushed_out[slots] = self.pool.spots(slots)
+
+    def uncopied(self, most: int | None = None) -> Ids:
+        """Up to *most* dirty slots, the one marked first first, whose blocks were not pushed out below before: those
+        would push out others."""
+        if self._pushed_out is None:
+            return self.dirty.oldest(len(self.dirty) if most is None else most)
+        slots = self.dirty.oldest(len(self.dirty))
+        uncopied: Ids = slots[self._pushed_out[slots] != self.pool.spots(slots)]
+        return uncopied[:most]
 
     def take(self, num_slots: int, window: int) -> list[int] | None:
         """Lease that many slots, evicting clean blocks first. None, and nothing changed, if too few are free.

@@ -58,7 +58,8 @@ class HostSpill:
     ) -> None:
         self._groups = residency.groups
         self._lower = residency.lower
-        self._most_in_batch = MOST_WITH_DISK if self._lower.spill_progress().has_target else MOST_IN_BATCH
+        self._has_disk = self._lower.spill_progress().has_target
+        self._most_in_batch = MOST_WITH_DISK if self._has_disk else MOST_IN_BATCH
         self._transfers = transfers
         self._window = window
         self._clock = clock
@@ -69,23 +70,27 @@ class HostSpill:
     def spill(self, demand: Sequence[int]) -> None:
         """Start copies that are due. *demand*: for each group, slots about to be taken beyond the usual.
 
-        Half of the window is headroom: it is copied only while no promotion needs the bus.
+        Half of the window is headroom: it is copied only while no promotion needs the bus. More than there is room for
+        below would push itself out, again and again.
         """
         ahead, is_bus_free = self._window.depth, not self._transfers.num_pending(Route.HOST_TO_DEVICE)
         if not is_bus_free:
             ahead = -(-ahead // 2)
         for group, wanted in zip(self._groups, demand, strict=True):
-            window = ahead + wanted + group.pool.num_reserved
+            most = group.pool.num_slots if self._has_disk else group.memory.num_host_slots
+            window = min(ahead + wanted + group.pool.num_reserved, most)
             if not self._is_clean(group, window):
-                self._clean(group, window, self._beyond(group) if is_bus_free else 0)
+                beyond = self._beyond(group) if is_bus_free else 0
+                self._clean(group, window, min(beyond, most - window))
             short = ahead + wanted - group.pool.num_free
             if short > 0:  # the slots that running requests release will be taken at once
                 self.copy_down(group, group.slots.dirty.oldest(2 * short))
 
     def copy_rest_down(self) -> None:
-        """Start copying blocks that have no copy below, leased or not, the oldest first. The rest in the next call."""
+        """Start copying blocks that have no copy below, leased or not, the oldest first. The rest in the next call. Not
+        blocks that were pushed out there: tiers below that are smaller than the device would never rest."""
         for group in self._groups:
-            self.copy_down(group, group.slots.dirty.oldest(MOST_STARTED))
+            self.copy_down(group, group.slots.uncopied(MOST_STARTED))
 
     def copy_down(self, group: GroupTiers, slots: Sequence[int] | Ids) -> None:
         """Start copying the blocks in these device slots that have no copy below, leased or not. A chain's front comes
@@ -112,6 +117,11 @@ class HostSpill:
     def num_dirty(self) -> int:
         """Number of device blocks that have no copy below."""
         return sum(len(group.slots.dirty) for group in self._groups)
+
+    @property
+    def num_uncopied(self) -> int:
+        """Of these, those that `copy_rest_down` copies."""
+        return sum(len(group.slots.uncopied()) for group in self._groups)
 
     def _is_clean(self, group: GroupTiers, window: int) -> bool:
         """Whether the next *window* slots to evict are known to be clean or on their way, without a look at them."""

@@ -13,3 +13,8 @@ class EvictionCause(StrEnum):
     CORRUPT = "corrupt"  # its bytes were not what had been stored
     UNREADABLE = "unreadable"  # reading it failed, or hung
     CLEARED = "cleared"  # someone asked for it
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the tier did not want to keep the block. Else it was a mishap."""
+        return self not in (EvictionCause.CORRUPT, EvictionCause.UNREADABLE)

@@ -212,7 +212,7 @@ def test_an_engine_serves_before_its_sidecar_is_there_and_attaches_once_it_is(
 
         with started_sidecar(tmp_path, socket):
             wait_for(lambda: is_attached(llm))
-            ask(llm, prompt_of(4))  # copies down what the device had, too
+            ask(llm, prompt_of(4, 40))  # copies down what the device had, too: there is room beside it
             with engine(model, socket) as other:
                 until_found(other, prompt)
                 found = ask(other, prompt)

@@ -14,7 +14,7 @@ from kvtier.tiers.lower import host_quotas
 from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention
 from kvtier.tiers.naming.tenant import NO_TENANT, tenant_of, tenant_with
-from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.naming.tier import Reason, Tier
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = DOCUMENT // BLOCK_SIZE
@@ -168,3 +168,34 @@ def test_what_a_tenant_has_too_much_goes_though_all_of_it_stands_in_the_last_par
 
     assert w.cache.statistics().host_tenants[ANN] == 0
     w.check()
+
+
+@pytest.mark.parametrize("disk", [{}, {ANN: 3 * CHARGE}])
+def test_blocks_that_a_quota_pushed_out_do_not_push_each_other_out_for_ever(disk: Mapping[bytes, int]) -> None:
+    w = world({ANN: 2 * BLOCK_BYTES}, disk)
+    read(w, "ann")
+
+    def moved_at_rest() -> list[int]:
+        for _ in range(20):
+            w.cache.spill_rest()
+            w.settle()
+        return [route.num_bytes for route in w.cache.statistics().routes.values()]
+
+    at_rest = moved_at_rest()
+    assert moved_at_rest() == at_rest
+    assert w.cache.spill_rest() == 0
+    w.check()
+
+
+def test_a_block_that_a_quota_pushed_out_is_told_from_one_that_never_came() -> None:
+    w = world({ANN: 2 * BLOCK_BYTES}, {ANN: 3 * CHARGE})
+    read(w, "ann")
+    for _ in range(20):
+        w.cache.spill_rest()
+        w.settle()
+    push_out(w)
+
+    misses = read(w, "ann").misses.reasons
+
+    assert {reason for _, reason in misses} & {Reason.EVICTED_FROM_HOST, Reason.EVICTED_FROM_DISK}
+    assert Reason.NEVER_SEEN not in {reason for _, reason in misses}
