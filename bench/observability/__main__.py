@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bench.observability.balance import balance_rows
 from bench.observability.cardinality import cardinality_rows
+from bench.observability.cost import cost_rows
 from bench.observability.explain import explain_rows
 from bench.observability.page import page_rows
 from bench.report import Row, arguments, publish
@@ -18,6 +19,7 @@ QUESTIONS: Mapping[str, Callable[[Path], list[Row]]] = {
     "balance": balance_rows,
     "explain": explain_rows,
     "page": page_rows,
+    "cost": cost_rows,
 }
 
 

@@ -30,7 +30,7 @@ from kvtier.tiers.lower.statistics import TierStatistics
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
 from kvtier.tiers.naming.tier import Tier
 
-NUM_ROUNDS = 5
+NUM_ROUNDS = 3
 TURNS = 4  # of each server in a round, and one to warm up
 NUM_NEW, NEW_TOKENS = 12, 512
 NUM_QUESTIONS = 12
