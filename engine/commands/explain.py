@@ -69,7 +69,7 @@ def explain(options: argparse.Namespace) -> int:
 
 def _key(options: argparse.Namespace) -> str | None:
     if options.token_file is not None:
-        return Path(options.token_file).expanduser().read_text(encoding="utf-8").strip()
+        return _text_of("--token-file", options.token_file).strip()
     key: str | None = options.api_key or os.environ.get("KVTIER_API_KEY")
     return key
 
@@ -80,7 +80,7 @@ def _id(request_id: str) -> str:
 
 def _question(options: argparse.Namespace) -> dict[str, object]:
     """The body of the question: that of a file of JSON, or its text as the prompt."""
-    text = sys.stdin.read() if options.prompt == "-" else Path(options.prompt).expanduser().read_text(encoding="utf-8")
+    text = sys.stdin.read() if options.prompt == "-" else _text_of("--prompt", options.prompt)
     question: dict[str, object] = {"prompt": text}
     if text.lstrip()[:1] == "{":
         try:
@@ -137,3 +137,11 @@ def _departure(departure: dict[str, Any] | None) -> str:
 
 def _when(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def _text_of(option: str, file: str) -> str:
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise ValueError(f"{option} {file}: {why}; give a file of text that can be read") from None

@@ -114,3 +114,19 @@ def test_a_sidecar_says_in_one_line_what_it_cannot_know(tmp_path: Path, capsys: 
     assert status == 2
     assert "no lookup of that id is remembered" in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", ["--prompt", "--token-file"])
+@pytest.mark.parametrize(("content", "why"), [(None, "No such file"), (b"\xff\xfe", "no text in UTF-8")])
+def test_a_file_that_cannot_be_read_is_named_with_its_option(
+    option: str, content: bytes | None, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    if content is not None:
+        file.write_bytes(content)
+
+    assert main(["explain", *(["any"] if option == "--token-file" else []), option, str(file)]) != 0
+
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"kvtier: {option} {file}: ")
+    assert why in told
