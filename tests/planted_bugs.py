@@ -521,6 +521,20 @@ BUGS = [
         "tests/engine/explain/test_seen_contents.py",
     ),
     Bug(
+        "tokens after the last whole row of a long prompt have no marks",
+        "engine/explain/prompt_print.py",
+        "        rest *= self._factors[: len(rest)]\n",
+        "        rest *= 0\n",
+        "tests/engine/explain/test_known_prompts.py",
+    ),
+    Bug(
+        "an image is no part of what a block of a known prompt continues",
+        "engine/explain/prompt_print.py",
+        "max(1, -(-own.end // size))",
+        "1",
+        "tests/engine/explain/test_known_prompts.py",
+    ),
+    Bug(
         "what was lost after a request is said to be why it missed",
         "tiers/device/ghosts.py",
         " & (self._at < before)",
