@@ -1342,6 +1342,27 @@ BUGS = [
         "tests/engine/sidecar/own/test_own_door.py",
     ),
     Bug(
+        "what a reset takes from the device looks as if it had never been there",
+        "tiers/residency.py",
+        "            self.ghosts.remember(group.clear(), Tier.DEVICE, EvictionCause.CLEARED, self._clock())\n",
+        "            group.clear()\n",
+        "tests/tiers/test_purge.py",
+    ),
+    Bug(
+        "what is on disk when all is forgotten is not remembered",
+        "tiers/lower/local_tiers.py",
+        "        self.index.lose_disk()\n        self.index.disk.index.empty()\n",
+        "        self.index.disk.index.empty()\n",
+        "tests/engine/sidecar/test_layouts.py",
+    ),
+    Bug(
+        "an engine forgets what its sidecar said of a reset",
+        "engine/attached/sidecar_tiers.py",
+        "        return self._is_cleared\n\n    def purge",
+        "        self._mirror.take_lost()\n        return self._is_cleared\n\n    def purge",
+        "tests/tiers/lower/test_lower_tiers.py",
+    ),
+    Bug(
         "an engine is told that all was cleared before it was told of each block",
         "engine/sidecar/own/door.py",
         "            if feed.tiers.tiers.is_forgetting:",
