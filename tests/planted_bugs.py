@@ -535,6 +535,27 @@ BUGS = [
         "tests/engine/explain/test_known_prompts.py",
     ),
     Bug(
+        "a prompt that is asked about is explained without the planner",
+        "engine/scheduling/scheduler.py",
+        "        return self._cache.worth_loading(hit, num_tokens, self._busy_s(None))\n",
+        "        return hit\n",
+        "tests/engine/explain/test_explained_plans.py",
+    ),
+    Bug(
+        "to ask about a prompt counts as a plan",
+        "tiers/cache.py",
+        "self._planned(hit, num_tokens, busy_s, self._planner.best)",
+        "self._planned(hit, num_tokens, busy_s, self._planner.choose)",
+        "tests/engine/explain/test_explained_plans.py",
+    ),
+    Bug(
+        "what a split hit's request would compute is explained as loaded",
+        "engine/core.py",
+        "        depths[computed.start : computed.stop] = bytes([COMPUTED]) * len(computed)\n",
+        "",
+        "tests/engine/explain/test_explained_plans.py",
+    ),
+    Bug(
         "what was lost after a request is said to be why it missed",
         "tiers/device/ghosts.py",
         " & (self._at < before)",
