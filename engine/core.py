@@ -41,6 +41,7 @@ from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.up.load_planner import LoadPlanner
+from kvtier.tiers.up.promotion import COMPUTED
 from kvtier.transfer.block_memory import BlockMemory
 
 log = logging.getLogger(__name__)
@@ -208,10 +209,12 @@ class EngineCore:
     ) -> Explanation:
         """Block by block what would be found of a prompt now, and why not more; it changes nothing. See `Explainer`."""
         chain, num_tokens = self.chain(token_ids, extra), len(token_ids)
-        hit, tiers = self.cache.lookup(chain, num_tokens), self.cache.where(chain)
-        depths = bytes(tier.depth for tier in _warmest_if_none(tiers[: hit.num_blocks]))
+        hit, tiers = self.scheduler.expected_hit(chain, num_tokens), self.cache.where(chain)
+        depths = bytearray(tier.depth for tier in _warmest_if_none(tiers[: hit.num_blocks]))
+        computed = self.cache.computed(hit)
+        depths[computed.start : computed.stop] = bytes([COMPUTED]) * len(computed)
         num_copied = 0 if hit.partial is None else hit.partial.num_tokens
-        trail = Trail(chain.block_size, chain.names, depths, num_copied, hit.misses.reasons)
+        trail = Trail(chain.block_size, chain.names, bytes(depths), num_copied, hit.misses.reasons)
         return self.explainer.explain_now(trail, chain, tiers, num_tokens, tenant, same_messages)
 
     def chain(self, token_ids: Sequence[int], extra: ExtraKeys) -> BlockChain:

@@ -27,7 +27,7 @@ from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.pins import Pin, Pins
 from kvtier.tiers.purge import CachePurge
 from kvtier.tiers.residency import Located, Residency
-from kvtier.tiers.up.load_planner import LoadPlanner, LoadSpeeds
+from kvtier.tiers.up.load_planner import Demand, LoadPlanner, LoadSpeeds, Plan
 from kvtier.tiers.up.promoter import Promoter
 from kvtier.tiers.up.promotion import NO_SLOT, Hit, Misses, PartialHit, Promotion, Table, Tables
 from kvtier.transfer.block_memory import BlockMemory
@@ -366,15 +366,13 @@ class TieredCache:
         """As much of the hit as is faster loaded than computed, for a prompt of *num_tokens*.
 
         *busy_s*: how long the device will be computing for other requests first. The request begins a split hit
-        (`Hit.start`) with what is `on_device` of it; promoting the hit brings the rest.
+        (`Hit.start`) with what is `on_device` of it; promoting the hit brings the rest. Changes nothing.
         """
-        demand = None if self._planner is None else self._hits.demand(hit, self.alignment)
-        if self._planner is None or demand is None:
-            return hit
-        plan = self._planner.best(demand, num_tokens, busy_s, self._speeds)
-        if plan.end == hit.num_tokens:
-            return replace(hit, start=plan.start) if plan.start else hit
-        return replace(self._hits.shorter(hit, plan.end), misses=hit.misses.cut(hit.num_tokens, Reason.COST))
+        return hit if self._planner is None else self._planned(hit, num_tokens, busy_s, self._planner.best)
+
+    def plan_load(self, hit: Hit, num_tokens: int, busy_s: float = 0.0) -> Hit:
+        """`worth_loading`, for a request that goes by it: the plan is counted."""
+        return hit if self._planner is None else self._planned(hit, num_tokens, busy_s, self._planner.choose)
 
     def load_seconds(self, hit: Hit, planner: LoadPlanner) -> float | None:
         """Seconds to bring all of the hit to the device, after what is queued; None while a lane's speed is unknown."""
@@ -391,6 +389,10 @@ class TieredCache:
     def on_device(self, hit: Hit) -> Hit:
         """As much of the hit as is on the device. Promoting it is done at once."""
         return self._hits.on_device(hit)
+
+    def computed(self, hit: Hit) -> range:
+        """The places in the chain of the blocks that a split hit's request computes although they are cached."""
+        return self._hits.computed(hit)
 
     def free_slots(self) -> list[int]:
         """For each group, how many device slots `allocate` could give now."""
@@ -530,6 +532,22 @@ class TieredCache:
         for group in self._group_tiers:
             group.memory.close()
         return True
+
+    def _planned(
+        self,
+        hit: Hit,
+        num_tokens: int,
+        busy_s: float,
+        choose: Callable[[Demand, int, float, LoadSpeeds], Plan],
+    ) -> Hit:
+        """As much of the hit as *choose* says, which is the planner's."""
+        demand = self._hits.demand(hit, self.alignment)
+        if demand is None:
+            return hit
+        plan = choose(demand, num_tokens, busy_s, self._speeds)
+        if plan.end == hit.num_tokens:
+            return replace(hit, start=plan.start) if plan.start else hit
+        return replace(self._hits.shorter(hit, plan.end), misses=hit.misses.cut(hit.num_tokens, Reason.COST))
 
     def _spill(self) -> None:
         """Start copies down that are due. While a promotion wants room or is under way, nothing is written to disk that

@@ -86,7 +86,7 @@ class GroupTiers:
         own: npt.NDArray[np.bool_] = self.owners.of(slots) == np.uint64(number_of(tenant))
         return own
 
-    def clear(self) -> None:
-        """Forget every block of the device, without telling of it; nothing may be leased."""
-        self.slots.clear()
+    def clear(self) -> Sequence[BlockName]:
+        """Forget every block of the device, without telling of it; nothing may be leased. Their names."""
         self.tails.clear()
+        return self.slots.clear()

@@ -162,8 +162,9 @@ class Residency:
 
     def clear(self) -> None:
         """Forget every block of the device, after the tiers below have forgotten theirs; nothing may be leased."""
+        self.take_in_lost()
         for group in self.groups:
-            group.clear()
+            self.ghosts.remember(group.clear(), Tier.DEVICE, EvictionCause.CLEARED, self._clock())
         self._marking = iter(())
         if self._events is not None:
             self._events.append(AllBlocksCleared())

@@ -12,12 +12,14 @@ from bench.observability.cardinality import cardinality_rows
 from bench.observability.cost import cost_rows
 from bench.observability.explain import explain_rows
 from bench.observability.page import page_rows
+from bench.observability.remembering import remembering_rows
 from bench.report import Row, arguments, publish
 
 QUESTIONS: Mapping[str, Callable[[Path], list[Row]]] = {
     "cardinality": cardinality_rows,
     "balance": balance_rows,
     "explain": explain_rows,
+    "remembering": remembering_rows,
     "page": page_rows,
     "cost": cost_rows,
 }

@@ -1,10 +1,10 @@
 """Does `kvtier explain` name why a prompt was not found, for 200 requests whose causes are planted?
 
 Each kind of cause is made to happen to real engines over a small model: blocks are evicted from each tier by other
-prompts or by a quota, damaged in host memory, on a disk that fails, hangs or is slow; prompts are sent with another
-salt, adapter, template or seed. The cause is named if the first tokens that were not found have the planted reason, the
-planted cause of their eviction, and the planted field that differs, and if the tokens before them are those that were
-found.
+prompts or by a quota, cleared by a reset or an operator, damaged in host memory, on a disk that fails, hangs or is
+slow; prompts are sent with another salt, adapter, template or seed, or only asked about. The cause is named if the
+first tokens that were not found have the planted reason, the planted cause of their eviction, and the planted field
+that differs, and if the tokens before them are those that were found.
 """
 
 import random
@@ -31,8 +31,10 @@ from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.timeline import Caller
 from kvtier.store.record import Fault
+from kvtier.tiers.lower.purge import PurgeOrder
 from kvtier.tiers.naming.block_hash import ExtraKeys
 from kvtier.tiers.naming.eviction import EvictionCause
+from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Reason, Tier
 
 PER_KIND = 14
@@ -101,6 +103,7 @@ class Bed:
     rng: random.Random
     planted: list[Planted] = field(default_factory=list)
     num_asked: int = 0
+    misnamed: list[Planted] = field(default_factory=list)  # of the prompts that were asked about
 
     def prompt(self, num_tokens: int = PROMPT_TOKENS) -> list[int]:
         """A new one."""
@@ -141,11 +144,18 @@ class Bed:
         """Note what is to be said of the request."""
         self.planted.append(Planted(kind, request_id, why, *more))  # type: ignore[arg-type]
 
+    def plant_prompt(self, kind: str, prompt: Sequence[int], why: Reason | Why) -> None:
+        """The same for a prompt that is asked about, and not asked."""
+        planted = Planted(kind, "none", why)
+        self.planted.append(planted)
+        if not planted.is_named(self.llm.core.explain_prompt(prompt, ExtraKeys())):
+            self.misnamed.append(planted)
+
     def not_named(self) -> list[Planted]:
         """Those of which something else is said, or nothing."""
         explain = self.llm.core.explainer.explain
-        found = [(each, explain(each.request_id, None)) for each in self.planted]
-        return [each for each, told in found if len(told) != 1 or not each.is_named(told[0])]
+        found = [(each, explain(each.request_id, None)) for each in self.planted if each.request_id != "none"]
+        return self.misnamed + [each for each, told in found if len(told) != 1 or not each.is_named(told[0])]
 
 
 def explain_rows(folder: Path) -> list[Figure]:
@@ -192,6 +202,8 @@ def _memory(folder: Path, beds: list[Bed]) -> list[Planted]:
         kinds: Mapping[str, Callable[[], None]] = {
             "never seen": partial(_never_seen, bed),
             "quota": partial(_quota, bed),
+            "cleared by a reset": partial(_reset, bed),
+            "cleared by an operator": partial(_purged, bed),
             "other salt": partial(_other_salt, bed),
             "other adapter": partial(_other_adapter, bed),
             "shorter than a block": partial(_short, bed),
@@ -234,6 +246,27 @@ def _quota(bed: Bed) -> None:
         bed.settle()
         bed.push_out(2 * NUM_SLOTS)
     bed.plant("quota", bed.ask(prompt, salt), Reason.EVICTED_FROM_HOST, EvictionCause.QUOTA)
+
+
+def _reset(bed: Bed) -> None:
+    prompt = bed.prompt()
+    bed.ask(prompt)
+    bed.settle()
+    bed.push_out(2 * NUM_SLOTS)
+    assert bed.llm.reset_prefix_cache(), "something is leased"
+    bed.plant("cleared by a reset", bed.ask(prompt), Reason.EVICTED_FROM_HOST, EvictionCause.CLEARED)
+
+
+def _purged(bed: Bed) -> None:
+    """An operator has the blocks of one tenant leave."""
+    salt, prompt = f"tenant {bed.num_asked}", bed.prompt()
+    bed.ask(prompt, salt)
+    bed.settle()
+    bed.push_out(2 * NUM_SLOTS)
+    purge = bed.llm.core.cache.purge(PurgeOrder(tenant=tenant_of(salt)))
+    while not purge.go_on():
+        bed.llm.core.idle()
+    bed.plant("cleared by an operator", bed.ask(prompt, salt), Reason.EVICTED_FROM_HOST, EvictionCause.CLEARED)
 
 
 def _other_salt(bed: Bed) -> None:
@@ -336,6 +369,7 @@ def _slow_disk(folder: Path, beds: list[Bed]) -> list[Planted]:
         for prompt in prompts[:NUM_MEASURED]:
             bed.ask(prompt)
         for prompt in prompts[NUM_MEASURED:]:
+            bed.plant_prompt("cost, of a prompt that is only asked about", prompt, Reason.COST)
             bed.plant("cost", bed.ask(prompt), Reason.COST)
         return bed.not_named()
 

@@ -232,7 +232,6 @@ class SidecarTiers:
             self._session.flush()
             self._session.wait_readable(WAKE_S)
             self._take_in(float("inf"))
-        self._mirror.take_lost()
         return self._is_cleared
 
     def purge(self, order: PurgeOrder) -> NothingPurged:

@@ -42,7 +42,6 @@ _CAUSES = {
     "superseded": "a longer block has its tokens",
     "corrupt": "its bytes were damaged",
     "unreadable": "it could not be read",
-    "cleared": "someone asked for it",
 }
 
 
@@ -120,6 +119,8 @@ def _because(row: dict[str, Any]) -> str:
     when = _when(evicted["first_at"])
     if round(evicted["last_at"] - evicted["first_at"]):
         when += f" to {_when(evicted['last_at'])}"
+    if evicted["cause"] == "cleared":
+        return f"cleared by a reset or an operator, {when}: it was last in {tier}"
     during = f", during {', '.join(evicted['during'])}" if evicted["during"] else ""
     return f"evicted from {tier}, {when}: {_CAUSES.get(evicted['cause'], evicted['cause'])}{during}"
 

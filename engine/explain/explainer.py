@@ -14,7 +14,7 @@ from typing import Any
 from kvtier.engine.explain.explanation import Departure, Explanation, Row, Why
 from kvtier.engine.explain.known_prompts import KnownPrompts
 from kvtier.engine.explain.past_requests import Past, PastRequests
-from kvtier.engine.explain.prompt_print import KEY_BYTES, PromptPrint, print_of
+from kvtier.engine.explain.prompt_print import KEY_BYTES, PromptPrint, PromptPrinter
 from kvtier.engine.explain.seen_contents import SeenContents, Way
 from kvtier.engine.records.request_record import RequestRecord
 from kvtier.engine.records.trail import Trail
@@ -54,10 +54,11 @@ class Explainer:
         self._clock = clock
         self._path = path
         self._steps = sorted(set(block_steps))
-        self._known = KnownPrompts(block_size)
+        self._known = KnownPrompts()
         self._past = PastRequests()
         key = os.urandom(KEY_BYTES)
         self._seen = SeenContents(key) if path is None else SeenContents.load(path, key)
+        self._printer = PromptPrinter(block_size, self._seen.key)
         self._namespace = self.namespace_of(namespace)
 
     def namespace_of(self, fields: Mapping[str, str]) -> str:
@@ -76,10 +77,10 @@ class Explainer:
     ) -> None:
         """Remember a request that has ended. *chain* has its prompt's tokens, *ghosts* what its tiers have lost."""
         namespace = self._namespace if namespace is None else namespace
-        prompt = print_of(chain, record.tokens.num_tokens, namespace, self._seen.key)
+        prompt = self._printer.print_of(chain, trail.names, record.tokens.num_tokens, namespace)
         way = Way(prompt.salt, prompt.adapter, namespace, record.tenant)
         self._past.add(Past(record, trail, prompt, way, ghosts, self._known.num_added, self._seen.num_added))
-        self._known.add(prompt, len(trail.depths))
+        self._known.add(prompt)
         if Reason.ABORTED not in record.tokens.reasons:
             for content in prompt.contents.values():
                 self._seen.add(content, way)
@@ -106,7 +107,7 @@ class Explainer:
     ) -> Explanation:
         """What would be found of a prompt now, and why not more. *tiers*: where each of its blocks is."""
         namespace = self._namespace if namespace is None else namespace
-        prompt = print_of(chain, num_tokens, namespace, self._seen.key)
+        prompt = self._printer.print_of(chain, trail.names, num_tokens, namespace)
         way = Way(prompt.salt, prompt.adapter, namespace, tenant)
         record = RequestRecord("", tenant, None, time.time(), TokenBalance(recomputed=num_tokens))
         past = Past(record, trail, prompt, way, ghosts, self._known.num_added, self._seen.num_added)
@@ -117,7 +118,7 @@ class Explainer:
         """Whether the request had this very prompt."""
         pasts = [past for past in self._past.find(request_id) if past.record.tenant == tenant]
         for past in pasts:
-            own = print_of(chain, num_tokens, past.way.namespace, self._seen.key)
+            own = self._printer.print_of(chain, chain.names, num_tokens, past.way.namespace)
             if past.prompt.num_tokens == num_tokens and _marked(past.prompt) == _marked(own):
                 return True
         return False

@@ -23,7 +23,7 @@ class Past:
     prompt: PromptPrint
     way: Way
     ghosts: Ghosts  # of the tiers that it was looked up in
-    before: int  # blocks that were known of other prompts by then, see `KnownPrompts.nearest`
+    before: int  # prompts that had been known by then, see `KnownPrompts.nearest`
     seen_before: int  # see `SeenContents.differing`
 
 

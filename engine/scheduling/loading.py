@@ -364,7 +364,7 @@ class Loading:
         found_at = self._around.clock()
         if request.options.max_load_tokens is not None:
             hit = cache.loading_at_most(hit, request.options.max_load_tokens)
-        hit = cache.worth_loading(hit, num_tokens, self._around.busy_s(request))
+        hit = cache.plan_load(hit, num_tokens, self._around.busy_s(request))
         request.timeline.note(Stage.LOOKUP, began_at, found_at)
         request.timeline.note(Stage.PLAN, found_at, self._around.clock())
         return hit

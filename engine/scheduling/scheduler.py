@@ -18,6 +18,7 @@ from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.hit_ratio import HitRatio
 from kvtier.tiers.lower.breaker import CircuitBreaker
 from kvtier.tiers.lower.statistics import TokenBalance
+from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.up.load_planner import LoadPlanner
 from kvtier.tiers.up.promotion import Hit
 from kvtier.transfer.layer_gate import LayerGate
@@ -77,6 +78,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any request is not finished."""
         return bool(self.waiting or self.promoting or self.running)
+
+    def expected_hit(self, chain: BlockChain, num_tokens: int) -> Hit:
+        """What a request with this prompt would find and load if it came now. Changes nothing."""
+        hit = self._cache.lookup(chain, num_tokens)
+        return self._cache.worth_loading(hit, num_tokens, self._busy_s(None))
 
     def add(self, request: Request) -> None:
         """Queue the request. ValueError if it could not run even alone, or the queue is full."""
@@ -263,7 +269,7 @@ class Scheduler:
         victim = self._victim()
         return None if victim is None or victim.options.priority <= request.options.priority else victim
 
-    def _busy_s(self, besides: Request) -> float:
+    def _busy_s(self, besides: Request | None) -> float:
         """Seconds for which the device will compute prompts of other admitted requests, as far as that is known."""
         if self._planner is None:
             return 0.0

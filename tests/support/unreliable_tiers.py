@@ -214,7 +214,6 @@ class UnreliableTiers:
         if not self.is_alive or self._inbox or not self.inner.clear():
             return False
         self._known.clear()
-        self._lost.clear()
         for fetch in list(self._fetches):
             fetch.release(range(len(fetch.slots)))
         return True

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from chaos import World
 from small_cache import BLOCK_BYTES, BLOCK_SIZE, CHARGE, DOCUMENT, read, world
 from unreliable_tiers import UnreliableTiers
 
@@ -13,7 +14,7 @@ from kvtier.tiers.naming.events import BlockRemoved, EventLog
 from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
 from kvtier.tiers.naming.tenant import tenant_of
-from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.tiers.purge import CachePurge
 
 BLOCKS = DOCUMENT // BLOCK_SIZE
@@ -67,6 +68,53 @@ def test_a_tenants_blocks_leave_and_nobody_elses() -> None:
     assert [num_found(w, each) for each in "ab"] == [0, BLOCKS]
     assert outcome[Tier.HOST].num_blocks == outcome[Tier.DISK].num_blocks == BLOCKS
     assert read(w, "b").num_tokens == DOCUMENT
+
+
+def how_lost(w, document: str) -> set[tuple[Tier, EvictionCause, float] | None]:
+    """By which tier, why and when the document's blocks were lost."""
+    found = w.cache.residency.ghosts.find_all(w.chain(document, DOCUMENT).names)
+    return {None if each is None else (each.tier, each.cause, each.at) for each in found}
+
+
+@pytest.mark.parametrize("below", ["nothing", "host memory", "host memory and disk", "a sidecar", "a sidecar, disk"])
+def test_what_a_reset_forgets_is_remembered_as_cleared(below: str) -> None:
+    store = MemoryStore(100 * CHARGE) if "disk" in below else None
+    num_host_slots = 0 if below == "nothing" else 64
+    groups = [FullAttention(BLOCK_SIZE)]
+    w = World(groups, [BLOCK_BYTES], 32, num_host_slots, store, random.Random(1), is_apart="sidecar" in below)
+    everywhere(w, "ab")
+    w.clock.now = 77.0
+
+    assert w.cache.reset()
+
+    for document in "ab":
+        assert how_lost(w, document) == {(Tier.DEVICE, EvictionCause.CLEARED, 77.0)}
+        assert read(w, document).why_no_more is Reason.EVICTED_FROM_DEVICE
+
+
+def test_what_a_reset_takes_from_a_tier_below_was_lost_there() -> None:
+    w = world(num_device_slots=16, num_host_slots=24)
+    everywhere(w, "abcd")
+    assert {w.cache.where(w.chain(document, DOCUMENT))[0] for document in "abcd"} == set(Tier)
+    w.clock.now = 77.0
+
+    assert w.cache.reset()
+
+    lost = set().union(*(how_lost(w, document) for document in "abcd"))
+    assert lost == {(tier, EvictionCause.CLEARED, 77.0) for tier in Tier}
+
+
+@pytest.mark.parametrize("order", [PurgeOrder(), PurgeOrder(tenant=tenant_of("a"))], ids=["everything", "a tenant"])
+def test_what_an_operator_has_leave_is_remembered_as_cleared(order: PurgeOrder) -> None:
+    w = world(num_device_slots=32, num_host_slots=64)
+    everywhere(w, "ab")
+
+    done(w, order)
+
+    (lost,) = how_lost(w, "a")
+    assert lost is not None
+    assert lost[:2] == (Tier.DISK, EvictionCause.CLEARED)
+    assert (how_lost(w, "b") == {None}) == (order.tenant is not None)
 
 
 @pytest.mark.parametrize(

@@ -120,10 +120,14 @@ class GroupSlots:
         were_dirty = self._clean(ids)
         self._tell(ids, self.pool.evict(ids), were_dirty, cause)
 
-    def clear(self) -> None:
-        """Forget every block without telling of it, but for the count; no slot may be leased."""
-        self._evicted[EvictionCause.CLEARED] += len(self.pool.evict(self.pool.cached_slots()))
+    def clear(self) -> Sequence[BlockName]:
+        """Forget every block without telling of it, but for the count; no slot may be leased. The blocks' names, the
+        oldest first."""
+        names = self.pool.evict(self.pool.cached_slots())
+        self._evicted[EvictionCause.CLEARED] += len(names)
         self.dirty.clear()
+        self._pushed_out = None
+        return names
 
     def check(self) -> None:
         """Raise AssertionError if the pool's books disagree or a slot without a block is dirty."""

@@ -230,14 +230,14 @@ class DiskTier:
         self._walk = None
 
     def clear(self) -> bool:
-        """Delete every record of this namespace; False if the store could not, and may have some left."""
+        """Delete every record of this namespace; False if the store could not, and may have some left. The index is
+        as it was."""
         try:
             self._store.delete([key for key in self._store.keys() if self.block_of(key) is not None])  # noqa: SIM118  # no dict
             self.latest = self._store.statistics()
         except OSError:
             self.faults[Fault.IO_ERROR.value] += 1
             return False
-        self.index.clear()
         return True
 
     def statistics(self) -> TierStatistics:

@@ -214,6 +214,8 @@ class LocalTiers:
         if self.index.disk.is_there and not self.index.disk.clear():
             return False
         self._fetches.end_all()
+        self.index.lose_disk()
+        self.index.disk.index.clear()
         self.index.clear()
         return True
 
@@ -221,11 +223,12 @@ class LocalTiers:
         """Forget every block, also those that are leased or on their way to disk; the disk's records are deleted later.
         Waits for nothing, unlike `clear`, and ends no fetch: what is being read still comes to host memory. That the
         blocks have left the disk is told in some polls to come: see `is_forgetting`."""
+        self.index.lose_disk()
+        self.index.disk.index.empty()
         for host in self.index.host:
             host.evict(np.arange(host.pool.num_slots), EvictionCause.CLEARED)
         for batch in self._disk_spill.copies.batches:
             batch.pushed_out.update(batch.names)
-        self.index.disk.index.empty()
         self._clearing.begin()
 
     def purge(self, order: PurgeOrder) -> LocalPurge:

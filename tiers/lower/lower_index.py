@@ -8,6 +8,7 @@ from itertools import compress
 import numpy as np
 
 from kvtier.store.record import DIGEST_BYTES, Fault
+from kvtier.tiers.device.ghosts import NUM_GHOSTS
 from kvtier.tiers.device.group_slots import GroupSlots
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.admission import Admission
@@ -189,7 +190,7 @@ class LowerIndex:
             self.disk.ages.on_dropped(name)
             self._tell(BlockRemoved(Tier.DISK, group_id, [name], cause))
             if not self.has(group_id, name):
-                self._lost.append(Lost(group_id, [name], Tier.DISK, cause))
+                self._lose(group_id, [name], Tier.DISK, cause)
 
     def remove_from_disk_index(self, group_id: int, name: BlockName, cause: EvictionCause) -> None:
         """Take in that the store has no good record of a block that it was said to have, for this *cause*.
@@ -237,12 +238,26 @@ class LowerIndex:
                 self.offer_to_disk(group_id, [slot for slot in slots if pool.name(slot) is not None])
                 yield
 
+    def lose_disk(self) -> None:
+        """Take in that all blocks are about to leave the disk because that was asked for. As many are lost by name as
+        anyone remembers."""
+        num_left = NUM_GHOSTS
+        for group_id, host in enumerate(self.host):
+            for page in self.disk.index.pages(group_id):
+                is_only_there = host.pool.find_all(page) == ABSENT
+                gone = list(compress(page, is_only_there.tolist()))[:num_left]
+                num_left -= len(gone)
+                self._lose(group_id, gone, Tier.DISK, EvictionCause.CLEARED)
+                if not num_left:
+                    return
+
     def clear(self) -> None:
-        """Forget every block of host memory, after the disk has; nothing may be leased."""
+        """Forget every block of host memory without telling of it but as lost, after the disk has; nothing may be
+        leased."""
         for group_id, (host, blocks) in enumerate(zip(self.host, self.host_blocks, strict=True)):
-            host.clear()
+            names = host.clear()
             self._uncount(group_id, blocks.slots())
-        self._lost.clear()
+            self._lose(group_id, self._not_on_disk(group_id, names), Tier.HOST, EvictionCause.CLEARED)
 
     def check(self) -> None:
         """Raise AssertionError if the indexes disagree."""
@@ -265,12 +280,10 @@ class LowerIndex:
         self._uncount(group_id, slots)
         if not names:
             return
-        is_on_disk = self.disk.are_held(group_id, names)
-        gone = list(compress(names, (~is_on_disk).tolist())) if is_on_disk.any() else names
-        if gone:
-            if cause is not EvictionCause.CLEARED:
-                self.host[group_id].dropped_spills += len(were_dirty.intersection(gone)) if were_dirty else 0
-            self._lost.append(Lost(group_id, gone, Tier.HOST, cause))
+        gone = self._not_on_disk(group_id, names)
+        if gone and were_dirty and cause is not EvictionCause.CLEARED:
+            self.host[group_id].dropped_spills += len(were_dirty.intersection(gone))
+        self._lose(group_id, gone, Tier.HOST, cause)
         if self._events is not None:
             self._events.append(BlockRemoved(Tier.HOST, group_id, names, cause))
 
@@ -284,7 +297,15 @@ class LowerIndex:
         if slot is not None:
             self.host[group_id].on_copies_lost([slot])
         else:
-            self._lost.append(Lost(group_id, [name], Tier.DISK, cause))
+            self._lose(group_id, [name], Tier.DISK, cause)
+
+    def _not_on_disk(self, group_id: int, names: Sequence[BlockName]) -> Sequence[BlockName]:
+        is_on_disk = self.disk.are_held(group_id, names)
+        return list(compress(names, (~is_on_disk).tolist())) if is_on_disk.any() else names
+
+    def _lose(self, group_id: int, names: Sequence[BlockName], tier: Tier, cause: EvictionCause) -> None:
+        if names:
+            self._lost.append(Lost(group_id, names, tier, cause))
 
     def _will_be_on_disk(self, group_id: int, name: BlockName) -> bool:
         """Whether the block is on disk, or has been admitted there and is on its way."""

@@ -227,7 +227,8 @@ class LowerTiers(Protocol):
         """
 
     def clear(self) -> bool:
-        """Forget every block in all tiers below, and end every fetch; whether that was done.
+        """Forget every block in all tiers below, and end every fetch; whether that was done. `take_lost` tells of the
+        blocks, of those on disk of as many as anyone remembers.
 
         False, and no block is forgotten in host memory, while host slots are reserved, read into or written to disk, or
         if the disk refuses. The only call that waits: for the disk.

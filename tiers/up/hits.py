@@ -68,6 +68,10 @@ class Hits:
                 end = min(end, (group.needed(hit.num_tokens).start + int(absent.argmax())) * group.block_size)
         return self.shorter(replace(hit, start=0), end)
 
+    def computed(self, hit: Hit) -> range:
+        """The places in the chain of the blocks before the start of a split hit that are not on the device."""
+        return range(self.on_device(hit).num_blocks, hit.start // hit.chain.block_size) if hit.start else range(0)
+
     def shorter(self, hit: Hit, num_tokens: int) -> Hit:
         """The same hit with at most *num_tokens* tokens, and without a partial block. A split hit keeps its start."""
 

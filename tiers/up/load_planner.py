@@ -64,6 +64,13 @@ class LoadPlanner:
         self._clock = clock
         self._with_splits = with_splits
 
+    def choose(self, demand: Demand, num_tokens: int, busy_s: float, speeds: LoadSpeeds) -> Plan:
+        """`best`, for a request that goes by it: the plan is counted, once there is something to choose by."""
+        plan = self.best(demand, num_tokens, busy_s, speeds)
+        if self.prefill.is_known:
+            self.num_plans[_outcome(plan, demand)] += 1
+        return plan
+
     def best(self, demand: Demand, num_tokens: int, busy_s: float, speeds: LoadSpeeds) -> Plan:
         """What to do with the hit of a prompt of *num_tokens*; *busy_s*: seconds of computing that go first."""
         if not self.prefill.is_known:
@@ -71,8 +78,7 @@ class LoadPlanner:
         loads = self._load_seconds(demand, demand.disk_bytes, demand.device_bytes, speeds)
         computes = self.prefill.seconds_of_rest(demand.ends, num_tokens, self._chunk)
         totals = np.maximum(loads, busy_s) + computes
-        last = len(totals) - 1
-        place = last - int(np.argmin(totals[::-1]))  # of equals the longest: the device is left to others
+        place = len(totals) - 1 - int(np.argmin(totals[::-1]))  # of equals the longest: the device is left to others
         if self._with_splits:
             from_disk, to_device = demand.disk_bytes, demand.device_bytes
             loads = self._load_seconds(demand, from_disk[-1] - from_disk, to_device[-1] - to_device, speeds)
@@ -80,9 +86,7 @@ class LoadPlanner:
             splits = np.maximum(loads, busy_s + fronts) + computes[-1]
             start = int(np.argmin(splits))
             if splits[start] < totals[place] * (1 - _LEAST_GAIN):
-                self.num_plans["split"] += 1
                 return Plan(int(demand.ends[start]), int(demand.ends[-1]))
-        self.num_plans["all" if place == last else "part" if place else "nothing"] += 1
         return Plan(0, int(demand.ends[place]))
 
     def statistics(self) -> PlanStatistics:
@@ -122,3 +126,11 @@ class LoadPlanner:
             return np.zeros(len(num_bytes))
         hope = 2.0 ** min(max(0.0, self._clock() - speed.measured_at - _PATIENCE_S) / _OPTIMISM_S, _MOST_DOUBLINGS)
         return np.where(num_bytes > 0, (num_bytes + queued_bytes) / (speed.bytes_per_s * hope), 0.0)
+
+
+def _outcome(plan: Plan, demand: Demand) -> str:
+    if plan.start:
+        return "split"
+    if plan.end == demand.ends[-1]:
+        return "all"
+    return "part" if plan.end > demand.ends[0] else "nothing"

@@ -70,9 +70,8 @@ class Promoter:
             deadline,
             hit.start,
         )
-        if hit.start:
-            computed = range(self.hits.on_device(hit).num_blocks, hit.start // hit.chain.block_size)
-            promotion.depths[computed.start : computed.stop] = bytes([COMPUTED]) * len(computed)
+        computed = self.hits.computed(hit)
+        promotion.depths[computed.start : computed.stop] = bytes([COMPUTED]) * len(computed)
         blocks = self._lease_what_is_there(promotion, slots)
         if promotion.waiting or any(map(len, blocks)):  # else all of it is on the device
             self._wait_for(promotion, hit, blocks)

@@ -23,7 +23,8 @@ from kvtier.engine.documents.draft import Draft
 from kvtier.engine.documents.worker import Status
 from kvtier.engine.scheduling.request import Request
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
-from kvtier.tiers.naming.tier import Tier
+from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.up.load_planner import Plan
 
 pytestmark = pytest.mark.long
 
@@ -330,6 +331,23 @@ def test_tenants_do_not_share_and_the_sidecar_has_their_quotas(
     assert of_eve.tokens.recomputed == len(prompt)
     assert of_bob.tokens.host + of_bob.tokens.disk >= 0.95 * DOCUMENT_TOKENS
     assert of_ann.token_ids == of_bob.token_ids == of_eve.token_ids
+
+
+def test_what_the_planner_would_not_load_from_the_sidecar_is_explained_as_too_costly(
+    sidecar: Sidecar, socket: str, model: PreTrainedModel
+) -> None:
+    document = prompt_of(30)
+    with engine(model, socket) as first:
+        ask(first, document)
+
+    with engine(model, socket, scheduler={"load": "cost"}) as llm:
+        until_found(llm, document)
+        llm.core.planner.best = lambda demand, *_: Plan(0, int(demand.ends[len(demand.ends) // 2]))
+        found = llm.core.explain_prompt(document, NO_EXTRA_KEYS)
+
+    (loaded, computed, *_) = found.rows
+    assert loaded.tier in (Tier.HOST, Tier.DISK)
+    assert (computed.start, computed.why) == (DOCUMENT_TOKENS // 2, Reason.COST)
 
 
 def test_events_tell_of_all_tiers_and_of_what_others_store(

@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +46,16 @@ def test_a_request_is_explained_in_a_table(server: ServerInThread, capsys: pytes
     assert "device" in told
     assert "never seen" in told
     assert "shares the first 40 tokens" in told
+
+
+def test_what_a_reset_took_is_said_to_be_cleared(server: ServerInThread, capsys: pytest.CaptureFixture[str]) -> None:
+    ask(server, "before", prompt_of(8))
+    come_true(lambda: server.ask(lambda core: core.reset()))
+    ask(server, "after", prompt_of(8))
+
+    assert main(["explain", "after", "--url", server.url]) == 0
+
+    assert f"cleared by a reset or an operator, {time.strftime('%Y-')}" in capsys.readouterr().out
 
 
 def test_json_is_what_the_server_answers(server: ServerInThread, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -91,6 +92,25 @@ def test_everything_leaves_also_of_the_own_namespace(server: ServerInThread) -> 
     assert num_cached(server, ANN) == 0
     assert done(server, "reset", all=True)["tiers"]["device"]["blocks"] >= NUM_BLOCKS
     assert num_cached(server, ANN) == 0
+
+
+@pytest.mark.parametrize("of", ["tenant", "namespace", "all"])
+def test_what_has_left_is_explained_as_cleared_with_its_time(of: str, server: ServerInThread) -> None:
+    namespace = server.ask(lambda core: core.namespace.hex())
+    server.complete(PROMPT, ANN, max_tokens=1)
+    done(server, "spill")
+    began_at = time.time()
+
+    done(
+        server,
+        "reset",
+        **{"tenant": {"tenant": "ann"}, "namespace": {"namespace": namespace}, "all": {"all": True}}[of],
+    )
+
+    answer = server.post("/v1/kvtier/explain", json={"prompt": PROMPT}, headers={"Authorization": f"Bearer {ANN}"})
+    (row, *_) = answer.json()["data"][0]["rows"]
+    assert (row["start"], row["end"], row["evicted"]["cause"]) == (0, ALL_FOUND, "cleared")
+    assert began_at - 1 < row["evicted"]["first_at"] <= row["evicted"]["last_at"] < time.time() + 1
 
 
 def test_the_oldest_of_a_tier_leave_and_what_is_below_is_still_found(server: ServerInThread) -> None:

@@ -79,6 +79,7 @@ def test_what_operators_reset_at_the_sidecar_is_found_by_no_engine_and_what_they
         operate(server, "reset", all=True)
         at_sidecar = operate(Address(port), "reset", all=True)
         come_true(lambda: metric(server, 'kvtier_resident_blocks{tier="host"}') == 0)
+        explained = server.post("/v1/kvtier/explain", json={"prompt": PROMPT}).json()["data"][0]
         from_nowhere = server.complete(PROMPT, max_tokens=6)
         audited = [line for line in server.lines() if line["logger"] == "kvtier.audit"]
 
@@ -87,6 +88,8 @@ def test_what_operators_reset_at_the_sidecar_is_found_by_no_engine_and_what_they
     assert from_sidecar["kvtier"]["tokens"]["host"] == (len(PROMPT) - 1) // 16 * 16
     assert at_sidecar["tiers"]["host"]["blocks"] >= len(PROMPT) // 16
     assert from_nowhere["kvtier"]["tokens"]["recomputed"] == len(PROMPT)
+    assert {row["evicted"]["cause"] for row in explained["rows"] if row["evicted"]} == {"cleared"}
+    assert explained["rows"][0]["evicted"] is not None
     assert {each["choices"][0]["text"] for each in (cold, from_sidecar, from_nowhere)} == {cold["choices"][0]["text"]}
     assert [(line["who"], line["verb"]) for line in audited] == [("operator", "reset"), ("operator", "reset")]
 

@@ -13,6 +13,7 @@ from kvtier.engine.sidecar.layout import LayoutRefused
 from kvtier.engine.sidecar.lmcache import chunk_layout
 from kvtier.engine.sidecar.lmcache.chunk_layout import ChunkLayout
 from kvtier.store.memory_store import MemoryStore
+from kvtier.tiers.naming.eviction import EvictionCause
 
 PER_EXTENT = EXTENT_BYTES // 4096  # chunks of 4 KiB
 
@@ -159,6 +160,21 @@ def test_what_is_cleared_is_found_no_more_and_leaves_the_disk(with_disk: LayoutB
     with_disk.release(fetch)
     with_disk.put(tiers, 1, 3)
     assert with_disk.get(tiers, 1, 3) == [0, 1, 2]
+
+
+def test_what_is_cleared_is_remembered_with_its_tier_also_where_both_had_it(with_disk: LayoutBed) -> None:
+    tiers = with_disk.layouts.open(layout("m"))
+    for document in range(1, 8):
+        with_disk.put(tiers, document, PER_EXTENT)
+    held = [with_disk.chain(tiers, document, PER_EXTENT).names for document in range(1, 8)]
+    places = [set(np.sign(tiers.tiers.find(0, names)).tolist()) for names in held]
+    assert {frozenset(each) for each in places} >= {frozenset({1}), frozenset({-1})}, "not both tiers"
+
+    tiers.clear()
+
+    for names in held:
+        found = tiers.ghosts.find_all(names)
+        assert {None if each is None else each.cause for each in found} == {EvictionCause.CLEARED}
 
 
 def test_what_is_cleared_while_it_is_being_written_stays_gone(with_disk: LayoutBed) -> None:

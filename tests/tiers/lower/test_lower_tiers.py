@@ -18,7 +18,7 @@ from kvtier.tiers.device.runs import Row
 from kvtier.tiers.device.slot_ids import ABSENT
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import LocalTiers, lower_tiers
-from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, Fetch, LowerTiers
+from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, Fetch, Lost, LowerTiers
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName, ExtraKeys
 from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import FullAttention, SlidingWindow
@@ -143,6 +143,11 @@ class Bed:
 
 def content(name: BlockName) -> bytes:
     return (name * 2)[:BLOCK_BYTES]
+
+
+def told_lost(bed: Bed) -> list[Lost]:
+    """What is told as lost, also by tiers that are late."""
+    return [lost for _ in range(40) for lost in bed.tiers.take_lost()]
 
 
 def bed(kind: str, monkeypatch: pytest.MonkeyPatch) -> Bed:
@@ -345,6 +350,29 @@ def test_after_a_clear_nothing_is_found_and_every_slot_is_free(lower: Bed) -> No
     assert lower.find("a", 3) == [NOWHERE] * 3
     assert len(lower.reserve(NUM_SLOTS)) == NUM_SLOTS
     assert lower.store is None or lower.store.statistics().num_records == 0
+
+
+def test_what_a_clear_forgets_is_lost_because_it_was_cleared(lower: Bed) -> None:
+    lower.put("a", 3)
+    lower.settle_and_tell()
+
+    assert lower.tiers.clear()
+
+    lost = told_lost(lower)
+    assert {name for each in lost for name in each.names} == set(lower.names("a", 3))
+    assert {(each.group_id, each.cause) for each in lost} == {(0, EvictionCause.CLEARED)}
+
+
+def test_what_a_clear_takes_from_the_disk_is_lost_there(with_disk: Bed) -> None:
+    with_disk.push_to_disk("a", 3)
+    with_disk.settle_and_tell()
+    told_lost(with_disk)
+
+    assert with_disk.tiers.clear()
+
+    lost = [each for each in told_lost(with_disk) if each.tier is Tier.DISK]
+    assert set(with_disk.names("a", 3)) <= {name for each in lost for name in each.names}
+    assert {each.cause for each in lost} == {EvictionCause.CLEARED}
 
 
 def test_nothing_is_cleared_while_a_slot_is_reserved(lower: Bed) -> None:

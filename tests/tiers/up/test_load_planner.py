@@ -87,7 +87,7 @@ class Case:
         ends = np.arange(0, 8001, 100, dtype=np.float64)
         demand = Demand(ends, ends * 1000, ends * 1000, queued_disk_bytes, 0)
         speeds = LoadSpeeds(self.transfers.speed(Route.DISK_TO_HOST), self.transfers.speed(Route.HOST_TO_DEVICE))
-        return self.planner.best(demand, num_tokens, busy_s, speeds)
+        return self.planner.choose(demand, num_tokens, busy_s, speeds)
 
     def best(self, num_tokens: int, queued_disk_bytes: int = 0, busy_s: float = 0.0) -> int:
         """How many tokens to load, of a hit that is not split."""

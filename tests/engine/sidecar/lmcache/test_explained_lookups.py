@@ -1,5 +1,6 @@
 """Lookups of engines, explained by the id that LMCache's client sends."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,6 +99,20 @@ def test_what_host_memory_evicted_is_told_with_its_cause(tmp_path: Path) -> None
 
     assert (row.why, row.cause) == (Reason.EVICTED_FROM_HOST, EvictionCause.ROOM)
     assert row.evicted_at is not None
+
+
+def test_what_a_client_had_cleared_is_told_with_its_time(bed: Bed, client: RawClient) -> None:
+    client.store(DOCUMENT, "first")
+    before = time.time()
+    client.ask("clear", True)
+    bed.settle()
+    client.lookup(DOCUMENT, "second")
+
+    (row, *_) = explained(bed, "second").rows
+
+    assert (row.end, row.why, row.cause) == (WHOLE, Reason.EVICTED_FROM_HOST, EvictionCause.CLEARED)
+    assert row.evicted_at is not None
+    assert before - 1 < row.evicted_at[0] < time.time() + 1
 
 
 def test_a_read_that_is_too_late_is_told(tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""What does it cost, at a request's end, to remember its prompt for `kvtier explain`?
+
+Prompts of real lengths end, one after the other, on one thread; each call of `Explainer.on_ended` is timed. Freeing the
+oldest ones' names is left out: without an explainer they would be freed when their request ends.
+"""
+
+import gc
+import random
+import statistics
+import time
+from array import array
+from pathlib import Path
+
+from bench.report import Row
+from kvtier.engine.explain.explainer import Explainer
+from kvtier.engine.records.request_record import RequestRecord
+from kvtier.engine.records.trail import Trail
+from kvtier.tiers.device.ghosts import Ghosts
+from kvtier.tiers.lower.statistics import TokenBalance
+from kvtier.tiers.naming.block_hash import BlockChain, ExtraKeys, Lora
+from kvtier.tiers.naming.tier import Reason
+
+BLOCK_SIZE = 16
+VOCABULARY = 128_000
+LENGTHS = (500, 8192, 131_072)
+NUM_ROUNDS = 20
+NUM_WARM_UPS = 5
+MOST_MS = 0.3  # of the longest
+ADAPTER = ExtraKeys(lora=Lora("legal", "a digest"))
+
+
+def remembering_rows(folder: Path) -> list[Row]:
+    """Milliseconds by length, and with an adapter."""
+    rows = []
+    for num_tokens in LENGTHS:
+        taken = _milliseconds(num_tokens, ExtraKeys())
+        name, most = f"remembering a prompt of {num_tokens:,} tokens", MOST_MS if num_tokens == LENGTHS[-1] else None
+        kept = None if most is None else statistics.median(taken) <= most
+        rows.append(Row(name, statistics.median(taken), "ms", "" if most is None else f"<= {most}", kept))
+        rows.append(Row(f"{name}, the fastest of {NUM_ROUNDS}", min(taken), "ms"))
+    taken = _milliseconds(LENGTHS[-1], ADAPTER)
+    return [*rows, Row(f"the same of {LENGTHS[-1]:,} tokens, with an adapter", statistics.median(taken), "ms")]
+
+
+def _milliseconds(num_tokens: int, extra: ExtraKeys) -> list[float]:
+    explainer = Explainer(BLOCK_SIZE, {"model": "none"}, time.monotonic)
+    rng, ghosts, taken = random.Random(num_tokens), Ghosts(8), []
+    gc.collect()
+    for number in range(NUM_WARM_UPS + NUM_ROUNDS):
+        chain = BlockChain(BLOCK_SIZE, extra)
+        chain.extend(array("I", rng.choices(range(VOCABULARY), k=num_tokens)))
+        tokens = TokenBalance(recomputed=num_tokens, reasons={Reason.NEVER_SEEN: num_tokens})
+        record = RequestRecord(f"request-{number}", None, "none", time.time(), tokens)
+        trail = Trail(BLOCK_SIZE, list(chain.names), misses=((num_tokens, Reason.NEVER_SEEN),))
+        began_at = time.perf_counter()
+        explainer.on_ended(record, trail, chain, ghosts)
+        taken.append((time.perf_counter() - began_at) * 1e3)
+    return taken[NUM_WARM_UPS:]
