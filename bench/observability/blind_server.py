@@ -1,4 +1,7 @@
-"""`kvtier serve` that keeps no books of its requests: what all that is seen is compared with."""
+"""`kvtier serve` that keeps no books of its requests: what all that is seen is compared with.
+
+It is to be started with `GOMP_SPINCOUNT` as `kvtier serve` sets it: here torch is loaded before that could.
+"""
 
 import sys
 from collections.abc import Hashable, Mapping

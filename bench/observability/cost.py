@@ -31,7 +31,7 @@ from kvtier.tiers.lower.statistics import TierStatistics
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
 from kvtier.tiers.naming.tier import Tier
 
-NUM_ROUNDS = 4
+NUM_ROUNDS = 3
 TURNS = 8  # of each server in a round, and one to warm up
 SEEN, BLIND, CONTROL = "seen", "blind", "control"
 NUM_NEW, NEW_TOKENS = 12, 512
