@@ -24,6 +24,8 @@ END_S = 120.0
 BLOCK_SIZE = 32
 # For every server: freed pages may go back to the virtual machine's host, and touching them again is the largest noise.
 KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
+# `kvtier serve` sets this itself, unless it is started by a module that loads torch before: threads that spin.
+SPINS_BRIEFLY = {"GOMP_SPINCOUNT": "1000"}
 NUM_LAYERS, NUM_KV_HEADS = 6, 2
 HEAD_DIM = 64  # that vLLM's attention on CPUs supports
 MODEL = "model"  # its name in the API of each server
@@ -83,7 +85,8 @@ def kvtier_server(
         "--config",
         str(config),
     ]
-    with _process([*command, "--port", str(port), "--model-name", MODEL, *options], port, "/ready", folder, {}) as url:
+    command += ["--port", str(port), "--model-name", MODEL, *options]
+    with _process(command, port, "/ready", folder, SPINS_BRIEFLY) as url:
         yield url
 
 

@@ -1,16 +1,27 @@
-"""`kvtier serve` that keeps no books of its requests: what all that is seen is compared with."""
+"""`kvtier serve` that keeps no books of its requests: what all that is seen is compared with.
+
+It is to be started with `GOMP_SPINCOUNT` as `kvtier serve` sets it: here torch is loaded before that could.
+"""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from unittest.mock import patch
 
 from kvtier.engine import build
 from kvtier.engine.commands.cli import main
 from kvtier.engine.records.request_accounts import RequestAccounts, RequestStatistics
+from kvtier.engine.records.trail import Trail, Trails
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.timeline import Timeline
 from kvtier.tiers.lower.statistics import TierStatistics
 from kvtier.tiers.naming.tier import Tier
+
+
+class NoTrails(Trails):
+    """Keeps none."""
+
+    def begin(self, request: Hashable, trail: Trail) -> None:
+        """Nothing."""
 
 
 class NoAccounts(RequestAccounts):
@@ -31,5 +42,5 @@ class NoAccounts(RequestAccounts):
 
 
 if __name__ == "__main__":
-    with patch.object(build, "RequestAccounts", NoAccounts):
+    with patch.object(build, "RequestAccounts", NoAccounts), patch.object(build, "Trails", NoTrails):
         sys.exit(main())
