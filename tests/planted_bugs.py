@@ -1768,6 +1768,34 @@ BUGS = [
         "        if transfer.error",
         "tests/transfer/test_transfer_engine.py",
     ),
+    Bug(
+        "a copy down that failed is told as one that went well",
+        "tiers/lower/spill_log.py",
+        "            dropped = {Drop.of(transfer.error): len(batch.names)}",
+        "            dropped = {}",
+        "tests/tiers/test_spill_log.py",
+    ),
+    Bug(
+        "what a batch's own write pushed out of the disk is told as being there",
+        "tiers/lower/disk_spill.py",
+        "transfer, len(batch.names) - num_held)",
+        "transfer, 0)",
+        "tests/tiers/test_spill_log.py",
+    ),
+    Bug(
+        "a device block that is lost before it was copied is told to nobody",
+        "tiers/residency.py",
+        "                if self.spills is not None and dropped:",
+        "                if self.spills is not None and not dropped:",
+        "tests/tiers/test_spill_log.py",
+    ),
+    Bug(
+        "a host block that an operator evicts before it is on disk is told as dropped",
+        "tiers/lower/lower_index.py",
+        "            if were_dirty and cause is not EvictionCause.CLEARED:",
+        "            if were_dirty:",
+        "tests/tiers/test_spill_log.py",
+    ),
 ]
 
 
