@@ -1852,6 +1852,13 @@ BUGS = [
         "            tiers.add_traced(span.header, [])",
         "tests/engine/sidecar/lmcache/test_traced_lookups.py",
     ),
+    Bug(
+        "blocks that a sidecar has still to lease count as blocks from disk",
+        "tiers/up/uploads.py",
+        "                upload = Upload(group, name, device_slot, tier, fetch, place)\n",
+        "                upload = Upload(group, name, device_slot, type(tier).DISK, fetch, place)\n",
+        "tests/tiers/up/test_sources.py",
+    ),
 ]
 
 
