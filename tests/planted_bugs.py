@@ -1859,6 +1859,20 @@ BUGS = [
         "                upload = Upload(group, name, device_slot, type(tier).DISK, fetch, place)\n",
         "tests/tiers/up/test_sources.py",
     ),
+    Bug(
+        "an error in a request is in the log without its id",
+        "engine/server/access.py",
+        "        facts.ids.begin()\n",
+        "",
+        "tests/engine/server/test_lines_of_requests.py",
+    ),
+    Bug(
+        "what an operator does at a sidecar is in the log without the request's ids",
+        "engine/sidecar/http/access.py",
+        "        ids.begin()\n",
+        "",
+        "tests/engine/server/test_lines_of_requests.py",
+    ),
 ]
 
 
