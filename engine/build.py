@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtier.engine.attached.attachment import Attachment
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
-from kvtier.engine.attached.wire import VERSION, GroupShape, Hello
+from kvtier.engine.attached.wire import VERSION, GroupShape, Hello, Traced, packed
 from kvtier.engine.config import Config
 from kvtier.engine.core import EngineCore, Parts
 from kvtier.engine.disk_store import disk_tier, open_store
@@ -29,12 +29,14 @@ from kvtier.engine.scheduling.look_ahead import LookAhead
 from kvtier.engine.scheduling.scheduler import Scheduler
 from kvtier.engine.scheduling.step_times import StepTimes
 from kvtier.engine.scheduling.timed_pins import TimedPins
-from kvtier.engine.tracing.tracer import Tracer
+from kvtier.engine.tracing.request_traces import RequestTraces
 from kvtier.store.process.store_process import SWITCH_INTERVAL_S
 from kvtier.tiers.cache import CacheOptions, TieredCache
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.local_tiers import lower_tiers
 from kvtier.tiers.lower.lower_tiers import LowerTiers
+from kvtier.tiers.lower.spill_log import SpillLog
+from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import EventLog
 from kvtier.tiers.naming.namespace import Namespace
 from kvtier.tiers.naming.tenant import tenant_of
@@ -90,6 +92,9 @@ def build_core(
         progress("taking the digest of the weights")
         namespace = runner.namespace(config.names.algorithm, config.names.resolved_seed)
         store, disk = _open_disk(config, namespace, memories, undo, progress)  # while memory is prepared
+        traces = RequestTraces.of(config.tracing, "kvtier")
+        if traces is not None:
+            undo.callback(traces.close)
         finished: Finished = Finished()
         transfers = _transfers(runner, memories[0].num_copiers, finished)
         undo.callback(transfers.close)
@@ -97,14 +102,15 @@ def build_core(
         if config.sidecar_path is not None:
             progress(f"attaching to the sidecar at {config.sidecar_path}")
             answers = ThreadLane(finished, "answers")
-            sidecar = _attach(config.sidecar_path, runner, namespace, shared, transfers, answers, events)
+            sidecar = _attach(config.sidecar_path, runner, namespace, shared, transfers, answers, events, traces)
             undo.callback(sidecar.close)
-        lower = sidecar or _own_tiers(config, runner, memories, transfers, disk, events)
+        spills = None if traces is None else traces.spills
+        lower = sidecar or _own_tiers(config, runner, memories, transfers, disk, events, spills)
         if config.device.poison:
             memories = runner.poisoned(memories)
         prefill = PrefillSpeed()
         planner = _planner(config, runner, prefill)
-        cache = _cache(config, runner, memories, transfers, lower, events, planner)
+        cache = _cache(config, runner, memories, transfers, lower, events, planner, spills)
         progress("waiting for host memory and the disk's index")
         _wait_prepared(memories, store, sidecar, cache)
         load_timeout_s = LOAD_TIMEOUT_S if config.disk is None else config.disk.read_timeout_s
@@ -115,9 +121,6 @@ def build_core(
         request_log = open_request_log(config.request_log)
         if request_log is not None:
             undo.callback(request_log.close)
-        tracer = Tracer.of(config.tracing, "kvtier")
-        if tracer is not None:
-            undo.callback(tracer.close)
         step_times = StepTimes(prefill, config.device.block_size)
         core = EngineCore(
             tokenizer,
@@ -132,7 +135,7 @@ def build_core(
                 namespace.digest,
                 step_times,
                 _accounts(
-                    config, runner, memories, trails, request_log, tracer, _explainer(config, runner, namespace, cache)
+                    config, runner, memories, trails, request_log, traces, _explainer(config, runner, namespace, cache)
                 ),
                 load_timeout_s,
                 events,
@@ -164,7 +167,7 @@ def _accounts(
     memories: Sequence[BlockMemory],
     trails: Trails,
     request_log: RequestLog | None,
-    tracer: Tracer | None,
+    traces: RequestTraces | None,
     explainer: LocalExplainer,
 ) -> RequestAccounts:
     block_size = config.device.block_size
@@ -173,7 +176,7 @@ def _accounts(
         WhatIf(time.monotonic),
         trails,
         request_log,
-        tracer,
+        traces,
         explainer,
         block_tokens=block_size,
         block_bytes=round(block_size * token_bytes),
@@ -206,6 +209,7 @@ def _attach(
     transfers: TransferEngine,
     answers: Lane,
     events: EventLog | None,
+    traces: RequestTraces | None,
 ) -> SidecarTiers:
     """The tiers in the sidecar, also of one that will come later. ValueError if it refuses this engine."""
     shapes = [
@@ -219,7 +223,12 @@ def _attach(
         attachment.close()
         answers.close()
         raise ValueError(f"sidecar {path}: {why}")
-    return SidecarTiers(attachment, runner.groups, memories, transfers, answers, events=events)
+
+    def find_traced(names: Sequence[BlockName]) -> list[Traced]:
+        found = {} if traces is None else traces.find(names)
+        return [Traced(span.header, packed(places)) for span, places in found.items()]
+
+    return SidecarTiers(attachment, runner.groups, memories, transfers, answers, events=events, find_traced=find_traced)
 
 
 def _name_of(model: PreTrainedModel) -> str:
@@ -258,6 +267,7 @@ def _cache(
     lower: LowerTiers,
     events: EventLog | None,
     planner: LoadPlanner,
+    spills: SpillLog | None,
 ) -> TieredCache:
     return (PoisonedCache if config.device.poison else TieredCache)(
         runner.groups,
@@ -274,6 +284,7 @@ def _cache(
         ),
         events=events,
         planner=None if config.scheduler.load == "always" else planner,
+        spills=spills,
     )
 
 
@@ -284,9 +295,10 @@ def _own_tiers(
     transfers: TransferEngine,
     disk: DiskTier | None,
     events: EventLog | None,
+    spills: SpillLog | None,
 ) -> LowerTiers:
     quotas = {tenant_of(salt): tenant.host for salt, tenant in config.tenants.items() if tenant.host is not None}
-    return lower_tiers(runner.groups, memories, transfers, disk, quotas=quotas, events=events)
+    return lower_tiers(runner.groups, memories, transfers, disk, quotas=quotas, events=events, spills=spills)
 
 
 def _wait_prepared(

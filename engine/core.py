@@ -178,6 +178,7 @@ class EngineCore:
         detokenizer = Detokenizer(self.tokenizer, sampling.stop)
         request = Request(token_ids, sampling, chain, detokenizer, options, Timeline(arrived_at, caller))
         self.scheduler.add(request)
+        self._accounts.on_added(request)
         return request
 
     def lora_key(self, name: str) -> Lora:
@@ -267,6 +268,7 @@ class EngineCore:
             # No copy under way will free the slots that are missing; a deadline or an abort will.
             time.sleep(STALLED_WAIT_S)
         self._publish_events()
+        self._accounts.trace_spills()
         if not self.has_work or time.monotonic() - self._snapshot_at > SNAPSHOT_EVERY_S:
             self._take_snapshot()
         return advanced
@@ -277,6 +279,7 @@ class EngineCore:
         self.cache.spill()
         self.pins.tick()
         self._publish_events()
+        self._accounts.trace_spills()
         self._take_snapshot()
 
     def catch_up(self) -> None:

@@ -18,6 +18,7 @@ from kvtier.tiers.lower.clean_ahead import CleanAhead
 from kvtier.tiers.lower.local_purge import most_of_each
 from kvtier.tiers.lower.lower_tiers import LowerTiers, SpillProgress
 from kvtier.tiers.lower.purge import PurgeOrder
+from kvtier.tiers.lower.spill_log import SpillLog
 from kvtier.tiers.lower.statistics import CacheStatistics, slot_statistics
 from kvtier.tiers.naming.block_hash import BlockChain
 from kvtier.tiers.naming.events import EventLog
@@ -75,14 +76,16 @@ class TieredCache:
         *,
         events: EventLog | None = None,
         planner: LoadPlanner | None = None,
+        spills: SpillLog | None = None,
     ) -> None:
         """*memories*, one for each group, have the device slots, and the host slots that *lower* uses. *events*: log
-        of blocks that come to the device and leave it. *planner*: says what is `worth_loading`; without one all is."""
+        of blocks that come to the device and leave it. *planner*: says what is `worth_loading`; without one all is.
+        *spills*: log of each batch that was to be copied down from the device."""
         self.groups = tuple(groups)
         self.block_size = name_block_size(groups)
         self.alignment = alignment(groups)
         self.lower = lower
-        self.residency = Residency(groups, memories, lower, options.partial_blocks, events, clock)
+        self.residency = Residency(groups, memories, lower, options.partial_blocks, events, clock, spills)
         self._group_tiers = self.residency.groups
         self._forgetting = [group for group in self._group_tiers if group.attention.forgets]
         self._transfers = transfers

@@ -11,6 +11,7 @@ from kvtier.tiers.device.ghosts import NUM_GHOSTS, Ghosts
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.lower_tiers import NOWHERE, ON_DISK, LowerTiers, Places
+from kvtier.tiers.lower.spill_log import SpillLog
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
 from kvtier.tiers.naming.eviction import EvictionCause
@@ -18,6 +19,7 @@ from kvtier.tiers.naming.groups import AttentionGroup, alignment, name_block_siz
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.tiers.naming.tier import Reason, Tier
 from kvtier.transfer.block_memory import BlockMemory
+from kvtier.transfer.transfer_engine import Route
 
 SLOTS_AT_ONCE = 256  # of the device that are looked through in one call: 0.1 ms of the owner's thread
 
@@ -43,6 +45,7 @@ class Residency:
         partial_blocks: bool,
         events: EventLog | None,
         clock: Callable[[], float],
+        spills: SpillLog | None,
     ) -> None:
         """*memories* have the device slots, by group. *partial_blocks*: whether blocks are to be found by
         their first tokens too."""
@@ -55,6 +58,7 @@ class Residency:
         self.lower = lower
         self.partial_group = None if in_part is None else self.groups[in_part]  # its blocks are found by first tokens
         self.is_cut_off = False  # the lane to the device hangs: no block can come up
+        self.spills = spills  # of copies down from the device; None: nobody wants to know of them
         self._events = events
         self._clock = clock
         self.ghosts = Ghosts(NUM_GHOSTS)
@@ -212,8 +216,11 @@ class Residency:
             self.ghosts.remember(names, Tier.DEVICE, cause, self._clock())
         elif were_dirty or not self.lower.is_readable:  # else what is clean on the device is found below
             gone = list(compress(names, (self.lower.find(group.id, names) == NOWHERE).tolist()))
-            if cause is not EvictionCause.CLEARED:
-                group.slots.dropped_spills += len(were_dirty.intersection(gone)) if were_dirty else 0
+            if were_dirty and cause is not EvictionCause.CLEARED:
+                dropped = [name for name in gone if name in were_dirty]
+                group.slots.dropped_spills += len(dropped)
+                if self.spills is not None and dropped:
+                    self.spills.on_dropped(Route.DEVICE_TO_HOST, dropped, cause)
             self.ghosts.remember(gone, Tier.DEVICE, cause, self._clock())
         if group.tails and (tails := group.tails.intersection(names)):
             group.tails -= tails

@@ -38,6 +38,7 @@ from kvtier.engine.attached.wire import (
     State,
     TimeOut,
     Told,
+    Traced,
     digests_in,
     joined,
     names_in,
@@ -89,9 +90,11 @@ class SidecarTiers:
         clock: Callable[[], float] = time.monotonic,
         *,
         events: EventLog | None = None,
+        find_traced: Callable[[Sequence[BlockName]], Sequence[Traced]] = lambda names: (),
     ) -> None:
         """Takes over the *attachment*, of the same *memories*, and the lane *answers*, on which the sidecar's answers
-        are waited for, so that `transfers.poll` ends when one has come."""
+        are waited for, so that `transfers.poll` ends when one has come. *find_traced*: what the sidecar is told of
+        the traces of blocks that it gets."""
         self.num_attached = 0  # how often a sidecar was attached to
         self._attached_at = float("-inf")  # when it was last, on the clock
         self._attachment = attachment
@@ -100,6 +103,7 @@ class SidecarTiers:
         self._transfers = transfers
         self._answers = answers
         self._clock = clock
+        self._find_traced = find_traced
         self._mirror = Mirror([group.block_size for group in groups], events)
         self._session: Session | None = None
         self._silence = Silence(lambda: self._send(Ping()), clock)
@@ -201,7 +205,8 @@ class SidecarTiers:
         names = [name for row in rows for name in row.names]
         chains = [Chain(row.start, row.end, row.parent) for row in rows]
         numbers = np.asarray(owners, "<u8").tobytes()
-        self._send(Publish(group_id, packed(slots), joined(names), chains, b"".join(digests), numbers))
+        traced = list(self._find_traced(names))
+        self._send(Publish(group_id, packed(slots), joined(names), chains, b"".join(digests), numbers, traced))
 
     def abandon(self, group_id: int, slots: Ids) -> None:
         self._stocks[group_id].end_loan(slots)

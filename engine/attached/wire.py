@@ -28,6 +28,7 @@ VERSION = 1
 LENGTH_BYTES = 4
 MOST_FRAME_BYTES = 16 << 20  # a promotion of 100,000 blocks is three megabytes
 MOST_BLOCKS = 1 << 17  # in one message
+MOST_TRACED = 64  # requests that a message tells to be traced; an engine tells of half as many
 
 
 class Malformed(ValueError):
@@ -60,6 +61,14 @@ class Chain(msgspec.Struct, frozen=True, array_like=True):
     start: int
     end: int
     parent: bytes | None
+
+
+class Traced(msgspec.Struct, frozen=True, array_like=True):
+    """The blocks at *places* of a message are those of a request that is traced: *traceparent* is its span, as W3C's
+    header has it."""
+
+    traceparent: str
+    places: bytes
 
 
 # What an engine says.
@@ -110,7 +119,10 @@ class Reserve(_Message, frozen=True):
 
 
 class Publish(_Message, frozen=True):
-    """The bytes in these reserved slots are complete, and the blocks can be found: see `LowerTiers.publish`."""
+    """The bytes in these reserved slots are complete, and the blocks can be found: see `LowerTiers.publish`.
+
+    *traced* tells a sidecar that traces too whose blocks they are; an older one passes over it.
+    """
 
     group: int
     slots: bytes
@@ -118,6 +130,7 @@ class Publish(_Message, frozen=True):
     chains: list[Chain]
     digests: bytes
     owners: bytes
+    traced: list[Traced] = []
 
 
 class Abandon(_Message, frozen=True):

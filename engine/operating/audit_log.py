@@ -9,6 +9,8 @@ from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from kvtier.engine.server.request_ids import current_ids
+
 LOGGER = "kvtier.audit"
 NUM_KEPT = 5  # files of the size that is configured, beside the one that is written to
 
@@ -24,7 +26,8 @@ class _OwnFile(RotatingFileHandler):
 
 
 class AuditLog:
-    """Who asked for which verb, with what, and what came of it: names and numbers, no prompt and no salt.
+    """Who asked for which verb, with what, and what came of it: names and numbers, no prompt and no salt. With the ids
+    of the request that it was asked by.
 
     The lines go to the logger `kvtier.audit`, whatever level others have, and to a file of their own if there is one.
     Owned by one event loop.
@@ -53,7 +56,9 @@ class AuditLog:
         fields = {"who": who, "verb": verb, "arguments": dict(arguments), "outcome": dict(outcome)}
         log.info("audit", extra={"fields": fields})
         if self._file is not None:
-            self._file.handle(logging.makeLogRecord({"msg": json.dumps({"time": when, **fields}, default=str)}))
+            ids = current_ids()
+            line = {"time": when, **({} if ids is None else ids.fields()), **fields}
+            self._file.handle(logging.makeLogRecord({"msg": json.dumps(line, default=str)}))
 
     def close(self) -> None:
         """Close the file."""

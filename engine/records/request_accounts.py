@@ -12,7 +12,7 @@ from kvtier.engine.records.tenant_tokens import TenantTokens
 from kvtier.engine.records.trail import Trail, Trails
 from kvtier.engine.scheduling.request import Request
 from kvtier.engine.scheduling.timeline import Timeline
-from kvtier.engine.tracing.tracer import Tracer
+from kvtier.engine.tracing.request_traces import RequestTraces
 from kvtier.tiers.lower.statistics import TierStatistics, TokenBalance
 from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.reuse.what_if import HitRatios, WhatIf
@@ -37,7 +37,7 @@ class RequestAccounts:
         what_if: WhatIf,
         trails: Trails,
         request_log: RequestLog | None,
-        tracer: Tracer | None,
+        traces: RequestTraces | None,
         explainer: LocalExplainer,
         *,
         block_tokens: int,
@@ -45,20 +45,24 @@ class RequestAccounts:
         top_tenants: int,
     ) -> None:
         """A block of *block_tokens* has *block_bytes* in all groups together; *top_tenants* are told by name. Takes
-        over the log, the tracer and the explainer."""
+        over the log, the traces and the explainer."""
         self._times, self._served, self._tenants = RequestTimes(), ServedRequests(), TenantTokens(top_tenants)
         self._what_if = what_if
         self._trails = trails
         self._log = request_log
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
-        self._tracer = tracer
+        self._traces = traces
         self.explainer = explainer
-        tracing = [] if tracer is None else [tracer.on_record]
         self.records = RecentRecords(
-            [self._times.on_record, self._served.on_record, self._tenants.on_record, *tracing],
+            [self._times.on_record, self._served.on_record, self._tenants.on_record],
             [] if request_log is None else [request_log.on_record],
         )
+
+    def on_added(self, request: Request) -> None:
+        """Take in a request that has just come."""
+        if self._traces is not None:
+            self._traces.begin(request, request.timeline.caller, request.chain.names)
 
     def on_token(self, timeline: Timeline) -> None:
         """Count the token that a request has just got."""
@@ -74,6 +78,8 @@ class RequestAccounts:
         trail = self._trails.end(request) or Trail(self._block_tokens, names[:num_named])
         record = request.record()
         self.records.add(record, trail)
+        if self._traces is not None:
+            self._traces.end(request, record)
         self.explainer.on_ended(record, trail, request.chain)
         if request.tokens is None:  # it never left the queue
             return
@@ -81,6 +87,11 @@ class RequestAccounts:
         if num_asked:
             self._what_if.on_prompt(names[:num_asked], self._block_tokens, self._block_bytes, request.tokens)
         self._what_if.on_made(names[num_asked:], self._block_bytes)
+
+    def trace_spills(self) -> None:
+        """Send spans of what has been copied down since the last call."""
+        if self._traces is not None:
+            self._traces.go_on()
 
     def statistics(self, tiers: Mapping[Tier, TierStatistics]) -> RequestStatistics:
         """The counts now, by value. *tiers*: as large as they are now."""
@@ -97,9 +108,9 @@ class RequestAccounts:
         self._what_if.check()
 
     def close(self) -> None:
-        """Write what the log and the explainer still have, send what the tracer has, and close all."""
+        """Write what the log and the explainer still have, send what the traces have, and close all."""
         self.explainer.close()
         if self._log is not None:
             self._log.close()
-        if self._tracer is not None:
-            self._tracer.close()
+        if self._traces is not None:
+            self._traces.close()

@@ -2,9 +2,7 @@
 
 import asyncio
 import logging
-import re
 import time
-import uuid
 from dataclasses import replace
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -14,13 +12,13 @@ from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.entrance import Entrance
 from kvtier.engine.server.facts import Facts, facts_of
 from kvtier.engine.server.paths import OF_ALL, OPERATE, QUIET, is_open, label_of
+from kvtier.engine.server.request_ids import request_id_of
 from kvtier.engine.tracing.span import Attribute, Span
 from kvtier.engine.tracing.trace_context import TraceContext
 
 log = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499  # nginx's number, for the log only: the client had left before a status could be sent
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class Access:
@@ -35,11 +33,11 @@ class Access:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        asked_id = Headers(scope=scope).get("x-request-id", "")
-        facts = Facts(asked_id if _REQUEST_ID.fullmatch(asked_id) else uuid.uuid4().hex)
+        facts = Facts(request_id_of(Headers(scope=scope).get("x-request-id")))
         facts.put(scope)
         status, began_at = 500, time.monotonic()
         span = self._begin_span(scope, facts)
+        facts.ids.begin()
 
         async def send_named(message: Message) -> None:
             nonlocal status
@@ -77,8 +75,7 @@ class Access:
         path = label_of(scope["path"])
         self._entrance.metrics.requests.labels(path, str(status)).inc()
         fields = {
-            "request_id": facts.request_id,
-            "trace_id": None if facts.trace is None else facts.trace.trace_id,
+            **facts.ids.fields(),
             "method": scope["method"],
             "path": path,
             "status": status,

@@ -5,6 +5,7 @@ from typing import cast
 
 from starlette.types import Scope
 
+from kvtier.engine.server.request_ids import RequestIds
 from kvtier.engine.tracing.trace_context import TraceContext
 
 _PLACE = "kvtier.facts"
@@ -19,6 +20,11 @@ class Facts:
     client_left: bool = False
     trace: TraceContext | None = None  # the span that what is done for the request is a part of
     fields: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def ids(self) -> RequestIds:
+        """By which its lines are found in the log."""
+        return RequestIds(self.request_id, None if self.trace is None else self.trace.trace_id)
 
     def put(self, scope: Scope) -> None:
         """Keep these facts in the *scope* of their request."""

@@ -1,4 +1,5 @@
-"""The two forms of the log, for people and as a JSON object a line; both end with the record's *fields*."""
+"""The two forms of the log, for people and as a JSON object a line; both end with the ids of the request that the line
+belongs to, if it does, and the record's *fields*."""
 
 import json
 import logging
@@ -6,6 +7,8 @@ import sys
 import time
 from collections.abc import Mapping
 from typing import Literal
+
+from kvtier.engine.server.request_ids import current_ids
 
 _LIBRARIES = frozenset({"huggingface_hub", "peft", "torch", "transformers", "uvicorn"})
 
@@ -64,5 +67,5 @@ def redirect_libraries() -> None:
 
 
 def _fields(record: logging.LogRecord) -> Mapping[str, object]:
-    fields: Mapping[str, object] = getattr(record, "fields", {})
-    return fields
+    ids = current_ids()
+    return {**({} if ids is None else ids.fields()), **getattr(record, "fields", {})}

@@ -7,6 +7,8 @@ import numpy as np
 from kvtier.engine.sidecar.extents import Extents
 from kvtier.engine.sidecar.layout import Layout, SlotMemory
 from kvtier.engine.sidecar.shared_store import StoreView
+from kvtier.engine.tracing.spill_traces import SpillTraces
+from kvtier.engine.tracing.trace_context import TraceContext
 from kvtier.tiers.device.ghosts import NUM_GHOSTS, Ghosts
 from kvtier.tiers.device.slot_ids import ABSENT, Ids
 from kvtier.tiers.lower.local_fetch import LocalFetch
@@ -59,14 +61,16 @@ class LayoutTiers:
         store: StoreView | None,
         read_timeout_s: float,
         clock: Callable[[], float],
+        traces: SpillTraces | None = None,
     ) -> None:
         """*memories* by group; *store* is the disk's view of this layout, None without a disk. A read from it that
-        takes *read_timeout_s* is given up."""
+        takes *read_timeout_s* is given up. *traces*: of the copies to disk; None: nobody asks for them."""
         self.layout = layout
         self.tiers = tiers
         self.memories = memories
         self.read_timeout_s = read_timeout_s
         self._clock = clock
+        self._traces = traces
         self.num_clears = 0
         self._extents = extents
         self._store = store
@@ -130,6 +134,19 @@ class LayoutTiers:
         self.tiers.poll()
         self._remember_lost()  # no copies above rely on it: engines ask each time
         self.tiers.spill()
+        self.trace_spills()
+
+    def add_traced(self, traceparent: str, names: Sequence[BlockName]) -> None:
+        """Take in that these chunks are those of the request whose span W3C's header *traceparent* names. One whose
+        trace is not sampled is passed over, and what is no such header."""
+        span = TraceContext.of(traceparent)
+        if self._traces is not None and span is not None and span.is_sampled:
+            self._traces.add(span, names)
+
+    def trace_spills(self) -> None:
+        """Send spans of what was written to disk since the last call."""
+        if self._traces is not None:
+            self._traces.go_on()
 
     def clear(self) -> None:
         """Forget every chunk of the layout. What is leased stays where it is until it is released, and what is being

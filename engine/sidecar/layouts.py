@@ -14,6 +14,7 @@ from kvtier.engine.sidecar.layout_tiers import LayoutTiers
 from kvtier.engine.sidecar.lease_ledger import LeaseLedger, new_ledger
 from kvtier.engine.sidecar.shared_store import SharedStore
 from kvtier.engine.sidecar.shares import Shares
+from kvtier.engine.tracing.spill_traces import SpillTraces
 from kvtier.engine.tracing.tracer import Tracer
 from kvtier.store.blob_store import Records
 from kvtier.store.record import NAMESPACE_BYTES
@@ -57,7 +58,8 @@ class Layouts:
     ) -> None:
         """*opening* is the store's, see `DiskTier`; *quotas* are bytes of host memory by tenant, in each layout.
         *ledger*: the segment's, by default one that nobody else sees. *records* get what engines look up, *tracer* is
-        told what they load; *seen* is a file by which the next process knows what was looked up."""
+        told what they load and what is written to disk; *seen* is a file by which the next process knows what was
+        looked up."""
         self.segment = segment
         self.ledger = ledger or new_ledger(extent_bytes, segment.num_bytes // extent_bytes)
         left_out = self.ledger.left_out
@@ -94,10 +96,20 @@ class Layouts:
         disk = None
         if view is not None:
             disk = DiskTier(view, layout.digest, self._clock, self._written_bytes_per_day, self._opening)
+        traces = None
+        if self.tracer is not None:
+            traces = SpillTraces(self.tracer, self._clock, {"kvtier.model": layout.model})
         tiers = LocalTiers(
-            layout.groups, memories, self._transfers, disk, self._clock, quotas=self._quotas, events=events
+            layout.groups,
+            memories,
+            self._transfers,
+            disk,
+            self._clock,
+            quotas=self._quotas,
+            events=events,
+            spills=None if traces is None else traces.log,
         )
-        made = LayoutTiers(layout, tiers, memories, self.extents, view, self._read_timeout_s, self._clock)
+        made = LayoutTiers(layout, tiers, memories, self.extents, view, self._read_timeout_s, self._clock, traces)
         self._layouts[layout] = made
         return made
 
@@ -107,7 +119,9 @@ class Layouts:
         return self.explainer
 
     def close(self) -> None:
-        """Write down what was seen, for the next process to explain more."""
+        """Write down what was seen, for the next process to explain more, and send the spans of the last copies."""
+        for layout_tiers in self:
+            layout_tiers.trace_spills()
         if self.explainer is not None:
             self.explainer.close()
 

@@ -10,13 +10,12 @@ REQUEST = "kvtier.request"
 LOOKUP = "kvtier.lookup"  # of an engine's prompt at a sidecar, which is told of nothing else
 
 
-def spans_of(record: RequestRecord, parent: TraceContext, is_first: bool = False) -> list[Span]:
-    """The request's span, a child of *parent* (or, if it *is_first*, that span itself), and one for each of its stages
-    in it: `kvtier.lookup`, `kvtier.plan`, `kvtier.promote.disk` and so on."""
-    own = parent if is_first else parent.child()
+def spans_of(record: RequestRecord, own: TraceContext, parent_id: str | None) -> list[Span]:
+    """The request's *own* span, a child of *parent_id* if it has a parent, and one for each of its stages in it:
+    `kvtier.lookup`, `kvtier.plan`, `kvtier.promote.disk` and so on."""
     start, seconds = record.arrived_at, record.total_s or record.lookup_s or 0.0
     name = LOOKUP if record.total_s is None else REQUEST
-    whole = Span(name, own, None if is_first else parent.span_id, start, start + seconds, attributes_of(record))
+    whole = Span(name, own, parent_id, start, start + seconds, attributes_of(record))
     stages = [
         Span(
             f"kvtier.{stretch.stage.value}",

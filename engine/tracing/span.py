@@ -1,6 +1,6 @@
 """Span: one stretch of time in a trace, in names and numbers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.engine.tracing.trace_context import TraceContext
@@ -21,3 +21,4 @@ class Span:
     attributes: Mapping[str, Attribute] = field(default_factory=dict)
     is_server: bool = False  # it answers a request that came over a network
     is_failed: bool = False
+    links: Sequence[TraceContext] = ()  # spans of other traces that had to do with it, all of them sampled

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kvtier.engine.tracing.span import Span
+from kvtier.engine.tracing.trace_context import TraceContext
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING = 4096  # requests whose spans are not sent yet; more are dropped and counted
-MOST_AT_ONCE = 256  # requests in a message
+MOST_WAITING = 4096  # requests and batches whose spans are not sent yet; more are dropped and counted
+MOST_AT_ONCE = 256  # of them in a message
 TIMEOUT_S = 10.0  # of sending one
 CLOSING_S = 5.0  # that closing waits for the collector
 TRACES = "/v1/traces"
@@ -60,12 +61,12 @@ class SpanSender:
 
     @property
     def num_sent(self) -> int:
-        """Requests whose spans the collector has; any thread may ask."""
+        """Requests and batches whose spans the collector has; any thread may ask."""
         return self._num_sent
 
     @property
     def num_dropped(self) -> int:
-        """Requests whose spans it never gets; any thread may ask."""
+        """Requests and batches whose spans it never gets; any thread may ask."""
         return self._num_dropped_here + self._num_dropped_there
 
     def close(self) -> None:
@@ -89,15 +90,15 @@ class SpanSender:
             if makes:
                 self._send([span for make in makes for span in make()], len(makes))
 
-    def _send(self, spans: Sequence[Span], num_requests: int) -> None:
+    def _send(self, spans: Sequence[Span], num_sends: int) -> None:
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         result = self._export([_readable(span, self._resource) for span in spans])
         is_sent = result is SpanExportResult.SUCCESS
         if is_sent:
-            self._num_sent += num_requests
+            self._num_sent += num_sends
         else:
-            self._num_dropped_there += num_requests
+            self._num_dropped_there += num_sends
         if is_sent == self._is_failing:
             told = "takes spans again" if is_sent else "does not take spans; they are dropped until it does"
             log.warning("tracing: %s %s", self._endpoint, told)
@@ -107,16 +108,19 @@ class SpanSender:
 def _readable(span: Span, resource: Any) -> "ReadableSpan":
     """The span as OpenTelemetry's exporters read it."""
     from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+    from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-    trace_id, flags = int(span.context.trace_id, 16), TraceFlags(TraceFlags.SAMPLED)
-    parent = None if span.parent_id is None else SpanContext(trace_id, int(span.parent_id, 16), True, flags)
+    def place(context: TraceContext, span_id: str, is_remote: bool) -> SpanContext:
+        flags = TraceFlags(TraceFlags.SAMPLED)
+        return SpanContext(int(context.trace_id, 16), int(span_id, 16), is_remote, flags)
+
     return ReadableSpan(
         span.name,
-        SpanContext(trace_id, int(span.context.span_id, 16), False, flags),
-        parent,
+        place(span.context, span.context.span_id, is_remote=False),
+        None if span.parent_id is None else place(span.context, span.parent_id, is_remote=True),
         resource,
         span.attributes,
+        links=[Link(place(each, each.span_id, is_remote=True)) for each in span.links],
         kind=SpanKind.SERVER if span.is_server else SpanKind.INTERNAL,
         status=Status(StatusCode.ERROR) if span.is_failed else Status(),
         start_time=round(span.start * 1e9),

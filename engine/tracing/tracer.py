@@ -16,7 +16,7 @@ from kvtier.engine.tracing.trace_context import TraceContext
 
 class Tracer:
     """A request that says which trace it is a part of is traced if that says so; of the others a *sample* is, each the
-    first of a trace of its own. A request that is not costs a look at its record."""
+    first of a trace of its own."""
 
     def __init__(self, sender: SpanSender, sample: float, dice: Callable[[], float] = random.random) -> None:
         """Takes over the *sender*."""
@@ -30,11 +30,12 @@ class Tracer:
         """The one that is configured; None without an endpoint. ImportError without the packages of `kvtier[otel]`."""
         return None if config.endpoint is None else cls(SpanSender(config.endpoint, service), config.sample)
 
-    def begin(self, header: str | None) -> tuple[TraceContext, str | None]:
-        """The span of a request that comes with this `traceparent`, and the id of its parent, if it has one."""
+    def begin(self, header: str | None, request_id: str = "") -> tuple[TraceContext, str | None]:
+        """The span of a request that comes with this `traceparent`, and the id of its parent, if it has one. Without
+        one it is the same span again for the same *request_id*, if that is known."""
         parent = TraceContext.of(header)
         if parent is None:
-            return TraceContext.root(self._is_chosen()), None
+            return self._of_request(request_id), None
         return parent.child(), parent.span_id
 
     def end(self, span: Span) -> None:
@@ -44,14 +45,12 @@ class Tracer:
 
     def on_record(self, record: RequestRecord) -> None:
         """Listens to records: send the spans of one, if it is traced."""
-        if record.traceparent is None:
-            root = self._of_request(record.request_id)
-            if root.is_sampled:
-                self._sender.send(partial(spans_of, record, root, is_first=True))
-            return
-        parent = TraceContext.of(record.traceparent)
-        if parent is not None and parent.is_sampled:
-            self._sender.send(partial(spans_of, record, parent))
+        self.end_request(record, *self.begin(record.traceparent, record.request_id))
+
+    def end_request(self, record: RequestRecord, span: TraceContext, parent_id: str | None) -> None:
+        """Send the spans of a request that has ended, if it is traced; *span* is its own, as `begin` gave it."""
+        if span.is_sampled:
+            self._sender.send(partial(spans_of, record, span, parent_id))
 
     def on_part(
         self, name: str, request_id: str, start: float, end: float, attributes: Mapping[str, Attribute]

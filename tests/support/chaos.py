@@ -105,7 +105,7 @@ class World:
     ) -> None:
         """*opening*: the store's, see `DiskTier`. *is_unreliable*: the tiers below are `UnreliableTiers`; *is_apart*:
         they are in a sidecar, which is late and may die. *options* are `CacheOptions`, the cache's *planner*, and
-        *quotas* and *events* of the tiers below."""
+        *quotas* and *events* of the tiers below, and *spills*, of all."""
         self.rng = rng
         self.clock = FakeClock() if clock is None else clock
         self.store = store
@@ -114,7 +114,7 @@ class World:
         self.failing = failing
         self.open_lanes(failing)
         self.transfers = TransferEngine(self.lanes, self.finished)
-        below = {name: options.pop(name) for name in ("quotas", "events") if name in options}
+        below = {name: options.pop(name) for name in ("quotas", "events", "spills") if name in options}
         self.sidecar: SidecarBed | None = None
         if is_apart:
             self.lower: LowerTiers = self._apart(groups, num_host_slots, **below)
@@ -125,10 +125,18 @@ class World:
         if is_unreliable:
             assert isinstance(self.here, LocalTiers), "nothing below that could be unreliable"
             self.lower = UnreliableTiers(self.here, rng)
-        events, planner = below.get("events"), options.pop("planner", None)
+        events, spills, planner = below.get("events"), below.get("spills"), options.pop("planner", None)
         chosen = CacheOptions(**{"least_clean_ahead": max(1, num_device_slots // 4), **options})
         self.cache = TieredCache(
-            groups, self.memories, self.transfers, self.lower, self.clock, chosen, events=events, planner=planner
+            groups,
+            self.memories,
+            self.transfers,
+            self.lower,
+            self.clock,
+            chosen,
+            events=events,
+            planner=planner,
+            spills=spills,
         )
         self.tails: set[BlockName] = set()  # names of blocks that are not full
         self.rotten: set[tuple[int, int]] = set()  # host slots (group, slot) that this world has damaged

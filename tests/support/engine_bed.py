@@ -24,6 +24,7 @@ from kvtier.engine.sidecar.own.framing import EngineFrames
 from kvtier.engine.sidecar.port import Port, listen_at_path
 from kvtier.engine.sidecar.refusals import Refusals
 from kvtier.engine.sidecar.sidecar import Sidecar
+from kvtier.engine.tracing.tracer import Tracer
 from kvtier.store.memory_store import MemoryStore
 from kvtier.store.record import digest
 from kvtier.tiers.naming.block_hash import BlockName
@@ -71,6 +72,7 @@ class Bed:
         store: MemoryStore | None,
         allowed_uids: Sequence[int] | None,
         openings: Sequence[int],
+        tracer: Tracer | None,
     ) -> None:
         self.clock = FakeClock()
         self.turn_s = 0.0  # that passes with each turn
@@ -80,7 +82,13 @@ class Bed:
         self.lanes = {route: Lane(finished) for route in Route}
         self.transfers = TransferEngine(self.lanes, finished)
         self.layouts = Layouts(
-            self.segment, self.transfers, store, lambda: openings[0], self.clock, extent_bytes=EXTENT_BYTES
+            self.segment,
+            self.transfers,
+            store,
+            lambda: openings[0],
+            self.clock,
+            extent_bytes=EXTENT_BYTES,
+            tracer=tracer,
         )
         self.refusals = Refusals(self.clock, "engine")
         self.port = Port(
@@ -329,9 +337,10 @@ def engine_bed(
     store: MemoryStore | None = None,
     allowed_uids: Sequence[int] | None = None,
     openings: Sequence[int] = (1,),
+    tracer: Tracer | None = None,
 ) -> Iterator[Bed]:
     """See `Bed`; *openings*: the number of the store's present one. Nothing is left in shared memory."""
     with ExitStack() as stack:
-        bed = Bed(folder, stack, num_extents, store, allowed_uids, openings)
+        bed = Bed(folder, stack, num_extents, store, allowed_uids, openings, tracer)
         yield bed
         bed.check()

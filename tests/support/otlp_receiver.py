@@ -2,7 +2,7 @@
 
 import gzip
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +25,7 @@ class ReceivedSpan:
     kind: int
     is_failed: bool
     service: str
+    links: tuple[tuple[str, str], ...]  # trace and span
 
 
 @dataclass
@@ -44,6 +45,18 @@ class OtlpReceiver:
 
         with self.changed:
             assert self.changed.wait_for(lambda: len(found()) >= number, timeout_s), f"only {found()}"
+            return found()
+
+    def wait_until(
+        self, name: str, are_all: Callable[[list[ReceivedSpan]], bool], timeout_s: float = 60.0
+    ) -> list[ReceivedSpan]:
+        """The spans of that name, once they are all."""
+
+        def found() -> list[ReceivedSpan]:
+            return [span for span in self.spans if span.name == name]
+
+        with self.changed:
+            assert self.changed.wait_for(lambda: are_all(found()), timeout_s), f"only {found()} of {self.spans}"
             return found()
 
 
@@ -97,6 +110,7 @@ def _spans_in(body: bytes) -> list[ReceivedSpan]:
             span.kind,
             span.status.code == span.status.STATUS_CODE_ERROR,
             next(each.value.string_value for each in of.resource.attributes if each.key == "service.name"),
+            tuple((link.trace_id.hex(), link.span_id.hex()) for link in span.links),
         )
         for of in request.resource_spans
         for scope in of.scope_spans

@@ -62,6 +62,7 @@ class HostSpill:
         self._most_in_batch = MOST_WITH_DISK if self._has_disk else MOST_IN_BATCH
         self._transfers = transfers
         self._window = window
+        self._log = residency.spills
         self._clock = clock
         self.copies = Copies[HostBatch](Route.DEVICE_TO_HOST, transfers, MOST_IN_FLIGHT, clock)
         self._not_before = float("-inf")
@@ -189,6 +190,8 @@ class HostSpill:
         return is_all
 
     def _on_copied(self, batch: HostBatch, transfer: Transfer) -> None:
+        if self._log is not None:
+            self._log.on_copied(Route.DEVICE_TO_HOST, batch, transfer)
         if transfer.error is not None:
             self._end(batch, transfer.error)
             return

@@ -151,6 +151,9 @@ class DiskSpill:
         elif isinstance(transfer.error, StoreFull):
             self.on_gone(transfer.error.evicted, besides=batch)
             self._index.on_written(group_id, (), transfer.error.evicted)
+        if self._index.spills is not None:
+            num_held = int(np.count_nonzero(self._disk.index.are_held(group_id, batch.names)))
+            self._index.spills.on_copied(Route.HOST_TO_DISK, batch, transfer, len(batch.names) - num_held)
         self._end(batch, transfer.error)
 
     def _end(self, batch: DiskBatch, error: BaseException | None) -> None:

@@ -27,6 +27,7 @@ from kvtier.tiers.lower.lower_index import LowerIndex
 from kvtier.tiers.lower.lower_tiers import Lost, LowerStatistics, LowerTiers, OnFetched, Places, SpillProgress
 from kvtier.tiers.lower.no_tiers import NoTiers
 from kvtier.tiers.lower.purge import PurgeOrder
+from kvtier.tiers.lower.spill_log import SpillLog
 from kvtier.tiers.lower.statistics import slot_statistics
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import EventLog
@@ -51,13 +52,14 @@ def lower_tiers(
     *,
     quotas: Mapping[bytes, int] = MappingProxyType({}),
     events: EventLog | None = None,
+    spills: SpillLog | None = None,
 ) -> LowerTiers:
     """The tiers below the device in this process: `LocalTiers`, or `NoTiers` without host memory.
 
     ValueError for a disk without host memory: blocks are read into that.
     """
     if all(memory.num_host_slots for memory in memories):
-        return LocalTiers(groups, memories, transfers, disk, clock, quotas=quotas, events=events)
+        return LocalTiers(groups, memories, transfers, disk, clock, quotas=quotas, events=events, spills=spills)
     if disk is not None:
         raise ValueError("disk tier: needs a host tier to read into; give the host some capacity or leave out the disk")
     return NoTiers(len(groups))
@@ -77,13 +79,16 @@ class LocalTiers:
         *,
         quotas: Mapping[bytes, int] = MappingProxyType({}),
         events: EventLog | None = None,
+        spills: SpillLog | None = None,
     ) -> None:
         """*memories*, by group, have the host slots. *quotas*: bytes of host memory by tenant. *events* is told which
-        blocks came to host memory and disk, and which left."""
+        blocks came to host memory and disk, and which left, *spills* of each batch that was to be written to disk."""
         self.num_slots = [memory.num_host_slots for memory in memories]
         self._block_bytes = [memory.block_bytes for memory in memories]
         self._transfers = transfers
-        self.index = LowerIndex(groups, self.num_slots, self._block_bytes, disk or NoDisk(clock), quotas, events)
+        self.index = LowerIndex(
+            groups, self.num_slots, self._block_bytes, disk or NoDisk(clock), quotas, events, spills
+        )
         # At most a quarter of the pool: within the window dirty blocks are skipped, beyond it the order is strict.
         self._clock = clock
         self._windows = [CleanAhead(LEAST_CLEAN_AHEAD, max(1, num_slots // 4), clock) for num_slots in self.num_slots]

@@ -16,12 +16,14 @@ from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.lower.host_blocks import HostBlocks
 from kvtier.tiers.lower.host_quotas import HostQuotas
 from kvtier.tiers.lower.lower_tiers import ON_DISK, Lost, Places
+from kvtier.tiers.lower.spill_log import SpillLog
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.tiers.naming.events import BlockRemoved, BlockStored, Event, EventLog
 from kvtier.tiers.naming.eviction import EvictionCause
 from kvtier.tiers.naming.groups import BlockGroup
 from kvtier.tiers.naming.tenant import Origin, OwnerNumbers, number_of
 from kvtier.tiers.naming.tier import Tier
+from kvtier.transfer.transfer_engine import Route
 
 
 class LowerIndex:
@@ -39,6 +41,7 @@ class LowerIndex:
         disk: DiskTier,
         quotas: Mapping[bytes, int],
         events: EventLog | None,
+        spills: SpillLog | None,
     ) -> None:
         """*num_slots* of host memory, and *block_bytes*, by group; *quotas*: bytes of host memory by tenant."""
         self.host = [  # [group]
@@ -56,6 +59,7 @@ class LowerIndex:
         self._forgets = [group.forgets for group in groups]
         self._block_bytes = block_bytes
         self._events = events
+        self.spills = spills  # None: nobody wants to know of them
         self._lost: list[Lost] = []
 
     def find(self, group_id: int, names: Sequence[BlockName]) -> Places:
@@ -282,10 +286,16 @@ class LowerIndex:
             return
         gone = self._not_on_disk(group_id, names)
         if gone and were_dirty and cause is not EvictionCause.CLEARED:
-            self.host[group_id].dropped_spills += len(were_dirty.intersection(gone))
+            self._on_dropped(group_id, [name for name in gone if name in were_dirty], cause)
         self._lose(group_id, gone, Tier.HOST, cause)
         if self._events is not None:
             self._events.append(BlockRemoved(Tier.HOST, group_id, names, cause))
+
+    def _on_dropped(self, group_id: int, names: Sequence[BlockName], cause: EvictionCause) -> None:
+        """Count blocks that have left host memory and were still to be written to disk."""
+        self.host[group_id].dropped_spills += len(names)
+        if self.spills is not None and names:
+            self.spills.on_dropped(Route.HOST_TO_DISK, names, cause)
 
     def _uncount(self, group_id: int, slots: Ids) -> None:
         blocks = self.host_blocks[group_id]

@@ -10,10 +10,11 @@ from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.lower_tiers import Fetch, LowerTiers, OnFetched, Places
 from kvtier.tiers.naming.block_hash import BlockChain, BlockName
 from kvtier.tiers.naming.named_blocks import BlockIds
+from kvtier.tiers.naming.tier import Tier
 from kvtier.tiers.up.promotion import Promotion
 
 NO_PLACE = -1
-Source = tuple[Fetch, int]  # the fetch that leases a block in host memory, and the block's place in it
+Source = tuple[Fetch, int, Tier]  # the fetch that leases a block in host memory, its place there, where it was found
 
 
 class Backlog:
@@ -47,13 +48,15 @@ class Backlog:
         """How many of the blocks that are left were in host memory."""
         return int(np.count_nonzero(self._places[self._is_left] != NO_PLACE))
 
-    def sources(self, ids: BlockIds) -> list["Source | None"]:
-        """Where the blocks come from; None for blocks that are not fetched yet."""
+    def sources(self, ids: BlockIds) -> list[Source | None]:
+        """Where the blocks come from that were found in host memory; None for the others, which are not fetched yet."""
         fetch = self._fetch
         if fetch is None:
             return [None] * len(ids)
-        places = self._places[ids].tolist()
-        return [None if place == NO_PLACE or place in fetch.failures else (fetch, place) for place in places]
+        return [
+            None if place == NO_PLACE or place in fetch.failures else (fetch, place, Tier.HOST)
+            for place in self._places[ids].tolist()
+        ]
 
     def release(self, ids: BlockIds) -> None:
         """End the leases on these blocks, the prefix's tail first."""
@@ -130,7 +133,7 @@ class Backlogs:
             wanted_blocks = group.blocks_of(promotion.chain, ids[lacking])
             fetch = self._lower.fetch(group.id, wanted_blocks, self._on_fetched)
             for number, place in enumerate(lacking):
-                found[place] = fetch, number
+                found[place] = fetch, number, Tier.DISK
         wanted = self._leave(promotion, group, ids)
         return [source for source in found if source is not None], wanted
 

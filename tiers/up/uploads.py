@@ -13,7 +13,7 @@ from kvtier.tiers.group_tiers import GroupTiers
 from kvtier.tiers.lower.copies import blocks_in_batch
 from kvtier.tiers.lower.lower_tiers import Fetch
 from kvtier.tiers.naming.block_hash import BlockName
-from kvtier.tiers.naming.tier import Reason, Tier
+from kvtier.tiers.naming.tier import Reason
 from kvtier.tiers.residency import Residency
 from kvtier.tiers.up.backlog import Source
 from kvtier.tiers.up.layered_upload import LayeredUpload
@@ -69,7 +69,7 @@ class Uploads:
         self._clock = clock
         self.resolved_at = 0.0  # when the last of them ended
         self._uploads: dict[GroupTiers, dict[BlockName, Upload]] = {group: {} for group in residency.groups}
-        self._coming: dict[Source, Upload] = {}  # blocks that are not in host memory yet
+        self._coming: dict[tuple[Fetch, int], Upload] = {}  # blocks that are not leased in host memory yet, by place
         self._to_upload: OrderedDict[Upload, None] = OrderedDict()
         self.queued_bytes = 0  # of `_to_upload`
         self._to_verify: deque[tuple[LayeredUpload, list[Upload]]] = deque()
@@ -97,14 +97,14 @@ class Uploads:
         """Put blocks under way from their *sources* into *device_slots*; the leases on both become the transfers'.
         Blocks that are in host memory wait for `copy_up`."""
         uploads, under_way = [], self._uploads[group]
-        for name, device_slot, (fetch, place) in zip(names, device_slots, sources, strict=True):
+        for name, device_slot, (fetch, place, tier) in zip(names, device_slots, sources, strict=True):
             host_slot = fetch.slots.item(place)
-            if host_slot == ABSENT:
-                upload = Upload(group, name, device_slot, Tier.DISK, fetch, place)
+            if host_slot == ABSENT:  # it is to be read, or the lease has still to be told of
+                upload = Upload(group, name, device_slot, tier, fetch, place)
                 self._coming[fetch, place] = upload
             else:
                 digest = fetch.digest(place)
-                upload = Upload(group, name, device_slot, Tier.HOST, fetch, place, host_slot, digest)
+                upload = Upload(group, name, device_slot, tier, fetch, place, host_slot, digest)
             under_way[name] = upload
             uploads.append(upload)
         return uploads

@@ -1,8 +1,8 @@
-"""What happens around every request: whether it is let in, and its count in the metrics."""
+"""What happens around every request: its ids, whether it is let in, and its count in the metrics."""
 
 from pathlib import Path
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtier.engine.dashboard.assets import ASSETS, PAGE
@@ -11,7 +11,9 @@ from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.connection import in_time
 from kvtier.engine.server.paths import OPERATE
+from kvtier.engine.server.request_ids import RequestIds, request_id_of
 from kvtier.engine.sidecar.config import HttpConfig, is_loopback
+from kvtier.engine.tracing.trace_context import TraceContext
 
 # Needs no token, as a machine that restarts what does not answer has none; nor does the page, which has no data in it.
 HEALTH = "/health"
@@ -37,7 +39,8 @@ def token_of(config: HttpConfig) -> ApiKeys | None:
 
 
 class Access:
-    """The outermost ASGI layer: refuses requests without the token, and counts all by path and status.
+    """The outermost ASGI layer: gives each request its id, refuses those without the token, and counts all by path and
+    status.
 
     Without a token any process of this machine may ask, but no page that a browser on it shows: such a request has an
     `Origin`, or names a host that is not this machine.
@@ -64,12 +67,16 @@ class Access:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 500
+        status, headers = 500, Headers(scope=scope)
+        trace = TraceContext.of(headers.get("traceparent"))
+        ids = RequestIds(request_id_of(headers.get("x-request-id")), None if trace is None else trace.trace_id)
+        ids.begin()
 
         async def send_noted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = ids.request_id
             await send(message)
 
         refusal = self._refusal(scope)

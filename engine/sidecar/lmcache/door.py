@@ -373,7 +373,7 @@ class LmcacheDoor:
         store = self._stores.reserve(instance, rank, key.request_id, chunks, self._all_blocks(key, chunks))
         if store is None:
             return Stored()
-        self._lookups.on_stored(instance.tiers, store.names)
+        self._lookups.on_stored(instance.tiers, key.request_id, store.names)
         return Stored(Room(_slots(instance, rank, store.slots), store.places))
 
     def _commit_store(self, call: Call, key: Key, instance_id: int, data: bytes) -> object:

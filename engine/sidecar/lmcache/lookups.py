@@ -33,7 +33,7 @@ class Lookups:
         clock: Callable[[], float],
         tracer: Tracer | None = None,
     ) -> None:
-        """*tracer*: is told what workers load; it listens to *records* itself."""
+        """*tracer*: is told what workers load, and says which requests are traced; it listens to *records* itself."""
         self._explainer = explainer
         self._tracer = tracer
         self.tokens = TokenBalance()
@@ -74,9 +74,12 @@ class Lookups:
             }
             self._tracer.on_part(RETRIEVE, promise.request_id, now - seconds, now, attributes)
 
-    def on_stored(self, tiers: LayoutTiers, names: Sequence[BlockName]) -> None:
+    def on_stored(self, tiers: LayoutTiers, request_id: str, names: Sequence[BlockName]) -> None:
         """Take in that an engine stores these chunks, which are nowhere here: those it generated nobody asked for."""
         self._what_if.on_made(names, _chunk_bytes(tiers))
+        if self._tracer is not None:
+            span, _ = self._tracer.begin(None, request_id)
+            tiers.add_traced(span.header, names)
 
 
 def _chunk_bytes(tiers: LayoutTiers) -> int:

@@ -168,6 +168,7 @@ class Session:
         digests = wire.digests_in(message.digests, len(slots))
         owners = wire.owners_in(message.owners, len(slots))
         rows = _rows(message.chains, names, len(slots))
+        traced = list(_traced(message.traced, names))
         is_void = bool((self._states[message.group][slots] == VOID).any())
         self._no_longer_reserved(message.group, slots)
         if is_void:
@@ -175,6 +176,8 @@ class Session:
             self._lower.abandon(message.group, slots)
             return
         self._counts.num_stored += len(slots)
+        for traceparent, own in traced:
+            self.tiers.add_traced(traceparent, own)
         self._lower.publish(message.group, slots, rows, digests, owners)
 
     def abandon(self, message: wire.Abandon) -> None:
@@ -325,6 +328,14 @@ class Session:
         self._share.release(self.tiers.memories[group_id], slots)
         self._states[group_id][slots] = FREE
         self._num_reserved[group_id] -= len(slots)
+
+
+def _traced(traced: Sequence[wire.Traced], names: Sequence[BlockName]) -> Iterator[tuple[str, list[BlockName]]]:
+    """The names of each traced request's blocks; `Malformed` for too many requests, or places that there are not."""
+    if len(traced) > wire.MOST_TRACED:
+        raise Malformed(f"{len(traced)} requests are told to be traced, at most {wire.MOST_TRACED} may be")
+    for each in traced:
+        yield each.traceparent, [names[place] for place in wire.numbers_in(each.places, len(names)).tolist()]
 
 
 def _rows(chains: Sequence[wire.Chain], names: Sequence[BlockName], num_blocks: int) -> list[Row]:

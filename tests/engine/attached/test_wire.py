@@ -26,6 +26,7 @@ from kvtier.engine.attached.wire import (
     Start,
     State,
     TimeOut,
+    Traced,
     Welcome,
     digests_in,
     frame_of,
@@ -54,6 +55,7 @@ OF_ENGINE: list[FromEngine] = [
     TimeOut(3),
     Reserve(0, 64),
     Publish(0, packed([3, 1]), joined(NAMES[:2]), [Chain(0, 2, None)], b"d" * 32, bytes(16)),
+    Publish(0, b"", b"", [], b"", b"", [Traced("00-" + "1" * 32 + "-" + "2" * 16 + "-01", packed([0, 1]))]),
     Abandon(0, packed([7])),
     Clear(),
 ]
@@ -79,6 +81,25 @@ def test_what_an_engine_says_is_what_is_understood(message: FromEngine) -> None:
 @pytest.mark.parametrize("message", OF_SIDECAR, ids=lambda message: type(message).__name__)
 def test_what_a_sidecar_says_is_what_is_understood(message: FromSidecar) -> None:
     assert message_of_sidecar(payload(message)) == message
+
+
+def test_traces_are_told_to_sidecars_and_by_engines_that_know_none_of_them() -> None:
+    class OldPublish(msgspec.Struct, frozen=True, array_like=True, tag="Publish"):
+        group: int
+        slots: bytes
+        names: bytes
+        chains: list[Chain]
+        digests: bytes
+        owners: bytes
+
+    old = OldPublish(0, packed([3]), joined(NAMES[:1]), [Chain(0, 1, None)], b"d" * 16, bytes(8))
+    new = Publish(0, packed([3]), joined(NAMES[:1]), [Chain(0, 1, None)], b"d" * 16, bytes(8), [Traced("t", b"")])
+
+    to_old_sidecar = msgspec.msgpack.decode(frame_of(new)[LENGTH_BYTES:], type=OldPublish)
+    from_old_engine = message_of_engine(msgspec.msgpack.encode(old))
+
+    assert to_old_sidecar == old
+    assert from_old_engine == Publish(0, packed([3]), joined(NAMES[:1]), [Chain(0, 1, None)], b"d" * 16, bytes(8))
 
 
 def test_one_side_does_not_take_what_only_the_other_says() -> None:

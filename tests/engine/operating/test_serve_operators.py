@@ -218,10 +218,12 @@ def test_each_verb_is_in_the_audit_log_without_a_prompt_or_salt(server: ServerIn
     server.complete(PROMPT, ANN, max_tokens=1)
     done(server, "pin", prompt=PROMPT, tenant="ann", salt="my secret", seconds=60)
     done(server, "reset", tenant="ann")
-    operate(server, "evict", {"tier": "host"})
+    refused = operate(server, "evict", {"tier": "host"})
 
     found = lines(audit)
 
+    assert found[2]["request_id"] == refused.headers["x-request-id"]
+    assert len({line["request_id"] for line in found}) == 3
     assert [(line["who"], line["verb"], line["outcome"]["status"]) for line in found] == [
         ("olga", "pin", 200),
         ("olga", "reset", 200),

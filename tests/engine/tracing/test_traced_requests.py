@@ -171,7 +171,8 @@ def test_a_request_that_fails_has_a_failed_span_only_if_the_server_did(
 
 
 def test_of_requests_without_a_trace_the_configured_part_is_traced(own_receiver: OtlpReceiver) -> None:
-    config = {**tables(), "tracing": {"endpoint": f"{own_receiver.url}/v1/traces", "sample": 1.0}}
+    tracing = {"endpoint": f"{own_receiver.url}/v1/traces", "sample": 1.0}
+    config = {**tables(), "host": {"capacity": 0}, "tracing": tracing}  # nothing is copied down
     with serving(build("llama"), config) as address:
         traced(address, None)
         address.get("/v1/models")
@@ -183,7 +184,8 @@ def test_of_requests_without_a_trace_the_configured_part_is_traced(own_receiver:
 
 
 def test_a_library_traces_too(own_receiver: OtlpReceiver) -> None:
-    config = {**tables(), "tracing": {"endpoint": own_receiver.url, "sample": 1.0}}
+    tracing = {"endpoint": own_receiver.url, "sample": 1.0}
+    config = {**tables(), "host": {"capacity": 0}, "tracing": tracing}
 
     with LLM(build("llama"), config, byte_tokenizer()) as llm:
         llm.generate([PROMPT], SamplingParams(max_tokens=2))
