@@ -834,7 +834,8 @@ BUGS = [
         "a slab takes memory for another process's file",
         "transfer/host_slab.py",
         "                if not self._is_own and not self._wait_backed(start + length):\n                    return\n",
-        "                if not self._is_own:\n                    os.posix_fallocate(self._file, start, length)\n",
+        "                if not self._is_own:\n"
+        "                    os.posix_fallocate(self._file.fileno(), start, length)\n",
         "tests/transfer/test_host_slab.py",
     ),
     Bug(
@@ -1767,6 +1768,27 @@ BUGS = [
         "        if not transfer.num_blocks:\n            return self\n        if transfer.error",
         "        if transfer.error",
         "tests/transfer/test_transfer_engine.py",
+    ),
+    Bug(
+        "a slab that is dropped keeps its memory for as long as the process lives",
+        "transfer/host_slab.py",
+        'self._file = FileIO(number, "r+")',
+        'self._file = FileIO(number, "r+", closefd=False)',
+        "tests/transfer/test_host_slab.py",
+    ),
+    Bug(
+        "a signal that comes after the sidecar's end is an error in its handler",
+        "engine/sidecar/finished_transfers.py",
+        "        with suppress(ValueError):\n",
+        "        with suppress():\n",
+        "tests/engine/sidecar/test_finished_transfers.py",
+    ),
+    Bug(
+        "a new segment whose number another one had is not kept for the next process",
+        "engine/sidecar/kept_files.py",
+        "if segment.is_taken_over:",
+        "if segment.lock_file == self._left:",
+        "tests/engine/sidecar/test_kept_files.py",
     ),
 ]
 
