@@ -5,6 +5,7 @@ import os
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: threads of torch beyond one only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,21 @@ from pathlib import Path
 import mounts
 import pytest
 from mounts import Mount, mounting
+from open_files import open_files
+
+MOST_LEFT = 16  # descriptors that a module leaves: what its last test is still given, and what a process opens once
+
+
+@pytest.fixture(autouse=True, scope="module")
+def files_as_found() -> Iterator[None]:
+    """Tests close what they open. With a thousand files open, descriptors that a test takes for free are not, and where
+    two objects have one number, the first to be garbage closes what is the other's."""
+    before = open_files()
+    yield
+    if open_files().total() > before.total() + MOST_LEFT:
+        gc.collect()
+        left = open_files() - before
+        assert left.total() <= MOST_LEFT, f"the tests of this module leave open: {left.most_common(5)}"
 
 
 @pytest.fixture(autouse=True)

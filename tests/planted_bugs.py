@@ -397,7 +397,7 @@ BUGS = [
     Bug(
         "a device block whose host copy was evicted is thought to have one still",
         "tiers/lower/lower_index.py",
-        "self._lost.append(Lost(group_id, gone, Tier.HOST, cause))\n",
+        "self._lose(group_id, gone, Tier.HOST, cause)\n",
         "pass\n",
         "tests/tiers/test_mishaps.py",
     ),
@@ -572,7 +572,7 @@ BUGS = [
     Bug(
         "a device block whose record the disk dropped is thought to have one still",
         "tiers/lower/lower_index.py",
-        "self._lost.append(Lost(group_id, [name], Tier.DISK, cause))\n\n    def remove_from_disk_index(",
+        "self._lose(group_id, [name], Tier.DISK, cause)\n\n    def remove_from_disk_index(",
         "pass\n\n    def remove_from_disk_index(",
         "tests/tiers/test_mishaps.py",
     ),
@@ -869,7 +869,8 @@ BUGS = [
         "a slab takes memory for another process's file",
         "transfer/host_slab.py",
         "                if not self._is_own and not self._wait_backed(start + length):\n                    return\n",
-        "                if not self._is_own:\n                    os.posix_fallocate(self._file, start, length)\n",
+        "                if not self._is_own:\n"
+        "                    os.posix_fallocate(self._file.fileno(), start, length)\n",
         "tests/transfer/test_host_slab.py",
     ),
     Bug(
@@ -917,8 +918,8 @@ BUGS = [
     Bug(
         "of what others share the newest goes first",
         "tiers/down/host_spill.py",
-        "self.copy_down(group, group.slots.dirty.oldest(MOST_STARTED))",
-        "self.copy_down(group, group.slots.dirty.oldest(2 * MOST_STARTED)[::-1])",
+        "self.copy_down(group, group.slots.uncopied(MOST_STARTED))",
+        "self.copy_down(group, group.slots.uncopied(2 * MOST_STARTED)[::-1])",
         "tests/tiers/test_copies_for_others.py",
     ),
     Bug(
@@ -1234,6 +1235,13 @@ BUGS = [
         "engine/sidecar/lmcache/token_keys.py",
         '_num_equal(self.encoded, encoded), "right")',
         'len(encoded), "right")',
+        "tests/engine/sidecar/lmcache/test_token_keys.py",
+    ),
+    Bug(
+        "another request of the same document reads all of its tokens again",
+        "engine/sidecar/lmcache/token_keys.py",
+        "like = None if beginning is None else self._last.get(beginning)",
+        "like = None",
         "tests/engine/sidecar/lmcache/test_token_keys.py",
     ),
     Bug(
@@ -1848,8 +1856,8 @@ BUGS = [
     Bug(
         "a host block that an operator evicts before it is on disk is told as dropped",
         "tiers/lower/lower_index.py",
-        "            if were_dirty and cause is not EvictionCause.CLEARED:",
-        "            if were_dirty:",
+        "        if gone and were_dirty and cause is not EvictionCause.CLEARED:",
+        "        if gone and were_dirty:",
         "tests/tiers/test_spill_log.py",
     ),
     Bug(
@@ -1928,6 +1936,27 @@ BUGS = [
         "        ids.begin()\n",
         "",
         "tests/engine/server/test_lines_of_requests.py",
+    ),
+    Bug(
+        "a slab that is dropped keeps its memory for as long as the process lives",
+        "transfer/host_slab.py",
+        'self._file = FileIO(number, "r+")',
+        'self._file = FileIO(number, "r+", closefd=False)',
+        "tests/transfer/test_host_slab.py",
+    ),
+    Bug(
+        "a signal that comes after the sidecar's end is an error in its handler",
+        "engine/sidecar/finished_transfers.py",
+        "        with suppress(ValueError):\n",
+        "        with suppress():\n",
+        "tests/engine/sidecar/test_finished_transfers.py",
+    ),
+    Bug(
+        "a new segment whose number another one had is not kept for the next process",
+        "engine/sidecar/kept_files.py",
+        "if segment.is_taken_over:",
+        "if segment.lock_file == self._left:",
+        "tests/engine/sidecar/test_kept_files.py",
     ),
 ]
 

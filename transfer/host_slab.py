@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from io import FileIO
 
 import numpy as np
 import numpy.typing as npt
@@ -58,15 +59,17 @@ class HostSlab:
         self._unpins: list[Callable[[], None]] = []
         self._stop = threading.Event()
         self._is_own = file is None
-        self._file = os.memfd_create("kvtier-host-slab", os.MFD_CLOEXEC) if file is None else os.dup(file)
+        number = os.memfd_create("kvtier-host-slab", os.MFD_CLOEXEC) if file is None else os.dup(file)
+        # A file object, and no number: it is closed once, and with the slab if that is dropped.
+        self._file = FileIO(number, "r+")
         try:
             if file is None:
-                os.ftruncate(self._file, max(self.num_bytes, mmap.PAGESIZE))
+                self._file.truncate(max(self.num_bytes, mmap.PAGESIZE))
             elif (length := os.fstat(file).st_size) < self.num_bytes:
                 raise OSError(errno.EINVAL, f"the file has {length}")
-            mapped = mmap.mmap(self._file, max(self.num_bytes, mmap.PAGESIZE if self._is_own else 1))
+            mapped = mmap.mmap(number, max(self.num_bytes, mmap.PAGESIZE if self._is_own else 1))
         except OSError as error:
-            os.close(self._file)
+            self._file.close()
             raise OSError(
                 error.errno, f"host capacity: {self.num_bytes} bytes cannot be had ({error.strerror}); lower it"
             ) from error
@@ -94,8 +97,10 @@ class HostSlab:
 
     @property
     def span(self) -> tuple[int, int, int]:
-        """The memory file's descriptor, its address in this process, and its bytes: for a process that maps it too."""
-        return self._file, self.blocks.ctypes.data, self.num_bytes
+        """The memory file's descriptor, its address in this process, and its bytes: for a process that maps it too.
+
+        ValueError once the slab is closed."""
+        return self._file.fileno(), self.blocks.ctypes.data, self.num_bytes
 
     def wait_prepared(self, timeout_s: float) -> bool:
         """Wait until the slab is `prepared`, for *timeout_s* at most; whether it is."""
@@ -103,14 +108,12 @@ class HostSlab:
         return self.prepared
 
     def close(self) -> None:
-        """End the background thread and unpin. The memory is freed when the last view of `blocks` is."""
+        """End the background thread and unpin. The memory is freed when the last view of `blocks` is. Idempotent."""
         self._stop.set()
         self._thread.join()
         while self._unpins:
             self._unpins.pop()()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._file.close()
 
     def _prepare(self) -> None:
         base, piece_bytes = self.blocks.ctypes.data, self.slots_per_piece * self.block_bytes
@@ -123,7 +126,7 @@ class HostSlab:
                     return
                 started = time.monotonic()
                 if self._is_own:
-                    os.posix_fallocate(self._file, start, length)
+                    os.posix_fallocate(self._file.fileno(), start, length)
                 map_pages(base + start, length)
                 if self._pin is not None:
                     self._unpins.append(self._pin(base + start, length))
@@ -141,7 +144,7 @@ class HostSlab:
 
     def _wait_backed(self, end: int) -> bool:
         """Wait until the process whose file it is has backed it up to *end*; False if the slab is closed before."""
-        while os.fstat(self._file).st_blocks * ST_BLOCK_BYTES < end:
+        while os.fstat(self._file.fileno()).st_blocks * ST_BLOCK_BYTES < end:
             if self._stop.wait(BACKED_LOOK_S):
                 return False
         return True

@@ -52,6 +52,7 @@ class Segment:
         )
         self._num_file_bytes = num_bytes + num_beside
         self._is_left = False
+        self._is_taken_over = left is not None
         self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._closing = threading.Event()
         with contextlib.ExitStack() as undo:
@@ -82,8 +83,13 @@ class Segment:
 
     @property
     def lock_file(self) -> int:
-        """What a process needs to take this segment over."""
+        """What a process needs to take this segment over. The descriptor stays the segment's."""
         return self._lock
+
+    @property
+    def is_taken_over(self) -> bool:
+        """Whether another process had left it to this one."""
+        return self._is_taken_over
 
     def leave(self) -> None:
         """Leave the segment to a process that has, or will be given, its `lock_file`: `close` keeps the name."""

@@ -51,10 +51,11 @@ class KeptFiles:
 
     def keep_segment(self, segment: Segment) -> None:
         """Have the segment kept, in place of one that was left and not taken over."""
-        if segment.lock_file != self._left:
-            if self._left is not None:
-                self._systemd.do_not_keep(SEGMENT)
-            self._systemd.keep(SEGMENT, segment.lock_file)
+        if segment.is_taken_over:  # not by its number: a new one may have that of one that was of no use
+            return
+        if self._left is not None:
+            self._systemd.do_not_keep(SEGMENT)
+        self._systemd.keep(SEGMENT, segment.lock_file)
 
     def let_go(self) -> None:
         """Have nothing kept: the sidecar ends, and no other comes after it."""

@@ -455,12 +455,14 @@ def test_an_llm_that_fails_while_closing_leaves_the_store_to_the_next(
         raise AssertionError("of the tiers")
 
     llm = LLM(model, configuration(tmp_path), byte_tokenizer())
+    close = llm.core.cache.close
     setattr(llm.core.cache, part, fail)
 
     with pytest.raises(AssertionError, match="of the tiers"):
         llm.close()
 
     assert_can_be_opened(tmp_path / "store")
+    close()
 
 
 def assert_can_be_opened(folder: Path) -> None:

@@ -2,10 +2,10 @@
 
 import random
 import secrets
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
 import numpy as np
@@ -70,7 +70,8 @@ class SidecarBed:
         self._clock = clock
         self._make_transfers = make_transfers
         self._quotas = quotas
-        self._folder = Path(tempfile.mkdtemp(prefix="kvt-"))
+        self._temporary = TemporaryDirectory(prefix="kvt-")  # sockets' paths are short
+        self._folder = Path(self._temporary.name)
         self.path = str(self._folder / f"{secrets.token_hex(4)}.sock")
         self.is_alive = False
         self.num_deaths = 0
@@ -127,7 +128,9 @@ class SidecarBed:
             self.layouts.check()
 
     def close(self) -> None:
+        """End it for good."""
         self.die()
+        self._temporary.cleanup()
 
 
 class SteppedAttachment(Attachment[PreparedHost]):

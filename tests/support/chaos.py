@@ -271,6 +271,14 @@ class World:
             block[self.rng.randrange(len(block))] ^= 1 << self.rng.randrange(8)
             self.rotten.add((group_id, slot))
 
+    def close(self) -> None:
+        """End the sidecar, if there is one, and give all memory up."""
+        if isinstance(self.lower, SteppedTiers):
+            self.lower.close()
+            self.lower.bed.close()
+        for memory in self.memories:
+            memory.close()
+
     def check(self) -> None:
         """The books agree, and every block that can be found on device or host has its bytes."""
         self.cache.check()

@@ -3,11 +3,11 @@ a test has them say."""
 
 import contextlib
 import mmap
-import os
 import random
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -149,7 +149,7 @@ class Plain:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.connect(bed.path)
         self.socket.setblocking(False)
-        self.files: list[int] = []
+        self.files: list[FileIO] = []
         self.is_ended = False
         self._frames = wire.Frames(1 << 30)
 
@@ -174,7 +174,7 @@ class Plain:
                 break
             except ConnectionError:
                 data, files = b"", []
-            self.files += files
+            self.files += [FileIO(file, "r+") for file in files]
             self.is_ended = not data
             told += [wire.message_of_sidecar(payload) for payload in self._frames.receive(data)]
         return told
@@ -182,8 +182,7 @@ class Plain:
     def close(self) -> None:
         self.socket.close()
         for file in self.files:
-            os.close(file)
-        self.files = []
+            file.close()
 
 
 class Engine(Plain):
@@ -200,7 +199,7 @@ class Engine(Plain):
         self.say(hello(**changed))
         self.welcome = self.next(wire.Welcome)
         (file,) = self.files
-        self.memory = mmap.mmap(file, self.welcome.num_bytes)
+        self.memory = mmap.mmap(file.fileno(), self.welcome.num_bytes)
 
     def say(self, *messages: wire.FromEngine) -> None:
         self.send(b"".join(map(wire.frame_of, messages)))

@@ -5,21 +5,24 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
+from chaos import FakeClock
 from small_models import VOCAB, byte_tokenizer
 from transformers import PreTrainedModel
 
 from kvtier import SamplingParams
-from kvtier.engine import disk_store
+from kvtier.engine import build, disk_store
 from kvtier.engine.build import build_core
 from kvtier.engine.config import as_config
 from kvtier.engine.core import EngineCore
 from kvtier.engine.reopening_store import ReopeningStore
 from kvtier.engine.scheduling.request import Request
-from kvtier.engine.scheduling.scheduler import Work
+from kvtier.engine.scheduling.scheduler import Scheduler, Work
 from kvtier.store.record import Fault
+from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
 
 BLOCK_SIZE = 16
@@ -93,6 +96,14 @@ def num_hanging() -> int:
     return GATE.num_waiting
 
 
+def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """That of the engines which the test builds from now on: loads are late when the test says so."""
+    clock = FakeClock()
+    for part in (TieredCache, Scheduler):
+        monkeypatch.setattr(build, part.__name__, partial(part, clock=clock))
+    return clock
+
+
 @dataclass(frozen=True)
 class Share:
     """One request's part of a step."""
@@ -107,7 +118,6 @@ def engine(
     num_slots: int = PLENTY,
     folder: Path | None = None,
     num_host_slots: int = PLENTY,
-    read_timeout_s: float = DEADLINE_S,
     **scheduler: int,
 ) -> EngineCore:
     tables: dict[str, object] = {
@@ -116,7 +126,7 @@ def engine(
         "scheduler": {"prefill_chunk": 64, "token_budget": 128, "load": "always", **scheduler},
     }
     if folder is not None:
-        tables["disk"] = {"path": str(folder / "store"), "capacity": "64MiB", "read_timeout_s": read_timeout_s}
+        tables["disk"] = {"path": str(folder / "store"), "capacity": "64MiB", "read_timeout_s": DEADLINE_S}
     return build_core(model, byte_tokenizer(), as_config(tables))
 
 
@@ -155,6 +165,13 @@ def step_until(core: EngineCore, condition: Callable[[], bool]) -> list[list[Sha
 
 def finish(core: EngineCore) -> list[list[Share]]:
     return step_until(core, lambda: not core.has_work)
+
+
+def finish_too_late(core: EngineCore, clock: FakeClock) -> None:
+    """Go on until a read hangs, let the time of its load pass, and finish without it."""
+    step_until(core, lambda: num_hanging() > 0)
+    clock.now += 2 * DEADLINE_S
+    finish(core)
 
 
 def assert_nothing_leased(core: EngineCore) -> None:

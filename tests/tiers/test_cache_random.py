@@ -3,6 +3,7 @@
 import os
 import random
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -291,7 +292,7 @@ def run(
         copies_all_down=seed % 3 == 0,
     )
     simulation = Simulation(world, groups)
-    with pytest.MonkeyPatch.context() as patch:
+    with closing(world), pytest.MonkeyPatch.context() as patch:
         for module, name, sizes in PARTS:
             patch.setattr(module, name, rng.choice(sizes))
         for _ in range(num_steps):

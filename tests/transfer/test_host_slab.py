@@ -1,6 +1,7 @@
 """HostSlab: memory that is in no file system, is prepared in the background, and can be used at once."""
 
 import contextlib
+import gc
 import logging
 import os
 import subprocess
@@ -293,6 +294,18 @@ def test_close_may_be_called_twice() -> None:
     slab.close()
 
     os.close(number_of_its_file)  # raises if the slab has closed it a second time
+
+
+def test_a_slab_that_is_dropped_leaves_no_file() -> None:
+    gc.collect()  # other tests' slabs
+    before = memory_files()
+    slab = HostSlab(2, PAGE)
+    assert slab.wait_prepared(DEADLINE_S)
+
+    del slab
+    gc.collect()
+
+    assert memory_files() == before
 
 
 # --- pieces

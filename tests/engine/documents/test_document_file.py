@@ -53,17 +53,18 @@ def test_every_changed_byte_and_every_cut_is_noticed(tmp_path: Path, cipher: Cip
         (tmp_path / name).write_bytes(content)
         with pytest.raises(Damaged):
             folder.read(name)
+    folder.close()
 
 
 @pytest.mark.parametrize("cipher", CIPHERS)
 def test_one_document_s_file_is_no_other_s(tmp_path: Path, cipher: Cipher | None) -> None:
-    folder = DocumentFolder(tmp_path, cipher, TOKENIZER)
-    folder.write(document_of())
+    with DocumentFolder(tmp_path, cipher, TOKENIZER) as folder:
+        folder.write(document_of())
 
-    (tmp_path / file_name("bob", "report")).write_bytes((tmp_path / file_name("ann", "report")).read_bytes())
+        (tmp_path / file_name("bob", "report")).write_bytes((tmp_path / file_name("ann", "report")).read_bytes())
 
-    with pytest.raises(Damaged):
-        folder.read(file_name("bob", "report"))
+        with pytest.raises(Damaged):
+            folder.read(file_name("bob", "report"))
 
 
 def test_with_a_key_nothing_of_it_can_be_read_and_nothing_in_clear_is_believed(tmp_path: Path) -> None:
@@ -112,6 +113,6 @@ def test_a_folder_that_cannot_be_is_an_error_that_says_what_to_do(tmp_path: Path
 def test_a_folder_that_others_may_look_into_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tmp_path.chmod(0o755)
 
-    DocumentFolder(tmp_path, None, TOKENIZER)
+    DocumentFolder(tmp_path, None, TOKENIZER).close()
 
     assert "chmod 700" in caplog.text

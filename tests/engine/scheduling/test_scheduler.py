@@ -14,11 +14,13 @@ from stepped_core import (
     assert_nothing_leased,
     engine,
     finish,
+    finish_too_late,
     num_hanging,
     prompt_of,
     reads_hang,
     step,
     step_until,
+    stopped_clock,
     store_prompt,
 )
 from transformers import PreTrainedModel
@@ -182,15 +184,18 @@ def test_a_prompt_that_waits_for_slots_is_looked_up_again_only_when_enough_of_th
     assert waiting.generated == plain_greedy(model, prompt, 8)
 
 
-def test_a_promotion_that_is_late_is_recomputed_for_the_reason_deadline(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_promotion_that_is_late_is_recomputed_for_the_reason_deadline(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stored = prompt_of(1, 150)
     expected = plain_greedy(model, stored, 8)
     store_prompt(model, tmp_path, stored)
 
-    with engine(model, folder=tmp_path, read_timeout_s=0.05) as core:
+    clock = stopped_clock(monkeypatch)
+    with engine(model, folder=tmp_path) as core:
         with reads_hang():
             request = add(core, stored)
-            finish(core)
+            finish_too_late(core, clock)
             core.check()
             assert num_hanging() > 0
         assert_nothing_leased(core)
@@ -203,17 +208,16 @@ def test_a_promotion_that_is_late_is_recomputed_for_the_reason_deadline(model: P
 
 
 def test_a_disk_that_hangs_keeps_no_device_slots_from_the_request_that_gave_it_up(
-    model: PreTrainedModel, tmp_path: Path
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = prompt_of(1, 150)
     expected = plain_greedy(model, stored, 8)
     store_prompt(model, tmp_path, stored)
 
-    with engine(model, num_slots=12, folder=tmp_path, read_timeout_s=0.05) as core, reads_hang():
+    clock = stopped_clock(monkeypatch)
+    with engine(model, num_slots=12, folder=tmp_path) as core, reads_hang():
         request = add(core, stored)
-        for _ in range(60):
-            if core.has_work:
-                step(core)
+        finish_too_late(core, clock)
 
         assert request.generated == expected
 

@@ -16,10 +16,12 @@ from stepped_core import (
     assert_nothing_leased,
     engine,
     finish,
+    finish_too_late,
     prompt_of,
     reads_hang,
     step,
     step_until,
+    stopped_clock,
     store_prompt,
 )
 from transformers import PreTrainedModel
@@ -108,13 +110,16 @@ def test_the_front_is_computed_while_the_disk_reads_and_others_go_on_decoding(
     assert answer(other) == plain_greedy(model, prompt_of(2, 20), 60)
 
 
-def test_a_rest_that_comes_too_late_is_computed(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_rest_that_comes_too_late_is_computed(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store_prompt(model, tmp_path, PROMPT)
 
-    with split_engine(model, tmp_path, read_timeout_s=0.05) as core:
+    clock = stopped_clock(monkeypatch)
+    with split_engine(model, tmp_path) as core:
         with reads_hang():
             request = add(core, PROMPT)
-            finish(core)
+            finish_too_late(core, clock)
         assert_nothing_leased(core)
 
     assert answer(request) == plain_greedy(model, PROMPT, 8)

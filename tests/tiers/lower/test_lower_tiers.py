@@ -1,7 +1,8 @@
 """The contract of `LowerTiers`: every kind of tiers below the device keeps it."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -71,6 +72,13 @@ class Bed:
     store: MemoryStore | None
     clock: FakeClock
     told: list[tuple[Fetch, int, Reason | None]] = field(default_factory=list)
+
+    def close(self) -> None:
+        if isinstance(self.tiers, SteppedTiers):
+            self.tiers.close()
+            self.tiers.bed.close()
+        for memory in self.memories:
+            memory.close()
 
     def settle(self) -> None:
         for _ in range(60):
@@ -150,7 +158,10 @@ def told_lost(bed: Bed) -> list[Lost]:
     return [lost for _ in range(40) for lost in bed.tiers.take_lost()]
 
 
-def bed(kind: str, monkeypatch: pytest.MonkeyPatch) -> Bed:
+MakeBed = Callable[[str], Bed]
+
+
+def bed_of(kind: str, monkeypatch: pytest.MonkeyPatch) -> Bed:
     num_slots = 0 if kind == "none" else NUM_SLOTS
     store = MemoryStore(200 * 4608) if "disk" in kind or kind == "unreliable" else None
     finished, clock = Finished(), FakeClock()
@@ -184,22 +195,35 @@ def sidecar_bed(
     return made
 
 
+@pytest.fixture
+def bed(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeBed]:
+    """Makes tiers of a kind, which end with the test."""
+    with ExitStack() as made:
+
+        def make(kind: str) -> Bed:
+            bed = bed_of(kind, monkeypatch)
+            made.callback(bed.close)
+            return bed
+
+        yield make
+
+
 @pytest.fixture(params=["host", "host and disk", "unreliable", "sidecar"])
-def lower(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bed:
+def lower(request: pytest.FixtureRequest, bed: MakeBed) -> Bed:
     """Tiers of each kind that can keep a block."""
-    return bed(request.param, monkeypatch)
+    return bed(request.param)
 
 
 @pytest.fixture(params=["none", "host", "host and disk", "unreliable", "sidecar"])
-def any_lower(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bed:
+def any_lower(request: pytest.FixtureRequest, bed: MakeBed) -> Bed:
     """Tiers of every kind, `NoTiers` included."""
-    return bed(request.param, monkeypatch)
+    return bed(request.param)
 
 
 @pytest.fixture(params=["host and disk", "unreliable", "sidecar and disk"])
-def with_disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bed:
+def with_disk(request: pytest.FixtureRequest, bed: MakeBed) -> Bed:
     """Tiers of each kind that has a disk."""
-    return bed(request.param, monkeypatch)
+    return bed(request.param)
 
 
 def test_what_was_never_published_is_nowhere(any_lower: Bed) -> None:
@@ -223,8 +247,8 @@ def test_what_is_nowhere_is_told_once_not_to_come_and_in_a_poll_only(any_lower: 
     any_lower.tiers.check()
 
 
-def test_tiers_that_keep_nothing_take_nothing_and_are_whole_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiers = bed("none", monkeypatch).tiers
+def test_tiers_that_keep_nothing_take_nothing_and_are_whole_at_once(bed: MakeBed) -> None:
+    tiers = bed("none").tiers
 
     assert tiers.reserve(0, 4) == []
     assert list(tiers.num_slots) == [0, 0]
@@ -401,8 +425,8 @@ def test_what_was_used_last_goes_last(lower: Bed) -> None:
 
 
 @pytest.mark.parametrize("kind", ["host", "host and disk"])
-def test_what_is_wanted_later_is_the_last_to_be_evicted(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    lower = bed(kind, monkeypatch)
+def test_what_is_wanted_later_is_the_last_to_be_evicted(kind: str, bed: MakeBed) -> None:
+    lower = bed(kind)
     lower.put("a", 4)
     lower.put("b", 4)
     for _ in range(4):
@@ -514,8 +538,8 @@ def test_a_fetch_whose_time_is_over_is_told_so_and_the_disk_is_left_alone(with_d
     with_disk.tiers.check()
 
 
-def test_what_may_come_later_is_read_when_nothing_more_urgent_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    lower = bed("host and disk", monkeypatch)
+def test_what_may_come_later_is_read_when_nothing_more_urgent_is(bed: MakeBed) -> None:
+    lower = bed("host and disk")
     lower.push_to_disk("a", 2)
     lower.push_to_disk("b", 2)
     slots = lower.reserve(NUM_SLOTS)  # until there is room nothing is read
@@ -530,8 +554,8 @@ def test_what_may_come_later_is_read_when_nothing_more_urgent_is(monkeypatch: py
     assert [each for each, _, _ in lower.told] == [now, now, later, later]
 
 
-def test_a_dying_process_below_fails_what_it_was_asked_and_comes_back_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    lower = bed("unreliable", monkeypatch)
+def test_a_dying_process_below_fails_what_it_was_asked_and_comes_back_empty(bed: MakeBed) -> None:
+    lower = bed("unreliable")
     assert isinstance(lower.tiers, UnreliableTiers)
     lower.put("a", 3)
     held = lower.fetch("a", 2)
@@ -554,9 +578,9 @@ def test_a_dying_process_below_fails_what_it_was_asked_and_comes_back_empty(monk
 
 
 def test_a_sidecar_that_is_killed_fails_what_it_was_asked_and_the_next_one_is_attached_to_when_all_is_let_go(
-    monkeypatch: pytest.MonkeyPatch,
+    bed: MakeBed,
 ) -> None:
-    lower = bed("sidecar and disk", monkeypatch)
+    lower = bed("sidecar and disk")
     assert isinstance(lower.tiers, SteppedTiers)
     sidecar = lower.tiers.bed
     lower.push_to_disk("a", 2)
@@ -591,8 +615,8 @@ def test_a_sidecar_that_is_killed_fails_what_it_was_asked_and_the_next_one_is_at
     sidecar.check()
 
 
-def test_a_sidecar_that_is_stopped_is_left_alone_until_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    lower = bed("sidecar", monkeypatch)
+def test_a_sidecar_that_is_stopped_is_left_alone_until_it_goes_on(bed: MakeBed) -> None:
+    lower = bed("sidecar")
     assert isinstance(lower.tiers, SteppedTiers)
     lower.put("a", 3)
 
@@ -615,8 +639,8 @@ def test_a_sidecar_that_is_stopped_is_left_alone_until_it_goes_on(monkeypatch: p
     lower.tiers.bed.check()
 
 
-def test_a_sidecars_answer_to_what_was_released_meanwhile_is_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    lower = bed("sidecar", monkeypatch)
+def test_a_sidecars_answer_to_what_was_released_meanwhile_is_no_lease(bed: MakeBed) -> None:
+    lower = bed("sidecar")
     assert isinstance(lower.tiers, SteppedTiers)
     lower.put("a", 3)
     fetch = lower.tiers.fetch(0, lower.blocks("a", 3), lower.on_fetched)
@@ -634,8 +658,8 @@ def test_a_sidecars_answer_to_what_was_released_meanwhile_is_no_lease(monkeypatc
     lower.tiers.bed.check()
 
 
-def test_a_speed_that_is_told_again_and_again_is_as_old_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    lower = bed("sidecar and disk", monkeypatch)
+def test_a_speed_that_is_told_again_and_again_is_as_old_as_it_was(bed: MakeBed) -> None:
+    lower = bed("sidecar and disk")
     lower.push_to_disk("a", 3)
     lower.fetch("a", 3).release([2, 1, 0])
     lower.settle_and_tell()
@@ -647,8 +671,8 @@ def test_a_speed_that_is_told_again_and_again_is_as_old_as_it_was(monkeypatch: p
     assert lower.tiers.read_speed().measured_at == measured_at
 
 
-def test_slots_that_lay_ready_when_all_was_cleared_are_of_use_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    lower = bed("sidecar", monkeypatch)
+def test_slots_that_lay_ready_when_all_was_cleared_are_of_use_after_it(bed: MakeBed) -> None:
+    lower = bed("sidecar")
     lower.tiers.reserve(0, 3)
     lower.settle()
 
@@ -673,10 +697,8 @@ def test_slots_that_lay_ready_when_all_was_cleared_are_of_use_after_it(monkeypat
     ],
     ids=lambda message: f"{type(message).__name__}",
 )
-def test_a_sidecar_that_says_what_none_says_is_left_and_attached_to_anew(
-    message: FromSidecar, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lower = bed("sidecar", monkeypatch)
+def test_a_sidecar_that_says_what_none_says_is_left_and_attached_to_anew(message: FromSidecar, bed: MakeBed) -> None:
+    lower = bed("sidecar")
     assert isinstance(lower.tiers, SteppedTiers)
     sidecar = lower.tiers.bed
     lower.put("a", 3)
