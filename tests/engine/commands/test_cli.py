@@ -15,7 +15,7 @@ from kvtier.engine.commands.cli import build_parser, main
 from kvtier.engine.commands.doc_arguments import MOST_DAYS
 from kvtier.engine.documents.document import MOST_PINNED_S
 
-PROCESS_TIMEOUT_S = 60.0  # for what takes seconds: reached only when a test fails
+PROCESS_TIMEOUT_S = 300.0  # for what takes seconds: reached only when a test fails
 
 
 @pytest.fixture(autouse=True)
