@@ -535,6 +535,13 @@ BUGS = [
         "tests/engine/explain/test_known_prompts.py",
     ),
     Bug(
+        "a question about a prompt of no tokens ends in a failure of the server",
+        "engine/server/explain_routes.py",
+        "Annotated[list[_TokenId], msgspec.Meta(min_length=1)] | None",
+        "list[_TokenId] | None",
+        "tests/engine/server/test_serve_explain.py",
+    ),
+    Bug(
         "a prompt that is asked about is explained without the planner",
         "engine/scheduling/scheduler.py",
         "        return self._cache.worth_loading(hit, num_tokens, self._busy_s(None))\n",
