@@ -1965,6 +1965,13 @@ BUGS = [
         "if segment.lock_file == self._left:",
         "tests/engine/sidecar/test_kept_files.py",
     ),
+    Bug(
+        "a misspelled folder of the request log is made",
+        "engine/records/request_log.py",
+        "    refuse_unusable(config)\n    try:\n",
+        "    Path(config.path).parent.mkdir(parents=True, exist_ok=True)\n    try:\n",
+        "tests/engine/records/test_request_log.py",
+    ),
 ]
 
 

@@ -148,6 +148,7 @@ def test_the_command_prints_what_the_configuration_comes_to(capsys: pytest.Captu
         (["--disk", "nowhere"], "'nowhere' is not PATH:SIZE"),
         (["--disk", "/kv:many"], "bad size 'many'"),
         (["--config", "/no/such.toml"], "/no/such.toml: no such file"),
+        (["--request-log", "/no/such/log"], "request log: there is no folder /no/such; make it, or give another path"),
         (["--chunk-tokens", "x"], "'x' is no number; give a multiple of the engine's block size, as 256"),
         (["--chunk-tokens", "-1"], "'-1' is no number"),
         (["--chunk-tokens", "8"], "$.lmcache.chunk_tokens"),
