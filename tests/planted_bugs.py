@@ -1873,6 +1873,14 @@ BUGS = [
         "",
         "tests/engine/server/test_lines_of_requests.py",
     ),
+    Bug(
+        "copies that end when the engine closes have no spans",
+        "engine/core.py",
+        "            ends.callback(self._accounts.close)  # after the tiers, whose last copies are told as they end\n"
+        "            ends.callback(self._close_tiers)\n",
+        "            ends.callback(self._close_tiers)\n            ends.callback(self._accounts.close)\n",
+        "tests/engine/tracing/test_traced_spills.py",
+    ),
 ]
 
 
