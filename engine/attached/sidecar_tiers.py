@@ -89,19 +89,23 @@ class SidecarTiers:
         clock: Callable[[], float] = time.monotonic,
         *,
         events: EventLog | None = None,
+        num_kept: Sequence[int] | None = None,
     ) -> None:
         """Takes over the *attachment*, of the same *memories*, and the lane *answers*, on which the sidecar's answers
-        are waited for, so that `transfers.poll` ends when one has come."""
+        are waited for, so that `transfers.poll` ends when one has come. *num_kept*, by group: slots that lie ready for
+        `reserve` at any time."""
         self.num_attached = 0  # how often a sidecar was attached to
         self._attached_at = float("-inf")  # when it was last, on the clock
         self._attachment = attachment
         self._groups = groups
+        self._num_kept = [0 for _ in groups] if num_kept is None else num_kept
         self._memories = memories
         self._transfers = transfers
         self._answers = answers
         self._clock = clock
         self._mirror = Mirror([group.block_size for group in groups], events)
         self._session: Session | None = None
+        self._boot: bytes | None = None
         self._silence = Silence(lambda: self._send(Ping()), clock)
         self._was_lost = False
         self._num_host_slots = [0 for _ in groups]  # of the sidecar, by group
@@ -129,6 +133,12 @@ class SidecarTiers:
         """Whether a sidecar is there, by value."""
         attached_s = self._clock() - self._attached_at if self.is_attached else 0.0
         return SidecarStanding(self._attachment.path, self.is_attached, self.num_attached, attached_s)
+
+    @property
+    def boot(self) -> bytes | None:
+        """Which process of a sidecar the host slots are of, also after it has gone and while some of them are leased;
+        None while there is none. Others that map its segment know by it that they mean the same slots."""
+        return self._boot
 
     @property
     def num_slots(self) -> Sequence[int]:
@@ -256,6 +266,8 @@ class SidecarTiers:
             self._fail_waiting(Reason.DEADLINE)
         for group_id, stock in enumerate(self._stocks):
             self._give_back(group_id, stock.take_idle())
+            if self.is_attached:
+                stock.fill()
         self._mirror.go_on()
         dead, self._dead = self._dead, []
         for fetch in dead:
@@ -346,6 +358,7 @@ class SidecarTiers:
         if self._is_detaching and not self._left and not any(stock.lent for stock in self._stocks):
             for memory in self._memories:
                 memory.detach()
+            self._boot = None
             self._is_detaching = False
             self._attachment.attach_again()
         if self._session is not None or self._is_detaching or (ready := self._attachment.take()) is None:
@@ -353,6 +366,7 @@ class SidecarTiers:
         for memory, host in zip(self._memories, ready.hosts, strict=True):
             memory.attach(host)
         self._session = ready.session
+        self._boot = ready.session.welcome.boot
         self._num_host_slots = [ready.session.welcome.num_bytes // memory.block_bytes for memory in self._memories]
         self._stocks = [self._stock(group_id, num) for group_id, num in enumerate(self._num_host_slots)]
         self._mirror.begin(self._num_host_slots)
@@ -364,7 +378,8 @@ class SidecarTiers:
         self._attached_at = self._clock()
 
     def _stock(self, group_id: int, num_slots: int) -> SlotStock:
-        return SlotStock(num_slots, lambda num: self._send(Reserve(group_id, num)), self._clock)
+        num_kept = self._num_kept[group_id]
+        return SlotStock(num_slots, lambda num: self._send(Reserve(group_id, num)), self._clock, num_kept)
 
     def _take_in(self, until: float) -> None:
         """Take in what the sidecar has said, one message at least; the rest stays if it is later than *until*."""
