@@ -2043,6 +2043,13 @@ BUGS = [
         "hello.program, peer(client.connection).pid)",
         "tests/engine/sidecar/own/test_own_door.py",
     ),
+    Bug(
+        "an endpoint that is no address is answered with a regular expression",
+        "engine/config.py",
+        'if what.startswith("Expected `str` matching regex"):',
+        'if what.startswith("Expected `bytes` matching regex"):',
+        "tests/engine/test_config.py",
+    ),
 ]
 
 
