@@ -57,6 +57,7 @@ test-engines: .venv/installed .venv/foreign/installed
 
 bench-engines: .venv/installed .venv/foreign/installed
 	$(BIN)/python -m bench.sidecar --python .venv/foreign/bin/python
+	$(BIN)/python -m bench.doors --python .venv/foreign/bin/python
 
 # The wheel in a clean environment far from here, with this one's other packages. `make test-all` runs it too.
 smoke: .venv/installed

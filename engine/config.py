@@ -180,7 +180,13 @@ class SchedulerConfig(Table, frozen=True, kw_only=True):
     look_ahead_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 30.0
 
 
-Endpoint = Annotated[str, msgspec.Meta(pattern="^(tcp|ipc|inproc)://.")]
+Endpoint = Annotated[
+    str,
+    msgspec.Meta(
+        pattern="^(tcp|ipc|inproc)://.",
+        examples=["tcp://127.0.0.1:5557", "ipc:///run/kvtier-events.sock", "inproc://events"],
+    ),
+]
 BatchCount = Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
 
 
@@ -298,7 +304,7 @@ class TracingConfig(Table, frozen=True, kw_only=True):
     are none. A request whose `traceparent` says that its trace is sampled is traced; of those without one, the part
     *sample*."""
 
-    endpoint: Annotated[str, msgspec.Meta(pattern="^https?://.")] | None = None
+    endpoint: Annotated[str, msgspec.Meta(pattern="^https?://.", examples=["http://127.0.0.1:4318"])] | None = None
     sample: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
 
 
@@ -458,6 +464,8 @@ def _explain(message: str, choices: Mapping[str, Sequence[str]]) -> str:
         if (gone := _GONE.get((path, what.removeprefix("Invalid enum value ").strip("'")))) is not None:
             return f"{path}: {gone}"
         return f"{path}: {what}; use one of {', '.join(choices[_whole(path)])}"
+    if what.startswith("Expected `str` matching regex"):
+        return f"{path}: is no address; write it as {' or '.join(choices[path])}"
     return f"{path}: {what.replace('`object', '`table')}"
 
 
@@ -467,7 +475,8 @@ def _whole(path: str) -> str:
 
 
 def _choices(kind: object, path: str = "$") -> dict[str, list[str]]:
-    """What may stand at *path*, of type *kind*, and below it: the keys of each table, the values of each Literal."""
+    """What may stand at *path*, of type *kind*, and below it: the keys of each table, the values of each Literal,
+    examples of what has a pattern."""
     if get_origin(kind) is Literal:
         return {path: list(get_args(kind))}
     choices: dict[str, list[str]] = {}
@@ -476,7 +485,10 @@ def _choices(kind: object, path: str = "$") -> dict[str, list[str]]:
     if get_origin(kind) is tuple:
         return _choices(get_args(kind)[0], path)
     numbers = ["a number"] if any(get_origin(each) is Annotated for each in get_args(kind)) else []
-    for table in (kind, *get_args(kind)):  # Table, Table | None, or a number | Literal
+    for table in (kind, *get_args(kind)):  # Table, Table | None, a number | Literal, or what has a pattern
+        for meta in getattr(table, "__metadata__", ()):
+            if meta.examples is not None:
+                choices[path] = meta.examples
         if get_origin(table) is Literal:
             choices[path] = [*numbers, *get_args(table)]
         if isinstance(table, type) and issubclass(table, Table):

@@ -331,9 +331,9 @@ class EngineCore:
             return
         self._closed = True
         with ExitStack() as ends:  # each is closed, whatever another one raises
+            ends.callback(self._accounts.close)  # after the tiers, whose last copies are told as they end
             ends.callback(self._close_tiers)
             ends.callback(self.runner.close)
-            ends.callback(self._accounts.close)
             if self.publisher is not None:
                 ends.callback(self.publisher.close)
             for request in [*self.scheduler.waiting, *self.scheduler.promoting, *self.scheduler.running]:

@@ -34,11 +34,13 @@ class JsonClient:
         what = f"--url {url}: is no address of a server; give one such as http://127.0.0.1:8000"
         try:
             parts = urlsplit(url)
-            is_address = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
+            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:  # brackets without an end, or a port that cannot be
             raise ValueError(what) from None
         if not is_address:
             raise ValueError(what)
+        if parts.username is not None:  # which nothing here sends, and a message should not repeat
+            raise ValueError(f"--url: has a name or a password in it; give the address alone, and {key_options}")
         if key is not None and not _KEY.fullmatch(key):  # http.client's error would quote the key
             raise ValueError(f"{key_options}: has a character that no key has; give the key alone")
         self._url = url.rstrip("/").removesuffix("/v1")
@@ -53,7 +55,7 @@ class JsonClient:
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        data = None if content is None else json.dumps(content).encode()
+        data = None if content is None else _body(content)
         request = Request(f"{self._url}{path}", data, headers, method=method)
         try:
             with self._opener.open(request, timeout=self._timeout_s) as answer:
@@ -86,6 +88,14 @@ class JsonClient:
     @property
     def _command(self) -> str:
         return " ".join(self._server.split()[:2])
+
+
+def _body(content: dict[str, object]) -> bytes:
+    try:
+        return json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # JSON can write what no text has
+        half = error.object[error.start]
+        raise ValueError(f"half of a pair of surrogates ({half!r}) is no character; give a text") from None
 
 
 def _is_here(host: str) -> bool:

@@ -29,6 +29,9 @@ class NoAccounts(RequestAccounts):
 
     _first: RequestStatistics | None = None
 
+    def on_added(self, request: Request) -> None:
+        """Nothing."""
+
     def on_token(self, timeline: Timeline) -> None:
         """Nothing."""
 

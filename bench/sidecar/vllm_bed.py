@@ -60,24 +60,12 @@ class Bed:
 
     def flip_host_memory(self) -> None:
         """Damage the highest byte of a number in each 4 KiB of the segment that has been written to."""
-        with open(self.sidecar.segment, "r+b") as file:
-            for offset in range(0, self.sidecar.segment.stat().st_size, 4096):
-                file.seek(offset)
-                page = file.read(4096)
-                if len(page) == 4096 and any(page):  # the ledger behind the extents has no whole page
-                    file.seek(offset + 2051)
-                    file.write(bytes([page[2051] ^ 64]))
+        self.sidecar.flip_host_memory()
 
     def flip_disk(self, store: Path) -> None:
         """Damage the highest byte of a number in each 4 KiB on disk, and have nothing in host memory."""
         self.sidecar.stop()
-        for slab in store.glob("slab-*"):
-            with open(slab, "r+b") as file:
-                for offset in range(2051, slab.stat().st_size, 4096):
-                    file.seek(offset)
-                    byte = file.read(1)
-                    file.seek(offset)
-                    file.write(bytes([byte[0] ^ 64]))
+        self.sidecar.flip_disk(store)
         self.sidecar.start()
         self.wait_attached()
 

@@ -91,14 +91,16 @@ class SidecarTiers:
         *,
         events: EventLog | None = None,
         find_traced: Callable[[Sequence[BlockName]], Sequence[Traced]] = lambda names: (),
+        num_kept: Sequence[int] | None = None,
     ) -> None:
         """Takes over the *attachment*, of the same *memories*, and the lane *answers*, on which the sidecar's answers
         are waited for, so that `transfers.poll` ends when one has come. *find_traced*: what the sidecar is told of
-        the traces of blocks that it gets."""
+        the traces of blocks that it gets. *num_kept*, by group: slots that lie ready for `reserve` at any time."""
         self.num_attached = 0  # how often a sidecar was attached to
         self._attached_at = float("-inf")  # when it was last, on the clock
         self._attachment = attachment
         self._groups = groups
+        self._num_kept = [0 for _ in groups] if num_kept is None else num_kept
         self._memories = memories
         self._transfers = transfers
         self._answers = answers
@@ -106,6 +108,7 @@ class SidecarTiers:
         self._find_traced = find_traced
         self._mirror = Mirror([group.block_size for group in groups], events)
         self._session: Session | None = None
+        self._boot: bytes | None = None
         self._silence = Silence(lambda: self._send(Ping()), clock)
         self._was_lost = False
         self._num_host_slots = [0 for _ in groups]  # of the sidecar, by group
@@ -133,6 +136,12 @@ class SidecarTiers:
         """Whether a sidecar is there, by value."""
         attached_s = self._clock() - self._attached_at if self.is_attached else 0.0
         return SidecarStanding(self._attachment.path, self.is_attached, self.num_attached, attached_s)
+
+    @property
+    def boot(self) -> bytes | None:
+        """Which process of a sidecar the host slots are of, also after it has gone and while some of them are leased;
+        None while there is none. Others that map its segment know by it that they mean the same slots."""
+        return self._boot
 
     @property
     def num_slots(self) -> Sequence[int]:
@@ -260,6 +269,8 @@ class SidecarTiers:
             self._fail_waiting(Reason.DEADLINE)
         for group_id, stock in enumerate(self._stocks):
             self._give_back(group_id, stock.take_idle())
+            if self.is_attached:
+                stock.fill()
         self._mirror.go_on()
         dead, self._dead = self._dead, []
         for fetch in dead:
@@ -350,6 +361,7 @@ class SidecarTiers:
         if self._is_detaching and not self._left and not any(stock.lent for stock in self._stocks):
             for memory in self._memories:
                 memory.detach()
+            self._boot = None
             self._is_detaching = False
             self._attachment.attach_again()
         if self._session is not None or self._is_detaching or (ready := self._attachment.take()) is None:
@@ -357,6 +369,7 @@ class SidecarTiers:
         for memory, host in zip(self._memories, ready.hosts, strict=True):
             memory.attach(host)
         self._session = ready.session
+        self._boot = ready.session.welcome.boot
         self._num_host_slots = [ready.session.welcome.num_bytes // memory.block_bytes for memory in self._memories]
         self._stocks = [self._stock(group_id, num) for group_id, num in enumerate(self._num_host_slots)]
         self._mirror.begin(self._num_host_slots)
@@ -368,7 +381,8 @@ class SidecarTiers:
         self._attached_at = self._clock()
 
     def _stock(self, group_id: int, num_slots: int) -> SlotStock:
-        return SlotStock(num_slots, lambda num: self._send(Reserve(group_id, num)), self._clock)
+        num_kept = self._num_kept[group_id]
+        return SlotStock(num_slots, lambda num: self._send(Reserve(group_id, num)), self._clock, num_kept)
 
     def _take_in(self, until: float) -> None:
         """Take in what the sidecar has said, one message at least; the rest stays if it is later than *until*."""

@@ -15,10 +15,15 @@ class SlotStock:
     there is room, as much again as it takes each time is kept ready. Owned by the tiers' thread.
     """
 
-    def __init__(self, num_slots: int, ask: Callable[[int], None], clock: Callable[[], float]) -> None:
-        """*num_slots* that the sidecar may have; *ask* is called with how many slots are to be reserved."""
+    def __init__(
+        self, num_slots: int, ask: Callable[[int], None], clock: Callable[[], float], num_kept: int = 0
+    ) -> None:
+        """*num_slots* that the sidecar may have; *ask* is called with how many slots are to be reserved. *num_kept* lie
+        ready also while none is used, as far as there is room: a caller that cannot offer a block twice needs them."""
         self.lent: set[int] = set()
         self._most_ahead = num_slots // MOST_PART
+        self._num_kept = min(num_kept, self._most_ahead)
+        self._filled_at = float("-inf")
         self._ask = ask
         self._clock = clock
         self._ready: list[int] = []
@@ -35,11 +40,14 @@ class SlotStock:
         self._used_at = self._clock()
         taken, self._ready = self._ready[:num_slots], self._ready[num_slots:]
         self.lent.update(taken)
-        wanted = num_slots - len(taken) + min(num_slots, self._most_ahead) - len(self._ready)
-        if wanted > self._num_asked:
-            self._ask(wanted - self._num_asked)
-            self._num_asked = wanted
+        self._want(num_slots - len(taken) + max(self._num_kept, min(num_slots, self._most_ahead)) - len(self._ready))
         return taken
+
+    def fill(self) -> None:
+        """Have as many ready as are kept; a sidecar without room is asked twice a second."""
+        if len(self._ready) < self._num_kept and not self.is_waiting and self._clock() - self._filled_at > IDLE_S:
+            self._filled_at = self._clock()
+            self._want(self._num_kept - len(self._ready))
 
     def on_reserved(self, num_asked: int, slots: Sequence[int]) -> None:
         """Take in the answer to a question for *num_asked* slots."""
@@ -54,11 +62,17 @@ class SlotStock:
 
     def take_idle(self) -> list[int]:
         """Take out slots that have lain ready for long, to give them back."""
-        if self._ready and self._clock() - self._used_at > IDLE_S:
-            return self.take_ready()
-        return []
+        if self._clock() - self._used_at <= IDLE_S:
+            return []
+        idle, self._ready = self._ready[self._num_kept :], self._ready[: self._num_kept]
+        return idle
 
     def take_ready(self) -> list[int]:
         """Take out all slots that lie ready."""
         ready, self._ready = self._ready, []
         return ready
+
+    def _want(self, wanted: int) -> None:
+        if wanted > self._num_asked:
+            self._ask(wanted - self._num_asked)
+            self._num_asked = wanted

@@ -23,3 +23,12 @@ def some_text(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("is empty; give it a value, or leave the option out")
     return text
+
+
+def sent_text(text: str) -> str:
+    """The same of an option that is sent to a server, in UTF-8: a file's name may be other bytes, this must not."""
+    try:
+        some_text(text).encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("is no text in UTF-8") from None
+    return text

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.engine.commands.arguments import HelpFormatter, some_text
+from kvtier.engine.commands.arguments import HelpFormatter, sent_text, some_text
 
 EXAMPLES = """examples:
   kvtier doc add report.txt                    put it, and watch it being computed; its id is report.txt
@@ -42,7 +42,7 @@ def add_doc(commands: "argparse._SubParsersAction[Any]", run: Callable[[argparse
     add = _action(actions, "add", "put a text on the server, which computes it")
     add.add_argument("file", metavar="FILE", help="a text in UTF-8; -: standard input")
     add.add_argument(
-        "--id", type=some_text, metavar="ID", help="up to 128 of A-Z a-z 0-9 . _ - (default: the file's name)"
+        "--id", type=sent_text, metavar="ID", help="up to 128 of A-Z a-z 0-9 . _ - (default: the file's name)"
     )
     add.add_argument(
         "--as",
@@ -53,13 +53,13 @@ def add_doc(commands: "argparse._SubParsersAction[Any]", run: Callable[[argparse
     add.add_argument("--system", metavar="TEXT", help="the system message of the chats about it (default: none)")
     add.add_argument(
         "--model",
-        type=some_text,
+        type=sent_text,
         metavar="NAME",
         help="compute it with this adapter of the server (default: its model)",
     )
     add.add_argument(
         "--cache-salt",
-        type=some_text,
+        type=sent_text,
         metavar="SALT",
         help="share what is computed only with requests that have this cache_salt (default: none)",
     )

@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -14,11 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvtier.engine.commands.given_text import text_of, token_of
 from kvtier.engine.json_client import JsonClient
 
 _TIMEOUT_S = 60.0
 _OTHER_WIDTH = 120  # characters of a line where there is no terminal
 _PATH = "/v1/kvtier/explain"
+_MOST_ID = 4096  # characters: an engine at a sidecar may have long ones
 _WHY = {
     "other": "seen, but with another {differs}",
     "other_template": "the same messages were seen; the template made other text of them",
@@ -51,6 +52,10 @@ def explain(options: argparse.Namespace) -> int:
         raise ValueError("explain: give the id of a request, or --prompt FILE")
     if options.prompt is None and (options.model or options.cache_salt):
         raise ValueError("explain: --model and --cache-salt are of a prompt; give --prompt FILE as well")
+    if options.id is not None and len(options.id) > _MOST_ID:
+        raise ValueError(f"explain: an id of {len(options.id):,} characters; no request's has more than {_MOST_ID:,}")
+    if options.id is not None and not options.id.isprintable():
+        raise ValueError(f"explain: {options.id!r} has a character that no request's id has")
     where = "--api-key, KVTIER_API_KEY or --token-file"
     client = JsonClient(options.url, _key(options), where, "kvtier serve --model …", _TIMEOUT_S)
     if options.prompt is None:
@@ -68,7 +73,7 @@ def explain(options: argparse.Namespace) -> int:
 
 def _key(options: argparse.Namespace) -> str | None:
     if options.token_file is not None:
-        return _text_of("--token-file", options.token_file).strip()
+        return token_of(options.token_file)
     key: str | None = options.api_key or os.environ.get("KVTIER_API_KEY")
     return key
 
@@ -79,13 +84,17 @@ def _id(request_id: str) -> str:
 
 def _question(options: argparse.Namespace) -> dict[str, object]:
     """The body of the question: that of a file of JSON, or its text as the prompt."""
-    text = sys.stdin.read() if options.prompt == "-" else _text_of("--prompt", options.prompt)
+    text = text_of("--prompt", options.prompt)
+    if not text:
+        raise ValueError(f"--prompt {options.prompt}: is empty; give a prompt")
     question: dict[str, object] = {"prompt": text}
     if text.lstrip()[:1] == "{":
         try:
             found = json.loads(text)
         except ValueError:
             found = None
+        except RecursionError:
+            raise ValueError(f"--prompt {options.prompt}: is nested too deep; give a prompt") from None
         if isinstance(found, dict) and ("messages" in found or "prompt" in found):
             names = ("prompt", "messages", "chat_template_kwargs", "model", "cache_salt")
             question = {name: found[name] for name in names if name in found}
@@ -138,11 +147,3 @@ def _departure(departure: dict[str, Any] | None) -> str:
 
 def _when(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
-
-
-def _text_of(option: str, file: str) -> str:
-    try:
-        return Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
-        raise ValueError(f"{option} {file}: {why}; give a file of text that can be read") from None

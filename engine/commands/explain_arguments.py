@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.engine.commands.arguments import HelpFormatter, some_text
+from kvtier.engine.commands.arguments import HelpFormatter, sent_text, some_text
 
 EXAMPLES = """examples:
   kvtier explain 5f3c9a                        a request that has ended, by the id that its answer had in x-request-id
@@ -27,12 +27,12 @@ def add_explain(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    explain.add_argument("id", nargs="?", type=some_text, metavar="REQUEST_ID", help="a request that has ended")
+    explain.add_argument("id", nargs="?", type=sent_text, metavar="REQUEST_ID", help="a request that has ended")
     explain.add_argument(
         "--prompt", type=some_text, metavar="FILE", help="a text, or a JSON object; -: standard input (default: none)"
     )
-    explain.add_argument("--model", type=some_text, metavar="NAME", help="of the prompt (default: the server's model)")
-    explain.add_argument("--cache-salt", type=some_text, metavar="SALT", help="of the prompt (default: none)")
+    explain.add_argument("--model", type=sent_text, metavar="NAME", help="of the prompt (default: the server's model)")
+    explain.add_argument("--cache-salt", type=sent_text, metavar="SALT", help="of the prompt (default: none)")
     explain.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)")
     who = explain.add_mutually_exclusive_group()
     who.add_argument(

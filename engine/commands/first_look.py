@@ -9,6 +9,7 @@ from pathlib import Path
 from kvtier.engine.config import Config
 from kvtier.engine.model.adapter_folder import CONFIG_FILE, check_adapter_folder
 from kvtier.engine.model.checkpoint import Checkpoint
+from kvtier.engine.records.request_log import refuse_unusable
 from kvtier.store.codec.cipher import Cipher
 
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -23,7 +24,8 @@ def check_model(name: str) -> None:
 
 
 def check_files(config: Config) -> None:
-    """Raise what loading would raise for unusable adapters, encryption keys and folders of documents."""
+    """Raise what loading would raise for unusable adapters, encryption keys, logs and folders of documents."""
+    refuse_unusable(config.request_log)
     for name, table in config.lora.items():
         check_adapter_folder(name, Path(table.path).expanduser())
     if config.disk is not None and config.disk.encryption_key_file is not None:

@@ -3,11 +3,10 @@
 import argparse
 import json
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 from kvtier.engine.byte_size import size_text
+from kvtier.engine.commands.given_text import text_of, token_of
 from kvtier.engine.json_client import JsonClient
 
 TIMEOUT_S = 3600.0  # a large disk takes its time to be emptied
@@ -51,28 +50,18 @@ def _token(file: str | None) -> str:
         if not (token := os.environ.get(TOKEN)):
             raise ValueError(f"an operator's token is needed: set {TOKEN}, or give --token-file FILE")
         return token
-    return _content(file, "--token-file").strip()
+    return token_of(file)
 
 
 def _text(file: str) -> str:
-    return _content(file, "--prompt")
+    return text_of("--prompt", file)
 
 
 def _numbers(file: str) -> list[int]:
     try:
-        numbers = json.loads(_content(file, "--token-ids"))
-    except ValueError:
+        numbers = json.loads(text_of("--token-ids", file))
+    except (ValueError, RecursionError):
         numbers = None
     if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
         raise ValueError(f"--token-ids {file}: is no JSON array of integers; write it as [1, 2, 3]")
     return numbers
-
-
-def _content(file: str, option: str) -> str:
-    try:
-        content = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
-        return content.decode()
-    except OSError as error:
-        raise OSError(f"{option} {file}: {error.strerror}; give a file that can be read") from error
-    except UnicodeDecodeError:
-        raise ValueError(f"{option} {file}: is no text in UTF-8; convert it first") from None

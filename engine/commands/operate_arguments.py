@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.engine.commands.arguments import HelpFormatter, some_text
+from kvtier.engine.commands.arguments import HelpFormatter, sent_text
 
 EXAMPLES = """examples:
   kvtier operate reset --tenant acme            its blocks leave device, host memory and disk
@@ -40,16 +40,16 @@ def add_operate(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
 
     reset = _verb(verbs, "reset", "have blocks leave device, host memory and disk; leased and pinned ones stay")
     which = reset.add_mutually_exclusive_group(required=True)
-    which.add_argument("--tenant", type=some_text, metavar="NAME", help="those of this tenant")
+    which.add_argument("--tenant", type=sent_text, metavar="NAME", help="those of this tenant")
     which.add_argument(
-        "--namespace", type=some_text, metavar="HEX", help="those of the model whose namespace begins so (kvtier stats)"
+        "--namespace", type=sent_text, metavar="HEX", help="those of the model whose namespace begins so (kvtier stats)"
     )
     which.add_argument("--all", action="store_true", default=None, help="all")
 
     evict = _verb(verbs, "evict", "have the oldest blocks leave one tier; what has no copy elsewhere is gone")
     evict.add_argument("tier", choices=["device", "host", "disk"], help="the tier")
     amount = evict.add_mutually_exclusive_group(required=True)
-    amount.add_argument("--bytes", type=some_text, metavar="SIZE", help="so many bytes, such as 4GiB")
+    amount.add_argument("--bytes", type=sent_text, metavar="SIZE", help="so many bytes, such as 4GiB")
     amount.add_argument("--blocks", type=_count, metavar="N", help="so many blocks")
 
     spill = _verb(verbs, "spill", "copy down what has no copy below, and wait for it")
@@ -62,15 +62,15 @@ def add_operate(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
     pin.add_argument("--seconds", type=_seconds, required=True, metavar="TIME", help="for so long: 90s, 30m, 12h, 7d")
     pin.add_argument(
         "--model",
-        type=some_text,
+        type=sent_text,
         metavar="NAME",
         help="an adapter's name; of a sidecar the model's (default: the model)",
     )
     pin.add_argument(
-        "--tenant", type=some_text, metavar="NAME", help="the tenant whose requests it is for (default: none)"
+        "--tenant", type=sent_text, metavar="NAME", help="the tenant whose requests it is for (default: none)"
     )
     pin.add_argument(
-        "--salt", type=some_text, metavar="SALT", help="the cache_salt of the requests that it is for (default: none)"
+        "--salt", type=sent_text, metavar="SALT", help="the cache_salt of the requests that it is for (default: none)"
     )
 
     unpin = _verb(verbs, "unpin", "end a pin")
@@ -81,7 +81,7 @@ def add_operate(commands: "argparse._SubParsersAction[Any]", run: Callable[[argp
 
     level = _verb(verbs, "log-level", "have the server log more, or less, until it ends")
     level.add_argument("level", choices=["debug", "info", "warning", "error"], help="from which level on")
-    level.add_argument("--logger", type=some_text, metavar="NAME", help="kvtier, or kvtier.tiers (default: kvtier)")
+    level.add_argument("--logger", type=sent_text, metavar="NAME", help="kvtier, or kvtier.tiers (default: kvtier)")
 
 
 def _verb(verbs: "argparse._SubParsersAction[Any]", name: str, help_: str) -> argparse.ArgumentParser:

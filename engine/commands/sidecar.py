@@ -15,6 +15,7 @@ from kvtier.engine.byte_size import size_text
 from kvtier.engine.fault_log import FaultLog
 from kvtier.engine.operating.audit_log import AuditLog
 from kvtier.engine.operating.operators import Operators
+from kvtier.engine.records.request_log import refuse_unusable
 from kvtier.engine.server.log_lines import write_log
 from kvtier.engine.sidecar.build import MakeDoors, build_sidecar
 from kvtier.engine.sidecar.config import SidecarConfig, sidecar_config
@@ -47,6 +48,7 @@ def run_sidecar(source: str | None, given: Mapping[str, object], checks_only: bo
     """
     config = sidecar_config(source, given)
     Operators.of(config.operators.tokens, os.environ)  # a mistake is told before an engine is let in
+    refuse_unusable(config.request_log)
     for line in _plan(config):
         print(line, flush=True)
     if checks_only:

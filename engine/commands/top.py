@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.engine.byte_size import size_text
+from kvtier.engine.commands.given_text import token_of
 from kvtier.engine.sidecar.config import is_loopback
 
 _ANSWER_S = 5.0
@@ -47,7 +48,7 @@ def top(url: str, token_file: Path | None, interval_s: float | None) -> int:
     answer that is shown instead, but the first time it is an error."""
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
         raise ValueError(f"{url}: is no URL; write http://HOST:PORT")
-    token = None if token_file is None else _read_token(token_file)
+    token = None if token_file is None else token_of(str(token_file))
     console = Console()
     if not console.is_terminal:
         console = Console(width=_OTHER_WIDTH)
@@ -124,13 +125,6 @@ def _message(error: urllib.error.HTTPError) -> str:
         return str(json.loads(error.read(_MOST_BYTES))["error"]["message"])
     except (OSError, ValueError, KeyError, TypeError):
         return f"{error.code} {error.reason}"
-
-
-def _read_token(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ValueError(f"--token-file {file}: {error.strerror}") from None
 
 
 def _table(*columns: str) -> Table:

@@ -1,6 +1,7 @@
 """The verbs, as requests for them have them, and what a server has to be able to do for them."""
 
 import hashlib
+import re
 from collections.abc import Mapping
 from typing import Annotated, Literal, Protocol
 
@@ -35,12 +36,14 @@ class Reset(Verb, frozen=True, kw_only=True):
     *all*."""
 
     tenant: _Text | None = None
-    namespace: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{2,32}$")] | None = None
+    namespace: str | None = None
     all: bool = False
 
     def __post_init__(self) -> None:
         if (self.tenant is not None) + (self.namespace is not None) + self.all != 1:
             raise ValueError("tenant: give one of tenant, namespace and all")
+        if self.namespace is not None and re.fullmatch("[0-9a-f]{2,32}", self.namespace) is None:
+            raise ValueError("namespace: give what its name begins with, 2 to 32 hexadecimal digits")
 
 
 class Evict(Verb, frozen=True, kw_only=True):
@@ -116,7 +119,11 @@ class LogLevel(Verb, frozen=True, kw_only=True):
     """Have the *logger* `kvtier`, or a part of it, write from this *level* on."""
 
     level: Literal["debug", "info", "warning", "error"]
-    logger: Annotated[str, msgspec.Meta(pattern=r"^kvtier(\.[a-z_]+)*$", max_length=256)] = "kvtier"
+    logger: Annotated[str, msgspec.Meta(max_length=256)] = "kvtier"
+
+    def __post_init__(self) -> None:
+        if re.fullmatch(r"kvtier(\.[a-z_]+)*", self.logger) is None:
+            raise ValueError("logger: give kvtier, or a part of it such as kvtier.tiers")
 
 
 class Operated(Protocol):

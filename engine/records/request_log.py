@@ -122,16 +122,34 @@ class RequestLog:
         return self._open()
 
     def _open(self) -> BinaryIO:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.fdopen(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab")
         self._num_bytes = os.fstat(self._file.fileno()).st_size
         return self._file
+
+
+def refuse_unusable(config: RequestLogConfig) -> None:
+    """OSError, with what to do, if the log that the configuration asks for cannot be written. Makes nothing."""
+    if config.path is None:
+        return
+    path, folder = Path(config.path), Path(config.path).absolute().parent
+    if not folder.exists():
+        why = f"there is no folder {folder}; make it, or give another path"
+    elif not folder.is_dir():
+        why = f"{folder} is no folder; give another path"
+    elif path.is_dir():
+        why = f"{path} is a folder; give a file in it"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        why = f"this user may not write {path if path.exists() else folder}; give another path"
+    else:
+        return
+    raise OSError(f"request log: {why}")
 
 
 def open_request_log(config: RequestLogConfig) -> RequestLog | None:
     """The log that the configuration asks for, if it does. OSError, with what to do, if its file cannot be opened."""
     if config.path is None:
         return None
+    refuse_unusable(config)
     try:
         return RequestLog(Path(config.path), config.size, config.files)
     except OSError as error:

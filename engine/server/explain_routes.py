@@ -26,6 +26,7 @@ from kvtier.engine.text.least_tokens import TooManyTokens
 from kvtier.tiers.naming.block_hash import ExtraKeys
 
 BEFORE_TOKENS = 12  # whose text comes before that of the token at which a prompt departs
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class ExplainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,7 +34,7 @@ class ExplainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     have had this prompt; without it, what would be found now."""
 
     model: str | None = None
-    prompt: Text | list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]] | None = None
+    prompt: Text | Annotated[list[_TokenId], msgspec.Meta(min_length=1)] | None = None
     messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)] | None = None
     chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict)
     cache_salt: Text | None = None

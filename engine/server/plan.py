@@ -17,6 +17,7 @@ from kvtier.engine.model.adapter_folder import UnusableLora
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.model.layers import layers_of
 from kvtier.engine.model.lora_adapter import load_adapter
+from kvtier.engine.records.request_log import refuse_unusable
 from kvtier.engine.scheduling.longest_request import longest_request
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.dead_settings import dead_settings
@@ -106,7 +107,12 @@ def make_plan(model: str, config: Config, keys: ApiKeys | None) -> Plan:
         documents_path(config),
         list(_remarks(checkpoint, config, model_tokens, longest, block_bytes)),
         dead_settings(config, groups, keys),
-        [*_refusals(config, tiers, block_bytes), *_refused_folders(config), *_refused_adapters(config, skeleton)],
+        [
+            *_refusals(config, tiers, block_bytes),
+            *_refused_folders(config),
+            *_refused_log(config),
+            *_refused_adapters(config, skeleton),
+        ],
     )
 
 
@@ -160,6 +166,13 @@ def _refused_folders(config: Config) -> Iterator[str]:
             yield f"{key}: {there} is not a folder; use another one"
         elif not os.access(there, os.W_OK | os.X_OK):
             yield f"{key}: nothing can be written in {there}; use another folder"
+
+
+def _refused_log(config: Config) -> Iterator[str]:
+    try:
+        refuse_unusable(config.request_log)
+    except OSError as error:
+        yield str(error)
 
 
 def _refused_adapters(config: Config, skeleton: PreTrainedModel) -> Iterator[str]:

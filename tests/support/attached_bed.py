@@ -175,8 +175,10 @@ class SteppedTiers(SidecarTiers):
         clock: Callable[[], float],
         events: EventLog | None = None,
         rng: random.Random | None = None,
+        num_kept: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(SteppedAttachment(bed, memories), groups, memories, transfers, NoLane(), clock, events=events)
+        attachment = SteppedAttachment(bed, memories)
+        super().__init__(attachment, groups, memories, transfers, NoLane(), clock, events=events, num_kept=num_kept)
         self.bed = bed
         self._rng = rng
         self._said: object = None

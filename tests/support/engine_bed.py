@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 from chaos import FakeClock
-from lmcache_bed import REAL_S, Lane
+from lmcache_bed import Lane
+from waiting import DEADLINE_S
 
 from kvtier.engine.attached import wire
 from kvtier.engine.sidecar.finished_transfers import FinishedTransfers
@@ -110,7 +111,7 @@ class Bed:
             self.clock,  # the store is Layouts'
         )
         stack.callback(self.sidecar.close)
-        assert self.segment.wait_backed(REAL_S)
+        assert self.segment.wait_backed(DEADLINE_S)
 
     def turn(self, num_turns: int = 1) -> None:
         for _ in range(num_turns):

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import zmq
 from chaos import FakeClock
+from waiting import DEADLINE_S
 
 from kvtier.engine.sidecar.layouts import Layouts
 from kvtier.engine.sidecar.lmcache.door import LmcacheDoor
@@ -25,7 +26,6 @@ from kvtier.transfer.transfer_engine import Route, TransferEngine
 CHUNK = 8  # tokens
 EXTENT_BYTES = 1 << 16
 CHUNK_BYTES = 4 * CHUNK * 16 * 2  # of `REGISTRATION`
-REAL_S = 20.0  # a test has failed when ZeroMQ's thread has brought nothing for so long
 
 REGISTRATION = {
     "instance_id": 1,
@@ -204,7 +204,7 @@ class Bed:
         self.context = stack.enter_context(zmq.Context())
         self.url = f"ipc://{folder}/door.sock"
         self.segment = stack.enter_context(Segment(num_extents * EXTENT_BYTES))
-        assert self.segment.wait_backed(REAL_S)
+        assert self.segment.wait_backed(DEADLINE_S)
         finished = Finished()
         self.lanes = {route: Lane(finished) for route in Route}
         self.transfers = TransferEngine(self.lanes, finished)
@@ -226,7 +226,7 @@ class Bed:
 
     def until(self, happens: Callable[[], Any]) -> Any:
         """Turn the loop until that gives something. ZeroMQ's thread brings it, so real time passes."""
-        give_up_at = time.monotonic() + REAL_S
+        give_up_at = time.monotonic() + DEADLINE_S
         while time.monotonic() < give_up_at:
             self.turn()
             if (found := happens()) is not None:

@@ -100,7 +100,9 @@ def prometheus(folder: Path, targets: Mapping[str, Target], rules: Sequence[Path
             listening = _LISTENING.search(log.read_text())
             assert listening is not None, log.read_text()
             server = Prometheus(int(listening[1]), began_at)
-            wait_for(lambda: httpx.get(f"http://127.0.0.1:{server.port}/-/ready").status_code == 200)
+            wait_for(
+                lambda: httpx.get(f"http://127.0.0.1:{server.port}/-/ready", timeout=DEADLINE_S).status_code == 200
+            )
             wait_for(lambda: set(server.num_scraped()) == set(targets))
             yield server
         finally:

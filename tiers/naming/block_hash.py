@@ -213,8 +213,8 @@ class BlockChain:
 
     def continued_keys(self, start: int, end: int) -> list[bytes]:
         """`continued_key` of each of the blocks *start* to *end*."""
-        num_keyed = min(max(start, self._num_keyed), end)
-        keys = [self.continued_key(block_id) for block_id in range(start, max(num_keyed, start + (start == 0)))]
+        num_keyed = max(start, self._num_keyed, 1)  # the first block's is no name
+        keys = [self.continued_key(block_id) for block_id in range(start, min(num_keyed, end))]
         return keys + self.names[start + len(keys) - 1 : end - 1]
 
     def continued_key(self, block_id: int) -> bytes:

@@ -163,12 +163,15 @@ class EngineDoor:
         except LayoutRefused as error:
             self._refuse(client, "layout", f"an engine of {hello.model[:64]!r} cannot be served: {error}")
             return
-        segment = self._layouts.segment
+        segment, process = (
+            self._layouts.segment,
+            peer(client.connection).pid,
+        )  # asked now: it may be gone once it is told
         welcome = wire.Welcome(wire.VERSION, self._program, self._boot, segment.num_bytes)
         self._port.send(client, frame_of(welcome), segment.file)
         self._sessions[client] = Session(feed.tiers, self._counts, self._layouts.shares.of(client), self._clock), feed
         feed.attach(client)
-        log.info("engine: %.64r of process %d is attached", hello.program, peer(client.connection).pid)
+        log.info("engine: %.64r of process %d is attached", hello.program, process)
 
     def _feed(self, layout: BlockLayout) -> Feed:
         """Of the layout, whose tiers are made if it is new."""

@@ -4,14 +4,42 @@ import numpy as np
 import pytest
 from chaos import FakeClock
 
-from kvtier.engine.attached.slot_stock import IDLE_S, SlotStock
+from kvtier.engine.attached.slot_stock import IDLE_S, MOST_PART, SlotStock
 
 
 class Bed:
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, num_kept: int = 0) -> None:
         self.clock = FakeClock()
         self.asked: list[int] = []
-        self.stock = SlotStock(num_slots, self.asked.append, self.clock)
+        self.stock = SlotStock(num_slots, self.asked.append, self.clock, num_kept)
+
+
+def test_what_is_kept_lies_ready_also_while_nothing_is_used() -> None:
+    bed = Bed(8 * MOST_PART, num_kept=5)
+    bed.stock.fill()
+    bed.stock.fill()
+    bed.stock.on_reserved(5, [1, 2, 3, 4, 5])
+    assert bed.stock.take(2) == [1, 2]
+    bed.stock.on_reserved(2, [6, 7])
+
+    bed.clock.now += 2 * IDLE_S
+
+    assert bed.asked == [5, 2]
+    assert bed.stock.take_idle() == []
+    assert len(bed.stock.take(5)) == 5
+
+
+def test_a_sidecar_without_room_is_asked_again_after_a_while() -> None:
+    bed = Bed(8 * MOST_PART, num_kept=5)
+    bed.stock.fill()
+    bed.stock.on_reserved(5, [])
+    bed.stock.fill()
+    assert bed.asked == [5]
+
+    bed.clock.now += 2 * IDLE_S
+    bed.stock.fill()
+
+    assert bed.asked == [5, 5]
 
 
 def test_what_lacks_is_asked_for_once_and_lent_when_it_has_come() -> None:

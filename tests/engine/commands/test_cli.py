@@ -15,7 +15,7 @@ from kvtier.engine.commands.cli import build_parser, main
 from kvtier.engine.commands.doc_arguments import MOST_DAYS
 from kvtier.engine.documents.document import MOST_PINNED_S
 
-PROCESS_TIMEOUT_S = 60.0  # for what takes seconds: reached only when a test fails
+PROCESS_TIMEOUT_S = 300.0  # for what takes seconds: reached only when a test fails
 
 
 @pytest.fixture(autouse=True)
@@ -165,6 +165,13 @@ def test_the_command_starts_from_a_shell_and_ends_with_2_on_a_mistake() -> None:
         (["doc", "ls", "--url", "http://localhost:99999"], "is no address of a server"),
         (["doc", "ls", "--url", "http://127.0.0.1:1"], "start one with 'kvtier serve"),
         (["doc", "ls", "--api-key", "two words"], "has a character that no key has; give the key alone"),
+        (["doc", "ls", "--url", "http://me@127.0.0.1:1"], "--url: has a name or a password in it"),
+        (["doc", "add", "notes.md", "--cache-salt", "\udcff"], "--cache-salt: is no text in UTF-8"),
+        (["explain", "\udcff"], "REQUEST_ID: is no text in UTF-8"),
+        (["explain", "a", "--model", "\udcff"], "--model: is no text in UTF-8"),
+        (["operate", "reset", "--tenant", "\udcff"], "--tenant: is no text in UTF-8"),
+        (["operate", "check", "--token-file", "/dev/null"], "--token-file /dev/null: is empty"),
+        (["top", "--once", "--token-file", "/dev/null"], "--token-file /dev/null: is empty"),
     ],
 )
 def test_a_mistake_is_one_line_on_stderr_that_names_it(

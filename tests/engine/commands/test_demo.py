@@ -16,7 +16,7 @@ from kvtier.engine.commands.demo.demo import BLOCK_SIZE, QUESTIONS, Plan, Questi
 
 NUM_TOKENS = 3000  # with half of that a chunk is more than the clean-ahead window of so small a pool
 NAMES = ["cold", "device", "host", "disk", "restart", "corrupt"]
-PROCESS_TIMEOUT_S = 120.0  # for what takes seconds: reached only when a test fails
+PROCESS_TIMEOUT_S = 300.0  # for what takes seconds: reached only when a test fails
 PROSE = """
 The clerk counted {number} barrels that day, and wrote it down. It rained on the quay until noon; nobody came.
 The pilot said that the tide was late, and the cook said nothing at all.

@@ -104,15 +104,20 @@ def test_a_text_is_a_prompt_too(
         ([], "give the id of a request, or --prompt FILE"),
         (["a", "--model", "m"], "give --prompt FILE as well"),
         (["a?b"], "no request of that id is remembered"),
+        (["../../metrics"], "no request of that id is remembered"),
+        (["a" * 100_000], "an id of 100,000 characters; no request's has more than 4,096"),
+        (["a\nb"], "has a character that no request's id has"),
+        (["x", "--url", "http://user:secret@127.0.0.1:8000"], "--url: has a name or a password in it"),
     ],
 )
 def test_a_mistake_is_one_line(
     server: ServerInThread, arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["explain", *arguments, "--url", server.url]) == 2
+    assert main(["explain", "--url", server.url, *arguments]) == 2
 
     error = capsys.readouterr().err
     assert expected in error
+    assert "secret" not in error
     assert len(error.splitlines()) == 1
 
 
@@ -127,8 +132,34 @@ def test_a_sidecar_says_in_one_line_what_it_cannot_know(tmp_path: Path, capsys: 
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "is empty; give a prompt"),
+        ('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}", "is nested too deep"),
+        ('{"prompt": "half: \\ud800"}', "half of a pair of surrogates ('\\ud800') is no character"),
+        ('{"prompt": []}', "prompt: Expected array of length >= 1"),
+        ('{"prompt": [1, -2]}', "prompt[1]: Expected int >= 0"),
+        ('{"messages": "hello"}', "messages: Expected array"),
+    ],
+    ids=["empty", "deep", "half a pair", "no tokens", "a negative token", "no messages"],
+)
+def test_a_file_that_is_no_prompt_is_one_line(
+    server: ServerInThread, content: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompt"
+    file.write_text(content)
+
+    assert main(["explain", "--prompt", str(file), "--url", server.url]) == 2
+
+    (told,) = capsys.readouterr().err.splitlines()
+    assert expected in told
+
+
 @pytest.mark.parametrize("option", ["--prompt", "--token-file"])
-@pytest.mark.parametrize(("content", "why"), [(None, "No such file"), (b"\xff\xfe", "no text in UTF-8")])
+@pytest.mark.parametrize(
+    ("content", "why"), [(None, "No such file"), (b"\xff\xfe", "no text in UTF-8"), (b"", "is empty")]
+)
 def test_a_file_that_cannot_be_read_is_named_with_its_option(
     option: str, content: bytes | None, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,7 @@ def test_what_may_be_loaded_is_let_through(tmp_path: Path) -> None:
         ({"lora": {"a": {"path": "/nowhere"}}}, "lora a: there is no folder /nowhere; give the one"),
         ({"lora": {"a": {"path": "/"}}}, "lora a: / is no adapter"),
         ({"disk": {"path": "/tmp/x", "encryption_key_file": "/nowhere/key"}}, "/nowhere/key"),
+        ({"request_log": {"path": "/nowhere/log"}}, "request log: there is no folder /nowhere; make it"),
         ({"documents": {"path": "/dev/null/documents"}}, "/dev/null is not a folder; give .documents. another path"),
     ],
 )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chaos import FakeClock
+from waiting import DEADLINE_S
 
 from kvtier.engine.dashboard.dashboard import Dashboard, NoSample, plain
 from kvtier.engine.dashboard.history import RESOLUTIONS, History
@@ -26,13 +27,8 @@ T0 = 1_700_000_000.0
 
 
 def play(story: Coroutine[Any, Any, None]) -> None:
-    """Run a test's coroutine; ten seconds without progress are a failure."""
-
-    async def in_time() -> None:
-        async with asyncio.timeout(10):
-            await story
-
-    asyncio.run(in_time())
+    """Run a test's coroutine."""
+    asyncio.run(asyncio.wait_for(story, DEADLINE_S))
 
 
 async def settled() -> None:

@@ -20,7 +20,7 @@ from kvtier.engine.server.plan import make_plan
 
 TINY = {"device": {"capacity": "1MiB", "block_size": 16}}
 PROMPT = list(range(7, 90))
-PROCESS_TIMEOUT_S = 60.0  # for what takes seconds: reached only when a test fails
+PROCESS_TIMEOUT_S = 300.0  # for what takes seconds: reached only when a test fails
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ import random
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ import zmq
 from lora_adapters import ADAPTERS, ATTENTION, MLP, plain_adapted, save_adapter, save_adapters
 from small_models import VOCAB, build, byte_tokenizer, plain_greedy
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from waiting import wait_for
 
 from kvtier import LLM, AsyncLLM, SamplingParams
 from kvtier.engine.llm import keyed
@@ -281,13 +283,17 @@ def test_the_events_of_an_adapters_blocks_have_its_name(saved: Mapping[str, Mapp
     with LLM(build("llama"), config, byte_tokenizer()) as llm, zmq.Context.instance().socket(zmq.SUB) as socket:
         socket.connect("inproc://lora-events")
         socket.setsockopt(zmq.SUBSCRIBE, b"")
-        socket.setsockopt(zmq.RCVTIMEO, 10_000)
-        stored = []
-        while not stored:  # a subscriber may miss what is sent before it is known
+        stored: list[dict[str, Any]] = []
+
+        def are_told() -> bool:
             llm.generate(prompt, GREEDY, lora="ranked", cache_salt="mine")
             llm.reset_prefix_cache()
-            batch = msgspec.msgpack.decode(socket.recv_multipart()[-1])
-            stored = [event for event in batch[1] if event["type"] == "BlockStored"]
+            while socket.poll(20):
+                _, events, *_ = msgspec.msgpack.decode(socket.recv_multipart()[-1])
+                stored.extend(event for event in events if event["type"] == "BlockStored")
+            return bool(stored)
+
+        wait_for(are_told)  # again and again: a subscriber misses what is sent before it is known
 
     assert {event["lora_name"] for event in stored} == {"ranked"}
     assert stored[0]["extra_keys"][0][0] == "ranked"

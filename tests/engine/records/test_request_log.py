@@ -2,18 +2,28 @@
 
 import json
 import os
+import shutil
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from mounts import Mount
 from serving import tables
 from sidecars import small_config
 from small_models import build, byte_tokenizer
-from waiting import DEADLINE_S
+from waiting import DEADLINE_S, wait_for
 
 from kvtier import LLM, SamplingParams
-from kvtier.engine.records.request_log import MOST_NAMES, MOST_WAITING, LogCounts, RequestLog, coarse_names
+from kvtier.engine.config import RequestLogConfig
+from kvtier.engine.records.request_log import (
+    MOST_NAMES,
+    MOST_WAITING,
+    LogCounts,
+    RequestLog,
+    coarse_names,
+    refuse_unusable,
+)
 from kvtier.engine.records.request_record import RequestRecord
 from kvtier.engine.records.trail import Trail
 from kvtier.engine.sidecar.build import build_sidecar
@@ -36,7 +46,7 @@ def lines_of(*paths: Path) -> list[dict]:
 
 
 def test_a_line_has_the_request_in_names_and_numbers(tmp_path: Path) -> None:
-    file = tmp_path / "folder" / "requests.jsonl"
+    file = tmp_path / "requests.jsonl"
     log = RequestLog(file, 1 << 20, 2)
     log.on_record(RECORD, trail_of(2))
     log.close()
@@ -133,12 +143,60 @@ def test_an_engine_writes_the_log_that_its_configuration_names(tmp_path: Path) -
     assert second["total_s"] >= second["ttft_s"] > 0
 
 
-def test_a_log_that_cannot_be_opened_is_told_before_anything_is_served(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [
+        ("none/requests.jsonl", "there is no folder {}/none; make it, or give another path"),
+        ("file/requests.jsonl", "{}/file is no folder; give another path"),
+        ("file/below/requests.jsonl", "there is no folder {}/file/below; make it, or give another path"),
+        ("folder", "{}/folder is a folder; give a file in it"),
+    ],
+)
+def test_a_log_that_cannot_be_written_is_told_in_one_line_and_nothing_is_made(
+    tmp_path: Path, path: str, what: str
+) -> None:
     (tmp_path / "file").touch()
-    config = small_config(request_log={"path": str(tmp_path / "file" / "requests.jsonl")})
+    (tmp_path / "folder").mkdir()
+    config = small_config(request_log={"path": str(tmp_path / path)})
 
-    with pytest.raises(OSError, match=r"request log: .* cannot be opened"):
-        build_sidecar(config, lambda layouts, transfers: [])
+    for begin in (lambda: refuse_unusable(config.request_log), lambda: build_sidecar(config, lambda *_: [])):
+        with pytest.raises(OSError, match="request log") as raised:
+            begin()
+        assert str(raised.value) == f"request log: {what.format(tmp_path)}"
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "file", tmp_path / "folder"]
+
+
+def test_a_log_where_nothing_can_be_written_is_told(tmp_path: Path, mount: Mount) -> None:
+    folder = mount("-t", "tmpfs", "-o", "size=1m", "tmpfs")
+    (folder / "there.jsonl").touch()
+    mount("-o", "remount,ro")
+
+    for name, what in (("new.jsonl", folder), ("there.jsonl", folder / "there.jsonl")):
+        config = RequestLogConfig(path=str(folder / name))
+        with pytest.raises(OSError, match=f"request log: this user may not write {what}; give another path"):
+            refuse_unusable(config)
+
+
+def test_a_folder_that_goes_while_lines_are_written_costs_lines_and_is_not_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "folder" / "requests.jsonl"
+    file.parent.mkdir()
+    log = RequestLog(file, 1, 2)  # each line begins a file
+    log.on_record(RECORD, trail_of(1))
+    wait_for(lambda: log.counts().num_written == 1)
+    shutil.rmtree(file.parent)
+    log.on_record(RECORD, trail_of(1))
+    wait_for(lambda: log.counts().num_dropped == 1)
+    file.parent.mkdir()
+    log.on_record(RECORD, trail_of(1))
+    log.close()
+
+    assert len(lines_of(file)) == 1
+    assert [record.message for record in caplog.records if "request log" in record.message] == [
+        f"request log: {file} cannot be written ([Errno 2] No such file or directory: '{file}'); "
+        "lines are dropped until it can"
+    ]
 
 
 def test_names_are_bytes_of_a_digest_and_no_token_is_in_a_line(tmp_path: Path) -> None:

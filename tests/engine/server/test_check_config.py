@@ -182,6 +182,7 @@ def test_a_folder_that_is_a_file_is_refused(
         ('[device]\ncapacity = "16KiB"\n', "device.capacity: holds 0 blocks; use 65536 bytes or more"),
         ('[host]\ncapacity = "16KiB"\n', "host.capacity: holds 0 blocks; use 32768 bytes or more"),
         ('[disk]\npath = "/tmp/none"\ncapacity = "1MiB"\n', "disk.capacity: holds 0 blocks; use"),
+        ('[request_log]\npath = "/nowhere/log"\n', "request log: there is no folder /nowhere; make it, or give"),
     ],
 )
 def test_what_would_not_start_is_refused(

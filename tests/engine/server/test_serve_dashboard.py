@@ -97,7 +97,8 @@ def test_the_slowest_requests_and_documents_are_shown_with_where_their_tokens_ca
         json={"model": "small", "prompt": prompt, "max_tokens": 1},
         headers={"X-Request-Id": "the-slow-one"},
     )
-    assert httpx.put(f"{server.url}/v1/documents/report", json={"token_ids": prompt[:100]}).status_code == 201
+    url, body = f"{server.url}/v1/documents/report", {"token_ids": prompt[:100]}
+    assert httpx.put(url, json=body, timeout=DEADLINE_S).status_code == 201
 
     with watching(server.url) as events:
         own = next(content for name, content in events if name == "own")

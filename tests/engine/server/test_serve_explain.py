@@ -147,8 +147,9 @@ def test_short_skipped_and_unknown_prompts(server: ServerInThread) -> None:
 
     assert rows(explained(server, "short")) == [(0, BLOCK_SIZE - 1, None, "shorter_than_block")]
     assert rows(explained(server, "skips"))[0][3] == "skipped"
-    answer = server.get(f"{EXPLAIN}/nobody")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "request_not_found")
+    for unknown in ("nobody", "no%2Fbody", "%ff"):
+        answer = server.get(f"{EXPLAIN}/{unknown}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "request_not_found")
 
 
 def test_a_prompt_is_explained_before_it_is_asked_and_that_changes_nothing(server: ServerInThread) -> None:
@@ -165,7 +166,9 @@ def test_a_prompt_is_explained_before_it_is_asked_and_that_changes_nothing(serve
     assert after["rows"][0]["hit"] == "device"
 
 
-@pytest.mark.parametrize("body", [{}, {"prompt": ""}, {"prompt": "a", "messages": []}, {"prompt": "a", "else": 1}])
+@pytest.mark.parametrize(
+    "body", [{}, {"prompt": ""}, {"prompt": []}, {"prompt": "a", "messages": []}, {"prompt": "a", "else": 1}]
+)
 def test_a_question_that_is_none_is_refused(server: ServerInThread, body: dict) -> None:
     assert server.post(EXPLAIN, json=body).status_code == 400
 

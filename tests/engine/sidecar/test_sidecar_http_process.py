@@ -81,7 +81,7 @@ def segments() -> set[str]:
 def test_the_service_manager_learns_of_readiness_life_and_end(tmp_path: Path) -> None:
     with served(tmp_path) as process:
         told = [process.told() for _ in range(4)]
-        segment = httpx.get(f"{process.url}/stats").json()["segment"]
+        segment = httpx.get(f"{process.url}/stats", timeout=DEADLINE_S).json()["segment"]
         process.child.send_signal(signal.SIGTERM)
         while (last := process.told()) == "WATCHDOG=1":
             pass
@@ -114,7 +114,7 @@ def test_a_stuck_owner_is_told_to_http_and_no_longer_to_the_watchdog(tmp_path: P
 
 def test_a_store_that_dies_is_in_the_log_and_the_sidecar_goes_on(tmp_path: Path) -> None:
     with served(tmp_path) as process:
-        wait_for(lambda: httpx.get(f"{process.url}/stats").json()["store"]["not_open"] is None)
+        wait_for(lambda: httpx.get(f"{process.url}/stats", timeout=DEADLINE_S).json()["store"]["not_open"] is None)
         children = Path(f"/proc/{process.child.pid}/task/{process.child.pid}/children").read_text().split()
         for child in children:
             if "store" in Path(f"/proc/{child}/cmdline").read_text():
@@ -148,6 +148,7 @@ def test_the_command_prints_what_the_configuration_comes_to(capsys: pytest.Captu
         (["--disk", "nowhere"], "'nowhere' is not PATH:SIZE"),
         (["--disk", "/kv:many"], "bad size 'many'"),
         (["--config", "/no/such.toml"], "/no/such.toml: no such file"),
+        (["--request-log", "/no/such/log"], "request log: there is no folder /no/such; make it, or give another path"),
         (["--chunk-tokens", "x"], "'x' is no number; give a multiple of the engine's block size, as 256"),
         (["--chunk-tokens", "-1"], "'-1' is no number"),
         (["--chunk-tokens", "8"], "$.lmcache.chunk_tokens"),

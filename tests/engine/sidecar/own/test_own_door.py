@@ -1,6 +1,7 @@
 """Engines at their own door: what they are told, what they lease, and what becomes of it when they go."""
 
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +33,19 @@ def test_an_engine_is_welcomed_with_the_segment_itself(bed: Bed, engine: Engine)
     engine.memory[12345:12350] = b"hello"
 
     assert bytes(bed.segment.memory[12345:12350]) == b"hello"
+
+
+def test_an_engine_that_is_gone_once_it_is_welcomed_ends_alone(bed: Bed) -> None:
+    """Its connection is closed inside the turn that takes its first word in, as when it is killed there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as leaving:
+        leaving.connect(bed.path)
+        leaving.sendall(wire.frame_of(hello()))
+    bed.turn(3)
+
+    other = Engine(bed)
+
+    assert other.welcome.num_bytes == bed.segment.num_bytes
+    other.close()
 
 
 def test_two_starts_of_a_sidecar_are_told_apart(tmp_path: Path) -> None:

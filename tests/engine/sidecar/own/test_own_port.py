@@ -16,7 +16,7 @@ import pytest
 from engine_bed import Bed, Engine, Plain, engine_bed, hello, in_books, names
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lmcache_bed import REAL_S
+from waiting import DEADLINE_S
 
 from kvtier.engine.attached import wire
 from kvtier.engine.sidecar.config import SocketConfig
@@ -143,7 +143,7 @@ def test_an_engine_that_is_killed_while_it_writes_leaves_nothing(bed: Bed, engin
             assert process.stdout.readline() == b"writing\n"
             assert bed.num_leases() == 35
             process.kill()
-            process.wait(REAL_S)
+            process.wait(DEADLINE_S)
         bed.turn(2)
 
         assert bed.num_leases() == 0
@@ -159,7 +159,7 @@ def turn_until_readable(bed: Bed, file: int) -> None:
         selector.register(file, selectors.EVENT_READ)
         selector.register(bed.door.file, selectors.EVENT_READ)
         while True:
-            ready = selector.select(REAL_S)
+            ready = selector.select(DEADLINE_S)
             assert ready, "nothing has come"
             if file in {key.fd for key, _ in ready}:
                 return

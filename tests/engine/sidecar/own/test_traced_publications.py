@@ -93,7 +93,7 @@ def test_only_the_blocks_that_were_named_are_the_requests(traced_bed: Bed, recei
 @pytest.mark.parametrize(
     "header",
     [
-        TraceContext.root(is_sampled=False).header,
+        f"00-{'1' * 32}-{'2' * 16}-00",  # valid, and not sampled
         "",
         "garbage",
         "00-" + "0" * 32 + "-" + "0" * 16 + "-01",

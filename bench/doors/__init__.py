@@ -1,0 +1,1 @@
+"""Other engines on kvtier, by adapters of ours."""

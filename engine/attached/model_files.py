@@ -1,0 +1,36 @@
+"""The digest of a model's files, or of an adapter's: it stands for the weights where nothing has read them yet."""
+
+import hashlib
+from pathlib import Path
+
+SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth"}
+BESIDE = {
+    *("config.json", "generation_config.json", "quantize_config.json", "quantization_config.json"),
+    "adapter_config.json",  # of an adapter: its ranks and scales
+}
+
+
+def weights_digest(path: Path) -> str:
+    """Of a file of weights, or of all of them in a folder with the configuration beside them: sha256, as text.
+    ValueError for a path without weights."""
+    files = weight_files(path)
+    if not any(file.suffix in SUFFIXES for file in files):
+        raise ValueError(
+            f"models: {path} has no weights ({', '.join(sorted(SUFFIXES))}); give their folder, or revision"
+        )
+    running = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            content = hashlib.file_digest(opened, "sha256").digest()
+        name = file.name.encode() if file == path else str(file.relative_to(path)).encode()
+        running.update(len(name).to_bytes(4, "little") + name + content)
+    return f"sha256 {running.hexdigest()}"
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files that `weights_digest` reads, in its order."""
+    return [path] if path.is_file() else sorted(found for found in path.glob("**/*") if _counts(found))
+
+
+def _counts(path: Path) -> bool:
+    return path.is_file() and (path.suffix in SUFFIXES or path.name in BESIDE)

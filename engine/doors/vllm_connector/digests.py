@@ -1,0 +1,45 @@
+"""Digests: those of blocks in host slots, taken beside vLLM's scheduler."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+
+from kvtier.store.record import digest_among
+from kvtier.transfer.host_memory import HostMemory
+
+NUM_THREADS = 2
+BATCH_BYTES = 8 << 20  # for one thread at a time: a prompt's blocks are shared between them
+BATCH_BLOCKS = 32
+
+OnTaken = Callable[[range, Sequence[bytes] | None], None]
+"""Told of a part of the slots, by place, and of their digests; None if they could not be taken."""
+
+
+class Digests:
+    """Takes digests on *threads*. The caller keeps its leases on the slots until it is told; it is told on one of the
+    threads, by way of *run*, which decides when that may be."""
+
+    def __init__(self, threads: Executor, run: Callable[[Callable[[], None]], None]) -> None:
+        self.num_pending = 0
+        self._threads = threads
+        self._run = run
+
+    def take(self, memory: HostMemory, slots: Sequence[int], on_taken: OnTaken) -> None:
+        """Have the digests of these slots taken; *on_taken* is called once for each part of them."""
+        most = max(1, min(BATCH_BLOCKS, BATCH_BYTES // memory.block_bytes))
+        for start in range(0, len(slots), most):
+            places = range(start, min(start + most, len(slots)))
+            self.num_pending += 1
+            taken = self._threads.submit(_digests, memory, slots[places.start : places.stop])
+            taken.add_done_callback(lambda done, places=places: self._on_done(done, places, on_taken))  # type: ignore[misc]
+
+    def _on_done(self, done: "Future[list[bytes]]", places: range, on_taken: OnTaken) -> None:
+        def tell() -> None:
+            self.num_pending -= 1
+            on_taken(places, None if done.cancelled() or done.exception() is not None else done.result())
+
+        self._run(tell)
+
+
+def _digests(memory: HostMemory, slots: Sequence[int]) -> list[bytes]:
+    digest = digest_among(NUM_THREADS)
+    return [digest(memory.host_block(slot)) for slot in slots]

@@ -1,0 +1,85 @@
+"""What decides the bytes of vLLM's blocks: its KV cache groups, and the namespace of all beside the prompt."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
+
+VERSION = 1  # of what a namespace is made of, and of how pages lie in a slot
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+class NotServed(ValueError):
+    """This engine cannot be served; the message says why, and what to do. Raised at the start only."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """One KV cache group. A block of it, in one slot, is the pages of its layers in their order, *page_bytes* each, of
+    rank 0, then those of rank 1 …"""
+
+    attention: AttentionGroup
+    layer_names: tuple[str, ...]
+    page_bytes: tuple[int, ...]  # [layer] on one rank
+    num_ranks: int
+
+    @property
+    def rank_bytes(self) -> int:
+        """Bytes of a block on one rank."""
+        return sum(self.page_bytes)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block on all ranks."""
+        return self.rank_bytes * self.num_ranks
+
+
+def _sliding(spec: Any) -> AttentionGroup:
+    if spec.extra_retained_tokens:
+        raise NotServed("the connector does not serve models that keep tokens below their window for drafts")
+    return SlidingWindow(spec.block_size, spec.sliding_window)
+
+
+ATTENTION: Mapping[str, Callable[[Any], AttentionGroup]] = {
+    "FullAttentionSpec": lambda spec: FullAttention(spec.block_size),
+    "MLAAttentionSpec": lambda spec: FullAttention(spec.block_size),
+    "SlidingWindowSpec": _sliding,
+    "ChunkedLocalAttentionSpec": lambda spec: ChunkedLocal(spec.block_size, spec.attention_chunk_size),
+}
+"""By the name of vLLM's class of a group's specification, and no subclass of it: another class forgets otherwise."""
+
+
+def group_layouts(kv_cache_config: Any, num_ranks: int) -> list[GroupLayout]:
+    """vLLM's groups, in its order. `NotServed` for one whose blocks are not found by a prompt's hashes alone."""
+    layouts = []
+    for group in kv_cache_config.kv_cache_groups:
+        by_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # of layers of one kind and several sizes
+        specs = [by_layer[name] if by_layer else group.kv_cache_spec for name in group.layer_names]
+        for kind in sorted({type(spec).__name__ for spec in specs}):
+            if kind not in ATTENTION:
+                raise NotServed(
+                    f"the connector does not serve layers of vLLM's kind {kind}; it serves {', '.join(ATTENTION)}"
+                )
+        attentions = {ATTENTION[type(spec).__name__](spec) for spec in specs}
+        if len(attentions) != 1:
+            raise NotServed("the connector does not serve a group of layers that forget differently")
+        page_bytes = tuple(int(spec.page_size_bytes) for spec in specs)
+        layouts.append(GroupLayout(attentions.pop(), tuple(group.layer_names), page_bytes, num_ranks))
+    if not layouts:
+        raise NotServed("the model has no KV cache; start vLLM without the connector")
+    return layouts
+
+
+def namespace_of(facts: Mapping[str, object], groups: Sequence[GroupLayout], specs: Sequence[object]) -> bytes:
+    """16 bytes that are equal only for equal *facts*, groups and vLLM's own specifications of them."""
+    shapes = [
+        [type(group.attention).__name__, repr(group.attention), group.layer_names, group.page_bytes, group.num_ranks]
+        for group in groups
+    ]
+    everything = {**facts, "version": VERSION, "groups": shapes, "specs": [_ADDRESS.sub("", repr(s)) for s in specs]}
+    canonical = json.dumps(everything, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(b"kvtier vllm " + canonical.encode()).digest()[:16]

@@ -1,0 +1,331 @@
+"""SchedulerSide: the connector's half in vLLM's scheduler: what is loaded, what is stored, and when."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvtier.engine.attached.sidecar_tiers import SidecarTiers
+from kvtier.engine.doors.vllm_connector.adapters import Adapters
+from kvtier.engine.doors.vllm_connector.counts import Counts
+from kvtier.engine.doors.vllm_connector.digests import Digests
+from kvtier.engine.doors.vllm_connector.load import Load, Where
+from kvtier.engine.doors.vllm_connector.names import NO_ADAPTER, RequestNames
+from kvtier.engine.doors.vllm_connector.step_work import PageCopies, Segment, StepWork, WorkerReport
+from kvtier.engine.doors.vllm_connector.stores import NULL_PAGE, Offer, Stores
+from kvtier.engine.doors.vllm_connector.vllm_request import VllmRequest
+from kvtier.tiers.naming.groups import AttentionGroup, alignment, longest_hit
+from kvtier.tiers.naming.tenant import tenant_of
+from kvtier.transfer.host_memory import HostMemory
+
+MOST_LOADS = 32  # under way at a time; the next ones wait, and their deadlines with them
+OFFER_PAUSE_S = 0.02  # before a request that found too few slots is offered again
+
+Pages = Sequence[Sequence[int]]  # [group] of a request's blocks
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One of vLLM's requests, from its first question to its end."""
+
+    request: VllmRequest
+    asked_at: float | None = None  # when vLLM asked first, since it was last given pages
+    names: RequestNames | None = None  # None: its adapter's weights are not known
+    offer: Offer | None = None
+    load: Load | None = None
+    num_local: int = 0  # tokens that vLLM had when it asked last
+    is_settled: bool = False  # it was told what it gets
+    offered_at: float = float("-inf")
+
+
+@dataclass(slots=True)
+class _Next:
+    """What is gathered for the next step."""
+
+    loads: list[PageCopies] = field(default_factory=list)
+    loaded: list[Load] = field(default_factory=list)
+    unloadable: list[int] = field(default_factory=list)
+
+
+class SchedulerSide:
+    """vLLM's scheduler asks of each waiting request how much of it is below, once in each step until it is told. What
+    is there is known without asking the sidecar; its blocks are leased and verified while vLLM goes on with others, and
+    only then is it told. So what it was told of is in mapped memory and right, and no load fails later.
+
+    Owned by the scheduler's thread; calls of others hold the connector's lock.
+    """
+
+    def __init__(
+        self,
+        tiers: SidecarTiers,
+        segment: Callable[[bytes], Segment],
+        groups: Sequence[AttentionGroup],
+        memories: Sequence[HostMemory],
+        digests: Digests,
+        adapters: Adapters,
+        *,
+        hash_tokens: int,
+        num_workers: int,
+        deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """*segment*: how workers map the memory of a sidecar's process. *hash_tokens*: for how many tokens vLLM has a
+        hash."""
+        self.counts = Counts()
+        self._tiers = tiers
+        self._segment = segment
+        self._groups = groups
+        self._unit = alignment(groups)
+        self._adapters = adapters
+        self._hash_tokens = hash_tokens
+        self._num_workers = num_workers
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._where = Where(tiers, groups, memories, digests, self._on_corrupt)
+        self._stores = Stores(tiers, groups, memories, digests, self._on_stored)
+        self._mapped: bytes | None = None  # the segment that all workers have said they map
+        self._waited_for: bytes | None = None  # one that they did not map within a deadline
+        self._requests: dict[str, Tracked] = {}
+        self._next = _Next()
+        self._loading: dict[int, list[Load]] = {}  # by the number of the step that copies them
+        self._num_steps = 0
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether all workers map the memory that slots are in now."""
+        return self._mapped is not None and self._mapped == self._tiers.boot
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something is under way that only later steps take in."""
+        return any(each.asked_at is not None and not each.is_settled for each in self._requests.values())
+
+    @property
+    def is_digesting(self) -> bool:
+        """Whether blocks have been copied whose digests are being taken."""
+        return self._stores.is_digesting
+
+    def num_matched(self, request: VllmRequest, num_computed: int) -> int | None:
+        """How many tokens after the *num_computed* that vLLM has will be loaded; None: that is not known yet."""
+        tracked = self._tracked(request)
+        tracked.num_local = num_computed
+        if tracked.asked_at is None:
+            tracked.asked_at = self._clock()
+        if tracked.load is not None and num_computed < tracked.load.start:
+            self._drop(tracked)  # what vLLM had it has lost since
+        if tracked.load is None:
+            return self._begin(tracked, num_computed)
+        if not tracked.is_settled:
+            if not tracked.load.is_done and not self._is_late(tracked):
+                return None
+            self.counts.late_loads += not tracked.load.is_done
+        tracked.is_settled = True
+        num_matched = tracked.load.num_tokens - num_computed
+        if num_matched <= 0:
+            self._drop(tracked)
+        return max(0, num_matched)
+
+    def on_allocated(self, request: VllmRequest, pages: Pages, num_loaded: int) -> None:
+        """vLLM has given the request pages, and goes on after *num_loaded* tokens more than it had."""
+        tracked = self._tracked(request)
+        end = tracked.num_local + num_loaded
+        if num_loaded:
+            self._plan(tracked, pages, tracked.num_local, end)
+        self._drop(tracked)
+        tracked.asked_at, tracked.is_settled = None, False
+        self._refresh(tracked, end)
+
+    def on_not_planned(self, pages: Pages) -> None:
+        """`on_allocated` has failed: none of the request's pages has what vLLM was told of."""
+        self._next.unloadable += [page for ids in pages for page in ids if page != NULL_PAGE]
+
+    def disk_tokens(self, request: VllmRequest, num_loaded: int) -> int:
+        """How many of the tokens that were loaded for the request just now were on disk."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or not self._next.loaded:
+            return 0
+        return self._next.loaded[-1].disk_tokens(tracked.num_local, tracked.num_local + num_loaded)
+
+    def step(self, num_scheduled: Mapping[str, int], pages_of: Callable[[str], Pages | None]) -> StepWork:
+        """The workers' part of the step in which vLLM computes so many tokens of each request."""
+        self._num_steps += 1
+        number, stores = self._num_steps, list[PageCopies]()
+        if self.is_mapped:
+            for request_id, num_tokens in num_scheduled.items():
+                stores += self._offer(number, request_id, num_tokens, pages_of)
+        boot = self._tiers.boot
+        wanted = self._segment(boot) if boot is not None and boot != self._mapped else None
+        gathered, self._next = self._next, _Next()  # last: what fails before is salvaged
+        if gathered.loaded:
+            self._loading[number] = gathered.loaded
+        return StepWork(number, wanted, gathered.loads, stores, gathered.unloadable)
+
+    def salvaged(self) -> StepWork:
+        """`step` has failed: the workers are to tell vLLM that nothing is loaded that it was told of."""
+        gathered, self._next = self._next, _Next()
+        for load in gathered.loaded:
+            load.release()
+        self._stores.on_step_done(self._num_steps, has_stored=False)
+        pages = [page for copies in gathered.loads for page in copies.pages]
+        return StepWork(self._num_steps, unloadable=[*gathered.unloadable, *pages])
+
+    def poll(self) -> None:
+        """Take in what the sidecar has said."""
+        self._tiers.poll()
+        for tracked in self._requests.values():
+            if tracked.load is not None and not tracked.is_settled:
+                tracked.load.poll()
+
+    def on_report(self, report: WorkerReport) -> None:
+        """Take in what the workers have done."""
+        if report.num_workers != self._num_workers:
+            report = WorkerReport(report.number, None, has_stored=False)
+        if report.boot is not None:
+            self._mapped = report.boot
+        for load in self._loading.pop(report.number, ()):
+            load.release()
+        self._stores.on_step_done(report.number, report.has_stored)
+
+    def on_finished(self, request: VllmRequest) -> None:
+        """The request has ended, by itself or aborted. What of it has found no slot is lost: vLLM has its pages
+        back."""
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is not None:
+            self._drop(tracked)
+            if tracked.offer is not None:
+                num_tokens = min(request.num_computed_tokens, request.num_tokens)
+                self.counts.unstored_blocks += self._stores.num_left(tracked.offer, num_tokens)
+
+    def reset(self) -> bool:
+        """Forget every block below, for all engines that share them; whether that was done. The sidecar is waited
+        for."""
+        for tracked in self._requests.values():
+            self._drop(tracked)
+        self._tiers.poll()
+        return not self._tiers.is_attached or self._tiers.clear()
+
+    def give_up(self) -> None:
+        """Let go of all that no worker copies."""
+        for tracked in self._requests.values():
+            self._drop(tracked)
+        self.counts.errors += 1
+
+    def check(self) -> None:
+        """Raise AssertionError if any two books disagree."""
+        self._tiers.check()
+        assert all(number <= self._num_steps for number in self._loading), "a step that was not made copies blocks"
+
+    def _tracked(self, request: VllmRequest) -> Tracked:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            tracked = self._requests[request.request_id] = Tracked(request)
+        if tracked.names is None:
+            adapter = request.lora_request
+            digest = NO_ADAPTER if adapter is None else self._adapters.digest(adapter)
+            if digest is not None:
+                tracked.names = RequestNames(request, digest, self._hash_tokens)
+                tracked.offer = Offer(tracked.names, tenant_of(request.cache_salt), [0] * len(self._groups))
+        return tracked
+
+    def _begin(self, tracked: Tracked, num_computed: int) -> int | None:
+        """Begin to load what is below; None if vLLM is to ask again, 0 if there is nothing."""
+        if tracked.is_settled:
+            return 0
+        is_late = self._is_late(tracked)
+        if tracked.names is None or tracked.offer is None:
+            adapter = tracked.request.lora_request
+            tracked.is_settled = is_late or adapter is None or not self._adapters.is_pending(adapter)
+            return 0 if tracked.is_settled else None
+        if self._waits_for_mapping(is_late):
+            return None
+        end = self._num_found(tracked.names, num_computed, tracked.request.num_tokens - 1)
+        if end <= num_computed or is_late:
+            tracked.is_settled = True
+            self.counts.late_loads += end > num_computed
+            return 0
+        if sum(each.load is not None and not each.is_settled for each in self._requests.values()) >= MOST_LOADS:
+            tracked.asked_at = self._clock()  # others' deadlines end this wait
+        elif self.is_mapped:
+            tracked.load = Load(self._where, tracked.names, tracked.offer.tenant, num_computed, end)
+        return None
+
+    def _waits_for_mapping(self, is_late: bool) -> bool:
+        """Whether the request waits until the workers map the sidecar's memory, so that its blocks can be stored in the
+        step that computes them. One request at most waits in vain: they may not be able to."""
+        boot = self._tiers.boot
+        if self.is_mapped or not self._tiers.is_attached or boot == self._waited_for:
+            return False
+        if is_late:
+            self._waited_for = boot
+        return not is_late
+
+    def _num_found(self, names: RequestNames, num_computed: int, most: int) -> int:
+        """After how many tokens the request could go on with what is known to be below."""
+
+        def first_hole(group_id: int, start: int, end: int) -> int:
+            size = self._groups[group_id].block_size
+            start = max(start, num_computed // size)  # what is before vLLM has
+            if start >= end:
+                return end
+            return start + len(self._tiers.find_run(group_id, names.of(size, start, end)))
+
+        most = min([most, *(names.num_blocks(group.block_size) * group.block_size for group in self._groups)])
+        return longest_hit(most // self._unit * self._unit, self._groups, first_hole) if most > num_computed else 0
+
+    def _plan(self, tracked: Tracked, pages: Pages, start: int, end: int) -> None:
+        """Have the workers copy tokens *start* to before *end*, which were promised, into these pages."""
+        load, gathered = tracked.load, self._next
+        for group_id, group in enumerate(self._groups):
+            size, ids = group.block_size, pages[group_id]
+            blocks = [i for i in range(start // size, min(end // size, len(ids))) if ids[i] != NULL_PAGE]
+            slots = [None] * len(blocks) if load is None else load.slots_of(group_id, blocks)
+            found = [(ids[i], slot) for i, slot in zip(blocks, slots, strict=True) if slot is not None]
+            gathered.unloadable += [ids[i] for i, slot in zip(blocks, slots, strict=True) if slot is None]
+            if found:
+                gathered.loads.append(PageCopies(group_id, [page for page, _ in found], [slot for _, slot in found]))
+        if load is not None:
+            gathered.loaded.append(load)
+            tracked.load = None
+            from_disk = load.disk_tokens(start, end)
+            self.counts.disk_tokens += from_disk
+            self.counts.host_tokens += end - start - from_disk
+
+    def _refresh(self, tracked: Tracked, end: int) -> None:
+        """The blocks that the request goes on from after *end* tokens were used just now, the first one last."""
+        if tracked.names is None:
+            return
+        for group_id, group in enumerate(self._groups):
+            names = tracked.names.of(group.block_size, group.first_needed(end), end // group.block_size)
+            if names:
+                self._tiers.refresh(group_id, names[::-1], ())
+
+    def _is_late(self, tracked: Tracked) -> bool:
+        return tracked.asked_at is not None and self._clock() - tracked.asked_at >= self._deadline_s
+
+    def _offer(
+        self, number: int, request_id: str, num_scheduled: int, pages_of: Callable[[str], Pages | None]
+    ) -> Iterable[PageCopies]:
+        """Copies of what this step completes, and of what found no slot before."""
+        tracked = self._requests.get(request_id)
+        if tracked is None or tracked.offer is None:
+            return ()
+        request, now = tracked.request, self._clock()
+        num_tokens = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
+        if not self._stores.num_left(tracked.offer, num_tokens) or now - tracked.offered_at < OFFER_PAUSE_S:
+            return ()
+        if (pages := pages_of(request_id)) is None:
+            return ()
+        copies = self._stores.copies(number, tracked.offer, num_tokens, pages)
+        if self._stores.num_left(tracked.offer, num_tokens):
+            tracked.offered_at = now
+        return copies
+
+    def _drop(self, tracked: Tracked) -> None:
+        if tracked.load is not None:
+            tracked.load.release()
+            tracked.load = None
+
+    def _on_corrupt(self) -> None:
+        self.counts.corrupt_blocks += 1
+
+    def _on_stored(self, num_blocks: int) -> None:
+        self.counts.stored_blocks += num_blocks

@@ -1,0 +1,27 @@
+"""`kv_connector_extra_config` of the connector."""
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+
+SOCKET_SCHEME = "unix://"
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What `kv_connector_extra_config` may say. *sidecar* is the path of the sidecar's own socket. *deadline_ms*: how
+    long a request waits for its prefix at most. *weights* stands for the model's weights, whose digest is taken
+    otherwise."""
+
+    sidecar: Annotated[str, msgspec.Meta(min_length=1)]
+    deadline_ms: Annotated[float, msgspec.Meta(gt=0, le=60_000)] = 300.0
+    weights: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+
+
+def settings_of(extra_config: Mapping[str, object]) -> Settings:
+    """The settings. ValueError, with the key, for what they may not say."""
+    try:
+        settings = msgspec.convert(extra_config, Settings)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"kv_connector_extra_config: {error}") from None
+    return msgspec.structs.replace(settings, sidecar=settings.sidecar.removeprefix(SOCKET_SCHEME))

@@ -1,0 +1,165 @@
+"""Stores: blocks that vLLM has computed, on their way into host slots and from there to whoever asks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from kvtier.engine.doors.vllm_connector.digests import Digests
+from kvtier.engine.doors.vllm_connector.names import RequestNames
+from kvtier.engine.doors.vllm_connector.step_work import PageCopies
+from kvtier.tiers.device.runs import Row
+from kvtier.tiers.lower.lower_tiers import NOWHERE, LowerTiers
+from kvtier.tiers.naming.block_hash import BlockName
+from kvtier.tiers.naming.groups import AttentionGroup
+from kvtier.tiers.naming.tenant import number_of
+from kvtier.transfer.host_memory import HostMemory
+
+NULL_PAGE = 0  # vLLM's, in the place of a block that a window has passed
+
+
+@dataclass(slots=True)
+class Offer:
+    """What is to be kept of one request, and how far that has come. *num_offered*: blocks of each group that are below,
+    on their way there, or cannot be had any more."""
+
+    names: RequestNames
+    tenant: bytes
+    num_offered: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """Blocks of one chain and group in a row, the last one first, and the slots that are to have their bytes."""
+
+    group_id: int
+    slots: list[int]
+    names: list[BlockName]
+    parent: BlockName | None
+    owner: int
+
+
+@dataclass(slots=True)
+class _Digested:
+    """A row whose digests are being taken."""
+
+    row: _Copied
+    digests: list[bytes] = field(default_factory=list)
+    num_taken: int = 0
+
+
+class Stores:
+    """A block's way down: a slot is reserved, the workers copy the block's pages into it in one step, its digest is
+    taken, and it is published. No slot is waited for: a block without one is offered again with the next step. Owned by
+    the scheduler's thread, under the connector's lock."""
+
+    def __init__(
+        self,
+        tiers: LowerTiers,
+        groups: Sequence[AttentionGroup],
+        memories: Sequence[HostMemory],
+        digests: Digests,
+        on_stored: Callable[[int], None],
+    ) -> None:
+        """*on_stored* is told how many blocks have been published."""
+        self._tiers = tiers
+        self._groups = groups
+        self._memories = memories
+        self._digests = digests
+        self._on_stored = on_stored
+        self._copying: dict[int, list[_Copied]] = {}  # by the number of the step
+        self._under_way: set[tuple[int, BlockName]] = set()
+        self._num_digesting = 0  # rows
+
+    @property
+    def is_digesting(self) -> bool:
+        """Whether digests are being taken of blocks that will be published then."""
+        return self._num_digesting > 0
+
+    def copies(self, step: int, offer: Offer, num_tokens: int, pages: Sequence[Sequence[int]]) -> list[PageCopies]:
+        """What the workers are to copy in this step of a request's first *num_tokens* tokens, which are computed when
+        it has ended, as far as there are slots. *pages* by group are those of the request's blocks."""
+        copies = []
+        for group_id, group in enumerate(self._groups):
+            start, size = offer.num_offered[group_id], group.block_size
+            end = min(num_tokens // size, offer.names.num_blocks(size), len(pages[group_id]))
+            if start < end:
+                copies += self._copies(step, offer, group_id, range(start, end), pages[group_id])
+        return copies
+
+    def num_left(self, offer: Offer, num_tokens: int) -> int:
+        """Blocks of the request's first *num_tokens* tokens that have still to be offered."""
+        return sum(
+            max(0, min(num_tokens // group.block_size, offer.names.num_blocks(group.block_size)) - num_offered)
+            for group, num_offered in zip(self._groups, offer.num_offered, strict=True)
+        )
+
+    def on_step_done(self, step: int, has_stored: bool) -> None:
+        """Take in that the workers have done a step, and whether its slots have the bytes."""
+        for row in self._copying.pop(step, ()):
+            if has_stored:
+                self._take_digests(row)
+            else:
+                self._give_back(row)
+
+    def _copies(self, step: int, offer: Offer, group_id: int, blocks: range, pages: Sequence[int]) -> list[PageCopies]:
+        size = self._groups[group_id].block_size
+        names = offer.names.of(size, blocks.start, blocks.stop)
+        places = self._tiers.find(group_id, names)
+        wanted = [
+            place
+            for place in np.flatnonzero(places == NOWHERE).tolist()
+            if pages[blocks[place]] != NULL_PAGE and (group_id, names[place]) not in self._under_way
+        ]
+        slots = self._tiers.reserve(group_id, len(wanted))
+        offer.num_offered[group_id] = blocks.stop if len(slots) == len(wanted) else blocks[wanted[len(slots)]]
+        if not slots:
+            return []
+        taken = wanted[: len(slots)]
+        for start, end in _runs(taken):
+            first = blocks[taken[start]]
+            parent = offer.names.of(size, first - 1, first)[0] if first else None
+            row_names = [names[place] for place in taken[start:end]][::-1]
+            row = _Copied(group_id, slots[start:end][::-1], row_names, parent, number_of(offer.tenant))
+            self._copying.setdefault(step, []).append(row)
+            self._under_way.update((group_id, name) for name in row_names)
+        return [PageCopies(group_id, [pages[blocks[place]] for place in taken], slots)]
+
+    def _take_digests(self, row: _Copied) -> None:
+        digested = _Digested(row, [b""] * len(row.slots))
+        self._num_digesting += 1
+
+        def on_taken(places: range, digests: Sequence[bytes] | None) -> None:
+            if digests is not None:
+                digested.digests[places.start : places.stop] = digests
+            digested.num_taken += len(places)
+            if digested.num_taken == len(row.slots):
+                self._num_digesting -= 1
+                self._publish(digested)
+
+        self._digests.take(self._memories[row.group_id], row.slots, on_taken)
+
+    def _publish(self, digested: _Digested) -> None:
+        row = digested.row
+        if not all(digested.digests):  # one could not be taken
+            self._give_back(row)
+            return
+        self._end(row)
+        rows = [Row(0, len(row.names), row.names, row.parent)]
+        owners = np.full(len(row.slots), row.owner, np.uint64)
+        self._tiers.publish(row.group_id, np.array(row.slots, np.intp), rows, digested.digests, owners)
+        self._on_stored(len(row.slots))
+
+    def _give_back(self, row: _Copied) -> None:
+        self._end(row)
+        self._tiers.abandon(row.group_id, np.array(row.slots, np.intp))
+
+    def _end(self, row: _Copied) -> None:
+        self._under_way.difference_update((row.group_id, name) for name in row.names)
+
+
+def _runs(places: Sequence[int]) -> list[tuple[int, int]]:
+    """Where runs of numbers that follow each other begin and end."""
+    cuts = [0, *(i for i in range(1, len(places)) if places[i] != places[i - 1] + 1), len(places)]
+    return list(pairwise(cuts))

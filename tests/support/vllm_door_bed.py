@@ -1,0 +1,339 @@
+"""vLLM's side of our connector without vLLM: requests, pages, steps and a worker, on a sidecar's door over real sockets
+and real shared memory. What is "computed" of a block is bytes that its prompt decides, so that a wrong one shows."""
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from attached_bed import NAMESPACE, SidecarBed, SteppedTiers
+from chaos import FakeClock
+from waiting import wait_for
+
+from kvtier.engine.attached.session import Session, open_session
+from kvtier.engine.attached.wire import VERSION, GroupShape, Hello
+from kvtier.engine.doors.vllm_connector.adapters import Adapters
+from kvtier.engine.doors.vllm_connector.build import host_slots
+from kvtier.engine.doors.vllm_connector.digests import Digests
+from kvtier.engine.doors.vllm_connector.engine_layout import GroupLayout
+from kvtier.engine.doors.vllm_connector.mapped_segment import PAUSE_S, MappedSegment
+from kvtier.engine.doors.vllm_connector.scheduler_side import SchedulerSide
+from kvtier.engine.doors.vllm_connector.step_work import Segment, StepWork, WorkerReport
+from kvtier.engine.doors.vllm_connector.worker_side import WorkerSide
+from kvtier.engine.sidecar.own.block_layout import BlockShape
+from kvtier.store.blob_store import BlobStore
+from kvtier.tiers.naming.groups import AttentionGroup, FullAttention, SlidingWindow, alignment
+from kvtier.transfer.lane import Finished, InlineLane
+from kvtier.transfer.transfer_engine import Route, TransferEngine
+
+BLOCK = 4  # tokens
+PAGE_BYTES = 64
+NUM_PAGES = 512
+NUM_BYTES = 64 << 10
+DEADLINE_S = 0.3
+NUM_KEPT = 12  # slots of each group
+FULL = (FullAttention(BLOCK),)
+HYBRID = (FullAttention(BLOCK), SlidingWindow(BLOCK, 9), SlidingWindow(BLOCK, 9))
+
+
+@dataclass(frozen=True)
+class FakeAdapter:
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+@dataclass
+class FakeRequest:
+    """A request of a prompt, as the connector sees it."""
+
+    request_id: str
+    tokens: Sequence[int]
+    lora_request: FakeAdapter | None = None
+    cache_salt: str | None = None
+    num_computed_tokens: int = 0
+    pages: list[list[int]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        hashes, running = [], hashlib.sha256(repr((self.cache_salt, self.lora_request)).encode())
+        for start in range(0, len(self.tokens) // BLOCK * BLOCK, BLOCK):
+            running.update(bytes(self.tokens[start : start + BLOCK]))
+            hashes.append(running.digest())
+        return hashes
+
+
+class InlineThreads(Executor):
+    """Does what it is given at once, or when it is told to."""
+
+    def __init__(self) -> None:
+        self.is_held = False
+        self._held: list[Callable[[], None]] = []
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(*arguments, **options))
+            except Exception as error:
+                future.set_exception(error)
+
+        self._held.append(run)
+        if not self.is_held:
+            self.go_on()
+        return future
+
+    def go_on(self) -> None:
+        """Do what was held."""
+        held, self._held = self._held, []
+        for run in held:
+            run()
+
+
+class DoorBed:
+    """One engine on one sidecar. *groups* have layers of two pages each."""
+
+    def __init__(
+        self,
+        groups: Sequence[AttentionGroup] = FULL,
+        store: BlobStore | None = None,
+        num_bytes: int = NUM_BYTES,
+        seed: int = 0,
+    ) -> None:
+        self.clock = FakeClock()
+        self.rng = random.Random(seed)
+        self.groups = groups
+        self.layouts = [
+            GroupLayout(group, (f"g{i}.0", f"g{i}.1"), (PAGE_BYTES, PAGE_BYTES), 1) for i, group in enumerate(groups)
+        ]
+        shapes = [
+            BlockShape(each.attention.block_size, each.attention.forgets, each.block_bytes) for each in self.layouts
+        ]
+        self.sidecar = SidecarBed(shapes, num_bytes, num_bytes // 8, store, self.clock, _inline_lanes)
+        self.hello = Hello(VERSION, "a test", "a model", NAMESPACE, [GroupShape(*shape) for shape in shapes])
+        self.threads = InlineThreads()
+        self.kv_caches = {
+            name: torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8)
+            for layout in self.layouts
+            for name in layout.layer_names
+        }
+        self._num_requests = 0
+        self.start_engine()
+
+    def start_engine(self) -> None:
+        """Have a new engine, which knows nothing."""
+        finished = _inline_lanes()
+        self.memories = [host_slots(layout.block_bytes) for layout in self.layouts]
+        num_kept = [NUM_KEPT for _ in self.groups]
+        self.tiers = SteppedTiers(
+            self.sidecar, list(self.groups), self.memories, finished, self.clock, num_kept=num_kept
+        )
+        self.adapters = Adapters(self.threads)
+        self.side = SchedulerSide(
+            self.tiers,
+            lambda boot: Segment(boot, self.sidecar.path, self.hello),
+            list(self.groups),
+            self.memories,
+            Digests(self.threads, lambda tell: tell()),
+            self.adapters,
+            hash_tokens=BLOCK,
+            num_workers=1,
+            deadline_s=DEADLINE_S,
+            clock=self.clock,
+        )
+        self.segment = MappedSegment([each.block_bytes for each in self.layouts], self.clock, self._attach)
+        self.worker = WorkerSide(self.layouts, 0, self.segment)
+        self.worker.register(self.kv_caches, NUM_PAGES)
+        self._free = list(range(1, NUM_PAGES))
+        self.rng.shuffle(self._free)
+        self.listen()
+
+    def close(self) -> None:
+        """End engine and sidecar."""
+        self.tiers.close()
+        self.worker.close()
+        self.sidecar.close()
+
+    def listen(self) -> None:
+        """Let both sides say what they have to."""
+        self.tiers.stir()
+        while not self.tiers.is_quiet:
+            self.side.poll()
+
+    def request(self, tokens: Sequence[int], **options: Any) -> FakeRequest:
+        """A new request."""
+        self._num_requests += 1
+        return FakeRequest(f"r{self._num_requests}", tokens, **options)
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        """Tokens that no other prompt begins with."""
+        return [self.rng.randrange(256) for _ in range(num_tokens)]
+
+    def step(
+        self,
+        num_scheduled: dict[str, int] | None = None,
+        *requests: FakeRequest,
+        meet: Callable[[], None] = lambda: None,
+    ) -> StepWork:
+        """One of vLLM's steps: loads, computing, stores, and what the worker says of it."""
+        pages = {request.request_id: request.pages for request in requests}
+        work = self.side.step(num_scheduled or {}, pages.get)
+        meet()
+        self.work(work, lambda: self._compute(num_scheduled or {}, requests))
+        return work
+
+    def work(self, work: StepWork, compute: Callable[[], None] = lambda: None) -> WorkerReport | None:
+        """The worker's part, and the scheduler's learning of it."""
+        if work.wanted is not None:
+            self._map(work.wanted)
+        self.worker.begin(work)
+        self.worker.load(work)
+        compute()
+        self.worker.store(work)
+        report = self.worker.report(work)
+        if report is not None:
+            self.side.on_report(report)
+        return report
+
+    def match(self, request: FakeRequest, num_computed: int = 0, step_s: float = 0.01) -> int:
+        """What the request is told to load, asked in steps of *step_s* as long as it is not known."""
+        while (matched := self.side.num_matched(request, num_computed)) is None:
+            self.step()
+            self.side.poll()
+            self.clock.now += step_s
+        return matched
+
+    def allocate(self, request: FakeRequest, num_matched: int) -> None:
+        """Give the request pages, null ones where a window has passed, and tell the connector."""
+        request.pages = []
+        for group in self.groups:
+            first, size = group.first_needed(num_matched), group.block_size
+            taken = [self._free.pop() for _ in range(first, -(-request.num_tokens // size))]
+            request.pages.append([0] * first + taken)
+        self.side.on_allocated(request, request.pages, num_matched)
+        request.num_computed_tokens = num_matched
+
+    def run(self, request: FakeRequest) -> int:
+        """Serve the request from its question to its end; how many tokens were loaded. Every page is then right."""
+        num_matched = self.match(request)
+        self.allocate(request, num_matched)
+        self.compute(request)
+        self.finish(request)
+        return num_matched
+
+    def compute(self, request: FakeRequest, meet: Callable[[], None] = lambda: None) -> None:
+        """The step that computes what is missing of the prompt, and one more, as for its first token. *meet* is called
+        between what the scheduler and what the worker does."""
+        num_missing = request.num_tokens - request.num_computed_tokens
+        self.step({request.request_id: num_missing}, request, meet=meet)
+        request.num_computed_tokens = request.num_tokens
+        self.check_pages(request)
+        self.side.poll()
+        self.clock.now += 0.03
+        self.step({request.request_id: 0}, request, meet=meet)
+        self.side.poll()
+
+    def compute_unstored(self, request: FakeRequest) -> None:
+        """As `compute`, with a worker that fails to copy."""
+        for num_scheduled in (request.num_tokens, 0):
+            work = self.side.step({request.request_id: num_scheduled}, {request.request_id: request.pages}.get)
+            request.num_computed_tokens = request.num_tokens
+            self.side.on_report(WorkerReport(work.number, None, has_stored=False))
+            self.side.poll()
+            self.clock.now += 0.03
+
+    def finish(self, request: FakeRequest) -> None:
+        """End the request, and let both sides say what they have to."""
+        self.finish_without_listening(request)
+        self.listen()
+
+    def finish_without_listening(self, request: FakeRequest) -> None:
+        """End the request, and give its pages to others."""
+        self.side.on_finished(request)
+        self._free = [page for ids in request.pages for page in ids if page] + self._free
+
+    def meet_fate(self) -> None:
+        """Something may become of the sidecar, or nothing."""
+        fate = self.rng.random()
+        if fate < 0.04:
+            self.sidecar.die()
+        elif fate < 0.08:
+            self.sidecar.is_stopped = True
+        elif fate < 0.3:
+            self.make_well()
+
+    def make_well(self) -> None:
+        """Have a sidecar that is there and answers."""
+        self.sidecar.is_stopped = False
+        self.listen()  # to what it had to say
+        if not self.sidecar.is_alive:
+            self.sidecar.start()
+        self.listen()
+
+    def check_pages(self, request: FakeRequest) -> None:
+        """Raise AssertionError for a page that has other bytes than the request's prompt decides."""
+        for layout, ids in zip(self.layouts, request.pages, strict=True):
+            for block in range(request.num_tokens // BLOCK):
+                for name in layout.layer_names if ids[block] else ():
+                    assert bytes(self.kv_caches[name][ids[block]].numpy()) == _bytes_of(request, block, name), (
+                        f"{name}: block {block} is wrong"
+                    )
+
+    def check(self) -> None:
+        """Raise AssertionError if any two books disagree."""
+        self.sidecar.check()
+        self.side.check()
+
+    def leased(self) -> int:
+        """Blocks and slots that the sidecar has leased to its engines, less the slots that always lie ready."""
+        self.clock.now += 1.0
+        self.listen()
+        num_leased = sum(lease.num_chunks for client in self.sidecar.door.clients() for lease in client.leases)
+        return num_leased - NUM_KEPT * len(self.groups)
+
+    def _compute(self, num_scheduled: dict[str, int], requests: Sequence[FakeRequest]) -> None:
+        for request in requests:
+            start = request.num_computed_tokens
+            for block in range(start // BLOCK, (start + num_scheduled[request.request_id]) // BLOCK):
+                for layout, ids in zip(self.layouts, request.pages, strict=True):
+                    for name in layout.layer_names if ids[block] else ():
+                        content = bytearray(_bytes_of(request, block, name))
+                        self.kv_caches[name][ids[block]] = torch.frombuffer(content, dtype=torch.uint8)
+
+    def _map(self, wanted: Segment) -> None:
+        """Wait until the worker's thread has mapped the segment, or has failed to."""
+        self.clock.now += PAUSE_S
+        self.worker.begin(StepWork(0, wanted))
+        wait_for(lambda: not self.segment.is_mapping)
+
+    def _attach(self, path: str, hello: Hello) -> Session:
+        if self.sidecar.is_stopped:
+            raise TimeoutError("it does not answer")
+        with ThreadPoolExecutor(1) as threads:
+            opening = threads.submit(open_session, path, hello, 5)
+            while not opening.done():
+                self.sidecar.turn()
+        return opening.result()
+
+
+def _inline_lanes() -> TransferEngine:
+    finished = Finished()
+    return TransferEngine({route: InlineLane(finished) for route in Route}, finished)
+
+
+def _bytes_of(request: FakeRequest, block: int, layer: str) -> bytes:
+    """What a page has that was computed rightly."""
+    return hashlib.shake_256(request.block_hashes[block] + layer.encode()).digest(PAGE_BYTES)
+
+
+def blocks_aligned(groups: Sequence[AttentionGroup], num_tokens: int) -> int:
+    """The tokens of a prompt of so many that can be loaded."""
+    return (num_tokens - 1) // alignment(groups) * alignment(groups)
