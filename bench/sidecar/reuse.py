@@ -88,14 +88,14 @@ def vllm_rows(python: str, folder: Path) -> list[Row]:
         rows += ask_twice(bed, one_after_the_other(bed.restart_sidecar, forget)).rows("sidecar restarted")
         both = one_after_the_other(bed.sidecar.stop, bed.sidecar.start, restart)
         rows += ask_twice(bed, both).rows("both restarted")
-        flipped = one_after_the_other(forget, bed.flip_host_memory)
+        flipped = one_after_the_other(forget, bed.sidecar.flip_memory)
         rows += ask_twice(bed, flipped).damaged_rows("bytes flipped in host memory")
         flipped = one_after_the_other(forget, lambda: bed.flip_disk(store), forget)
         rows += ask_twice(bed, flipped).damaged_rows("bytes flipped on disk")
     with ExitStack() as stack:
         bed = Bed(python, model, started_sidecar(folder / "unchecked", UNCHECKED))
         stack.callback(bed.close)
-        seen = ask_twice(bed, one_after_the_other(bed.reset_engine, bed.flip_host_memory))
+        seen = ask_twice(bed, one_after_the_other(bed.reset_engine, bed.sidecar.flip_memory))
         differ = not any(seen.equal)
         rows.append(Row("control, no check of digests: outputs differ", differ, "", "1", differ))
     return rows

@@ -58,16 +58,6 @@ class Bed:
         """One that is never asked again unless the caller does."""
         return [self._prompts.randrange(3, 259) for _ in range(PROMPT_TOKENS)]
 
-    def flip_host_memory(self) -> None:
-        """Damage the highest byte of a number in each 4 KiB of the segment that has been written to."""
-        with open(self.sidecar.segment, "r+b") as file:
-            for offset in range(0, self.sidecar.segment.stat().st_size, 4096):
-                file.seek(offset)
-                page = file.read(4096)
-                if len(page) == 4096 and any(page):  # the ledger behind the extents has no whole page
-                    file.seek(offset + 2051)
-                    file.write(bytes([page[2051] ^ 64]))
-
     def flip_disk(self, store: Path) -> None:
         """Damage the highest byte of a number in each 4 KiB on disk, and have nothing in host memory."""
         self.sidecar.stop()

@@ -1,4 +1,4 @@
-"""Makes a tiny Llama with random weights whose greedy tokens depend on all of its prompt: vllm_model.py FOLDER."""
+"""Makes a tiny Llama with random weights whose greedy tokens depend on all of its prompt: vllm_model.py FOLDER SEED."""
 
 import sys
 
@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 VOCABULARY = 512
 
 
-def main(folder: str) -> None:
-    """Save model and tokenizer in *folder*."""
+def main(folder: str, seed: int) -> None:
+    """Save model and tokenizer in *folder*; another *seed* gives other weights."""
     words = {"<pad>": 0, "<s>": 1, "</s>": 2}
     for letter in sorted(pre_tokenizers.ByteLevel.alphabet()):
         words[letter] = len(words)
@@ -21,7 +21,7 @@ def main(folder: str) -> None:
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=16384
     ).save_pretrained(folder)
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,
@@ -46,4 +46,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))
