@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from foreign.lmcache_server import lmcache_server
 from foreign.running import LmcacheClients, Sidecar, free_endpoint
 
 from bench.report import Row
 from bench.rounds import at_least, at_most
-from bench.sidecar.lmcache_server import lmcache_server
 
 NUM_CLIENTS = 8
 NUM_ROUNDS = 5

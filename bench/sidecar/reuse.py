@@ -9,16 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from foreign.running import make_model
+from foreign.unchecked import UNCHECKED
 
 from bench.report import Row
 from bench.sidecar.vllm_bed import CHUNK_TOKENS, PROMPT_TOKENS, Bed, started_sidecar
 
 ROUNDS = 3
-UNCHECKED = """
-from kvtier.engine.sidecar.lmcache import promises
-checked = promises.RankChunks._on_verified
-promises.RankChunks._on_verified = lambda self, places, are_good: checked(self, places, [True] * len(places))
-"""
 
 
 @dataclass

@@ -7,11 +7,11 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from foreign.lmcache_server import lmcache_server
 from foreign.running import Sidecar, free_endpoint
 
 from bench.report import Row
 from bench.rounds import at_least, at_most, seconds
-from bench.sidecar.lmcache_server import lmcache_server
 from kvtier.engine.sidecar.build import NUM_CHECKERS
 from kvtier.store.record import digest_among
 

@@ -13,6 +13,7 @@ from kvtier.engine.commands.arguments import HelpFormatter, OneLineParser, some_
 from kvtier.engine.commands.doc_arguments import add_doc
 from kvtier.engine.commands.explain_arguments import add_explain
 from kvtier.engine.commands.operate_arguments import add_operate
+from kvtier.engine.commands.prove_arguments import add_prove
 from kvtier.engine.commands.sidecar_arguments import add_sidecar, given_tables
 
 DEMO_EXAMPLES = """examples:
@@ -32,6 +33,7 @@ EXAMPLES = """examples:
   kvtier sidecar --host 32GiB                  host memory and disk for vLLM, which attaches by configuration
   kvtier explain 5f3c9a                        why a request's prompt was found in the cache or not
   kvtier operate reset --tenant acme           have a running server forget a tenant's blocks
+  kvtier prove http://127.0.0.1:8000           whether a server's KV cache answers right: kvtier's, vLLM's, any
   kvtier check ~/.cache/kvtier                 verify every byte of a store that no engine has open
   kvtier stats ~/.cache/kvtier                 what is in a store, also while an engine uses it
   kvtier store rm ~/.cache/kvtier --all-but 3f2a
@@ -141,6 +143,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_sidecar(commands, _sidecar)
     add_explain(commands, _explain)
     add_operate(commands, _operate)
+    add_prove(commands, _prove)
     _add_check(commands)
     _add_stats(commands)
     _add_top(commands)
@@ -417,6 +420,14 @@ def _explain(options: argparse.Namespace) -> int:
 def _operate(options: argparse.Namespace) -> int:
     from kvtier.engine.commands.operate import run
 
+    return run(options)
+
+
+def _prove(options: argparse.Namespace) -> int:
+    try:
+        from kvtier.engine.commands.prove import run
+    except ImportError as error:
+        raise ImportError(f"prove: {error}; pip install 'kvtier[prove]'") from error
     return run(options)
 
 

@@ -263,6 +263,66 @@ class VllmServer:
         raise EngineEnded("vLLM's server does not answer")
 
 
+class NamedVllmServer:
+    """vLLM's own HTTP server, that names its model by its folder's last part alone."""
+
+    def __init__(self, python: str, folder: Path, transfer: dict[str, Any], *options: str) -> None:
+        """*folder* is the model's, and its name that of the model: two in different places have one name. The server
+        listens once `wait_ready` has returned."""
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        arguments = ["--model", folder.name, "--port", str(self.port), "--dtype", "float32", "--enforce-eager"]
+        arguments += ["--max-model-len", "4096", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(64 << 20)]
+        arguments += ["--enable-prompt-tokens-details", "--disable-hybrid-kv-cache-manager"]
+        arguments += ["--kv-transfer-config", json.dumps(transfer), *options]
+        environment = {
+            "HF_HUB_OFFLINE": "1",
+            "LMCACHE_TRACK_USAGE": "false",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_SERVER_DEV_MODE": "1",  # it has /reset_prefix_cache then
+        }
+        self.process = subprocess.Popen(
+            [python, "-m", "vllm.entrypoints.openai.api_server", *arguments],
+            cwd=folder.parent,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL if "KVTIER_SHOW_ENGINES" not in os.environ else None,
+            env=os.environ | environment,
+            start_new_session=True,  # its engine is a process of its own, and ends with it
+        )
+
+    def wait_ready(self) -> None:
+        """Return once it listens."""
+        give_up_at = time.monotonic() + ANSWERS_WITHIN_S
+        while time.monotonic() < give_up_at:
+            if self.process.poll() is not None:
+                raise EngineEnded(f"vLLM has ended with status {self.process.returncode}")
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=ANSWERS_WITHIN_S):
+                return
+            time.sleep(0.2)
+        raise TimeoutError("vLLM does not listen")
+
+    def reset(self) -> None:
+        """Forget the engine's own prefix cache."""
+        request = urllib.request.Request(f"{self.url}/reset_prefix_cache", b"")
+        urllib.request.urlopen(request, timeout=ANSWERS_WITHIN_S).read()
+
+    def kill(self) -> None:
+        """End it at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(ENDS_WITHIN_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.kill()
+
+
 class LmcacheClients:
     """LMCache's own clients, each a process of its own that can be killed; see lmcache_clients.py."""
 
@@ -333,10 +393,12 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def make_model(python: str, folder: Path, kind: str = "llama") -> Path:
-    """A tiny model that vLLM loads, made by the foreign environment's *python*; *kind*: see vllm_model.py."""
-    subprocess.run([python, HERE / "vllm_model.py", folder / kind, kind], check=True, capture_output=True)
-    return folder / kind
+def make_model(python: str, folder: Path, kind: str = "llama", seed: int = 0) -> Path:
+    """A tiny model that vLLM loads, made by the foreign environment's *python*; *kind*: see vllm_model.py; another
+    *seed* gives other weights."""
+    made = folder / kind
+    subprocess.run([python, HERE / "vllm_model.py", made, kind, str(seed)], check=True, capture_output=True)
+    return made
 
 
 def make_adapter(python: str, folder: Path, seed: int) -> None:

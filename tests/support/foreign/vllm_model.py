@@ -1,5 +1,5 @@
 """Makes a tiny model with random weights whose greedy tokens depend on all of its prompt: vllm_model.py FOLDER
-[KIND]."""
+[KIND [SEED]]."""
 
 import sys
 
@@ -33,8 +33,8 @@ SHAPE = {
 }
 
 
-def main(folder: str, kind: str = "llama") -> None:
-    """Save model and tokenizer in *folder*."""
+def main(folder: str, kind: str = "llama", seed: str = "0") -> None:
+    """Save model and tokenizer in *folder*; another *seed* gives other weights."""
     words = {"<pad>": 0, "<s>": 1, "</s>": 2}
     for letter in sorted(pre_tokenizers.ByteLevel.alphabet()):
         words[letter] = len(words)
@@ -45,7 +45,7 @@ def main(folder: str, kind: str = "llama") -> None:
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=16384
     ).save_pretrained(folder)
 
-    torch.manual_seed(0)
+    torch.manual_seed(int(seed))
     model = KINDS[kind]().to(torch.bfloat16)
     with torch.no_grad():
         for name, weights in model.named_parameters():

@@ -1,0 +1,128 @@
+"""Families: the ways in which a prompt shares its beginning with one that was asked before it."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+Pieces: TypeAlias = tuple[int, ...]
+
+CUE = 16  # pieces of a prompt's end that are a copy of its middle
+_UNALIGNED = 7  # no block ends so many pieces behind a half or an eighth
+_WHOLE_BLOCKS = (256, 64, 16)  # sizes of blocks and chunks that prompts may end with
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two prompts; what *earlier* has computed may serve *later* as far as both begin alike."""
+
+    earlier: Pieces
+    later: Pieces
+
+    @property
+    def num_shared(self) -> int:
+        """How many pieces both begin with."""
+        return shared(self.earlier, self.later)
+
+
+class Draw:
+    """Draws prompts of *num_pieces* different pieces."""
+
+    def __init__(self, source: random.Random, num_pieces: int) -> None:
+        self._source = source
+        self._num_pieces = num_pieces
+
+    def fresh(self, length: int) -> Pieces:
+        """Pieces that were never drawn before, if they are many."""
+        return tuple(self._source.randrange(self._num_pieces) for _ in range(length))
+
+    def cue(self, body: Sequence[int]) -> Pieces:
+        """A copy of pieces of *body*, from anywhere: a model goes on as it went on there."""
+        at = self._source.randrange(CUE, max(CUE + 1, len(body)))
+        return tuple(body[at - CUE : at])
+
+    def prompt(self, length: int) -> Pieces:
+        """A fresh prompt that ends with a cue."""
+        body = self.fresh(length - CUE)
+        return body + self.cue(body)
+
+    def place(self, length: int) -> int:
+        """A place in the middle half of a prompt."""
+        return self._source.randrange(length // 4, length - length // 4)
+
+    def other_than(self, piece: int) -> int:
+        """Another piece."""
+        return (piece + self._source.randrange(1, self._num_pieces)) % self._num_pieces
+
+
+def shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many pieces both begin with."""
+    for place, (mine, theirs) in enumerate(zip(one, other, strict=False)):
+        if mine != theirs:
+            return place
+    return min(len(one), len(other))
+
+
+def _same(draw: Draw, length: int) -> Pair:
+    prompt = draw.prompt(length)
+    return Pair(prompt, prompt)
+
+
+def _goes_on(draw: Draw, length: int) -> Pair:
+    prompt = draw.prompt(length)
+    return Pair(prompt, prompt + draw.fresh(length // 8) + draw.cue(prompt))
+
+
+def _another_end(draw: Draw, length: int) -> Pair:
+    body = draw.fresh(length - CUE)
+    return Pair(body + draw.cue(body), body + draw.cue(body))
+
+
+def _half(draw: Draw, length: int) -> Pair:
+    return _first(draw, length, length // 2 + _UNALIGNED)
+
+
+def _an_eighth(draw: Draw, length: int) -> Pair:
+    return _first(draw, length, length // 8 + _UNALIGNED)
+
+
+def _first(draw: Draw, length: int, num_kept: int) -> Pair:
+    prompt = draw.prompt(length)
+    kept = prompt[:num_kept]
+    return Pair(prompt, kept + draw.fresh(length - num_kept - CUE) + draw.cue(kept))
+
+
+def _whole_blocks(draw: Draw, length: int) -> Pair:
+    prompt = draw.prompt(length)
+    return Pair(prompt, prompt[: _whole(length - 1)])
+
+
+def _one_other(draw: Draw, length: int) -> Pair:
+    prompt = draw.prompt(length)
+    at = draw.place(length)
+    return Pair(prompt, (*prompt[:at], draw.other_than(prompt[at]), *prompt[at + 1 :]))
+
+
+def _swapped(draw: Draw, length: int) -> Pair:
+    front, back = draw.fresh(_whole(length // 2)), draw.fresh(_whole(length // 2))
+    cue = draw.cue(front)
+    return Pair(front + back + cue, back + front + cue)
+
+
+def _whole(length: int) -> int:
+    """The most pieces up to *length* that are whole blocks, of as large ones as there may be."""
+    size = next((size for size in _WHOLE_BLOCKS if size <= length), 1)
+    return length // size * size
+
+
+SAME_PROMPT = "same prompt"
+FAMILIES: Mapping[str, Callable[[Draw, int], Pair]] = {
+    SAME_PROMPT: _same,
+    "goes on": _goes_on,
+    "another end": _another_end,
+    "half shared": _half,
+    "an eighth shared": _an_eighth,
+    "whole blocks": _whole_blocks,
+    "one token other": _one_other,
+    "halves swapped": _swapped,
+}

@@ -1,0 +1,79 @@
+"""Writing: how a prompt's pieces are written for a server, as token ids or as text.
+
+A *piece* is a number below `num_pieces`, which stands for one token, or for one word.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+WORDS = tuple(
+    """
+    able acid aged also area army away baby back ball band bank base bath bear beat bell belt best bird blow blue boat
+    body bone book born both bowl bulk burn bush busy cake call calm camp card care case cash cast cell chat chip city
+    club coal coat code cold come cook cool cope copy core cost crew crop dark data date dawn days dead deal dean dear
+    debt deep deny desk dial diet disc disk door dose down draw drew drop drug dual duke dust duty each earn ease east
+    easy edge else even ever evil exit face fact fail fair fall farm fast fate fear feed feel feet fell felt file fill
+    film find fine fire firm fish five flat flow food foot ford form fort four free from fuel full fund gain game gate
+    gave gear gene gift girl give glad goal goes gold golf gone good gray grew grey grow gulf hair half hall hand hang
+    hard harm hate have head hear heat held hell help here hero high hill hire hold hole holy home hope host hour huge
+    hung hunt hurt idea inch into iron item join jump jury just keen keep kept kick kill kind king knee knew know lack
+    lady laid lake land lane last late lead left less life lift like line link list live load loan lock logo long look
+    """.split()  # noqa: SIM905  # a list of two hundred strings is no page to read
+)
+_FIRST_ID, _NUM_IDS = 3, 250  # bytes or letters in every vocabulary, for a server that does not say how it makes tokens
+
+
+class Writing(Protocol):
+    """What pieces a prompt may have, and how it is written."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a piece is a token."""
+        ...
+
+    @property
+    def num_pieces(self) -> int:
+        """How many different pieces there are."""
+        ...
+
+    def write(self, pieces: Sequence[int]) -> str | list[int]:
+        """The prompt of these pieces, as `/v1/completions` takes it."""
+        ...
+
+    def pieces_of(self, num_tokens: int) -> int:
+        """How many pieces make about so many tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Each piece is one of *ids*."""
+
+    ids: tuple[int, ...] = tuple(range(_FIRST_ID, _FIRST_ID + _NUM_IDS))
+    is_exact = True
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self.ids)
+
+    def write(self, pieces: Sequence[int]) -> list[int]:
+        return [self.ids[piece] for piece in pieces]
+
+    def pieces_of(self, num_tokens: int) -> int:
+        return num_tokens
+
+
+@dataclass(frozen=True)
+class Words:
+    """Each piece is one of *WORDS*; *tokens_per_word* as the server counts."""
+
+    tokens_per_word: float
+    is_exact = False
+    num_pieces = len(WORDS)
+
+    def write(self, pieces: Sequence[int]) -> str:
+        return " ".join(WORDS[piece] for piece in pieces)
+
+    def pieces_of(self, num_tokens: int) -> int:
+        return max(1, round(num_tokens / self.tokens_per_word))

