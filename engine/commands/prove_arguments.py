@@ -29,7 +29,7 @@ def add_prove(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         help="whether what a server answers from its KV cache is right, for any OpenAI-compatible server",
         description="Asks a running server prompts that share beginnings in known ways, computed as a whole and from"
         " its KV cache, and compares answers and log probabilities beyond what batches and shapes of computation do to"
-        " them. It needs nothing but the server's HTTP, and fills the cache with what it asks.",
+        " them; it needs nothing but the server's HTTP, and fills the cache with what it asks.",
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
     )
