@@ -6,16 +6,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvtier.engine.doors.vllm_connector.connector import KVTierConnector
     from kvtier.engine.doors.vllm_offloading.cpu_spec import CpuTieringOffloadingSpec
+    from kvtier.engine.doors.vllm_offloading.tier import KVTier
 
-__all__ = ["CpuTieringOffloadingSpec", "KVTierConnector"]
+__all__ = ["CpuTieringOffloadingSpec", "KVTier", "KVTierConnector"]
 
-ROOMS = {  # each needs parts of vLLM that the others do not, and that another version may lack
-    "KVTierConnector": "kvtier.engine.doors.vllm_connector.connector",
-    "CpuTieringOffloadingSpec": "kvtier.engine.doors.vllm_offloading.cpu_spec",
+_HOMES = {  # each rests on parts of vLLM that another version may lack
+    "KVTierConnector": "vllm_connector.connector",
+    "CpuTieringOffloadingSpec": "vllm_offloading.cpu_spec",
+    "KVTier": "vllm_offloading.tier",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ROOMS:
-        raise AttributeError(f"module {__name__} has no {name}")
-    return getattr(import_module(ROOMS[name]), name)
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"kvtier.engine.doors.{_HOMES[name]}"), name)
