@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from kvtier.engine.config import DiskConfig, TenantConfig
 from kvtier.engine.reopening_store import ReopeningStore
@@ -33,22 +34,44 @@ def open_store(
     nothing or a key that cannot be read. A folder that cannot be opened does not: see `ReopeningStore`.
     """
     block_bytes = sum(memory.block_bytes for memory in memories)
-    capacity_bytes = capacity_within(config.capacity)
-    if capacity_bytes < LEAST_BLOCKS * block_bytes:
+    refuse_small(config, block_bytes)
+    settings = store_settings(config, _codec(config, dtype), tenants)
+    return ReopeningStore(settings, [SharedMemory(*memory.host_span()) for memory in memories])
+
+
+def refuse_small(config: DiskConfig, block_bytes: int) -> None:
+    """ValueError, with what to do, for a capacity that holds next to no blocks of that size."""
+    if capacity_within(config.capacity) < LEAST_BLOCKS * block_bytes:
         raise ValueError(
             f"disk capacity: {config.capacity} bytes for blocks of {block_bytes}; "
             f"use {most_bytes(LEAST_BLOCKS * block_bytes)} or more"
         )
-    settings = StoreSettings(
+
+
+def store_settings(
+    config: DiskConfig, codec: Codec | CodecChoice, tenants: Mapping[str, TenantConfig] = MappingProxyType({})
+) -> StoreSettings:
+    """The settings of the configured store, whose folder stays within the capacity. Raises as `cipher_of`."""
+    return StoreSettings(
         Path(config.path),
-        capacity_bytes,
-        _codec(config, dtype),
+        capacity_within(config.capacity),
+        codec,
         cipher_of(config),
         Durability(config.durability),
         config.checkpoint_s,
         {tenant_of(salt): quota.disk for salt, quota in tenants.items() if quota.disk is not None},
     )
-    return ReopeningStore(settings, [SharedMemory(*memory.host_span()) for memory in memories])
+
+
+def codec_of_others(config: DiskConfig) -> Codec | CodecChoice:
+    """The codec for blocks of other engines, whose KV mostly has elements of two bytes; others get smaller by less.
+    ValueError for one that changes bytes."""
+    if config.codec == "none":
+        return NO_CODEC
+    if config.codec == "fp8":
+        raise ValueError('codec "fp8": what other engines store comes back as it was; use none, zstd or auto')
+    compressed = CODECS["zstd-plane-2"]
+    return compressed if config.codec == "zstd" else CodecChoice(compressed)
 
 
 def disk_tier(store: ReopeningStore, config: DiskConfig, namespace: Namespace) -> DiskTier:

@@ -14,7 +14,7 @@ from typing import Self
 from kvtier.store.blob_store import Blob, Evicted, StoreStatistics, StoreUnavailable
 from kvtier.store.owner_lock import LOCK_FILE, FolderInUse
 from kvtier.store.process.channel import SharedMemory
-from kvtier.store.process.store_process import StoreDied, StoreProcess
+from kvtier.store.process.store_process import TIMEOUT_S, StoreDied, StoreProcess
 from kvtier.store.record import Fault
 from kvtier.store.store_settings import StoreSettings
 
@@ -82,15 +82,20 @@ class ReopeningStore:
         settings: StoreSettings,
         memories: Sequence[SharedMemory] = (),
         rest: Callable[[threading.Event, float], bool] = threading.Event.wait,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """*rest* waits for the event, so many seconds at most, and returns whether the event came."""
+        """*rest* waits for the event, so many seconds at most, and returns whether the event came. *timeout_s*: of
+        silence, after which the process is killed that was to answer."""
         self.settings = settings
         self._memories = memories
+        self._timeout_s = timeout_s
         self._closing = threading.Event()
         self._rest = partial(rest, self._closing)
         self._attempted = threading.Event()
         self._lock = threading.Lock()  # guards the next six
-        self._process = StoreProcess(settings, memories)  # open, or being opened, or one that could not be opened
+        self._process = StoreProcess(
+            settings, memories, timeout_s
+        )  # open, or being opened, or one that could not be opened
         self._num_openings = 0
         self._not_open: NotOpen | None = NotOpen.OPENING
         self._why = "it is still being opened"
@@ -258,7 +263,7 @@ class ReopeningStore:
             restarts, ended = self._before
             self._before = restarts + max(0, self._process.num_starts - 1), ended + self._process.num_ended
             if not self._closing.is_set():
-                self._process = StoreProcess(self.settings, self._memories)
+                self._process = StoreProcess(self.settings, self._memories, self._timeout_s)
 
 
 class _Folder:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kvtier.engine.config import DiskConfig
-from kvtier.engine.disk_store import cipher_of
+from kvtier.engine.disk_store import codec_of_others, store_settings
 from kvtier.engine.records.recent_records import RecentRecords
 from kvtier.engine.records.request_log import open_request_log
 from kvtier.engine.reopening_store import ReopeningStore
@@ -20,13 +20,8 @@ from kvtier.engine.sidecar.layouts import READ_TIMEOUT_S, Layouts
 from kvtier.engine.sidecar.lease_ledger import LeaseLedger, ledger_bytes, why_not_taken_over
 from kvtier.engine.sidecar.sidecar import Sidecar
 from kvtier.engine.tracing.tracer import Tracer
-from kvtier.store.codec.codec import CODECS, NO_CODEC, Codec
-from kvtier.store.codec.codec_choice import CodecChoice
-from kvtier.store.durability import Durability
-from kvtier.store.lmdb.data_file import capacity_within
 from kvtier.store.process.channel import SharedMemory
 from kvtier.store.process.store_process import SWITCH_INTERVAL_S
-from kvtier.store.store_settings import StoreSettings
 from kvtier.tiers.naming.tenant import tenant_of
 from kvtier.transfer.lane import Lane, ThreadLane
 from kvtier.transfer.segment import Segment, drop_left, name_of, why_not_left
@@ -132,21 +127,5 @@ def _lanes(finished: FinishedTransfers) -> dict[Route, Lane]:
 
 
 def _open_store(config: SidecarConfig, disk: DiskConfig, segment: Segment) -> ReopeningStore:
-    settings = StoreSettings(
-        Path(disk.path),
-        capacity_within(disk.capacity),
-        _codec(disk),
-        cipher_of(disk),
-        Durability(disk.durability),
-        disk.checkpoint_s,
-        {tenant_of(salt): each.disk for salt, each in config.tenants.items() if each.disk is not None},
-    )
+    settings = store_settings(disk, codec_of_others(disk), config.tenants)
     return ReopeningStore(settings, [SharedMemory(*segment.span)])
-
-
-def _codec(disk: DiskConfig) -> Codec | CodecChoice:
-    """Engines' KV mostly has elements of two bytes, which the codec takes apart; others get smaller by less."""
-    if disk.codec == "none":
-        return NO_CODEC
-    compressed = CODECS["zstd-plane-2"]
-    return compressed if disk.codec == "zstd" else CodecChoice(compressed)

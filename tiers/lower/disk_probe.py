@@ -1,10 +1,10 @@
 """DiskProbe: tries to read from a disk that has been left alone, with a block that no request waits for."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt
-from kvtier.tiers.lower.lower_index import LowerIndex
+from kvtier.tiers.lower.disk_content import DiskContent
 from kvtier.tiers.naming.block_hash import BlockName
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
@@ -21,8 +21,8 @@ class DiskProbe:
 
     def __init__(
         self,
-        index: LowerIndex,
-        block_bytes: Sequence[int],
+        index: DiskContent,
+        block_bytes: Callable[[int], int],
         transfers: TransferEngine,
         clock: Callable[[], float],
     ) -> None:
@@ -44,7 +44,7 @@ class DiskProbe:
         attempt = None if block is None else disk.reading.begin()
         if block is None or attempt is None:
             return
-        key, memory = disk.key(*block), memoryview(bytearray(self._block_bytes[block[0]]))
+        key, memory = disk.key(*block), memoryview(bytearray(self._block_bytes(block[0])))
         self._under_way[block] = attempt, self._clock()
         if not self._transfers.submit(
             Route.DISK_TO_HOST,

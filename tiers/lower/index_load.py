@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kvtier.store.blob_store import StoreUnavailable
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.breaker import HUNG_S, Attempt
-from kvtier.tiers.lower.lower_index import LowerIndex
+from kvtier.tiers.lower.disk_content import DiskContent
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
@@ -30,7 +30,7 @@ class IndexLoad:
     the tiers' thread.
     """
 
-    def __init__(self, index: LowerIndex, transfers: TransferEngine, clock: Callable[[], float]) -> None:
+    def __init__(self, index: DiskContent, transfers: TransferEngine, clock: Callable[[], float]) -> None:
         self._disk = index.disk
         self._index = index
         self._transfers = transfers

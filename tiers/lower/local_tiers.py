@@ -96,7 +96,7 @@ class LocalTiers:
         self._disk_reads = DiskReads(
             self.index, memories, transfers, self._windows, lambda: self._disk_spill.is_moving, clock
         )
-        self._disk_probe = DiskProbe(self.index, self._block_bytes, transfers, clock)
+        self._disk_probe = DiskProbe(self.index, self._block_bytes.__getitem__, transfers, clock)
         self._index_load = IndexLoad(self.index, transfers, clock)
         self._clearing = Clearing(self.index.disk, transfers, clock)
         self._fetches = Fetches(self.index, self._disk_reads)

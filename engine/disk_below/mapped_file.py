@@ -1,0 +1,63 @@
+"""MappedFile: the file that an engine's memory is mapped from, so that the store's process can map it too."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtier.store.process.channel import SharedMemory
+
+
+class _Mapping(NamedTuple):
+    """A line of /proc/self/maps."""
+
+    start: int
+    end: int
+    is_shared: bool
+    offset: int  # in the file
+    device: int
+    inode: int
+    path: str
+
+
+def open_behind(memory: memoryview) -> SharedMemory | None:
+    """The file that *memory* (contiguous, writable) is mapped from, opened: its descriptor is the caller's.
+
+    None if it is mapped from no file, or privately, or from one that cannot be opened: the bytes of its rows then go
+    over a socket.
+    """
+    address = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    here = [mapping for mapping in _mappings() if mapping.start < address + memory.nbytes and mapping.end > address]
+    if not here or not all(mapping.is_shared and mapping.inode for mapping in here):
+        return None
+    first = here[0]
+    origin = first.start - first.offset
+    if any((m.device, m.inode, m.start - m.offset) != (first.device, first.inode, origin) for m in here):
+        return None
+    file = _open(first)
+    return None if file is None else SharedMemory(file, origin, os.fstat(file).st_size)
+
+
+def _open(mapping: _Mapping) -> int | None:
+    """The mapped file, by its name or, if that is gone, by the mapping itself, which only root may."""
+    for path in (mapping.path, f"/proc/self/map_files/{mapping.start:x}-{mapping.end:x}"):
+        with contextlib.suppress(OSError):
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            found = os.fstat(file)
+            if (found.st_dev, found.st_ino) == (mapping.device, mapping.inode):
+                return file
+            os.close(file)
+    return None
+
+
+def _mappings() -> Iterator[_Mapping]:
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            span, rights, offset, device, inode, *path = line.rstrip("\n").split(maxsplit=5)
+            start, end = (int(number, 16) for number in span.split("-"))
+            major, minor = (int(number, 16) for number in device.split(":"))
+            yield _Mapping(
+                start, end, rights.endswith("s"), int(offset, 16), os.makedev(major, minor), int(inode), "".join(path)
+            )
