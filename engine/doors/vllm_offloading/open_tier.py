@@ -24,7 +24,7 @@ def open_tier(
 
     `NotServed` if nothing says which weights the engine has; ValueError for a disk that cannot be used.
     """
-    num_rows, row_bytes = pool_rows.shape
+    row_bytes = pool_rows.nbytes // len(pool_rows)
     facts = engine_facts(vllm_config, kv_cache_config, settings.weights, WEIGHTS_KEY)
     facts |= {"pool": pool_facts(config), "row_bytes": row_bytes}
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]

@@ -1,7 +1,6 @@
 """KVTier: kvtier's disk as a secondary tier of vLLM's offloading, by vLLM's configuration alone."""
 
 import logging
-from collections.abc import Iterable
 from itertools import count
 from typing import Any
 
@@ -137,7 +136,7 @@ class KVTier(SecondaryTierManager):
 
 def _chain_of(req_context: Any) -> RequestChain:
     """The chain of the request, which is kept with it and grows."""
-    chain = req_context.get_state(RequestChain)
+    chain: RequestChain | None = req_context.get_state(RequestChain)
     if chain is None:
         chain = RequestChain()
         req_context.set_state(chain)
