@@ -95,6 +95,26 @@ def retrieve(instance: int, tokens: list[int], request: str, blocks: list[int], 
     return [succeeded, all(torch.equal(layer[blocks], stored) for layer, stored in pairs)]
 
 
+def load_found(instance: int, tokens: list[int], request: str, like: str, salt: str = "") -> list[int]:
+    """Look the prompt up and load what is there, as the connector does: how many chunks were promised, how many of them
+    the load has given, and how many of those are not what was stored for the request *like*."""
+    found = lookup(tokens, request, salt) or 0
+    blocks = list(range(NUM_BLOCKS - found * BLOCKS_IN_CHUNK, NUM_BLOCKS))
+    for layer in kv.values():
+        layer[blocks] = 0
+    num_loaded = num_wrong = 0
+    if found:
+        asked = key(tokens[: found * CHUNK], request, 0, salt)
+        future = contexts[instance].submit_retrieve(request, asked, kv, [blocks], None, BLOCKS_IN_CHUNK)
+        num_loaded = found if future.result(timeout=TIMEOUT_S) else 0
+    for chunk in range(num_loaded):
+        span = slice(chunk * BLOCKS_IN_CHUNK, (chunk + 1) * BLOCKS_IN_CHUNK)
+        pairs = zip(kv.values(), kept[like], strict=True)
+        num_wrong += not all(torch.equal(layer[blocks[span]], stored[span]) for layer, stored in pairs)
+    end_session(request)
+    return [found, num_loaded, num_wrong]
+
+
 def clear() -> None:
     client.clear(True).result(timeout=TIMEOUT_S)
 
