@@ -64,11 +64,16 @@ def end_session(request: str) -> None:
 
 def store(instance: int, tokens: list[int], request: str, blocks: list[int], salt: str = "") -> bool:
     """Store what is in these blocks, and keep a copy of it to compare with."""
-    kept[request] = [layer[blocks].clone() for layer in kv.values()]
+    keep(request, blocks)
     future = contexts[instance].submit_store(
         request, key(tokens, request, 0, salt), kv, [blocks], None, BLOCKS_IN_CHUNK
     )
     return bool(future.result(timeout=TIMEOUT_S))
+
+
+def keep(request: str, blocks: list[int]) -> None:
+    """Keep a copy of these blocks to compare with: every process of this script has the same ones at its start."""
+    kept[request] = [layer[blocks].clone() for layer in kv.values()]
 
 
 def begin_store(instance: int, tokens: list[int], request: str) -> int:
