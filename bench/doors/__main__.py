@@ -1,8 +1,8 @@
-"""What does the real vLLM get from our own connector, what does it cost, and what becomes of it when the sidecar is
-killed or stopped?
+"""What does the real vLLM get from our own connector and from our tier below its own offloading, what does it cost, and
+what becomes of it when the sidecar is killed or stopped?
 
 vLLM runs unmodified, on the CPU, in the environment of --python (`make .venv/foreign/installed`). All of it takes some
-fifteen minutes; name questions to have their answers only.
+twenty-five minutes; name questions to have their answers only.
 """
 
 import tempfile
@@ -12,12 +12,18 @@ from pathlib import Path
 from bench.doors.connector_cost import cost_rows
 from bench.doors.connector_faults import fault_rows
 from bench.doors.connector_hits import hit_rows
+from bench.doors.tier_capacity import tier_capacity_rows
+from bench.doors.tier_cost import tier_cost_rows
+from bench.doors.tier_hits import tier_rows
 from bench.report import Row, arguments, publish
 
 QUESTIONS: Mapping[str, Callable[[str, Path], list[Row]]] = {
     "hits": hit_rows,
     "cost": cost_rows,
     "faults": fault_rows,
+    "tiers": tier_rows,
+    "tier-cost": tier_cost_rows,
+    "tier-capacity": tier_capacity_rows,
 }
 
 

@@ -32,7 +32,6 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
 
-OWN = "kvtier_vllm_"  # our connector's metrics
 OFFLOADING = "vllm:kv_offload_"  # those of vLLM's offloading
 NAMED_FRAMES = 3  # of where an engine has ended
 MOST_STEPS = 50  # without a request, until the last one's blocks are let go
@@ -151,13 +150,13 @@ class Engine:
         named = {f"{m.name.removeprefix(OFFLOADING)} {m.labels.get('tier', '')}".strip(): m for m in metrics}
         return {n: m.value for n, m in named.items() if m.name.startswith(OFFLOADING) and getattr(m, "value", 0)}
 
-    def counts(self) -> dict:
-        """What our connector has counted, less what is 0."""
+    def counts(self, prefix: str) -> dict:
+        """What is counted under names with that beginning, less what is 0."""
         samples = [
             sample for metric in REGISTRY.collect() for sample in metric.samples if not sample.name.endswith("_created")
         ]
         named = {sample.name.removesuffix("_total"): sample.value for sample in samples}
-        return {name.removeprefix(OWN): int(value) for name, value in named.items() if name.startswith(OWN) and value}
+        return {name.removeprefix(prefix): int(n) for name, n in named.items() if name.startswith(prefix) and n}
 
     def standing(self) -> dict:
         """Whether our connector has a sidecar, and how often it has attached to one."""
