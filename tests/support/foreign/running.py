@@ -167,6 +167,19 @@ class Vllm:
         """Forget the engine's own prefix cache."""
         assert self._ask({"do": "reset"})["reset"], "vLLM did not forget its prefix cache"
 
+    def settle(self) -> None:
+        """Return once vLLM's offloading has nothing under way."""
+        assert self._ask({"do": "settle"})["settled"], "vLLM's offloading has not ended what it began"
+
+    def forget(self) -> None:
+        """Forget the engine's own prefix cache, and the host memory of vLLM's offloading, once nothing is under way."""
+        self.settle()
+        assert self._ask({"do": "forget"})["reset"], "vLLM did not forget its prefix cache and its host memory"
+
+    def offloading(self) -> dict[str, float]:
+        """What vLLM's offloading has counted (`tiering_write_bytes KVTier`), less what is 0."""
+        return dict(self._ask({"do": "offloading"}))
+
     def kill(self) -> None:
         """End it at once."""
         self.process.kill()

@@ -33,8 +33,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.lora.request import LoRARequest  # noqa: E402
 
 OWN = "kvtier_vllm_"  # our connector's metrics
+OFFLOADING = "vllm:kv_offload_"  # those of vLLM's offloading
 NAMED_FRAMES = 3  # of where an engine has ended
 MOST_STEPS = 50  # without a request, until the last one's blocks are let go
+SETTLES_WITHIN_S = 120.0  # a disk that has not written by then hangs
 
 
 class Engine:
@@ -62,12 +64,14 @@ class Engine:
         self.scheduled: list[int] = []
         self.hooks_s = self.slowest_hooks_s = 0.0  # in the connector: of this step, and of the slowest one
         self.computing_since: float | None = None  # the first step of a request that computes
+        self.steps_before = 0  # the first one of a request that computes
         schedule = self.core.scheduler.schedule
 
         def recorded(*arguments: object, **options: object) -> object:
             began_at = time.monotonic()
             self.hooks_s = 0.0
             output = schedule(*arguments, **options)
+            self.steps_before += self.computing_since is None and not output.num_scheduled_tokens
             if output.num_scheduled_tokens:
                 self.computing_since = self.computing_since or began_at
                 self.scheduled.append(sum(output.num_scheduled_tokens.values()))
@@ -104,12 +108,14 @@ class Engine:
         requests = [{"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})} for prompt in prompts]
         self.scheduled.clear()
         self.slowest_hooks_s, self.computing_since = 0.0, None
+        self.steps_before = 0
         lora = LoRARequest("adapter", 1, adapter) if adapter else None
         num_preemptions = self._metric("vllm:num_preemptions")
         began_at = time.monotonic()
         outputs = self.llm.generate(requests, parameters, use_tqdm=False, lora_request=lora)
         return {
             "waited_s": (self.computing_since or began_at) - began_at,
+            "steps_before": self.steps_before,
             "slowest_hooks_s": self.slowest_hooks_s,
             "preemptions": self._metric("vllm:num_preemptions") - num_preemptions,
             "took_s": time.monotonic() - began_at,
@@ -127,6 +133,23 @@ class Engine:
             if self.llm.reset_prefix_cache():
                 return {"reset": True}
         return {"reset": False}
+
+    def settle(self) -> dict:
+        """Step until vLLM's offloading has nothing under way."""
+        give_up_at = time.monotonic() + SETTLES_WITHIN_S
+        while self.core.scheduler.has_requests() and time.monotonic() < give_up_at:
+            self.core.step_fn()
+        return {"settled": not self.core.scheduler.has_requests()}
+
+    def forget(self) -> dict:
+        """Forget the engine's own prefix cache, and what vLLM's offloading has in host memory."""
+        return {"reset": self.llm.reset_prefix_cache(reset_connector=True)}
+
+    def offloading(self) -> dict:
+        """What vLLM's offloading has counted, by tier where it has several, less what is 0."""
+        metrics = self.llm.get_metrics()
+        named = {f"{m.name.removeprefix(OFFLOADING)} {m.labels.get('tier', '')}".strip(): m for m in metrics}
+        return {n: m.value for n, m in named.items() if m.name.startswith(OFFLOADING) and getattr(m, "value", 0)}
 
     def counts(self) -> dict:
         """What our connector has counted, less what is 0."""
