@@ -64,6 +64,10 @@ class StagedDisk:
         """How many of *names* come before the first that is not on disk; waits for nothing."""
         return self._disk.num_held(names)
 
+    def are_held(self, names: Sequence[BlockName]) -> list[bool]:
+        """For each of *names* whether it is on disk; waits for nothing."""
+        return self._disk.are_held(names)
+
     def load(self, names: Sequence[BlockName], take: Copy) -> int:
         """Have *take* copy the blocks out of rows, in order; how many there are before the first that cannot be had."""
         num_loaded = 0

@@ -104,13 +104,13 @@ class KVTierCache:
             yield past
         chain.cut(past.num_loaded_tokens // self._layout.block_size)
         chain.extend(passes.token_ids())
-        stored = self._store(past, chain)
+        num_stored, num_unstored = self._store(past, chain)
         with self._counting:
             self._num_prompts += 1
             self._prompt_tokens += len(prompt_ids)
             self._loaded_tokens += past.num_loaded_tokens
-            self._stored_blocks += sum(stored)
-            self._unstored_blocks += len(stored) - sum(stored)
+            self._stored_blocks += num_stored
+            self._unstored_blocks += num_unstored
 
     def statistics(self) -> CacheStatistics:
         """Everything that is counted, by value."""
@@ -157,20 +157,22 @@ class KVTierCache:
         if num_loaded := self._disk.load(names, take):
             past.begin_with(_cut(prefix, 0, num_loaded * size))
 
-    def _store(self, past: PromptCache, chain: BlockChain) -> list[bool]:
-        """Store the full blocks that were computed and are not on disk yet; for each whether it is now."""
+    def _store(self, past: PromptCache, chain: BlockChain) -> tuple[int, int]:
+        """Store the full blocks that were computed and are not on disk yet: how many are there now, how many not."""
         size = self._layout.block_size
         num_loaded = past.num_loaded_tokens // size
-        first = num_loaded + self._disk.num_held(chain.names[num_loaded:])
-        names = chain.names[first:]
-        if not names:
-            return []
+        held = self._disk.are_held(chain.names[num_loaded:])
+        if all(held):
+            return 0, 0
+        first = num_loaded + held.index(False)
         computed = past.kept(first * size, len(chain.names) * size)
 
         def fill(places: range, rows: Rows) -> None:
             self._layout.write(torch.from_numpy(rows), _cut(computed, places.start * size, places.stop * size))
 
-        return self._disk.store(names, chain.names[first - 1] if first else None, fill)
+        stored = self._disk.store(chain.names[first:], chain.names[first - 1] if first else None, fill)
+        new = [is_stored for is_stored, was in zip(stored, held[first - num_loaded :], strict=True) if not was]
+        return sum(new), len(new) - sum(new)
 
     def _empty(self, num_tokens: int) -> list[KeysAndValues]:
         """Room for the keys and values of so many tokens."""
