@@ -20,6 +20,7 @@ from kvtier.engine.doors.lmcache_l2.objects_on_disk import ObjectsOnDisk
 from kvtier.engine.doors.lmcache_l2.outcomes import Outcomes
 from kvtier.engine.doors.lmcache_l2.settings import Settings, settings_of
 from kvtier.engine.doors.vllm_connector.guard import Guard
+from kvtier.tiers.lower.breaker import BreakerState
 
 INDEXING_WAIT_S = 5.0  # at the start; what is not known by then is found by later look-ups
 
@@ -124,8 +125,7 @@ class KVTierL2(L2AdapterInterface):
     def report_status(self) -> dict[str, object]:
         seen = self._disk.statistics()
         return {
-            "is_healthy": seen.disk.is_open
-            and not any(breaker.name == "OPEN" for breaker in seen.disk.breakers.values()),
+            "is_healthy": seen.disk.is_open and BreakerState.OPEN not in seen.disk.breakers.values(),
             "type": type(self).__name__,
             "path": self._settings.path,
             "capacity_bytes": seen.tier.capacity_bytes,

@@ -13,21 +13,24 @@ from foreign.running import ENDS_WITHIN_S, ROOT
 HERE = Path(__file__).parent
 
 
+def environment(knows_kvtier: bool) -> dict[str, str]:
+    """What a script of this folder finds in its environment; *knows_kvtier*: it can import us."""
+    found = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    found |= {"LMCACHE_LOG_LEVEL": "ERROR", "LMCACHE_TRACK_USAGE": "false"}
+    return found | {"PYTHONPATH": str(ROOT)} if knows_kvtier else found
+
+
 class ToldScript:
     """The script, as an object with its functions. RuntimeError if it has ended."""
 
     def __init__(self, python: str, script: str, *arguments: str, knows_kvtier: bool = False) -> None:
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment |= {"LMCACHE_LOG_LEVEL": "ERROR", "LMCACHE_TRACK_USAGE": "false"}
-        if knows_kvtier:
-            environment["PYTHONPATH"] = str(ROOT)
         self.process = subprocess.Popen(
             [python, str(HERE / script), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if "KVTIER_SHOW_ENGINES" not in os.environ else None,
             text=True,
-            env=environment,
+            env=environment(knows_kvtier),
         )
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
