@@ -36,12 +36,15 @@ class TierSide:
         self._longest_job_s = longest_job_s
         self._clock = clock
         self._found: dict[bytes, bool] = {}
+        self._is_open = True
         self._gauges_at = float("-inf")
         self._num_corrupt = 0  # that were counted
 
     def holds(self, key: bytes, chain: RequestChain) -> bool:
         """Whether the block is on disk. A question costs the disk as much as one for a part of the prompt, so that is
         asked, and remembered until `forget_found`."""
+        if not self._is_open:
+            return False
         if key not in self._found:
             keys = chain.around(key)
             self._found.update(zip(keys, self._jobs.are_held(keys), strict=True))
@@ -125,11 +128,13 @@ class TierSide:
         nothing from then on; False then."""
         if self._jobs.drain(self._longest_job_s):
             return True
+        self._is_open = False
         self._disk.close()
         return False
 
     def close(self) -> None:
         """End all jobs, and let the pool go."""
+        self._is_open = False
         self._jobs.close()
 
     def _count_corrupt(self) -> None:
