@@ -3,7 +3,6 @@
 All of it takes some six minutes; name questions to have their answers only.
 """
 
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from bench.attached.foul_clients import foul_client_rows
 from bench.attached.kills import engine_kill_rows, sidecar_kill_rows
 from bench.attached.lookup import lookup_rows
 from bench.attached.reuse import reuse_rows
+from bench.questions import answers, parsed
 from bench.report import Row, arguments, publish
 
 QUESTIONS: Mapping[str, Callable[[Path], list[Row]]] = {
@@ -27,17 +27,8 @@ QUESTIONS: Mapping[str, Callable[[Path], list[Row]]] = {
 def main() -> None:
     """Measure, and print."""
     parser = arguments(__doc__ or "")
-    parser.add_argument("questions", nargs="*", metavar="QUESTION", help=f"of {', '.join(QUESTIONS)}; all by default")
-    options = parser.parse_args()
-    unknown = set(options.questions) - set(QUESTIONS)
-    if unknown:
-        parser.error(f"{', '.join(sorted(unknown))}: use {', '.join(QUESTIONS)}")
-    rows: list[Row] = []
-    for name, question in QUESTIONS.items():
-        if not options.questions or name in options.questions:
-            with tempfile.TemporaryDirectory() as folder:
-                rows += question(Path(folder))
-    publish("attached", rows, options.json)
+    options = parsed(parser, QUESTIONS)
+    publish("attached", answers(options, QUESTIONS), options.json)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 Name questions to have their answers only.
 """
 
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from bench.observability.cost import cost_rows
 from bench.observability.explain import explain_rows
 from bench.observability.page import page_rows
 from bench.observability.remembering import remembering_rows
+from bench.questions import answers, parsed
 from bench.report import Row, arguments, publish
 
 QUESTIONS: Mapping[str, Callable[[Path], list[Row]]] = {
@@ -28,17 +28,8 @@ QUESTIONS: Mapping[str, Callable[[Path], list[Row]]] = {
 def main() -> None:
     """Measure, and print."""
     parser = arguments(__doc__ or "")
-    parser.add_argument("questions", nargs="*", metavar="QUESTION", help=f"of {', '.join(QUESTIONS)}; all by default")
-    options = parser.parse_args()
-    unknown = set(options.questions) - set(QUESTIONS)
-    if unknown:
-        parser.error(f"{', '.join(sorted(unknown))}: use {', '.join(QUESTIONS)}")
-    rows: list[Row] = []
-    for name, question in QUESTIONS.items():
-        if not options.questions or name in options.questions:
-            with tempfile.TemporaryDirectory() as folder:
-                rows += question(Path(folder))
-    publish("observability", rows, options.json)
+    options = parsed(parser, QUESTIONS)
+    publish("observability", answers(options, QUESTIONS), options.json)
 
 
 if __name__ == "__main__":

