@@ -138,7 +138,7 @@ class Engine:
         """Step until vLLM's offloading has nothing under way."""
         give_up_at = time.monotonic() + SETTLES_WITHIN_S
         while self.core.scheduler.has_requests() and time.monotonic() < give_up_at:
-            self.core.step_fn()
+            self.llm.llm_engine.step()  # which takes in what vLLM tells its metrics
         return {"settled": not self.core.scheduler.has_requests()}
 
     def forget(self) -> dict:
