@@ -1,8 +1,8 @@
-"""What do the real vLLM and LMCache get from our doors, what do these cost, and what becomes of engines when a sidecar
-is killed or stopped, or bytes on disk are damaged?
+"""What do the real vLLM and LMCache get from our doors and from our disk below their own host memory, what does it cost,
+and what becomes of engines when a sidecar is killed or stopped, or bytes on disk are damaged?
 
 They run unmodified, on the CPU, in the environment of --python (`make .venv/foreign/installed`). All of it takes some
-twenty minutes; name questions to have their answers only.
+forty minutes; name questions to have their answers only.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,6 +13,9 @@ from bench.doors.connector_faults import fault_rows
 from bench.doors.connector_hits import hit_rows
 from bench.doors.corruption_peers import corruption_rows
 from bench.doors.lmcache_l2 import l2_rows
+from bench.doors.tier_capacity import tier_capacity_rows
+from bench.doors.tier_cost import tier_cost_rows
+from bench.doors.tier_hits import tier_rows
 from bench.questions import answers, parsed
 from bench.report import Row, arguments, publish
 
@@ -20,6 +23,9 @@ QUESTIONS: Mapping[str, Callable[[str, Path], list[Row]]] = {
     "hits": hit_rows,
     "cost": cost_rows,
     "faults": fault_rows,
+    "tiers": tier_rows,
+    "tier-cost": tier_cost_rows,
+    "tier-capacity": tier_capacity_rows,
     "lmcache_l2": l2_rows,
     "corruption_peers": corruption_rows,
 }

@@ -26,13 +26,13 @@ for name, value in {
     os.environ.setdefault(name, value)
 
 from prometheus_client import REGISTRY  # noqa: E402  # vLLM sets it up
+from prometheus_client.samples import Sample  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402  # they read the environment
 from vllm.config import KVTransferConfig  # noqa: E402
 from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
 
-OWN = "kvtier_vllm_"  # our connector's metrics
 OFFLOADING = "vllm:kv_offload_"  # those of vLLM's offloading
 NAMED_FRAMES = 3  # of where an engine has ended
 MOST_STEPS = 50  # without a request, until the last one's blocks are let go
@@ -147,17 +147,12 @@ class Engine:
 
     def offloading(self) -> dict:
         """What vLLM's offloading has counted, by tier where it has several, less what is 0."""
-        metrics = self.llm.get_metrics()
-        named = {f"{m.name.removeprefix(OFFLOADING)} {m.labels.get('tier', '')}".strip(): m for m in metrics}
-        return {n: m.value for n, m in named.items() if m.name.startswith(OFFLOADING) and getattr(m, "value", 0)}
+        named = {f"{each.name} {each.labels.get('tier', '')}".strip(): each.value for each in samples(OFFLOADING)}
+        return {name.removeprefix(OFFLOADING): value for name, value in named.items() if value}
 
-    def counts(self) -> dict:
-        """What our connector has counted, less what is 0."""
-        samples = [
-            sample for metric in REGISTRY.collect() for sample in metric.samples if not sample.name.endswith("_created")
-        ]
-        named = {sample.name.removesuffix("_total"): sample.value for sample in samples}
-        return {name.removeprefix(OWN): int(value) for name, value in named.items() if name.startswith(OWN) and value}
+    def counts(self, prefix: str) -> dict:
+        """What is counted under names with that beginning, less what is 0."""
+        return {each.name.removeprefix(prefix): int(each.value) for each in samples(prefix) if each.value}
 
     def standing(self) -> dict:
         """Whether our connector has a sidecar, and how often it has attached to one."""
@@ -171,6 +166,13 @@ class Engine:
         kind = type(self.core.scheduler.connector)
         lmcache = sys.modules.get("lmcache._version")
         return {"connector": f"{kind.__module__}.{kind.__name__}", "lmcache": getattr(lmcache, "__version__", None)}
+
+
+def samples(prefix: str) -> list[Sample]:
+    """What vLLM's registry has now under names with that beginning, `_total` left out."""
+    every = [sample for metric in REGISTRY.collect() for sample in metric.samples if sample.name.startswith(prefix)]
+    kept = [sample for sample in every if not sample.name.endswith(("_created", "_bucket"))]
+    return [sample._replace(name=sample.name.removesuffix("_total")) for sample in kept]
 
 
 def main() -> None:
