@@ -1,5 +1,5 @@
-"""What do the real vLLM and LMCache get from our doors and from our disk below their own host memory, what does it cost,
-and what becomes of engines when a sidecar is killed or stopped, or bytes on disk are damaged?
+"""What do the real vLLM and LMCache get from our doors and our disk below their own host memory, what does it cost, and
+what becomes of engines when a sidecar is killed or stopped, or bytes on disk are damaged?
 
 They run unmodified, on the CPU, in the environment of --python (`make .venv/foreign/installed`). All of it takes some
 forty minutes; name questions to have their answers only.

@@ -48,9 +48,9 @@ class Store(ABC):
 
 
 class FilePerBlock(Store):
-    """LMCache's `fs` and `fs_native`, vLLM's `fs`: a block is a file, and its name is the index. So an index of an earlier
-    time is a name of then with the bytes of a later file, as after a crash in which names and bytes were not written in
-    order."""
+    """LMCache's `fs` and `fs_native`, vLLM's `fs`: a block is a file, and its name is the index. So an index of an
+    earlier time is a name of then with the bytes of a later file, as after a crash in which names and bytes were not
+    written in order."""
 
     def payloads(self) -> list[Path]:
         return sorted(path for path in self.folder.rglob("*") if path.is_file() and path.stat().st_size > 4096)
