@@ -16,7 +16,8 @@ from bench.doors.damaged_stores import FAULTS, FilePerBlock, OurStore, Store
 from bench.report import Row
 from bench.rounds import at_least, at_most
 
-PROMPT_TOKENS = 1026  # eight blocks of 512 KiB, and two tokens
+BLOCK = 128  # tokens; 512 KiB
+PROMPT_TOKENS = 8 * BLOCK + 2
 NUM_OTHERS = 12  # prompts that fill the store after the first
 CAPACITY = "24MiB"  # holds the first prompt, and not the others too
 NUM_TOKENS = 16
@@ -37,6 +38,11 @@ class Answered:
     is_wrong: bool  # it is another one than without a cache
     counted: int  # blocks that the store says were damaged
 
+    @property
+    def has_used_damage(self) -> bool:
+        """Whether what was damaged was loaded: all blocks of the prompt were."""
+        return self.computed == PROMPT_TOKENS % BLOCK
+
 
 def vllm_rows(python: str, folder: Path) -> list[Row]:
     """The same prompt after each fault: theirs as seen; ours computed again and right, and the fault counted."""
@@ -50,10 +56,11 @@ def vllm_rows(python: str, folder: Path) -> list[Row]:
 
 def _rows(name: str, seen: Answered, is_ours: bool) -> list[Row]:
     rows = [Row(f"{name}: tokens of {PROMPT_TOKENS} computed", seen.computed, "")]
-    wrong = f"{name}: wrong answers"
+    bad = {"damaged bytes used": seen.has_used_damage, "wrong answers": seen.is_wrong}
     if not is_ours:
-        return [*rows, Row(wrong, seen.is_wrong, "")]
-    return [*rows, at_most(wrong, seen.is_wrong, "", 0), at_least(f"{name}: faults counted", seen.counted, 1)]
+        return rows + [Row(f"{name}: {what}", num, "") for what, num in bad.items()]
+    rows += [at_most(f"{name}: {what}", num, "", 0) for what, num in bad.items()]
+    return [*rows, at_least(f"{name}: faults counted", seen.counted, 1)]
 
 
 def _answers(python: str, name: str, folder: Path) -> dict[str, Answered]:
@@ -90,4 +97,4 @@ def _answers(python: str, name: str, folder: Path) -> dict[str, Answered]:
 
 def _counted(engine: Vllm) -> int:
     """Blocks whose bytes were not what they were, as KVTier says; 0 for another."""
-    return engine.counts("kvtier_tier_").get("corrupt_blocks_total", 0)
+    return engine.counts("kvtier_tier_").get("corrupt_blocks", 0)
