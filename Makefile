@@ -52,8 +52,14 @@ test-slow: .venv/installed
 	$(BIN)/python tests/support/foreign/install.py .venv/foreign
 	touch $@
 
-test-engines: .venv/installed .venv/foreign/installed
+# SGLang's classes of host memory and storage, which run on a CPU; the engine does not.
+.venv/sglang/installed: tests/support/foreign/install_sglang.py | .venv/installed
+	$(BIN)/python tests/support/foreign/install_sglang.py .venv/sglang
+	touch $@
+
+test-engines: .venv/installed .venv/foreign/installed .venv/sglang/installed
 	KVTIER_LMCACHE_PYTHON=$(CURDIR)/.venv/foreign/bin/python $(BIN)/pytest -q -m engines
+	.venv/sglang/bin/python -m pytest -q -m engines tests/engine/doors/test_sglang_storage.py
 
 bench-engines: .venv/installed .venv/foreign/installed
 	$(BIN)/python -m bench.sidecar --python .venv/foreign/bin/python

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvtier.engine.async_llm import AsyncLLM, Piece
     from kvtier.engine.config import Config, ConfigError, load_config
+    from kvtier.engine.doors.transformers import KVTierCache
     from kvtier.engine.llm import LLM
     from kvtier.engine.model.sampling import SamplingParams
     from kvtier.engine.model.unsupported_model import UnsupportedModel
@@ -25,6 +26,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "FinishReason",
+    "KVTierCache",
     "Piece",
     "RequestOptions",
     "SamplingParams",
@@ -36,6 +38,7 @@ __all__ = [
 _HOMES = {
     "engine.async_llm": ["AsyncLLM", "Piece"],
     "engine.config": ["Config", "ConfigError", "load_config"],
+    "engine.doors.transformers": ["KVTierCache"],
     "engine.llm": ["LLM"],
     "engine.model.sampling": ["SamplingParams"],
     "engine.model.unsupported_model": ["UnsupportedModel"],

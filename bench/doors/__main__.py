@@ -1,5 +1,5 @@
-"""What do the real vLLM and LMCache get from our doors and our disk below their own host memory, what does it cost, and
-what becomes of engines when a sidecar is killed or stopped, or bytes on disk are damaged?
+"""What do the real vLLM and LMCache get from our doors, what do these cost, and what becomes of engines when a sidecar
+is killed or stopped, or bytes on disk are damaged?
 
 They run unmodified, on the CPU, in the environment of --python (`make .venv/foreign/installed`). All of it takes some
 forty minutes; name questions to have their answers only.
@@ -24,8 +24,8 @@ QUESTIONS: Mapping[str, Callable[[str, Path], list[Row]]] = {
     "cost": cost_rows,
     "faults": fault_rows,
     "tiers": tier_rows,
-    "tier-cost": tier_cost_rows,
-    "tier-capacity": tier_capacity_rows,
+    "tier_cost": tier_cost_rows,
+    "tier_capacity": tier_capacity_rows,
     "lmcache_l2": l2_rows,
     "corruption_peers": corruption_rows,
 }

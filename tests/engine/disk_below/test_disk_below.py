@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from chaos import FakeClock
+from damaged_files import damage
 from waiting import wait_for
 
 from kvtier.engine.config import DiskConfig, parse_bytes
@@ -137,16 +138,6 @@ def test_a_row_whose_bytes_are_damaged_is_not_had_not_held_and_can_be_stored_aga
         loaded = rows.empty([4])
         assert disk.load(loaded).result(DEADLINE_S) == [True]
         assert is_right(loaded, [4]) == [True]
-
-
-def damage(folder: Path, content: bytes) -> None:
-    """Flip a bit of the one place in the store's files that has this content."""
-    (file,) = [file for file in folder.rglob("*") if file.is_file() and content in file.read_bytes()]
-    with file.open("r+b") as data:
-        data.seek(file.read_bytes().index(content) + 1000)
-        byte = data.read(1)[0]
-        data.seek(-1, os.SEEK_CUR)
-        data.write(bytes([byte ^ 1]))
 
 
 def test_a_prefix_leaves_from_its_end_and_the_folder_never_outgrows_its_capacity(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""A disk below SGLang's host memory (HiCache)."""

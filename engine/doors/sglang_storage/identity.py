@@ -1,0 +1,83 @@
+"""Whose a page is: the namespace of a rank's pages, their names, and the folder that is the rank's own."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from kvtier.engine.attached.model_files import weights_digest
+from kvtier.engine.doors.sglang_storage.known_sglang import NotServed
+from kvtier.tiers.naming.block_hash import BlockName
+
+SCHEME = 1  # of names and rows; with another one nothing is found
+
+
+def namespace_of(config: Any, pool: Any, runs: Sequence[int], weights: str, is_in_place: bool) -> bytes:
+    """16 bytes for all that decides a page's bytes beside SGLang's hash of its tokens.
+
+    *config*: SGLang's `HiCacheStorageConfig`. *runs*: bytes of the runs that a page consists of. *is_in_place*: whether
+    rows are runs, or pages as the pool flattens them.
+    """
+    facts = {
+        "scheme": SCHEME,
+        "sglang": _version("sglang"),
+        "model": config.model_name,
+        "weights": weights,
+        "tp": [config.tp_rank, config.tp_size],
+        "pp": [config.pp_rank, config.pp_size],
+        "cp": [config.attn_cp_rank, config.attn_cp_size],
+        "dcp": [getattr(config, "dcp_rank", 0), getattr(config, "dcp_size", 1)],
+        "mla": config.is_mla_model,
+        "heads": [getattr(config, "tp_lcm_size", None), getattr(config, "should_split_heads", False)],
+        "pool": type(pool).__name__,
+        "layout": pool.layout,
+        "format": getattr(pool, "storage_format_tag", None),
+        "dtype": str(pool.dtype),
+        "page_size": pool.page_size,
+        "layers": [getattr(pool, name, None) for name in ("layer_num", "start_layer", "end_layer")],
+        "shape": [getattr(pool, name, None) for name in ("head_num", "head_dim", "v_head_dim", "kv_cache_dim")],
+        "runs": list(runs) if is_in_place else sum(runs),
+        "rows": "runs" if is_in_place else "flat",
+    }
+    return hashlib.sha256(b"kvtier sglang\0" + json.dumps(facts, sort_keys=True).encode()).digest()[:16]
+
+
+def names_of(keys: Sequence[str]) -> list[BlockName]:
+    """Names of pages: SGLang's keys are chained hashes of tokens, with salt and adapter in them."""
+    return [BlockName(hashlib.sha256(b"kvtier sglang page\0" + key.encode()).digest()) for key in keys]
+
+
+def folder_of(path: str, config: Any) -> Path:
+    """The folder of this rank, which is a process of its own and shares its store with no other."""
+    ranks = {"dp": (getattr(config, "dp_rank", 0), None), "tp": (config.tp_rank, config.tp_size)}
+    ranks |= {"pp": (config.pp_rank, config.pp_size), "cp": (config.attn_cp_rank, config.attn_cp_size)}
+    parts = [f"{name}{rank}" if size is None else f"{name}{rank}of{size}" for name, (rank, size) in ranks.items()]
+    return Path(path) / "-".join(parts)
+
+
+def weights_of(model_name: str | None) -> str:
+    """The digest of the files of the model that SGLang serves by that name. `NotServed` if they are not to be found."""
+    try:
+        return weights_digest(_folder_of_model(model_name or ""))
+    except (OSError, ValueError, ImportError) as error:
+        raise NotServed(
+            f"nothing says which weights {model_name} has ({error}); "
+            'say it with "weights" in hicache-storage-backend-extra-config, such as a revision'
+        ) from None
+
+
+def _folder_of_model(name: str) -> Path:
+    if name and Path(name).exists():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, local_files_only=True))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,1 @@
+"""A disk below `generate` of transformers."""
