@@ -162,9 +162,10 @@ class Engine:
         return sum(metric.value for metric in self.llm.get_metrics() if metric.name == name)
 
     def connector(self) -> dict:
-        """Which class is attached."""
+        """Which class is attached, and which LMCache is imported, if any is."""
         kind = type(self.core.scheduler.connector)
-        return {"connector": f"{kind.__module__}.{kind.__name__}"}
+        lmcache = sys.modules.get("lmcache._version")
+        return {"connector": f"{kind.__module__}.{kind.__name__}", "lmcache": getattr(lmcache, "__version__", None)}
 
 
 def samples(prefix: str) -> list[Sample]:
