@@ -1,5 +1,5 @@
 """What does the real vLLM get from our own connector, what does it cost, and what becomes of it when the sidecar is
-killed or stopped?
+killed or stopped? What does transformers' `generate` get from KVTierCache?
 
 vLLM runs unmodified, on the CPU, in the environment of --python (`make .venv/foreign/installed`). All of it takes some
 fifteen minutes; name questions to have their answers only.
@@ -11,6 +11,7 @@ from pathlib import Path
 from bench.doors.connector_cost import cost_rows
 from bench.doors.connector_faults import fault_rows
 from bench.doors.connector_hits import hit_rows
+from bench.doors.generate_hits import generate_rows
 from bench.questions import answers, parsed
 from bench.report import Row, arguments, publish
 
@@ -18,6 +19,7 @@ QUESTIONS: Mapping[str, Callable[[str, Path], list[Row]]] = {
     "hits": hit_rows,
     "cost": cost_rows,
     "faults": fault_rows,
+    "generate": generate_rows,
 }
 
 
