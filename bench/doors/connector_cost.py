@@ -25,11 +25,11 @@ def cost_rows(python: str, folder: Path) -> list[Row]:
         started_vllm(python, model, socket) as connected,
     ):
         for engine in (plain, connected):
-            _tokens_per_s(engine, prompts)
+            tokens_per_s(engine, prompts)
         pairs = []
         for number in range(ROUNDS):
             order = (plain, connected) if number % 2 else (connected, plain)
-            speeds = {engine: _tokens_per_s(engine, prompts) for engine in order}
+            speeds = {engine: tokens_per_s(engine, prompts) for engine in order}
             pairs.append((speeds[connected], speeds[plain]))
         stored = connected.counts()["stored_blocks"]
     ratio = statistics.median(connected / plain for connected, plain in pairs)
@@ -40,7 +40,7 @@ def cost_rows(python: str, folder: Path) -> list[Row]:
     ]
 
 
-def _tokens_per_s(engine: Vllm, prompts: Prompts) -> float:
+def tokens_per_s(engine: Vllm, prompts: Prompts) -> float:
     """Prompt and generated tokens of one batch of new prompts, each second."""
     answer = engine.generate([prompts.next() for _ in range(NUM_PROMPTS)], NUM_TOKENS)
     return float(NUM_PROMPTS * (PROMPT_TOKENS + NUM_TOKENS) / answer["took_s"])

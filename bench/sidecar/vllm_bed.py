@@ -4,7 +4,7 @@ import random
 import time
 from pathlib import Path
 
-from foreign.running import Sidecar, Vllm, free_endpoint, transfer_config
+from foreign.running import Sidecar, Vllm, flip_disk, free_endpoint, transfer_config
 
 PROMPT_TOKENS = 2050
 CHUNK_TOKENS = 256
@@ -65,7 +65,7 @@ class Bed:
     def flip_disk(self, store: Path) -> None:
         """Damage the highest byte of a number in each 4 KiB on disk, and have nothing in host memory."""
         self.sidecar.stop()
-        self.sidecar.flip_disk(store)
+        flip_disk(store)
         self.sidecar.start()
         self.wait_attached()
 

@@ -5,9 +5,7 @@ import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
-
-from kvtier.store.process.channel import SharedMemory
+from kvtier.store.process.channel import SharedMemory, address_of
 
 
 class _Mapping(NamedTuple):
@@ -28,7 +26,7 @@ def open_behind(memory: memoryview) -> SharedMemory | None:
     None if it is mapped from no file, or privately, or from one that cannot be opened: the bytes of its rows then go
     over a socket.
     """
-    address = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    address = address_of(memory)
     here = [mapping for mapping in _mappings() if mapping.start < address + memory.nbytes and mapping.end > address]
     if not here or not all(mapping.is_shared and mapping.inode for mapping in here):
         return None
@@ -37,7 +35,7 @@ def open_behind(memory: memoryview) -> SharedMemory | None:
     if any((m.device, m.inode, m.start - m.offset) != (first.device, first.inode, origin) for m in here):
         return None
     file = _open(first)
-    return None if file is None else SharedMemory(file, origin, os.fstat(file).st_size)
+    return None if file is None else SharedMemory(file, origin, os.fstat(file).st_size, is_backed=False)
 
 
 def _open(mapping: _Mapping) -> int | None:

@@ -26,6 +26,7 @@ class SharedMemory(NamedTuple):
     file: int  # descriptor
     address: int
     num_bytes: int
+    is_backed: bool = True  # whether all of it is, or soon will be: then another process may enter its pages ahead
 
 
 class Place(NamedTuple):
@@ -53,24 +54,32 @@ class MemoryMap:
         """The place of *view* (contiguous); None if it is in no shared memory."""
         if not view.nbytes:
             return None
-        address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+        address = address_of(view)
         i = bisect_right(self._starts, address) - 1
         if i < 0 or address + view.nbytes > self._ends[i]:
             return None
         return Place(self._order[i], address - self._starts[i], view.nbytes)
 
 
+def address_of(view: memoryview) -> int:
+    """Where the first byte of a view (contiguous, not empty) is in this process."""
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address
+
+
 class Mappings:
     """The answering side of shared memory: maps the asker's memories into this process."""
 
-    def __init__(self, memories: Sequence[tuple[int, int]]) -> None:
-        """*memories* are the file descriptor and size of each."""
-        self._maps = [mmap.mmap(file, max(num_bytes, mmap.PAGESIZE)) for file, num_bytes in memories]
+    def __init__(self, memories: Sequence[tuple[int, int, bool]]) -> None:
+        """*memories* are of each its file's descriptor, its size, and whether it is backed."""
+        self._maps = [mmap.mmap(file, max(num_bytes, mmap.PAGESIZE)) for file, num_bytes, _ in memories]
         self._views = [memoryview(shared) for shared in self._maps]
+        self._backed = [shared for shared, (_, _, is_backed) in zip(self._maps, memories, strict=True) if is_backed]
 
     def warm(self) -> None:
-        """Enter the pages in this process's page table, so that first copies are as fast as later ones."""
-        for shared in self._maps:
+        """Enter the pages of what is backed in this process's page table, so that first copies are as fast as later
+        ones. Of the rest that would take memory that the asker may never use."""
+        for shared in self._backed:
             for offset in range(0, len(shared), _WARM_STEP_BYTES):
                 with contextlib.suppress(OSError, ValueError):  # Linux before 5.14 refuses it
                     shared.madvise(_MADV_POPULATE_WRITE, offset, min(_WARM_STEP_BYTES, len(shared) - offset))

@@ -19,6 +19,7 @@ from kvtier.store.blob_store import Blob, Evicted, StoreStatistics
 from kvtier.store.lmdb import crashes
 from kvtier.store.lmdb.data_file import MOST_CRASHES
 from kvtier.store.process.channel import Channel, MemoryMap, NoAnswer, Place, SharedMemory
+from kvtier.store.process.staging import Staging, copy
 from kvtier.store.record import Fault
 from kvtier.store.store_settings import StoreSettings
 
@@ -28,6 +29,7 @@ TIMEOUT_S = 60.0  # for one call; if it takes longer the process hangs, and is k
 # For `sys.setswitchinterval`, in a process that asks and also computes in Python: every answer waits that long for the
 # interpreter's lock. With Python's default of 5 ms, reads of 8 MiB beside a busy thread have a tenth of their speed.
 SWITCH_INTERVAL_S = 0.0005
+_PLACE_BYTES = 32 << 20  # of staging: what one change of the store puts at most, and large blocks
 _OPEN_TIMEOUT_S = 300.0  # to make the index smaller it is copied
 _END_TIMEOUT_S = 5.0  # for a killed process to be gone: that takes milliseconds, or it hangs in the kernel, on its disk
 
@@ -52,8 +54,8 @@ class StoreProcess:
       deadline: a process that the kernel cannot end, as its disk hangs, may still write.
 
     It belongs to the process that made it: in a forked child every call but `close`, which does nothing, is a
-    ValueError. *memories* (host slabs) must outlive the store. Blocks in other memory are copied. Nothing is opened
-    before `open`, a `with` statement or the first call; these raise what opening raises.
+    ValueError. *memories* (host slabs) must outlive the store. Blocks in other memory are copied on their way. Nothing
+    is opened before `open`, a `with` statement or the first call; these raise what opening raises.
     """
 
     def __init__(
@@ -61,9 +63,10 @@ class StoreProcess:
     ) -> None:
         self._pid = os.getpid()
         self.settings = replace(settings, owner=self._pid)
-        self._memories = memories
+        self._staging = Staging(NUM_READERS + NUM_WRITERS, _PLACE_BYTES)  # a place for each call at a time
+        self._memories = [*memories, self._staging.memory]
         self._timeout_s = timeout_s
-        self._map = MemoryMap(memories)
+        self._map = MemoryMap(self._memories)
         self._lock = threading.Lock()  # guards the seven below; held for moments only
         self._worker: _Worker | None = None  # the process that was started last
         self._opened: Future[_Worker] = Future()  # the result of the last opening
@@ -121,26 +124,31 @@ class StoreProcess:
         return bool(self._ask_reader("contains", key))
 
     def put_many(self, blobs: Sequence[Blob]) -> list[bytes]:
-        rows = [
-            (blob.key, blob.digest, self._map.place(blob.raw) or bytes(blob.raw), blob.parent, blob.tenant)
-            for blob in blobs
-        ]
-        evicted: list[bytes] = self._ask_writer("put_many", rows)
-        return evicted
+        raws = [blob.raw for blob in blobs]
+        pieces = [self._map.place(raw) for raw in raws]
+        if None not in pieces:
+            return self._put(blobs, pieces)
+        with self._staging.place() as place:
+            _, staged = self._stage(raws, pieces, place)
+            for room, raw in staged:
+                copy(raw, room)
+            return self._put(blobs, pieces)
 
     def read_many(self, keys: Sequence[bytes], outs: Sequence[memoryview]) -> list[bytes | Fault]:
         if len(keys) != len(outs):
             raise ValueError(f"{len(keys)} keys for {len(outs)} places")
-        places = [self._map.place(out) for out in outs]
-        pieces = [out.nbytes if place is None else place for place, out in zip(places, outs, strict=True)]
-        try:
-            results, others = self._fill(keys, pieces)
-        except StoreDied:
-            return [Fault.IO_ERROR] * len(keys)
-        unshared = [out for place, out in zip(places, outs, strict=True) if place is None]
-        for out, read in zip(unshared, others, strict=True):
-            out[:] = read
-        return list(results)
+        pieces = [self._map.place(out) for out in outs]
+        if None not in pieces:
+            return self._read(keys, outs, pieces)
+        results: list[bytes | Fault] = []
+        with self._staging.place() as place:
+            while keys:
+                num, staged = self._stage(outs, pieces, place)
+                results += self._read(keys[:num], outs[:num], pieces[:num])
+                for room, out in staged:
+                    copy(room, out)
+                keys, outs, pieces = keys[num:], outs[num:], pieces[num:]
+        return results
 
     def touch(self, keys: Sequence[bytes]) -> None:
         self._ask_writer("touch", keys)
@@ -183,6 +191,7 @@ class StoreProcess:
         if worker is not None:
             worker.note_crash()
         wait([opened], _END_TIMEOUT_S)  # the thread that opens
+        self._staging.close()
 
     def __enter__(self) -> Self:
         self.open()
@@ -244,6 +253,46 @@ class StoreProcess:
                 worker.end("it did not open the store")
                 worker.note_crash()
             opened.set_exception(error)
+
+    def _put(self, blobs: Sequence[Blob], pieces: Sequence[Place | None]) -> list[bytes]:
+        rows = [
+            (blob.key, blob.digest, piece or bytes(blob.raw), blob.parent, blob.tenant)
+            for blob, piece in zip(blobs, pieces, strict=True)
+        ]
+        evicted: list[bytes] = self._ask_writer("put_many", rows)
+        return evicted
+
+    def _read(
+        self, keys: Sequence[bytes], outs: Sequence[memoryview], pieces: Sequence[Place | None]
+    ) -> list[bytes | Fault]:
+        try:
+            results, others = self._fill(keys, [piece or out.nbytes for piece, out in zip(pieces, outs, strict=True)])
+        except StoreDied:
+            return [Fault.IO_ERROR] * len(keys)
+        unshared = [out for piece, out in zip(pieces, outs, strict=True) if piece is None]
+        for out, read in zip(unshared, others, strict=True):
+            out[:] = read
+        return list(results)
+
+    def _stage(
+        self, views: Sequence[memoryview], pieces: list[Place | None], place: memoryview
+    ) -> tuple[int, list[tuple[memoryview, memoryview]]]:
+        """Give those of *views* room in *place* that have no piece, one after the other, and enter it in *pieces*.
+
+        Returns how many of the views can be asked for at once, and the room and the view of each that got one. A view
+        that is larger than the place is sent over the socket.
+        """
+        staged: list[tuple[memoryview, memoryview]] = []
+        most_bytes = place.nbytes
+        for i, view in enumerate(views):
+            if pieces[i] is not None or view.nbytes > most_bytes:
+                continue
+            if view.nbytes > place.nbytes:
+                return i, staged
+            room, place = place[: view.nbytes], place[view.nbytes :]
+            pieces[i] = self._map.place(room)
+            staged.append((room, view))
+        return len(views), staged
 
     def _ask_reader(self, method: str, *arguments: Any) -> Any:
         return self._ensure_running().ask_reader(method, *arguments)
@@ -398,7 +447,7 @@ def _start_process(memories: Sequence[SharedMemory]) -> "tuple[subprocess.Popen[
     """Start a process that serves a store; returns it with the channels to it, those of writers first."""
     pairs = [socket.socketpair() for _ in range(NUM_WRITERS + NUM_READERS)]
     theirs = [there.fileno() for _, there in pairs]
-    shared = [(memory.file, memory.num_bytes) for memory in memories]
+    shared = [(memory.file, memory.num_bytes, memory.is_backed) for memory in memories]
     arguments = json.dumps([theirs, shared, NUM_WRITERS, os.getpid()])
     try:
         process = subprocess.Popen(

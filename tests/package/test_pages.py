@@ -11,7 +11,8 @@ from markdown_links import ROOT, anchors_of, code_of, examples_of, links_of, pag
 from reading_list import count_lines, said_lines, said_sum
 
 from kvtier.engine.config import Config, as_config, tree_from_dict
-from kvtier.engine.doors.vllm_connector.counts import METRIC_PREFIX, Counts
+from kvtier.engine.doors.vllm_connector import counts
+from kvtier.engine.doors.vllm_offloading import tier_counts
 from kvtier.engine.metrics.names import CATALOGUE
 from kvtier.engine.sidecar.config import SidecarConfig
 
@@ -43,8 +44,10 @@ def exported_metrics() -> set[str]:
 
 
 def metrics_in_vllm() -> set[str]:
-    """The names that our connector's metrics have among vLLM's."""
-    return {f"{METRIC_PREFIX}{each.name}_total" for each in fields(Counts)}
+    """The names that our connector's and our tier's metrics have among vLLM's."""
+    kinds = ((counts.METRIC_PREFIX, counts.Counts), (tier_counts.METRIC_PREFIX, tier_counts.TierCounts))
+    gauges = {f"{tier_counts.METRIC_PREFIX}{name}" for name in tier_counts.GAUGES}
+    return gauges | {f"{prefix}{each.name}_total" for prefix, kind in kinds for each in fields(kind)}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from kvtier.engine.attached.attachment import Attachment
-from kvtier.engine.attached.model_files import weights_digest
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.engine.attached.wire import VERSION, GroupShape, Hello
 from kvtier.engine.doors.vllm_connector.adapters import Adapters
 from kvtier.engine.doors.vllm_connector.digests import NUM_THREADS, Digests
+from kvtier.engine.doors.vllm_connector.engine_facts import engine_facts
 from kvtier.engine.doors.vllm_connector.engine_layout import GroupLayout, NotServed, namespace_of
 from kvtier.engine.doors.vllm_connector.scheduler_half import Heard, SchedulerHalf
 from kvtier.engine.doors.vllm_connector.scheduler_side import SchedulerSide
@@ -39,7 +38,8 @@ def build_scheduler_half(
     """Attached to the sidecar if it is there, else it will be. `NotServed` if the sidecar refuses this engine, or
     nothing says which weights it has."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    facts = _facts(vllm_config, kv_cache_config, settings)
+    weights_key = '"weights" in kv_connector_extra_config'
+    facts = engine_facts(vllm_config, kv_cache_config, settings.weights, weights_key)
     hello = Hello(
         VERSION,
         f"vLLM {facts['vllm']}, kvtier {_version('kvtier')}",
@@ -92,53 +92,6 @@ def host_slots(block_bytes: int) -> AttachedMemory:
         return CpuMemory(np.empty((0, block_bytes), np.uint8), num_host_slots, file=file)
 
     return AttachedMemory(make)
-
-
-def _facts(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> dict[str, object]:
-    """What decides a block's bytes beside its prompt and the groups' shapes. Rather too much than too little: a block
-    of another namespace is computed again."""
-    from vllm import __version__ as vllm_version
-    from vllm.platforms import current_platform
-
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    return {
-        "vllm": vllm_version,  # kernels may pack a block's bytes in another order
-        "weights": settings.weights or _weights(model),
-        "load_format": str(vllm_config.load_config.load_format),
-        "config": model.hf_config.to_json_string(use_diff=False),
-        "max_model_len": model.max_model_len,  # some rotary embeddings depend on it
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
-        "cache_dtype": str(cache.cache_dtype),
-        "hash": cache.prefix_caching_hash_algo,
-        "hash_tokens": kv_cache_config.hash_block_size,
-        "kv_cache_layout": str(kv_cache_config.kv_cache_layout),
-        "attention": str(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
-        "platform": [current_platform.device_type, current_platform.get_device_name(), _instructions()],
-        "ranks": vllm_config.parallel_config.tensor_parallel_size,
-    }
-
-
-def _instructions() -> str:
-    """Kernels for processors choose the order of a block's bytes by what the processor can do."""
-    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
-    return f"{torch.backends.cpu.get_cpu_capability()} {'amx' if has_amx else ''}"
-
-
-def _weights(model: Any) -> str:
-    """The digest of the model's files, wherever vLLM loads them from."""
-    path = Path(model.model)
-    try:
-        if not path.exists():
-            from huggingface_hub import snapshot_download
-
-            path = Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
-        return weights_digest(path)
-    except (OSError, ValueError) as error:
-        raise NotServed(
-            f"nothing says which weights {model.model} has ({error}); "
-            'say it with "weights" in kv_connector_extra_config, such as a revision'
-        ) from None
 
 
 def _version(package: str) -> str:

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from foreign.running import Sidecar, Vllm, VllmServer, connector_config, free_endpoint, make_adapter, make_model
+from foreign.running import (
+    Sidecar,
+    Vllm,
+    VllmServer,
+    connector_config,
+    flip_disk,
+    free_endpoint,
+    make_adapter,
+    make_model,
+)
 
 PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON", "")
 NUM_TOKENS = 1026  # eight blocks of vLLM's on CPUs, and two tokens
@@ -129,7 +138,7 @@ def test_flipped_bytes_in_host_memory_and_on_disk_are_found_counted_and_computed
         running.reset()
         stored_again = running.generate([one])
     assert sidecar.stop() == 0
-    sidecar.flip_disk(sidecar.store)
+    flip_disk(sidecar.store)
     sidecar.start()
     with engine(model, sidecar) as second:
         on_disk = second.generate([one])

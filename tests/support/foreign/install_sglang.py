@@ -1,8 +1,9 @@
 """Makes a virtual environment with SGLang's own classes of host memory and storage: install_sglang.py FOLDER.
 
-Wheels only; a minute or two, 360 MB. SGLang requires CUDA, so its wheel is installed without what it requires, and then what its
-modules `mem_cache` and `managers.cache_controller` import. What kvtier requires too (torch, transformers, numpy ...) is
-taken from the environment that runs this. There is no torchvision for its torch on a CPU: see `bare_sglang.py`.
+Wheels only; a minute or two, 360 MB. SGLang requires CUDA, so its wheel is installed without what it requires, and then
+what its modules `mem_cache` and `managers.cache_controller` import. What kvtier requires too (torch, transformers,
+numpy ...) is taken from the environment that runs this. There is no torchvision for its torch on a CPU: see
+`bare_sglang.py`.
 """
 
 import subprocess

@@ -64,11 +64,16 @@ def end_session(request: str) -> None:
 
 def store(instance: int, tokens: list[int], request: str, blocks: list[int], salt: str = "") -> bool:
     """Store what is in these blocks, and keep a copy of it to compare with."""
-    kept[request] = [layer[blocks].clone() for layer in kv.values()]
+    keep(request, blocks)
     future = contexts[instance].submit_store(
         request, key(tokens, request, 0, salt), kv, [blocks], None, BLOCKS_IN_CHUNK
     )
     return bool(future.result(timeout=TIMEOUT_S))
+
+
+def keep(request: str, blocks: list[int]) -> None:
+    """Keep a copy of these blocks to compare with: every process of this script has the same ones at its start."""
+    kept[request] = [layer[blocks].clone() for layer in kv.values()]
 
 
 def begin_store(instance: int, tokens: list[int], request: str) -> int:
@@ -93,6 +98,26 @@ def retrieve(instance: int, tokens: list[int], request: str, blocks: list[int], 
     succeeded = bool(future.result(timeout=TIMEOUT_S))
     pairs = zip(kv.values(), kept[like], strict=True)
     return [succeeded, all(torch.equal(layer[blocks], stored) for layer, stored in pairs)]
+
+
+def load_found(instance: int, tokens: list[int], request: str, like: str, salt: str = "") -> list[int]:
+    """Look the prompt up and load what is there, as the connector does: how many chunks were promised, how many of them
+    the load has given, and how many of those are not what was stored for the request *like*."""
+    found = lookup(tokens, request, salt) or 0
+    blocks = list(range(NUM_BLOCKS - found * BLOCKS_IN_CHUNK, NUM_BLOCKS))
+    for layer in kv.values():
+        layer[blocks] = 0
+    num_loaded = num_wrong = 0
+    if found:
+        asked = key(tokens[: found * CHUNK], request, 0, salt)
+        future = contexts[instance].submit_retrieve(request, asked, kv, [blocks], None, BLOCKS_IN_CHUNK)
+        num_loaded = found if future.result(timeout=TIMEOUT_S) else 0
+    for chunk in range(num_loaded):
+        span = slice(chunk * BLOCKS_IN_CHUNK, (chunk + 1) * BLOCKS_IN_CHUNK)
+        pairs = zip(kv.values(), kept[like], strict=True)
+        num_wrong += not all(torch.equal(layer[blocks[span]], stored[span]) for layer, stored in pairs)
+    end_session(request)
+    return [found, num_loaded, num_wrong]
 
 
 def clear() -> None:

@@ -1,35 +1,97 @@
-"""LMCache's own server, beside which the sidecar is measured and tried."""
+"""LMCache's own server, beside which the sidecar is measured and tried, and above which our L2 adapter is."""
 
+import json
 import os
 import socket
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
-from foreign.running import free_endpoint
+from foreign.running import ROOT, free_endpoint, free_port
 
 CHUNK_TOKENS = 256  # as the sidecar has them by default
 STARTING_S = 60.0
+STORING_S = 60.0
+OUR_L2 = {"type": "plugin", "module_path": "kvtier.engine.doors.lmcache", "class_name": "KVTierL2"}
+
+
+class LmcacheServer:
+    """LMCache's own server in a process of its own, with memory of 3 GB in which engines of this machine write."""
+
+    def __init__(self, python: str, *options: str) -> None:
+        """*options*: beyond those of every server here, of two alike the last one counts."""
+        self.url = free_endpoint()
+        self._http_port = free_port()
+        host, port = self.url.removeprefix("tcp://").split(":")
+        command = [str(Path(python).parent / "lmcache"), "server", "--transport", "zmq", "--host", host, "--port", port]
+        command += ["--http-port", str(self._http_port), "--prometheus-port", str(free_port())]
+        command += ["--chunk-size", str(CHUNK_TOKENS), "--supported-transfer-mode", "engine_driven"]
+        command += [
+            "--shm-name",
+            f"lmcache-bench-{os.getpid()}-{port}",
+            "--l1-size-gb",
+            "3",
+            "--eviction-policy",
+            "LRU",
+        ]
+        environment = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR", "PYTHONPATH": str(ROOT)}
+        shown = None if "KVTIER_SHOW_ENGINES" in os.environ else subprocess.DEVNULL
+        self._process = subprocess.Popen(
+            [*command, *options], env=os.environ | environment, stdout=shown, stderr=shown, start_new_session=True
+        )
+
+    def wait_ready(self) -> None:
+        """Return once it listens; RuntimeError if it has ended."""
+        give_up_at = time.monotonic() + STARTING_S
+        while time.monotonic() < give_up_at and self._process.poll() is None:
+            host, port = self.url.removeprefix("tcp://").split(":")
+            with suppress(OSError), socket.create_connection((host, int(port)), 1):
+                return
+            time.sleep(0.1)
+        raise RuntimeError("LMCache's server does not listen")
+
+    def status(self) -> Any:
+        """What it says of itself."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._http_port}/status", timeout=STARTING_S) as answer:
+            return json.load(answer)
+
+    def wait_stored(self) -> None:
+        """Return once all that engines have stored is in L2 too."""
+        give_up_at = time.monotonic() + STORING_S
+        while time.monotonic() < give_up_at:
+            storing = self.status()["storage_manager"]["store_controller"]
+            if not storing["pending_keys_count"] and not storing["in_flight_task_count"]:
+                return
+            time.sleep(0.05)
+        raise RuntimeError("LMCache's server does not end its stores")
+
+    def kill(self) -> None:
+        """End it at once, with SIGKILL."""
+        self._process.kill()
+        self._process.wait(STARTING_S)
+
+    def __enter__(self) -> Self:
+        self.wait_ready()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.kill()
 
 
 @contextmanager
 def lmcache_server(python: str) -> Iterator[str]:
     """LMCache's own server; its URL."""
-    url = free_endpoint()
-    host, port = url.removeprefix("tcp://").split(":")
-    command = [str(Path(python).parent / "lmcache"), "server", "--transport", "zmq", "--host", host, "--port", port]
-    command += ["--chunk-size", str(CHUNK_TOKENS), "--supported-transfer-mode", "engine_driven"]
-    command += ["--shm-name", f"lmcache-bench-{os.getpid()}", "--l1-size-gb", "3", "--eviction-policy", "LRU"]
-    environment = os.environ | {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            give_up_at = time.monotonic() + STARTING_S
-            while time.monotonic() < give_up_at and process.poll() is None:
-                with suppress(OSError), socket.create_connection((host, int(port)), 1):
-                    break
-                time.sleep(0.1)
-            yield url
-        finally:
-            process.kill()
+    with LmcacheServer(python) as server:
+        yield server.url
+
+
+def our_l2(folder: Path, capacity: str = "1GiB", **settings: object) -> str:
+    """What `--l2-adapter` is given for our store in this folder."""
+    return json.dumps({**OUR_L2, "adapter_params": {"path": str(folder), "capacity": capacity, **settings}})

@@ -32,6 +32,17 @@ SERVER_OPTIONS = [
 ANSWERS_WITHIN_S = 240.0  # an engine that has not answered for so long has failed
 
 
+def flip_disk(store: Path) -> None:
+    """Damage the highest byte of a number in each 4 KiB on disk. Nothing has the store open."""
+    for slab in store.glob("slab-*"):
+        with open(slab, "r+b") as file:
+            for offset in range(2051, slab.stat().st_size, PAGE_BYTES):
+                file.seek(offset)
+                byte = file.read(1)
+                file.seek(offset)
+                file.write(bytes([byte[0] ^ 64]))
+
+
 class EngineEnded(RuntimeError):
     """The engine has ended in the middle of what it was asked for. *where*: the innermost functions, the last first;
     empty if it did not say."""
@@ -88,16 +99,6 @@ class Sidecar:
         """Damage the highest byte of a number in each 4 KiB of the segment that has been written to."""
         self._change_pages(lambda page: page[:2051] + bytes([page[2051] ^ 64]) + page[2052:])
 
-    def flip_disk(self, store: Path) -> None:
-        """Damage the highest byte of a number in each 4 KiB on disk. The sidecar does not run."""
-        for slab in store.glob("slab-*"):
-            with open(slab, "r+b") as file:
-                for offset in range(2051, slab.stat().st_size, PAGE_BYTES):
-                    file.seek(offset)
-                    byte = file.read(1)
-                    file.seek(offset)
-                    file.write(bytes([byte[0] ^ 64]))
-
     def _change_pages(self, changed: Callable[[bytes], bytes]) -> None:
         with open(self.segment, "r+b") as file:
             for offset in range(0, self.segment.stat().st_size, PAGE_BYTES):
@@ -127,8 +128,17 @@ class Sidecar:
 class Vllm:
     """The real vLLM in a process of the foreign environment's *python*."""
 
-    def __init__(self, python: str, model: Path, transfer: dict[str, Any], before: str = "", **options: Any) -> None:
-        """*before*: Python that the process runs first, to have a fault. `EngineEnded` if vLLM does not start."""
+    def __init__(
+        self,
+        python: str,
+        model: Path,
+        transfer: dict[str, Any],
+        before: str = "",
+        path: Sequence[Path] = (),
+        **options: Any,
+    ) -> None:
+        """*before*: Python that the process runs first, to have a fault; *path*: where it and its children look for
+        modules first. `EngineEnded` if vLLM does not start."""
         arguments = [json.dumps(transfer), json.dumps(options), before]
         self.process = subprocess.Popen(
             [python, HERE / "vllm_engine.py", model, *arguments],
@@ -137,7 +147,7 @@ class Vllm:
             stderr=subprocess.DEVNULL if "KVTIER_SHOW_ENGINES" not in os.environ else None,
             text=True,
             bufsize=1,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},  # for our own connector
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT]))},  # for what is ours
         )
         self.attached = self._answer()
 
@@ -152,9 +162,9 @@ class Vllm:
         asked = {"prompts": list(prompts), "num_tokens": num_tokens, "salt": salt, "adapter": adapter}
         return self._ask({"do": "generate", **asked})
 
-    def counts(self) -> dict[str, int]:
-        """What our connector has counted in vLLM's metrics, less what is 0."""
-        return dict(self._ask({"do": "counts"}))
+    def counts(self, prefix: str = "kvtier_vllm_") -> dict[str, int]:
+        """What our connector has counted in vLLM's metrics, or with another *prefix* our tier, less what is 0."""
+        return dict(self._ask({"do": "counts", "prefix": prefix}))
 
     def wait_attached(self, num_attached: int) -> None:
         """Return once our connector has attached to a sidecar that often."""
@@ -166,6 +176,23 @@ class Vllm:
     def reset(self) -> None:
         """Forget the engine's own prefix cache."""
         assert self._ask({"do": "reset"})["reset"], "vLLM did not forget its prefix cache"
+
+    def step(self) -> None:
+        """Have a request without a prefix computed, with whose steps vLLM tells its metrics."""
+        self.generate([[3, 4, 5]], 1)
+
+    def settle(self) -> None:
+        """Return once vLLM's offloading has nothing under way."""
+        assert self._ask({"do": "settle"})["settled"], "vLLM's offloading has not ended what it began"
+
+    def forget(self) -> None:
+        """Forget the engine's own prefix cache, and the host memory of vLLM's offloading, once nothing is under way."""
+        self.settle()
+        assert self._ask({"do": "forget"})["reset"], "vLLM did not forget its prefix cache and its host memory"
+
+    def offloading(self) -> dict[str, float]:
+        """What vLLM's offloading has counted (`tiering_write_bytes KVTier`), less what is 0."""
+        return dict(self._ask({"do": "offloading"}))
 
     def kill(self) -> None:
         """End it at once."""

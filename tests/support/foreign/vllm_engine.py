@@ -26,15 +26,17 @@ for name, value in {
     os.environ.setdefault(name, value)
 
 from prometheus_client import REGISTRY  # noqa: E402  # vLLM sets it up
+from prometheus_client.samples import Sample  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402  # they read the environment
 from vllm.config import KVTransferConfig  # noqa: E402
 from vllm.distributed.kv_transfer import get_kv_transfer_group  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # noqa: E402
 from vllm.lora.request import LoRARequest  # noqa: E402
 
-OWN = "kvtier_vllm_"  # our connector's metrics
+OFFLOADING = "vllm:kv_offload_"  # those of vLLM's offloading
 NAMED_FRAMES = 3  # of where an engine has ended
 MOST_STEPS = 50  # without a request, until the last one's blocks are let go
+SETTLES_WITHIN_S = 120.0  # a disk that has not written by then hangs
 
 
 class Engine:
@@ -62,12 +64,14 @@ class Engine:
         self.scheduled: list[int] = []
         self.hooks_s = self.slowest_hooks_s = 0.0  # in the connector: of this step, and of the slowest one
         self.computing_since: float | None = None  # the first step of a request that computes
+        self.steps_before = 0  # the first one of a request that computes
         schedule = self.core.scheduler.schedule
 
         def recorded(*arguments: object, **options: object) -> object:
             began_at = time.monotonic()
             self.hooks_s = 0.0
             output = schedule(*arguments, **options)
+            self.steps_before += self.computing_since is None and not output.num_scheduled_tokens
             if output.num_scheduled_tokens:
                 self.computing_since = self.computing_since or began_at
                 self.scheduled.append(sum(output.num_scheduled_tokens.values()))
@@ -104,12 +108,14 @@ class Engine:
         requests = [{"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})} for prompt in prompts]
         self.scheduled.clear()
         self.slowest_hooks_s, self.computing_since = 0.0, None
+        self.steps_before = 0
         lora = LoRARequest("adapter", 1, adapter) if adapter else None
         num_preemptions = self._metric("vllm:num_preemptions")
         began_at = time.monotonic()
         outputs = self.llm.generate(requests, parameters, use_tqdm=False, lora_request=lora)
         return {
             "waited_s": (self.computing_since or began_at) - began_at,
+            "steps_before": self.steps_before,
             "slowest_hooks_s": self.slowest_hooks_s,
             "preemptions": self._metric("vllm:num_preemptions") - num_preemptions,
             "took_s": time.monotonic() - began_at,
@@ -128,13 +134,25 @@ class Engine:
                 return {"reset": True}
         return {"reset": False}
 
-    def counts(self) -> dict:
-        """What our connector has counted, less what is 0."""
-        samples = [
-            sample for metric in REGISTRY.collect() for sample in metric.samples if not sample.name.endswith("_created")
-        ]
-        named = {sample.name.removesuffix("_total"): sample.value for sample in samples}
-        return {name.removeprefix(OWN): int(value) for name, value in named.items() if name.startswith(OWN) and value}
+    def settle(self) -> dict:
+        """Step until vLLM's offloading has nothing under way."""
+        give_up_at = time.monotonic() + SETTLES_WITHIN_S
+        while self.core.scheduler.has_requests() and time.monotonic() < give_up_at:
+            self.core.step_fn()
+        return {"settled": not self.core.scheduler.has_requests()}
+
+    def forget(self) -> dict:
+        """Forget the engine's own prefix cache, and what vLLM's offloading has in host memory."""
+        return {"reset": self.llm.reset_prefix_cache(reset_connector=True)}
+
+    def offloading(self) -> dict:
+        """What vLLM's offloading has counted, by tier where it has several, less what is 0."""
+        named = {f"{each.name} {each.labels.get('tier', '')}".strip(): each.value for each in samples(OFFLOADING)}
+        return {name.removeprefix(OFFLOADING): value for name, value in named.items() if value}
+
+    def counts(self, prefix: str) -> dict:
+        """What is counted under names with that beginning, less what is 0."""
+        return {each.name.removeprefix(prefix): int(each.value) for each in samples(prefix) if each.value}
 
     def standing(self) -> dict:
         """Whether our connector has a sidecar, and how often it has attached to one."""
@@ -147,6 +165,13 @@ class Engine:
         """Which class is attached."""
         kind = type(self.core.scheduler.connector)
         return {"connector": f"{kind.__module__}.{kind.__name__}"}
+
+
+def samples(prefix: str) -> list[Sample]:
+    """What vLLM's registry has now under names with that beginning, `_total` left out."""
+    every = [sample for metric in REGISTRY.collect() for sample in metric.samples if sample.name.startswith(prefix)]
+    kept = [sample for sample in every if not sample.name.endswith(("_created", "_bucket"))]
+    return [sample._replace(name=sample.name.removesuffix("_total")) for sample in kept]
 
 
 def main() -> None:

@@ -1,17 +1,14 @@
 """LMCache's own client classes at the door, in an interpreter of their own: KVTIER_LMCACHE_PYTHON."""
 
-import json
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-import lmcache_bed
 import pytest
+from foreign.told_script import ToldScript
 
 from kvtier.engine.sidecar.finished_transfers import FinishedTransfers
 from kvtier.engine.sidecar.layouts import Layouts
@@ -25,7 +22,6 @@ from kvtier.transfer.segment import Segment
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
 PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON")
-SCRIPT = Path(lmcache_bed.__file__).parent / "foreign" / "lmcache_client.py"
 CHUNK = 256
 TOKENS = list(range(1000, 1000 + 8 * CHUNK + 2))
 BLOCKS = list(range(16))
@@ -38,38 +34,12 @@ pytestmark = [
 ]
 
 
-class LmcacheClient:
-    """The script, as an object with its functions."""
+class LmcacheClient(ToldScript):
+    """LMCache's own client classes, in a process of their own."""
 
     def __init__(self, url: str) -> None:
         assert PYTHON is not None
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment["LMCACHE_LOG_LEVEL"] = "ERROR"
-        self.process = subprocess.Popen(
-            [PYTHON, str(SCRIPT), url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*arguments: object) -> Any:
-            assert self.process.stdin is not None
-            assert self.process.stdout is not None
-            self.process.stdin.write(json.dumps([name, *arguments]) + "\n")
-            self.process.stdin.flush()
-            for line in self.process.stdout:
-                if line.startswith("answer "):
-                    return json.loads(line.removeprefix("answer "))
-            raise RuntimeError(f"the client has ended in {name}{arguments}")
-
-        return call
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.process.kill()
-        self.process.wait(REAL_S)
+        super().__init__(PYTHON, "lmcache_client.py", url)
 
 
 class Served:
