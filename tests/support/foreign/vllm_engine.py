@@ -180,7 +180,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what vLLM prints is no answer
     model, transfer, options = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
-    exec(sys.argv[4])
+    exec(sys.argv[4], {})
     try:
         engine = Engine(model, transfer, **options)
     except Exception as error:
