@@ -145,6 +145,11 @@ class TransferEngine:
                 break
         return num_delivered
 
+    @property
+    def has_finished(self) -> bool:
+        """Whether outcomes wait for a `poll`: until then nobody knows what hangs, and what only was not looked at."""
+        return not self._finished.empty()
+
     def num_pending(self, route: Route) -> int:
         """Transfers on this route that have not finished."""
         return self._lanes[route].num_pending

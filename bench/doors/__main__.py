@@ -1,5 +1,5 @@
 """What do the real vLLM and LMCache get from our doors, what do these cost, and what becomes of engines when a sidecar
-is killed or stopped, or bytes on disk are damaged?
+is killed or stopped, or bytes on disk are damaged? What does transformers' `generate` get from KVTierCache?
 
 They run unmodified, on the CPU, in the environment of --python (`make .venv/foreign/installed`). All of it takes some
 forty minutes; name questions to have their answers only.
@@ -12,6 +12,7 @@ from bench.doors.connector_cost import cost_rows
 from bench.doors.connector_faults import fault_rows
 from bench.doors.connector_hits import hit_rows
 from bench.doors.corruption_peers import corruption_rows
+from bench.doors.generate_hits import generate_rows
 from bench.doors.lmcache_l2 import l2_rows
 from bench.doors.tier_capacity import tier_capacity_rows
 from bench.doors.tier_cost import tier_cost_rows
@@ -28,6 +29,7 @@ QUESTIONS: Mapping[str, Callable[[str, Path], list[Row]]] = {
     "tier_capacity": tier_capacity_rows,
     "lmcache_l2": l2_rows,
     "corruption_peers": corruption_rows,
+    "generate": generate_rows,
 }
 
 

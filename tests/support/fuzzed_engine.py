@@ -155,6 +155,9 @@ class StirringQueue:
     def put(self, transfer: Transfer) -> None:
         self._done.append(transfer)
 
+    def empty(self) -> bool:
+        return not self._done
+
     def get_nowait(self) -> Transfer:
         if not self._done:
             raise queue.Empty

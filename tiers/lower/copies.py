@@ -100,6 +100,12 @@ class Copies(Generic[AnyBatch]):
         """Leases that the batches hold on the pool."""
         return sum(len(batch.upper_slots) for batch in self.batches if batch.upper is upper)
 
+    def under_way_since(self, before: float) -> list[AnyBatch]:
+        """The batches that were handed over before then and have not ended; none while that is not known of all."""
+        if self._transfers.has_finished:
+            return []
+        return [batch for batch in self.batches if batch.submitted_at < before]
+
     def is_moving(self, since: float) -> bool:
         """Whether batches are under way and get on.
 

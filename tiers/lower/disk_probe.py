@@ -38,7 +38,7 @@ class DiskProbe:
         if disk.is_readable:
             return
         for earlier, since in self._under_way.values():
-            if self._clock() - since > HUNG_S:
+            if self._clock() - since > HUNG_S and not self._transfers.has_finished:
                 disk.reading.on_hung(earlier)
         block = disk.index.find_any(besides=self._under_way) if disk.reading.allows() else None
         attempt = None if block is None else disk.reading.begin()

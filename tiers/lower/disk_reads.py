@@ -139,7 +139,8 @@ class DiskReads:
         """
         if not self._reading and not self._wanted_now and not self._wanted_later:
             return
-        if any(read.is_for_later and self._clock() - read.submitted_at > HUNG_S for read in self._reading):
+        late = any(read.is_for_later and self._clock() - read.submitted_at > HUNG_S for read in self._reading)
+        if late and not self._transfers.has_finished:
             self.time_out()  # no promotion waits for it, so no deadline of one ends it
         while self._wanted_now and self._submit(self._wanted_now):
             pass
@@ -154,12 +155,14 @@ class DiskReads:
     def time_out(self) -> None:
         """Count all reads under way as hung, and end all that waits for the disk: a request's deadline has passed.
 
-        Otherwise every request to come would wait as long.
+        Otherwise every request to come would wait as long. While outcomes wait to be taken in the disk is not blamed:
+        these reads may be among them, and their owner was away.
         """
         hung, self._reading = self._reading, []
         self._hanging += hung
         for read in hung:
-            self._index.disk.reading.on_hung(read.attempt)
+            if not self._transfers.has_finished:
+                self._index.disk.reading.on_hung(read.attempt)
             for disk_read in read.batch:
                 self._index.remove_from_disk_index(disk_read.group_id, disk_read.name, EvictionCause.UNREADABLE)
                 self._end(disk_read, Reason.DEADLINE)
@@ -168,7 +171,8 @@ class DiskReads:
 
     def time_out_late(self, timeout_s: float) -> None:
         """As `time_out`, if a read has been under way for *timeout_s*; also one that no fetch waits for any more."""
-        if self._reading and self._clock() - self._reading[0].submitted_at >= timeout_s:
+        is_late = bool(self._reading) and self._clock() - self._reading[0].submitted_at >= timeout_s
+        if is_late and not self._transfers.has_finished:
             self.time_out()
 
     def num_leases(self, group_id: int) -> int:

@@ -60,9 +60,8 @@ class DiskSpill:
 
     def spill(self) -> None:
         """Start the writes that are due, and count those that hang."""
-        for batch in self.copies.batches:
-            if self._clock() - batch.submitted_at > HUNG_S:
-                self._disk.writing.on_hung(batch.attempt)
+        for batch in self.copies.under_way_since(self._clock() - HUNG_S):
+            self._disk.writing.on_hung(batch.attempt)
         for group_id in range(len(self._memories)):
             num_started = 0
             while num_started < MOST_STARTED and (num_more := self._start(group_id)):

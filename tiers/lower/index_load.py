@@ -48,8 +48,9 @@ class IndexLoad:
         self._index.forget_some_of_disk()
         if not self._disk.is_open or self._disk.index.is_loaded:
             return
-        if self._reading is not None and self._clock() - self._reading.submitted_at > HUNG_S:
-            self._disk.reading.on_hung(self._reading.attempt)
+        reading = self._reading
+        if reading is not None and self._clock() - reading.submitted_at > HUNG_S and not self._transfers.has_finished:
+            self._disk.reading.on_hung(reading.attempt)
             self._disk.rewind_index()
             self._reading = None
         attempt = self._disk.reading.begin() if self._reading is None else None

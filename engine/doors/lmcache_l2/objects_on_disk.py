@@ -77,9 +77,11 @@ class ObjectsOnDisk:
         found: list[Row | None] = [None] * len(keys)
         asked: defaultdict[int, list[tuple[int, BlockName]]] = defaultdict(list)
         for place, key in enumerate(keys):
-            for layout in {said.get(key.object_group_id), self._layouts.of(key)} - {None}:
-                assert layout is not None
-                asked[layout.num_bytes].append((place, name_of(key, layout)))
+            meant, seen = said.get(key.object_group_id), self._layouts.of(key)
+            if meant is not None:
+                asked[meant.num_bytes].append((place, name_of(key, meant)))
+            if seen is not None and seen != meant:  # nothing was said, or it was stored serialized
+                asked[seen.num_bytes].append((place, name_of(key, seen)))
         for num_bytes, of_size in asked.items():
             held = self._disk.are_held([name for _, name in of_size], num_bytes)
             for (place, name), is_held in zip(of_size, held, strict=True):

@@ -38,7 +38,7 @@ def namespace_of(config: Any, pool: Any, runs: Sequence[int], weights: str, is_i
         "page_size": pool.page_size,
         "layers": [getattr(pool, name, None) for name in ("layer_num", "start_layer", "end_layer")],
         "shape": [getattr(pool, name, None) for name in ("head_num", "head_dim", "v_head_dim", "kv_cache_dim")],
-        "runs": list(runs) if is_in_place else sum(runs),
+        "runs": list(runs),
         "rows": "runs" if is_in_place else "flat",
     }
     return hashlib.sha256(b"kvtier sglang\0" + json.dumps(facts, sort_keys=True).encode()).digest()[:16]

@@ -1,12 +1,12 @@
-"""RequestChain: which block of a request each of its blocks continues."""
+"""RequestChain: the keys of a request's blocks, and which block each of them continues."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from kvtier.tiers.naming.block_hash import BlockName
 
 GROUP_BYTES = 4  # that end vLLM's key of a block: the number of its group, the block's hash before it
+SEGMENT_KEYS = 256
 
 
 def name_of(key: bytes) -> BlockName:
@@ -19,19 +19,36 @@ def group_of(key: bytes) -> int:
     return int.from_bytes(key[-GROUP_BYTES:], "big")
 
 
-@dataclass(slots=True)
 class RequestChain:
-    """The keys of one request as far as vLLM has made them, and for each the name of the block before it in its group.
+    """The keys of one request as far as vLLM has made them, by group in the order of the prompt. vLLM gives those of a
+    job in no order, and asks for one at a time."""
 
-    vLLM gives the keys of a job in no order, and says of each at which token its block ends.
-    """
+    def __init__(self) -> None:
+        self._groups: dict[int, list[bytes]] = {}
+        self._places: dict[bytes, int] = {}
 
-    parents: dict[bytes, BlockName | None] = field(default_factory=dict)
-    _last: dict[int, BlockName] = field(default_factory=dict)  # by group
+    @property
+    def groups(self) -> Sequence[Sequence[bytes]]:
+        """The keys of each group."""
+        return list(self._groups.values())
 
     def see(self, end_tokens: Mapping[bytes, int]) -> None:
         """Take in the keys that vLLM has made since: those of a group come in the order of the prompt."""
-        for key in islice(end_tokens, len(self.parents), None):
-            group_id = group_of(key)
-            self.parents[key] = self._last.get(group_id)
-            self._last[group_id] = name_of(key)
+        if len(end_tokens) == len(self._places):
+            return
+        for key in islice(end_tokens, len(self._places), None):
+            keys = self._groups.setdefault(group_of(key), [])
+            self._places[key] = len(keys)
+            keys.append(key)
+
+    def parent(self, key: bytes) -> BlockName | None:
+        """The name of the block before it in its group; None if there is none, or it is not known."""
+        place = self._places.get(key, 0)
+        return name_of(self._groups[group_of(key)][place - 1]) if place else None
+
+    def around(self, key: bytes) -> Sequence[bytes]:
+        """Keys of the same group of which the next questions will be: a part of the prompt with this one in it."""
+        if key not in self._places:
+            return [key]
+        start = self._places[key] // SEGMENT_KEYS * SEGMENT_KEYS
+        return self._groups[group_of(key)][start : start + SEGMENT_KEYS]

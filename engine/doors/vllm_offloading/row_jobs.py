@@ -39,9 +39,9 @@ class RowJobs:
         self._clock = clock
         self._ended: deque[EndedRows] = deque()
 
-    def holds(self, key: bytes) -> bool:
-        """Whether the block is on disk; waits for nothing."""
-        return self._disk.are_held([name_of(key)], group_of(key))[0]
+    def are_held(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each of these blocks, all of one group, whether it is on disk; waits for nothing."""
+        return self._disk.are_held([name_of(key) for key in keys], group_of(keys[0])) if keys else []
 
     def load(self, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int]) -> None:
         """Begin to read the blocks into these rows, which count as used lately then."""
@@ -64,12 +64,9 @@ class RowJobs:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Have the last of these blocks that is on disk, and so those before it, leave later. *keys*: of one group, in
         the order of their prefix."""
-        if not keys:
-            return
-        names, group_id = [name_of(key) for key in keys], group_of(keys[0])
-        held = [name for name, is_held in zip(names, self._disk.are_held(names, group_id), strict=True) if is_held]
+        held = [key for key, is_held in zip(keys, self.are_held(keys), strict=True) if is_held]
         if held:
-            self._disk.touch([Row(held[-1], self._pool[:0], group_id)])
+            self._disk.touch([Row(name_of(held[-1]), self._pool[:0], group_of(held[-1]))])
 
     def take_ended(self) -> list[EndedRows]:
         """The jobs that have ended since the last call."""

@@ -54,7 +54,7 @@ class KVTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        is_held = self._guard.run(lambda: self._side.holds(key), False)
+        is_held = self._guard.run(lambda: self._side.holds(key, _chain_of(req_context)), False)
         return LookupResult.HIT if is_held else LookupResult.MISS
 
     def submit_load(self, job_metadata: Any) -> None:
@@ -72,7 +72,8 @@ class KVTier(SecondaryTierManager):
 
         def store() -> bool:
             chain = _chain_of(job.req_context)
-            self._side.store(job.job_id, keys, job.chunk_ids, chain.parents, end_tokens(job.req_context))
+            parents = {key: chain.parent(key) for key in keys}
+            self._side.store(job.job_id, keys, job.chunk_ids, parents, end_tokens(job.req_context))
             return True
 
         if not self._guard.run(store, False):
@@ -83,6 +84,9 @@ class KVTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: Any) -> None:
         self._guard.run(lambda: self._side.on_request_finished(_chain_of(req_context)), None)
+
+    def on_schedule_end(self, context: Any) -> None:
+        self._guard.run_always(self._side.forget_found, None)
 
     def serve_external_requests(self, parent: Any) -> None:
         self._guard.run(lambda: self._offer_again(parent), None)

@@ -35,12 +35,24 @@ class TierSide:
         self._holes = Holes(clock)
         self._longest_job_s = longest_job_s
         self._clock = clock
+        self._found: dict[bytes, bool] = {}
+        self._is_open = True
         self._gauges_at = float("-inf")
         self._num_corrupt = 0  # that were counted
 
-    def holds(self, key: bytes) -> bool:
-        """Whether the block is on disk."""
-        return self._jobs.holds(key)
+    def holds(self, key: bytes, chain: RequestChain) -> bool:
+        """Whether the block is on disk. A question costs the disk as much as one for a part of the prompt, so that is
+        asked, and remembered until `forget_found`."""
+        if not self._is_open:
+            return False
+        if key not in self._found:
+            keys = chain.around(key)
+            self._found.update(zip(keys, self._jobs.are_held(keys), strict=True))
+        return self._found[key]
+
+    def forget_found(self) -> None:
+        """Ask the disk anew: a step of vLLM's is over, or a load has failed."""
+        self._found.clear()
 
     def load(self, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int]) -> None:
         """Begin to read blocks into rows of the pool."""
@@ -54,7 +66,8 @@ class TierSide:
         parents: Mapping[bytes, BlockName | None],
         end_tokens: Mapping[bytes, int],
     ) -> None:
-        """Begin to write blocks out of rows of the pool, in the order in which they end in their prompt."""
+        """Begin to write blocks out of rows of the pool, in the order in which they end in their prompt; *parents*:
+        the names of the blocks before them."""
         both = sorted(zip(keys, chunk_ids, strict=True), key=lambda each: end_tokens.get(each[0], 0))
         self._jobs.store(job_id, [key for key, _ in both], [chunk_id for _, chunk_id in both], parents)
 
@@ -71,6 +84,7 @@ class TierSide:
                 self.counts.loaded_blocks += len(job.good)
                 self.counts.failed_loads += num_bad
                 if num_bad:
+                    self.forget_found()
                     self._count_corrupt()
                 continue
             self.counts.stored_blocks += len(job.good)
@@ -84,14 +98,17 @@ class TierSide:
 
     def on_request_finished(self, chain: RequestChain) -> None:
         """Have the disk keep what the request has used, whichever tier it came from."""
-        by_group = sorted(chain.parents, key=group_of)  # stable: in the order of the prompt within a group
-        for _, keys in groupby(by_group, group_of):
-            self._jobs.touch(list(keys)[-TOUCHED_KEYS:])
+        for keys in chain.groups:
+            self._jobs.touch(keys[-TOUCHED_KEYS:])
 
     def take_holes(self) -> Mapping[bytes, BlockName | None]:
         """Blocks that the disk did not take and may be offered now, with the names of those before them."""
         holes = self._holes.take()
-        return {key: parent for key, parent in holes.items() if not self.holds(key)}
+        absent = set[bytes]()
+        for _, group in groupby(sorted(holes, key=group_of), group_of):
+            keys = list(group)
+            absent |= {key for key, is_held in zip(keys, self._jobs.are_held(keys), strict=True) if not is_held}
+        return {key: parent for key, parent in holes.items() if key in absent}
 
     def put_back(self, holes: Mapping[bytes, BlockName | None]) -> None:
         """Keep these for another offer."""
@@ -111,11 +128,13 @@ class TierSide:
         nothing from then on; False then."""
         if self._jobs.drain(self._longest_job_s):
             return True
+        self._is_open = False
         self._disk.close()
         return False
 
     def close(self) -> None:
         """End all jobs, and let the pool go."""
+        self._is_open = False
         self._jobs.close()
 
     def _count_corrupt(self) -> None:

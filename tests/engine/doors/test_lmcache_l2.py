@@ -14,6 +14,7 @@ from foreign.told_script import ToldScript
 PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON", "")
 OBJECT_BYTES = 256 << 10  # in the script
 CAPACITY = "64MiB"
+UNVERIFIED = Path(__file__).parents[2] / "support" / "unverified"
 
 pytestmark = [
     pytest.mark.engines,
@@ -47,6 +48,10 @@ def change(store: Path, changed: Callable[[bytes], bytes]) -> None:
     """Change the payloads on disk, of a store that is closed."""
     for slab in store.glob("slab-*"):
         slab.write_bytes(changed(slab.read_bytes()))
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:1000] + bytes([data[1000] ^ 64]) + data[1001:]
 
 
 def test_what_is_stored_is_found_and_loaded_also_after_it_was_opened_again(l2: ToldScript, tmp_path: Path) -> None:
@@ -106,10 +111,7 @@ def test_other_weights_find_nothing_and_the_same_ones_do(shared: ToldScript, tmp
 
 @pytest.mark.parametrize(
     "changed",
-    [
-        lambda data: data[:1000] + bytes([data[1000] ^ 64]) + data[1001:],
-        lambda data: data[: OBJECT_BYTES // 2],
-    ],
+    [flipped, lambda data: data[: OBJECT_BYTES // 2]],
     ids=["a flipped byte", "a truncated file"],
 )
 def test_damage_is_a_load_that_fails_and_never_other_bytes(
@@ -133,6 +135,23 @@ def test_damage_is_a_load_that_fails_and_never_other_bytes(
     assert shared.store(0, 8)[0] is True
     assert shared.load(0, 8) == [list(range(8)), []]
     shared.close()
+
+
+def test_a_store_that_verifies_nothing_gives_wrong_bytes_for_a_flipped_one(tmp_path: Path) -> None:
+    """The negative control: that nothing is wrong elsewhere means that loads are verified."""
+    spec = our_l2(tmp_path / "store", CAPACITY)
+    with ToldScript(PYTHON, "lmcache_l2.py", "shared", knows_kvtier=True, before=[UNVERIFIED]) as unchecked:
+        unchecked.make(spec)
+        unchecked.store(0, 8)
+        unchecked.close()
+        change(tmp_path / "store", flipped)
+        unchecked.make(spec)
+
+        loaded, wrong = unchecked.load(0, 8)
+        unchecked.process.communicate(timeout=60)
+
+    assert loaded == list(range(8))
+    assert len(wrong) == 1
 
 
 def test_the_store_never_has_more_than_its_capacity_and_what_it_has_is_right(

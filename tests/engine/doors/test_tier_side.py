@@ -77,7 +77,7 @@ class Tier:
             self.job_id,
             [key for key, _ in shuffled],
             [row for _, row in shuffled],
-            prompt.chain.parents,
+            {key: prompt.chain.parent(key) for key in keys},
             prompt.end_tokens,
         )
 
@@ -108,14 +108,17 @@ class Tier:
         return [key for row, key in enumerate(keys) if self.row(row) == bytes_of(key)]
 
     def held(self, keys: Sequence[bytes]) -> list[bool]:
-        return [self.side.holds(key) for key in keys]
+        self.side.forget_found()
+        return [self.side.holds(key, RequestChain()) for key in keys]
 
 
-def tier_at(folder: Path, capacity: str = "64MiB", longest_job_s: float = LONGEST_JOB_S) -> Tier:
+def tier_at(
+    folder: Path, capacity: str = "64MiB", longest_job_s: float = LONGEST_JOB_S, read_timeout_s: float = 10.0
+) -> Tier:
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         file.truncate(NUM_ROWS * ROW_BYTES)
         pool = memoryview(mmap.mmap(file.fileno(), NUM_ROWS * ROW_BYTES))
-    config = DiskConfig(path=str(folder), capacity=parse_bytes(capacity))
+    config = DiskConfig(path=str(folder), capacity=parse_bytes(capacity), read_timeout_s=read_timeout_s)
     disk = open_disk_below(config, NAMESPACE, lambda group_id: ROW_BYTES, [pool], num_groups=2)
     assert disk.wait_indexed(LONGEST_JOB_S)
     return Tier(disk, pool, FakeClock(), longest_job_s)
@@ -181,6 +184,26 @@ def test_a_block_that_is_damaged_is_not_good_is_counted_and_not_found_again(tmp_
     assert counts == {"loaded_blocks": 7, "failed_loads": 1, "corrupt_blocks": 1}
 
 
+def test_what_is_found_is_known_for_a_part_of_the_prompt_until_a_step_is_over_or_a_load_has_failed(
+    tier: Tier,
+) -> None:
+    one, other = Prompt(range(10)), Prompt(range(100, 110))
+    tier.store(one)
+    assert [tier.side.holds(key, other.chain) for key in other.keys] == [False] * 10
+
+    tier.store(other)
+    before_its_end = [tier.side.holds(key, other.chain) for key in other.keys]
+    tier.side.forget_found()
+    after_it = [tier.side.holds(key, other.chain) for key in other.keys]
+    assert not tier.side.holds(key_of(500), RequestChain())
+    failed = tier.load([key_of(500)])
+    tier.store(Prompt([500]))
+
+    assert (before_its_end, after_it) == ([False] * 10, [True] * 10)
+    assert failed.good == []
+    assert tier.side.holds(key_of(500), RequestChain())
+
+
 def test_what_leaves_a_full_disk_is_the_end_of_prefixes_although_vllm_gives_keys_in_no_order(tmp_path: Path) -> None:
     tier = tier_at(tmp_path / "store", "16MiB")
     prompts = [Prompt(range(first, first + 40)) for first in range(0, 20 * 40, 40)]
@@ -210,21 +233,23 @@ def test_a_prompt_that_is_used_again_outlives_others_whichever_tier_it_came_from
 
 
 def test_a_disk_that_keeps_rows_for_too_long_is_closed_and_the_wait_ends(tmp_path: Path) -> None:
-    prompt = Prompt(range(8))
-    tier = tier_at(tmp_path / "store", longest_job_s=0.2)
+    prompt, other = Prompt(range(8)), Prompt(range(10, 18))
+    tier = tier_at(tmp_path / "store", longest_job_s=0.2, read_timeout_s=1.0)
     tier.store(prompt)
+    tier.store(other)
     assert tier.side.drain()
     os.kill(store_pid(), signal.SIGSTOP)
     tier.job_id += 1
     tier.side.load(tier.job_id, prompt.keys, range(8))
 
     has_drained = tier.side.drain()
-    ended, held = tier.ended(), tier.held(prompt.keys)
+    ended, held = tier.ended(), tier.held(other.keys)
+    stored = tier.store(prompt)
     tier.side.close()
 
     assert not has_drained
-    assert ended.good == []
-    assert not any(held)
+    assert ended.good == stored.good == []
+    assert not any(held), "what cannot be loaded is not found, or vLLM asks for it again and again"
 
 
 def store_pid() -> int:
@@ -276,7 +301,7 @@ def test_what_the_disk_did_not_take_is_offered_again_after_a_pause_with_its_pare
 
     assert refused.good == []
     assert too_soon == {}
-    assert holes == {key: prompt.chain.parents[key] for key in prompt.keys}
+    assert holes == {key: prompt.chain.parent(key) for key in prompt.keys}
     assert all(tier.held(prompt.keys))
     assert side.take_holes() == {}
     assert side.counts.take() == {"stored_blocks": 10, "unstored_blocks": 10}
@@ -334,4 +359,7 @@ def test_a_chain_takes_in_what_vllm_adds_while_a_request_runs() -> None:
 
     for group_id in (0, 1):
         keys = [key_of(number, group_id) for number in range(6)]
-        assert [chain.parents[key] for key in keys] == [None, *(key[:-4] for key in keys[:-1])]
+        assert [chain.parent(key) for key in keys] == [None, *(key[:-4] for key in keys[:-1])]
+        assert chain.around(keys[3]) == keys
+    assert chain.around(key_of(99)) == [key_of(99)]
+    assert chain.parent(key_of(99)) is None

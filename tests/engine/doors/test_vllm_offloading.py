@@ -17,6 +17,27 @@ NUM_TOKENS = 1026  # eight blocks of vLLM's on CPUs, and two tokens
 BLOCK = 128
 FAILURES = ("promotion_job_failures", "cascade_job_failures", "promotion_allocation_failures", "allocation_failure")
 UNVERIFIED = Path(__file__).parents[2] / "support" / "unverified"
+BROKEN = """
+from kvtier.engine.disk_below.disk_below import DiskBelow
+
+def broken(self, rows):
+    raise ZeroDivisionError("of its own")
+
+DiskBelow.load = broken
+"""
+REFUSING_ONCE = """
+from concurrent.futures import Future
+from kvtier.engine.disk_below.disk_below import DiskBelow
+from kvtier.engine.doors.vllm_offloading import holes
+
+def refuse_once(self, rows, store=DiskBelow.store, refused=Future()):
+    if refused.done():
+        return store(self, rows)
+    refused.set_result([False] * len(rows))
+    return refused
+
+DiskBelow.store, holes.PAUSE_S = refuse_once, 0.0
+"""
 
 pytestmark = [
     pytest.mark.engines,
@@ -152,6 +173,38 @@ def store_of(running: Vllm) -> int:
     children = {child for task in tasks for child in (task / "children").read_text().split()}
     (pid,) = [int(pid) for pid in children if b"store_server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     return pid
+
+
+def test_an_error_of_the_tiers_own_costs_hits_is_counted_and_not_raised(model: Path, store: Path) -> None:
+    one = prompt(6)
+    with engine(model, store, before=BROKEN) as running:
+        cold = running.generate([one])
+        running.forget()
+        again = running.generate([one])
+        running.settle()
+        running.step()
+        counts = tier_counts(running)
+
+    assert again["scheduled"] == NUM_TOKENS
+    assert again["tokens"] == cold["tokens"]
+    assert (counts["errors"], counts["failed_loads"]) == (1, 8)
+
+
+def test_what_the_disk_did_not_take_is_offered_again_out_of_vllms_host_memory(model: Path, store: Path) -> None:
+    one = prompt(7)
+    with engine(model, store, before=REFUSING_ONCE) as running:
+        cold = running.generate([one])
+        running.settle()
+        running.step()
+        running.settle()
+        counts, failed = tier_counts(running), failures(running)
+        running.forget()
+        again = running.generate([one])
+
+    assert (counts["unstored_blocks"], counts["offered_again_blocks"]) == (8, 8)
+    assert failed == {"tiering_cascade_job_failures 1:KVTier": 1}
+    assert again["scheduled"] == 2
+    assert again["tokens"] == cold["tokens"]
 
 
 def test_a_batch_larger_than_the_host_pool_is_right_and_loads_what_fits(model: Path, store: Path) -> None:

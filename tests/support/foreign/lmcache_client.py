@@ -27,9 +27,9 @@ contexts: dict[int, EngineDrivenTransferContext] = {}
 kept: dict[str, list[torch.Tensor]] = {}
 
 
-def key(tokens: list[int], request: str, worker: int | None, salt: str) -> IPCCacheServerKey:
+def key(tokens: list[int], request: str, worker: int | None, salt: str, num_ranks: int = 1) -> IPCCacheServerKey:
     end = len(tokens) // CHUNK * CHUNK
-    return IPCCacheServerKey("m", 1, worker, tuple(tokens), 0, end, request, salt, None, 1)
+    return IPCCacheServerKey("m", num_ranks, worker, tuple(tokens), 0, end, request, salt, None, 1)
 
 
 def chunk_size() -> int:
@@ -40,10 +40,10 @@ def ping(instance: int | None) -> bool:
     return client.ping(instance).result(timeout=TIMEOUT_S)
 
 
-def attach(instance: int) -> str:
-    """By which memory it is attached."""
+def attach(instance: int, num_ranks: int = 1) -> str:
+    """By which memory it is attached, as a worker of an engine with so many ranks."""
     contexts[instance] = EngineDrivenTransferContext(instance, client)
-    contexts[instance].register(kv, "m", 1, BLOCKS_IN_CHUNK, TIMEOUT_S)
+    contexts[instance].register(kv, "m", num_ranks, BLOCKS_IN_CHUNK, TIMEOUT_S)
     return type(contexts[instance].engine_driven_context).__name__
 
 
@@ -51,8 +51,8 @@ def detach(instance: int) -> None:
     contexts.pop(instance).unregister().result(timeout=TIMEOUT_S)
 
 
-def lookup(tokens: list[int], request: str, salt: str = "") -> int | None:
-    client.lookup(key(tokens, request, None, salt), 1).result(timeout=TIMEOUT_S)
+def lookup(tokens: list[int], request: str, salt: str = "", num_ranks: int = 1) -> int | None:
+    client.lookup(key(tokens, request, None, salt, num_ranks), 1).result(timeout=TIMEOUT_S)
     while (found := client.query_prefetch_status(request).result(timeout=TIMEOUT_S)) is None:
         pass
     return found
@@ -76,6 +76,30 @@ def keep(request: str, blocks: list[int]) -> None:
     kept[request] = [layer[blocks].clone() for layer in kv.values()]
 
 
+def store_as_rank(instance: int, rank: int, num_ranks: int, tokens: list[int], request: str, blocks: list[int]) -> bool:
+    """`store`, of one of several ranks; kept for the request and the rank."""
+    keep(f"{request} {rank}", blocks)
+    asked = key(tokens, request, rank, "", num_ranks)
+    future = contexts[instance].submit_store(request, asked, kv, [blocks], None, BLOCKS_IN_CHUNK)
+    return bool(future.result(timeout=TIMEOUT_S))
+
+
+def retrieve_as_rank(
+    instance: int, rank: int, num_ranks: int, tokens: list[int], request: str, blocks: list[int], like: str
+) -> list[bool]:
+    """`retrieve`, of one of several ranks, compared with what it has stored itself."""
+    return _retrieved(instance, key(tokens, request, rank, "", num_ranks), request, blocks, f"{like} {rank}")
+
+
+def with_image(tokens: list[int], start: int, length: int, identifier: str) -> list[int]:
+    """The tokens as LMCache's connector names them to servers, where an image has a span of placeholders."""
+    from lmcache.integration.vllm.utils import apply_mm_hashes_to_token_ids  # vLLM takes seconds to import
+    from vllm.multimodal.inputs import PlaceholderRange
+
+    span = PlaceholderRange(offset=start, length=length)
+    return apply_mm_hashes_to_token_ids(torch.tensor(tokens), [identifier], [span]).tolist()
+
+
 def begin_store(instance: int, tokens: list[int], request: str) -> int:
     """Reserve slots and never commit them; how many chunks."""
     return len(client.prepare_store(key(tokens, request, 0, ""), instance).result(timeout=TIMEOUT_S).context["slots"])
@@ -90,11 +114,13 @@ def begin_retrieve(instance: int, tokens: list[int], request: str) -> int:
 
 def retrieve(instance: int, tokens: list[int], request: str, blocks: list[int], like: str) -> list[bool]:
     """Load into these blocks: whether that succeeded, and whether they are what was stored for the request *like*."""
+    return _retrieved(instance, key(tokens, request, 0, ""), request, blocks, like)
+
+
+def _retrieved(instance: int, asked: IPCCacheServerKey, request: str, blocks: list[int], like: str) -> list[bool]:
     for layer in kv.values():
         layer[blocks] = 0
-    future = contexts[instance].submit_retrieve(
-        request, key(tokens, request, 0, ""), kv, [blocks], None, BLOCKS_IN_CHUNK
-    )
+    future = contexts[instance].submit_retrieve(request, asked, kv, [blocks], None, BLOCKS_IN_CHUNK)
     succeeded = bool(future.result(timeout=TIMEOUT_S))
     pairs = zip(kv.values(), kept[like], strict=True)
     return [succeeded, all(torch.equal(layer[blocks], stored) for layer, stored in pairs)]

@@ -3,7 +3,7 @@
 import json
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,24 +13,27 @@ from foreign.running import ENDS_WITHIN_S, ROOT
 HERE = Path(__file__).parent
 
 
-def environment(knows_kvtier: bool) -> dict[str, str]:
-    """What a script of this folder finds in its environment; *knows_kvtier*: it can import us."""
+def environment(knows_kvtier: bool, before: Sequence[Path] = ()) -> dict[str, str]:
+    """What a script of this folder finds in its environment; *knows_kvtier*: it can import us. *before*: folders that
+    are searched first."""
     found = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     found |= {"LMCACHE_LOG_LEVEL": "ERROR", "LMCACHE_TRACK_USAGE": "false"}
-    return found | {"PYTHONPATH": str(ROOT)} if knows_kvtier else found
+    return found | {"PYTHONPATH": os.pathsep.join(map(str, [*before, ROOT]))} if knows_kvtier else found
 
 
 class ToldScript:
     """The script, as an object with its functions. RuntimeError if it has ended."""
 
-    def __init__(self, python: str, script: str, *arguments: str, knows_kvtier: bool = False) -> None:
+    def __init__(
+        self, python: str, script: str, *arguments: str, knows_kvtier: bool = False, before: Sequence[Path] = ()
+    ) -> None:
         self.process = subprocess.Popen(
             [python, str(HERE / script), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if "KVTIER_SHOW_ENGINES" not in os.environ else None,
             text=True,
-            env=environment(knows_kvtier),
+            env=environment(knows_kvtier, before),
         )
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

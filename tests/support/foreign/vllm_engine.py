@@ -138,7 +138,7 @@ class Engine:
         """Step until vLLM's offloading has nothing under way."""
         give_up_at = time.monotonic() + SETTLES_WITHIN_S
         while self.core.scheduler.has_requests() and time.monotonic() < give_up_at:
-            self.core.step_fn()
+            self.llm.llm_engine.step()  # which takes in what vLLM tells its metrics
         return {"settled": not self.core.scheduler.has_requests()}
 
     def forget(self) -> dict:
@@ -162,9 +162,10 @@ class Engine:
         return sum(metric.value for metric in self.llm.get_metrics() if metric.name == name)
 
     def connector(self) -> dict:
-        """Which class is attached."""
+        """Which class is attached, and which LMCache is imported, if any is."""
         kind = type(self.core.scheduler.connector)
-        return {"connector": f"{kind.__module__}.{kind.__name__}"}
+        lmcache = sys.modules.get("lmcache._version")
+        return {"connector": f"{kind.__module__}.{kind.__name__}", "lmcache": getattr(lmcache, "__version__", None)}
 
 
 def samples(prefix: str) -> list[Sample]:
@@ -179,7 +180,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what vLLM prints is no answer
     model, transfer, options = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
-    exec(sys.argv[4])
+    exec(sys.argv[4], {})
     try:
         engine = Engine(model, transfer, **options)
     except Exception as error:

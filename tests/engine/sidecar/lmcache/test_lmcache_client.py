@@ -191,6 +191,35 @@ def test_a_load_without_a_hit_fails_without_a_hang(client: LmcacheClient) -> Non
     assert client.lookup(TOKENS, "cleared") == 0
 
 
+def test_each_rank_has_its_own_bytes_and_a_hit_is_what_all_have(served: Served, client: LmcacheClient) -> None:
+    for rank in (0, 1):
+        client.attach(10 + rank, 2)
+    assert client.lookup(TOKENS, "cold", "", 2) == 0
+    assert client.store_as_rank(10, 0, 2, TOKENS, "cold", BLOCKS) is True
+    assert client.lookup(TOKENS, "half", "", 2) == 0
+    assert client.store_as_rank(11, 1, 2, TOKENS, "cold", OTHER_BLOCKS) is True
+    for request in ("cold", "half"):
+        client.end_session(request)
+
+    assert client.lookup(TOKENS, "warm", "", 2) == 8
+    for rank, blocks in ((0, OTHER_BLOCKS), (1, BLOCKS)):
+        assert client.retrieve_as_rank(10 + rank, rank, 2, TOKENS, "warm", blocks, "cold") == [True, True]
+    client.end_session("warm")
+    assert client.lookup(TOKENS, "as one") == 0
+    assert served.num_leased() == 0
+
+
+def test_prompts_with_other_images_share_what_comes_before_them(client: LmcacheClient) -> None:
+    one, other = (client.with_image(TOKENS, 3 * CHUNK + 100, 2 * CHUNK, image) for image in ("a cat", "a dog"))
+    client.attach(1)
+    client.store(1, one, "cold", BLOCKS)
+    client.end_session("cold")
+
+    assert client.lookup(one, "same") == 8
+    assert client.lookup(other, "other") == 3
+    assert client.lookup(TOKENS, "placeholders") == 3
+
+
 def test_a_sidecar_that_is_started_again_gets_its_workers_back(url: str) -> None:
     served = Served(url)
     with LmcacheClient(url) as client:

