@@ -2031,10 +2031,10 @@ BUGS = [
     ),
     Bug(
         "an error of the connector's reaches vLLM",
-        "engine/doors/vllm_connector/guard.py",
+        "engine/doors/guard.py",
         "                self._on_error(error)\n                return fallback",
         "                self._on_error(error)\n                raise",
-        "tests/engine/doors/test_vllm_guard.py",
+        "tests/engine/doors/test_guard.py",
     ),
     Bug(
         "an engine that leaves in its welcome takes the sidecar with it",

@@ -14,12 +14,12 @@ from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 from lmcache.v1.memory_management import MemoryObj
 
 from kvtier.engine.disk_below.open import open_disk_below
+from kvtier.engine.doors.guard import Guard
 from kvtier.engine.doors.lmcache_l2.known_lmcache import check_lmcache
 from kvtier.engine.doors.lmcache_l2.object_names import namespace_of
 from kvtier.engine.doors.lmcache_l2.objects_on_disk import ObjectsOnDisk
 from kvtier.engine.doors.lmcache_l2.outcomes import Outcomes
 from kvtier.engine.doors.lmcache_l2.settings import Settings, settings_of
-from kvtier.engine.doors.vllm_connector.guard import Guard
 from kvtier.tiers.lower.breaker import BreakerState
 
 INDEXING_WAIT_S = 5.0  # at the start; what is not known by then is found by later look-ups

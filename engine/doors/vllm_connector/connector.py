@@ -16,10 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.engine.attached.standing import SidecarStanding
+from kvtier.engine.doors.guard import Guard
 from kvtier.engine.doors.vllm_connector.build import build_scheduler_half
 from kvtier.engine.doors.vllm_connector.connector_metrics import ConnectorMetrics, ConnectorStats
 from kvtier.engine.doors.vllm_connector.engine_layout import group_layouts
-from kvtier.engine.doors.vllm_connector.guard import Guard
 from kvtier.engine.doors.vllm_connector.known_vllm import check_engine
 from kvtier.engine.doors.vllm_connector.mapped_segment import MappedSegment
 from kvtier.engine.doors.vllm_connector.scheduler_half import SchedulerHalf

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from kvtier.engine.attached.sidecar_tiers import SidecarTiers
 from kvtier.engine.attached.standing import SidecarStanding
-from kvtier.engine.doors.vllm_connector.guard import Guard
+from kvtier.engine.doors.guard import Guard
 from kvtier.engine.doors.vllm_connector.scheduler_side import Pages, SchedulerSide
 from kvtier.engine.doors.vllm_connector.step_work import StepWork, WorkerReport
 from kvtier.engine.doors.vllm_connector.vllm_request import VllmRequest

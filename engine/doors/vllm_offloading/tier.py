@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from kvtier.engine.doors.vllm_connector.guard import Guard
+from kvtier.engine.doors.guard import Guard
 from kvtier.engine.doors.vllm_offloading.known_vllm import check_tier, connector_configs, end_tokens
 from kvtier.engine.doors.vllm_offloading.open_tier import open_tier
 from kvtier.engine.doors.vllm_offloading.request_chain import RequestChain

@@ -5,7 +5,7 @@ import logging
 import pytest
 from chaos import FakeClock
 
-from kvtier.engine.doors.vllm_connector.guard import REST_S, Guard
+from kvtier.engine.doors.guard import REST_S, Guard
 
 
 def failing() -> int:

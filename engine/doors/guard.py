@@ -1,4 +1,4 @@
-"""Guard: the one place where what goes wrong in a hook ends, so that vLLM never sees it."""
+"""Guard: the one place where what goes wrong in a hook ends, so that the engine never sees it."""
 
 import logging
 import threading
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 log = logging.getLogger(__name__)
 
-REST_S = 60.0  # for which the connector finds and stores nothing after an error that nothing foresaw
+REST_S = 60.0  # for which an adapter finds and stores nothing after an error that nothing foresaw
 
 T = TypeVar("T")
 F = TypeVar("F")
