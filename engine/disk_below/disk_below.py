@@ -77,11 +77,18 @@ class DiskBelow:
         with self._lock:
             self._index_load.go_on()
 
+    def holds(self, name: BlockName, group_id: int = 0) -> bool:
+        """Whether the row is on disk, and not known to be unreadable."""
+        with self._lock:
+            self._go_on()
+            return self._disk.holds(group_id, name)
+
     def are_held(self, names: Sequence[BlockName], group_id: int = 0) -> list[bool]:
         """For each of the rows whether it is on disk, and not known to be unreadable."""
         with self._lock:
             self._go_on()
-            return [bool(is_held) for is_held in self._disk.are_held(group_id, names)]
+            is_held: list[bool] = self._disk.are_held(group_id, names).tolist()
+            return is_held
 
     def num_held(self, names: Sequence[BlockName], group_id: int = 0) -> int:
         """How many of *names* come before the first that is not on disk."""
@@ -94,7 +101,7 @@ class DiskBelow:
 
         A row that has failed is not held from then on, until it is stored again.
         """
-        return self._begin(rows, self._load)
+        return self._begin(rows, self._loads.begin)
 
     def store(self, rows: Sequence[Row]) -> Outcomes:
         """Write the rows, given in the order of their prefix; for each whether it is on disk then.
@@ -152,7 +159,8 @@ class DiskBelow:
         return not wait(futures, timeout_s).not_done
 
     def close(self) -> None:
-        """End all jobs, those that nothing has begun with as failed, and the store. A second call does nothing.
+        """End all jobs, those that nothing has begun with as failed, and the store: no row is held then. A second call
+        does nothing.
 
         It returns when no row's memory is used any more, unless the kernel cannot end a read: see `ThreadLane.close`.
         """
@@ -166,9 +174,8 @@ class DiskBelow:
         with self._lock:
             self._transfers.close()
         self._take_finished()
-
-    def _load(self, job: Job) -> None:
-        self._loads.begin(job)
+        with self._lock:
+            self._disk.index.empty()
 
     def _begin(self, rows: Sequence[Row], begin: Callable[[Job], None]) -> Outcomes:
         job = Job(rows)

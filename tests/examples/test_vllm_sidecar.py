@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from foreign.running import SERVER_ENVIRONMENT, SERVER_OPTIONS, free_port, make_model
+from waiting import wait_for
 
 PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON", "")
 ROOT = Path(__file__).parents[2]
@@ -59,13 +59,13 @@ def served(folder: Path, model: Path) -> Iterator[str]:
 
 
 def wait_ready(process: "subprocess.Popen[bytes]", url: str) -> None:
-    give_up_at = time.monotonic() + READY_WITHIN_S
-    while time.monotonic() < give_up_at:
+    def is_ready() -> bool:
         assert process.poll() is None, "serve.sh has ended"
         with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=READY_WITHIN_S):
-            return
-        time.sleep(0.2)
-    raise TimeoutError("vLLM does not listen")
+            return True
+        return False
+
+    wait_for(is_ready, 0.2, READY_WITHIN_S)
 
 
 def ask(url: str, text: Path) -> tuple[str, dict[str, int]]:

@@ -20,6 +20,7 @@ BLOCK_SIZE = 16
 FIRST_ID = 3
 SECONDS_PER_TOKEN = 0.001
 NUM_LISTED = 8
+POLL_S = 0.01  # until it sees that it is to end
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ def fake_server(**options: object) -> Iterator[FakeServer]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
         server.url = f"http://127.0.0.1:{http.server_address[1]}"
-        thread = threading.Thread(target=http.serve_forever)
+        thread = threading.Thread(target=http.serve_forever, args=(POLL_S,))
         thread.start()
         try:
             yield server

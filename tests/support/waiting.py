@@ -12,9 +12,9 @@ from contextlib import contextmanager
 DEADLINE_S = 120.0  # for what takes milliseconds, or a start of a process
 
 
-def wait_for(holds: Callable[[], bool], pause_s: float = 0.002) -> None:
+def wait_for(holds: Callable[[], bool], pause_s: float = 0.002, deadline_s: float = DEADLINE_S) -> None:
     """Return once *holds* does; it is looked at every *pause_s* seconds."""
-    give_up_at = time.monotonic() + DEADLINE_S
+    give_up_at = time.monotonic() + deadline_s
     while not holds():
         assert time.monotonic() < give_up_at, "it never came true"
         time.sleep(pause_s)

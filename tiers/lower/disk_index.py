@@ -54,7 +54,11 @@ class DiskIndex:
     def are_held(self, group_id: int, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
         """For each of *names* whether it is on disk."""
         held = self._names.get(group_id)
-        return np.zeros(len(names), np.bool_) if held is None or not names else held.holds(rows_of(names))
+        if held is None:
+            return np.zeros(len(names), np.bool_)
+        if len(names) <= FEW:
+            return np.array([name in held for name in names], np.bool_)
+        return held.holds(rows_of(names))
 
     def find_any(self, besides: Container[tuple[int, BlockName]]) -> tuple[int, BlockName] | None:
         """Group and name of some block on disk that is none of *besides*; None if this call found none."""

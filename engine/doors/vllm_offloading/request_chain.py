@@ -6,7 +6,6 @@ from itertools import islice
 from kvtier.tiers.naming.block_hash import BlockName
 
 GROUP_BYTES = 4  # that end vLLM's key of a block: the number of its group, the block's hash before it
-SEGMENT_KEYS = 256
 
 
 def name_of(key: bytes) -> BlockName:
@@ -21,7 +20,7 @@ def group_of(key: bytes) -> int:
 
 class RequestChain:
     """The keys of one request as far as vLLM has made them, by group in the order of the prompt. vLLM gives those of a
-    job in no order, and asks for one at a time."""
+    job in no order."""
 
     def __init__(self) -> None:
         self._groups: dict[int, list[bytes]] = {}
@@ -45,10 +44,3 @@ class RequestChain:
         """The name of the block before it in its group; None if there is none, or it is not known."""
         place = self._places.get(key, 0)
         return name_of(self._groups[group_of(key)][place - 1]) if place else None
-
-    def around(self, key: bytes) -> Sequence[bytes]:
-        """Keys of the same group of which the next questions will be: a part of the prompt with this one in it."""
-        if key not in self._places:
-            return [key]
-        start = self._places[key] // SEGMENT_KEYS * SEGMENT_KEYS
-        return self._groups[group_of(key)][start : start + SEGMENT_KEYS]

@@ -54,7 +54,7 @@ class KVTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        is_held = self._guard.run(lambda: self._side.holds(key, _chain_of(req_context)), False)
+        is_held = self._guard.run(lambda: self._side.holds(key), False)
         return LookupResult.HIT if is_held else LookupResult.MISS
 
     def submit_load(self, job_metadata: Any) -> None:
@@ -84,9 +84,6 @@ class KVTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: Any) -> None:
         self._guard.run(lambda: self._side.on_request_finished(_chain_of(req_context)), None)
-
-    def on_schedule_end(self, context: Any) -> None:
-        self._guard.run_always(self._side.forget_found, None)
 
     def serve_external_requests(self, parent: Any) -> None:
         self._guard.run(lambda: self._offer_again(parent), None)

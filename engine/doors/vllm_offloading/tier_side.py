@@ -6,7 +6,7 @@ from itertools import groupby
 
 from kvtier.engine.disk_below.disk_below import DiskBelow
 from kvtier.engine.doors.vllm_offloading.holes import Holes
-from kvtier.engine.doors.vllm_offloading.request_chain import RequestChain, group_of
+from kvtier.engine.doors.vllm_offloading.request_chain import RequestChain, group_of, name_of
 from kvtier.engine.doors.vllm_offloading.row_jobs import EndedRows, RowJobs
 from kvtier.engine.doors.vllm_offloading.tier_counts import TierCounts
 from kvtier.tiers.naming.block_hash import BlockName
@@ -35,24 +35,12 @@ class TierSide:
         self._holes = Holes(clock)
         self._longest_job_s = longest_job_s
         self._clock = clock
-        self._found: dict[bytes, bool] = {}
-        self._is_open = True
         self._gauges_at = float("-inf")
         self._num_corrupt = 0  # that were counted
 
-    def holds(self, key: bytes, chain: RequestChain) -> bool:
-        """Whether the block is on disk. A question costs the disk as much as one for a part of the prompt, so that is
-        asked, and remembered until `forget_found`."""
-        if not self._is_open:
-            return False
-        if key not in self._found:
-            keys = chain.around(key)
-            self._found.update(zip(keys, self._jobs.are_held(keys), strict=True))
-        return self._found[key]
-
-    def forget_found(self) -> None:
-        """Ask the disk anew: a step of vLLM's is over, or a load has failed."""
-        self._found.clear()
+    def holds(self, key: bytes) -> bool:
+        """Whether the block is on disk; waits for nothing."""
+        return self._disk.holds(name_of(key), group_of(key))
 
     def load(self, job_id: int, keys: Sequence[bytes], chunk_ids: Iterable[int]) -> None:
         """Begin to read blocks into rows of the pool."""
@@ -84,7 +72,6 @@ class TierSide:
                 self.counts.loaded_blocks += len(job.good)
                 self.counts.failed_loads += num_bad
                 if num_bad:
-                    self.forget_found()
                     self._count_corrupt()
                 continue
             self.counts.stored_blocks += len(job.good)
@@ -128,13 +115,11 @@ class TierSide:
         nothing from then on; False then."""
         if self._jobs.drain(self._longest_job_s):
             return True
-        self._is_open = False
         self._disk.close()
         return False
 
     def close(self) -> None:
         """End all jobs, and let the pool go."""
-        self._is_open = False
         self._jobs.close()
 
     def _count_corrupt(self) -> None:

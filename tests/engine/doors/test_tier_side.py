@@ -108,8 +108,7 @@ class Tier:
         return [key for row, key in enumerate(keys) if self.row(row) == bytes_of(key)]
 
     def held(self, keys: Sequence[bytes]) -> list[bool]:
-        self.side.forget_found()
-        return [self.side.holds(key, RequestChain()) for key in keys]
+        return [self.side.holds(key) for key in keys]
 
 
 def tier_at(
@@ -184,24 +183,15 @@ def test_a_block_that_is_damaged_is_not_good_is_counted_and_not_found_again(tmp_
     assert counts == {"loaded_blocks": 7, "failed_loads": 1, "corrupt_blocks": 1}
 
 
-def test_what_is_found_is_known_for_a_part_of_the_prompt_until_a_step_is_over_or_a_load_has_failed(
-    tier: Tier,
-) -> None:
-    one, other = Prompt(range(10)), Prompt(range(100, 110))
-    tier.store(one)
-    assert [tier.side.holds(key, other.chain) for key in other.keys] == [False] * 10
+def test_a_block_is_found_from_its_store_until_the_tier_is_closed(tier: Tier) -> None:
+    prompt = Prompt(range(10))
+    before = tier.held(prompt.keys)
 
-    tier.store(other)
-    before_its_end = [tier.side.holds(key, other.chain) for key in other.keys]
-    tier.side.forget_found()
-    after_it = [tier.side.holds(key, other.chain) for key in other.keys]
-    assert not tier.side.holds(key_of(500), RequestChain())
-    failed = tier.load([key_of(500)])
-    tier.store(Prompt([500]))
+    tier.store(prompt)
+    stored = tier.held(prompt.keys)
+    tier.side.close()
 
-    assert (before_its_end, after_it) == ([False] * 10, [True] * 10)
-    assert failed.good == []
-    assert tier.side.holds(key_of(500), RequestChain())
+    assert (before, stored, tier.held(prompt.keys)) == ([False] * 10, [True] * 10, [False] * 10)
 
 
 def test_what_leaves_a_full_disk_is_the_end_of_prefixes_although_vllm_gives_keys_in_no_order(tmp_path: Path) -> None:
@@ -360,6 +350,4 @@ def test_a_chain_takes_in_what_vllm_adds_while_a_request_runs() -> None:
     for group_id in (0, 1):
         keys = [key_of(number, group_id) for number in range(6)]
         assert [chain.parent(key) for key in keys] == [None, *(key[:-4] for key in keys[:-1])]
-        assert chain.around(keys[3]) == keys
-    assert chain.around(key_of(99)) == [key_of(99)]
     assert chain.parent(key_of(99)) is None

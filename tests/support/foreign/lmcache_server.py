@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,10 +12,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from foreign.running import ROOT, free_endpoint, free_port
+from waiting import wait_for
 
 CHUNK_TOKENS = 256  # as the sidecar has them by default
 STARTING_S = 60.0
-STORING_S = 60.0
 OUR_L2 = {"type": "plugin", "module_path": "kvtier.engine.doors.lmcache", "class_name": "KVTierL2"}
 
 
@@ -47,13 +46,16 @@ class LmcacheServer:
 
     def wait_ready(self) -> None:
         """Return once it listens; RuntimeError if it has ended."""
-        give_up_at = time.monotonic() + STARTING_S
-        while time.monotonic() < give_up_at and self._process.poll() is None:
-            host, port = self.url.removeprefix("tcp://").split(":")
+        host, port = self.url.removeprefix("tcp://").split(":")
+
+        def listens() -> bool:
+            if self._process.poll() is not None:
+                raise RuntimeError("LMCache's server has ended")
             with suppress(OSError), socket.create_connection((host, int(port)), 1):
-                return
-            time.sleep(0.1)
-        raise RuntimeError("LMCache's server does not listen")
+                return True
+            return False
+
+        wait_for(listens, 0.1)
 
     def status(self) -> Any:
         """What it says of itself."""
@@ -62,13 +64,12 @@ class LmcacheServer:
 
     def wait_stored(self) -> None:
         """Return once all that engines have stored is in L2 too."""
-        give_up_at = time.monotonic() + STORING_S
-        while time.monotonic() < give_up_at:
+
+        def has_stored() -> bool:
             storing = self.status()["storage_manager"]["store_controller"]
-            if not storing["pending_keys_count"] and not storing["in_flight_task_count"]:
-                return
-            time.sleep(0.05)
-        raise RuntimeError("LMCache's server does not end its stores")
+            return not storing["pending_keys_count"] and not storing["in_flight_task_count"]
+
+        wait_for(has_stored, 0.05)
 
     def kill(self) -> None:
         """End it at once, with SIGKILL."""
