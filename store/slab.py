@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier.store.folder import open_own, sync_folder
 
@@ -43,7 +42,7 @@ class Slabs:
     """All slabs of a store's folder, one file for each size of slots. The index knows which record has which slot.
 
     Reads may run beside any other call; a read of a slot that is being written gives a mixture of both payloads.
-    Payloads in the page cache are copied from a map of the file, at the speed of memory. Others are read past the page
+    Payloads in the page cache are copied from there, at the speed of memory. Others are read past the page
     cache into the caller's memory, where that is aligned: host memory above the store is their cache.
     *written* lists the slots written to since it was last cleared.
     """
@@ -69,7 +68,7 @@ class Slabs:
 
     def is_cached(self, slot: Slot) -> bool:
         """Whether all pages of the slot are in the page cache now."""
-        return self._slab(slot.num_bytes).cached(slot.number * slot.num_bytes, slot.num_bytes) is not None
+        return self._slab(slot.num_bytes).is_cached(slot.number * slot.num_bytes, slot.num_bytes)
 
     def place(self, slot: Slot) -> tuple[Path, int, int]:
         """The file that has the slot, the slot's offset in it, and its length."""
@@ -152,21 +151,24 @@ class SlabFile:
                 buffers.append(_PADDING[: self._num_bytes - value.nbytes])
         if (first + len(values)) * self._num_bytes > _MOST_FILE_BYTES:
             raise OSError(errno.EFBIG, f"no slab has a slot {first}")
-        if _transfer(lambda left, at: os.pwritev(self._file, left, at), buffers, first * self._num_bytes):
+        left, _ = _transfer(lambda left, at: os.pwritev(self._file, left, at), buffers, first * self._num_bytes)
+        if left:
             raise OSError(errno.EIO, "nothing more could be written to a slab")
 
     def read(self, first: int, outs: list[memoryview]) -> None:
         start = first * self._num_bytes
-        if self._copy_cached(start, outs):
+        if any(out.nbytes < self._num_bytes for out in outs):
+            for i, out in enumerate(outs):
+                _fill(lambda left, at: os.preadv(self._file, left, at), [out], start + i * self._num_bytes)
             return
-        is_whole = all(out.nbytes == self._num_bytes and _is_aligned(out) for out in outs)
-        if is_whole and self._direct is not None:
-            direct = self._direct
-            # A read cut short within a page goes on through the cache.
-            _fill(lambda left, at: os.preadv(self._file if at % PAGE_BYTES else direct, left, at), outs, start)
+        if self._direct is None or not all(map(_is_aligned, outs)):
+            _fill(lambda left, at: os.preadv(self._file, left, at), outs, start)
             return
-        for i, out in enumerate(outs):
-            _fill(lambda left, at: os.preadv(self._file, left, at), [out], start + i * self._num_bytes)
+        if self.is_cached(start, PAGE_BYTES):  # then the rest probably is
+            outs, start = _transfer(self._read_cached, outs, start)
+        direct = self._direct
+        # A read cut short within a page goes on through the cache.
+        _fill(lambda left, at: os.preadv(self._file if at % PAGE_BYTES else direct, left, at), outs, start)
 
     def punch(self, first: int, num_slots: int) -> None:
         if _libc.fallocate(self._file, _PUNCH_HOLE, first * self._num_bytes, num_slots * self._num_bytes):
@@ -187,30 +189,29 @@ class SlabFile:
         if self._direct is not None:
             os.close(self._direct)
 
-    def cached(self, start: int, num_bytes: int) -> npt.NDArray[np.uint8] | None:
-        """The bytes at *start* as a view of the map, if all of them are in the page cache now; else None."""
+    def _read_cached(self, outs: list[memoryview], at: int) -> int:
+        """Read what is in the page cache at *at*, and wait for no medium; gives the bytes read, 0 if there are none."""
+        try:
+            return os.preadv(self._file, outs, at, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:  # by some file systems
+                raise
+            return os.preadv(self._file, outs, at)
+
+    def is_cached(self, start: int, num_bytes: int) -> bool:
+        """Whether all of these bytes are in the page cache now."""
         mapped = self._map
         if mapped is None or len(mapped) < start + num_bytes:
             size = os.fstat(self._file).st_size
             if size < start + num_bytes:
-                return None  # a slot that was never written; the read finds that out
+                return False  # a slot that was never written; the read finds that out
             mapped = self._map = mmap.mmap(self._file, size, prot=mmap.PROT_READ)
         found = np.frombuffer(mapped, np.uint8, num_bytes, start)
         in_cache = bytearray(num_bytes // PAGE_BYTES)
         vector = (ctypes.c_char * len(in_cache)).from_buffer(in_cache)
-        if _libc.mincore(found.__array_interface__["data"][0], num_bytes, vector) or 0 in in_cache:
-            return None
-        return found
-
-    def _copy_cached(self, start: int, outs: list[memoryview]) -> bool:
-        """Fill *outs* from the page cache, if all their bytes are there; whether it did."""
-        found = self.cached(start, len(outs) * self._num_bytes)
-        if found is None:
-            return False
-        for i, out in enumerate(outs):
-            at = i * self._num_bytes
-            np.copyto(np.frombuffer(out, np.uint8), found[at : at + out.nbytes])
-        return True
+        return not _libc.mincore(found.__array_interface__["data"][0], num_bytes, vector) and 0 not in in_cache
 
 
 def _files(folder: Path) -> list[Path]:
@@ -224,20 +225,23 @@ def _is_aligned(view: memoryview) -> bool:
 
 def _fill(read: Callable[[list[memoryview], int], int], buffers: list[memoryview], at: int) -> None:
     """Fill all *buffers* by *read*; with zeros from beyond the end of the file."""
-    for buffer in _transfer(read, buffers, at):
+    for buffer in _transfer(read, buffers, at)[0]:
         np.frombuffer(buffer, np.uint8)[:] = 0
 
 
-def _transfer(act: Callable[[list[memoryview], int], int], buffers: list[memoryview], at: int) -> list[memoryview]:
-    """Read or write all *buffers* by as many calls of *act* as it takes, and return those left when it does no more."""
+def _transfer(
+    act: Callable[[list[memoryview], int], int], buffers: list[memoryview], at: int
+) -> tuple[list[memoryview], int]:
+    """Read or write all *buffers* by as many calls of *act* as it takes; those that are left when it does no more, and
+    where it is then."""
     while buffers:
         done = act(buffers, at)
         if done <= 0:
-            return buffers
+            break
         at += done
         while buffers and done >= buffers[0].nbytes:
             done -= buffers[0].nbytes
             buffers = buffers[1:]
         if done:
             buffers = [buffers[0][done:], *buffers[1:]]
-    return []
+    return buffers, at

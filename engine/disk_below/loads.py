@@ -12,9 +12,8 @@ from kvtier.tiers.lower.breaker import Attempt
 from kvtier.transfer.lane import LaneClosed, Transfer
 from kvtier.transfer.transfer_engine import Route, TransferEngine
 
-LEAST_PART_BYTES = 1 << 20  # below this a question to the store costs more than reading beside others saves
-MOST_PART_BYTES = 4 << 20
-MOST_PART_ROWS = 64
+MOST_PART_BYTES = 32 << 20  # the store reads such a part with several threads by itself
+MOST_PART_ROWS = 512
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -27,9 +26,9 @@ class Part:
 
 
 class Loads:
-    """Reads jobs in the order in which they came: each is cut into parts for *num_readers* at a time, and no part of a
-    later one is begun before all of an earlier. What has been begun and not ended is at most two parts a reader, so a
-    long job fills no queue and keeps no bytes under way.
+    """Reads jobs in the order in which they came: each is cut into parts, each of which is one question to the store,
+    and no part of a later one is begun before all of an earlier. What has been begun and not ended is at most two parts
+    for each of *num_readers*, so a long job fills no queue and keeps few bytes under way.
 
     A job ends within the store's deadline: what hangs longer is ended by it. While reading is out of order all that is
     queued fails at once. The caller holds the lock of `DiskBelow`.
@@ -119,12 +118,9 @@ class Loads:
 
     def _parts(self, job: Job, places: Sequence[int]) -> list[Part]:
         """The rows at *places*, cut for the readers."""
-        sizes = [job.rows[place].memory.nbytes for place in places]
-        share = -(-sum(sizes) // self._num_readers)
-        most_bytes = min(max(share, LEAST_PART_BYTES), MOST_PART_BYTES)
         return [
             Part(job, part, sum(job.rows[place].memory.nbytes for place in part))
-            for part in cut(places, job.rows, most_bytes, MOST_PART_ROWS)
+            for part in cut(places, job.rows, MOST_PART_BYTES, MOST_PART_ROWS)
         ]
 
 

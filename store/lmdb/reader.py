@@ -2,12 +2,12 @@
 
 import logging
 import mmap
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import chain
 
 from kvtier.store.codec.cipher import Cipher
@@ -20,8 +20,8 @@ from kvtier.store.slab import Slot
 NUM_READERS = 8  # threads that share a large read: enough requests at a time to keep a drive busy
 _SHARE_BYTES = 1 << 20  # least bytes of a read that a thread takes
 _CACHED_SHARE_BYTES = 8 << 20  # the same where it only copies: handing work over takes as long as copying a megabyte
-_READ_BYTES = 1 << 20  # that a thread reads at a time, or one block: other threads read while it verifies
-_CACHED_READ_BYTES = 4 << 20  # the same where it only copies: each piece has its transaction
+_LOCATED_BYTES = 16 << 20  # whose slots one transaction finds, or one block
+_READ_BYTES = 1 << 20  # that a thread reads and then verifies, or one block: they are in its core's cache still
 
 _log = logging.getLogger(__name__)
 
@@ -47,15 +47,17 @@ class LmdbReader:
         num_bytes = sum(out.nbytes for out in outs)
         is_cached = bool(pairs) and self._seems_cached(keys[len(keys) // 2])
         num_shares = min(NUM_READERS, len(pairs), num_bytes // (_CACHED_SHARE_BYTES if is_cached else _SHARE_BYTES))
-        read = partial(self._read_share, piece_bytes=_CACHED_READ_BYTES if is_cached else _READ_BYTES)
+        if is_cached:
+            num_shares = min(num_shares, len(os.sched_getaffinity(0)))
         if num_shares <= 1:
-            return read(pairs)
+            return self._read_share(pairs)
         size = -(-len(pairs) // num_shares)
         shares = [pairs[start : start + size] for start in range(0, len(pairs), size)]
         try:
-            return list(chain.from_iterable(self._threads.map(read, shares)))
+            others = self._threads.map(self._read_share, shares[1:])
         except RuntimeError as error:  # the pool was shut down
             raise ValueError("store is closed") from error
+        return [*self._read_share(shares[0]), *chain.from_iterable(others)]
 
     def verify_one(self, key: bytes) -> tuple[int, Fault | None] | None:
         """Read a record; gives the bytes read and its fault, None if there is no record. Deletes and counts nothing."""
@@ -90,10 +92,10 @@ class LmdbReader:
         except OSError:  # the read reports it
             return False
 
-    def _read_share(self, pairs: Sequence[tuple[bytes, memoryview]], piece_bytes: int) -> list[bytes | Fault]:
+    def _read_share(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
         results: list[bytes | Fault] = []
-        for piece in _pieces(pairs, piece_bytes):
-            results += self._read_piece(piece)
+        for run in _runs(pairs, _LOCATED_BYTES):
+            results += self._read_run(pairs[run])
         faults = [i for i, result in enumerate(results) if isinstance(result, Fault)]
         for i in faults:
             if _is_bad(results[i]):
@@ -109,22 +111,31 @@ class LmdbReader:
             self._read_bytes_total += num_bytes
         return results
 
-    def _read_piece(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
-        """Read these blocks, past the transaction that found them: a slot reused meanwhile shows as a bad digest."""
+    def _read_run(self, pairs: Sequence[tuple[bytes, memoryview]]) -> list[bytes | Fault]:
+        """Read these blocks, past the transaction that finds them: a slot reused meanwhile shows as a bad digest."""
+        results: list[bytes | Fault] = []
         try:
             with self._files.using():
                 found = self._located([key for key, _ in pairs])
-                values = [
-                    memoryview(b"") if place is None else _target(*place, out)
-                    for place, (_, out) in zip(found, pairs, strict=True)
-                ]
-                there = [(place[1], value) for place, value in zip(found, values, strict=True) if place is not None]
-                started = time.perf_counter()
-                failed = self._fill(there)
-                if self._timed is not None and there:
-                    self._timed.on_read(sum(slot.num_bytes for slot, _ in there), time.perf_counter() - started)
+                for piece in _runs(pairs, _READ_BYTES):
+                    results += self._read_piece(pairs[piece], found[piece])
         except OSError:
-            return [Fault.IO_ERROR] * len(pairs)
+            results += [Fault.IO_ERROR] * (len(pairs) - len(results))
+        return results
+
+    def _read_piece(
+        self, pairs: Sequence[tuple[bytes, memoryview]], found: Sequence[tuple[bytes, Slot] | None]
+    ) -> list[bytes | Fault]:
+        """Read all blocks whose headers and slots were found, then verify each. The caller is inside `files.using`."""
+        values = [
+            memoryview(b"") if place is None else _target(*place, out)
+            for place, (_, out) in zip(found, pairs, strict=True)
+        ]
+        there = [(place[1], value) for place, value in zip(found, values, strict=True) if place is not None]
+        started = time.perf_counter()
+        failed = self._fill(there)
+        if self._timed is not None and there:
+            self._timed.on_read(sum(slot.num_bytes for slot, _ in there), time.perf_counter() - started)
         return [
             Fault.MISSING
             if place is None
@@ -155,7 +166,7 @@ class LmdbReader:
         A good record, which must stay, may have replaced it since the first read.
         """
         with self._files.writer:
-            (result,) = self._read_piece([(key, out)])
+            (result,) = self._read_run([(key, out)])
             if _is_bad(result):
                 try:
                     self._files.remove(lambda change, _: change.forget(key))
@@ -179,12 +190,12 @@ def _scratch(slot: Slot) -> memoryview:
     return memoryview(mmap.mmap(-1, slot.num_bytes))
 
 
-def _pieces(pairs: Sequence[tuple[bytes, memoryview]], most_bytes: int) -> Iterator[Sequence[tuple[bytes, memoryview]]]:
-    """Runs of *pairs* of at most *most_bytes*, or of one block."""
+def _runs(pairs: Sequence[tuple[bytes, memoryview]], most_bytes: int) -> Iterator[slice]:
+    """Where runs of *pairs* are that have at most *most_bytes*, or one block."""
     start = num_bytes = 0
     for i, (_, out) in enumerate(pairs):
         if i > start and num_bytes + out.nbytes > most_bytes:
-            yield pairs[start:i]
+            yield slice(start, i)
             start, num_bytes = i, 0
         num_bytes += out.nbytes
-    yield pairs[start:]
+    yield slice(start, len(pairs))

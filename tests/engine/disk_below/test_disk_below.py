@@ -18,6 +18,7 @@ from damaged_files import damage
 from waiting import wait_for
 
 from kvtier.engine.config import DiskConfig, parse_bytes
+from kvtier.engine.disk_below import loads
 from kvtier.engine.disk_below.disk_below import DiskBelow
 from kvtier.engine.disk_below.finished import TakenAtOnce
 from kvtier.engine.disk_below.open import open_disk_below
@@ -331,7 +332,14 @@ class Bed:
         assert all(job.result(0))
 
 
-def test_loads_go_in_the_order_in_which_they_came_a_few_parts_at_a_time() -> None:
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many rows a part has at most, for tests of jobs of several parts."""
+    monkeypatch.setattr(loads, "MOST_PART_ROWS", 64)
+    return 64
+
+
+def test_loads_go_in_the_order_in_which_they_came_a_few_parts_at_a_time(small_parts: int) -> None:
     rows, bed = HostRows(400), Bed()
     bed.stored(rows, range(400))
     first, second = bed.disk.load(rows.empty(range(300))), bed.disk.load(rows.empty(range(300, 302)))
@@ -342,7 +350,7 @@ def test_loads_go_in_the_order_in_which_they_came_a_few_parts_at_a_time() -> Non
     bed.reads.work()
     assert all(first.result(0))
     assert all(second.result(0))
-    assert len([blocks for blocks in bed.reads.submitted if blocks]) == 300 // 64 + 1 + 1
+    assert len([blocks for blocks in bed.reads.submitted if blocks]) == 300 // small_parts + 1 + 1
 
 
 def test_a_row_that_is_not_there_fails_at_once_and_without_the_disk() -> None:
@@ -407,6 +415,7 @@ def test_a_disk_that_fails_is_left_alone_until_a_row_that_no_engine_waits_for_ca
     assert is_right(loaded, [50]) == [True]
 
 
+@pytest.mark.usefixtures("small_parts")
 def test_what_is_queued_fails_when_the_disk_is_left_alone() -> None:
     rows, bed = HostRows(400), Bed()
     bed.stored(rows, range(400))
