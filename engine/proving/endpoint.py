@@ -46,7 +46,8 @@ class Endpoint:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._clock = clock
         self._is_elsewhere = not _is_here(parts.hostname or "")
-        self._tls = httpx.create_ssl_context()  # once: it reads the certificates of all authorities
+        # once: it reads the certificates of all authorities
+        self._tls = httpx.create_ssl_context() if parts.scheme == "https" else False
 
     def get(self, path: str) -> Any:
         """What the server answers there, from JSON."""

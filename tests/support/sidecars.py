@@ -1,7 +1,6 @@
 """Sidecars for tests: real ones, small, on a thread of the test's process, with a door at which the test attaches."""
 
 import os
-import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import TypeVar
 import httpx
 import numpy as np
 from layout_bed import content, layout
+from plain_http import NO_TLS
 from waiting import DEADLINE_S, join, wait_for
 
 from kvtier.engine.operating.routes import Operating
@@ -30,7 +30,6 @@ T = TypeVar("T")
 TOKEN = "a-token-of-operators"
 # Made once, as it reads the certificates of all authorities. A client for each request: one that several threads share
 # and that keeps no connections closes some that are another thread's by then (httpcore 1.0).
-_TLS = ssl.create_default_context()
 
 
 class OpenDoor:
@@ -90,13 +89,13 @@ class RunningSidecar:
         return f"http://127.0.0.1:{self.port}"
 
     def get(self, path: str, **others: object) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=DEADLINE_S, verify=_TLS, **others)
+        return httpx.get(self.url + path, timeout=DEADLINE_S, verify=NO_TLS, **others)
 
     def post(self, path: str, **others: object) -> httpx.Response:
-        return httpx.post(self.url + path, timeout=DEADLINE_S, verify=_TLS, **others)
+        return httpx.post(self.url + path, timeout=DEADLINE_S, verify=NO_TLS, **others)
 
     def delete(self, path: str) -> httpx.Response:
-        return httpx.delete(self.url + path, timeout=DEADLINE_S, verify=_TLS)
+        return httpx.delete(self.url + path, timeout=DEADLINE_S, verify=NO_TLS)
 
     def ask(self, question: Callable[[], T]) -> T:
         return self.sidecar.ask(question).result(DEADLINE_S)

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from lora_adapters import save_adapters
+from plain_http import NO_TLS
 from serving import (
     BLOCK_BYTES,
     BLOCK_SIZE,
@@ -65,7 +66,9 @@ def text_of(seed: int, num_characters: int = 1000) -> str:
 
 def call(server: Address, method: str, path: str, key: str = ANN, **others: object) -> httpx.Response:
     headers = {"Authorization": f"Bearer {key}"}
-    return httpx.request(method, f"{server.url}/v1/documents{path}", headers=headers, timeout=DEADLINE_S, **others)
+    return httpx.request(
+        method, f"{server.url}/v1/documents{path}", headers=headers, timeout=DEADLINE_S, verify=NO_TLS, **others
+    )
 
 
 def put(server: Address, document_id: str, key: str = ANN, **body: object) -> dict:

@@ -10,6 +10,7 @@ from functools import wraps
 
 import httpx
 import pytest
+from plain_http import NO_TLS
 from serving import DEADLINE_S, MODEL, ServerInThread, chat_tokenizer, come_true, serving, tables
 from small_models import build
 
@@ -119,7 +120,7 @@ def test_clients_that_come_and_leave_at_any_moment_leave_nothing_behind(small: S
             pass
 
     async def all_leave() -> None:
-        async with httpx.AsyncClient(base_url=small.url, timeout=DEADLINE_S) as client:
+        async with httpx.AsyncClient(base_url=small.url, timeout=DEADLINE_S, verify=NO_TLS) as client:
             await asyncio.gather(*(leave_after(client, 0.004 * i) for i in range(1, 40)))
 
     asyncio.run(all_leave())
@@ -280,7 +281,7 @@ def test_an_engine_that_fails_ends_the_server_with_its_error() -> None:
         server = build_server(model, as_config(tables(20)), bound, MODEL, None, chat_tokenizer())
         running = asyncio.create_task(server.run())
         url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S, verify=NO_TLS) as client:
             while (await client.get("/ready")).status_code != 200:
                 await asyncio.sleep(0.01)
             model.register_forward_pre_hook(fail)

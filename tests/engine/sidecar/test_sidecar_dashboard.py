@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 from layout_bed import layout
+from plain_http import NO_TLS
 from sidecars import TOKEN, RunningSidecar, running_sidecar, small_config
 from waiting import DEADLINE_S, wait_for
 from watching import watching
@@ -114,7 +115,7 @@ def _known(running: RunningSidecar) -> list[float]:
 
 def test_viewers_do_not_hold_up_the_end_of_a_sidecar() -> None:
     with running_sidecar(small_config()) as running:
-        client = httpx.Client(timeout=DEADLINE_S)
+        client = httpx.Client(timeout=DEADLINE_S, verify=NO_TLS)
         answer = client.send(client.build_request("GET", running.url + STREAM), stream=True)
         lines = answer.iter_lines()
         assert next(lines).startswith("event: hello")

@@ -54,6 +54,7 @@ def test_estimates_are_those_of_exact_replay(num_blocks: int, seed: int) -> None
     assert exact[4.0] - exact[0.5] > 0.1, "sizes that make no difference show nothing"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("resized", [Tier.DEVICE, Tier.HOST, Tier.DISK])
 def test_estimates_are_what_real_tiers_of_these_sizes_find(resized: Tier) -> None:
     here = answered(*DOCUMENT_TIERS.values())

@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from engine_bed import hello
+from plain_http import NO_TLS
 from sidecars import small_config
 from waiting import DEADLINE_S, join, wait_for
 
@@ -29,7 +30,7 @@ class Attached:
     connection: socket.socket
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=DEADLINE_S)
+        return httpx.get(self.url + path, timeout=DEADLINE_S, verify=NO_TLS)
 
 
 @pytest.fixture
