@@ -620,7 +620,7 @@ def test_a_file_that_cannot_be_written_is_the_caller_s_error_and_nothing_has_cha
 ) -> None:
     async def story(_: AsyncLLM, documents: Documents) -> None:
         document = await put(documents, "report", tokens_draft(1, 100))
-        shutil.rmtree(tmp_path / "store-documents")
+        (tmp_path / "store-documents").rename(tmp_path / "away")
         for change in (
             documents.put(None, "report", tokens_draft(2, 100)),
             documents.put(None, "other", tokens_draft(2, 100)),
@@ -644,7 +644,7 @@ def test_a_pin_whose_new_end_cannot_be_written_keeps_the_old_one(model: PreTrain
         document = await put(documents, "report", tokens_draft(1, 100))
         await documents.pin(document, 600.0)
         pinned_until = document.pinned_until
-        shutil.rmtree(tmp_path / "store-documents")
+        (tmp_path / "store-documents").rename(tmp_path / "away")
 
         with pytest.raises(OSError, match="No such file"):
             await documents.pin(document, 9000.0)
