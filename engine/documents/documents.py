@@ -19,6 +19,7 @@ from kvtier.engine.documents.document import MOST_PINNED_S, Document, check_id
 from kvtier.engine.documents.draft import Draft, tokenizer_digest, tokens_of
 from kvtier.engine.documents.file import Damaged, file_name, tenant_prefix
 from kvtier.engine.documents.folder_thread import DocumentFiles, FolderThread, NoFolder
+from kvtier.engine.documents.kept_prefixes import Breakpoint
 from kvtier.engine.documents.worker import DocumentWorker, Residence, Status
 from kvtier.engine.text.least_tokens import TooManyTokens
 from kvtier.tiers.naming.tier import Tier
@@ -162,6 +163,18 @@ class Documents:
         False if the tenant's share has no room for it, or the prompt has no block that could be kept.
         """
         return await self._ask(lambda worker: worker.pin_prompt(tenant, token_ids, lora, cache_salt, ttl_s))
+
+    async def keep_prefixes(
+        self,
+        tenant: str | None,
+        token_ids: Sequence[int],
+        lora: str | None,
+        cache_salt: str | None,
+        breakpoints: Sequence[Breakpoint],
+    ) -> list[Breakpoint]:
+        """Keep what is cached of a prompt in host memory up to its *breakpoints*, each until it has not been read for
+        its time; those up to which it is kept now, in whole blocks. Others had no room in the tenant's share."""
+        return await self._ask(lambda worker: worker.keep_prefixes(tenant, token_ids, lora, cache_salt, breakpoints))
 
     def share_among(self, num_tenants: int) -> None:
         """Divide what may be pinned among *num_tenants*, from the engine's next step on.
