@@ -1,8 +1,11 @@
 """Usage: what a request took, as OpenAI's `usage` and as the `kvtier` object of an answer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvtier.engine.documents.kept_prefixes import Breakpoint
 from kvtier.engine.scheduling.request import Completion
+from kvtier.engine.server.cache_usage import CacheUsage
 from kvtier.tiers.lower.statistics import TokenBalance
 
 
@@ -15,6 +18,11 @@ class Usage:
     num_generated: int = 0
     ttft_s: float | None = None  # the engine's, of the first prompt
     is_pinned: bool | None = None  # whether all prompts are pinned now; None: the request did not ask for it
+    kept: Sequence[Breakpoint] | None = None  # up to which the prompt is kept now; None: the request has none
+
+    def note_pinned(self, has_room: bool) -> None:
+        """Note whether a prompt, or all of it up to a breakpoint, is pinned now."""
+        self.is_pinned = has_room and self.is_pinned is not False
 
     def add(self, index: int, completion: Completion) -> None:
         """Add the choice at *index*, which has ended with *completion*."""
@@ -36,7 +44,9 @@ class Usage:
 
     def kvtier(self) -> dict[str, object]:
         """The object `kvtier` of an answer: where the prompts' tokens came from, and why some were computed."""
-        pinned = {} if self.is_pinned is None else {"pinned": self.is_pinned}
+        pinned: dict[str, object] = {} if self.is_pinned is None else {"pinned": self.is_pinned}
+        if self.kept is not None:
+            pinned["cache_creation"] = CacheUsage.of(self.prompts, self.kept).creation()
         return {"tokens": self.by_tier(), "reasons": dict(self.prompts.reasons), "ttft_s": self.ttft_s, **pinned}
 
     def by_tier(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Prefixes that are kept until they have not been read for a while: what counts, for how long, and whose share it takes."""
+"""Prefixes that are kept until they have not been read for a while: for how long, and what of a share they take."""
 
 from collections.abc import Iterator
 
@@ -49,7 +49,7 @@ def held_blocks(core: EngineCore) -> int:
 
 
 def keep(core: EngineCore, prefixes: KeptPrefixes, prompt: str, *ends: tuple[int, float]) -> list[int]:
-    """The blocks up to which a prompt is kept, of which each letter is a block; *ends* are in blocks, with their ttl."""
+    """The blocks up to which a prompt, of a block for each letter, is kept; *ends* are in blocks, with their ttl."""
     chain = core.chain([ord(letter) for letter in prompt for _ in range(BLOCK_SIZE)], NO_EXTRA_KEYS)
     asked = [Breakpoint(num_blocks * BLOCK_SIZE, ttl_s) for num_blocks, ttl_s in ends]
     return [each.num_tokens // BLOCK_SIZE for each in prefixes.keep(None, chain, asked)]
