@@ -1,4 +1,4 @@
-"""How soon do answers of the Messages API begin with `cache_control`, with tiers and without, and does the usage add up?
+"""How soon do answers of the Messages API begin with `cache_control`, with and without tiers; does the usage add up?
 
 Twenty documents, ten questions each, asked one after the other by the `anthropic` client. The device has room for two
 documents; with tiers host memory has room to keep all of them. In each round every document is asked about once, of a
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anthropic
+from anthropic.types import DocumentBlockParam, TextBlockParam
 
 from bench.engine.serving_bed import BLOCK_SIZE, MODEL, kvtier_server
 from bench.report import Row, arguments, publish
@@ -74,7 +75,8 @@ def save_model(folder: Path) -> int:
     tokenizer.save_pretrained(folder)
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    values: int = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    num_kv_heads = config.num_key_value_heads or config.num_attention_heads
+    values: int = 2 * config.num_hidden_layers * num_kv_heads * head_dim
     return values * model.dtype.itemsize
 
 
@@ -93,16 +95,19 @@ def ask_in_turn(urls: dict[str, str], documents: Sequence[Document]) -> dict[str
 def ask(client: anthropic.Anthropic, document: Document, number: int) -> Seen:
     """Ask for the document's fact of that number."""
     fact = document.facts[number % len(document.facts)]
-    source = {"type": "text", "media_type": "text/plain", "data": document.text}
-    content = [
-        {"type": "document", "source": source, "cache_control": {"type": "ephemeral"}},
+    content: list[DocumentBlockParam | TextBlockParam] = [
+        {
+            "type": "document",
+            "source": {"type": "text", "media_type": "text/plain", "data": document.text},
+            "cache_control": {"type": "ephemeral"},
+        },
         {"type": "text", "text": f"The book says that the code of {fact.name} is"},
     ]
     asked_at, ttft_s, text = time.perf_counter(), None, ""
     stream = client.messages.create(
         model=MODEL,
         max_tokens=ANSWER_TOKENS,
-        messages=[{"role": "user", "content": content}],  # type: ignore[typeddict-item]  # dicts of these keys
+        messages=[{"role": "user", "content": content}],
         stream=True,
         extra_body={"temperature": 0},
     )

@@ -19,7 +19,7 @@ from kvtier.engine.documents.document import MOST_PINNED_S, Document, check_id
 from kvtier.engine.documents.draft import Draft, tokenizer_digest, tokens_of
 from kvtier.engine.documents.file import Damaged, file_name, tenant_prefix
 from kvtier.engine.documents.folder_thread import DocumentFiles, FolderThread, NoFolder
-from kvtier.engine.documents.kept_prefixes import Breakpoint
+from kvtier.engine.documents.kept_prefixes import Breakpoint, MarkedPrompt
 from kvtier.engine.documents.worker import DocumentWorker, Residence, Status
 from kvtier.engine.text.least_tokens import TooManyTokens
 from kvtier.tiers.naming.tier import Tier
@@ -164,17 +164,14 @@ class Documents:
         """
         return await self._ask(lambda worker: worker.pin_prompt(tenant, token_ids, lora, cache_salt, ttl_s))
 
-    async def keep_prefixes(
-        self,
-        tenant: str | None,
-        token_ids: Sequence[int],
-        lora: str | None,
-        cache_salt: str | None,
-        breakpoints: Sequence[Breakpoint],
-    ) -> list[Breakpoint]:
-        """Keep what is cached of a prompt in host memory up to its *breakpoints*, each until it has not been read for
-        its time; those up to which it is kept now, in whole blocks. Others had no room in the tenant's share."""
-        return await self._ask(lambda worker: worker.keep_prefixes(tenant, token_ids, lora, cache_salt, breakpoints))
+    async def keep_prefixes(self, prompt: MarkedPrompt) -> list[Breakpoint]:
+        """Keep what is cached of a prompt in host memory up to its breakpoints, each until it has not been read for its
+        time; those up to which it is kept now, in whole blocks. Others had no room in the tenant's share."""
+        return await self._ask(lambda worker: worker.prefixes.keep(prompt))
+
+    async def read_prefixes(self, prompt: MarkedPrompt) -> list[Breakpoint]:
+        """The breakpoints up to which the prompt is kept already, in whole blocks; this counts as reading it."""
+        return await self._ask(lambda worker: worker.prefixes.read(prompt))
 
     def share_among(self, num_tenants: int) -> None:
         """Divide what may be pinned among *num_tenants*, from the engine's next step on.

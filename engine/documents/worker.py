@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from kvtier.engine.core import EngineCore
 from kvtier.engine.documents.document import Document
-from kvtier.engine.documents.kept_prefixes import Breakpoint, KeptPrefixes
+from kvtier.engine.documents.kept_prefixes import KeptPrefixes
 from kvtier.engine.documents.pin_shares import PinShares
 from kvtier.engine.documents.pins import DocumentPins
 from kvtier.engine.documents.prefills import DocumentPrefills
@@ -58,7 +58,7 @@ class DocumentWorker:
         self._shares = PinShares(core, num_tenants)
         self._prefills = DocumentPrefills(core, self.extra_of, self._on_ended)
         self._pins = DocumentPins(core, self._chain, self._compute, self._shares)
-        self._kept_prefixes = KeptPrefixes(core, self._shares)
+        self.prefixes = KeptPrefixes(core, self._shares)
 
     def extra_of(self, document: Document) -> ExtraKeys:
         """What a document's blocks are named with beside its tokens. ValueError if its adapter is not configured."""
@@ -101,18 +101,6 @@ class DocumentWorker:
             return pin is not None
         self._core.pins.unpin(pin)
         return False
-
-    def keep_prefixes(
-        self,
-        tenant: str | None,
-        token_ids: Sequence[int],
-        lora: str | None,
-        cache_salt: str | None,
-        breakpoints: Sequence[Breakpoint],
-    ) -> list[Breakpoint]:
-        """Keep what is cached of a prompt up to its *breakpoints*; see `KeptPrefixes.keep`."""
-        chain = self._core.chain(token_ids, keyed(self._core, NO_EXTRA_KEYS, lora, cache_salt))
-        return self._kept_prefixes.keep(tenant, chain, breakpoints)
 
     def share_among(self, num_tenants: int) -> None:
         """Divide what may be pinned among *num_tenants* from now on."""

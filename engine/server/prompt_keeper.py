@@ -1,8 +1,10 @@
 """PromptKeeper: keeps the prompts of one request in host memory, as the request asks for it."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from kvtier.engine.documents.documents import Documents
+from kvtier.engine.documents.kept_prefixes import MarkedPrompt
 from kvtier.engine.server.choices import ChoicePiece
 from kvtier.engine.server.prompt import Prompt
 from kvtier.engine.server.usage import Usage
@@ -32,10 +34,16 @@ class PromptKeeper:
 
     async def kept(self, pieces: AsyncIterator[ChoicePiece], prompt: Prompt) -> AsyncIterator[ChoicePiece]:
         """Yield *pieces*; before the first, when the prompt has been computed, keep it up to its breakpoints."""
-        async for item in pieces:
-            if self._usage.kept is None:
-                self._usage.kept = await self._documents.keep_prefixes(
-                    self._tenant, prompt.token_ids, *self._names, prompt.breakpoints
-                )
-                self._usage.note_pinned(len(self._usage.kept) == len(prompt.breakpoints))
-            yield item
+        marked = MarkedPrompt(self._tenant, prompt.token_ids, *self._names, prompt.breakpoints)
+        # Asked with the request, and not after its first token: what is kept already waits for no step of the engine.
+        reading = asyncio.create_task(self._documents.read_prefixes(marked))
+        try:
+            async for item in pieces:
+                if self._usage.kept is None:
+                    self._usage.kept = await reading
+                    if len(self._usage.kept) < len(prompt.breakpoints):
+                        self._usage.kept = await self._documents.keep_prefixes(marked)
+                    self._usage.note_pinned(len(self._usage.kept) == len(prompt.breakpoints))
+                yield item
+        finally:
+            reading.cancel()
