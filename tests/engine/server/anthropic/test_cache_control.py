@@ -24,11 +24,18 @@ class FakeClock:
         return self.now
 
 
-@pytest.fixture
-def server() -> Iterator[ServerInThread]:
+@pytest.fixture(scope="module")
+def running() -> Iterator[ServerInThread]:
     """Room for pins of 40 blocks."""
     with serving(build("llama"), tables(num_slots=80)) as address:
         yield address
+
+
+@pytest.fixture
+def server(running: ServerInThread) -> ServerInThread:
+    """The same, which has forgotten what the tests before have asked."""
+    come_true(lambda: running.ask(lambda core: core.reset()))
+    return running
 
 
 def text(content: str, **control: object) -> dict[str, object]:
@@ -151,20 +158,21 @@ def test_a_breakpoint_in_the_first_block_keeps_nothing(server: ServerInThread) -
     assert answer.kvtier["pinned"] is False
 
 
-def test_what_is_kept_ends_after_its_time_and_reading_makes_it_last(server: ServerInThread) -> None:
+def test_what_is_kept_ends_after_its_time_and_reading_makes_it_last() -> None:
     clock = FakeClock()
 
     def put_clock(core: EngineCore) -> None:
         core.pins = TimedPins(core.cache, clock)
 
-    server.ask(put_clock)
     messages = question(document(DOCUMENT, **FIVE_MINUTES), text("Where?"))
-    for clock.now in (0.0, 200.0, 400.0):
-        ask(server, messages=messages)
-        assert held_tokens(server) > 0
+    with serving(build("llama"), tables(num_slots=80)) as server:
+        server.ask(put_clock)
+        for clock.now in (0.0, 200.0, 400.0):
+            ask(server, messages=messages)
+            assert held_tokens(server) > 0
 
-    clock.now = 701.0
-    come_true(lambda: held_tokens(server) == 0)
+        clock.now = 701.0
+        come_true(lambda: held_tokens(server) == 0)
 
 
 def test_a_tenant_keeps_within_its_share(server: ServerInThread) -> None:
