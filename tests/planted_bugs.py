@@ -45,8 +45,8 @@ BUGS = [
     Bug(
         "the usage counts tokens as created that were read",
         "engine/server/cache_usage.py",
-        "        end = num_read = tokens.num_tokens - tokens.recomputed\n",
-        "        num_read, end = tokens.num_tokens - tokens.recomputed, 0\n",
+        "end, created = max(num_read, kept.num_before), dict",
+        "end, created = kept.num_before, dict",
         "tests/engine/server/test_cache_usage.py",
     ),
     Bug(

@@ -29,6 +29,14 @@ class MarkedPrompt:
     breakpoints: Sequence[Breakpoint]
 
 
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """What of a prompt is kept."""
+
+    num_before: int = 0  # tokens that were kept already
+    breakpoints: Sequence[Breakpoint] = ()  # up to which it is kept now, in whole blocks
+
+
 @dataclass(eq=False, slots=True)
 class _Kept:
     start: int  # tokens before it, which are kept already: the end of a prefix that this one begins with
@@ -49,29 +57,28 @@ class KeptPrefixes:
         self._shares = shares
         self._kept: dict[str | None, dict[BlockName, _Kept]] = {}  # by tenant and the name of the last block
 
-    def keep(self, prompt: MarkedPrompt) -> list[Breakpoint]:
-        """Keep what is cached of a prompt up to its breakpoints; those up to which it is kept now.
+    def keep(self, prompt: MarkedPrompt) -> Keeping:
+        """Keep what is cached of a prompt up to its breakpoints.
 
-        They are moved back to the end of a block. The tenant's prefixes that the prompt begins with count as read. A
+        These are moved back to the end of a block. The tenant's prefixes that the prompt begins with count as read. A
         breakpoint within the first block is left out, and so is one for which the tenant's share has no room.
         """
         chain = self._chain(prompt)
         path = self._begun_with(prompt.tenant, chain)
-        kept = []
+        num_before, kept = _end_of(path), []
         for each in self._in_whole_blocks(prompt, chain):
             if each.num_tokens <= _end_of(path) or self._pin(each, prompt.tenant, chain, path):
                 kept.append(each)
         self._prolong(path, kept)
-        return kept
+        return Keeping(num_before, kept)
 
-    def read(self, prompt: MarkedPrompt) -> list[Breakpoint]:
-        """The breakpoints up to which the prompt is kept already, as `keep` gives them. What is kept of it counts as
-        read."""
+    def read(self, prompt: MarkedPrompt) -> Keeping:
+        """What of a prompt is kept already, which counts as read."""
         chain = self._chain(prompt)
         path = self._begun_with(prompt.tenant, chain)
         kept = [each for each in self._in_whole_blocks(prompt, chain) if each.num_tokens <= _end_of(path)]
         self._prolong(path, kept)
-        return kept
+        return Keeping(_end_of(path), kept)
 
     def _chain(self, prompt: MarkedPrompt) -> BlockChain:
         return self._core.chain(prompt.token_ids, keyed(self._core, NO_EXTRA_KEYS, prompt.lora, prompt.cache_salt))

@@ -40,10 +40,11 @@ class PromptKeeper:
         try:
             async for item in pieces:
                 if self._usage.kept is None:
-                    self._usage.kept = await reading
-                    if len(self._usage.kept) < len(prompt.breakpoints):
-                        self._usage.kept = await self._documents.keep_prefixes(marked)
-                    self._usage.note_pinned(len(self._usage.kept) == len(prompt.breakpoints))
+                    kept = await reading
+                    if len(kept.breakpoints) < len(prompt.breakpoints):
+                        kept = await self._documents.keep_prefixes(marked)
+                    self._usage.kept = kept
+                    self._usage.note_pinned(len(kept.breakpoints) == len(prompt.breakpoints))
                 yield item
         finally:
             reading.cancel()

@@ -1,9 +1,8 @@
 """Usage: what a request took, as OpenAI's `usage` and as the `kvtier` object of an answer."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvtier.engine.documents.kept_prefixes import Breakpoint
+from kvtier.engine.documents.kept_prefixes import Keeping
 from kvtier.engine.scheduling.request import Completion
 from kvtier.engine.server.cache_usage import CacheUsage
 from kvtier.tiers.lower.statistics import TokenBalance
@@ -18,7 +17,7 @@ class Usage:
     num_generated: int = 0
     ttft_s: float | None = None  # the engine's, of the first prompt
     is_pinned: bool | None = None  # whether all prompts are pinned now; None: the request did not ask for it
-    kept: Sequence[Breakpoint] | None = None  # up to which the prompt is kept now; None: the request has none
+    kept: Keeping | None = None  # what is kept of the prompt; None: the request has no breakpoints
 
     def note_pinned(self, has_room: bool) -> None:
         """Note whether a prompt, or all of it up to a breakpoint, is pinned now."""

@@ -4,6 +4,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 
 from kvtier.engine.async_llm import Piece
+from kvtier.engine.documents.kept_prefixes import Keeping
 from kvtier.engine.scheduling.request import Completion, FinishReason
 from kvtier.engine.server.anthropic.error_object import error_object
 from kvtier.engine.server.api_error import ApiError
@@ -69,7 +70,7 @@ class MessageReply:
             yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
 
     def _of_prompt(self, tokens: TokenBalance) -> dict[str, object]:
-        return CacheUsage.of(tokens, self._usage.kept or ()).anthropic()
+        return CacheUsage.of(tokens, self._usage.kept or Keeping()).anthropic()
 
     def _num_told(self, completion: Completion) -> int:
         return 0 if self._only_warms else len(completion.token_ids)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from kvtier.engine.build import build_core
 from kvtier.engine.config import as_config
 from kvtier.engine.core import EngineCore
-from kvtier.engine.documents.kept_prefixes import Breakpoint, KeptPrefixes, MarkedPrompt
+from kvtier.engine.documents.kept_prefixes import Breakpoint, Keeping, KeptPrefixes, MarkedPrompt
 from kvtier.engine.documents.pin_shares import PinShares
 from kvtier.engine.scheduling.timed_pins import TimedPins
 
@@ -49,7 +49,7 @@ def held_blocks(core: EngineCore) -> int:
 
 def keep(prefixes: KeptPrefixes, prompt: str, *ends: tuple[int, float]) -> list[int]:
     """The blocks up to which a prompt, of a block for each letter, is kept; *ends* are in blocks, with their ttl."""
-    return [each.num_tokens // BLOCK_SIZE for each in prefixes.keep(marked(prompt, *ends))]
+    return [each.num_tokens // BLOCK_SIZE for each in prefixes.keep(marked(prompt, *ends)).breakpoints]
 
 
 def marked(prompt: str, *ends: tuple[int, float], tenant: str | None = None) -> MarkedPrompt:
@@ -133,14 +133,14 @@ def test_only_whole_blocks_are_kept(core: EngineCore, prefixes: KeptPrefixes) ->
 
     kept = prefixes.keep(MarkedPrompt(None, [7] * (3 * BLOCK_SIZE), None, None, asked))
 
-    assert kept == [Breakpoint(2 * BLOCK_SIZE, MINUTES)]
+    assert kept.breakpoints == [Breakpoint(2 * BLOCK_SIZE, MINUTES)]
 
 
 def test_each_tenant_keeps_its_own(core: EngineCore, clock: FakeClock) -> None:
     prefixes = KeptPrefixes(core, PinShares(core, 2))
     prompts = [marked("aaa", (3, MINUTES), tenant=tenant) for tenant in ("ann", "bob")]
 
-    assert [prefixes.keep(prompt) for prompt in prompts] == [prompts[0].breakpoints] * 2
+    assert [prefixes.keep(prompt).breakpoints for prompt in prompts] == [prompts[0].breakpoints] * 2
 
     assert (core.pins.num_bytes("ann"), core.pins.num_bytes("bob")) == (3 * BLOCK_BYTES, 3 * BLOCK_BYTES)
 
@@ -149,13 +149,21 @@ def test_who_only_reads_keeps_no_more_and_makes_what_there_is_last(
     core: EngineCore, prefixes: KeptPrefixes, clock: FakeClock
 ) -> None:
     prompt = marked("aab", (2, MINUTES), (3, MINUTES))
-    assert prefixes.read(prompt) == []
+    assert prefixes.read(prompt) == Keeping(0, [])
     keep(prefixes, "aa", (2, MINUTES))
     clock.now = 200.0
 
-    assert prefixes.read(prompt) == prompt.breakpoints[:1]
+    assert prefixes.read(prompt) == Keeping(2 * BLOCK_SIZE, prompt.breakpoints[:1])
 
     assert [held_at(core, clock, now) for now in (300.0, 500.0)] == [2, 0]
+
+
+def test_what_was_kept_before_is_told_with_what_is_kept_now(prefixes: KeptPrefixes) -> None:
+    keep(prefixes, "aa", (2, MINUTES))
+    longer = marked("aabb", (4, MINUTES))
+
+    assert prefixes.keep(longer) == Keeping(2 * BLOCK_SIZE, longer.breakpoints)
+    assert prefixes.keep(longer) == Keeping(4 * BLOCK_SIZE, longer.breakpoints)
 
 
 def test_after_a_reset_a_prefix_is_kept_anew(core: EngineCore, prefixes: KeptPrefixes) -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvtier.engine.documents.kept_prefixes import Breakpoint
+from kvtier.engine.documents.kept_prefixes import Breakpoint, Keeping
 from kvtier.engine.server.cache_usage import CacheUsage
 from kvtier.tiers.lower.statistics import TokenBalance
 
@@ -25,9 +25,17 @@ MINUTES, HOUR = 300.0, 3600.0
 def test_tokens_are_read_created_or_neither(
     tokens: TokenBalance, kept: list[Breakpoint], counted: tuple[int, dict[str, int], int]
 ) -> None:
-    usage = CacheUsage.of(tokens, kept)
+    usage = CacheUsage.of(tokens, Keeping(0, kept))
 
     assert (usage.num_read, usage.created, usage.num_other) == counted
+
+
+def test_what_was_kept_before_and_is_computed_again_since_that_is_sooner_is_not_created_again() -> None:
+    tokens = TokenBalance(host=48, recomputed=52)  # the front of the hit is computed while the rest is loaded
+
+    usage = CacheUsage.of(tokens, Keeping(64, [Breakpoint(64, HOUR), Breakpoint(96, MINUTES)]))
+
+    assert (usage.num_read, usage.created, usage.num_other) == (48, {"5m": 32, "1h": 0}, 20)
 
 
 def test_the_parts_add_up_to_the_prompt_whatever_is_kept() -> None:
@@ -39,7 +47,7 @@ def test_the_parts_add_up_to_the_prompt_whatever_is_kept() -> None:
         num_hours = rng.randrange(len(ends) + 1)
         kept = [Breakpoint(end, HOUR if place < num_hours else MINUTES) for place, end in enumerate(ends)]
 
-        told = CacheUsage.of(tokens, kept).anthropic()
+        told = CacheUsage.of(tokens, Keeping(rng.randrange(tokens.num_tokens), kept)).anthropic()
 
         parts = [told[name] for name in ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")]
         assert min(parts) >= 0
