@@ -176,7 +176,9 @@ def test_pages_of_named_origins_alone_may_ask() -> None:
         url = f"{address.url}/v1/chat/completions"
         before = httpx.options(url, headers=asked, verify=NO_TLS)
         other = httpx.options(url, headers=asked | {"origin": "https://evil.example"}, verify=NO_TLS)
-        done = address.get("/v1/models", headers={"origin": "https://chat.example", "authorization": "Bearer sk-ann-1111"})
+        done = address.get(
+            "/v1/models", headers={"origin": "https://chat.example", "authorization": "Bearer sk-ann-1111"}
+        )
         refused = address.get("/v1/models", headers={"origin": "https://chat.example"})
 
     assert (before.status_code, before.headers["access-control-allow-origin"]) == (200, "https://chat.example")
