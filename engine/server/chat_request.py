@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from kvtier.engine.documents.kept_prefixes import Breakpoint
 from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.cache_control import CacheControl, check_breakpoints
-from kvtier.engine.server.generation_request import GenerationRequest, LogprobCount, TokenCount
+from kvtier.engine.server.generation_request import GenerationRequest, LogprobCount, Text, TokenCount
 from kvtier.engine.server.prompt import Prompt
 from kvtier.engine.text.chat_template import PART_SEPARATOR, NotOfTheTemplate, TemplateValue, chat_text
 from kvtier.engine.text.least_tokens import TooManyTokens
@@ -35,11 +35,21 @@ class DocumentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
     cache_control: CacheControl | None = None
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One message. A client may send an answer of this server back as it came, with its empty fields."""
+class ImagePart(msgspec.Struct, frozen=True, tag_field="type", tag="image_url"):
+    """A part of a message that is an image, which no model here can read."""
+
+    cache_control: CacheControl | None = None
+
+    def __post_init__(self) -> None:
+        raise ValueError("image_url is not supported, as the models served here read text; send what the image says")
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One message. A client may send an answer of this server, or of another, back as it came: what is unknown here is
+    left out, see `unknown_fields`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart | DocumentPart] | None = None
+    content: str | list[TextPart | DocumentPart | ImagePart] | None = None
     cache_control: CacheControl | None = None  # of the message's last part, in the place of the part's own
     name: str | None = None
     tool_call_id: str | None = None
@@ -60,7 +70,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return written | ({} if self.name is None else {"name": self.name})
 
     @property
-    def parts(self) -> Sequence[TextPart | DocumentPart]:
+    def parts(self) -> Sequence[TextPart | DocumentPart | ImagePart]:
         """The message's parts; a content that is a text is one part."""
         return [TextPart(self.content)] if isinstance(self.content, str) else self.content or []
 
@@ -95,16 +105,26 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, content=parts)
 
 
+def unknown_fields(messages: object) -> set[str]:
+    """The fields of messages, as they came, that are not known here, and that the prompt therefore has nothing of."""
+    if not isinstance(messages, list):
+        return set()
+    found = set[str]().union(*(message.keys() for message in messages if isinstance(message, dict)))
+    return found.difference(Message.__struct_fields__)
+
+
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A conversation to continue. Without a limit the answer may fill what the longest request has left.
 
     Beyond OpenAI's: *chat_template_kwargs*, variables of the model's template such as `enable_thinking`, and
-    *continue_final_message*: the answer goes on where the last message, the assistant's, ends.
+    *continue_final_message*: the answer goes on where the last message, the assistant's, ends. What
+    *reasoning_effort* says, the template is told too, by that name.
     """
 
     messages: Annotated[list[Message], msgspec.Meta(max_length=MOST_MESSAGES)]
     chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict)
     continue_final_message: bool = False
+    reasoning_effort: Text | None = None
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
     logprobs: bool = False
@@ -117,7 +137,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise ValueError("continue_final_message: the last message is not the assistant's; leave it out")
         check_breakpoints([control for message in self.messages for _, control in message.cache_controls()])
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: set logprobs to true as well")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens: differs from max_completion_tokens; give one of them")
@@ -156,7 +176,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
 
     def _text(self, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
         written = [message.for_template() for message in messages]
-        return chat_text(tokenizer, written, self.chat_template_kwargs, is_continued=self.continue_final_message)
+        return chat_text(tokenizer, written, self._variables, is_continued=self.continue_final_message)
 
     def _breakpoints(self, tokenizer: PreTrainedTokenizerBase, text: PrefixedText) -> Iterator[Breakpoint]:
         """Where the parts with a `cache_control` end in the prompt. The template is asked, which may write them anew:
@@ -176,6 +196,12 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
     def with_texts(self, texts: Mapping[str, str]) -> "ChatRequest":
         """A copy with the texts of its documents, which *texts* has by id. Only the copy can be made a prompt of."""
         return msgspec.structs.replace(self, messages=[message.with_texts(texts) for message in self.messages])
+
+    @property
+    def _variables(self) -> dict[str, TemplateValue]:
+        """What the template is told beside the messages."""
+        told = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return told | self.chat_template_kwargs
 
     def max_new_tokens(self, room: int) -> int:
         """How many tokens to generate at most; *room* is what the longest request has left beside the prompt."""

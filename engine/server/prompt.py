@@ -12,3 +12,9 @@ class Prompt:
 
     token_ids: Sequence[int]
     breakpoints: Sequence[Breakpoint] = ()  # in their order
+
+    def last(self, num_tokens: int) -> "Prompt":
+        """The prompt without the tokens before its last *num_tokens*; breakpoints stay behind the same tokens."""
+        num_cut = max(0, len(self.token_ids) - num_tokens)
+        left = [Breakpoint(each.num_tokens - num_cut, each.ttl_s) for each in self.breakpoints]
+        return Prompt(self.token_ids[num_cut:], [each for each in left if each.num_tokens > 0])

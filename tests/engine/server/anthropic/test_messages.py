@@ -118,12 +118,13 @@ def test_documents_stand_before_the_question_with_their_titles(server: ServerInT
 
 
 def test_a_stored_document_is_a_file(server: ServerInThread, model: PreTrainedModel) -> None:
-    assert httpx2.put(f"{server.url}/v1/documents/tides", json={"text": "Ebb."}, verify=NO_TLS).status_code == 201
-    source = {"type": "file", "file_id": "tides"}
+    url, source = f"{server.url}/v1/documents/tides", {"type": "file", "file_id": "tides"}
+    assert httpx2.put(url, json={"text": "Ebb."}, verify=NO_TLS).status_code == 201
 
     done = ask(server, messages=[{"role": "user", "content": [{"type": "document", "source": source}]}])
 
     assert done.content[0].text == continued(model, "<user>Ebb.\n<assistant>", 8)
+    assert httpx2.delete(url, verify=NO_TLS).status_code == 200  # other tests share the server
 
 
 def test_messages_of_one_role_in_a_row_are_one_and_thoughts_are_left_out(
