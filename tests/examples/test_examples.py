@@ -125,9 +125,9 @@ def test_a_text_that_the_anthropic_client_asks_about_is_kept_and_then_read(serve
     told = re.findall(r"\((\d+) read, (\d+) kept from now on\)", output)
     (read_first, kept_first), (read_then, kept_then) = [(int(read), int(kept)) for read, kept in told]
     assert answered(output, facts)
-    assert read_first + kept_first > NUM_TOKENS  # other documents may begin as this one does
+    assert read_first + kept_first >= NUM_TOKENS  # in whole blocks; other documents may begin as this one does
     assert kept_first > NUM_TOKENS // 2
-    assert (read_then > NUM_TOKENS, kept_then) == (True, 0)
+    assert (read_then >= NUM_TOKENS, kept_then) == (True, 0)
 
 
 def test_ten_users_compute_a_document_once(server: Address, tmp_path: Path) -> None:
