@@ -27,6 +27,7 @@ from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.timeline import ANONYMOUS, Caller
 from kvtier.engine.text.tokenizer_threads import TokenizerThreads
 from kvtier.engine.thread_work import as_exception
+from kvtier.tiers.lower.statistics import NO_TOKENS, TokenBalance
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS, ExtraKeys
 
 _T = TypeVar("_T")
@@ -35,12 +36,13 @@ _A = TypeVar("_A", bound=Attendant)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one step added to a stream. The last one has the *completion*."""
+    """What one step added to a stream. The last one has the *completion*; all have the prompt's *tokens*."""
 
     text: str
     token_id: int
     completion: Completion | None = None
     logprobs: TokenLogprobs | None = None
+    tokens: TokenBalance = NO_TOKENS  # where the prompt's tokens came from
 
 
 @dataclass(eq=False, slots=True)
@@ -291,4 +293,4 @@ class AsyncLLM:
         if stream is not None:
             done = None if request.finish_reason is None else request.completion()
             logprobs = request.logprobs[-1] if request.logprobs else None
-            stream.send(Piece(request.new_text, request.token_ids[-1], done, logprobs))
+            stream.send(Piece(request.new_text, request.token_ids[-1], done, logprobs, request.balance()))

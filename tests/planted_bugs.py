@@ -29,6 +29,34 @@ class Bug:
 
 BUGS = [
     Bug(
+        "a kept prefix ends although what continues it is read",
+        "engine/documents/kept_prefixes.py",
+        "kept if prefix.start < each.num_tokens)])",
+        "kept if prefix.end == each.num_tokens)])",
+        "tests/engine/documents/test_kept_prefixes.py",
+    ),
+    Bug(
+        "what several kept prefixes have in common counts for each",
+        "engine/documents/kept_prefixes.py",
+        "until=self._core.pins.now() + ttl_s, start=start)",
+        "until=self._core.pins.now() + ttl_s)",
+        "tests/engine/documents/test_kept_prefixes.py",
+    ),
+    Bug(
+        "the usage counts tokens as created that were read",
+        "engine/server/cache_usage.py",
+        "end, created = max(num_read, kept.num_before), dict",
+        "end, created = kept.num_before, dict",
+        "tests/engine/server/test_cache_usage.py",
+    ),
+    Bug(
+        "a prolonged pin ends at its first time",
+        "engine/scheduling/timed_pins.py",
+        "            if self._ends.get(pin) == end:",
+        "            if self._ends.get(pin, -1.0) >= end:",
+        "tests/engine/scheduling/test_timed_pins.py",
+    ),
+    Bug(
         "a prompt's first block counts as used before its last",
         "tiers/reuse/recency.py",
         "        for hashed in reversed(hashes.tolist()):",

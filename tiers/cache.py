@@ -405,15 +405,20 @@ class TieredCache:
         """For each group, how many blocks of the promotion have no device slot yet; slots are reserved for them."""
         return self._promoter.num_to_come(promotion)
 
-    def pin(self, chain: BlockChain, num_tokens: int, most_bytes: int | None = None) -> Pin | None:
-        """Keep the blocks that a prompt needs to go on after these tokens in host memory, until `unpin`.
+    def pin(self, chain: BlockChain, num_tokens: int, most_bytes: int | None = None, start: int = 0) -> Pin | None:
+        """Keep the blocks that a prompt needs to go on after these tokens in host memory, until `unpin`; without those
+        before token *start*, which another pin of the caller's keeps.
 
         Blocks that are there are leased now; blocks on disk or on the device only are copied there as soon as nothing
         more urgent is copied. None if all of them are more than *most_bytes*, by default `free_to_pin`. A caller that
         gives a number of its own answers for the sum of its pins.
         """
-        whole = min(num_tokens, len(chain.names) * self.block_size) // self.alignment * self.alignment
-        return self._pins.begin(chain, whole, self.free_to_pin if most_bytes is None else most_bytes)
+        whole = self.whole_tokens(chain, num_tokens)
+        return self._pins.begin(chain, whole, self.free_to_pin if most_bytes is None else most_bytes, start)
+
+    def whole_tokens(self, chain: BlockChain, num_tokens: int) -> int:
+        """How many of the first *num_tokens* are in blocks of all groups that have a name, and so can be kept."""
+        return min(num_tokens, len(chain.names) * self.block_size) // self.alignment * self.alignment
 
     def unpin(self, pin: Pin) -> None:
         """End the pin; a second time does nothing."""

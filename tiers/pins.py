@@ -101,9 +101,10 @@ class Pins:
         """Bytes of host memory that all pins take when they are whole."""
         return self._num_bytes
 
-    def begin(self, chain: BlockChain, num_tokens: int, most_bytes: int) -> Pin | None:
-        """Pin the blocks that a request needs to go on after *num_tokens* tokens; None if they have more bytes."""
-        pin = Pin(chain, [Leases(group, group.needed(num_tokens)) for group in self._groups])
+    def begin(self, chain: BlockChain, num_tokens: int, most_bytes: int, start: int = 0) -> Pin | None:
+        """Pin the blocks that a request needs to go on after *num_tokens* tokens, without those before token *start*;
+        None if they have more than *most_bytes*."""
+        pin = Pin(chain, [Leases(group, group.needed(num_tokens, start)) for group in self._groups])
         if pin.num_bytes > most_bytes:
             return None
         self._pins[pin] = None

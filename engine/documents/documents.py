@@ -19,6 +19,7 @@ from kvtier.engine.documents.document import MOST_PINNED_S, Document, check_id
 from kvtier.engine.documents.draft import Draft, tokenizer_digest, tokens_of
 from kvtier.engine.documents.file import Damaged, file_name, tenant_prefix
 from kvtier.engine.documents.folder_thread import DocumentFiles, FolderThread, NoFolder
+from kvtier.engine.documents.kept_prefixes import Keeping, MarkedPrompt
 from kvtier.engine.documents.worker import DocumentWorker, Residence, Status
 from kvtier.engine.text.least_tokens import TooManyTokens
 from kvtier.tiers.naming.tier import Tier
@@ -162,6 +163,15 @@ class Documents:
         False if the tenant's share has no room for it, or the prompt has no block that could be kept.
         """
         return await self._ask(lambda worker: worker.pin_prompt(tenant, token_ids, lora, cache_salt, ttl_s))
+
+    async def keep_prefixes(self, prompt: MarkedPrompt) -> Keeping:
+        """Keep what is cached of a prompt in host memory up to its breakpoints, each until it has not been read for its
+        time; but not those for which the tenant's share has no room."""
+        return await self._ask(lambda worker: worker.prefixes.keep(prompt))
+
+    async def read_prefixes(self, prompt: MarkedPrompt) -> Keeping:
+        """What of a prompt is kept already, which counts as read."""
+        return await self._ask(lambda worker: worker.prefixes.read(prompt))
 
     def share_among(self, num_tenants: int) -> None:
         """Divide what may be pinned among *num_tenants*, from the engine's next step on.

@@ -31,11 +31,13 @@ class PinShares:
         *,
         until: float,
         instead_of: Pin | None = None,
+        start: int = 0,
     ) -> Pin | None:
-        """Keep what is cached of so many tokens until then, in the place of the tenant's earlier pin *instead_of*.
+        """Keep what is cached of so many tokens until then, in the place of the tenant's earlier pin *instead_of*;
+        without what comes before token *start*, which another pin of the tenant's keeps.
 
         None if the tenant's share has no room; then the earlier pin stays as it was.
         """
         pins = self._core.pins
         left_bytes = self.share_bytes - pins.num_bytes(tenant)
-        return pins.pin(tenant, chain, num_tokens, left_bytes, until=until, instead_of=instead_of)
+        return pins.pin(tenant, chain, num_tokens, left_bytes, until=until, instead_of=instead_of, start=start)

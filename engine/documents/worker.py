@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from kvtier.engine.core import EngineCore
 from kvtier.engine.documents.document import Document
+from kvtier.engine.documents.kept_prefixes import KeptPrefixes
 from kvtier.engine.documents.pin_shares import PinShares
 from kvtier.engine.documents.pins import DocumentPins
 from kvtier.engine.documents.prefills import DocumentPrefills
@@ -57,6 +58,7 @@ class DocumentWorker:
         self._shares = PinShares(core, num_tenants)
         self._prefills = DocumentPrefills(core, self.extra_of, self._on_ended)
         self._pins = DocumentPins(core, self._chain, self._compute, self._shares)
+        self.prefixes = KeptPrefixes(core, self._shares)
 
     def extra_of(self, document: Document) -> ExtraKeys:
         """What a document's blocks are named with beside its tokens. ValueError if its adapter is not configured."""

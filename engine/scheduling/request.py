@@ -39,6 +39,7 @@ class Completion:
     ttft_s: float  # from the request's arrival to its first token
     tokens: TokenBalance
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each token, if they were asked for
+    stop: str | None = None  # the stop string that ended it
 
 
 @dataclass(eq=False, slots=True)
@@ -112,7 +113,13 @@ class Request:
         if ttft_s is None:  # it was aborted before
             ttft_s = time.monotonic() - self.timeline.arrived_at
         return Completion(
-            self.detokenizer.text, self.generated, self.finish_reason, ttft_s, self.balance(), self.logprobs
+            self.detokenizer.text,
+            self.generated,
+            self.finish_reason,
+            ttft_s,
+            self.balance(),
+            self.logprobs,
+            self.detokenizer.stopped_by,
         )
 
     def record(self) -> RequestRecord:

@@ -1,1 +1,1 @@
-"""`kvtier serve`: the engine behind HTTP, with OpenAI's API. Start reading with `http_server.py`."""
+"""`kvtier serve`: the engine behind HTTP, with OpenAI's API and Anthropic's. Start reading with `http_server.py`."""

@@ -10,8 +10,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.entrance import Entrance
+from kvtier.engine.server.error_response import error_response
 from kvtier.engine.server.facts import Facts, facts_of
-from kvtier.engine.server.paths import OF_ALL, OPERATE, QUIET, is_open, label_of
+from kvtier.engine.server.paths import OF_ALL, OPERATE, QUIET, is_anthropics, is_open, label_of
 from kvtier.engine.server.request_ids import request_id_of
 from kvtier.engine.tracing.span import Attribute, Span
 from kvtier.engine.tracing.trace_context import TraceContext
@@ -43,7 +44,10 @@ class Access:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = facts.request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = facts.request_id
+                if is_anthropics(scope["path"]):
+                    headers["request-id"] = facts.request_id
             await send(message)
 
         try:
@@ -114,16 +118,18 @@ class KeyCheck:
         if refusal is None:
             await self._app(scope, receive, send)
         else:
-            await refusal.response()(scope, receive, send)
+            await error_response(refusal, scope)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         entrance = self._entrance
         if entrance.keys is None or (entrance.operating is not None and scope["path"].startswith(f"{OPERATE}/")):
             return None  # operators have tokens of their own
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        tenant = entrance.keys.tenant_of(key.strip()) if scheme.lower() == "bearer" else None
+        key = _key_of(Headers(scope=scope))
+        tenant = None if key is None else entrance.keys.tenant_of(key)
         if tenant is None:
-            message = "the API key is missing or unknown; send a known one as 'Authorization: Bearer KEY'"
+            message = (
+                "the API key is missing or unknown; send a known one as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            )
             headers = {"WWW-Authenticate": "Bearer"}
             return ApiError(401, message, code="invalid_api_key", headers=headers)
         facts_of(scope).tenant = tenant
@@ -135,3 +141,9 @@ class KeyCheck:
                 code="forbidden",
             )
         return None
+
+
+def _key_of(headers: Headers) -> str | None:
+    """The key that a request brings: OpenAI's clients as a bearer's, Anthropic's in a header of its own."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")

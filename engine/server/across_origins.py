@@ -16,5 +16,5 @@ def across_origins(app: ASGIApp, settings: ServerConfig) -> ASGIApp:
         allow_origins=settings.cors_origins,
         allow_methods=["*"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
+        expose_headers=["x-request-id", "request-id", "retry-after"],
     )

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvtier.engine.dashboard.assets import ASSETS
 from kvtier.engine.server.api_error import ApiError, json_response
+from kvtier.engine.server.error_response import error_response
 from kvtier.engine.server.facts import facts_of
 from kvtier.engine.server.paths import HEALTH, METRICS, VERSION
 
@@ -72,8 +73,8 @@ async def _version(_: Request) -> Response:
     return json_response({"version": version("kvtier")})
 
 
-async def _api_error(_: Request, error: ApiError) -> Response:
-    return error.response()
+async def _api_error(request: Request, error: ApiError) -> Response:
+    return error_response(error, request.scope)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
@@ -81,7 +82,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     message = f"{error.detail}: {request.method} {request.url.path}"
     if error.status_code == 404:
         message = f"no such route: {request.method} {request.url.path}; {_known(request)}"
-    return ApiError(error.status_code, message, headers=error.headers).response()
+    return error_response(ApiError(error.status_code, message, headers=error.headers), request.scope)
 
 
 def _known(request: Request) -> str:
@@ -94,10 +95,9 @@ def _known(request: Request) -> str:
 
 async def _left(request: Request, _: ClientDisconnect) -> Response:
     facts_of(request.scope).client_left = True
-    return ApiError(400, "the body was cut off; send it again", code="disconnected").response()
+    return error_response(ApiError(400, "the body was cut off; send it again", code="disconnected"), request.scope)
 
 
 async def _unexpected(request: Request, _: Exception) -> Response:
-    return ApiError(
-        500, f"the server failed; in its log the request has the id {facts_of(request.scope).request_id}"
-    ).response()
+    message = f"the server failed; in its log the request has the id {facts_of(request.scope).request_id}"
+    return error_response(ApiError(500, message), request.scope)

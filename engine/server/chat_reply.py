@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from kvtier.engine.async_llm import Piece
 from kvtier.engine.model.logprobs import TokenLogprobs
+from kvtier.engine.server.api_error import ApiError
+from kvtier.engine.server.event_stream import DONE, data_event
 from kvtier.engine.server.generation_request import StreamOptions
 from kvtier.engine.server.reply import Answer, chunk_fields, envelope
 from kvtier.engine.server.token_text import TokenText, finite
@@ -15,15 +17,16 @@ _PART_OF_A_CHARACTER = "\ufffd"
 class ChatReply:
     """A `Reply`. The first chunk of a choice has the role, the next ones the text, the last one why it ended."""
 
-    def __init__(self, model: str, text: TokenText, tells_logprobs: bool, options: StreamOptions) -> None:
+    def __init__(self, model: str, text: TokenText, usage: Usage, tells_logprobs: bool, options: StreamOptions) -> None:
         self._head = envelope("chat.completion", "chatcmpl", model)
         self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
         self._text = text
+        self._usage = usage
         self._tells_logprobs = tells_logprobs
         self._options = options
         self._begun: set[int] = set()
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, object]:
+    def whole(self, answers: Sequence[Answer]) -> dict[str, object]:
         choices = [
             {
                 "index": answer.index,
@@ -33,27 +36,35 @@ class ChatReply:
             }
             for answer in answers
         ]
-        return {**self._head, "choices": choices, "usage": usage.openai(), "kvtier": usage.kvtier()}
+        return {**self._head, "choices": choices, **self._used()}
 
-    def chunks(self, index: int, piece: Piece) -> Iterator[dict[str, object]]:
+    def events(self, index: int, piece: Piece) -> Iterator[bytes]:
         if index not in self._begun:
             self._begun.add(index)
-            yield self._chunk(index, {"role": "assistant", "content": ""})
+            yield self._event(index, {"role": "assistant", "content": ""})
         if piece.text or piece.logprobs:
             logprobs = self._logprobs([] if piece.logprobs is None else [piece.logprobs])
-            yield self._chunk(index, {"content": piece.text}, logprobs)
+            yield self._event(index, {"content": piece.text}, logprobs)
         if piece.completion is not None:
-            yield self._chunk(index, {}, finish_reason=piece.completion.finish_reason)
+            yield self._event(index, {}, finish_reason=piece.completion.finish_reason)
 
-    def last_chunk(self, usage: Usage) -> dict[str, object]:
-        return {**self._chunk_head, "choices": [], "usage": usage.openai(), "kvtier": usage.kvtier()}
+    def last_events(self) -> Iterator[bytes]:
+        if self._options.include_usage:
+            yield data_event({**self._chunk_head, "choices": [], **self._used()})
+        yield DONE
 
-    def _chunk(
+    def error_event(self, error: ApiError) -> bytes:
+        return data_event(error.content())
+
+    def _used(self) -> dict[str, object]:
+        return {"usage": self._usage.openai(), "kvtier": self._usage.kvtier()}
+
+    def _event(
         self, index: int, delta: dict[str, str], logprobs: object = None, finish_reason: str | None = None
-    ) -> dict[str, object]:
+    ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         fields = chunk_fields(self._options, delta.get("content", ""), logprobs)
-        return {**self._chunk_head, "choices": [choice], **fields}
+        return data_event({**self._chunk_head, "choices": [choice], **fields})
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, object] | None:
         if not self._tells_logprobs:

@@ -1,35 +1,44 @@
 """ChatRequest: the body of `POST /v1/chat/completions`, a conversation that the chat template makes a prompt of."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from kvtier.engine.documents.kept_prefixes import Breakpoint
 from kvtier.engine.server.api_error import ApiError
+from kvtier.engine.server.cache_control import CacheControl, check_breakpoints
 from kvtier.engine.server.generation_request import GenerationRequest, LogprobCount, Text, TokenCount
-from kvtier.engine.text.chat_template import PART_SEPARATOR, NotOfTheTemplate, TemplateValue, chat_token_ids
+from kvtier.engine.server.prompt import Prompt
+from kvtier.engine.text.chat_template import PART_SEPARATOR, NotOfTheTemplate, TemplateValue, chat_text
 from kvtier.engine.text.least_tokens import TooManyTokens
+from kvtier.engine.text.prefixed_text import PrefixedText
 from kvtier.engine.text.prompt_limit import PromptLimit
 
 MOST_MESSAGES = 10_000  # a template handles each message in Python
+_HERE = "\ue000kvtier\ue001"  # of characters for private use; what a text has before it only makes a prefix shorter
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
     """A part of a message that is text."""
 
     text: str
+    cache_control: CacheControl | None = None
 
 
 class DocumentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="document"):
     """A part of a message that stands for the text of a document of `/v1/documents`."""
 
     document_id: str
+    cache_control: CacheControl | None = None
 
 
 class ImagePart(msgspec.Struct, frozen=True, tag_field="type", tag="image_url"):
     """A part of a message that is an image, which no model here can read."""
+
+    cache_control: CacheControl | None = None
 
     def __post_init__(self) -> None:
         raise ValueError("image_url is not supported, as the models served here read text; send what the image says")
@@ -41,6 +50,7 @@ class Message(msgspec.Struct, frozen=True):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart | DocumentPart | ImagePart] | None = None
+    cache_control: CacheControl | None = None  # of the message's last part, in the place of the part's own
     name: str | None = None
     tool_call_id: str | None = None
     refusal: None = None
@@ -55,23 +65,43 @@ class Message(msgspec.Struct, frozen=True):
 
     def for_template(self) -> dict[str, str]:
         """The message as templates know it: the role developer, which is younger than they are, becomes system."""
-        parts = self.content or ""
-        if not isinstance(parts, str):
-            parts = PART_SEPARATOR.join(part.text for part in parts if isinstance(part, TextPart))
-        written = {"role": "system" if self.role == "developer" else self.role, "content": parts}
+        text = PART_SEPARATOR.join(part.text for part in self.parts if isinstance(part, TextPart))
+        written = {"role": "system" if self.role == "developer" else self.role, "content": text}
         return written | ({} if self.name is None else {"name": self.name})
+
+    @property
+    def parts(self) -> Sequence[TextPart | DocumentPart | ImagePart]:
+        """The message's parts; a content that is a text is one part."""
+        return [TextPart(self.content)] if isinstance(self.content, str) else self.content or []
 
     @property
     def document_ids(self) -> list[str]:
         """The ids of the documents in the message."""
-        parts = [] if self.content is None or isinstance(self.content, str) else self.content
-        return [part.document_id for part in parts if isinstance(part, DocumentPart)]
+        return [part.document_id for part in self.parts if isinstance(part, DocumentPart)]
+
+    def cache_controls(self) -> Iterator[tuple[int, CacheControl]]:
+        """The numbers of the parts up to which the prompt is to be kept, and how."""
+        *others, last = [part.cache_control for part in self.parts] or [None]
+        for number, control in enumerate([*others, self.cache_control or last]):
+            if control is not None:
+                yield number, control
+
+    def marked(self, number: int) -> "Message":
+        """A copy of the message with a mark behind its part *number*, which is a text."""
+        parts = [
+            TextPart(part.text + _HERE) if place == number and isinstance(part, TextPart) else part
+            for place, part in enumerate(self.parts or [TextPart("")])
+        ]
+        return msgspec.structs.replace(self, content=parts)
 
     def with_texts(self, texts: Mapping[str, str]) -> "Message":
         """A copy of the message with the texts of its documents, which *texts* has by id."""
         if not self.document_ids or self.content is None or isinstance(self.content, str):
             return self
-        parts = [TextPart(texts[part.document_id]) if isinstance(part, DocumentPart) else part for part in self.content]
+        parts = [
+            TextPart(texts[part.document_id], part.cache_control) if isinstance(part, DocumentPart) else part
+            for part in self.content
+        ]
         return msgspec.structs.replace(self, content=parts)
 
 
@@ -86,12 +116,14 @@ def unknown_fields(messages: object) -> set[str]:
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A conversation to continue. Without a limit the answer may fill what the longest request has left.
 
-    Beyond OpenAI's: *chat_template_kwargs*, variables of the model's template such as `enable_thinking`. What
+    Beyond OpenAI's: *chat_template_kwargs*, variables of the model's template such as `enable_thinking`, and
+    *continue_final_message*: the answer goes on where the last message, the assistant's, ends. What
     *reasoning_effort* says, the template is told too, by that name.
     """
 
     messages: Annotated[list[Message], msgspec.Meta(max_length=MOST_MESSAGES)]
     chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict)
+    continue_final_message: bool = False
     reasoning_effort: Text | None = None
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
@@ -102,6 +134,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
         super().__post_init__()
         if not self.messages:
             raise ValueError("messages: the list is empty; send one message or more")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise ValueError("continue_final_message: the last message is not the assistant's; leave it out")
+        check_breakpoints([control for message in self.messages for _, control in message.cache_controls()])
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: set logprobs to true as well")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -119,8 +154,8 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
 
     def prompts(
         self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit, document: Sequence[int] = ()
-    ) -> list[Sequence[int]]:
-        """The token ids of the conversation, as a list of one. *document* has to be empty.
+    ) -> list[Prompt]:
+        """The conversation's prompt, as a list of one. *document* has to be empty.
 
         ApiError 400 if the model has no template, or it does not take these messages; TooManyTokens beyond *limit*.
         """
@@ -128,9 +163,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
         if tokenizer.chat_template is None:
             message = "the model's tokenizer has no chat template; use /v1/completions, or a model made for chats"
             raise ApiError(400, message, code="no_chat_template")
-        messages = [message.for_template() for message in self.messages]
         try:
-            return [chat_token_ids(tokenizer, messages, limit, self._variables)]
+            text = PrefixedText(tokenizer, self._text(tokenizer, self.messages), limit)
+            return [Prompt(text.token_ids, list(self._breakpoints(tokenizer, text)))]
         except TooManyTokens:
             raise
         except NotOfTheTemplate as error:
@@ -138,6 +173,20 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:  # what filters raise
             message = f"the model's chat template does not take these messages: {error}"
             raise ApiError(400, message, param="messages", code="invalid_value") from None
+
+    def _text(self, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
+        written = [message.for_template() for message in messages]
+        return chat_text(tokenizer, written, self._variables, is_continued=self.continue_final_message)
+
+    def _breakpoints(self, tokenizer: PreTrainedTokenizerBase, text: PrefixedText) -> Iterator[Breakpoint]:
+        """Where the parts with a `cache_control` end in the prompt. The template is asked, which may write them anew:
+        it writes the whole conversation with a mark there, and what comes before that is compared with *text*."""
+        for place, message in enumerate(self.messages):
+            for number, control in message.cache_controls():
+                marked = [*self.messages[:place], message.marked(number), *self.messages[place + 1 :]]
+                before, mark, _ = self._text(tokenizer, marked).partition(_HERE)
+                if mark:  # else the template has left the part out
+                    yield Breakpoint(text.num_tokens_shared(before), control.ttl_s)
 
     @property
     def document_ids(self) -> list[str]:

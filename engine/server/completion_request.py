@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.llm import encode
 from kvtier.engine.server.generation_request import GenerationRequest, LogprobCount, TokenCount
+from kvtier.engine.server.prompt import Prompt
 from kvtier.engine.text.prompt_limit import PromptLimit
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -39,14 +40,14 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
 
     def prompts(
         self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit, document: Sequence[int] = ()
-    ) -> list[Sequence[int]]:
-        """The token ids of each prompt, after those of *document*, which begins with the special tokens if any.
+    ) -> list[Prompt]:
+        """The prompts, after those of *document*, which begins with the special tokens if any.
 
         TooManyTokens and UnknownToken for a prompt that is beyond *limit*.
         """
         asked = [self.prompt] if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else self.prompt
         prompts = [_encode(tokenizer, prompt, limit, not document) for prompt in asked]
-        return [[*document, *prompt] for prompt in prompts] if document else prompts
+        return [Prompt([*document, *prompt] if document else prompt) for prompt in prompts]
 
     def max_new_tokens(self, room: int) -> int:
         """How many tokens to generate at most; *room* is what the longest request has left beside the prompt."""

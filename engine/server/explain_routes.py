@@ -111,18 +111,18 @@ async def _token_ids(
         whole = with_document_texts(service, tenant, whole)
         asked = msgspec.structs.replace(asked, cache_salt=whole.cache_salt, messages=whole.messages)
     else:
-        prompt = asked.prompt if isinstance(asked.prompt, str) else list[str | int | list[int]](asked.prompt or [])
-        whole = CompletionRequest(model=name, prompt=prompt)
+        given = asked.prompt if isinstance(asked.prompt, str) else list[str | int | list[int]](asked.prompt or [])
+        whole = CompletionRequest(model=name, prompt=given)
     try:
-        (token_ids,) = await llm.with_tokenizer(lambda tokenizer: whole.prompts(tokenizer, limit), tenant)
+        (prompt,) = await llm.with_tokenizer(lambda tokenizer: whole.prompts(tokenizer, limit), tenant)
     except TooManyTokens as error:
         message = f"the prompt has {error.num_least} tokens or more; the model takes {llm.longest_request}"
         raise ApiError(400, message, code="context_length_exceeded") from None
     except ValueError as error:
         raise ApiError(400, str(error), code="invalid_value") from None
-    if not len(token_ids):
+    if not len(prompt.token_ids):
         raise ApiError(400, "the prompt has no tokens; give at least one", code="invalid_value", param="prompt")
-    return token_ids, asked
+    return prompt.token_ids, asked
 
 
 def _with_text(explanation: Explanation, token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Explanation:

@@ -1,12 +1,11 @@
 """Generation: answers one request for completions or a chat, from its body to the last byte of the answer."""
 
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import TypeAlias
 
-import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
@@ -22,10 +21,13 @@ from kvtier.engine.server.choices import Choice, ChoicePiece, generate
 from kvtier.engine.server.completion_reply import CompletionReply
 from kvtier.engine.server.completion_request import CompletionRequest
 from kvtier.engine.server.connection import in_time, while_connected
+from kvtier.engine.server.event_stream import HEADERS
 from kvtier.engine.server.facts import facts_of
 from kvtier.engine.server.generation_request import IGNORED, NEUTRAL
 from kvtier.engine.server.ignored_fields import tell_ignored
 from kvtier.engine.server.named_documents import with_document, with_document_texts
+from kvtier.engine.server.prompt import Prompt
+from kvtier.engine.server.prompt_keeper import PromptKeeper
 from kvtier.engine.server.reply import Answer, Reply
 from kvtier.engine.server.request_body import fit, json_object, parse, read_body
 from kvtier.engine.server.service import Service
@@ -36,19 +38,28 @@ from kvtier.engine.server.waiting_room import RoomFull, Visit
 from kvtier.engine.text.least_tokens import TooManyTokens
 
 Asked: TypeAlias = CompletionRequest | ChatRequest
+ReplyOf: TypeAlias = Callable[[Asked, TokenText, Usage], Reply]
 
 MOST_TIMES_TOO_LONG = 8  # a prompt that is to be cut is tokenized first
-_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+def openai_reply(asked: Asked, text: TokenText, usage: Usage) -> Reply:
+    """Write the answer as OpenAI's endpoints do."""
+    kind = ChatReply if isinstance(asked, ChatRequest) else CompletionReply
+    return kind(asked.model, text, usage, asked.num_top_logprobs is not None, asked.chunk_options)
 
 
 class Generation:
     """An ASGI answer. When its client leaves it aborts its streams, and gives back its place in the waiting room."""
 
-    def __init__(self, service: Service, asked: Asked, document: Sequence[int] = ()) -> None:
+    def __init__(
+        self, service: Service, asked: Asked, document: Sequence[int] = (), reply_of: ReplyOf = openai_reply
+    ) -> None:
         """*document*: token ids that come before those of each prompt of a CompletionRequest."""
         self._service = service
         self._asked = asked
         self._document = document
+        self._reply_of = reply_of
         self._field = "messages" if isinstance(asked, ChatRequest) else "prompt"
         self._usage = Usage(asked.n)
 
@@ -58,6 +69,13 @@ class Generation:
             await while_connected(receive, self._answer(scope, receive, in_time(send)))
         except (ClientDisconnect, TimeoutError):
             facts_of(scope).client_left = True
+
+    async def num_tokens(self, tenant: str | None) -> int:
+        """How many tokens the prompts have, without answering. ApiError 400 if that is sure to be too many."""
+        with self._api_errors():
+            llm = self._service.llm
+            prompts = await llm.with_tokenizer(lambda tokenizer: self._prompts(tokenizer, llm), tenant)
+        return sum(len(prompt.token_ids) for prompt in prompts)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked, service = self._asked, self._service
@@ -72,26 +90,24 @@ class Generation:
         try:
             with service.room.enter(num_completions, tenant, asked.priority) as visit:
                 with self._api_errors():
-                    choices, text = await llm.with_tokenizer(
-                        lambda tokenizer: (self._choices(self._prompts(tokenizer, llm), llm), TokenText(tokenizer)),
-                        tenant,
+                    prompts, text = await llm.with_tokenizer(
+                        lambda tokenizer: (self._prompts(tokenizer, llm), TokenText(tokenizer)), tenant
                     )
+                    choices = self._choices(prompts, llm)
                 visit.prompts = [group[0].prompt for group in choices]
                 await visit.wait_for_turn()
-                kind = ChatReply if isinstance(asked, ChatRequest) else CompletionReply
-                reply = kind(asked.model, text, asked.num_top_logprobs is not None, asked.chunk_options)
+                reply = self._reply_of(asked, text, self._usage)
                 if isinstance(asked, ChatRequest):
                     service.conversations.add(facts_of(scope).request_id, tenant, asked.messages)
                 salt = effective_salt(tenant, asked.cache_salt, service.is_strict)
                 async with aclosing(generate(llm, choices, lora, salt, self._options(), _caller(scope))) as pieces:
-                    observed = self._observed(pieces, visit)
-                    if asked.kvtier.pin:
-                        observed = self._pinned(observed, [group[0] for group in choices], lora, salt, tenant)
+                    keeper = PromptKeeper(service.documents, self._usage, tenant, lora, salt)
+                    observed = self._observed(self._kept(pieces, prompts, keeper), visit)
                     if asked.stream:
                         await self._send_stream(observed, reply, send)
                     else:
                         answers = await self._collect(observed)
-                        await json_response(reply.whole(answers, self._usage))(scope, receive, send)
+                        await json_response(reply.whole(answers))(scope, receive, send)
         except RoomFull as full:
             headers = {"Retry-After": str(full.retry_after_s)}
             raise ApiError(429, f"{full}", code="queue_full", headers=headers) from None
@@ -103,8 +119,8 @@ class Generation:
         options = self._asked.options
         return options if self._service.num_tenants <= 1 else replace(options, priority=0)
 
-    def _prompts(self, tokenizer: PreTrainedTokenizerBase, llm: AsyncLLM) -> list[Sequence[int]]:
-        """The token ids of each prompt. ApiError 400 for one that is sure to be too long, or has unknown token ids."""
+    def _prompts(self, tokenizer: PreTrainedTokenizerBase, llm: AsyncLLM) -> list[Prompt]:
+        """The prompts. ApiError 400 for one that is sure to be too long, or has unknown token ids."""
         limit, longest = self._service.settings.max_prompt_tokens, llm.longest_request
         most = max(0, min(longest if limit is None else limit, longest - self._asked.max_new_tokens(0)))
         num_kept = self._asked.num_kept_of(most)
@@ -112,7 +128,7 @@ class Generation:
             most_given = most if num_kept is None else MOST_TIMES_TOO_LONG * most
             within = llm.tokenizers.limit(max(0, most_given - len(self._document)))
             prompts = self._asked.prompts(tokenizer, within, self._document)
-            return prompts if num_kept is None else [prompt[-num_kept:] for prompt in prompts]
+            return prompts if num_kept is None else [prompt.last(num_kept) for prompt in prompts]
         except TooManyTokens as error:
             message = (
                 f"This model's maximum context length is {longest} tokens, and the prompt may have {most} of them. "
@@ -120,11 +136,11 @@ class Generation:
             )
             raise ApiError(400, message, code="context_length_exceeded", param=self._field) from None
 
-    def _choices(self, prompts: Sequence[Sequence[int]], llm: AsyncLLM) -> list[list[Choice]]:
+    def _choices(self, prompts: Sequence[Prompt], llm: AsyncLLM) -> list[list[Choice]]:
         """The choices of each prompt. ApiError 400 for a prompt that is too long."""
         asked = self._asked
         groups = []
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate(each.token_ids for each in prompts):
             self._check_length(len(prompt), asked.max_new_tokens(0), llm.longest_request)
             max_tokens = asked.max_new_tokens(llm.longest_request - len(prompt))
             indices = range(number * asked.n, (number + 1) * asked.n)
@@ -161,23 +177,17 @@ class Generation:
                     self._usage.add(item.index, item.piece.completion)
                 yield item
 
-    async def _pinned(
-        self,
-        pieces: AsyncIterator[ChoicePiece],
-        firsts: Sequence[Choice],
-        lora: str | None,
-        salt: str | None,
-        tenant: str | None,
+    def _kept(
+        self, pieces: AsyncIterator[ChoicePiece], prompts: Sequence[Prompt], keeper: PromptKeeper
     ) -> AsyncIterator[ChoicePiece]:
-        """Yield *pieces*; pin each prompt when its first choice has ended, before the client is told of the end."""
-        prompts = {choice.index: choice.prompt for choice in firsts}
-        documents, ttl_s = self._service.documents, self._asked.kvtier.ttl_s or PROMPT_PIN_S
-        async for item in pieces:
-            if item.piece.completion is not None and item.index in prompts:
-                with self._api_errors():
-                    has_room = await documents.pin_prompt(tenant, prompts[item.index], lora, salt, ttl_s)
-                self._usage.is_pinned = has_room and self._usage.is_pinned is not False
-            yield item
+        """*pieces*, while *keeper* keeps of the prompts what the request asks for."""
+        asked = self._asked
+        if prompts[0].breakpoints:  # of a chat, which has one prompt
+            pieces = keeper.kept(pieces, prompts[0])
+        if asked.kvtier.pin:
+            firsts = {number * asked.n: prompt.token_ids for number, prompt in enumerate(prompts)}
+            pieces = keeper.pinned(pieces, firsts, asked.kvtier.ttl_s or PROMPT_PIN_S)
+        return pieces
 
     @contextmanager
     def _api_errors(self) -> Iterator[None]:
@@ -203,17 +213,15 @@ class Generation:
         try:
             async for item in pieces:
                 if not has_begun:
-                    await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                    await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
                     has_begun = True
-                events = b"".join(_event(chunk) for chunk in reply.chunks(item.index, item.piece))
-                if events:
+                if events := b"".join(reply.events(item.index, item.piece)):
                     await send({"type": "http.response.body", "body": events, "more_body": True})
-            last = _event(reply.last_chunk(self._usage)) if self._asked.chunk_options.include_usage else b""
-            last += b"data: [DONE]\n\n"
+            last = b"".join(reply.last_events())
         except ApiError as error:
             if not has_begun:
                 raise
-            last = _event(error.content())
+            last = reply.error_event(error)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _tell(self, scope: Scope) -> None:
@@ -230,10 +238,6 @@ class Generation:
 def _caller(scope: Scope) -> Caller:
     facts = facts_of(scope)
     return Caller(facts.request_id, facts.tenant, None if facts.trace is None else facts.trace.header)
-
-
-def _event(content: object) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 async def complete(request: Request) -> Generation:

@@ -5,6 +5,8 @@ from kvtier.engine.dashboard.data_paths import DATA_PATHS
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
+COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 DOCUMENTS = "/v1/documents"
 MODELS = "/v1/models"
 EXPLAIN = "/v1/kvtier/explain"
@@ -17,13 +19,33 @@ OPEN = frozenset({HEALTH, READY, VERSION, PAGE})  # need no key: their answers h
 OF_ALL = frozenset({METRICS, STATS, *DATA_PATHS})  # count all tenants together
 QUIET = frozenset({HEALTH, READY, METRICS, PAGE, *DATA_PATHS})  # machines and pages ask for them again and again
 _NAMED = frozenset(
-    {COMPLETIONS, CHAT, DOCUMENTS, MODELS, EXPLAIN, HEALTH, READY, VERSION, PAGE, *OF_ALL, TOKENIZE, DETOKENIZE}
+    {
+        COMPLETIONS,
+        CHAT,
+        MESSAGES,
+        COUNT_TOKENS,
+        TOKENIZE,
+        DETOKENIZE,
+        DOCUMENTS,
+        MODELS,
+        EXPLAIN,
+        HEALTH,
+        READY,
+        VERSION,
+        PAGE,
+        *OF_ALL,
+    }
 )
 
 
 def is_open(path: str) -> bool:
     """Whether *path* needs no key."""
     return path in OPEN or path.startswith(f"{ASSETS}/")
+
+
+def is_anthropics(path: str) -> bool:
+    """Whether *path* is of Anthropic's API, whose errors and headers are its own."""
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
 def label_of(path: str) -> str:

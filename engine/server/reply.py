@@ -11,8 +11,8 @@ import msgspec
 
 from kvtier.engine.async_llm import Piece
 from kvtier.engine.scheduling.request import Completion
+from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.generation_request import StreamOptions
-from kvtier.engine.server.usage import Usage
 
 PADDED_BYTES = 32  # a token has up to about 20: so the chunks of nearly all tokens have one size
 
@@ -26,16 +26,19 @@ class Answer:
 
 
 class Reply(Protocol):
-    """Writes one answer in the form of its endpoint. Owned by one request."""
+    """Writes one answer in the form of its endpoint. Owned by one request, whose *usage* it was made with."""
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, object]:
+    def whole(self, answers: Sequence[Answer]) -> dict[str, object]:
         """The whole answer, for a request without a stream."""
 
-    def chunks(self, index: int, piece: Piece) -> Iterator[dict[str, object]]:
-        """The chunks of a stream for one piece; none if the piece has nothing to tell."""
+    def events(self, index: int, piece: Piece) -> Iterator[bytes]:
+        """The events of a stream for one piece; none if the piece has nothing to tell."""
 
-    def last_chunk(self, usage: Usage) -> dict[str, object]:
-        """The chunk at the end of a stream that has the usage."""
+    def last_events(self) -> Iterator[bytes]:
+        """The events at the end of a stream."""
+
+    def error_event(self, error: ApiError) -> bytes:
+        """The event that ends a stream which has failed."""
 
 
 def envelope(kind: str, prefix: str, model: str) -> dict[str, object]:

@@ -26,6 +26,7 @@ from kvtier.engine.documents.documents import Documents
 from kvtier.engine.metrics.collector import EngineCollector
 from kvtier.engine.operating.routes import Operating
 from kvtier.engine.server import document_routes, explain_routes, generation, tokenize_routes
+from kvtier.engine.server.anthropic.routes import message_routes
 from kvtier.engine.server.api_error import json_response
 from kvtier.engine.server.app import starlette_app
 from kvtier.engine.server.engine_source import EngineSource
@@ -64,6 +65,7 @@ class ServingApp:
         routes = [
             Route(COMPLETIONS, generation.complete, methods=["POST"]),
             Route(CHAT, generation.chat, methods=["POST"]),
+            *message_routes(),
             Route(TOKENIZE, tokenize_routes.tokenize, methods=["POST"]),
             Route(DETOKENIZE, tokenize_routes.detokenize, methods=["POST"]),
             Route(DOCUMENTS, document_routes.answer),

@@ -49,7 +49,7 @@ class TokenizeChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The ids of the prompt's tokens."""
         messages, variables = self.messages, self.chat_template_kwargs
         asked = ChatRequest(model=self.model or "", messages=messages, chat_template_kwargs=variables)
-        return asked.prompts(tokenizer, limit)[0]
+        return asked.prompts(tokenizer, limit)[0].token_ids
 
 
 class Detokenize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

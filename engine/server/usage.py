@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from kvtier.engine.documents.kept_prefixes import Keeping
 from kvtier.engine.scheduling.request import Completion
+from kvtier.engine.server.cache_usage import CacheUsage
 from kvtier.tiers.lower.statistics import TokenBalance
 
 
@@ -15,6 +17,11 @@ class Usage:
     num_generated: int = 0
     ttft_s: float | None = None  # the engine's, of the first prompt
     is_pinned: bool | None = None  # whether all prompts are pinned now; None: the request did not ask for it
+    kept: Keeping | None = None  # what is kept of the prompt; None: the request has no breakpoints
+
+    def note_pinned(self, has_room: bool) -> None:
+        """Note whether a prompt, or all of it up to a breakpoint, is pinned now."""
+        self.is_pinned = has_room and self.is_pinned is not False
 
     def add(self, index: int, completion: Completion) -> None:
         """Add the choice at *index*, which has ended with *completion*."""
@@ -36,7 +43,9 @@ class Usage:
 
     def kvtier(self) -> dict[str, object]:
         """The object `kvtier` of an answer: where the prompts' tokens came from, and why some were computed."""
-        pinned = {} if self.is_pinned is None else {"pinned": self.is_pinned}
+        pinned: dict[str, object] = {} if self.is_pinned is None else {"pinned": self.is_pinned}
+        if self.kept is not None:
+            pinned["cache_creation"] = CacheUsage.of(self.prompts, self.kept).creation()
         return {"tokens": self.by_tier(), "reasons": dict(self.prompts.reasons), "ttft_s": self.ttft_s, **pinned}
 
     def by_tier(self) -> dict[str, int]:

@@ -24,16 +24,18 @@ class NotOfTheTemplate(ValueError):
     """A variable that is none of the template's own but a parameter of applying it, which callers may not set."""
 
 
-def chat_token_ids(
+def chat_text(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, str]],
-    limit: PromptLimit,
     variables: Mapping[str, TemplateValue] = NO_VARIABLES,
-) -> list[int]:
-    """The token ids of a conversation up to the assistant's next message; *variables* are the template's own.
+    *,
+    is_continued: bool = False,
+) -> str:
+    """A conversation up to the assistant's next message, or as far as its last message goes if that *is_continued*;
+    *variables* are the template's own.
 
     jinja2's TemplateError if the template refuses the messages, `NotOfTheTemplate` for a variable that is not the
-    template's, `TooManyTokens` beyond the *limit*.
+    template's.
     """
     for name in variables:
         if name in _NOT_THE_TEMPLATES or name in signature(tokenizer.apply_chat_template).parameters:
@@ -41,10 +43,20 @@ def chat_token_ids(
     text = tokenizer.apply_chat_template(
         [dict(message) for message in messages],
         tokenize=False,
-        add_generation_prompt=True,
+        add_generation_prompt=not is_continued,
+        continue_final_message=is_continued,
         **variables,  # checked above: none of them is a parameter
     )
     assert isinstance(text, str)  # which tokenize=False gives
+    return text
+
+
+def chat_token_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], limit: PromptLimit
+) -> list[int]:
+    """The token ids of a conversation up to the assistant's next message. Raises what `chat_text` raises, and
+    `TooManyTokens` beyond the *limit*."""
+    text = chat_text(tokenizer, messages)
     limit.check_text(text)
     token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return token_ids

@@ -20,7 +20,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._stop = tuple(stop)
-        self.stopped = False  # a stop string was found; later tokens add nothing
+        self.stopped_by: str | None = None  # the stop string that was found; later tokens add nothing
         self._pieces: list[str] = []
         self._held = ""  # whole characters, held back as the possible beginning of a stop string
 
@@ -29,6 +29,11 @@ class Detokenizer:
         self._window: list[int] = []
         self._num_context = 0
         self._num_read = 0  # characters of the window's text that are out, or in `_held`
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self.stopped_by is not None
 
     @property
     def text(self) -> str:
@@ -85,10 +90,9 @@ class Detokenizer:
     def _show(self, piece: str, last: bool = False) -> str:
         """Give out the held text and *piece*, up to a stop string, or to what may become one, unless *last*."""
         text = self._held + piece
-        hits = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        hits = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if hits:  # the stop string that is complete first, however the text was cut into tokens
-            self.stopped = True
-            num_shown = min(hits)[1]
+            _, num_shown, self.stopped_by = min(hits)
         else:
             num_shown = len(text) if last else len(text) - self._num_held(text)
         self._held = "" if self.stopped else text[num_shown:]

@@ -114,6 +114,22 @@ def test_a_text_may_be_asked_too(server: Address, tmp_path: Path) -> None:
     assert answered(output, facts)
 
 
+def test_a_text_that_the_anthropic_client_asks_about_is_kept_and_then_read(server: Address, tmp_path: Path) -> None:
+    if not installed("ask_anthropic.py"):
+        pytest.skip("Anthropic's client is not installed; pip install anthropic")
+    file, document = write_text(tmp_path, 9)
+    facts = list(document.facts[:2])
+
+    output = run("ask_anthropic.py", *of_server(server), file, *map(question, facts))
+
+    told = re.findall(r"\((\d+) read, (\d+) kept from now on\)", output)
+    (read_first, kept_first), (read_then, kept_then) = [(int(read), int(kept)) for read, kept in told]
+    assert answered(output, facts)
+    assert read_first + kept_first >= NUM_TOKENS  # in whole blocks; other documents may begin as this one does
+    assert kept_first > NUM_TOKENS // 2
+    assert (read_then >= NUM_TOKENS, kept_then) == (True, 0)
+
+
 def test_ten_users_compute_a_document_once(server: Address, tmp_path: Path) -> None:
     file, document = write_text(tmp_path, 3)
     facts = list(document.facts[:5])
@@ -216,5 +232,5 @@ def interpreter(name: str) -> Path:
 
 
 def installed(name: str) -> bool:
-    needed = {"rag_langchain.py": "langchain_openai"}.get(name)
+    needed = {"rag_langchain.py": "langchain_openai", "ask_anthropic.py": "anthropic"}.get(name)
     return interpreter(name).exists() and (needed is None or importlib.util.find_spec(needed) is not None)

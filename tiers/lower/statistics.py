@@ -48,6 +48,9 @@ class TokenBalance:
         )
 
 
+NO_TOKENS = TokenBalance()
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixStatistics:
     """Tokens looked up and found, of requests that read the cache; those of preempted requests are counted apart."""

@@ -96,3 +96,43 @@ def test_after_all_were_ended_owners_have_nothing() -> None:
     pins.unpin_all()
 
     assert (pins.num_bytes("ann"), pins.num_bytes("bob"), held_bytes(w)) == (0, 0, 0)
+
+
+def test_a_pin_that_is_prolonged_ends_at_its_new_time_and_never_earlier() -> None:
+    w, clock = world(), FakeClock()
+    pins = TimedPins(w.cache, clock)
+    pin = pinned(w, pins, "ann", 10.0)
+    for until in (30.0, 20.0):
+        pins.prolong(pin, until)
+
+    left = []
+    for now in (10.0, 29.0, 30.0):
+        clock.now = now
+        pins.tick()
+        left.append(pins.has(pin))
+
+    assert left == [True, True, False]
+    pins.prolong(pin, 60.0)  # too late
+    assert (pins.has(pin), held_bytes(w)) == (False, 0)
+
+
+def test_pins_that_are_prolonged_again_and_again_do_not_pile_up() -> None:
+    w = world()
+    pins = TimedPins(w.cache, FakeClock())
+    pin = pinned(w, pins, "ann", 10.0)
+
+    for until in range(2_000):
+        pins.prolong(pin, float(until))
+
+    assert pins.num_remembered < 100
+
+
+def test_what_another_pin_keeps_already_is_neither_kept_nor_counted_again() -> None:
+    w = world()
+    pins = TimedPins(w.cache, FakeClock())
+    chain = w.chain("a", 3 * BLOCK_SIZE)
+
+    whole = pins.pin("ann", chain, 3 * BLOCK_SIZE, BLOCK_BYTES, until=10.0, start=2 * BLOCK_SIZE)
+
+    assert whole is not None
+    assert pins.num_bytes("ann") == held_bytes(w) == BLOCK_BYTES

@@ -124,3 +124,16 @@ def test_a_request_is_answered_to_its_end_by_the_app_that_began() -> None:
             return [(await early).content, (await client.get("/")).content]
 
     assert asyncio.run(story()) == [b"first", b"second"]
+
+
+def test_anthropics_paths_are_answered_in_its_words() -> None:
+    _, ask = loading()
+    _, ask_with_keys = loading(ApiKeys({"sk-1234-5678": "ann"}))
+
+    busy, keyless = ask("POST", "/v1/messages"), ask_with_keys("POST", "/v1/messages/count_tokens")
+    keyed = ask_with_keys("POST", "/v1/messages", **{"x-api-key": "sk-1234-5678"})
+
+    told = [(answer.status_code, answer.json()["error"]["type"]) for answer in (busy, keyless, keyed)]
+    assert told == [(503, "overloaded_error"), (401, "authentication_error"), (503, "overloaded_error")]
+    assert busy.headers["retry-after"] == str(RETRY_S)
+    assert busy.json()["request_id"] == busy.headers["request-id"]

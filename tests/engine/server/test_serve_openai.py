@@ -78,6 +78,18 @@ def test_an_answer_can_be_sent_back_as_it_came(server: ServerInThread) -> None:
     assert again.choices[0].finish_reason == "length"
 
 
+def test_an_answer_that_is_begun_is_gone_on_with(server: ServerInThread, model: PreTrainedModel) -> None:
+    client, written = server.openai(), "<user>Hello?\n<assistant>I say"
+    messages = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "I say"}]
+    asked = {"max_tokens": 9, "extra_body": {"continue_final_message": True}, **GREEDY}
+
+    done = client.chat.completions.create(messages=messages, **asked)
+
+    assert done.choices[0].message.content == text_of(plain_greedy(model, byte_tokenizer()(written)["input_ids"], 9))
+    with pytest.raises(openai.BadRequestError, match="the last message is not the assistant's"):
+        client.chat.completions.create(messages=messages[:1], **asked)
+
+
 def test_a_chat_without_a_limit_may_fill_the_context(server: ServerInThread) -> None:
     messages = [{"role": "user", "content": "x" * 4020}]
 

@@ -1,0 +1,29 @@
+"""CacheControl: the key `cache_control` of a part of a prompt, as Anthropic has it: the prompt is kept up to there."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+MOST_BREAKPOINTS = 4  # Anthropic's
+TTL_S = {"5m": 300.0, "1h": 3600.0}
+
+
+class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Asks to keep the prompt up to the end of the part that has it, until that was not read for *ttl*."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
+
+    @property
+    def ttl_s(self) -> float:
+        """The time in seconds."""
+        return TTL_S[self.ttl]
+
+
+def check_breakpoints(controls: Sequence[CacheControl]) -> None:
+    """ValueError for more breakpoints than a prompt may have, or one of 1h behind one of 5m."""
+    if len(controls) > MOST_BREAKPOINTS:
+        raise ValueError(f"cache_control: there are {len(controls)} breakpoints; give {MOST_BREAKPOINTS} at most")
+    if [each.ttl for each in controls] != sorted((each.ttl for each in controls), key=TTL_S.__getitem__, reverse=True):
+        raise ValueError("cache_control: a ttl of 1h comes after one of 5m; the longer ones have to come first")
