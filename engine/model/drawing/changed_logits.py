@@ -8,14 +8,20 @@ import numpy.typing as npt
 import torch
 
 from kvtier.engine.model.drawing.sampler import Sampler
+from kvtier.engine.model.drawing.scratch import Scratch
 from kvtier.engine.model.drawing.token_counts import TokenCounts
 
 
-def changed_logits(logits: torch.Tensor, samplers: Sequence[Sampler]) -> torch.Tensor:
-    """*logits* `[rows, vocab]` as the samplers of the rows want them: a copy, or themselves if no sampler does."""
+def changed_logits(logits: torch.Tensor, samplers: Sequence[Sampler], copies: Scratch) -> torch.Tensor:
+    """*logits* `[rows, vocab]` as the samplers of the rows want them: in *copies*, or themselves if no sampler does.
+
+    What is in *copies* may change if it is *logits*.
+    """
     if not any(sampler.changes_logits for sampler in samplers):
         return logits
-    changed = logits.clone()
+    changed = copies.tensor(logits.shape, logits.dtype)
+    if changed.data_ptr() != logits.data_ptr():
+        changed.copy_(logits)
     _add_bias(changed, samplers)
     _penalise(changed, samplers)
     _ban(changed, samplers)

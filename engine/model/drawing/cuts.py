@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from kvtier.engine.model.drawing.ranking import Ranking
+from kvtier.engine.model.drawing.sampler import Sampler
 from kvtier.engine.model.drawing.scratch import Scratch
-from kvtier.engine.model.sampling import SamplingParams
 
 _NUM_LIKELIEST = 256  # what a trained model's top-p leaves is nearly always among these
 _FEWEST, _MOST = 32, 2048  # likeliest tokens that are looked at of rows that all have a top-k
@@ -31,14 +31,13 @@ class Cuts:
     number: torch.Tensor
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], numbers: Sequence[float], logits: torch.Tensor) -> "Cuts":
-        """The cuts of *logits* `[rows, vocab]`, on their device."""
+    def of(cls, samplers: Sequence[Sampler], logits: torch.Tensor) -> "Cuts":
+        """The cuts that the samplers ask for of *logits* `[rows, vocab]`, and their next numbers."""
         vocab_size = logits.shape[-1]
-        columns = [(p.temperature, p.top_p, p.min_p, p.top_k or vocab_size) for p in params]
-        table = torch.tensor(columns, dtype=torch.float64, device=logits.device)
-        top_k = table[:, 3].clamp(max=vocab_size).long()
-        number = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
-        return cls(table[:, 0], table[:, 1], table[:, 2], top_k, number)
+        rows = [(s.params.temperature, s.params.top_p, s.params.min_p, s.params.top_k, s.number()) for s in samplers]
+        table = torch.tensor(rows, dtype=torch.float64, device=logits.device)
+        top_k = torch.where(table[:, 3] > 0, table[:, 3], vocab_size).clamp(max=vocab_size).long()
+        return cls(table[:, 0], table[:, 1], table[:, 2], top_k, table[:, 4])
 
     def num_likeliest(self, vocab_size: int) -> int:
         """How many of the likeliest tokens of the rows are worth a look before all."""
@@ -63,6 +62,11 @@ def draw(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> torch.Tensor:
         others = (~is_drawn).nonzero()[:, 0]
         token_ids[others] = _from_ranking(logits[others], cuts[others], scratch)
     return token_ids
+
+
+def take_likeliest(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> torch.Tensor:
+    """The likeliest token of each row, and of equally likely ones the lowest id: what a temperature of 0 leaves."""
+    return logits.argmax(dim=-1)
 
 
 def draw_uncut(logits: torch.Tensor, cuts: Cuts, scratch: Scratch) -> torch.Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from kvtier.engine.model.drawing.changed_logits import changed_logits
-from kvtier.engine.model.drawing.cuts import Cuts, draw, draw_uncut
+from kvtier.engine.model.drawing.cuts import Cuts, draw, draw_uncut, take_likeliest
 from kvtier.engine.model.drawing.sampler import Sampler
 from kvtier.engine.model.drawing.scratch import Scratch
 
@@ -23,23 +23,16 @@ def draw_tokens(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
     Greedy ones take the lowest of the likeliest ids. Each sampler takes note of its token. A row of logits without a
     largest finite one gives any token.
     """
-    changed = changed_logits(logits, samplers)
-    vocab_size = logits.shape[-1]
-    greedy = [row for row, sampler in enumerate(samplers) if sampler.is_greedy]
-    drawn_from = [row for row, sampler in enumerate(samplers) if not sampler.is_greedy]
-    cut = [row for row in drawn_from if samplers[row].cuts(vocab_size)]
-    uncut = [row for row in drawn_from if not samplers[row].cuts(vocab_size)]
-
     token_ids = torch.empty(len(samplers), dtype=torch.long, device=logits.device)
-    if greedy:
-        token_ids[greedy] = _rows_of(changed, greedy).argmax(dim=-1)
-    numbers = [0.0 if sampler.is_greedy else sampler.number() for sampler in samplers]
-    num_rows = max(1, _MOST_AT_ONCE.get(logits.device.type, _MOST_ELSEWHERE) // vocab_size)
-    scratch = Scratch(min(num_rows, len(samplers)) * vocab_size, logits.device)
-    for rows, way in _passes(num_rows, [(cut, draw), (uncut, draw_uncut)]):
-        some = _rows_of(changed, rows)
-        cuts = Cuts.of([samplers[row].params for row in rows], [numbers[row] for row in rows], some)
-        token_ids[rows] = way(some, cuts, scratch)
+    if likeliest := [i for i, sampler in enumerate(samplers) if sampler.is_greedy and not sampler.changes_logits]:
+        token_ids[likeliest] = logits.argmax(dim=-1)[likeliest]
+
+    num_rows = max(1, _MOST_AT_ONCE.get(logits.device.type, _MOST_ELSEWHERE) // logits.shape[-1])
+    scratch, copies = (Scratch(min(num_rows, len(samplers)) * logits.shape[-1], logits.device) for _ in range(2))
+    for rows, way in _passes(samplers, logits.shape[-1], num_rows):
+        some = [samplers[row] for row in rows]
+        changed = changed_logits(_rows_of(logits, rows, copies), some, copies)
+        token_ids[rows] = way(changed, Cuts.of(some, changed), scratch)
 
     drawn: list[int] = token_ids.tolist()
     for sampler, token_id in zip(samplers, drawn, strict=True):
@@ -47,14 +40,22 @@ def draw_tokens(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
     return drawn
 
 
-def _passes(num_rows: int, ways: Sequence[tuple[Sequence[int], _Way]]) -> Iterator[tuple[Sequence[int], _Way]]:
-    """The rows of each way, *num_rows* at a time."""
-    for rows, way in ways:
+def _passes(samplers: Sequence[Sampler], vocab_size: int, num_rows: int) -> Iterator[tuple[list[int], _Way]]:
+    """The rows that are drawn in the same way, *num_rows* at a time."""
+    ways: dict[_Way, list[int]] = {draw: [], draw_uncut: [], take_likeliest: []}
+    for row, sampler in enumerate(samplers):
+        if not sampler.is_greedy:
+            ways[draw if sampler.cuts(vocab_size) else draw_uncut].append(row)
+        elif sampler.changes_logits:
+            ways[take_likeliest].append(row)
+    for way, rows in ways.items():
         for start in range(0, len(rows), num_rows):
             yield rows[start : start + num_rows], way
 
 
-def _rows_of(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+def _rows_of(logits: torch.Tensor, rows: Sequence[int], copies: Scratch) -> torch.Tensor:
+    """Some *rows*: themselves where they follow each other, else a copy in the scratch."""
     if rows[-1] - rows[0] + 1 == len(rows):
-        return logits[rows[0] : rows[-1] + 1]  # no copy
-    return logits[rows]
+        return logits[rows[0] : rows[-1] + 1]
+    some = copies.tensor(torch.Size((len(rows), logits.shape[-1])), logits.dtype)
+    return torch.index_select(logits, 0, torch.tensor(rows, device=logits.device), out=some)

@@ -397,7 +397,7 @@ def test_parameters_of_sampling_do_what_they_do_in_the_library(
         {"logit_bias": few, "presence_penalty": 2},
         {"logit_bias": few, "frequency_penalty": 1.5},
         {"logit_bias": few, "repetition_penalty": 1.2},
-        {"logit_bias": few, "bad_words": ["aa"]},
+        {"logit_bias": few, "bad_words": ["c"]},
         {"logit_bias": few, "stop_token_ids": list(few), "min_tokens": 3},
         {"temperature": 2, "seed": 1},
         {"temperature": 2, "seed": 1, "min_p": 0.4},

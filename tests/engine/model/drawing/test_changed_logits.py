@@ -1,6 +1,7 @@
 """Logits with bias, penalties and bans, for all rows at once: as vLLM defines them and transformers computes them."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import MinLengthLogitsProcessor, NoBadWordsLogitsProcessor, Re
 
 from kvtier.engine.model.drawing.changed_logits import changed_logits
 from kvtier.engine.model.drawing.sampler import Sampler
+from kvtier.engine.model.drawing.scratch import Scratch
 from kvtier.engine.model.drawing.token_bans import TokenBans
 from kvtier.engine.model.sampling import SamplingParams
 
@@ -21,6 +23,10 @@ def drawn(sampler: Sampler, output: list[int]) -> Sampler:
     return sampler
 
 
+def changed_of(logits: torch.Tensor, samplers: Sequence[Sampler]) -> torch.Tensor:
+    return changed_logits(logits, samplers, Scratch(logits.numel(), logits.device))
+
+
 def logits_of(seed: int, num_rows: int = 1) -> torch.Tensor:
     return 4 * torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed))
 
@@ -28,7 +34,7 @@ def logits_of(seed: int, num_rows: int = 1) -> torch.Tensor:
 def test_a_step_that_asks_for_nothing_gets_its_own_logits_back() -> None:
     logits = logits_of(1, 3)
 
-    assert changed_logits(logits, [Sampler(SamplingParams(temperature=1.0)) for _ in range(3)]) is logits
+    assert changed_of(logits, [Sampler(SamplingParams(temperature=1.0)) for _ in range(3)]) is logits
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -46,14 +52,14 @@ def test_rows_of_different_penalties_and_biases_are_changed_each_as_alone(seed: 
         samplers.append(drawn(Sampler(params, prompt), output))
         expected.append(plainly_changed(row, params, prompt, output))
 
-    assert torch.allclose(changed_logits(logits, samplers), torch.stack(expected), atol=1e-5), f"{seed=}"
+    assert torch.allclose(changed_of(logits, samplers), torch.stack(expected), atol=1e-5), f"{seed=}"
 
 
 def test_the_repetition_penalty_is_that_of_transformers() -> None:
     prompt, output, logits = [3, 9, 9, 40], [7, 3, 7], logits_of(2)
     theirs = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([prompt + output]), logits.clone())
 
-    ours = changed_logits(logits, [drawn(Sampler(SamplingParams(repetition_penalty=1.3), prompt), output)])
+    ours = changed_of(logits, [drawn(Sampler(SamplingParams(repetition_penalty=1.3), prompt), output)])
 
     assert torch.equal(ours, theirs)
 
@@ -62,7 +68,7 @@ def test_presence_and_frequency_are_of_the_output_alone() -> None:
     params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
     sampler = drawn(Sampler(params, [1, 1, 2]), [2, 4, 4])
 
-    changed = changed_logits(torch.zeros(1, 6), [sampler])
+    changed = changed_of(torch.zeros(1, 6), [sampler])
 
     assert changed.tolist() == [[0.0, 0.0, -0.75, 0.0, -1.0, 0.0]]
 
@@ -73,8 +79,8 @@ def test_tokens_that_end_the_text_are_impossible_until_there_are_enough() -> Non
     sampler = Sampler(SamplingParams(min_tokens=2), [], bans)
 
     for output in ([], [1]):
-        assert torch.equal(changed_logits(logits, [drawn(sampler, output)]), theirs)
-    assert torch.equal(changed_logits(logits, [drawn(sampler, [2])]), logits)
+        assert torch.equal(changed_of(logits, [drawn(sampler, output)]), theirs)
+    assert torch.equal(changed_of(logits, [drawn(sampler, [2])]), logits)
 
 
 @pytest.mark.parametrize("output", [[], [7], [1, 2], [2, 1, 2], [1, 2, 3], [7, 1]])
@@ -84,10 +90,10 @@ def test_bad_words_are_never_completed(output: list[int]) -> None:
     theirs = NoBadWordsLogitsProcessor(words)(before, logits.clone())
     sampler = Sampler(SamplingParams(), [1, 2], TokenBans(bad_words=tuple(map(tuple, words))))
 
-    assert torch.equal(changed_logits(logits, [drawn(sampler, output)]), theirs)
+    assert torch.equal(changed_of(logits, [drawn(sampler, output)]), theirs)
 
 
 def test_a_token_that_a_bias_favours_stays_impossible_if_it_is_banned() -> None:
     sampler = Sampler(SamplingParams(logit_bias={2: 100.0}), [], TokenBans(bad_words=((2,),)))
 
-    assert changed_logits(torch.zeros(1, 4), [sampler]).tolist() == [[0.0, 0.0, -torch.inf, 0.0]]
+    assert changed_of(torch.zeros(1, 4), [sampler]).tolist() == [[0.0, 0.0, -torch.inf, 0.0]]
