@@ -10,7 +10,7 @@ import pytest
 import torch
 from serving import DEADLINE_S, MODEL, ServerInThread, chat_tokenizer, events, serving, tables
 from small_models import VOCAB, build, byte_tokenizer, plain_greedy
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from kvtier import LLM, SamplingParams
 
@@ -540,3 +540,19 @@ def test_variables_of_the_template_are_the_clients_and_nothing_else_is() -> None
                 num_prompt_tokens({name: True})
         with pytest.raises(openai.BadRequestError, match="the model's chat template does not take these messages"):
             num_prompt_tokens({"thinking": True, "budget": "eight"})
+
+
+def test_a_models_generation_config_holds_where_a_request_does_not_say() -> None:
+    model = build("llama")
+    model.generation_config = GenerationConfig(temperature=0.01, top_k=1, max_new_tokens=6)
+    prompt = prompt_of(8, 20)
+
+    with serving(model, tables()) as server:
+        unsaid = server.post("/v1/completions", json={"model": MODEL, "prompt": prompt, "max_tokens": 9}).json()
+        said = server.post(
+            "/v1/completions", json={"model": MODEL, "prompt": prompt, "max_tokens": 5, "temperature": 2, "top_k": 0}
+        ).json()
+
+    assert unsaid["choices"][0]["text"] == text_of(plain_greedy(model, prompt, 6))
+    assert said["choices"][0]["text"] != text_of(plain_greedy(model, prompt, 5))
+    assert said["usage"]["completion_tokens"] == 5
