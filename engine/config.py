@@ -246,7 +246,8 @@ class ServerConfig(Table, frozen=True, kw_only=True):
     Before a client is known by its key: a request's line and headers have *max_header* bytes at most and come within
     *header_timeout_s*, its body within *body_timeout_s*; there are *max_connections* at once, of them
     *max_connections_per_address* from one address, and what comes then is closed. Told to end, the server lets running
-    requests go on for *drain_s* seconds.
+    requests go on for *drain_s* seconds. Pages of *cors_origins*, such as `https://chat.example`, may ask it from a
+    browser; `*` is any page.
     """
 
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
@@ -265,6 +266,7 @@ class ServerConfig(Table, frozen=True, kw_only=True):
     max_connections: Count = 768
     max_connections_per_address: Count = 512
     drain_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0
+    cors_origins: tuple[Annotated[str, msgspec.Meta(pattern="^(\\*|https?://[^/]+)$")], ...] = ()
     log_format: Literal["human", "json"] = "human"
 
     def __post_init__(self) -> None:

@@ -220,7 +220,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _is_aligned(view: memoryview) -> bool:
-    return bool(np.frombuffer(view, np.uint8).__array_interface__["data"][0] % PAGE_BYTES == 0)
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE_BYTES == 0
 
 
 def _fill(read: Callable[[list[memoryview], int], int], buffers: list[memoryview], at: int) -> None:

@@ -21,55 +21,71 @@ Asked = dict[str, list[Any]]
 
 
 def tier_rows(python: str, folder: Path) -> list[Row]:
-    """Prompts cold, then from disk in turns, then after a restart; no file is in the page cache. Medians of pairs."""
+    """Prompts cold, then from disk in turns, with files that are still in the page cache and with such that are not,
+    which those after a restart are not either. Medians of pairs."""
     model, prompts = make_model(python, folder), Prompts(PROMPT_TOKENS)
     asked = [prompts.next() for _ in range(NUM_PROMPTS)]
     with ExitStack() as stack:
         engines = {name: stack.enter_context(started(python, model, name, folder)) for name in TIERS}
         for engine in engines.values():
             engine.generate([prompts.next()])  # what comes first takes longer
-        cold = _ask(engines, asked, folder)
-        _ask(engines, asked, folder)  # as does what is read first
-        before = {name: engine.offloading() for name, engine in engines.items()}
-        disk: Asked = {name: [] for name in engines}
-        for _ in range(ROUNDS):
-            for name, answers in _ask(engines, asked, folder).items():
-                disk[name] += answers
-        speeds = {name: _promoted_gb_per_s(name, engine, before[name]) for name, engine in engines.items()}
+        cold = _ask(engines, asked, None)
+        _ask(engines, asked, None)  # as does what is read first
+        cached = _ask_often(engines, asked, None)
+        disk = _ask_often(engines, asked, folder)
     with ExitStack() as stack:
         engines = {name: stack.enter_context(started(python, model, name, folder)) for name in TIERS}
         for engine in engines.values():
             engine.generate([prompts.next()])
         restarted = _ask(engines, asked, folder)
     return [
-        *_disk_rows(cold, disk, speeds),
+        *_disk_rows("disk", disk),
+        *_disk_rows("page cache", cached),
+        *_new_rows(cold),
         *_restart_rows(cold, restarted),
     ]
 
 
-def _ask(engines: dict[str, Vllm], asked: list[list[int]], folder: Path) -> Asked:
-    """Each prompt at each engine, in turns, once nothing of them is in memory."""
+def _ask_often(engines: dict[str, Vllm], asked: list[list[int]], folder: Path | None) -> Asked:
+    """All answers of several rounds. Without *folder* files stay in the page cache, where writing has left them."""
+    seen: Asked = {name: [] for name in engines}
+    for _ in range(ROUNDS):
+        for name, answers in _ask(engines, asked, folder).items():
+            seen[name] += answers
+    return seen
+
+
+def _ask(engines: dict[str, Vllm], asked: list[list[int]], folder: Path | None) -> Asked:
+    """Each prompt at each engine, in turns, once nothing of them is in the engines' memory."""
     answers: Asked = {name: [] for name in engines}
     for name, engine in engines.items():
         engine.forget()
-        forget_pages(folder / name)
+        if folder is not None:
+            forget_pages(folder / name)
     for number, prompt in enumerate(asked):
         for name in sorted(engines, reverse=bool(number % 2)):
+            before = _read(name, engines[name])
             answers[name].append(engines[name].generate([prompt]))
             engines[name].settle()
+            num_bytes, took_s = (now - then for now, then in zip(_read(name, engines[name]), before, strict=True))
+            answers[name][-1]["promoted_gb_per_s"] = num_bytes / took_s / 1e9 if num_bytes else 0.0
     return answers
 
 
-def _disk_rows(cold: Asked, disk: Asked, speeds: dict[str, float]) -> list[Row]:
-    rows = [Row(f"disk, {name}: promoted", speed, "GB/s") for name, speed in speeds.items()]
-    rows.append(at_least("disk: promoted, of fs", speeds["kvtier"] / speeds["fs"], 1.5))
-    rows += [Row(f"disk, {name}: TTFT", 1e3 * statistics.median(_ttft(disk[name])), "ms") for name in disk]
-    rows.append(at_most("disk: TTFT, of fs", _ratio(_ttft(disk["kvtier"]), _ttft(disk["fs"])), "", 0.8))
-    steps = {name: statistics.median(each["steps_before"] for each in seen) for name, seen in disk.items()}
-    rows += [Row(f"disk, {name}: steps until it is computed", number, "steps") for name, number in steps.items()]
-    rows.append(Row("disk: fewer steps than fs", steps["kvtier"] < steps["fs"], "", "1", steps["kvtier"] < steps["fs"]))
-    new = {name: statistics.median(each["steps_before"] for each in seen) for name, seen in cold.items()}
-    return [*rows, *(Row(f"new, {name}: steps until it is computed", number, "steps") for name, number in new.items())]
+def _disk_rows(where: str, disk: Asked) -> list[Row]:
+    speeds = {name: [each["promoted_gb_per_s"] for each in seen] for name, seen in disk.items()}
+    rows = [Row(f"{where}, {name}: promoted", statistics.median(seen), "GB/s") for name, seen in speeds.items()]
+    rows.append(at_least(f"{where}: promoted, of fs", _ratio(speeds["kvtier"], speeds["fs"]), 1.5))
+    rows += [Row(f"{where}, {name}: TTFT", 1e3 * statistics.median(_ttft(disk[name])), "ms") for name in disk]
+    rows.append(at_most(f"{where}: TTFT, of fs", _ratio(_ttft(disk["kvtier"]), _ttft(disk["fs"])), "", 0.8))
+    steps = _steps(disk)
+    rows += [Row(f"{where}, {name}: steps until it is computed", number, "steps") for name, number in steps.items()]
+    is_fewer = steps["kvtier"] < steps["fs"]
+    return [*rows, Row(f"{where}: fewer steps than fs", is_fewer, "", "1", is_fewer)]
+
+
+def _new_rows(cold: Asked) -> list[Row]:
+    return [Row(f"new, {name}: steps until it is computed", n, "steps") for name, n in _steps(cold).items()]
 
 
 def _restart_rows(cold: Asked, restarted: Asked) -> list[Row]:
@@ -87,14 +103,14 @@ def _restart_rows(cold: Asked, restarted: Asked) -> list[Row]:
     return [Row(f"cold, {PROMPT_TOKENS} tokens: TTFT", 1e3 * statistics.median(_ttft(cold["kvtier"])), "ms"), *rows]
 
 
-def _promoted_gb_per_s(name: str, engine: Vllm, before: dict[str, float]) -> float:
-    """By vLLM's own counters, since *before*: of jobs, from their beginning to their end."""
-    after = engine.offloading()
-    num_bytes, took_s = (
-        after[key] - before.get(key, 0)
-        for key in (f"tiering_read_{what} 1:{'KVTier' if name == 'kvtier' else name}" for what in ("bytes", "time"))
-    )
-    return num_bytes / took_s / 1e9
+def _read(name: str, engine: Vllm) -> tuple[float, float]:
+    """Bytes from disk so far and the seconds of their jobs, from the beginning to the end of each, as vLLM counts."""
+    counted, tier = engine.offloading(), "KVTier" if name == "kvtier" else name
+    return counted.get(f"tiering_read_bytes 1:{tier}", 0.0), counted.get(f"tiering_read_time 1:{tier}", 0.0)
+
+
+def _steps(seen: Asked) -> dict[str, float]:
+    return {name: statistics.median(each["steps_before"] for each in answers) for name, answers in seen.items()}
 
 
 def _ttft(seen: list[Any]) -> list[float]:

@@ -45,7 +45,7 @@ class Loads:
 
     def begin(self, job: Job) -> None:
         """Queue a job's rows that are on disk; the others have failed."""
-        held = [self._index.disk.holds(row.group_id, row.name) for row in job.rows]
+        held = self._index.are_held(job.rows)
         absent = [place for place, is_held in enumerate(held) if not is_held]
         self._end(job, absent, [False] * len(absent))
         self._queued += self._parts(job, [place for place, is_held in enumerate(held) if is_held])

@@ -1,7 +1,9 @@
 """RowIndex: which rows are on disk, where nothing above the disk is ours."""
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
+from kvtier.engine.disk_below.row import Row
 from kvtier.store.record import Fault
 from kvtier.tiers.lower.disk_tier import DiskTier
 from kvtier.tiers.naming.block_hash import BlockName
@@ -12,6 +14,13 @@ class RowIndex:
 
     def __init__(self, disk: DiskTier) -> None:
         self.disk = disk
+
+    def are_held(self, rows: Sequence[Row]) -> list[bool]:
+        """For each of the rows whether it is on disk."""
+        held: list[bool] = []
+        for group_id, run in groupby(rows, lambda row: row.group_id):
+            held += self.disk.are_held(group_id, [row.name for row in run]).tolist()
+        return held
 
     def on_written(self, blocks: Sequence[tuple[int, BlockName]], evicted: Sequence[bytes]) -> None:
         """Take in that blocks (group and name) were written, and which keys the store has evicted for them."""

@@ -60,7 +60,7 @@ class Writes:
 
     def begin(self, job: Job) -> None:
         """Queue a job's rows that are not on disk yet, as far as they may be; what is refused has failed."""
-        held = [place for place, row in enumerate(job.rows) if self._index.disk.holds(row.group_id, row.name)]
+        held = [place for place, is_held in enumerate(self._index.are_held(job.rows)) if is_held]
         job.end(held, [True] * len(held))
         self.touch([job.rows[place] for place in held])
         taken: list[int] = []

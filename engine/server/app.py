@@ -1,6 +1,7 @@
 """What LoadingApp and ServingApp share: routes that both answer, the shape of errors, and the Switch between them."""
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.metadata import version
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
+from kvtier.engine.dashboard.assets import ASSETS
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.facts import facts_of
 from kvtier.engine.server.paths import HEALTH, METRICS, VERSION
@@ -76,9 +78,18 @@ async def _api_error(_: Request, error: ApiError) -> Response:
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     """Answer an error that Starlette raises: an unknown route, or a method that the route does not take."""
-    what = "no such route" if error.status_code == 404 else error.detail
-    message = f"{what}: {request.method} {request.url.path}"
+    message = f"{error.detail}: {request.method} {request.url.path}"
+    if error.status_code == 404:
+        message = f"no such route: {request.method} {request.url.path}; {_known(request)}"
     return ApiError(error.status_code, message, headers=error.headers).response()
+
+
+def _known(request: Request) -> str:
+    """Which routes there are, and which of them may be meant."""
+    routes = {route.path for route in request.app.routes if isinstance(route, Route)}
+    paths = sorted(path for path in routes if not path.startswith(ASSETS))
+    near = get_close_matches(request.url.path, paths, 1)
+    return (f"did you mean {near[0]}? " if near else "") + f"There are {', '.join(paths)}"
 
 
 async def _left(request: Request, _: ClientDisconnect) -> Response:

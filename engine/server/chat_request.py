@@ -8,7 +8,7 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.server.api_error import ApiError
-from kvtier.engine.server.generation_request import GenerationRequest, LogprobCount, TokenCount
+from kvtier.engine.server.generation_request import GenerationRequest, LogprobCount, Text, TokenCount
 from kvtier.engine.text.chat_template import PART_SEPARATOR, NotOfTheTemplate, TemplateValue, chat_token_ids
 from kvtier.engine.text.least_tokens import TooManyTokens
 from kvtier.engine.text.prompt_limit import PromptLimit
@@ -28,11 +28,19 @@ class DocumentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
     document_id: str
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One message. A client may send an answer of this server back as it came, with its empty fields."""
+class ImagePart(msgspec.Struct, frozen=True, tag_field="type", tag="image_url"):
+    """A part of a message that is an image, which no model here can read."""
+
+    def __post_init__(self) -> None:
+        raise ValueError("image_url is not supported, as the models served here read text; send what the image says")
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One message. A client may send an answer of this server, or of another, back as it came: what is unknown here is
+    left out, see `unknown_fields`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart | DocumentPart] | None = None
+    content: str | list[TextPart | DocumentPart | ImagePart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     refusal: None = None
@@ -67,14 +75,24 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, content=parts)
 
 
+def unknown_fields(messages: object) -> set[str]:
+    """The fields of messages, as they came, that are not known here, and that the prompt therefore has nothing of."""
+    if not isinstance(messages, list):
+        return set()
+    found = set[str]().union(*(message.keys() for message in messages if isinstance(message, dict)))
+    return found.difference(Message.__struct_fields__)
+
+
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A conversation to continue. Without a limit the answer may fill what the longest request has left.
 
-    Beyond OpenAI's: *chat_template_kwargs*, variables of the model's template such as `enable_thinking`.
+    Beyond OpenAI's: *chat_template_kwargs*, variables of the model's template such as `enable_thinking`. What
+    *reasoning_effort* says, the template is told too, by that name.
     """
 
     messages: Annotated[list[Message], msgspec.Meta(max_length=MOST_MESSAGES)]
     chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict)
+    reasoning_effort: Text | None = None
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
     logprobs: bool = False
@@ -84,7 +102,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
         super().__post_init__()
         if not self.messages:
             raise ValueError("messages: the list is empty; send one message or more")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: set logprobs to true as well")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens: differs from max_completion_tokens; give one of them")
@@ -112,7 +130,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
             raise ApiError(400, message, code="no_chat_template")
         messages = [message.for_template() for message in self.messages]
         try:
-            return [chat_token_ids(tokenizer, messages, limit, self.chat_template_kwargs)]
+            return [chat_token_ids(tokenizer, messages, limit, self._variables)]
         except TooManyTokens:
             raise
         except NotOfTheTemplate as error:
@@ -129,6 +147,12 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
     def with_texts(self, texts: Mapping[str, str]) -> "ChatRequest":
         """A copy with the texts of its documents, which *texts* has by id. Only the copy can be made a prompt of."""
         return msgspec.structs.replace(self, messages=[message.with_texts(texts) for message in self.messages])
+
+    @property
+    def _variables(self) -> dict[str, TemplateValue]:
+        """What the template is told beside the messages."""
+        told = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return told | self.chat_template_kwargs
 
     def max_new_tokens(self, room: int) -> int:
         """How many tokens to generate at most; *room* is what the longest request has left beside the prompt."""

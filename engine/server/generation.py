@@ -18,16 +18,17 @@ from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.timeline import Caller
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.chat_reply import ChatReply
-from kvtier.engine.server.chat_request import ChatRequest
+from kvtier.engine.server.chat_request import ChatRequest, unknown_fields
 from kvtier.engine.server.choices import Choice, ChoicePiece, generate
 from kvtier.engine.server.completion_reply import CompletionReply
 from kvtier.engine.server.completion_request import CompletionRequest
 from kvtier.engine.server.connection import in_time, while_connected
 from kvtier.engine.server.facts import facts_of
 from kvtier.engine.server.generation_request import IGNORED, NEUTRAL
+from kvtier.engine.server.ignored_fields import tell_ignored
 from kvtier.engine.server.named_documents import with_document, with_document_texts
 from kvtier.engine.server.reply import Answer, Reply
-from kvtier.engine.server.request_body import parse, read_body
+from kvtier.engine.server.request_body import fit, json_object, parse, read_body
 from kvtier.engine.server.service import Service
 from kvtier.engine.server.tenancy import effective_salt
 from kvtier.engine.server.token_text import TokenText
@@ -37,6 +38,7 @@ from kvtier.engine.text.least_tokens import TooManyTokens
 
 Asked: TypeAlias = CompletionRequest | ChatRequest
 
+MOST_TIMES_TOO_LONG = 8  # a prompt that is to be cut is tokenized first
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -106,9 +108,12 @@ class Generation:
         """The token ids of each prompt. ApiError 400 for one that is sure to be too long, or has unknown token ids."""
         limit, longest = self._service.settings.max_prompt_tokens, llm.longest_request
         most = max(0, min(longest if limit is None else limit, longest - self._max_new_tokens(0)))
+        num_kept = self._asked.num_kept_of(most)
         try:
-            within = llm.tokenizers.limit(max(0, most - len(self._document)))
-            return self._asked.prompts(tokenizer, within, self._document)
+            most_given = most if num_kept is None else MOST_TIMES_TOO_LONG * most
+            within = llm.tokenizers.limit(max(0, most_given - len(self._document)))
+            prompts = self._asked.prompts(tokenizer, within, self._document)
+            return prompts if num_kept is None else [prompt[-num_kept:] for prompt in prompts]
         except TooManyTokens as error:
             message = (
                 f"This model's maximum context length is {longest} tokens, and the prompt may have {most} of them. "
@@ -245,7 +250,7 @@ async def complete(request: Request) -> Generation:
     service: Service = request.app.state.service
     service.check_open()
     body = await read_body(request, service.settings)
-    asked = parse(body, CompletionRequest, IGNORED, NEUTRAL)
+    asked = parse(body, CompletionRequest, IGNORED | {"reasoning_effort"}, NEUTRAL)
     return Generation(service, *with_document(service, facts_of(request.scope).tenant, asked))
 
 
@@ -254,5 +259,7 @@ async def chat(request: Request) -> Generation:
     service: Service = request.app.state.service
     service.check_open()
     body = await read_body(request, service.settings)
-    asked = parse(body, ChatRequest, IGNORED, NEUTRAL)
+    content = json_object(body)
+    tell_ignored(unknown_fields(content.get("messages")))
+    asked = fit(content, ChatRequest, IGNORED, NEUTRAL)
     return Generation(service, with_document_texts(service, facts_of(request.scope).tenant, asked))

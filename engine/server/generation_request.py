@@ -39,7 +39,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
@@ -80,7 +79,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """The parameters of both endpoints; defaults are OpenAI's, but for those of `StreamOptions` and those that the
     model's settings say.
 
-    Beyond OpenAI's: *cache_salt*, *priority* (lower is more urgent), *kvtier*, and of vLLM's *top_k*, *min_p*,
+    Beyond OpenAI's: *cache_salt*, *priority* (lower is more urgent), *truncate_prompt_tokens* (of a longer prompt only
+    the last so many are taken; -1: as many as there may be), *kvtier*, and of vLLM's *top_k*, *min_p*,
     *repetition_penalty*, *min_tokens*, *bad_words*, *stop_token_ids*, *ignore_eos*.
     """
 
@@ -97,18 +97,21 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     bad_words: Annotated[list[BadWord], msgspec.Meta(max_length=MOST_BAD_WORDS)] = []
     seed: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MOST_CHOICES)] = 1
-    stop: Text | Annotated[list[Text], msgspec.Meta(max_length=16)] = []
+    stop: str | Annotated[list[str], msgspec.Meta(max_length=16)] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: Text | None = None
     priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     kvtier: KvtierOptions = KvtierOptions()
 
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: there is no stream; set stream to true or leave them out")
+        if self.truncate_prompt_tokens is not None and self.kvtier.document is not None:
+            raise ValueError("truncate_prompt_tokens: the document would be cut; leave one of them out")
 
     @property
     def chunk_options(self) -> StreamOptions:
@@ -119,6 +122,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def num_top_logprobs(self) -> int | None:
         """How many of the likeliest tokens to tell with each token; None: no log probabilities."""
         raise NotImplementedError
+
+    def num_kept_of(self, most: int) -> int | None:
+        """How many of a prompt's last tokens are taken, if it may have *most*; None: it is not to be cut."""
+        asked = self.truncate_prompt_tokens
+        return most if asked == -1 else asked or None
 
     @property
     def options(self) -> RequestOptions:
@@ -143,7 +151,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             min_tokens=self.min_tokens,
             bad_words=self.bad_words,
             seed=None if self.seed is None else (self.seed + choice) % _SEEDS,
-            stop=self.stop,
+            stop=[text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text],
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             logprobs=self.num_top_logprobs,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from kvtier.engine.server.access import Access, KeyCheck
+from kvtier.engine.server.across_origins import across_origins
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.engine.server.app import App, Switch
 from kvtier.engine.server.entrance import Entrance
@@ -47,7 +48,7 @@ class HttpServer:
         self._switch = Switch(loading)
         self._stop = asyncio.Event()
         settings = uvicorn.Config(
-            Access(KeyCheck(self._switch, entrance), entrance),
+            Access(across_origins(KeyCheck(self._switch, entrance), entrance.settings), entrance),
             http=partial(HttpConnection, gate=entrance.gate),  # type: ignore[arg-type]  # it makes a protocol, as a class would
             lifespan="off",
             ws="none",

@@ -11,11 +11,14 @@ EXPLAIN = "/v1/kvtier/explain"
 OPERATE = "/v1/kvtier/operate"
 HEALTH, READY, METRICS, VERSION = "/health", "/ready", "/metrics", "/version"
 STATS = "/stats"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # as vLLM has them
 
 OPEN = frozenset({HEALTH, READY, VERSION, PAGE})  # need no key: their answers have nothing of a tenant's
 OF_ALL = frozenset({METRICS, STATS, *DATA_PATHS})  # count all tenants together
 QUIET = frozenset({HEALTH, READY, METRICS, PAGE, *DATA_PATHS})  # machines and pages ask for them again and again
-_NAMED = frozenset({COMPLETIONS, CHAT, DOCUMENTS, MODELS, EXPLAIN, HEALTH, READY, VERSION, PAGE, *OF_ALL})
+_NAMED = frozenset(
+    {COMPLETIONS, CHAT, DOCUMENTS, MODELS, EXPLAIN, HEALTH, READY, VERSION, PAGE, *OF_ALL, TOKENIZE, DETOKENIZE}
+)
 
 
 def is_open(path: str) -> bool:

@@ -3,7 +3,8 @@
 import asyncio
 import re
 from collections.abc import Collection, Mapping
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -11,6 +12,7 @@ from starlette.requests import Request
 from kvtier.engine.config import ServerConfig
 from kvtier.engine.server.api_error import ApiError
 
+NOTHING: Mapping[str, Collection[object]] = MappingProxyType({})
 _T = TypeVar("_T")
 
 
@@ -34,17 +36,34 @@ async def read_body(request: Request, settings: ServerConfig) -> bytes:
     return bytes(body)
 
 
-def parse(body: bytes, kind: type[_T], ignored: Collection[str], neutral: Mapping[str, Collection[object]]) -> _T:
-    """Parse the JSON object *body* into a *kind*. ApiError 400, which names the field, if it is none.
+def parse(
+    body: bytes, kind: type[_T], ignored: Collection[str] = (), neutral: Mapping[str, Collection[object]] = NOTHING
+) -> _T:
+    """Parse the JSON object *body* into a *kind*. ApiError 400, which names the field, if it is none."""
+    return fit(json_object(body), kind, ignored, neutral)
 
-    Fields in *ignored* may have any value, those in *neutral* only the values there; a null counts as absent.
-    """
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """The JSON object that *body* is. ApiError 400 if it is none."""
     try:
         content = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(content, dict):
         raise ApiError(400, "the body is not a JSON object; send one", code="invalid_json")
+    return content
+
+
+def fit(
+    content: Mapping[str, Any],
+    kind: type[_T],
+    ignored: Collection[str] = (),
+    neutral: Mapping[str, Collection[object]] = NOTHING,
+) -> _T:
+    """The *kind* that an object is. ApiError 400, which names the field, if it is none.
+
+    Fields in *ignored* may have any value, those in *neutral* only the values there; a null counts as absent.
+    """
     content = {name: value for name, value in content.items() if value is not None and name not in ignored}
     for name in neutral.keys() & content.keys():
         if content.pop(name) not in neutral[name]:

@@ -25,14 +25,24 @@ from kvtier.engine.documents.document import Document
 from kvtier.engine.documents.documents import Documents
 from kvtier.engine.metrics.collector import EngineCollector
 from kvtier.engine.operating.routes import Operating
-from kvtier.engine.server import document_routes, explain_routes, generation
+from kvtier.engine.server import document_routes, explain_routes, generation, tokenize_routes
 from kvtier.engine.server.api_error import json_response
 from kvtier.engine.server.app import starlette_app
 from kvtier.engine.server.engine_source import EngineSource
 from kvtier.engine.server.entrance import Entrance
 from kvtier.engine.server.facts import facts_of
 from kvtier.engine.server.operated_engine import OperatedEngine
-from kvtier.engine.server.paths import CHAT, COMPLETIONS, DOCUMENTS, EXPLAIN, OPERATE, READY, STATS
+from kvtier.engine.server.paths import (
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    DOCUMENTS,
+    EXPLAIN,
+    OPERATE,
+    READY,
+    STATS,
+    TOKENIZE,
+)
 from kvtier.engine.server.served_models import ServedModels
 from kvtier.engine.server.service import Service
 from kvtier.engine.server.stats_view import stats_view
@@ -54,6 +64,8 @@ class ServingApp:
         routes = [
             Route(COMPLETIONS, generation.complete, methods=["POST"]),
             Route(CHAT, generation.chat, methods=["POST"]),
+            Route(TOKENIZE, tokenize_routes.tokenize, methods=["POST"]),
+            Route(DETOKENIZE, tokenize_routes.detokenize, methods=["POST"]),
             Route(DOCUMENTS, document_routes.answer),
             Route(f"{DOCUMENTS}/{{id}}", document_routes.answer, methods=["GET", "PUT", "DELETE"]),
             Route(f"{DOCUMENTS}/{{id}}/{{action}}", document_routes.answer, methods=["POST", "DELETE"]),

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.text.least_tokens import TooManyTokens
 from kvtier.engine.text.prompt_limit import PromptLimit
 
-TemplateValue: TypeAlias = str | int | float | bool
+TemplateValue: TypeAlias = Any  # what JSON has
 
 PART_SEPARATOR = "\n"  # between the parts of one message
 NO_VARIABLES: Mapping[str, TemplateValue] = MappingProxyType({})
@@ -42,7 +42,7 @@ def chat_token_ids(
         [dict(message) for message in messages],
         tokenize=False,
         add_generation_prompt=True,
-        **variables,  # type: ignore[arg-type]  # checked above: none of them is a parameter
+        **variables,  # checked above: none of them is a parameter
     )
     assert isinstance(text, str)  # which tokenize=False gives
     limit.check_text(text)

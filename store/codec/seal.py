@@ -17,7 +17,7 @@ from kvtier.store.slab import slot_bytes
 # Rows in `records`, `order` and `free` for a key of 50 to 70 bytes at 2/3 full pages.
 _INDEX_BYTES = 512
 MOST_BLOCK_BYTES = 2 << 30  # more than any block has; rows of the index have four bytes for the size of a slot
-_digest_of_read = digest_among(2)  # or more: threads read beside each other, in a process that does little else
+_NUM_READERS = 2  # or more: threads read beside each other, in a process that does little else
 _SIZE_CLASSES = 8  # lengths that the values of one raw length may have
 
 
@@ -128,7 +128,7 @@ def open_record(
             known = _decrypt(cipher, stored, header + key, codec, out)
     except ValueError:
         return Fault.CORRUPT
-    return known if _digest_of_read(out) == known else Fault.CORRUPT
+    return known if digest_among(_NUM_READERS)(out) == known else Fault.CORRUPT
 
 
 def fault_of(key: bytes, header: bytes, payload: memoryview, cipher: Cipher | None = None) -> Fault | None:

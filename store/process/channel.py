@@ -1,6 +1,7 @@
 """The channel to a store's process: questions and answers go over a socket, bytes of blocks through shared memory."""
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -29,13 +30,9 @@ class SharedMemory(NamedTuple):
     is_backed: bool = True  # whether all of it is, or soon will be: then another process may enter its pages ahead
 
 
-class Place(NamedTuple):
-    """A range of bytes in one of the shared memories, as both processes name it."""
-
-    memory: int
-    offset: int
-    num_bytes: int
-
+Place = tuple[int, int, int]
+"""A range of bytes in one of the shared memories, as both processes name it: which memory, where in it, how many. No
+class of its own, as hundreds are pickled for one question."""
 
 # Sent over the socket for a piece of memory: its place, or, if it is not shared, the bytes themselves.
 Bytes = Place | bytes
@@ -58,11 +55,13 @@ class MemoryMap:
         i = bisect_right(self._starts, address) - 1
         if i < 0 or address + view.nbytes > self._ends[i]:
             return None
-        return Place(self._order[i], address - self._starts[i], view.nbytes)
+        return self._order[i], address - self._starts[i], view.nbytes
 
 
 def address_of(view: memoryview) -> int:
     """Where the first byte of a view (contiguous, not empty) is in this process."""
+    if not view.readonly:
+        return ctypes.addressof(ctypes.c_char.from_buffer(view))  # an eighth of the time of what follows
     address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     return address
 
@@ -88,7 +87,8 @@ class Mappings:
         """The memory of *piece*, writable if it is shared."""
         if isinstance(piece, bytes):
             return memoryview(piece)
-        return self._views[piece.memory][piece.offset : piece.offset + piece.num_bytes]
+        memory, offset, num_bytes = piece
+        return self._views[memory][offset : offset + num_bytes]
 
 
 class NoAnswer(Exception):

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvtier.engine.doors.page_moves import copy_pages
 from kvtier.engine.doors.vllm_connector.engine_layout import GroupLayout, NotServed
 
 Slots = npt.NDArray[np.uint8]  # [num_slots, block_bytes] of a group, on the host
@@ -36,19 +37,28 @@ class CpuPages:
     """Pages in this process's own memory."""
 
     def __init__(self, layers: Sequence[_Layer]) -> None:
-        self._layers = [(layer.pages.numpy(), layer.part) for layer in layers]
+        self._layers = layers
 
     def load(self, pages: Sequence[int], slots: Sequence[int], host: Slots) -> None:
-        for page, slot in zip(pages, slots, strict=True):
-            source = host[slot]
-            for target, part in self._layers:
-                np.copyto(target[page], source[part])
+        copy_pages(*self._pairs(pages, slots, host))
 
     def store(self, pages: Sequence[int], slots: Sequence[int], host: Slots) -> None:
+        in_cache, in_host = self._pairs(pages, slots, host)
+        copy_pages(in_host, in_cache)
+
+    def _pairs(
+        self, pages: Sequence[int], slots: Sequence[int], host: Slots
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The pages of each layer, and their places in the slots."""
+        rows = torch.from_numpy(host)
+        in_cache: list[torch.Tensor] = []
+        in_host: list[torch.Tensor] = []
         for page, slot in zip(pages, slots, strict=True):
-            target = host[slot]
-            for source, part in self._layers:
-                np.copyto(target[part], source[page])
+            row = rows[slot]
+            for layer in self._layers:
+                in_cache.append(layer.pages[page])
+                in_host.append(row[layer.part])
+        return in_cache, in_host
 
 
 class DevicePages:

@@ -60,5 +60,5 @@ def _tensor(cache: Any, pages_per_chunk: int, region: Any) -> Tensor:
             f"a KV cache of {cache.tensor.dtype} on {cache.tensor.device} is not in a CPU's memory, byte by byte; "
             'vLLM copies it itself: use "spec_name":"TieringOffloadingSpec" without "spec_module_path"'
         )
-    chunks = region.create_next_worker_view(cache.page_size_bytes * pages_per_chunk).numpy()
-    return Tensor(cache.tensor.numpy(), chunks.reshape(len(chunks), pages_per_chunk, cache.page_size_bytes))
+    chunks = region.create_next_worker_view(cache.page_size_bytes * pages_per_chunk)
+    return Tensor(cache.tensor, chunks.view(len(chunks), pages_per_chunk, cache.page_size_bytes))

@@ -1,13 +1,14 @@
 """PageCopies: the jobs of vLLM's offloading on CPUs, as copies of pages between its KV cache and its host pool."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-Bytes = npt.NDArray[np.int8]
+from kvtier.engine.doors.page_moves import copy_pages
 
 
 class Ids(Protocol):
@@ -32,11 +33,11 @@ class PageIds(Ids, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One of vLLM's KV cache tensors and its part of the host pool: *pages* is [num_pages, page_bytes], *chunks* is
-    [num_chunks, pages_per_chunk, page_bytes]. Layers that share memory share a tensor."""
+    """One of vLLM's KV cache tensors and its part of the host pool: *pages* is int8 [num_pages, page_bytes], *chunks*
+    is int8 [num_chunks, pages_per_chunk, page_bytes]. Layers that share memory share a tensor."""
 
-    pages: Bytes
-    chunks: Bytes
+    pages: torch.Tensor
+    chunks: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +60,18 @@ class PageCopies:
     def store(self, pages: PageIds, chunks: Ids) -> int:
         """Copy the pages of a job to its chunks; the bytes copied. ValueError for ids that do not match, before
         anything is copied; IndexError for one that there is not."""
-        num_bytes = 0
-        for page, place in self._pairs(pages, chunks):
-            np.copyto(place, page)
-            num_bytes += page.nbytes
-        return num_bytes
+        from_pages, to_chunks = self._pairs(pages, chunks)
+        copy_pages(to_chunks, from_pages)
+        return sum(page.nbytes for page in from_pages)
 
     def load(self, pages: PageIds, chunks: Ids) -> int:
         """Copy the chunks of a job to its pages; otherwise as `store`."""
-        num_bytes = 0
-        for page, place in self._pairs(pages, chunks):
-            np.copyto(page, place)
-            num_bytes += page.nbytes
-        return num_bytes
+        to_pages, from_chunks = self._pairs(pages, chunks)
+        copy_pages(to_pages, from_chunks)
+        return sum(page.nbytes for page in to_pages)
 
-    def _pairs(self, pages: PageIds, chunks: Ids) -> Iterator[tuple[Bytes, Bytes]]:
-        """Each page of each layer, and its place in the host pool."""
+    def _pairs(self, pages: PageIds, chunks: Ids) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The pages of each layer, and their places in the host pool."""
         skipped = [first % self._pages_per_chunk for first in pages.block_indices]  # the first chunk begins before
         num_chunks = [
             -(-(before + size) // self._pages_per_chunk) if size else 0
@@ -85,6 +82,8 @@ class PageCopies:
         if wanted != given:
             raise ValueError(f"a job has ids of {given} groups, pages and chunks where {wanted} were meant")
 
+        in_cache: list[torch.Tensor] = []
+        in_host: list[torch.Tensor] = []
         page_from = chunk_from = 0
         for layers, before, size, count in zip(self._groups, skipped, pages.group_sizes, num_chunks, strict=True):
             page_ids = pages.block_ids[page_from : page_from + size]
@@ -94,4 +93,6 @@ class PageCopies:
                 tensor, used = self._tensors[layer.tensor], slice(layer.num_bytes)
                 for place, page_id in enumerate(page_ids, before):
                     chunk, part = divmod(place, self._pages_per_chunk)
-                    yield tensor.pages[page_id, used], tensor.chunks[chunk_ids[chunk], part, used]
+                    in_cache.append(tensor.pages[page_id, used])
+                    in_host.append(tensor.chunks[chunk_ids[chunk], part, used])
+        return in_cache, in_host

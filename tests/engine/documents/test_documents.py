@@ -23,6 +23,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from waiting import wait_for
 
 from kvtier import AsyncLLM, SamplingParams
 from kvtier.engine.build import build_core
@@ -75,6 +76,16 @@ def with_pins_by(clock: Callable[[], float]) -> Callable[[EngineCore], None]:
         core.pins = TimedPins(core.cache, clock)
 
     return replace
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder in which files may be written meanwhile."""
+
+    def is_gone() -> bool:
+        shutil.rmtree(folder, ignore_errors=True)
+        return not folder.exists()
+
+    wait_for(is_gone)
 
 
 def play(
@@ -620,7 +631,7 @@ def test_a_file_that_cannot_be_written_is_the_caller_s_error_and_nothing_has_cha
 ) -> None:
     async def story(_: AsyncLLM, documents: Documents) -> None:
         document = await put(documents, "report", tokens_draft(1, 100))
-        shutil.rmtree(tmp_path / "store-documents")
+        remove(tmp_path / "store-documents")
         for change in (
             documents.put(None, "report", tokens_draft(2, 100)),
             documents.put(None, "other", tokens_draft(2, 100)),
@@ -644,7 +655,7 @@ def test_a_pin_whose_new_end_cannot_be_written_keeps_the_old_one(model: PreTrain
         document = await put(documents, "report", tokens_draft(1, 100))
         await documents.pin(document, 600.0)
         pinned_until = document.pinned_until
-        shutil.rmtree(tmp_path / "store-documents")
+        remove(tmp_path / "store-documents")
 
         with pytest.raises(OSError, match="No such file"):
             await documents.pin(document, 9000.0)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import torch
 
 from kvtier.engine.doors.vllm_offloading.page_copies import Layer, PageCopies, Tensor
 
@@ -36,7 +37,7 @@ class Pool:
         for start in (0, pages_per_chunk * PAGE_BYTES):
             part = self.memory[:, start : start + pages_per_chunk * PAGE_BYTES]
             self.chunks.append(part.reshape(NUM_CHUNKS, pages_per_chunk, PAGE_BYTES))
-        tensors = [Tensor(pages, chunks) for pages, chunks in zip(self.pages, self.chunks, strict=True)]
+        tensors = [Tensor(*map(torch.from_numpy, both)) for both in zip(self.pages, self.chunks, strict=True)]
         groups = [[Layer(0, PAGE_BYTES), Layer(1, PAGE_BYTES)], [Layer(1, PAGE_BYTES - PAD)]]
         self.copies = PageCopies(tensors, groups)
 

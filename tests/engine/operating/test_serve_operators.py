@@ -4,7 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import httpx
@@ -29,14 +29,28 @@ def audit(tmp_path: Path) -> Path:
     return tmp_path / "audit.jsonl"
 
 
-@pytest.fixture
-def server(tmp_path: Path, audit: Path) -> Iterator[ServerInThread]:
+@contextmanager
+def operated(folder: Path, audit: Path) -> Iterator[ServerInThread]:
     """Device, host and disk; two tenants, one operator."""
-    config = {**tables(), "disk": {"path": str(tmp_path / "store"), "capacity": "64MiB"}}
+    config = {**tables(), "disk": {"path": str(folder / "store"), "capacity": "64MiB"}}
     with (
         closing(Operating(Operators(ApiKeys({TOKEN: "olga"})), AuditLog(str(audit)))) as operating,
         serving(build("llama"), config, {ANN: "ann", BOB: "bob"}, operating=operating) as address,
     ):
+        yield address
+
+
+@pytest.fixture
+def server(tmp_path: Path, audit: Path) -> Iterator[ServerInThread]:
+    with operated(tmp_path, audit) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def idle_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerInThread]:
+    """For tests that change nothing."""
+    folder = tmp_path_factory.mktemp("idle")
+    with operated(folder, folder / "audit.jsonl") as address:
         yield address
 
 
@@ -122,6 +136,7 @@ def test_the_oldest_of_a_tier_leave_and_what_is_below_is_still_found(server: Ser
     assert num_cached(server, ANN) == ALL_FOUND  # from host memory and disk
 
 
+@pytest.mark.long
 def test_leased_blocks_stay_and_a_running_request_goes_on(server: ServerInThread) -> None:
     alone = server.complete(PROMPT, ANN, max_tokens=200)["choices"][0]["text"]
     with server.streaming(PROMPT, ANN, max_tokens=200) as events:
@@ -208,8 +223,10 @@ def test_only_an_operators_token_opens_and_it_opens_nothing_else(server: ServerI
         ("log-level", {"level": "debug", "logger": "uvicorn"}, "logger"),
     ],
 )
-def test_a_mistake_is_told_with_the_fields_name(server: ServerInThread, verb: str, asked: dict, param: str) -> None:
-    answer = operate(server, verb, asked)
+def test_a_mistake_is_told_with_the_fields_name(
+    idle_server: ServerInThread, verb: str, asked: dict, param: str
+) -> None:
+    answer = operate(idle_server, verb, asked)
 
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
@@ -243,6 +260,7 @@ def test_without_operators_there_are_no_such_routes() -> None:
         assert operate(address, "reset", {"all": True}).status_code == 404
 
 
+@pytest.mark.long
 def test_requests_go_on_while_all_is_evicted(server: ServerInThread) -> None:
     """Many documents on all tiers, and a stream beside the reset: it gets the same tokens."""
     for number in range(20):

@@ -1,6 +1,7 @@
 """SocketProxy: stands between engines and a sidecar's own socket, reads which kind each frame is, and does a deed just
 before or after one of them. So a sidecar can be killed at any point of a load or store without a hook in it."""
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -110,7 +111,11 @@ class SocketProxy:
             self.has_tripped.set()
         if is_of_sidecar:
             self._goes_on.wait()
-        socket.send_fds(target, [frame], files) if files else target.sendall(frame)
+        try:
+            socket.send_fds(target, [frame], files) if files else target.sendall(frame)
+        finally:
+            for file in files:
+                os.close(file)
         if deed is not None and self._is_after:
             deed()
             self.has_tripped.set()

@@ -46,7 +46,7 @@ def logits_of(rng: random.Random, num_rows: int, vocab_size: int) -> torch.Tenso
     return logits
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("vocab_size", [7, 200, 5000])
 def test_a_step_of_mixed_requests_draws_what_each_would_draw_alone(seed: int, vocab_size: int) -> None:
     rng = random.Random(f"{seed} {vocab_size}")
@@ -96,7 +96,7 @@ def test_of_equally_likely_tokens_the_cuts_keep_the_lowest_ids() -> None:
     logits = torch.zeros(5000)
 
     for cut in ({"top_k": 40}, {"top_k": 3000, "top_p": 40 / 3000 - 1e-9}, {"top_p": 40 / 5000 - 1e-9}):
-        assert set(draw(300, logits, temperature=1.0, seed=1, **cut)) <= set(range(40))
+        assert set(draw(60, logits, temperature=1.0, seed=1, **cut)) <= set(range(40))
 
 
 @pytest.mark.long

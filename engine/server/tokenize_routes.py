@@ -1,0 +1,111 @@
+"""The routes `/tokenize` and `/detokenize`: a prompt's token ids and back, as vLLM answers them."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from transformers import PreTrainedTokenizerBase
+
+from kvtier.engine.server.api_error import ApiError, json_response
+from kvtier.engine.server.chat_request import MOST_MESSAGES, ChatRequest, Message, unknown_fields
+from kvtier.engine.server.facts import facts_of
+from kvtier.engine.server.generation import MOST_TIMES_TOO_LONG
+from kvtier.engine.server.ignored_fields import tell_ignored
+from kvtier.engine.server.request_body import fit, json_object, parse, read_body
+from kvtier.engine.server.service import Service
+from kvtier.engine.text.chat_template import TemplateValue
+from kvtier.engine.text.least_tokens import TooManyTokens
+from kvtier.engine.text.prompt_limit import PromptLimit
+from kvtier.tiers.naming.request_text import check_text
+
+
+class TokenizeCompletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /tokenize` for a text."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    def token_ids(self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit) -> Sequence[int]:
+        """The ids of the prompt's tokens."""
+        check_text("prompt", self.prompt)
+        limit.check_text(self.prompt)
+        token_ids: list[int] = tokenizer(self.prompt, add_special_tokens=self.add_special_tokens)["input_ids"]
+        return token_ids
+
+
+class TokenizeChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /tokenize` for a conversation, which the chat template makes a prompt of."""
+
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
+    model: str | None = None
+    chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict)
+    return_token_strs: bool = False
+
+    def token_ids(self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit) -> Sequence[int]:
+        """The ids of the prompt's tokens."""
+        messages, variables = self.messages, self.chat_template_kwargs
+        asked = ChatRequest(model=self.model or "", messages=messages, chat_template_kwargs=variables)
+        return asked.prompts(tokenizer, limit)[0]
+
+
+class Detokenize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /detokenize`."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+async def tokenize(request: Request) -> Response:
+    """Answer `POST /tokenize`."""
+    service: Service = request.app.state.service
+    content = json_object(await read_body(request, service.settings))
+    is_chat = "messages" in content
+    tell_ignored(unknown_fields(content.get("messages")))
+    asked = fit(content, TokenizeChat, {"add_generation_prompt"}) if is_chat else fit(content, TokenizeCompletion)
+    _check_model(service, asked.model)
+    longest = service.llm.longest_request
+
+    def work(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], object]:
+        within = service.llm.tokenizers.limit(MOST_TIMES_TOO_LONG * longest)
+        token_ids = list(asked.token_ids(tokenizer, within))
+        return token_ids, tokenizer.convert_ids_to_tokens(token_ids) if asked.return_token_strs else None
+
+    try:
+        token_ids, texts = await service.llm.with_tokenizer(work, facts_of(request.scope).tenant)
+    except TooManyTokens as error:
+        most = MOST_TIMES_TOO_LONG * longest
+        message = f"the prompt has {error.num_least} tokens or more; {most} can be tokenized at once"
+        raise ApiError(400, message, code="context_length_exceeded") from None
+    except ValueError as error:
+        raise ApiError(400, str(error), code="invalid_value", param="prompt") from None
+    answer = {"count": len(token_ids), "max_model_len": longest, "tokens": token_ids, "token_strs": texts}
+    return json_response(answer)
+
+
+async def detokenize(request: Request) -> Response:
+    """Answer `POST /detokenize`."""
+    service: Service = request.app.state.service
+    asked = parse(await read_body(request, service.settings), Detokenize)
+    _check_model(service, asked.model)
+
+    def work(tokenizer: PreTrainedTokenizerBase) -> str:
+        service.llm.tokenizers.limit(len(asked.tokens)).check_ids(asked.tokens)
+        text = tokenizer.decode(asked.tokens)
+        assert isinstance(text, str)  # a list comes only for several lists
+        return text
+
+    try:
+        text = await service.llm.with_tokenizer(work, facts_of(request.scope).tenant)
+    except ValueError as error:
+        raise ApiError(400, str(error), code="invalid_value", param="tokens") from None
+    return json_response({"prompt": text})
+
+
+def _check_model(service: Service, model: str | None) -> None:
+    """Refuse a model that is not served; none is the one that is."""
+    if model is not None:
+        service.models.lora_of(model)
