@@ -22,6 +22,7 @@ from kvtier.engine.llm import GREEDY, Prompt, encode, keyed
 from kvtier.engine.loaded_engine import LoadedEngine
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.model.sampling_defaults import SamplingDefaults
 from kvtier.engine.scheduling.request import Completion, Request
 from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.timeline import ANONYMOUS, Caller
@@ -114,7 +115,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        sampling: SamplingParams = GREEDY,
+        sampling: SamplingParams | None = None,
         *,
         lora: str | None = None,
         cache_salt: str | None = None,
@@ -126,6 +127,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[Piece, None]:
         """Stream the continuation of one prompt, with the adapter *lora* if one is named, for the *caller*.
 
+        Without *sampling* it is sampled as the model's settings say, see `LLM.default_sampling`.
         ValueError for a prompt that cannot run, an adapter that is not loaded, or a full queue.
         """
         arrived_at = time.monotonic()
@@ -133,10 +135,11 @@ class AsyncLLM:
         token_ids = await self._token_ids(prompt)
         core = self._loaded_engine().core  # asked for only now: the engine may have been closed meanwhile
         keys = keyed(core, extra, lora, cache_salt)
+        params = core.sampling_defaults.over(GREEDY) if sampling is None else sampling
         stream = _Stream(asyncio.get_running_loop())
         self._thread.put(
             lambda core: self._add(
-                core, stream, partial(core.add, token_ids, sampling, keys, arrived_at, options, caller)
+                core, stream, partial(core.add, token_ids, params, keys, arrived_at, options, caller)
             ),
             stream.refuse,
         )
@@ -169,6 +172,11 @@ class AsyncLLM:
     def longest_request(self) -> int:
         """Tokens that a prompt and its continuation may have together."""
         return self._loaded_engine().core.longest_request
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """The model's settings for sampling, where a request does not say."""
+        return self._loaded_engine().core.sampling_defaults
 
     async def wait_end(self) -> None:
         """Wait until the engine serves no more; raise the error that it failed with, if it did."""

@@ -21,6 +21,7 @@ from kvtier.engine.kv_events import ZmqPublisher
 from kvtier.engine.model.lora_adapter import load_adapters
 from kvtier.engine.model.poisoned_cache import PoisonedCache
 from kvtier.engine.model.runner import ModelRunner
+from kvtier.engine.model.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from kvtier.engine.records.request_accounts import RequestAccounts
 from kvtier.engine.records.request_log import RequestLog, open_request_log
 from kvtier.engine.records.trail import Trails
@@ -70,11 +71,13 @@ def build_core(
 ) -> EngineCore:
     """Build the engine that the configuration describes. *progress* is called with the name of each stage.
 
-    Raises `UnsupportedModel` for a model whose attention cannot be paged, ValueError for sizes that cannot work,
+    Raises `UnsupportedModel` for a model whose attention cannot be paged, ValueError for sizes that cannot work and for
+    a model's settings of sampling that cannot,
     `UnusableLora` for an adapter of another model, and what `ZmqPublisher` raises for endpoints that it cannot use; the
     parts made until then are closed. A store that cannot be opened is no error: that is logged, and the disk tier joins
     once the store is open.
     """
+    sampling_defaults = NO_DEFAULTS if config.model.generation_config == "none" else SamplingDefaults.of(model)
     with ExitStack() as undo:
         progress("looking at the model's attention")
         adapters = load_adapters(model, config.lora, progress)
@@ -142,6 +145,7 @@ def build_core(
                 publisher,
                 store,
                 sidecar,
+                sampling_defaults,
             ),
         )
         undo.pop_all()

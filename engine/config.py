@@ -57,10 +57,15 @@ _Tree = TypeVar("_Tree", bound=Table)
 
 
 class ModelConfig(Table, frozen=True, kw_only=True):
-    """`[model]`: how the weights are loaded. "auto" follows the checkpoint's dtype and takes a GPU if there is one."""
+    """`[model]`: how the weights are loaded. "auto" follows the checkpoint's dtype and takes a GPU if there is one.
+
+    *generation_config* "auto" takes the model's own settings for sampling (temperature, top_p, top_k, min_p,
+    repetition_penalty, max_new_tokens) where a request does not say; "none" leaves them out.
+    """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    generation_config: Literal["auto", "none"] = "auto"
 
 
 class DeviceConfig(Table, frozen=True, kw_only=True):

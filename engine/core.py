@@ -17,9 +17,12 @@ from kvtier.engine.config import Config
 from kvtier.engine.explain.explanation import Explanation
 from kvtier.engine.fault_log import FaultLog, flush_fault
 from kvtier.engine.kv_events import ZmqPublisher
-from kvtier.engine.model.logprobs import token_logprobs
+from kvtier.engine.model.drawing.draws import draw_tokens
+from kvtier.engine.model.drawing.token_bans import TokenBans
+from kvtier.engine.model.logprobs import step_logprobs
 from kvtier.engine.model.runner import Chunk, ModelRunner
-from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.model.sampling import SamplingParams, WrongParameter
+from kvtier.engine.model.sampling_defaults import SamplingDefaults
 from kvtier.engine.records.recent_records import RecentRecords
 from kvtier.engine.records.request_accounts import RequestAccounts, RequestStatistics
 from kvtier.engine.records.trail import Trail
@@ -94,6 +97,7 @@ class Parts:
     publisher: ZmqPublisher | None
     store: ReopeningStore | None  # None without a disk tier
     sidecar: SidecarTiers | None  # the tiers below the device; None if they are this process's own
+    sampling_defaults: SamplingDefaults
 
 
 class EngineCore:
@@ -116,6 +120,7 @@ class EngineCore:
         self._accounts = parts.accounts
         self.explainer = parts.accounts.explainer
         self.runner = parts.runner
+        self.sampling_defaults = parts.sampling_defaults
         self._memories = parts.memories
         self._store = parts.store
         self._sidecar = parts.sidecar
@@ -170,13 +175,19 @@ class EngineCore:
         caller: Caller = ANONYMOUS,
     ) -> Request:
         """Queue a prompt; its request. ValueError, with what to do, if it has no tokens or ids that the model does not
-        have, is longer than the model or the device can hold, or if the queue is full."""
+        have, is longer than the model or the device can hold, or if the queue is full; `WrongParameter` for sampling
+        that names tokens which the model does not have."""
         self._check_tokens(token_ids, sampling)
+        if (worst := max(sampling.logit_bias, default=0)) >= self.runner.vocab_size:
+            raise WrongParameter(
+                "logit_bias", f"has token id {worst}; the model knows 0 to {self.runner.vocab_size - 1}"
+            )
         if extra.lora is not None and extra.lora not in self.runner.adapters:
             raise ValueError(f"lora {extra.lora.name}: no such adapter is loaded; take the key from lora_key")
         chain = self.chain(token_ids, extra)
-        detokenizer = Detokenizer(self.tokenizer, sampling.stop)
-        request = Request(token_ids, sampling, chain, detokenizer, options, Timeline(arrived_at, caller))
+        detokenizer = Detokenizer(self.tokenizer, sampling.stop, sampling.min_tokens)
+        bans = TokenBans.of(sampling, self.tokenizer, self.runner.end_token_ids, self.runner.vocab_size)
+        request = Request(token_ids, sampling, chain, detokenizer, options, Timeline(arrived_at, caller), bans)
         self.scheduler.add(request)
         self._accounts.on_added(request)
         return request
@@ -404,25 +415,27 @@ class EngineCore:
         lost = self.scheduler.settle(work)
         self.scheduler.on_computed([item for item in work if item.request not in lost])
 
-        advanced = []
-        for request, row in zip([item.request for item in work], logits, strict=True):
-            if request not in lost and request.num_to_compute == 0:  # else its prompt goes on, and no token is new
-                self._sample(request, row)
-                advanced.append(request)
+        # Where a prompt goes on no token is new.
+        rows = [i for i, item in enumerate(work) if item.request not in lost and item.request.num_to_compute == 0]
+        advanced = [work[i].request for i in rows]
+        if advanced:
+            self._sample(advanced, logits if len(rows) == len(work) else logits[rows])
         if all(chunk.gate is None for chunk in chunks):  # else the time has waits for copies in it
             self._step_times.on_step(work, depths, time.monotonic() - started_at, bool(advanced))
         return advanced
 
-    def _sample(self, request: Request, logits: torch.Tensor) -> None:
-        """Give the request its next token, drawn from *logits* `[vocab]`; end its leases if that is the last."""
-        token_id = request.sampler.sample(logits)
-        if request.sampling.logprobs is not None:
-            request.logprobs.append(token_logprobs(logits, token_id, request.sampling.logprobs))
-        request.append(token_id, self.runner.end_token_ids)
-        self._accounts.on_token(request.timeline)
-        if request.finish_reason is not None:
-            self.scheduler.retire(request)
-            self._accounts.on_ended(request)
+    def _sample(self, requests: Sequence[Request], logits: torch.Tensor) -> None:
+        """Give each request its next token, drawn from *logits* `[requests, vocab]`; end leases of those that end."""
+        token_ids = draw_tokens(logits, [request.sampler for request in requests])
+        all_logprobs = step_logprobs(logits, token_ids, [request.sampling.logprobs for request in requests])
+        for request, token_id, logprobs in zip(requests, token_ids, all_logprobs, strict=True):
+            if logprobs is not None:
+                request.logprobs.append(logprobs)
+            request.append(token_id, self.runner.end_token_ids)
+            self._accounts.on_token(request.timeline)
+            if request.finish_reason is not None:
+                self.scheduler.retire(request)
+                self._accounts.on_ended(request)
 
     def _publish_events(self) -> None:
         if self._events is not None and self.publisher is not None and (events := self._events.take()):

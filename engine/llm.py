@@ -62,7 +62,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams = GREEDY,
+        sampling: SamplingParams | None = None,
         *,
         lora: str | None = None,
         cache_salt: str | None = None,
@@ -73,11 +73,13 @@ class LLM:
     ) -> list[Completion]:
         """Continue each prompt (text or token ids), all of them batched; completions in the prompts' order.
 
+        Without *sampling* they are sampled as the model's settings say, see `default_sampling`.
         *lora* names an adapter of the configuration. Prompts share cached blocks only with prompts of the same adapter
         and *cache_salt*. *progress* shows a bar; None: for many prompts on a terminal. ValueError for a prompt that
         cannot fit the device pool, and for an adapter that is not loaded.
         """
         arrived_at = time.monotonic()
+        sampling = self.default_sampling() if sampling is None else sampling
         keys = keyed(self.core, extra, lora, cache_salt)
         options = RequestOptions(reads_cache=not skip_reading_prefix_cache, max_load_tokens=max_load_tokens)
         todo = as_prompts(prompts)
@@ -98,6 +100,11 @@ class LLM:
                 self.core.abort(request)
         self.core.share()
         return [request.completion() for request in requests]
+
+    def default_sampling(self) -> SamplingParams:
+        """What the model's makers advise in its `generation_config`, unless the configuration has
+        `model.generation_config = "none"`; greedy, and 16 tokens, where they say nothing."""
+        return self.core.sampling_defaults.over(GREEDY)
 
     def where(
         self,

@@ -57,6 +57,27 @@ BUGS = [
         "tests/engine/scheduling/test_timed_pins.py",
     ),
     Bug(
+        "of a ranked row the draw is not from what top-p has kept",
+        "engine/model/drawing/cuts.py",
+        "    token_ids, _ = ranking.at_weight(cuts.number * kept)",
+        "    token_ids, _ = ranking.at_weight(cuts.number * reached)",
+        "tests/engine/model/drawing",
+    ),
+    Bug(
+        "presence and frequency penalties count the prompt's tokens",
+        "engine/model/drawing/token_counts.py",
+        "        self._num_times = np.zeros(len(self._token_ids), dtype=np.int64)",
+        "        self._num_times = np.ones(len(self._token_ids), dtype=np.int64)",
+        "tests/engine/model/drawing",
+    ),
+    Bug(
+        "a text may end before it has min_tokens",
+        "engine/model/drawing/token_bans.py",
+        "        if len(output) < self.min_tokens:",
+        "        if len(output) + 1 < self.min_tokens:",
+        "tests/engine/model/drawing",
+    ),
+    Bug(
         "a prompt's first block counts as used before its last",
         "tiers/reuse/recency.py",
         "        for hashed in reversed(hashes.tolist()):",

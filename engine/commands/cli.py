@@ -310,6 +310,12 @@ def _add_serve(commands: _Commands) -> None:
         help="a line of JSON for each request, in names and numbers, for replays (default: none)",
     )
     serve.add_argument("--log-format", choices=["human", "json"], help="json: one object a line (default: human)")
+    serve.add_argument(
+        "--generation-config",
+        choices=["auto", "none"],
+        help="auto: the model's own settings for sampling hold where a request does not say; none: OpenAI's do "
+        "(default: auto)",
+    )
     serve.add_argument("--check-config", action="store_true", help="print what the configuration comes to, and end")
     serve.set_defaults(run=_serve)
 
@@ -401,7 +407,14 @@ def _serve(options: argparse.Namespace) -> int:
             raise ValueError(f"--lora {name}: is given twice; give each adapter a name of its own")
         adapters[name] = folder
     return serve(
-        options.model, options.config, options.sidecar, given, adapters, options.check_config, options.request_log
+        options.model,
+        options.config,
+        options.sidecar,
+        given,
+        adapters,
+        options.check_config,
+        options.request_log,
+        options.generation_config,
     )
 
 

@@ -33,15 +33,16 @@ def serve(
     adapters: Mapping[str, str],
     checks_only: bool,
     request_log: str | None = None,
+    generation_config: str | None = None,
 ) -> int:
     """Serve *model* until a signal; the exit status.
 
-    *sidecar* and *request_log* replace those of the configuration *source*, *given* are settings of `[server]` that
-    replace its own, *adapters* folders by name beside those of `[lora]`. With *checks_only* it prints the plan and
-    ends, with status 2 if the server would refuse it. ValueError and OSError, before anything is loaded, for what
-    cannot be used.
+    *sidecar*, *request_log* and *generation_config* replace those of the configuration *source*, *given* are settings
+    of `[server]` that replace its own, *adapters* folders by name beside those of `[lora]`. With *checks_only* it
+    prints the plan and ends, with status 2 if the server would refuse it. ValueError and OSError, before anything is
+    loaded, for what cannot be used.
     """
-    config = _config(source, sidecar, given, adapters, request_log)
+    config = _config(source, sidecar, given, adapters, request_log, generation_config)
     if not checks_only:
         write_log(config.server.log_format)
     keys = None if config.server.api_keys is None else _keys(config.server.api_keys)
@@ -63,6 +64,7 @@ def _config(
     given: Mapping[str, object],
     adapters: Mapping[str, str],
     request_log: str | None,
+    generation_config: str | None,
 ) -> Config:
     tables: dict[str, object] = {} if source is None else load_toml(source)
     if sidecar is not None:
@@ -70,6 +72,9 @@ def _config(
     if request_log is not None:
         found = tables.get("request_log")
         tables["request_log"] = {**(found if isinstance(found, dict) else {}), "path": request_log}
+    if generation_config is not None:
+        found = tables.get("model")
+        tables["model"] = {**(found if isinstance(found, dict) else {}), "generation_config": generation_config}
     config = config_from_dict(tables, source or "config")
     settings = msgspec.to_builtins(config.server, enc_hook=int) | dict(given)
     whole: dict[str, object] = msgspec.to_builtins(config, enc_hook=int)

@@ -1,8 +1,11 @@
 """Logarithmic probabilities of the tokens that were chosen, and of the likeliest."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+_MOST_AT_ONCE = 1 << 22  # logits that are looked at together: 32 MiB of float64, for which rows are copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +21,24 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-def token_logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
-    """The logarithms of the chosen token and of the *num_top* likeliest, from *logits* `[vocab]`."""
-    logprobs = logits.double().log_softmax(dim=-1)
-    values, token_ids = logprobs.topk(min(num_top, len(logprobs)))
-    top = tuple(zip(token_ids.tolist(), values.tolist(), strict=True))
-    return TokenLogprobs(token_id, float(logprobs[token_id]), top)
+def step_logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], num_tops: Sequence[int | None]
+) -> list[TokenLogprobs | None]:
+    """The logarithms of the token chosen from each row of *logits* `[rows, vocab]`, and of the row's likeliest.
+
+    *num_tops* says how many of these for each row; None for a row of which nothing is asked.
+    """
+    told: list[TokenLogprobs | None] = [None] * len(token_ids)
+    rows = [(row, num_top) for row, num_top in enumerate(num_tops) if num_top is not None]
+    for start in range(0, len(rows), at_once := max(1, _MOST_AT_ONCE // logits.shape[-1])):
+        some = rows[start : start + at_once]
+        row_ids = [row for row, _ in some]
+        logprobs = logits[row_ids].double().log_softmax(dim=-1)
+        chosen = [token_ids[row] for row in row_ids]
+        of_chosen: list[float] = logprobs[range(len(some)), chosen].tolist()
+        values, top_ids = logprobs.topk(min(max(num_top for _, num_top in some), logits.shape[-1]))
+        for (row, num_top), token_id, logprob, *top in zip(
+            some, chosen, of_chosen, top_ids.tolist(), values.tolist(), strict=True
+        ):
+            told[row] = TokenLogprobs(token_id, logprob, tuple(zip(*(list_[:num_top] for list_ in top), strict=True)))
+    return told

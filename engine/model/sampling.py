@@ -1,28 +1,40 @@
-"""Sampling: the parameters that a request gives, and the sampler that draws its tokens."""
+"""SamplingParams: how to continue one prompt."""
 
 import math
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import index
-
-import torch
 
 from kvtier.tiers.naming.request_text import check_text
 
-_NUM_LIKELIEST = (
-    1024  # the top-p set is nearly always among these, and finding them costs a fraction of sorting a vocabulary
-)
+MOST_BIAS = 100.0  # as at OpenAI and vLLM
+
+
+class WrongParameter(ValueError):
+    """A sampling parameter that cannot be used. *name* is the parameter's."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(f"{name} {message}")
+        self.name = name
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How to continue one prompt. The defaults are greedy: 16 tokens, the likeliest each.
 
-    *temperature* 0 is greedy; *top_p* 1 and *top_k* 0 cut nothing off, and *top_k* cuts first. The same *seed* draws
-    the same tokens; None draws other ones each time. Generation ends after *max_tokens*, before a *stop* string (which
-    is not part of the text), at one of *stop_token_ids*, or at the model's end token unless *ignore_eos*. With
-    *logprobs* each token comes with its logarithmic probability and those of so many of the likeliest; None: without.
+    *temperature* 0 is greedy; *min_p* 0, *top_k* 0 and *top_p* 1 cut nothing off. *min_p* cuts what is less likely than
+    so large a part of the likeliest token, *top_k* keeps so many, and *top_p* cuts last. The same *seed* draws the same
+    tokens; None draws other ones each time.
+
+    Before that logits are changed, as in vLLM: *logit_bias* is added by token id (beyond 100 it counts as 100).
+    *repetition_penalty* divides positive logits of tokens in prompt and output and multiplies negative ones.
+    *frequency_penalty* is subtracted as often as the output has the token, *presence_penalty* once if it has it.
+    *bad_words* are never completed by the output.
+
+    Generation ends after *max_tokens*, before a *stop* string (which is not part of the text), at one of
+    *stop_token_ids*, or at the model's end token unless *ignore_eos*; by none of the last three within the first
+    *min_tokens*. With *logprobs* each token comes with its logarithmic probability and those of so many of the
+    likeliest, before all of the above; None: without.
     """
 
     max_tokens: int = 16
@@ -34,13 +46,21 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    min_tokens: int = 0
+    bad_words: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        for name in ("stop", "bad_words"):
+            texts = getattr(self, name)
+            object.__setattr__(self, name, (texts,) if isinstance(texts, str) else tuple(texts))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for stop in self.stop:
-            check_text("stop", stop)
-        for name in ("max_tokens", "top_k", "logprobs"):  # else a step would fail over 2.5 of them
+        self._check_texts()
+        for name in ("max_tokens", "min_tokens", "top_k", "logprobs"):  # else a step would fail over 2.5 of them
             value = getattr(self, name)
             _require(value is None or _is_whole(value), name, value, "use a whole number")
 
@@ -49,9 +69,32 @@ class SamplingParams:
         _require(in_range, "temperature", self.temperature, "use 0 for greedy, about 1 for the model's own spread")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "use more than 0, and 1 to keep every token")
         _require(self.top_k >= 0, "top_k", self.top_k, "use 0 to keep every token")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "use 0 to keep every token, and 1 at most")
         _require(self.seed is None or self.seed >= 0, "seed", self.seed, "use 0 or more, or None for no fixed seed")
         _require((self.logprobs or 0) >= 0, "logprobs", self.logprobs, "use 0 for the token's own, None for none")
+        in_range = 0 <= self.min_tokens <= self.max_tokens
+        _require(in_range, "min_tokens", self.min_tokens, f"use 0 or more, and max_tokens {self.max_tokens} at most")
+        self._check_penalties()
+
+    def _check_texts(self) -> None:
+        for name in ("stop", "bad_words"):
+            for text in getattr(self, name):
+                check_text(name, text)
         _require(all(self.stop), "stop", self.stop, "leave out the empty string: it would stop everything")
+        are_words = all(word.strip() for word in self.bad_words)
+        _require(are_words, "bad_words", self.bad_words, "leave out what has no letters: it would forbid everything")
+
+    def _check_penalties(self) -> None:
+        factor = self.repetition_penalty
+        in_range = math.isfinite(factor) and factor > 0
+        _require(in_range, "repetition_penalty", factor, "use 1 for none, and more than 1 for fewer repetitions")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "use -2 to 2, and 0 for none")
+        for token_id, bias in self.logit_bias.items():
+            fine = _is_whole(token_id) and token_id >= 0 and not math.isnan(bias)
+            _require(fine, "logit_bias", {token_id: bias}, "give token ids and numbers between -100 and 100")
+        within = {index(i): max(-MOST_BIAS, min(MOST_BIAS, bias)) for i, bias in self.logit_bias.items()}
+        object.__setattr__(self, "logit_bias", within)
 
 
 def _is_whole(number: object) -> bool:
@@ -64,45 +107,4 @@ def _is_whole(number: object) -> bool:
 
 def _require(fine: bool, name: str, value: object, advice: str) -> None:
     if not fine:
-        raise ValueError(f"{name} is {value!r}; {advice}")
-
-
-class Sampler:
-    """Draws the tokens of one request, which owns it; other requests do not change what it draws."""
-
-    def __init__(self, params: SamplingParams) -> None:
-        self._params = params
-        # One number per token, drawn on the host: unlike a torch.Generator's, a seed means the same on CPU and GPU.
-        self._random = random.Random(params.seed)
-
-    def sample(self, logits: torch.Tensor) -> int:
-        """The next token id from *logits* `[vocab]`, on any device; the lowest id where greedy meets a tie."""
-        if self._params.temperature == 0:
-            return int(logits.argmax())
-
-        token_ids, cumulated = _candidates(logits, self._params)
-        at = torch.searchsorted(cumulated, self._random.random() * cumulated[-1], right=True)
-        return int(at if token_ids is None else token_ids[at])
-
-
-def _candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The token ids that may be drawn (None: all, in order), and their cumulated probability, both `[num_candidates]`.
-
-    top-k first; top-p keeps the smallest set of what is left whose probability reaches p, and one token at least.
-    """
-    token_ids = None
-    if 0 < params.top_k < len(logits):
-        logits, token_ids = logits.topk(params.top_k)
-
-    # In float64 and with 0 for the largest, a tiny temperature overflows nothing and a large vocabulary sums to 1.
-    probabilities = ((logits.double() - logits.max()) / params.temperature).softmax(dim=-1)
-    if params.top_p == 1:
-        return token_ids, probabilities.cumsum(dim=-1)
-
-    if token_ids is None:
-        likeliest = probabilities.topk(min(_NUM_LIKELIEST, len(logits)))
-        enough = bool(likeliest.values.sum() >= params.top_p)
-        probabilities, token_ids = likeliest if enough else probabilities.sort(descending=True)
-    cumulated = probabilities.cumsum(dim=-1)
-    num_kept = int((cumulated < params.top_p).sum()) + 1
-    return token_ids[:num_kept], cumulated[:num_kept]
+        raise WrongParameter(name, f"is {value!r}; {advice}")

@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from kvtier.engine.model.drawing.sampler import Sampler
+from kvtier.engine.model.drawing.token_bans import NO_BANS, TokenBans
 from kvtier.engine.model.logprobs import TokenLogprobs
-from kvtier.engine.model.sampling import Sampler, SamplingParams
+from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.records.request_record import RequestRecord
 from kvtier.engine.scheduling.request_options import DEFAULT_OPTIONS, RequestOptions
 from kvtier.engine.scheduling.timeline import Timeline
@@ -55,6 +57,7 @@ class Request:
     detokenizer: Detokenizer
     options: RequestOptions = DEFAULT_OPTIONS
     timeline: Timeline = field(default_factory=lambda: Timeline(time.monotonic()))
+    bans: InitVar[TokenBans] = NO_BANS
     token_ids: list[int] = field(init=False)  # the prompt, then what was generated
     sampler: Sampler = field(init=False)
     tables: Tables = field(default_factory=list)
@@ -67,9 +70,9 @@ class Request:
     new_text: str = ""  # since the last step
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, bans: TokenBans) -> None:
         self.token_ids = list(self.prompt_token_ids)
-        self.sampler = Sampler(self.sampling)
+        self.sampler = Sampler(self.sampling, self.prompt_token_ids, bans)
 
     @property
     def num_to_compute(self) -> int:

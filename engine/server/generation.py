@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.async_llm import AsyncLLM
 from kvtier.engine.documents.worker import PROMPT_PIN_S
+from kvtier.engine.model.sampling import WrongParameter
 from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.timeline import Caller
 from kvtier.engine.server.api_error import ApiError, json_response
@@ -122,7 +123,7 @@ class Generation:
     def _prompts(self, tokenizer: PreTrainedTokenizerBase, llm: AsyncLLM) -> list[Prompt]:
         """The prompts. ApiError 400 for one that is sure to be too long, or has unknown token ids."""
         limit, longest = self._service.settings.max_prompt_tokens, llm.longest_request
-        most = max(0, min(longest if limit is None else limit, longest - self._asked.max_new_tokens(0)))
+        most = max(0, min(longest if limit is None else limit, longest - self._max_new_tokens(0)))
         num_kept = self._asked.num_kept_of(most)
         try:
             most_given = most if num_kept is None else MOST_TIMES_TOO_LONG * most
@@ -141,11 +142,17 @@ class Generation:
         asked = self._asked
         groups = []
         for number, prompt in enumerate(each.token_ids for each in prompts):
-            self._check_length(len(prompt), asked.max_new_tokens(0), llm.longest_request)
-            max_tokens = asked.max_new_tokens(llm.longest_request - len(prompt))
+            self._check_length(len(prompt), self._max_new_tokens(0), llm.longest_request)
+            max_tokens = self._max_new_tokens(llm.longest_request - len(prompt))
             indices = range(number * asked.n, (number + 1) * asked.n)
-            groups.append([Choice(i, prompt, asked.sampling(i % asked.n, max_tokens)) for i in indices])
+            samplings = [asked.sampling(i % asked.n, max_tokens, llm.sampling_defaults) for i in indices]
+            groups.append([Choice(i, prompt, sampling) for i, sampling in zip(indices, samplings, strict=True)])
         return groups
+
+    def _max_new_tokens(self, room: int) -> int:
+        """How many tokens to generate at most; the model's settings may say less than the request."""
+        asked, most = self._asked.max_new_tokens(room), self._service.llm.sampling_defaults.max_tokens
+        return asked if most is None else min(asked, most)
 
     def _check_length(self, num_prompt: int, num_new: int, longest: int) -> None:
         code = "context_length_exceeded"
@@ -194,6 +201,8 @@ class Generation:
         """Raise an ApiError for what the engine does not take, or cannot finish."""
         try:
             yield
+        except WrongParameter as error:
+            raise ApiError(400, str(error), param=error.name, code="invalid_value") from None
         except ValueError as error:
             raise ApiError(400, str(error), param=self._field, code="invalid_value") from None
         except RuntimeError as error:  # the engine ended while the request was in it

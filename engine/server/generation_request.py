@@ -1,15 +1,19 @@
 """GenerationRequest: the parameters that completions and chats share, OpenAI's and kvtier's own."""
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
 from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.model.sampling_defaults import SamplingDefaults
 from kvtier.engine.scheduling.request_options import RequestOptions
 
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
 MOST_TTL_S = 30 * 86400.0
+MOST_BIASES = 1024
+MOST_BAD_WORDS = 128
+MOST_BAD_WORD_CHARACTERS = 256
 _SEEDS = 1 << 64
 
 # OpenAI's parameters that say nothing about the answer: any value is let pass …
@@ -31,16 +35,10 @@ IGNORED = frozenset(
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "audio": (),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "moderation": (),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
@@ -49,8 +47,10 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "web_search_options": (),
 }
 
+_Number = TypeVar("_Number", int, float)
 TokenCount: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
+BadWord: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_BAD_WORD_CHARACTERS)]
 LogprobCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)]
 
 
@@ -76,17 +76,25 @@ class KvtierOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The parameters of both endpoints; defaults are OpenAI's, but for those of `StreamOptions`.
+    """The parameters of both endpoints; defaults are OpenAI's, but for those of `StreamOptions` and those that the
+    model's settings say.
 
-    Beyond OpenAI's: *top_k*, *stop_token_ids*, *ignore_eos*, *cache_salt*, *priority* (lower is more urgent),
-    *truncate_prompt_tokens* (of a longer prompt only the last so many are taken; -1: as many as there may be) and
-    *kvtier*.
+    Beyond OpenAI's: *cache_salt*, *priority* (lower is more urgent), *truncate_prompt_tokens* (of a longer prompt only
+    the last so many are taken; -1: as many as there may be), *kvtier*, and of vLLM's *top_k*, *min_p*,
+    *repetition_penalty*, *min_tokens*, *bad_words*, *stop_token_ids*, *ignore_eos*.
     """
 
     model: str
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, msgspec.Meta(ge=-1)] = 0
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None  # OpenAI's default is 1
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
+    logit_bias: Annotated[dict[int, float], msgspec.Meta(max_length=MOST_BIASES)] = {}
+    min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    bad_words: Annotated[list[BadWord], msgspec.Meta(max_length=MOST_BAD_WORDS)] = []
     seed: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MOST_CHOICES)] = 1
     stop: str | Annotated[list[str], msgspec.Meta(max_length=16)] = []
@@ -125,16 +133,32 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """What the request asks of the queue and the cache."""
         return RequestOptions(self.priority, not self.kvtier.skip_reading_prefix_cache, self.kvtier.max_load_tokens)
 
-    def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
-        """How to generate the choice of that number among *n*; each has a seed of its own, or all would be the same."""
+    def sampling(self, choice: int, max_tokens: int, defaults: SamplingDefaults) -> SamplingParams:
+        """How to generate the choice of that number among *n*; each has a seed of its own, or all would be the same.
+
+        *defaults* hold where the request does not say. `WrongParameter` for parameters that do not go together.
+        """
         return SamplingParams(
             max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=max(0, self.top_k),
+            temperature=_first(self.temperature, defaults.temperature, 1.0),
+            top_p=_first(self.top_p, defaults.top_p, 1.0),
+            top_k=max(0, _first(self.top_k, defaults.top_k, 0)),
+            min_p=_first(self.min_p, defaults.min_p, 0.0),
+            repetition_penalty=_first(self.repetition_penalty, defaults.repetition_penalty, 1.0),
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            min_tokens=self.min_tokens,
+            bad_words=self.bad_words,
             seed=None if self.seed is None else (self.seed + choice) % _SEEDS,
             stop=[text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text],
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             logprobs=self.num_top_logprobs,
         )
+
+
+def _first(asked: _Number | None, of_model: _Number | None, otherwise: _Number) -> _Number:
+    if asked is not None:
+        return asked
+    return otherwise if of_model is None else of_model

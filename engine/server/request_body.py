@@ -69,7 +69,7 @@ def fit(
         if content.pop(name) not in neutral[name]:
             raise ApiError(400, f"{name} is not supported; leave it out", code="unsupported_parameter", param=name)
     try:
-        return msgspec.convert(content, kind)
+        return msgspec.convert(content, kind, str_keys=True)  # JSON has no other keys
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
 
@@ -84,7 +84,7 @@ def _explain(message: str) -> ApiError:
     if missing := re.match(r"Object missing required field `([^`]*)`(?: - at `\$\.?([^`]*)`)?", message):
         param = ".".join(filter(None, [missing[2], missing[1]]))
         return ApiError(400, f"{param}: is missing", code="missing_required_parameter", param=param)
-    located = re.fullmatch(r"(.*) - at `\$\.?([^`]*)`", message, re.DOTALL)
+    located = re.fullmatch(r"(.*) - at (?:`key` in )?`\$\.?([^`]*)`", message, re.DOTALL)
     if located:
         what, param = located.groups()
         message = f"{param}: {what}"

@@ -16,11 +16,13 @@ class Detokenizer:
     Held back: bytes that may yet become a character, and an ending that may yet become a stop string.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+        """No *stop* string is one that is complete with the first *min_tokens* tokens."""
         self._tokenizer = tokenizer
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._stop = tuple(stop)
         self.stopped_by: str | None = None  # the stop string that was found; later tokens add nothing
+        self._num_unstoppable = min_tokens  # tokens to come
         self._pieces: list[str] = []
         self._held = ""  # whole characters, held back as the possible beginning of a stop string
 
@@ -42,6 +44,7 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The text that *token_id* makes safe to show: often one word, sometimes none, or more than its own."""
+        self._num_unstoppable -= 1
         if self.stopped or token_id in self._special_ids:
             return ""
         self._window.append(token_id)
@@ -90,7 +93,7 @@ class Detokenizer:
     def _show(self, piece: str, last: bool = False) -> str:
         """Give out the held text and *piece*, up to a stop string, or to what may become one, unless *last*."""
         text = self._held + piece
-        hits = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        hits = [] if self._num_unstoppable >= 0 else self._hits(text)
         if hits:  # the stop string that is complete first, however the text was cut into tokens
             _, num_shown, self.stopped_by = min(hits)
         else:
@@ -98,6 +101,11 @@ class Detokenizer:
         self._held = "" if self.stopped else text[num_shown:]
         self._pieces.append(text[:num_shown])
         return text[:num_shown]
+
+    def _hits(self, text: str) -> list[tuple[int, int, str]]:
+        """End, beginning and text of the first of each stop string that ends in *text* behind what was held back."""
+        starts = {stop: max(0, len(self._held) - len(stop) + 1) for stop in self._stop}
+        return [(at + len(stop), at, stop) for stop, start in starts.items() if (at := text.find(stop, start)) >= 0]
 
     def _num_held(self, text: str) -> int:
         """The length of the longest ending of *text* that a stop string begins with."""

@@ -8,14 +8,15 @@ from small_models import byte_tokenizer
 from transformers import PreTrainedModel
 
 from kvtier import LLM, SamplingParams
-from kvtier.engine.model.logprobs import token_logprobs
+from kvtier.engine.model.logprobs import step_logprobs
 
 CONFIG = {"device": {"capacity": "1MiB"}, "host": {"capacity": 0}}
 
 
 def test_they_are_of_the_models_probabilities() -> None:
-    told = token_logprobs(torch.tensor([0.5, 0.25, 0.125, 0.125]).log() + 7, token_id=2, num_top=2)
+    (told,) = step_logprobs(torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log() + 7, [2], [2])
 
+    assert told is not None
     assert told.token_id == 2
     assert told.logprob == pytest.approx(math.log(0.125))
     assert [token_id for token_id, _ in told.top] == [0, 1]
@@ -23,7 +24,21 @@ def test_they_are_of_the_models_probabilities() -> None:
 
 
 def test_none_are_taken_of_more_tokens_than_there_are() -> None:
-    assert len(token_logprobs(torch.zeros(3), token_id=0, num_top=20).top) == 3
+    (told,) = step_logprobs(torch.zeros(1, 3), [0], [20])
+
+    assert told is not None
+    assert len(told.top) == 3
+
+
+def test_each_row_of_a_step_has_as_many_as_it_asked_for() -> None:
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(1))
+    chosen, num_tops = [3, 1, 4, 1, 5], [2, None, 0, 5, None]
+
+    together = step_logprobs(logits, chosen, num_tops)
+
+    alone = [step_logprobs(logits[i : i + 1], [chosen[i]], [num_tops[i]])[0] for i in range(5)]
+    assert together == alone
+    assert [None if told is None else len(told.top) for told in together] == num_tops
 
 
 @pytest.mark.parametrize(("wanted", "num_top"), [(None, None), (0, 0), (3, 3)])

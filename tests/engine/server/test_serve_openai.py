@@ -10,7 +10,7 @@ import pytest
 import torch
 from serving import DEADLINE_S, MODEL, ServerInThread, chat_tokenizer, events, serving, tables
 from small_models import VOCAB, build, byte_tokenizer, plain_greedy
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from kvtier import LLM, SamplingParams
 
@@ -330,8 +330,20 @@ def test_salts_keep_apart_and_reading_the_cache_can_be_skipped(server: ServerInT
         ({"temprature": 0}, 400, "temprature", "unknown_parameter"),
         ({"kvtier": {"pins": True}}, 400, "kvtier.pins", "unknown_parameter"),
         ({"echo": True}, 400, "echo", "unsupported_parameter"),
-        ({"logit_bias": {"1": 5}}, 400, "logit_bias", "unsupported_parameter"),
-        ({"presence_penalty": 0.5}, 400, "presence_penalty", "unsupported_parameter"),
+        ({"logit_bias": {"a": 5}}, 400, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"3": "much"}}, 400, "logit_bias[...]", "invalid_value"),
+        ({"logit_bias": {"-3": 5}}, 400, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"999999": 5}}, 400, "logit_bias", "invalid_value"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, 400, "logit_bias", "invalid_value"),
+        ({"presence_penalty": 2.5}, 400, "presence_penalty", "invalid_value"),
+        ({"frequency_penalty": -2.5}, 400, "frequency_penalty", "invalid_value"),
+        ({"repetition_penalty": 0}, 400, "repetition_penalty", "invalid_value"),
+        ({"min_p": 1.5}, 400, "min_p", "invalid_value"),
+        ({"min_tokens": -1}, 400, "min_tokens", "invalid_value"),
+        ({"min_tokens": 9, "max_tokens": 8}, 400, "min_tokens", "invalid_value"),
+        ({"bad_words": [""]}, 400, "bad_words[0]", "invalid_value"),
+        ({"bad_words": [" "]}, 400, "bad_words", "invalid_value"),
+        ({"bad_words": ["a"] * 129}, 400, "bad_words", "invalid_value"),
         ({"suffix": "end"}, 400, "suffix", "unsupported_parameter"),
     ],
 )
@@ -381,6 +393,37 @@ def test_a_mistake_in_a_chat_names_its_field(server: ServerInThread, change: dic
 
     assert answer.status_code == 400
     assert param is None or answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_parameters_of_sampling_do_what_they_do_in_the_library(
+    server: ServerInThread, model: PreTrainedModel, route: str
+) -> None:
+    is_chat = "chat" in route
+    asked = {"messages": [{"role": "user", "content": "Hello"}]} if is_chat else {"prompt": "Hello"}
+    few = dict.fromkeys(byte_tokenizer()("abcdef")["input_ids"], 60.0)  # so that penalties change the answer soon
+    changes: list[dict[str, object]] = [
+        {"logit_bias": few},
+        {"logit_bias": few, "presence_penalty": 2},
+        {"logit_bias": few, "frequency_penalty": 1.5},
+        {"logit_bias": few, "repetition_penalty": 1.2},
+        {"logit_bias": few, "bad_words": ["c"]},
+        {"logit_bias": few, "stop_token_ids": list(few), "min_tokens": 3},
+        {"temperature": 2, "seed": 1},
+        {"temperature": 2, "seed": 1, "min_p": 0.4},
+    ]
+
+    answers = []
+    with LLM(model, {"device": {"capacity": "1MiB"}, "host": {"capacity": 0}}, byte_tokenizer()) as llm:
+        for change in changes:
+            body = {**GREEDY, **asked, "max_tokens": 12, **change}
+            choice = server.post(route, content=json.dumps(body)).json()["choices"][0]
+            answers.append(choice["message"]["content"] if is_chat else choice["text"])
+            prompt = "<user>Hello\n<assistant>" if is_chat else "Hello"
+            params = SamplingParams(**{"max_tokens": 12, **change})
+            assert answers[-1] == llm.generate(prompt, params)[0].text, change
+
+    assert len(set(answers)) == len(changes), answers
 
 
 def test_what_changes_nothing_is_let_pass(server: ServerInThread) -> None:
@@ -507,3 +550,19 @@ def test_variables_of_the_template_are_the_clients_and_nothing_else_is() -> None
                 num_prompt_tokens({name: True})
         with pytest.raises(openai.BadRequestError, match="the model's chat template does not take these messages"):
             num_prompt_tokens({"thinking": True, "budget": "eight"})
+
+
+def test_a_models_generation_config_holds_where_a_request_does_not_say() -> None:
+    model = build("llama")
+    model.generation_config = GenerationConfig(temperature=0.01, top_k=1, max_new_tokens=6)
+    prompt = prompt_of(8, 20)
+
+    with serving(model, tables()) as server:
+        unsaid = server.post("/v1/completions", json={"model": MODEL, "prompt": prompt, "max_tokens": 9}).json()
+        said = server.post(
+            "/v1/completions", json={"model": MODEL, "prompt": prompt, "max_tokens": 5, "temperature": 2, "top_k": 0}
+        ).json()
+
+    assert unsaid["choices"][0]["text"] == text_of(plain_greedy(model, prompt, 6))
+    assert said["choices"][0]["text"] != text_of(plain_greedy(model, prompt, 5))
+    assert said["usage"]["completion_tokens"] == 5

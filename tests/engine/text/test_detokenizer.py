@@ -68,9 +68,9 @@ def tokens_of(data):
     return BYTES.convert_tokens_to_ids(written)
 
 
-def stream(tokenizer, token_ids, stop=()):
+def stream(tokenizer, token_ids, stop=(), min_tokens=0):
     """The detokenizer after *token_ids*, and the pieces it gave."""
-    detokenizer = Detokenizer(tokenizer, stop)
+    detokenizer = Detokenizer(tokenizer, stop, min_tokens)
     pieces = []
     for token_id in token_ids:
         pieces.append(detokenizer.push(token_id))
@@ -211,3 +211,26 @@ def test_a_stop_string_cuts_random_text_where_it_first_ends(name, seed):
 
     assert detokenizer.text == full[: full.index(stop[0])], f"{seed=}"
     assert detokenizer.stopped
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "expected"),
+    [(0, "x"), (2, "x"), (3, "xabyy"), (6, "xabyy"), (7, "xabyyabz"), (9, "xabyyabz"), (10, "xabyyabzab")],
+)
+def test_a_stop_string_that_is_complete_within_the_first_tokens_is_none(min_tokens, expected):
+    detokenizer, _ = stream(BYTES, tokens_of(b"xabyyabzab"), ["ab"], min_tokens)
+
+    assert detokenizer.text == expected
+
+
+def test_a_stop_string_that_begins_within_the_first_tokens_and_ends_behind_them_ends_the_text():
+    detokenizer, pieces = stream(BYTES, tokens_of(b"xabcd"), ["abc"], min_tokens=3)
+
+    assert (detokenizer.text, detokenizer.stopped) == ("x", True)
+    assert pieces[:3] == ["x", "", ""]
+
+
+def test_what_was_held_back_for_a_longer_stop_string_has_no_shorter_one_that_was_passed_over():
+    detokenizer, _ = stream(BYTES, tokens_of(b"xaby"), ["ab", "xabc"], min_tokens=3)
+
+    assert (detokenizer.text, detokenizer.stopped) == ("xaby", False)

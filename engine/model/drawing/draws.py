@@ -1,0 +1,61 @@
+"""Draws the next tokens of all requests of a step."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from kvtier.engine.model.drawing.changed_logits import changed_logits
+from kvtier.engine.model.drawing.cuts import Cuts, draw, draw_uncut, take_likeliest
+from kvtier.engine.model.drawing.sampler import Sampler
+from kvtier.engine.model.drawing.scratch import Scratch
+
+# Logits that are looked at together: on a CPU in 8 MiB of float64, elsewhere in 256.
+_MOST_AT_ONCE = {"cpu": 1 << 20}
+_MOST_ELSEWHERE = 1 << 25
+
+_Way = Callable[[torch.Tensor, Cuts, Scratch], torch.Tensor]
+
+
+@torch.inference_mode()
+def draw_tokens(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
+    """The next token id of each request from *logits* `[requests, vocab]`, float32, which stay as they are.
+
+    Greedy ones take the lowest of the likeliest ids. Each sampler takes note of its token. A row of logits without a
+    largest finite one gives any token.
+    """
+    token_ids = torch.empty(len(samplers), dtype=torch.long, device=logits.device)
+    if likeliest := [i for i, sampler in enumerate(samplers) if sampler.is_greedy and not sampler.changes_logits]:
+        token_ids[likeliest] = logits.argmax(dim=-1)[likeliest]
+
+    num_rows = max(1, _MOST_AT_ONCE.get(logits.device.type, _MOST_ELSEWHERE) // logits.shape[-1])
+    scratch, copies = (Scratch(min(num_rows, len(samplers)) * logits.shape[-1], logits.device) for _ in range(2))
+    for rows, way in _passes(samplers, logits.shape[-1], num_rows):
+        some = [samplers[row] for row in rows]
+        changed = changed_logits(_rows_of(logits, rows, copies), some, copies)
+        token_ids[rows] = way(changed, Cuts.of(some, changed), scratch)
+
+    drawn: list[int] = token_ids.tolist()
+    for sampler, token_id in zip(samplers, drawn, strict=True):
+        sampler.on_drawn(token_id)
+    return drawn
+
+
+def _passes(samplers: Sequence[Sampler], vocab_size: int, num_rows: int) -> Iterator[tuple[list[int], _Way]]:
+    """The rows that are drawn in the same way, *num_rows* at a time."""
+    ways: dict[_Way, list[int]] = {draw: [], draw_uncut: [], take_likeliest: []}
+    for row, sampler in enumerate(samplers):
+        if not sampler.is_greedy:
+            ways[draw if sampler.cuts(vocab_size) else draw_uncut].append(row)
+        elif sampler.changes_logits:
+            ways[take_likeliest].append(row)
+    for way, rows in ways.items():
+        for start in range(0, len(rows), num_rows):
+            yield rows[start : start + num_rows], way
+
+
+def _rows_of(logits: torch.Tensor, rows: Sequence[int], copies: Scratch) -> torch.Tensor:
+    """Some *rows*: themselves where they follow each other, else a copy in the scratch."""
+    if rows[-1] - rows[0] + 1 == len(rows):
+        return logits[rows[0] : rows[-1] + 1]
+    some = copies.tensor(torch.Size((len(rows), logits.shape[-1])), logits.dtype)
+    return torch.index_select(logits, 0, torch.tensor(rows, device=logits.device), out=some)

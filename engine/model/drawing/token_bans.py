@@ -1,0 +1,68 @@
+"""TokenBans: the tokens that one request must not draw next."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from transformers import PreTrainedTokenizerBase
+
+from kvtier.engine.model.sampling import SamplingParams, WrongParameter
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBans:
+    """What ends the text, until it has *min_tokens*; the last token of a bad word, where the text has the others."""
+
+    min_tokens: int = 0
+    end_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()  # the token ids of each, one or more
+
+    @classmethod
+    def of(
+        cls,
+        params: SamplingParams,
+        tokenizer: PreTrainedTokenizerBase,
+        end_token_ids: frozenset[int],
+        vocab_size: int,
+    ) -> Self:
+        """The bans that *params* ask for. *end_token_ids* are the model's.
+
+        `WrongParameter` for bad words that the model has no logits for.
+        """
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else end_token_ids)
+        bad_words = _tokenized(tokenizer, params.bad_words) if params.bad_words else ()
+        if worst := max((token_id for word in bad_words for token_id in word if token_id >= vocab_size), default=0):
+            raise WrongParameter("bad_words", f"has token id {worst}; the model knows 0 to {vocab_size - 1}")
+        known = tuple(sorted(token_id for token_id in ends if 0 <= token_id < vocab_size))
+        return cls(params.min_tokens, known if params.min_tokens else (), bad_words)
+
+    def after(self, output: Sequence[int]) -> Iterator[int]:
+        """The tokens that must not follow the token ids *output*, some maybe twice."""
+        if len(output) < self.min_tokens:
+            yield from self.end_token_ids
+        for *beginning, last in self.bad_words:
+            if not beginning or list(output[-len(beginning) :]) == beginning:
+                yield last
+
+    def __bool__(self) -> bool:
+        """Whether there is anything that may be banned."""
+        return bool(self.end_token_ids or self.bad_words)
+
+
+NO_BANS = TokenBans()
+
+
+def _tokenized(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Token ids of each word as it begins a text, and as it stands within one, where that is as many other tokens.
+
+    Scheme: vLLM `SamplingParams.update_from_tokenizer`.
+    """
+    stripped = [word.lstrip() for word in words]
+    texts = stripped + [f" {word}" for word in stripped]
+    token_ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    found: list[list[int]] = []
+    for first, within in zip(token_ids[: len(words)], token_ids[len(words) :], strict=True):
+        found.append(first)
+        if first and within and within[0] != first[0] and len(within) == len(first):
+            found.append(within)
+    return tuple(tuple(word) for word in found if word)
