@@ -57,6 +57,7 @@ def test_a_server_without_a_cache_ends_with_2(capsys: pytest.CaptureFixture[str]
     assert out.splitlines()[-1].startswith("unproven: nothing wrong was found, but")
 
 
+@pytest.mark.long
 def test_json_has_each_row_and_the_prompts_of_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     with fake_server(read=flipped) as server:
         status, out, _ = prove(capsys, server.url, "--json", *FEW)
@@ -72,6 +73,7 @@ def test_json_has_each_row_and_the_prompts_of_what_is_wrong(capsys: pytest.Captu
     assert report["doubts"]
 
 
+@pytest.mark.long
 def test_answers_without_log_probabilities_have_no_number_and_still_are_json(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -83,6 +85,7 @@ def test_answers_without_log_probabilities_have_no_number_and_still_are_json(
     assert "the answer is another one than computed" in {finding["what"] for finding in report["findings"]}
 
 
+@pytest.mark.long
 def test_what_is_to_happen_in_between_happens_once_and_prints_nothing_into_the_report(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -96,6 +99,7 @@ def test_what_is_to_happen_in_between_happens_once_and_prints_nothing_into_the_r
     assert "told" in err
 
 
+@pytest.mark.long
 def test_a_server_that_is_away_in_between_is_waited_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -131,6 +135,7 @@ def test_a_mistake_is_one_line_and_ends_with_2(
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "arguments", "named"),
     [
@@ -152,6 +157,7 @@ def test_what_a_server_refuses_is_one_line_and_ends_with_2(
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.long
 def test_the_key_of_the_environment_goes_along(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,7 @@ def test_everything_leaves_also_of_the_own_namespace(server: ServerInThread) -> 
     assert num_cached(server, ANN) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("of", ["tenant", "namespace", "all"])
 def test_what_has_left_is_explained_as_cleared_with_its_time(of: str, server: ServerInThread) -> None:
     namespace = server.ask(lambda core: core.namespace.hex())
@@ -127,6 +128,7 @@ def test_what_has_left_is_explained_as_cleared_with_its_time(of: str, server: Se
     assert began_at - 1 < row["evicted"]["first_at"] <= row["evicted"]["last_at"] < time.time() + 1
 
 
+@pytest.mark.long
 def test_the_oldest_of_a_tier_leave_and_what_is_below_is_still_found(server: ServerInThread) -> None:
     server.complete(PROMPT, ANN, max_tokens=1)
     done(server, "spill")
@@ -150,6 +152,7 @@ def test_leased_blocks_stay_and_a_running_request_goes_on(server: ServerInThread
     assert text == alone
 
 
+@pytest.mark.long
 def test_a_pinned_prompt_stays_until_it_is_unpinned(server: ServerInThread) -> None:
     server.complete(PROMPT, ANN, max_tokens=1)
 
@@ -163,6 +166,7 @@ def test_a_pinned_prompt_stays_until_it_is_unpinned(server: ServerInThread) -> N
     assert num_cached(server, ANN) == 0
 
 
+@pytest.mark.long
 def test_check_tells_what_was_verified_and_waits_for_no_busy_moment(server: ServerInThread) -> None:
     verified = done(server, "check")["verified"]
     assert any("device, group 0" in what for what in verified)
@@ -174,6 +178,7 @@ def test_check_tells_what_was_verified_and_waits_for_no_busy_moment(server: Serv
         assert done(server, "check", now=True)["verified"]
 
 
+@pytest.mark.long
 def test_books_that_do_not_agree_are_told(server: ServerInThread) -> None:
     def spoil(core: object) -> None:
         core.cache.residency.groups[0].num_held += 1
@@ -187,6 +192,7 @@ def test_books_that_do_not_agree_are_told(server: ServerInThread) -> None:
     server.ask(lambda core: setattr(core.cache.residency.groups[0], "num_held", 0))
 
 
+@pytest.mark.long
 def test_the_level_of_a_part_of_the_log_is_set_but_not_the_audits(server: ServerInThread) -> None:
     logger = logging.getLogger("kvtier.tiers")
     before = logger.level
@@ -280,6 +286,7 @@ def test_requests_go_on_while_all_is_evicted(server: ServerInThread) -> None:
     server.ask(lambda core: core.check())
 
 
+@pytest.mark.long
 def test_the_command_says_what_left_which_tier(server: ServerInThread, capsys: pytest.CaptureFixture[str]) -> None:
     server.complete(PROMPT, ANN, max_tokens=1)
 
@@ -294,6 +301,7 @@ def test_the_command_says_what_left_which_tier(server: ServerInThread, capsys: p
     assert main(["operate", "log-level", "info", "--logger", "kvtier.nothing", "--url", server.url]) == 0
 
 
+@pytest.mark.long
 def test_the_command_pins_and_unpins_a_file(
     server: ServerInThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,8 @@ from kvtier.engine.proving.judgement import Verdict
 from kvtier.engine.proving.proof import Order, Proof, prove
 from kvtier.engine.proving.push_out import PushOut
 
+pytestmark = pytest.mark.long
+
 LENGTH = 200
 MODELS = ("small", "legal", "sql")
 
