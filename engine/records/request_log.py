@@ -19,6 +19,9 @@ from kvtier.tiers.naming.tier import Tier
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 4096  # requests that the disk has not taken yet; more are dropped and counted
+MOST_AT_ONCE = (
+    256  # written together; so what the thread has taken is bounded too, while others add as fast as it takes
+)
 MOST_NAMES = 64  # of one prompt's blocks in a line
 NAME_BYTES = 8  # of each, as in KV events
 CLOSING_S = 10.0  # for which closing waits for a disk that hangs
@@ -74,7 +77,7 @@ class RequestLog:
         is_open = True
         while is_open:
             waiting = [self._waiting.get()]
-            while not self._waiting.empty():
+            while len(waiting) < MOST_AT_ONCE and not self._waiting.empty():
                 waiting.append(self._waiting.get())
             is_open = None not in waiting
             self._write([line_of(*each) for each in waiting if each is not None])

@@ -5,6 +5,7 @@ import os
 import shutil
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from waiting import DEADLINE_S, wait_for
 from kvtier import LLM, SamplingParams
 from kvtier.engine.config import RequestLogConfig
 from kvtier.engine.records.request_log import (
+    MOST_AT_ONCE,
     MOST_NAMES,
     MOST_WAITING,
     LogCounts,
@@ -43,6 +45,15 @@ def trail_of(num_blocks: int, block_size: int = 16) -> Trail:
 
 def lines_of(*paths: Path) -> list[dict]:
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def close_reading(log: RequestLog, reader: int) -> bytes:
+    """What the log still writes to its pipe, whose disk is back."""
+    os.set_blocking(reader, True)
+    with ThreadPoolExecutor(1) as thread, os.fdopen(reader, "rb") as file:
+        read = thread.submit(file.read)
+        log.close()
+        return read.result(DEADLINE_S)
 
 
 def test_a_line_has_the_request_in_names_and_numbers(tmp_path: Path) -> None:
@@ -106,12 +117,34 @@ def test_a_disk_that_hangs_delays_nobody_and_what_finds_no_room_is_counted(tmp_p
 
     assert log.counts().num_dropped > 0
     assert log.counts().num_written < 3 * MOST_WAITING
-    os.set_blocking(reader, True)  # the disk is back
-    with ThreadPoolExecutor(1) as thread:
-        read = thread.submit(os.fdopen(reader, "rb").read)
-        log.close()
-        num_lines = read.result(DEADLINE_S).count(b"\n")
+    num_lines = close_reading(log, reader).count(b"\n")
     assert num_lines == log.counts().num_written == 3 * MOST_WAITING - log.counts().num_dropped
+
+
+def test_lines_that_a_slow_disk_is_being_given_are_bounded_too(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    log = RequestLog(pipe, 1 << 40, 2)
+    trail = trail_of(64)
+
+    def add(num_records: int) -> int:
+        num_before = log.counts().num_dropped
+        for _ in range(num_records):
+            log.on_record(RECORD, trail)
+        return log.counts().num_dropped - num_before
+
+    def has_written() -> bool:
+        with suppress(BlockingIOError):
+            os.read(reader, 1 << 16)
+        return log.counts().num_written > 0
+
+    add(3 * MOST_WAITING)
+    wait_for(has_written)  # the disk takes a while's lines, and hangs again
+    num_dropped = add(2 * MOST_WAITING)
+    close_reading(log, reader)
+
+    assert num_dropped >= 2 * MOST_WAITING - 3 * MOST_AT_ONCE  # one batch under way, one taken, one written
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
