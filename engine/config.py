@@ -90,6 +90,11 @@ class DeviceConfig(Table, frozen=True, kw_only=True):
         if self.capacity == 0:
             raise ValueError('capacity 0 holds no block; give the device pool a size such as "1GiB"')
 
+    def no_gpu(self) -> ValueError:
+        """What is wrong with *gpu_memory_utilization* where there is no GPU."""
+        what = f"gpu_memory_utilization {self.gpu_memory_utilization:g}: there is no GPU"
+        return ValueError(f"{what}; give device.capacity in its place, as --device-memory 2GiB")
+
 
 class HostConfig(Table, frozen=True, kw_only=True):
     """`[host]`: host memory below the device, pinned where there is a GPU. *capacity* in bytes; 0: no host tier."""

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,15 +46,15 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"kvtier: {message}{end} see {self.prog} --help\n")
 
     def _check_words(self, arguments: Sequence[str]) -> None:
-        if self.commands is not None:
-            word = next((each for each in arguments if not each.startswith("-")), None)
-            if word is not None and word not in self.commands.choices:
-                self.error(f"{word}: no such command{_meant(word, dict(_paths(self.commands.choices, self.prog)))}")
-            return
-        for word in _long_options(arguments):
-            options = {option: option for option in self._option_string_actions}
+        own = list(arguments if self.commands is None else takewhile(lambda each: each.startswith("-"), arguments))
+        options = {option: option for option in self._option_string_actions}
+        for word in _long_options(own):
             if not any(option.startswith(word) for option in options):  # a beginning is enough
                 self.error(f"{word}: no such option{_meant(word, options)}")
+        if self.commands is not None and len(own) < len(arguments):
+            word, known = arguments[len(own)], self.commands.choices
+            if word not in known:
+                self.error(f"{word}: no such command{_meant(word, dict(_paths(known, self.prog)))}")
 
 
 def _long_options(arguments: Sequence[str]) -> Iterator[str]:

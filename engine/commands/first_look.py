@@ -26,9 +26,9 @@ def check_model(name: str) -> None:
 
 def check_device(config: Config) -> None:
     """Refuse a part of a GPU's memory with a ValueError where there is surely no GPU: no driver, or it is unused."""
-    share = config.device.gpu_memory_utilization
-    if share is not None and (config.model.device == "cpu" or not _has_driver()):
-        raise ValueError(f"gpu_memory_utilization {share:g}: there is no GPU; give the size, as --device-memory 2GiB")
+    is_wanted = config.device.gpu_memory_utilization is not None
+    if is_wanted and (config.model.device == "cpu" or not _has_driver()):
+        raise config.device.no_gpu()
 
 
 def check_files(config: Config) -> None:

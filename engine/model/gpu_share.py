@@ -35,9 +35,7 @@ class GpuShare:
         share = config.device.gpu_memory_utilization
         assert share is not None, "a size is given"
         if device.type != "cuda":
-            raise ValueError(
-                f"gpu_memory_utilization {share:g}: there is no GPU; give the size, as --device-memory 2GiB"
-            )
+            raise config.device.no_gpu()
         tensors = [*model.parameters(), *model.buffers()]
         return cls(
             torch.cuda.get_device_properties(device).total_memory,

@@ -221,6 +221,8 @@ def test_a_mistake_is_one_line_on_stderr_that_names_it(
             ["doc", "add", "x", "--aip-key", "a"],
             "--aip-key: no such option; did you mean --api-key? see kvtier doc add",
         ),
+        (["--verison"], "--verison: no such option; did you mean --version? see kvtier --help"),
+        (["doc", "--hlep"], "--hlep: no such option; did you mean --help? see kvtier doc --help"),
         (["rm", "x", "--zzz"], "--zzz: no such option; see kvtier rm --help"),
     ],
 )

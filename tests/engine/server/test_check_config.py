@@ -111,7 +111,9 @@ def test_a_part_of_a_gpu_that_is_not_there_is_one_line(
 
     out, err = capsys.readouterr()
     assert (status, out) == (2, "")
-    assert "gpu_memory_utilization 0.9: there is no GPU; give the size, as --device-memory 2GiB" in err
+    assert (
+        "gpu_memory_utilization 0.9: there is no GPU; give device.capacity in its place, as --device-memory 2GiB" in err
+    )
     assert [line for line in err.splitlines() if line.startswith("kvtier: ")] == err.splitlines()[-1:]
 
 
