@@ -69,13 +69,11 @@ class Bed:
         """What the question's benchmark says of each server."""
         found = {}
         for name in (DEVICE_ONLY, WITH_TIERS, RESTARTED):
-            _tell(f"{question.name}: {name}")
             with kvtier_server(self.model, self._folder, self._tables(name, question.name)) as url:
-                found[name] = question.ask(url, name == RESTARTED)
+                found[name] = _asked(question, name, url)
         if with_vllm:
-            _tell(f"{question.name}: {VLLM}")
             with vllm_server(self._python, self.model, self._folder, self._pool, MOST_TOKENS) as url:
-                found[VLLM] = question.ask(url, False)
+                found[VLLM] = _asked(question, VLLM, url)
         return found
 
     def _tables(self, name: str, question: str) -> dict[str, dict[str, object]]:
@@ -146,8 +144,12 @@ def rows_of(question: Question, found: Mapping[str, Found]) -> list[Row]:
     return [*rows, Row(f"{question.name}: requests that failed, of {answered}", failed, "", "0", is_whole)]
 
 
-def _tell(what: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {what}", file=sys.stderr, flush=True)
+def _asked(question: Question, name: str, url: str) -> Found:
+    """What the benchmark says of that server, told on stderr too."""
+    found = question.ask(url, name == RESTARTED)
+    told = f"{found.ttft_ms:,.0f} ms to the first token, {found.num_requests} requests, {found.num_failed} failed"
+    print(f"{time.strftime('%H:%M:%S')} {question.name}, {name}: {told}", file=sys.stderr, flush=True)
+    return found
 
 
 def main() -> None:
