@@ -1,6 +1,6 @@
 """Changes logits before a draw: bias, penalties, bans, then grammars, each for all rows at once, in vLLM's order."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -66,15 +66,26 @@ def _ban(logits: torch.Tensor, samplers: Sequence[Sampler]) -> None:
 
 
 def _constrain(logits: torch.Tensor, samplers: Sequence[Sampler]) -> None:
-    """Leave the rows with a grammar what it allows. Few tokens are allowed, or few are not: all are rarely touched."""
-    for row, sampler in enumerate(samplers):
-        if (grammar := sampler.grammar) is not None:
-            token_ids = torch.from_numpy(grammar.exceptions).to(logits.device)
-            if grammar.allows_most:
-                logits[row, token_ids] = -torch.inf
-            else:
-                values = logits[row, token_ids]
-                logits[row].fill_(-torch.inf)[token_ids] = values
+    """Leave the rows with a grammar what it allows. Few tokens are allowed, or few are not: the others are not read."""
+    grammars = {row: sampler.grammar for row, sampler in enumerate(samplers) if sampler.grammar is not None}
+    forbidden = {row: grammar.exceptions for row, grammar in grammars.items() if grammar.allows_most}
+    if forbidden:
+        logits[_exceptions(logits, forbidden)] = -torch.inf
+    allowed = {row: grammar.exceptions for row, grammar in grammars.items() if not grammar.allows_most}
+    if allowed:
+        places = _exceptions(logits, allowed)
+        values = logits[places]
+        logits.index_fill_(0, torch.tensor(list(allowed), device=logits.device), -torch.inf)
+        logits[places] = values
+
+
+def _exceptions(
+    logits: torch.Tensor, token_ids: Mapping[int, npt.NDArray[np.int64]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and columns of *token_ids*, which are by row."""
+    rows = np.repeat(list(token_ids), [len(ids) for ids in token_ids.values()])
+    columns = np.concatenate(list(token_ids.values()))
+    return torch.from_numpy(rows).to(logits.device), torch.from_numpy(columns).to(logits.device)
 
 
 def _places(logits: torch.Tensor, token_ids: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -54,8 +54,7 @@ class Sampler:
     @property
     def changes_logits(self) -> bool:
         """Whether bias, penalties, bans or a grammar may change the logits."""
-        is_constrained = self.counts is not None or self.grammar is not None
-        return bool(self.params.logit_bias or self._bans or is_constrained)
+        return bool(self.params.logit_bias or self._bans or self.counts is not None or self.grammar is not None)
 
     def banned(self) -> list[int]:
         """The token ids that must not be drawn next."""
