@@ -50,10 +50,10 @@ BUGS = [
         "tests/engine/model/structured/test_grammars.py",
     ),
     Bug(
-        "a schema is compiled without bounds of time",
+        "a grammar is not followed before it is used",
         "engine/model/structured/trial.py",
-        "    if done.returncode or not done.stdout:",
-        "    if not done.stdout:",
+        "(error := _error_of_steps(start)) is not None",
+        "(error := None) is not None",
         "tests/engine/model/structured/test_trial.py",
     ),
     Bug(

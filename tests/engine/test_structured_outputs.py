@@ -3,7 +3,8 @@
 import asyncio
 import json
 import re
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import jsonschema
@@ -11,14 +12,17 @@ import pytest
 from lora_adapters import ADAPTERS, save_adapter
 from small_models import build, byte_tokenizer
 
-from kvtier import LLM, AsyncLLM, Completion, FinishReason, SamplingParams, StructuredOutputs
+from kvtier import LLM, AsyncLLM, Completion, FinishReason, Piece, SamplingParams, StructuredOutputs
 from kvtier.engine.model.sampling import WrongParameter
+from kvtier.engine.model.structured.grammar import Grammar
+from kvtier.engine.model.structured.grammars import Grammars
 from kvtier.engine.scheduling.request import Request
 from kvtier.tiers.naming.block_hash import NO_EXTRA_KEYS
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = BLOCK_SIZE * 1024  # of every small model
 TOKENIZER = byte_tokenizer()
+DEADLINE_S = 180.0  # reached only when a test fails
 PROMPT = "Who wrote it, and when? Answer in JSON. "
 BOOK = {
     "type": "object",
@@ -208,6 +212,46 @@ def test_what_cannot_be_compiled_is_refused_and_the_engine_goes_on(llm: LLM) -> 
         llm.generate(PROMPT, params_of(StructuredOutputs(regex="(")))
 
     assert together(llm, [PROMPT], [params_of(StructuredOutputs(choice=["fine"]))])[0].text == "fine"
+
+
+def test_an_answer_that_cannot_go_on_in_its_grammar_is_aborted() -> None:
+    model = build("llama")
+    model.generation_config.eos_token_id = TOKENIZER("~")["input_ids"][0]  # the only token with which it could
+    with LLM(model, config_of(), TOKENIZER) as llm:
+        requests = [params_of(StructuredOutputs(regex="ab~")), SamplingParams(max_tokens=8)]
+        stuck, other = together(llm, [PROMPT] * 2, requests)
+
+    assert (stuck.text, stuck.finish_reason) == ("ab", FinishReason.ABORT)
+    assert other.finish_reason == FinishReason.LENGTH
+
+
+def test_while_a_grammar_is_compiled_others_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+    compiled = Grammars.compile
+
+    def compile_slowly(grammars: Grammars, asked: StructuredOutputs) -> Grammar:
+        has_begun.set()
+        assert may_end.wait(DEADLINE_S)
+        return compiled(grammars, asked)
+
+    async def last_of(pieces: AsyncIterator[Piece]) -> Completion:
+        *_, last = [piece async for piece in pieces]
+        assert last.completion is not None
+        return last.completion
+
+    async def answers() -> list[Completion]:
+        async with AsyncLLM(build("llama"), config_of(), TOKENIZER) as llm:
+            slow = asyncio.create_task(last_of(llm.generate(PROMPT, params_of(StructuredOutputs(choice=["fine"])))))
+            assert await asyncio.to_thread(has_begun.wait, DEADLINE_S)
+            other = await last_of(llm.generate(PROMPT, SamplingParams(max_tokens=8)))
+            may_end.set()
+            return [await slow, other]
+
+    monkeypatch.setattr(Grammars, "compile", compile_slowly)
+    slow, other = asyncio.run(answers())
+
+    assert slow.text == "fine"
+    assert other.finish_reason == FinishReason.LENGTH
 
 
 def test_many_callers_at_once_stream_valid_answers() -> None:
