@@ -381,7 +381,7 @@ def test_the_client_raises_its_own_errors(server: ServerInThread, stream: bool) 
         ({"messages": [{"role": "king", "content": "Hello"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "tune", "text": ""}]}]}, None),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
     ],
