@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 from kvtier.engine.commands.arguments import HelpFormatter, OneLineParser, some_text
 from kvtier.engine.commands.doc_arguments import add_doc
@@ -15,6 +15,7 @@ from kvtier.engine.commands.explain_arguments import add_explain
 from kvtier.engine.commands.operate_arguments import add_operate
 from kvtier.engine.commands.prove_arguments import add_prove
 from kvtier.engine.commands.sidecar_arguments import add_sidecar, given_tables
+from kvtier.engine.tool_call_parser import ToolCallParser
 
 DEMO_EXAMPLES = """examples:
   kvtier demo                                  the bundled model, offline, on the CPU; about a minute
@@ -316,6 +317,11 @@ def _add_serve(commands: _Commands) -> None:
         help="auto: the model's own settings for sampling hold where a request does not say; none: OpenAI's do "
         "(default: auto)",
     )
+    serve.add_argument(
+        "--tool-call-parser",
+        choices=get_args(ToolCallParser),
+        help="how the model writes calls of tools (default: as its chat template does)",
+    )
     serve.add_argument("--check-config", action="store_true", help="print what the configuration comes to, and end")
     serve.set_defaults(run=_serve)
 
@@ -399,7 +405,7 @@ def _demo(options: argparse.Namespace) -> int:
 def _serve(options: argparse.Namespace) -> int:
     from kvtier.engine.commands.serve import serve
 
-    names = ("host", "port", "model_name", "api_keys", "tenant_isolation", "log_format")
+    names = ("host", "port", "model_name", "api_keys", "tenant_isolation", "log_format", "tool_call_parser")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     adapters: dict[str, str] = {}
     for name, folder in options.lora:
