@@ -133,13 +133,17 @@ class AsyncLLM:
         arrived_at = time.monotonic()
         options = RequestOptions(priority, not skip_reading_prefix_cache, max_load_tokens)
         token_ids = await self._token_ids(prompt)
+        core = self._loaded_engine().core
+        grammar = None
+        if sampling is not None and (structured := sampling.structured_outputs) is not None:
+            grammar = await self.with_tokenizer(lambda _: core.grammars.compile(structured), caller.tenant)
         core = self._loaded_engine().core  # asked for only now: the engine may have been closed meanwhile
         keys = keyed(core, extra, lora, cache_salt)
         params = core.sampling_defaults.over(GREEDY) if sampling is None else sampling
         stream = _Stream(asyncio.get_running_loop())
         self._thread.put(
             lambda core: self._add(
-                core, stream, partial(core.add, token_ids, params, keys, arrived_at, options, caller)
+                core, stream, partial(core.add, token_ids, params, keys, arrived_at, options, caller, grammar)
             ),
             stream.refuse,
         )

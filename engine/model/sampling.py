@@ -4,8 +4,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
+from typing import TYPE_CHECKING
 
 from kvtier.tiers.naming.request_text import check_text
+
+if TYPE_CHECKING:  # it raises WrongParameter
+    from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 
 MOST_BIAS = 100.0  # as at OpenAI and vLLM
 
@@ -36,6 +40,9 @@ class SamplingParams:
     *min_tokens*. With *logprobs* each token comes with its logarithmic probability and those of so many of the
     likeliest, before all of the above; None: without. Special tokens are left out of the text, but for those of
     *shown_token_ids*.
+
+    With *structured_outputs* the text follows a schema or a grammar, whatever else changes the logits, and ends where
+    that is complete, whatever *min_tokens* say.
     """
 
     max_tokens: int = 16
@@ -55,6 +62,7 @@ class SamplingParams:
     min_tokens: int = 0
     bad_words: Sequence[str] = ()
     shown_token_ids: Sequence[int] = ()
+    structured_outputs: "StructuredOutputs | None" = None
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):

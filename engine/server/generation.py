@@ -144,13 +144,15 @@ class Generation:
     def _choices(self, prompts: Sequence[Prompt], llm: AsyncLLM) -> list[list[Choice]]:
         """The choices of each prompt. ApiError 400 for a prompt that is too long."""
         asked = self._asked
+        structured = self._tools.structured(asked.structured)
         groups = []
         for number, prompt in enumerate(each.token_ids for each in prompts):
             self._check_length(len(prompt), self._max_new_tokens(0), llm.longest_request)
             max_tokens = self._max_new_tokens(llm.longest_request - len(prompt))
             indices = range(number * asked.n, (number + 1) * asked.n)
             samplings = [
-                self._tools.shown(asked.sampling(i % asked.n, max_tokens, llm.sampling_defaults)) for i in indices
+                self._tools.shown(asked.sampling(i % asked.n, max_tokens, llm.sampling_defaults, structured))
+                for i in indices
             ]
             groups.append([Choice(i, prompt, sampling) for i, sampling in zip(indices, samplings, strict=True)])
         return groups

@@ -1,4 +1,4 @@
-"""Changes logits before a draw: bias, then penalties, then bans, each for all rows at once and in vLLM's order."""
+"""Changes logits before a draw: bias, penalties, bans, then grammars, each for all rows at once, in vLLM's order."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -25,6 +25,7 @@ def changed_logits(logits: torch.Tensor, samplers: Sequence[Sampler], copies: Sc
     _add_bias(changed, samplers)
     _penalise(changed, samplers)
     _ban(changed, samplers)
+    _constrain(changed, samplers)
     return changed
 
 
@@ -62,6 +63,16 @@ def _ban(logits: torch.Tensor, samplers: Sequence[Sampler]) -> None:
     banned = [sampler.banned() for sampler in samplers]
     if any(banned):
         logits[_places(logits, banned)] = -torch.inf
+
+
+def _constrain(logits: torch.Tensor, samplers: Sequence[Sampler]) -> None:
+    """Leave the rows with a grammar what it allows, even if that was banned or is no number."""
+    grammars = {row: sampler.grammar.allowed for row, sampler in enumerate(samplers) if sampler.grammar is not None}
+    if grammars:
+        rows = torch.tensor(list(grammars), device=logits.device)
+        allowed = torch.from_numpy(np.stack(list(grammars.values()))).to(logits.device)
+        least = torch.finfo(logits.dtype).min
+        logits[rows] = logits[rows].nan_to_num_(nan=least).masked_fill_(~allowed, -torch.inf)
 
 
 def _places(logits: torch.Tensor, token_ids: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:

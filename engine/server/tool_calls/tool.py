@@ -22,6 +22,11 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    def __post_init__(self) -> None:
+        kind = (self.parameters or {}).get("type", "object")
+        if kind != "object":
+            raise ValueError("parameters: arguments are an object; give a schema of that type")
+
     @property
     def schema(self) -> dict[str, Any]:
         """The schema of its arguments; a function that says nothing takes none."""

@@ -48,7 +48,7 @@ def test_a_token_of_the_vocabulary_says_it_too_and_an_operator_has_the_last_word
 
     assert syntax_of(tokenizer, None).name == "hermes"
     assert syntax_of(tokenizer, "mistral").name == "mistral"
-    assert ToolFormat.of(tokenizer, None).token_ids == (256,)
+    assert ToolFormat.of(tokenizer, None).special == {"<tool_call>": 256}
 
 
 def test_a_tokenizer_without_a_template_has_a_family_too() -> None:
