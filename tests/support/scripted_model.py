@@ -6,7 +6,7 @@ so the next token hangs on the last one alone. After a byte all tokens are about
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -43,25 +43,28 @@ def scripted(scripts: Mapping[str, str], template: str, special: Sequence[str] =
     tokenizer.chat_template = template
     tokenizer.add_tokens([AddedToken(text, special=True) for text in (END, *special)], special_tokens=True)
     there: set[str] = set()
-    chains = {name: list(_pieces(script, special, there)) for name, script in scripts.items()}
+    chains = {name: _pieces(script, special, there) for name, script in scripts.items()}
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in sorted(there)])
     ids = {name: tokenizer.convert_tokens_to_ids([*chain, END]) for name, chain in chains.items()}
     return Scripted(_model(len(tokenizer), ids.values()), tokenizer, {name: each[0] for name, each in ids.items()})
 
 
-def _pieces(script: str, special: Sequence[str], there: set[str]) -> Iterator[str]:
-    """The script in pieces, of which none was *there* before."""
+def _pieces(script: str, special: Sequence[str], there: set[str]) -> list[str]:
+    """The script in pieces, of which none was *there* before; now they are."""
+    pieces: list[str] = []
     while script:
-        if found := next((text for text in special if script.startswith(text)), None):
-            length = len(found)
-        else:
+        length = next((len(text) for text in special if script.startswith(text)), 0)
+        if not length:
             length = _PIECE
-            while script[:length] in there or 0 < len(script) - length < _PIECE:
+            while length < len(script) and script[:length] in there:
                 length += 1
-            assert script[:length] not in there, "the scripts end alike; write them with other ends"
+            if script[:length] in there:  # the scripts end alike: the end is a part of what comes before it
+                there.remove(before := pieces.pop())
+                script, length = before + script, len(before + script)
             there.add(script[:length])
-        yield script[:length]
+        pieces.append(script[:length])
         script = script[length:]
+    return pieces
 
 
 @torch.no_grad()

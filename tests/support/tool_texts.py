@@ -114,3 +114,42 @@ BROKEN = {
     "words": "the weather",
     "nothing": "",
 }
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Says the weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Rome"]}, "is_warm": {"type": "boolean"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+SEARCH = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "parameters": {
+            "type": "object",
+            "properties": {"depth": {"type": "integer", "minimum": 1, "maximum": 3}},
+            "required": ["depth"],
+            "additionalProperties": False,
+        },
+    },
+}
+TOOLS = [WEATHER, SEARCH]
+
+# What the scripted model says, in Qwen's form; no two end alike.
+SCRIPTS = {
+    "text": "It is dry, and it stays so.",
+    "call": 'I shall look.\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "is_warm": true}}\n'
+    "</tool_call>",
+    "calls": '<tool_call>\n{"name": "search", "arguments": {"depth": 2}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>\n',
+    "broken": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris",}}\n</tool_call>...',
+    "half": "I might write <tool_c",
+    "json": '{"answer": "dry"}',
+}

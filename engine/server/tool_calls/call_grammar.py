@@ -10,6 +10,7 @@ from kvtier.engine.server.tool_calls.call_syntax import CallShape
 from kvtier.engine.server.tool_calls.tool import Function
 
 _ANY_TEXT = r"/(.|\n)*/"
+_TAIL = r"/[ \n]{1,4}/"
 
 
 class CallGrammar:
@@ -23,7 +24,9 @@ class CallGrammar:
         self._shape = shape
         self._functions = functions
         self._special = special
-        self._more = f"( {self._literal(shape.separator)} call )*" if is_parallel else ""
+        more = f"( {self._literal(shape.separator)} call )*" if is_parallel else ""
+        # A model that goes on with a line feed may still end: it need not call once more.
+        self._end = f"{more} {self._literal(shape.closing)}" + (f" ( {_TAIL} )?" if is_parallel else "")
 
     def forced(self) -> str:
         """The answer is calls."""
@@ -41,7 +44,7 @@ class CallGrammar:
             begun = [f"begun[lazy]: TEXT {self._literal(trigger)}"]
         rest = self._shape.marker.removeprefix(trigger)
         first = " | ".join(self._call(i, rest) for i in range(len(self._functions)))
-        start = f"start: TEXT | begun ( {first} ) {self._more} {self._literal(self._shape.closing)}"
+        start = f"start: TEXT | begun ( {first} ) {self._end}"
         return self._with_rules(start, f"TEXT: {_ANY_TEXT}", *begun)
 
     def free_but_json(self) -> str:
@@ -49,10 +52,10 @@ class CallGrammar:
         return self._with_rules("start: calls | TEXT", r"TEXT: /[ \t\r\n]*([^ \t\r\n{\[](.|\n)*)?/")
 
     def _with_rules(self, *rules: str) -> str:
-        opening, closing = self._literal(self._shape.opening), self._literal(self._shape.closing)
         call = " | ".join(self._call(i, self._shape.before) for i in range(len(self._functions)))
         schemas = [f"arguments_{i}: {_arguments(function)}" for i, function in enumerate(self._functions)]
-        return "\n".join([*rules, f"calls: {opening} call {self._more} {closing}", f"call: {call}", *schemas])
+        calls = f"calls: {self._literal(self._shape.opening)} call {self._end}"
+        return "\n".join([*rules, calls, f"call: {call}", *schemas])
 
     def _call(self, number: int, before: str) -> str:
         head = f"{before}{self._functions[number].name}{self._shape.between}"
