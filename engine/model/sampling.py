@@ -15,11 +15,12 @@ MOST_BIAS = 100.0  # as at OpenAI and vLLM
 
 
 class WrongParameter(ValueError):
-    """A sampling parameter that cannot be used. *name* is the parameter's."""
+    """A sampling parameter that cannot be used. *name* is the parameter's, *what* is wrong with it."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(f"{name} {message}")
         self.name = name
+        self.what = message
 
 
 @dataclass(frozen=True)

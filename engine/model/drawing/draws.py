@@ -37,7 +37,10 @@ def draw_tokens(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
         changed = changed_logits(_rows_of(logits, rows, copies), some, copies)
         token_ids[rows] = way(changed, Cuts.of(some, changed), scratch)
 
-    drawn: list[int] = token_ids.tolist()
+    drawn = [
+        token_id if sampler.grammar is None else sampler.grammar.nearest(token_id)
+        for sampler, token_id in zip(samplers, token_ids.tolist(), strict=True)
+    ]
     for sampler, token_id in zip(samplers, drawn, strict=True):
         sampler.on_drawn(token_id)
     return drawn

@@ -17,13 +17,9 @@ class Vocabulary:
     """The tokens that grammars are about: how many the model has logits for, and which of them end its texts."""
 
     size: int
-    end_token_ids: frozenset[int]
-    end_mark: int  # with this id, which may be no token of the model, a matcher says that the text may end
-
-    @property
-    def num_bits(self) -> int:
-        """How many tokens a mask is about, a multiple of 32."""
-        return -(-max(self.size, self.end_mark + 1) // 32) * 32
+    ends: Sequence[int]
+    num_matched: int  # tokens that matchers know
+    end_mark: int  # one of them, and none of the model: with it they say that the text may end
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +28,7 @@ class Grammar:
 
     start: "LLMatcher"  # before the first token; it is copied and stays there
     vocabulary: Vocabulary
+    num_bytes: int  # of memory, about
 
     def begin(self, end_token_ids: Iterable[int]) -> "GrammarState":
         """The state of an answer that has no token yet, and that *end_token_ids* end."""
@@ -49,34 +46,37 @@ class GrammarState:
         """Takes over the *matcher*."""
         self.matcher = matcher
         self.vocabulary = vocabulary
-        self._ends = frozenset(token_id for token_id in end_token_ids if 0 <= token_id < vocabulary.size)
+        self._ends = [token_id for token_id in end_token_ids if 0 <= token_id < vocabulary.size]
         self.has_failed = False  # the grammar was too costly, or no token of the model goes on in it
-        self._allowed = np.zeros(0, dtype=np.uint8)
+        self._allowed = np.zeros(vocabulary.size, dtype=np.bool_)  # which tokens may be drawn next
+        self.allows_most = False
+        self.exceptions: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
     @property
     def is_complete(self) -> bool:
         """Whether the text is whole and nothing can follow it."""
         return not self.has_failed and self.matcher.is_stopped()
 
-    @property
-    def allowed(self) -> npt.NDArray[np.bool_]:
-        """Whether each token may be drawn next, `[vocab]`; known once `find_allowed` was called after the last."""
-        bits = np.unpackbits(self._allowed, count=self.vocabulary.size, bitorder="little")
-        return bits.view(np.bool_)
-
     def take(self, mask: npt.NDArray[np.uint8]) -> None:
-        """Take over the matcher's *mask*: a bit for each token, and of a byte the lowest bit first."""
-        if self.matcher.is_error():
-            self.has_failed = True
-        may_end = mask[self.vocabulary.end_mark >> 3] >> (self.vocabulary.end_mark & 7) & 1
-        for token_id in (self.vocabulary.end_mark, *self.vocabulary.end_token_ids):
-            mask[token_id >> 3] &= ~(1 << (token_id & 7)) & 0xFF
+        """Learn from the matcher's *mask* what may be drawn next. Of its bytes the lowest bits are the first tokens."""
+        vocabulary = self.vocabulary
+        matched = np.unpackbits(mask, count=vocabulary.num_matched, bitorder="little").view(np.bool_)
+        may_end = matched[vocabulary.end_mark]
+        matched[vocabulary.end_mark] = False
+        num_known = min(vocabulary.size, vocabulary.num_matched)
+        self._allowed[:num_known] = matched[:num_known]
+        self._allowed[vocabulary.ends] = False
         if may_end:
-            for token_id in self._ends:
-                mask[token_id >> 3] |= 1 << (token_id & 7)
-        if not mask.any():
+            self._allowed[self._ends] = True
+        num_allowed = np.count_nonzero(self._allowed)
+        self.allows_most = bool(2 * num_allowed > vocabulary.size)
+        self.exceptions = np.flatnonzero(~self._allowed if self.allows_most else self._allowed)
+        if self.matcher.is_error() or not num_allowed:
             self.has_failed = True
-        self._allowed = mask
+
+    def nearest(self, token_id: int) -> int:
+        """The token if it may be drawn, else the first that may: a row without numbers, or all banned, gives any."""
+        return token_id if self._allowed[token_id] else int(self._allowed.argmax())
 
     def on_drawn(self, token_id: int) -> None:
         """Take note of the token that was drawn."""
@@ -88,7 +88,7 @@ def find_allowed(states: Sequence[GrammarState]) -> None:
     """Find what may be drawn next in each of the *states*, all of one vocabulary, on several threads."""
     from llguidance.numpy import fill_next_token_bitmask_par
 
-    masks = np.zeros((len(states), states[0].vocabulary.num_bits // 32), dtype=np.int32)
+    masks = np.zeros((len(states), -(-states[0].vocabulary.num_matched // 32)), dtype=np.int32)
     fill_next_token_bitmask_par(_executor(), [(state.matcher, row) for row, state in enumerate(states)], masks)
     for state, mask in zip(states, masks.view(np.uint8), strict=True):
         state.take(mask)

@@ -1,8 +1,8 @@
 """Grammars: compiles what texts have to be, for one tokenizer, and keeps what was compiled lately."""
 
-import json
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from copy import copy
 from typing import TYPE_CHECKING
 
@@ -10,19 +10,22 @@ from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.model.sampling import WrongParameter
 from kvtier.engine.model.structured.grammar import Grammar, Vocabulary
+from kvtier.engine.model.structured.notation import limits
 from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
+from kvtier.engine.model.structured.trial import Tried, try_out
 
 if TYPE_CHECKING:  # an optional package
     from llguidance import LLTokenizer
 
-MOST_KEPT = 128
+MOST_KEPT = 256
+MOST_KEPT_BYTES = 256 << 20
 _END_MARK = "<|kvtier: the text may end|>"
 
 
 class Grammars:
-    """The grammars of one tokenizer. Any thread may compile; the same grammar is compiled once.
+    """The grammars of one tokenizer. Any thread may compile.
 
-    The first use reads the vocabulary, which takes half a second for 150,000 tokens.
+    The 256 that were used last are kept, within 256 MiB.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_token_ids: frozenset[int]) -> None:
@@ -34,79 +37,69 @@ class Grammars:
         self._read: tuple[LLTokenizer, Vocabulary] | None = None
         self._lock = threading.Lock()  # guards what is kept
         self._kept: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
+        self._kept_bytes = 0
+
+    def prepare(self) -> None:
+        """Read the vocabulary now and not with the first grammar: a second for 150,000 tokens, in which no other thread
+        runs. Without llguidance, or with a tokenizer that it cannot read, nothing happens."""
+        with suppress(WrongParameter):
+            self._vocabulary("")
 
     def compile(self, asked: StructuredOutputs) -> Grammar:
-        """The grammar of what is *asked*. It may take a second: do not call it in an engine's thread.
+        """The grammar of what is *asked*, which takes 0.1 s if it is new: do not call it in an engine's thread.
 
-        `WrongParameter` for what is no grammar, cannot be enforced, or would cost too much.
+        `WrongParameter` for what is no grammar, cannot be enforced, or takes too much time or memory.
         """
         with self._lock:
             if (kept := self._kept.get(asked)) is not None:
                 self._kept.move_to_end(asked)
                 return kept
-        grammar = self._compiled(asked)
+        tokens, vocabulary = self._vocabulary(asked.asked_as)
+        grammar = compiled(asked, try_out(asked), tokens, vocabulary)
         with self._lock:
-            self._kept[asked] = grammar
-            if len(self._kept) > MOST_KEPT:
-                self._kept.popitem(last=False)
+            self._keep(asked, grammar)
         return grammar
 
-    def _compiled(self, asked: StructuredOutputs) -> Grammar:
-        try:
-            from llguidance import LLMatcher
-        except ImportError:
-            raise WrongParameter(asked.asked_as, "needs llguidance; pip install 'kvtier[structured]'") from None
-        tokens, vocabulary = self._vocabulary(asked)
-        matcher = LLMatcher(tokens, grammar_text(asked), log_level=0)
-        if matcher.is_error():
-            raise WrongParameter(asked.asked_as, f"cannot be used: {matcher.get_error()}")
-        return Grammar(matcher, vocabulary)
+    def _keep(self, asked: StructuredOutputs, grammar: Grammar) -> None:
+        if asked in self._kept:  # another thread was as fast
+            return
+        self._kept[asked] = grammar
+        self._kept_bytes += grammar.num_bytes
+        while len(self._kept) > MOST_KEPT or self._kept_bytes > MOST_KEPT_BYTES:
+            _, oldest = self._kept.popitem(last=False)
+            self._kept_bytes -= oldest.num_bytes
 
-    def _vocabulary(self, asked: StructuredOutputs) -> "tuple[LLTokenizer, Vocabulary]":
-        from llguidance import LLTokenizer
-
+    def _vocabulary(self, asked_as: str) -> "tuple[LLTokenizer, Vocabulary]":
         with self._reading:
             if self._read is None:
-                if not self._tokenizer.is_fast:
-                    raise WrongParameter(asked.asked_as, "needs a fast tokenizer, which this model does not have")
-                tokenizer = copy(self._tokenizer.backend_tokenizer)
-                tokenizer.no_padding()
-                tokenizer.no_truncation()
-                tokenizer.add_special_tokens([_END_MARK])
-                end_mark = tokenizer.token_to_id(_END_MARK)
-                vocabulary = Vocabulary(self._vocab_size, self._end_token_ids, end_mark)
-                self._read = LLTokenizer(tokenizer.to_str(), eos_token=end_mark), vocabulary
+                self._read = self._read_vocabulary(asked_as)
             return self._read
 
-
-def grammar_text(asked: StructuredOutputs) -> str:
-    """What is *asked* in llguidance's notation. `WrongParameter` for a grammar in GBNF with mistakes."""
-    from llguidance import LLMatcher, grammar_from, regex_to_lark
-
-    match asked.kind:
-        case "regex":
-            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(asked.text, 'd')}/")
-        case "choice":
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_quoted, asked.choice or ())))
-        case "grammar":
-            try:
-                return grammar_from("grammar", asked.text)
-            except ValueError as error:
-                raise WrongParameter(asked.asked_as, f"cannot be used: {error}") from None
-    return LLMatcher.grammar_from_json_schema(
-        asked.text,
-        overrides={
-            "whitespace_pattern": WHITESPACE,
-            "lenient": not asked.strict,
-            "coerce_one_of": not asked.strict,
-        },
-    )
+    def _read_vocabulary(self, asked_as: str) -> "tuple[LLTokenizer, Vocabulary]":
+        try:
+            from llguidance import LLTokenizer
+        except ImportError:
+            raise WrongParameter(asked_as, "needs llguidance; pip install 'kvtier[structured]'") from None
+        if not self._tokenizer.is_fast:
+            raise WrongParameter(asked_as, "needs a fast tokenizer, which this model does not have")
+        tokenizer = copy(self._tokenizer.backend_tokenizer)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.add_special_tokens([_END_MARK])
+        end_mark = tokenizer.token_to_id(_END_MARK)
+        try:
+            tokens = LLTokenizer(tokenizer.to_str(), eos_token=end_mark)
+        except ValueError as error:
+            raise WrongParameter(asked_as, f"cannot be had with this model's tokenizer: {error}") from None
+        ends = [token_id for token_id in self._end_token_ids if token_id < self._vocab_size]
+        return tokens, Vocabulary(self._vocab_size, ends, tokens.vocab_size, end_mark)
 
 
-def _quoted(text: str) -> str:
-    """A text in Lark's notation, which is JSON's but for characters beyond the first 65,536."""
-    return json.dumps(text, ensure_ascii=False)
+def compiled(asked: StructuredOutputs, tried: Tried, tokens: "LLTokenizer", vocabulary: Vocabulary) -> Grammar:
+    """What has passed its trial, compiled for the *tokens*. `WrongParameter` if that fails."""
+    from llguidance import LLMatcher
 
-
-# Between the parts of JSON, enough for a deep indentation. Without a limit a model may write blanks for ever.
-WHITESPACE = r"[ \n\r\t]{0,32}"
+    matcher = LLMatcher(tokens, tried.notation, log_level=0, limits=limits())
+    if matcher.is_error():
+        raise WrongParameter(asked.asked_as, f"cannot be used: {matcher.get_error()}")
+    return Grammar(matcher, vocabulary, tried.num_bytes)
