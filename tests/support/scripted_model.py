@@ -1,8 +1,8 @@
 """A model that says what a test has written for it: a standard Llama whose weights lead from each piece to the next.
 
-The tokenizer has a token for each byte, one for each piece of a script, and an end token. Attention and MLPs are zero,
-so the next token hangs on the last one alone. After a byte all tokens are about as likely, and a request's
-`logit_bias` chooses the script.
+The tokenizer has a token for each byte, one for each piece of a script, one to begin it with, and an end token.
+Attention and MLPs are zero, so the next token hangs on the last one alone. After a byte all tokens are about as likely,
+and a request chooses the script: by a `logit_bias`, or by a variable of the template, with which the prompt then ends.
 """
 
 import math
@@ -35,18 +35,27 @@ class Scripted:
         """Parameters of a request that is answered with the script of that name."""
         return {"temperature": 0, "logit_bias": {str(self.firsts[name]): _BIAS}}
 
+    def cue(self, name: str) -> dict[str, object]:
+        """The same for an API without a `logit_bias`."""
+        return {"temperature": 0, "chat_template_kwargs": {"cue": _cue(name)}}
+
 
 def scripted(scripts: Mapping[str, str], template: str, special: Sequence[str] = ()) -> Scripted:
     """A model with these scripts by name. Texts in *special*, of which a script has each once at most, are special
     tokens, which are left out of other texts."""
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = template
+    tokenizer.chat_template = template + "{{ cue }}"
     tokenizer.add_tokens([AddedToken(text, special=True) for text in (END, *special)], special_tokens=True)
     there: set[str] = set()
     chains = {name: _pieces(script, special, there) for name, script in scripts.items()}
-    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in sorted(there)])
-    ids = {name: tokenizer.convert_tokens_to_ids([*chain, END]) for name, chain in chains.items()}
-    return Scripted(_model(len(tokenizer), ids.values()), tokenizer, {name: each[0] for name, each in ids.items()})
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in [*sorted(there), *map(_cue, scripts)]])
+    ids = [tokenizer.convert_tokens_to_ids([_cue(name), *chain, END]) for name, chain in chains.items()]
+    firsts = {name: first for name, (_, first, *_) in zip(scripts, ids, strict=True)}
+    return Scripted(_model(len(tokenizer), ids), tokenizer, firsts)
+
+
+def _cue(name: str) -> str:
+    return f"<cue {name}>"
 
 
 def _pieces(script: str, special: Sequence[str], there: set[str]) -> list[str]:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvtier.engine.model.structured.grammars import WHITESPACE
+from kvtier.engine.model.structured.notation import WHITESPACE
 from kvtier.engine.server.tool_calls.call_syntax import CallShape
 from kvtier.engine.server.tool_calls.tool import Function
 
