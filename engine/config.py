@@ -72,6 +72,8 @@ class ModelConfig(Table, frozen=True, kw_only=True):
 class DeviceConfig(Table, frozen=True, kw_only=True):
     """`[device]`: the KV pool that attention reads. *capacity* in bytes of KV, *block_size* in tokens.
 
+    With *gpu_memory_utilization* the pool has that part of the GPU's memory, less the weights and what a step needs, in
+    place of *capacity*; see `GpuShare`.
     With *partial_blocks* a prompt that agrees with the first tokens only of a cached block gets a copy of it.
     *retention_tokens* is for models with sliding windows: without it every block of theirs is kept, 0 keeps those that
     a prompt which goes on from this one needs, N also those to resume at every N tokens. *poison* is for debugging: a
@@ -79,6 +81,7 @@ class DeviceConfig(Table, frozen=True, kw_only=True):
     """
 
     capacity: ByteSize = parse_bytes("1GiB")
+    gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 32
     partial_blocks: bool = True
     retention_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31)] | None = None
@@ -87,6 +90,11 @@ class DeviceConfig(Table, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.capacity == 0:
             raise ValueError('capacity 0 holds no block; give the device pool a size such as "1GiB"')
+
+    def no_gpu(self) -> ValueError:
+        """What is wrong with *gpu_memory_utilization* where there is no GPU."""
+        what = f"gpu_memory_utilization {self.gpu_memory_utilization:g}: there is no GPU"
+        return ValueError(f"{what}; give device.capacity in its place, as --device-memory 2GiB")
 
 
 class HostConfig(Table, frozen=True, kw_only=True):
@@ -445,6 +453,15 @@ def load_toml(source: str | Path) -> dict[str, object]:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # not TOML, or not UTF-8
         raise ConfigError(f"{source}: {error}") from error
+
+
+def with_tables(data: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
+    """The tables of *data* with what is *given* in place of their own, key by key."""
+    whole = dict(data)
+    for table, values in given.items():
+        found = whole.get(table)
+        whole[table] = {**found, **values} if isinstance(found, dict) and isinstance(values, dict) else values
+    return whole
 
 
 def config_from_dict(data: Mapping[str, object], source: str = "config") -> Config:

@@ -1001,9 +1001,9 @@ BUGS = [
     ),
     Bug(
         "--sidecar does not replace the configuration's",
-        "engine/commands/serve.py",
-        'tables["sidecar"] = sidecar',
-        'tables.setdefault("sidecar", sidecar)',
+        "engine/config.py",
+        "isinstance(found, dict) and isinstance(values, dict) else values",
+        "isinstance(found, dict) and isinstance(values, dict) else found or values",
         "tests/engine/server/test_check_config.py",
     ),
     Bug(

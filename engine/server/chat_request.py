@@ -38,7 +38,7 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
 
 class DocumentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="document"):
-    """A part of a message that stands for the text of a document of `/v1/documents`."""
+    """A part of a message that stands for the text of a document of `/v1/kvtier/documents`."""
 
     document_id: str
     cache_control: CacheControl | None = None

@@ -37,7 +37,7 @@ class ContentSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 
 class FileSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="file"):
-    """A document of `/v1/documents`, by its id there."""
+    """A document of `/v1/kvtier/documents`, by its id there."""
 
     file_id: str
 
