@@ -190,7 +190,7 @@ class EngineCore:
         if extra.lora is not None and extra.lora not in self.runner.adapters:
             raise ValueError(f"lora {extra.lora.name}: no such adapter is loaded; take the key from lora_key")
         chain = self.chain(token_ids, extra)
-        detokenizer = Detokenizer(self.tokenizer, sampling.stop, sampling.min_tokens)
+        detokenizer = Detokenizer(self.tokenizer, sampling.stop, sampling.min_tokens, sampling.shown_token_ids)
         bans = TokenBans.of(sampling, self.tokenizer, self.runner.end_token_ids, self.runner.vocab_size)
         timeline = Timeline(arrived_at, caller)
         state = self._grammar_state(sampling, grammar)

@@ -7,13 +7,14 @@ minute, another took 2 GB, and a chain of 5,000 rules overflowed the stack, whic
 import json
 import os
 import random
+import re
 import resource
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from kvtier.engine.model.sampling import WrongParameter
 from kvtier.engine.model.structured.notation import limits, notation
@@ -31,6 +32,7 @@ STACK_BYTES = 1 << 20
 NUM_STEPS = 256
 MOST_TOLD = 300  # characters of an error
 _END_MARK = 256
+_SPECIAL = re.compile(r"<\[(\d+)\]>")  # a special token, as grammars name it by its id
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +71,15 @@ def try_out(asked: StructuredOutputs) -> Tried:
 
 
 class _Bytes:
-    """A vocabulary of bytes, for llguidance."""
+    """A vocabulary of bytes and so many special tokens, for llguidance."""
 
     eos_token_id = _END_MARK
     bos_token_id = None
-    tokens: ClassVar = [bytes([value]) for value in range(256)] + [b""]
-    special_token_ids: ClassVar = [_END_MARK]
+
+    def __init__(self, num_special: int) -> None:
+        special = [f"<special {number}>".encode() for number in range(num_special)]
+        self.tokens = [*(bytes([value]) for value in range(256)), b"", *special]
+        self.special_token_ids = list(range(_END_MARK, len(self.tokens)))
 
     def __call__(self, text: str | bytes) -> list[int]:
         return list(text.encode() if isinstance(text, str) else text)
@@ -89,12 +94,19 @@ def _outcome(asked: StructuredOutputs) -> dict[str, object]:
         text = notation(asked)
     except WrongParameter as wrong:
         return {"error": _one_line(wrong.what)}
-    start = LLMatcher(LLTokenizer(TokenizerWrapper(_Bytes())), text, log_level=0, limits=limits())
+    tried, num_special = _with_own_ids(text)
+    start = LLMatcher(LLTokenizer(TokenizerWrapper(_Bytes(num_special))), tried, log_level=0, limits=limits())
     if start.is_error():
         return {"error": _one_line(f"cannot be used: {start.get_error()}")}
-    if (error := _error_of_steps(start)) is not None:
+    if (error := _error_of_steps(start, num_special)) is not None:
         return {"error": error}
     return {"notation": text, "num_bytes": 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)}
+
+
+def _with_own_ids(text: str) -> tuple[str, int]:
+    """A grammar with ids of this vocabulary for those of the model's special tokens, and how many these are."""
+    ids = {given: _END_MARK + 1 + number for number, given in enumerate(dict.fromkeys(_SPECIAL.findall(text)))}
+    return _SPECIAL.sub(lambda given: f"<[{ids[given[1]]}]>", text), len(ids)
 
 
 def _one_line(text: str) -> str:
@@ -102,14 +114,14 @@ def _one_line(text: str) -> str:
     return line if len(line) <= MOST_TOLD else line[:MOST_TOLD] + " …"
 
 
-def _error_of_steps(start: "LLMatcher") -> str | None:
+def _error_of_steps(start: "LLMatcher", num_special: int) -> str | None:
     """Why texts of the grammar, drawn at random, cost too much; None if they do not."""
     rng, matcher = random.Random(0), start.deep_copy()
     is_first = True
     for _ in range(NUM_STEPS):
         began_at = time.thread_time()
         mask = matcher.compute_bitmask()
-        allowed = [i for i in range(_END_MARK) if mask[i >> 3] >> (i & 7) & 1]
+        allowed = [i for i in range(_END_MARK + 1 + num_special) if i != _END_MARK and mask[i >> 3] >> (i & 7) & 1]
         if not matcher.is_error() and allowed:
             matcher.consume_token(rng.choice(allowed))
         elif is_first:
