@@ -10,6 +10,7 @@ from typing import Annotated, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
+from kvtier.engine.tool_call_parser import ToolCallParser
 from kvtier.tiers.naming.block_hash import HashAlgorithm
 from kvtier.tiers.naming.request_text import check_text
 
@@ -255,7 +256,8 @@ class ServerConfig(Table, frozen=True, kw_only=True):
     *header_timeout_s*, its body within *body_timeout_s*; there are *max_connections* at once, of them
     *max_connections_per_address* from one address, and what comes then is closed. Told to end, the server lets running
     requests go on for *drain_s* seconds. Pages of *cors_origins*, such as `https://chat.example`, may ask it from a
-    browser; `*` is any page.
+    browser; `*` is any page. *tool_call_parser* is the family whose calls of tools are read; without it the model's
+    chat template tells.
     """
 
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
@@ -276,6 +278,7 @@ class ServerConfig(Table, frozen=True, kw_only=True):
     drain_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0
     cors_origins: tuple[Annotated[str, msgspec.Meta(pattern="^(\\*|https?://[^/]+)$")], ...] = ()
     log_format: Literal["human", "json"] = "human"
+    tool_call_parser: ToolCallParser | None = None
 
     def __post_init__(self) -> None:
         for name, size in (("max_header", self.max_header), ("max_body", self.max_body)):

@@ -3,9 +3,10 @@
 import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from kvtier.engine.commands.arguments import MODELS, HelpFormatter, folder_and_size, size, some_text
+from kvtier.engine.tool_call_parser import ToolCallParser
 
 EXAMPLES = """examples:
   kvtier serve --model Qwen/Qwen3-0.6B --config laptop
@@ -31,7 +32,7 @@ exit status: 0 it was told to end, or --check-config found nothing that the serv
 """
 _MOST_PORT = 65535
 _MOST_BLOCK_SIZE = 1024  # as the configuration has it
-_OF_SERVER = ("host", "port", "model_name", "api_keys", "tenant_isolation", "log_format")
+_OF_SERVER = ("host", "port", "model_name", "api_keys", "tenant_isolation", "log_format", "tool_call_parser")
 
 
 def add_serve(commands: "argparse._SubParsersAction[Any]", run: Callable[[argparse.Namespace], int]) -> None:
@@ -106,6 +107,11 @@ def add_serve(commands: "argparse._SubParsersAction[Any]", run: Callable[[argpar
         choices=["auto", "none"],
         help="auto: the model's own settings for sampling hold where a request does not say; none: OpenAI's do "
         "(default: auto)",
+    )
+    serve.add_argument(
+        "--tool-call-parser",
+        choices=get_args(ToolCallParser),
+        help="how the model writes calls of tools (default: as its chat template does)",
     )
     serve.add_argument("--check-config", action="store_true", help="print what the configuration comes to, and end")
     serve.set_defaults(run=run)

@@ -48,6 +48,7 @@ from kvtier.engine.server.served_models import ServedModels
 from kvtier.engine.server.service import Service
 from kvtier.engine.server.stats_view import stats_view
 from kvtier.engine.server.tenancy import effective_salt
+from kvtier.engine.server.tool_calls.tool_use import ToolFormat
 from kvtier.tiers.naming.tier import Tier
 
 log = logging.getLogger(__name__)
@@ -182,6 +183,7 @@ async def load_app(
         return effective_salt(document.tenant, document.cache_salt, is_strict)
 
     try:
+        tool_format = await llm.with_tokenizer(partial(ToolFormat.of, asked=config.server.tool_call_parser))
         documents = await Documents.open(llm, config, salt_of, entrance.num_tenants)
     except BaseException:
         await llm.close()
@@ -190,7 +192,7 @@ async def load_app(
     fields = {"seconds": round(time.monotonic() - began_at, 1), "max_model_len": llm.longest_request}
     log.info("ready", extra={"fields": fields})
     models = replace(models, longest_request=llm.longest_request)
-    service = Service(config, models, entrance, llm, documents)
+    service = Service(config, models, entrance, llm, documents, tool_format)
     source = EngineSource(service)
     keeper = keeper_of(source.columns, history_path(config.dashboard, config.disk))
     return ServingApp(service, Dashboard(source, keeper, config.dashboard.max_viewers))
