@@ -32,10 +32,10 @@ class SamplingParams:
     *bad_words* are never completed by the output.
 
     Generation ends after *max_tokens* (0: the prompt is computed, and nothing is generated), before a *stop* string
-    (which is not part of the text), at one of *stop_token_ids*, or at the model's end token unless *ignore_eos*; by none
-    of the last three within the first *min_tokens*. With *logprobs* each token comes with its logarithmic probability
-    and those of so many of the likeliest, before all of the above; None: without. *prompt_logprobs* asks for the same
-    of the prompt's tokens: all of them are computed then, cached or not.
+    (which is not part of the text), at one of *stop_token_ids*, or at the model's end token unless *ignore_eos*; by
+    none of the last three within the first *min_tokens*. With *logprobs* each token comes with its logarithmic
+    probability and those of so many of the likeliest, before all of the above; None: without. *prompt_logprobs* asks
+    for the same of the prompt's tokens: all of them are computed then, cached or not.
     """
 
     max_tokens: int = 16

@@ -4,13 +4,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from typing import TypeAlias
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
-from kvtier.engine.async_llm import AsyncLLM
+from kvtier.engine.async_llm import AsyncLLM, Piece
 from kvtier.engine.documents.worker import PROMPT_PIN_S
 from kvtier.engine.model.sampling import WrongParameter
 from kvtier.engine.scheduling.request_options import RequestOptions
@@ -39,15 +40,18 @@ from kvtier.engine.server.waiting_room import RoomFull, Visit
 from kvtier.engine.text.least_tokens import TooManyTokens
 
 Asked: TypeAlias = CompletionRequest | ChatRequest
-ReplyOf: TypeAlias = Callable[[Asked, TokenText, Usage], Reply]
+ReplyOf: TypeAlias = Callable[[Asked, Sequence[Prompt], TokenText, Usage], Reply]
+
+_T = TypeVar("_T")
 
 MOST_TIMES_TOO_LONG = 8  # a prompt that is to be cut is tokenized first
 
 
-def openai_reply(asked: Asked, text: TokenText, usage: Usage) -> Reply:
+def openai_reply(asked: Asked, prompts: Sequence[Prompt], text: TokenText, usage: Usage) -> Reply:
     """Write the answer as OpenAI's endpoints do."""
-    kind = ChatReply if isinstance(asked, ChatRequest) else CompletionReply
-    return kind(asked.model, text, usage, asked.num_top_logprobs is not None, asked.chunk_options)
+    if isinstance(asked, ChatRequest):
+        return ChatReply(asked.model, text, usage, asked.num_top_logprobs is not None, asked.chunk_options)
+    return CompletionReply(asked, prompts, text, usage)
 
 
 class Generation:
@@ -97,7 +101,7 @@ class Generation:
                     choices = self._choices(prompts, llm)
                 visit.prompts = [group[0].prompt for group in choices]
                 await visit.wait_for_turn()
-                reply = self._reply_of(asked, text, self._usage)
+                reply = self._reply_of(asked, prompts, text, self._usage)
                 if isinstance(asked, ChatRequest):
                     service.conversations.add(facts_of(scope).request_id, tenant, asked.messages)
                 salt = effective_salt(tenant, asked.cache_salt, service.is_strict)
@@ -105,10 +109,11 @@ class Generation:
                     keeper = PromptKeeper(service.documents, self._usage, tenant, lora, salt)
                     observed = self._observed(self._kept(pieces, prompts, keeper), visit)
                     if asked.stream:
-                        await self._send_stream(observed, reply, send)
+                        await self._send_stream(observed, reply, send, tenant)
                     else:
                         answers = await self._collect(observed)
-                        await json_response(reply.whole(answers))(scope, receive, send)
+                        response = await self._written(lambda: json_response(reply.whole(answers)), tenant)
+                        await response(scope, receive, send)
         except RoomFull as full:
             headers = {"Retry-After": str(full.retry_after_s)}
             raise ApiError(429, f"{full}", code="queue_full", headers=headers) from None
@@ -216,22 +221,32 @@ class Generation:
                 answers.append(Answer(item.index, item.piece.completion))
         return sorted(answers, key=lambda answer: answer.index)
 
-    async def _send_stream(self, pieces: AsyncIterator[ChoicePiece], reply: Reply, send: Send) -> None:
+    async def _send_stream(
+        self, pieces: AsyncIterator[ChoicePiece], reply: Reply, send: Send, tenant: str | None
+    ) -> None:
         """Send *pieces* as events. Nothing is sent before the first one, so an error until then has its own status."""
-        has_begun = False
+        begun: set[int] = set()
         try:
-            async for item in pieces:
-                if not has_begun:
+            async for index, piece in ((item.index, item.piece) async for item in pieces):
+                if not begun:
                     await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-                    has_begun = True
-                if events := b"".join(reply.events(item.index, item.piece)):
+                write = partial(_joined_events, reply, index, piece)
+                events = write() if index in begun else await self._written(write, tenant)
+                begun.add(index)
+                if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
             last = b"".join(reply.last_events())
         except ApiError as error:
-            if not has_begun:
+            if not begun:
                 raise
             last = reply.error_event(error)
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _written(self, write: Callable[[], _T], tenant: str | None) -> _T:
+        """What *write* returns; where it tells of each token of a prompt it is called in a tokenizer's thread."""
+        if not self._asked.tells_prompt:
+            return write()
+        return await self._service.llm.with_tokenizer(lambda _: write(), tenant)
 
     def _tell(self, scope: Scope) -> None:
         usage = self._usage
@@ -242,6 +257,10 @@ class Generation:
             "generated": usage.num_generated,
             "ttft_s": None if usage.ttft_s is None else round(usage.ttft_s, 4),
         }
+
+
+def _joined_events(reply: Reply, index: int, piece: Piece) -> bytes:
+    return b"".join(reply.events(index, piece))
 
 
 def _caller(scope: Scope) -> Caller:
@@ -265,5 +284,5 @@ async def chat(request: Request) -> Generation:
     body = await read_body(request, service.settings)
     content = json_object(body)
     tell_ignored(unknown_fields(content.get("messages")))
-    asked = fit(content, ChatRequest, IGNORED, NEUTRAL)
+    asked = fit(content, ChatRequest, IGNORED, NEUTRAL | {"echo": (False,)})
     return Generation(service, with_document_texts(service, facts_of(request.scope).tenant, asked))
