@@ -10,13 +10,14 @@ from transformers import PreTrainedTokenizerBase
 from kvtier.engine.documents.kept_prefixes import Breakpoint
 from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.cache_control import CacheControl, check_breakpoints
-from kvtier.engine.server.generation_request import GenerationRequest, LogprobCount, Text, TokenCount
+from kvtier.engine.server.generation_request import NEUTRAL, GenerationRequest, LogprobCount, Text, TokenCount
 from kvtier.engine.server.prompt import Prompt
 from kvtier.engine.text.chat_template import PART_SEPARATOR, NotOfTheTemplate, TemplateValue, chat_text
 from kvtier.engine.text.least_tokens import TooManyTokens
 from kvtier.engine.text.prefixed_text import PrefixedText
 from kvtier.engine.text.prompt_limit import PromptLimit
 
+CHAT_NEUTRAL = NEUTRAL | {"echo": (False,)}
 MOST_MESSAGES = 10_000  # a template handles each message in Python
 _HERE = "\ue000kvtier\ue001"  # of characters for private use; what a text has before it only makes a prefix shorter
 

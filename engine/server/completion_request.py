@@ -7,11 +7,12 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.llm import encode
-from kvtier.engine.server.generation_request import GenerationRequest, LogprobCount, TokenCount
+from kvtier.engine.server.generation_request import IGNORED, GenerationRequest, LogprobCount, TokenCount
 from kvtier.engine.server.prompt import Prompt
 from kvtier.engine.text.prompt_limit import PromptLimit
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+COMPLETION_IGNORED = IGNORED | {"reasoning_effort"}  # which is for a chat's template
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):

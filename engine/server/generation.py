@@ -18,10 +18,10 @@ from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.timeline import Caller
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.chat_reply import ChatReply
-from kvtier.engine.server.chat_request import ChatRequest, unknown_fields
+from kvtier.engine.server.chat_request import CHAT_NEUTRAL, ChatRequest, unknown_fields
 from kvtier.engine.server.choices import Choice, ChoicePiece, generate
 from kvtier.engine.server.completion_reply import CompletionReply
-from kvtier.engine.server.completion_request import CompletionRequest
+from kvtier.engine.server.completion_request import COMPLETION_IGNORED, CompletionRequest
 from kvtier.engine.server.connection import in_time, while_connected
 from kvtier.engine.server.event_stream import HEADERS
 from kvtier.engine.server.facts import facts_of
@@ -273,7 +273,7 @@ async def complete(request: Request) -> Generation:
     service: Service = request.app.state.service
     service.check_open()
     body = await read_body(request, service.settings)
-    asked = parse(body, CompletionRequest, IGNORED | {"reasoning_effort"}, NEUTRAL)
+    asked = parse(body, CompletionRequest, COMPLETION_IGNORED, NEUTRAL)
     return Generation(service, *with_document(service, facts_of(request.scope).tenant, asked))
 
 
@@ -284,5 +284,5 @@ async def chat(request: Request) -> Generation:
     body = await read_body(request, service.settings)
     content = json_object(body)
     tell_ignored(unknown_fields(content.get("messages")))
-    asked = fit(content, ChatRequest, IGNORED, NEUTRAL | {"echo": (False,)})
+    asked = fit(content, ChatRequest, IGNORED, CHAT_NEUTRAL)
     return Generation(service, with_document_texts(service, facts_of(request.scope).tenant, asked))

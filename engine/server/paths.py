@@ -13,9 +13,10 @@ EXPLAIN = "/v1/kvtier/explain"
 OPERATE = "/v1/kvtier/operate"
 HEALTH, READY, METRICS, VERSION = "/health", "/ready", "/metrics", "/version"
 STATS = "/stats"
+OPENAPI, DOCS = "/openapi.json", "/docs"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # as vLLM has them
 
-OPEN = frozenset({HEALTH, READY, VERSION, PAGE})  # need no key: their answers have nothing of a tenant's
+OPEN = frozenset({HEALTH, READY, VERSION, PAGE, OPENAPI, DOCS})  # need no key: their answers have nothing of a tenant's
 OF_ALL = frozenset({METRICS, STATS, *DATA_PATHS})  # count all tenants together
 QUIET = frozenset({HEALTH, READY, METRICS, PAGE, *DATA_PATHS})  # machines and pages ask for them again and again
 _NAMED = frozenset(
@@ -33,6 +34,8 @@ _NAMED = frozenset(
         READY,
         VERSION,
         PAGE,
+        OPENAPI,
+        DOCS,
         *OF_ALL,
     }
 )

@@ -1,4 +1,4 @@
-"""lm-eval's `local-completions` against `kvtier serve` gives what its `hf` gives for the same model: no hub, no mock."""
+"""lm-eval's `local-completions` against `kvtier serve` gives what its `hf` gives for the same model."""
 
 import json
 import os
@@ -17,7 +17,7 @@ SCRIPT = Path(serving.__file__).with_name("lm_eval_both.py")
 PYTHON = Path(sys.prefix) / "lm-eval" / "bin" / "python"
 TOLERANCE = 1e-3
 NUM_QUESTIONS, NUM_PAGES = 10, 3
-WORDS = "the harbour keeper of Falmouth counts every rope lantern barrel and sail before winter storms come".split()
+WORDS = "harbour keeper counts every rope lantern barrel and sail before winter storms come home"
 
 QUESTIONS = """
 task: ten_questions
@@ -47,7 +47,7 @@ metric_list:
 
 
 def sentence(rng: random.Random, num_words: int) -> str:
-    return " ".join(rng.choices(WORDS, k=num_words)).capitalize()
+    return " ".join(rng.choices(WORDS.split(), k=num_words)).capitalize()
 
 
 def trained_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -83,7 +83,7 @@ def small_llama(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 def write_tasks(folder: Path, rng: random.Random) -> list[str]:
     """Ten questions and three pages, as lm-eval reads them; their texts."""
     questions = [
-        {"question": f"{sentence(rng, 8)}?", "choices": rng.sample(WORDS, 4), "answer": rng.randrange(4)}
+        {"question": f"{sentence(rng, 8)}?", "choices": rng.sample(WORDS.split(), 4), "answer": rng.randrange(4)}
         for _ in range(NUM_QUESTIONS)
     ]
     pages = [{"page": f"{sentence(rng, 150)}."} for _ in range(NUM_PAGES)]
