@@ -137,8 +137,9 @@ class Generation:
             return prompts if num_kept is None else [prompt.last(num_kept) for prompt in prompts]
         except TooManyTokens as error:
             message = (
-                f"This model's maximum context length is {longest} tokens, and the prompt may have {most} of them. "
-                f"It has {error.num_least + len(self._document)} or more. Please shorten it."
+                f"This model's maximum context length is {longest} tokens, and the prompt may have {most} of them "
+                f"beside {self._max_new_tokens(0)} in the completion. It has {error.num_least + len(self._document)} "
+                "or more. Please shorten one of them."
             )
             raise ApiError(400, message, code="context_length_exceeded", param=self._field) from None
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvtier.engine.server.openapi.answers import AnthropicErrorAnswer, ErrorAnswer
-from kvtier.engine.server.openapi.operation import JSON, Body, Operation, Outcome
+from kvtier.engine.server.openapi.operation import EVENTS, JSON, Body, Operation, Outcome
 from kvtier.engine.server.paths import OPERATE, is_anthropics, is_open
 
 Object = dict[str, Any]
@@ -104,11 +104,13 @@ class _Writer:
         return dict(sorted(responses.items()))
 
     def _outcome(self, outcome: Outcome) -> Object:
-        content = {
-            media_type: {"schema": {"type": "string"} if kind is None else self._schemas[id(kind)]}
-            for media_type, kind in outcome.content.items()
-        }
+        content = {kind: self._media_type(kind, told) for kind, told in outcome.content.items()}
         return {"description": outcome.what, "content": content}
+
+    def _media_type(self, name: str, kind: object) -> Object:
+        if name == EVENTS:  # OpenAPI 3.1 has no word for the schema of an event
+            return {}
+        return {"schema": {"type": "string"} if kind is None else self._schemas[id(kind)]}
 
 
 def _kinds(operations: Iterable[Operation]) -> Iterator[Any]:

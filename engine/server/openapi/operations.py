@@ -143,14 +143,6 @@ _DOCUMENTS = [
     Operation("documents", "GET", _DOCUMENT, "Show a document.", {200: _TOLD_OF_DOCUMENT}, (404, 503)),
     Operation(
         "documents",
-        "DELETE",
-        _DOCUMENT,
-        "Delete a document.",
-        {200: _json("it is gone", answers.DocumentDeleted)},
-        (400, 404, 503, 507),
-    ),
-    Operation(
-        "documents",
         "POST",
         f"{_DOCUMENT}/warm",
         "Bring a document to a tier.",
@@ -174,6 +166,14 @@ _DOCUMENTS = [
         "End a document's pin.",
         {200: _TOLD_OF_DOCUMENT},
         (404, 503, 507),
+    ),
+    Operation(
+        "documents",
+        "DELETE",
+        _DOCUMENT,
+        "Delete a document.",
+        {200: _json("it is gone", answers.DocumentDeleted)},
+        (400, 404, 503, 507),
     ),
 ]
 _EXPLAINED = [
@@ -242,9 +242,7 @@ _WATCHED = [
             DOWNLOADS, (("text/csv", None), (JSON, answers.HistoryStretch)), strict=True
         )
     ),
-    Operation(
-        "watching", "GET", OPENAPI, "Tell all of this to programs.", {200: _json("OpenAPI 3.1", dict[str, Any])}
-    ),
+    Operation("watching", "GET", OPENAPI, "Tell all of this to programs.", {200: _json("OpenAPI 3.1", dict[str, Any])}),
     Operation("watching", "GET", DOCS, "Show all of this to people.", {200: Outcome("a page", {"text/html": None})}),
 ]
 _OPERATED = [

@@ -80,7 +80,7 @@ def _operation(method: str, path: str, operation: Mapping[str, Any], schemas: Ma
 
 def _content(told: Mapping[str, Any]) -> str:
     """What comes in which media type."""
-    return ", ".join(f"{escape(kind)} {_type(each['schema'])}" for kind, each in told["content"].items())
+    return ", ".join(f"{escape(kind)} {_type(each.get('schema', {}))}" for kind, each in told["content"].items())
 
 
 def _fields(schema: Mapping[str, Any]) -> str:

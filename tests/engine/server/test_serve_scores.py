@@ -210,3 +210,9 @@ def test_an_echo_that_is_not_wanted_is_let_pass(server: ServerInThread) -> None:
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1, "echo": False}
 
     assert server.post("/v1/chat/completions", json=body).status_code == 200
+
+
+def test_who_asks_for_too_many_tokens_is_told_that_they_are_too_many(server: ServerInThread) -> None:
+    message = refused(server, prompt="Who?", max_tokens=10**9)["message"]
+
+    assert "1000000000 in the completion" in message
