@@ -23,6 +23,7 @@ from kvtier.engine.loaded_engine import LoadedEngine
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.model.sampling_defaults import SamplingDefaults
+from kvtier.engine.model.structured.grammar import Grammar
 from kvtier.engine.scheduling.request import Completion, Request
 from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.timeline import ANONYMOUS, Caller
@@ -134,13 +135,14 @@ class AsyncLLM:
         arrived_at = time.monotonic()
         options = RequestOptions(priority, not skip_reading_prefix_cache, max_load_tokens)
         token_ids = await self._token_ids(prompt)
+        grammar = await self._grammar(sampling, caller.tenant)
         core = self._loaded_engine().core  # asked for only now: the engine may have been closed meanwhile
         keys = keyed(core, extra, lora, cache_salt)
         params = core.sampling_defaults.over(GREEDY) if sampling is None else sampling
         stream = _Stream(asyncio.get_running_loop())
         self._thread.put(
             lambda core: self._add(
-                core, stream, partial(core.add, token_ids, params, keys, arrived_at, options, caller)
+                core, stream, partial(core.add, token_ids, params, keys, arrived_at, options, caller, grammar)
             ),
             stream.refuse,
         )
@@ -154,6 +156,12 @@ class AsyncLLM:
                     return
         finally:
             self._thread.put(lambda core: self._abort(core, stream))
+
+    async def _grammar(self, sampling: SamplingParams | None, tenant: str | None) -> Grammar | None:
+        if sampling is None or (asked := sampling.structured_outputs) is None:
+            return None
+        grammars = self._loaded_engine().core.grammars
+        return await self.with_tokenizer(lambda _: grammars.compile(asked), tenant)
 
     async def _token_ids(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, str):

@@ -18,6 +18,7 @@ from kvtier.engine.disk_store import disk_tier, open_store
 from kvtier.engine.explain.explainer import Explainer, namespace_fields
 from kvtier.engine.explain.local_explainer import LocalExplainer
 from kvtier.engine.kv_events import ZmqPublisher
+from kvtier.engine.model.gpu_share import device_capacity
 from kvtier.engine.model.lora_adapter import load_adapters
 from kvtier.engine.model.poisoned_cache import PoisonedCache
 from kvtier.engine.model.runner import ModelRunner
@@ -82,7 +83,7 @@ def build_core(
     with ExitStack() as undo:
         progress("looking at the model's attention")
         adapters = load_adapters(model, config.lora, progress)
-        runner = ModelRunner(model, config.device.block_size, config.device.capacity, adapters)
+        runner = ModelRunner(model, config.device.block_size, device_capacity(config, model), adapters)
         undo.callback(runner.close)
         events = None if config.events is None else EventLog()
         publisher = None if config.events is None else ZmqPublisher(config.events, runner.groups)

@@ -23,6 +23,8 @@ from kvtier.engine.model.logprobs import step_logprobs
 from kvtier.engine.model.runner import Chunk, ModelRunner
 from kvtier.engine.model.sampling import SamplingParams, WrongParameter
 from kvtier.engine.model.sampling_defaults import SamplingDefaults
+from kvtier.engine.model.structured.grammar import Grammar, GrammarState
+from kvtier.engine.model.structured.grammars import Grammars
 from kvtier.engine.records.recent_records import RecentRecords
 from kvtier.engine.records.request_accounts import RequestAccounts, RequestStatistics
 from kvtier.engine.records.trail import Trail
@@ -120,6 +122,7 @@ class EngineCore:
         self._accounts = parts.accounts
         self.explainer = parts.accounts.explainer
         self.runner = parts.runner
+        self.grammars = Grammars(tokenizer, parts.runner.vocab_size, parts.runner.end_token_ids)
         self.sampling_defaults = parts.sampling_defaults
         self._memories = parts.memories
         self._store = parts.store
@@ -173,10 +176,12 @@ class EngineCore:
         arrived_at: float,
         options: RequestOptions = DEFAULT_OPTIONS,
         caller: Caller = ANONYMOUS,
+        grammar: Grammar | None = None,
     ) -> Request:
-        """Queue a prompt; its request. ValueError, with what to do, if it has no tokens or ids that the model does not
+        """Queue a prompt; its request. The *grammar* is that of the sampling's `structured_outputs`, and compiled here
+        if it is not given. ValueError, with what to do, if it has no tokens or ids that the model does not
         have, is longer than the model or the device can hold, or if the queue is full; `WrongParameter` for sampling
-        that names tokens which the model does not have."""
+        that names tokens which the model does not have, or for what cannot be compiled."""
         self._check_tokens(token_ids, sampling)
         if (worst := max(sampling.logit_bias, default=0)) >= self.runner.vocab_size:
             raise WrongParameter(
@@ -185,9 +190,11 @@ class EngineCore:
         if extra.lora is not None and extra.lora not in self.runner.adapters:
             raise ValueError(f"lora {extra.lora.name}: no such adapter is loaded; take the key from lora_key")
         chain = self.chain(token_ids, extra)
-        detokenizer = Detokenizer(self.tokenizer, sampling.stop, sampling.min_tokens)
+        detokenizer = Detokenizer(self.tokenizer, sampling.stop, sampling.min_tokens, sampling.shown_token_ids)
         bans = TokenBans.of(sampling, self.tokenizer, self.runner.end_token_ids, self.runner.vocab_size)
-        request = Request(token_ids, sampling, chain, detokenizer, options, Timeline(arrived_at, caller), bans)
+        timeline = Timeline(arrived_at, caller)
+        state = self._grammar_state(sampling, grammar)
+        request = Request(token_ids, sampling, chain, detokenizer, options, timeline, bans, state)
         self.scheduler.add(request)
         self._accounts.on_added(request)
         return request
@@ -390,6 +397,12 @@ class EngineCore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _grammar_state(self, sampling: SamplingParams, grammar: Grammar | None) -> GrammarState | None:
+        if sampling.structured_outputs is None:
+            return None
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.runner.end_token_ids)}
+        return (grammar or self.grammars.compile(sampling.structured_outputs)).begin(ends)
 
     def _check_tokens(self, token_ids: Sequence[int], sampling: SamplingParams) -> None:
         if not len(token_ids):

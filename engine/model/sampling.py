@@ -4,18 +4,23 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
+from typing import TYPE_CHECKING
 
 from kvtier.tiers.naming.request_text import check_text
+
+if TYPE_CHECKING:  # it raises WrongParameter
+    from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 
 MOST_BIAS = 100.0  # as at OpenAI and vLLM
 
 
 class WrongParameter(ValueError):
-    """A sampling parameter that cannot be used. *name* is the parameter's."""
+    """A sampling parameter that cannot be used. *name* is the parameter's, *what* is wrong with it."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(f"{name} {message}")
         self.name = name
+        self.what = message
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,11 @@ class SamplingParams:
     (which is not part of the text), at one of *stop_token_ids*, or at the model's end token unless *ignore_eos*; by
     none of the last three within the first *min_tokens*. With *logprobs* each token comes with its logarithmic
     probability and those of so many of the likeliest, before all of the above; None: without. *prompt_logprobs* asks
-    for the same of the prompt's tokens: all of them are computed then, cached or not.
+    for the same of the prompt's tokens: all of them are computed then, cached or not. Special tokens are left out of
+    the text, but for those of *shown_token_ids*.
+
+    With *structured_outputs* the text follows a schema or a grammar, whatever else changes the logits, and ends where
+    that is complete, whatever *min_tokens* say.
     """
 
     max_tokens: int = 16
@@ -55,12 +64,15 @@ class SamplingParams:
     min_tokens: int = 0
     bad_words: Sequence[str] = ()
     prompt_logprobs: int | None = None
+    shown_token_ids: Sequence[int] = ()
+    structured_outputs: "StructuredOutputs | None" = None
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
             texts = getattr(self, name)
             object.__setattr__(self, name, (texts,) if isinstance(texts, str) else tuple(texts))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop_token_ids", "shown_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         self._check_texts()
         for name in (
             "max_tokens",

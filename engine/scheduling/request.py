@@ -10,6 +10,7 @@ from kvtier.engine.model.drawing.sampler import Sampler
 from kvtier.engine.model.drawing.token_bans import NO_BANS, TokenBans
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.model.structured.grammar import GrammarState
 from kvtier.engine.records.request_record import RequestRecord
 from kvtier.engine.scheduling.prompt_scores import PromptScores
 from kvtier.engine.scheduling.request_options import DEFAULT_OPTIONS, RequestOptions
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
 class FinishReason(StrEnum):
     """Why a request ended."""
 
-    STOP = "stop"  # the model's end token, a stop token or a stop string
+    STOP = "stop"  # the model's end token, a stop token, a stop string, or the end of its grammar
     LENGTH = "length"  # max_tokens
-    ABORT = "abort"
+    ABORT = "abort"  # by its caller, or because its grammar became too costly
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class Request:
     options: RequestOptions = DEFAULT_OPTIONS
     timeline: Timeline = field(default_factory=lambda: Timeline(time.monotonic()))
     bans: InitVar[TokenBans] = NO_BANS
+    grammar: InitVar[GrammarState | None] = None
     token_ids: list[int] = field(init=False)  # the prompt, then what was generated
     sampler: Sampler = field(init=False)
     scores: PromptScores | None = field(init=False, default=None)  # None: the prompt's are not asked for
@@ -75,9 +77,9 @@ class Request:
     new_text: str = ""  # since the last step
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
-    def __post_init__(self, bans: TokenBans) -> None:
+    def __post_init__(self, bans: TokenBans, grammar: GrammarState | None) -> None:
         self.token_ids = list(self.prompt_token_ids)
-        self.sampler = Sampler(self.sampling, self.prompt_token_ids, bans)
+        self.sampler = Sampler(self.sampling, self.prompt_token_ids, bans, grammar)
         if self.sampling.prompt_logprobs is not None:
             self.scores = PromptScores(self.prompt_token_ids, self.sampling.prompt_logprobs)
 
@@ -111,11 +113,15 @@ class Request:
         self.timeline.on_token(time.monotonic())
         self.token_ids.append(token_id)
         self.new_text = ""
+        grammar = self.sampler.grammar
+        if grammar is not None and grammar.has_failed:
+            self.finish(FinishReason.ABORT)
+            return
         if token_id in self.sampling.stop_token_ids or (not self.sampling.ignore_eos and token_id in end_token_ids):
             self.finish(FinishReason.STOP)
             return
         self.new_text = self.detokenizer.push(token_id)
-        if self.detokenizer.stopped:
+        if self.detokenizer.stopped or (grammar is not None and grammar.is_complete):
             self.finish(FinishReason.STOP)
         elif len(self.token_ids) - len(self.prompt_token_ids) >= self.sampling.max_tokens:
             self.finish(FinishReason.LENGTH)

@@ -35,22 +35,23 @@ from kvtier.engine.server.request_body import fit, json_object, parse, read_body
 from kvtier.engine.server.service import Service
 from kvtier.engine.server.tenancy import effective_salt
 from kvtier.engine.server.token_text import TokenText
+from kvtier.engine.server.tool_calls.tool_use import ToolFormat, ToolUse
 from kvtier.engine.server.usage import Usage
 from kvtier.engine.server.waiting_room import RoomFull, Visit
 from kvtier.engine.text.least_tokens import TooManyTokens
 
 Asked: TypeAlias = CompletionRequest | ChatRequest
-ReplyOf: TypeAlias = Callable[[Asked, Sequence[Prompt], TokenText, Usage], Reply]
+ReplyOf: TypeAlias = Callable[[Asked, Sequence[Prompt], TokenText, Usage, ToolUse], Reply]
 
 _T = TypeVar("_T")
 
 MOST_TIMES_TOO_LONG = 8  # a prompt that is to be cut is tokenized first
 
 
-def openai_reply(asked: Asked, prompts: Sequence[Prompt], text: TokenText, usage: Usage) -> Reply:
+def openai_reply(asked: Asked, prompts: Sequence[Prompt], text: TokenText, usage: Usage, tools: ToolUse) -> Reply:
     """Write the answer as OpenAI's endpoints do."""
     if isinstance(asked, ChatRequest):
-        return ChatReply(asked.model, text, usage, asked.num_top_logprobs is not None, asked.chunk_options)
+        return ChatReply(asked.model, text, usage, tools, asked.num_top_logprobs is not None, asked.chunk_options)
     return CompletionReply(asked, prompts, text, usage)
 
 
@@ -67,6 +68,7 @@ class Generation:
         self._reply_of = reply_of
         self._field = "messages" if isinstance(asked, ChatRequest) else "prompt"
         self._usage = Usage(asked.n)
+        self._tools = tool_use(asked, service.tool_format)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate the answer and send it."""
@@ -101,7 +103,7 @@ class Generation:
                     choices = self._choices(prompts, llm)
                 visit.prompts = [group[0].prompt for group in choices]
                 await visit.wait_for_turn()
-                reply = self._reply_of(asked, prompts, text, self._usage)
+                reply = self._reply_of(asked, prompts, text, self._usage, self._tools)
                 if isinstance(asked, ChatRequest):
                     service.conversations.add(facts_of(scope).request_id, tenant, asked.messages)
                 salt = effective_salt(tenant, asked.cache_salt, service.is_strict)
@@ -146,12 +148,16 @@ class Generation:
     def _choices(self, prompts: Sequence[Prompt], llm: AsyncLLM) -> list[list[Choice]]:
         """The choices of each prompt. ApiError 400 for a prompt that is too long."""
         asked = self._asked
+        structured = self._tools.structured(asked.structured)
         groups = []
         for number, prompt in enumerate(each.token_ids for each in prompts):
             self._check_length(len(prompt), self._max_new_tokens(0), llm.longest_request)
             max_tokens = self._max_new_tokens(llm.longest_request - len(prompt))
             indices = range(number * asked.n, (number + 1) * asked.n)
-            samplings = [asked.sampling(i % asked.n, max_tokens, llm.sampling_defaults) for i in indices]
+            samplings = [
+                self._tools.shown(asked.sampling(i % asked.n, max_tokens, llm.sampling_defaults, structured))
+                for i in indices
+            ]
             groups.append([Choice(i, prompt, sampling) for i, sampling in zip(indices, samplings, strict=True)])
         return groups
 
@@ -262,6 +268,13 @@ class Generation:
 
 def _joined_events(reply: Reply, index: int, piece: Piece) -> bytes:
     return b"".join(reply.events(index, piece))
+
+
+def tool_use(asked: Asked, form: ToolFormat) -> ToolUse:
+    """The tools of a request; only a chat may have any."""
+    if isinstance(asked, ChatRequest):
+        return ToolUse(asked.tools, asked.tool_choice, asked.parallel_tool_calls, form)
+    return ToolUse((), "none", False, form)
 
 
 def _caller(scope: Scope) -> Caller:

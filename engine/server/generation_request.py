@@ -6,7 +6,15 @@ import msgspec
 
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.model.sampling_defaults import SamplingDefaults
+from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 from kvtier.engine.scheduling.request_options import RequestOptions
+from kvtier.engine.server.response_format import (
+    AskedOutputs,
+    Choices,
+    JsonSchema,
+    ResponseFormat,
+    as_structured_outputs,
+)
 
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
@@ -16,9 +24,10 @@ MOST_BAD_WORDS = 128
 MOST_BAD_WORD_CHARACTERS = 256
 _SEEDS = 1 << 64
 
-# OpenAI's parameters that say nothing about the answer: any value is let pass …
+# OpenAI's parameters, and vLLM's, that say nothing about the answer: any value is let pass …
 IGNORED = frozenset(
     {
+        "guided_decoding_backend",
         "metadata",
         "parallel_tool_calls",
         "prediction",
@@ -38,7 +47,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -80,7 +88,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     Beyond OpenAI's: *cache_salt*, *priority* (lower is more urgent), *truncate_prompt_tokens* (of a longer prompt only
     the last so many are taken; -1: as many as there may be), *kvtier*, and of vLLM's *top_k*, *min_p*,
-    *repetition_penalty*, *min_tokens*, *bad_words*, *stop_token_ids*, *ignore_eos*, *prompt_logprobs*.
+    *repetition_penalty*, *min_tokens*, *bad_words*, *stop_token_ids*, *ignore_eos*, *prompt_logprobs*,
+    *structured_outputs* and what was before it, *guided_json* and its like.
     """
 
     model: str
@@ -105,6 +114,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     prompt_logprobs: LogprobCount | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: AskedOutputs | None = None
+    guided_json: JsonSchema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
     kvtier: KvtierOptions = KvtierOptions()
 
     def __post_init__(self) -> None:
@@ -145,10 +160,21 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """What the request asks of the queue and the cache."""
         return RequestOptions(self.priority, not self.kvtier.skip_reading_prefix_cache, self.kvtier.max_load_tokens)
 
-    def sampling(self, choice: int, max_tokens: int, defaults: SamplingDefaults) -> SamplingParams:
+    @property
+    def structured(self) -> StructuredOutputs | None:
+        """What the text has to be; None if any will do. `WrongParameter` for what is no schema or grammar."""
+        guided = {
+            kind: getattr(self, kind) for kind in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        }
+        return as_structured_outputs(self.response_format, self.structured_outputs, guided)
+
+    def sampling(
+        self, choice: int, max_tokens: int, defaults: SamplingDefaults, structured: StructuredOutputs | None
+    ) -> SamplingParams:
         """How to generate the choice of that number among *n*; each has a seed of its own, or all would be the same.
 
-        *defaults* hold where the request does not say. `WrongParameter` for parameters that do not go together.
+        *defaults* hold where the request does not say; *structured* is its property.
+        `WrongParameter` for parameters that do not go together.
         """
         return SamplingParams(
             max_tokens=max_tokens,
@@ -168,6 +194,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             ignore_eos=self.ignore_eos,
             logprobs=self.num_top_logprobs,
             prompt_logprobs=None if choice else self.num_prompt_logprobs,  # all choices have the same prompt
+            structured_outputs=structured,
         )
 
 

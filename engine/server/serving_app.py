@@ -38,8 +38,8 @@ from kvtier.engine.server.paths import (
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
-    DOCUMENTS,
     EXPLAIN,
+    OLD_STATS,
     OPERATE,
     READY,
     STATS,
@@ -49,6 +49,7 @@ from kvtier.engine.server.served_models import ServedModels
 from kvtier.engine.server.service import Service
 from kvtier.engine.server.stats_view import stats_view
 from kvtier.engine.server.tenancy import effective_salt
+from kvtier.engine.server.tool_calls.tool_use import ToolFormat
 from kvtier.tiers.naming.tier import Tier
 
 log = logging.getLogger(__name__)
@@ -69,14 +70,12 @@ class ServingApp:
             *message_routes(),
             Route(TOKENIZE, tokenize_routes.tokenize, methods=["POST"]),
             Route(DETOKENIZE, tokenize_routes.detokenize, methods=["POST"]),
-            Route(DOCUMENTS, document_routes.answer),
-            Route(f"{DOCUMENTS}/{{id}}", document_routes.answer, methods=["GET", "PUT", "DELETE"]),
-            Route(f"{DOCUMENTS}/{{id}}/{{action}}", document_routes.answer, methods=["POST", "DELETE"]),
+            *document_routes.routes(),
             Route(EXPLAIN, explain_routes.explain_prompt, methods=["POST"]),
             Route(f"{EXPLAIN}/{{id:path}}", explain_routes.explain_request, methods=["GET"]),
             *service.models.routes(),
             Route(READY, self._ready),
-            Route(STATS, self._stats),
+            *(Route(path, self._stats) for path in (STATS, OLD_STATS)),
             *OpenApiRoutes(service.needs_key, service.is_strict).routes(),
             *page_routes(),
             *DashboardRoutes(dashboard, lambda request: facts_of(request.scope).tenant).routes(),
@@ -191,6 +190,7 @@ async def load_app(
         return effective_salt(document.tenant, document.cache_salt, is_strict)
 
     try:
+        tool_format = await llm.with_tokenizer(partial(ToolFormat.of, asked=config.server.tool_call_parser))
         documents = await Documents.open(llm, config, salt_of, entrance.num_tenants)
     except BaseException:
         await llm.close()
@@ -199,7 +199,7 @@ async def load_app(
     fields = {"seconds": round(time.monotonic() - began_at, 1), "max_model_len": llm.longest_request}
     log.info("ready", extra={"fields": fields})
     models = replace(models, longest_request=llm.longest_request)
-    service = Service(config, models, entrance, llm, documents)
+    service = Service(config, models, entrance, llm, documents, tool_format)
     source = EngineSource(service)
     keeper = keeper_of(source.columns, history_path(config.dashboard, config.disk))
     return ServingApp(service, Dashboard(source, keeper, config.dashboard.max_viewers))

@@ -139,6 +139,7 @@ class ChatMessage(msgspec.Struct):
 
     role: Literal["assistant"]
     content: str | None
+    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):

@@ -39,6 +39,7 @@ class Operation:
     errors: Collection[int] = ()
     body: Body | None = None
     query: Mapping[str, object] = field(default_factory=dict)  # types by name; none has to be given
+    is_deprecated: bool = False  # the same is to be had by another path
 
     @property
     def operation_id(self) -> str:

@@ -1,5 +1,6 @@
 """OPERATIONS: all that may be asked of the server, in the order in which people read it."""
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -28,6 +29,8 @@ from kvtier.engine.server.paths import (
     MESSAGES,
     METRICS,
     MODELS,
+    OLD_DOCUMENTS,
+    OLD_STATS,
     OPENAPI,
     OPERATE,
     READY,
@@ -257,4 +260,10 @@ _OPERATED = [
     )
     for verb, kind in verbs.KINDS.items()
 ]
-OPERATIONS = [*_OPENAI, *_ANTHROPICS, *_TOKENS, *_DOCUMENTS, *_EXPLAINED, *_WATCHED, *_OPERATED]
+_OLD = [
+    replace(operation, tag="old paths", path=operation.path.replace(new, old), is_deprecated=True)
+    for new, old in ((DOCUMENTS, OLD_DOCUMENTS), (STATS, OLD_STATS))
+    for operation in (*_DOCUMENTS, *_WATCHED)
+    if operation.path.startswith(new)
+]
+OPERATIONS = [*_OPENAI, *_ANTHROPICS, *_TOKENS, *_DOCUMENTS, *_EXPLAINED, *_WATCHED, *_OPERATED, *_OLD]
