@@ -234,12 +234,12 @@ class Generation:
         """Send *pieces* as events. Nothing is sent before the first one, so an error until then has its own status."""
         begun: set[int] = set()
         try:
-            async for index, piece in ((item.index, item.piece) async for item in pieces):
+            async for item in pieces:
                 if not begun:
                     await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-                write = partial(_joined_events, reply, index, piece)
-                events = write() if index in begun else await self._written(write, tenant)
-                begun.add(index)
+                write = partial(_joined_events, reply, item.index, item.piece)
+                events = write() if item.index in begun else await self._written(write, tenant)
+                begun.add(item.index)
                 if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
             last = b"".join(reply.last_events())

@@ -95,7 +95,7 @@ def sharpened_body(body: dict[str, Any], number: int) -> dict[str, Any]:
 def with_whole_numbers(value: Any) -> Any:
     """The same with 1 in the place of 1.0, which JSON Schema calls an integer, and the server does not."""
     if isinstance(value, dict):
-        return {name: with_whole_numbers(each) for name, each in value.items() if name != "tool_calls"}
+        return {name: with_whole_numbers(each) for name, each in value.items()}
     if isinstance(value, list):
         return [with_whole_numbers(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
