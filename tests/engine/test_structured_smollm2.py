@@ -1,4 +1,4 @@
-"""500 answers of SmolLM2-135M, a trained model, by four schemas: every one parses and validates, or was cut."""
+"""500 answers of SmolLM2-135M, a trained model, by four schemas: every one parses and validates."""
 
 import json
 from collections.abc import Iterator
@@ -35,17 +35,17 @@ SCHEMAS = [
     },
     {
         "$defs": {
-            "node": {
+            "word": {
                 "type": "object",
-                "properties": {
-                    "word": {"type": "string", "maxLength": 8},
-                    "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
-                },
-                "required": ["word", "next"],
+                "properties": {"word": {"type": "string", "maxLength": 8}, "is_noun": {"type": "boolean"}},
+                "required": ["word"],
                 "additionalProperties": False,
             }
         },
-        "$ref": "#/$defs/node",
+        "type": "object",
+        "properties": {"first": {"$ref": "#/$defs/word"}, "second": {"$ref": "#/$defs/word"}},
+        "required": ["second"],
+        "additionalProperties": False,
     },
 ]
 
@@ -62,21 +62,15 @@ def llm() -> Iterator[LLM]:
 
 
 def test_every_answer_of_a_trained_model_is_valid(llm: LLM) -> None:
-    num_valid = 0
     for seed in range(NUM_ANSWERS // 20):
         schema = SCHEMAS[seed % len(SCHEMAS)]
         prompts = [f"Question {seed}.{number}: describe a person, a day or a word as JSON.\n" for number in range(20)]
         params = SamplingParams(
-            max_tokens=120, temperature=1.0, seed=seed, structured_outputs=StructuredOutputs(json=schema)
+            max_tokens=200, temperature=1.0, seed=seed, structured_outputs=StructuredOutputs(json=schema)
         )
 
         for completion in llm.generate(prompts, params, progress=False):
-            if completion.finish_reason == FinishReason.LENGTH:
-                assert len(completion.token_ids) == 120
-                continue
+            assert completion.finish_reason == FinishReason.STOP
             jsonschema.validate(
                 json.loads(completion.text), schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
             )
-            num_valid += 1
-
-    assert num_valid > 0.9 * NUM_ANSWERS
