@@ -29,6 +29,14 @@ $(ROOMS:%=kvtier/%):
 	.venv/llama-index/bin/python -m pip install -q 'llama-index-llms-openai-like>=0.5'
 	touch $@
 
+# lm-eval has many packages of its own. It sees those of .venv, so that there is one torch.
+PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+.venv/lm-eval/installed: .venv/installed
+	$(BIN)/python -m venv .venv/lm-eval
+	$(BIN)/python $(PURELIB) > "$$(.venv/lm-eval/bin/python $(PURELIB))/kvtier.pth"
+	.venv/lm-eval/bin/python -m pip install -q -c constraints.txt 'lm-eval[api]>=0.4.11'
+	touch $@
+
 # LiteLLM is a client only; its requirements pin the versions of what others need too.
 .venv/litellm/installed: .venv/installed
 	$(BIN)/python -m venv .venv/litellm
@@ -55,7 +63,7 @@ test-quick: .venv/installed
 test: .venv/installed
 	$(PYTEST) -m "not long and not slow"
 
-test-all: test .venv/smollm2 .venv/llama-index/installed .venv/litellm/installed .venv/node/installed
+test-all: test .venv/smollm2 .venv/llama-index/installed .venv/litellm/installed .venv/node/installed .venv/lm-eval/installed
 	$(PYTEST) -m "long and not slow"
 
 test-slow: .venv/installed

@@ -38,13 +38,14 @@ _A = TypeVar("_A", bound=Attendant)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one step added to a stream. The last one has the *completion*; all have the prompt's *tokens*."""
+    """What one step added to a stream. The last one has the *completion*; all have what is known of the prompt."""
 
     text: str
-    token_id: int
+    token_id: int | None  # None: nothing was to be generated
     completion: Completion | None = None
     logprobs: TokenLogprobs | None = None
     tokens: TokenBalance = NO_TOKENS  # where the prompt's tokens came from
+    prompt_logprobs: Sequence[TokenLogprobs | None] = ()  # of each of them, if they were asked for
 
 
 @dataclass(eq=False, slots=True)
@@ -309,4 +310,5 @@ class AsyncLLM:
         if stream is not None:
             done = None if request.finish_reason is None else request.completion()
             logprobs = request.logprobs[-1] if request.logprobs else None
-            stream.send(Piece(request.new_text, request.token_ids[-1], done, logprobs, request.balance()))
+            token_id = request.token_ids[-1] if request.sampling.max_tokens else None
+            stream.send(Piece(request.new_text, token_id, done, logprobs, request.balance(), request.prompt_logprobs))

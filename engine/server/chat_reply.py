@@ -8,7 +8,8 @@ from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.scheduling.request import Completion, FinishReason
 from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.event_stream import DONE, data_event
-from kvtier.engine.server.generation_request import StreamOptions
+from kvtier.engine.server.generation_request import MOST_LOGPROBS, StreamOptions
+from kvtier.engine.server.prompt_logprobs import prompt_logprobs
 from kvtier.engine.server.reply import Answer, chunk_fields, envelope
 from kvtier.engine.server.token_text import TokenText, finite
 from kvtier.engine.server.tool_calls.deltas import ArgumentsDelta, CallBegin, Delta, Reader, TextDelta, read_whole
@@ -41,7 +42,8 @@ class ChatReply:
         self._calling: set[int] = set()  # choices with a call
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, object]:
-        return {**self._head, "choices": [self._whole_choice(answer) for answer in answers], **self._used()}
+        choices = [self._whole_choice(answer) for answer in answers]
+        return {**self._head, "choices": choices, **self._scores(answers[0].completion), **self._used()}
 
     def events(self, index: int, piece: Piece) -> Iterator[bytes]:
         if index not in self._readers:
@@ -64,6 +66,11 @@ class ChatReply:
 
     def error_event(self, error: ApiError) -> bytes:
         return data_event(error.content())
+
+    def _scores(self, done: Completion) -> dict[str, object]:
+        """What is told of the prompt's tokens, if that was asked for: then a completion has it."""
+        scores, most = done.prompt_logprobs, MOST_LOGPROBS  # as many as were asked for were taken
+        return {"prompt_logprobs": prompt_logprobs(scores, most, self._text)} if scores else {}
 
     def _used(self) -> dict[str, object]:
         return {"usage": self._usage.openai(), "kvtier": self._usage.kvtier()}

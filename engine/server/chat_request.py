@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from kvtier.engine.documents.kept_prefixes import Breakpoint
 from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.cache_control import CacheControl, check_breakpoints
-from kvtier.engine.server.generation_request import GenerationRequest, LogprobCount, Text, TokenCount
+from kvtier.engine.server.generation_request import NEUTRAL, GenerationRequest, LogprobCount, Text, TokenCount
 from kvtier.engine.server.prompt import Prompt
 from kvtier.engine.server.tool_calls.past_call import PastCall, template_id
 from kvtier.engine.server.tool_calls.tool import MOST_TOOLS, Function, Tool, ToolChoice, check_tools
@@ -26,6 +26,7 @@ from kvtier.engine.text.prefixed_text import PrefixedText
 from kvtier.engine.text.prompt_limit import PromptLimit
 from kvtier.engine.text.template_traits import PLAIN, TemplateTraits
 
+CHAT_NEUTRAL = NEUTRAL | {"echo": (False,)}
 MOST_MESSAGES = 10_000  # a template handles each message in Python
 _HERE = "\ue000kvtier\ue001"  # of characters for private use; what a text has before it only makes a prefix shorter
 

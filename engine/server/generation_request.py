@@ -43,7 +43,6 @@ IGNORED = frozenset(
 # … and those that would change it, with the values that ask for no change: any other value is refused.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "audio": (),
-    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
@@ -89,8 +88,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     Beyond OpenAI's: *cache_salt*, *priority* (lower is more urgent), *truncate_prompt_tokens* (of a longer prompt only
     the last so many are taken; -1: as many as there may be), *kvtier*, and of vLLM's *top_k*, *min_p*,
-    *repetition_penalty*, *min_tokens*, *bad_words*, *stop_token_ids*, *ignore_eos*, *structured_outputs* and
-    what was before it, *guided_json* and its like.
+    *repetition_penalty*, *min_tokens*, *bad_words*, *stop_token_ids*, *ignore_eos*, *prompt_logprobs*,
+    *structured_outputs* and what was before it, *guided_json* and its like.
     """
 
     model: str
@@ -114,6 +113,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     cache_salt: Text | None = None
     priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    prompt_logprobs: LogprobCount | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: AskedOutputs | None = None
     guided_json: JsonSchema | None = None
@@ -125,6 +125,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: there is no stream; set stream to true or leave them out")
+        if self.stream and self.prompt_logprobs is not None:  # as at vLLM
+            raise ValueError("prompt_logprobs: a stream does not tell them; set stream to false, or ask for an echo")
         if self.truncate_prompt_tokens is not None and self.kvtier.document is not None:
             raise ValueError("truncate_prompt_tokens: the document would be cut; leave one of them out")
 
@@ -142,6 +144,16 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """How many of a prompt's last tokens are taken, if it may have *most*; None: it is not to be cut."""
         asked = self.truncate_prompt_tokens
         return most if asked == -1 else asked or None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to find for each token of the prompt; None: the prompt is not scored."""
+        return self.prompt_logprobs
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether the answer is as long as the prompt: it says something of each of its tokens."""
+        return self.prompt_logprobs is not None
 
     @property
     def options(self) -> RequestOptions:
@@ -181,6 +193,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             logprobs=self.num_top_logprobs,
+            prompt_logprobs=None if choice else self.num_prompt_logprobs,  # all choices have the same prompt
             structured_outputs=structured,
         )
 

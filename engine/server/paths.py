@@ -13,9 +13,10 @@ DOCUMENTS, STATS = f"{KVTIER}/documents", f"{KVTIER}/stats"
 EXPLAIN, OPERATE = f"{KVTIER}/explain", f"{KVTIER}/operate"
 OLD_DOCUMENTS, OLD_STATS = "/v1/documents", "/stats"  # the same, where they were before
 HEALTH, READY, METRICS, VERSION = "/health", "/ready", "/metrics", "/version"
+OPENAPI, DOCS = "/openapi.json", "/docs"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # as vLLM has them
 
-OPEN = frozenset({HEALTH, READY, VERSION, PAGE})  # need no key: their answers have nothing of a tenant's
+OPEN = frozenset({HEALTH, READY, VERSION, PAGE, OPENAPI, DOCS})  # need no key: their answers have nothing of a tenant's
 OF_ALL = frozenset({METRICS, STATS, OLD_STATS, *DATA_PATHS})  # count all tenants together
 QUIET = frozenset({HEALTH, READY, METRICS, PAGE, *DATA_PATHS})  # machines and pages ask for them again and again
 _NAMED = frozenset(
@@ -34,6 +35,8 @@ _NAMED = frozenset(
         READY,
         VERSION,
         PAGE,
+        OPENAPI,
+        DOCS,
         *OF_ALL,
     }
 )

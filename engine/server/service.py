@@ -40,6 +40,7 @@ class Service:
         self.metrics = entrance.metrics
         self.registry = entrance.registry
         self.is_strict = entrance.is_strict
+        self.needs_key = entrance.keys is not None
         self.num_tenants = entrance.num_tenants
         self.conversations = Conversations()
         self.is_draining = False

@@ -4,14 +4,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -32,6 +32,7 @@ from kvtier.engine.server.app import starlette_app
 from kvtier.engine.server.engine_source import EngineSource
 from kvtier.engine.server.entrance import Entrance
 from kvtier.engine.server.facts import facts_of
+from kvtier.engine.server.openapi.routes import OpenApiRoutes
 from kvtier.engine.server.operated_engine import OperatedEngine
 from kvtier.engine.server.paths import (
     CHAT,
@@ -75,6 +76,7 @@ class ServingApp:
             *service.models.routes(),
             Route(READY, self._ready),
             *(Route(path, self._stats) for path in (STATS, OLD_STATS)),
+            *OpenApiRoutes(service.needs_key, service.is_strict).routes(),
             *page_routes(),
             *DashboardRoutes(dashboard, lambda request: facts_of(request.scope).tenant).routes(),
         ]
@@ -83,6 +85,11 @@ class ServingApp:
             routes.append(Route(f"{OPERATE}/{{verb}}", partial(self._operate, service.operating), methods=["POST"]))
         self._app = starlette_app(routes, service.registry)
         self._app.state.service = service
+
+    @property
+    def routes(self) -> Sequence[BaseRoute]:
+        """What it answers."""
+        return self._app.routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""

@@ -329,7 +329,7 @@ def test_salts_keep_apart_and_reading_the_cache_can_be_skipped(server: ServerInT
         ({"best_of": 3}, 400, "best_of", "invalid_value"),
         ({"temprature": 0}, 400, "temprature", "unknown_parameter"),
         ({"kvtier": {"pins": True}}, 400, "kvtier.pins", "unknown_parameter"),
-        ({"echo": True}, 400, "echo", "unsupported_parameter"),
+        ({"echo": "yes"}, 400, "echo", "invalid_value"),
         ({"logit_bias": {"a": 5}}, 400, "logit_bias", "invalid_value"),
         ({"logit_bias": {"3": "much"}}, 400, "logit_bias[...]", "invalid_value"),
         ({"logit_bias": {"-3": 5}}, 400, "logit_bias", "invalid_value"),
