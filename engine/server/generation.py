@@ -68,7 +68,6 @@ class Generation:
         self._reply_of = reply_of
         self._field = "messages" if isinstance(asked, ChatRequest) else "prompt"
         self._usage = Usage(asked.n)
-        self._tools = tool_use(asked, service.tool_format)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate the answer and send it."""
@@ -100,10 +99,11 @@ class Generation:
                     prompts, text = await llm.with_tokenizer(
                         lambda tokenizer: (self._prompts(tokenizer, llm), TokenText(tokenizer)), tenant
                     )
-                    choices = self._choices(prompts, llm)
+                    tools = tool_use(asked, service.tool_format)
+                    choices = self._choices(prompts, llm, tools)
                 visit.prompts = [group[0].prompt for group in choices]
                 await visit.wait_for_turn()
-                reply = self._reply_of(asked, prompts, text, self._usage, self._tools)
+                reply = self._reply_of(asked, prompts, text, self._usage, tools)
                 if isinstance(asked, ChatRequest):
                     service.conversations.add(facts_of(scope).request_id, tenant, asked.messages)
                 salt = effective_salt(tenant, asked.cache_salt, service.is_strict)
@@ -145,18 +145,17 @@ class Generation:
             )
             raise ApiError(400, message, code="context_length_exceeded", param=self._field) from None
 
-    def _choices(self, prompts: Sequence[Prompt], llm: AsyncLLM) -> list[list[Choice]]:
+    def _choices(self, prompts: Sequence[Prompt], llm: AsyncLLM, tools: ToolUse) -> list[list[Choice]]:
         """The choices of each prompt. ApiError 400 for a prompt that is too long."""
         asked = self._asked
-        structured = self._tools.structured(asked.structured)
+        structured = tools.structured
         groups = []
         for number, prompt in enumerate(each.token_ids for each in prompts):
             self._check_length(len(prompt), self._max_new_tokens(0), llm.longest_request)
             max_tokens = self._max_new_tokens(llm.longest_request - len(prompt))
             indices = range(number * asked.n, (number + 1) * asked.n)
             samplings = [
-                self._tools.shown(asked.sampling(i % asked.n, max_tokens, llm.sampling_defaults, structured))
-                for i in indices
+                tools.shown(asked.sampling(i % asked.n, max_tokens, llm.sampling_defaults, structured)) for i in indices
             ]
             groups.append([Choice(i, prompt, sampling) for i, sampling in zip(indices, samplings, strict=True)])
         return groups
@@ -271,10 +270,10 @@ def _joined_events(reply: Reply, index: int, piece: Piece) -> bytes:
 
 
 def tool_use(asked: Asked, form: ToolFormat) -> ToolUse:
-    """The tools of a request; only a chat may have any."""
+    """The tools of a request; only a chat may have any. `WrongParameter` for what is no schema or grammar."""
     if isinstance(asked, ChatRequest):
-        return ToolUse(asked.tools, asked.tool_choice, asked.parallel_tool_calls, form)
-    return ToolUse((), "none", False, form)
+        return ToolUse(asked.tools, asked.tool_choice, asked.parallel_tool_calls, form, asked.structured)
+    return ToolUse((), "none", False, form, asked.structured)
 
 
 def _caller(scope: Scope) -> Caller:

@@ -42,8 +42,17 @@ class ToolUse:
     is told while it is written. Else it is told when it is whole.
     """
 
-    def __init__(self, tools: Sequence[Tool], choice: ToolChoice, is_parallel: bool, form: ToolFormat) -> None:
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        is_parallel: bool,
+        form: ToolFormat,
+        answer: StructuredOutputs | None,
+    ) -> None:
+        """The text of an answer without a call has to be an *answer*; None: any will do."""
         self._form = form
+        self._answer = answer
         self._is_used = bool(tools) and choice != "none"
         self._is_forced = self._is_used and choice != "auto"
         name = choice.function.name if isinstance(choice, NamedTool) else None
@@ -56,7 +65,8 @@ class ToolUse:
         syntax = self._form.syntax
         if not self._is_used:
             return TextReader()
-        if self._is_forced or (self._is_strict and not syntax.is_bare):
+        is_free = syntax.is_bare or self._answer is not None  # then a text may have what looks like a call in it
+        if self._is_forced or (self._is_strict and not is_free):
             return ShapedReader(syntax.shape)
         return FreeReader(syntax, {function.name for function in self._functions}, is_parallel=self._is_parallel)
 
@@ -64,11 +74,10 @@ class ToolUse:
         """*sampling* with the tokens in the text that calls are written with."""
         return replace(sampling, shown_token_ids=tuple(self._form.special.values())) if self._is_used else sampling
 
-    def structured(self, answer: StructuredOutputs | None) -> StructuredOutputs | None:
-        """What the text has to be, calls included, where the text of an *answer* without a call has to be that.
-
-        `WrongParameter` for an answer that no grammar can have beside calls.
-        """
+    @property
+    def structured(self) -> StructuredOutputs | None:
+        """What the text has to be, calls included. `WrongParameter` if no grammar can have the answer beside calls."""
+        answer = self._answer
         if not self._is_used or (not self._is_forced and answer is None and not self._is_strict):
             return answer
         syntax = self._form.syntax

@@ -8,7 +8,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 from scripted_model import Scripted, scripted
-from serving import MODEL, ServerInThread, serving, tables
+from serving import BLOCK_SIZE, MODEL, ServerInThread, serving, tables
 from small_models import byte_tokenizer
 from tool_templates import MISTRAL, QWEN
 from tool_texts import SCRIPTS, SEARCH, TOOLS, WEATHER
@@ -243,6 +243,19 @@ def test_the_same_tools_are_found_in_the_cache(tool_server: ServerInThread, scri
     assert found.endswith("</tool_call><|im_end|>\n<|im_start|>user\n")  # what stands behind the tools
     assert len(tokens) == again.usage.prompt_tokens
     assert sum(again.kvtier["tokens"].values()) == again.usage.prompt_tokens
+
+
+def test_a_prompt_with_tools_is_explained(tool_server: ServerInThread, script: Scripted) -> None:
+    done = ask(tool_server, extra_body={"cache_salt": "explained"}, **script.saying("text"))
+
+    def computed(**asked: object) -> int:
+        body = {"messages": ASKED, "cache_salt": "explained", **asked}
+        answer = tool_server.post("/v1/kvtier/explain", json=body)
+        assert answer.status_code == 200, answer.text
+        return sum(row["end"] - row["start"] for row in answer.json()["data"][0]["rows"] if row["hit"] is None)
+
+    assert computed(tools=TOOLS) < 2 * BLOCK_SIZE < done.usage.prompt_tokens
+    assert computed(tools=TOOLS[:1]) > 2 * BLOCK_SIZE
 
 
 def test_a_conversation_goes_on_with_what_the_tool_has_said(tool_server: ServerInThread, script: Scripted) -> None:
