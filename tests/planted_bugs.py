@@ -29,6 +29,20 @@ class Bug:
 
 BUGS = [
     Bug(
+        "rows of a window are attended from the block's first key on",
+        "engine/model/row_attention.py",
+        "firsts = [oldest_key(part.group, part.start) - part.first_key for part in parts]",
+        "firsts = [0 for part in parts]",
+        "tests/engine/model/test_row_attention.py",
+    ),
+    Bug(
+        "a model keeps its packed layers after a pass",
+        "engine/model/packed_linears.py",
+        '                vars(layer).pop("forward", None)',
+        "                pass",
+        "tests/engine/model/test_packed_linears.py",
+    ),
+    Bug(
         "a token that ends the text is drawn where its grammar does not let it end",
         "engine/model/structured/grammar.py",
         "        self._allowed[vocabulary.ends] = False\n",

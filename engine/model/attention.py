@@ -12,6 +12,7 @@ from kvtier.engine.model.paged_choice import Shape, choose, plan_for
 from kvtier.engine.model.paged_gather import Scoring, Scratch, attend_gathered
 from kvtier.engine.model.paged_in_place import Plan, attend_in_place
 from kvtier.engine.model.paged_segment import Segment, segment
+from kvtier.engine.model.row_attention import RowAttention, Rows
 from kvtier.engine.model.unsupported_model import UnsupportedModel
 from kvtier.transfer.layer_gate import LayerGate
 
@@ -24,10 +25,11 @@ KNOWN_TENSORS = frozenset({"cache_position", "logits_to_keep", "position_ids", "
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """A step's segments, by the path that `paged_choice` takes for them."""
+    """A step's segments, by the path that is taken for them: rows on a CPU, else what `paged_choice` says."""
 
     gathered: tuple[Segment, ...]
     in_place: Plan | None
+    rows: Rows | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class GroupStep:
     write_slots: torch.Tensor  # [num_tokens] int64: the slot that each token of the batch is written into
     write_offsets: torch.Tensor  # [num_tokens] int64: its place within the block
     segments: tuple[Segment, ...]
+    row_attention: RowAttention
     scratch: Scratch = field(default_factory=Scratch)
     # Filled by the first layer, for all layers.
     paths: dict[tuple[int, bool, bool], Paths] = field(default_factory=dict)
@@ -46,15 +49,23 @@ class GroupStep:
         """The path of each segment, for layers with so many query heads, with or without softcap and sinks."""
         paths = self.paths.get((num_heads, has_softcap, has_sinks))
         if paths is None:
-            *_, num_kv_heads, head_dim = self.slab.shape
-            kind, device, dtype = self.segments[0].group, self.slab.device, self.slab.dtype
-            shape = Shape(device, dtype, num_heads, num_kv_heads, head_dim, kind, has_softcap, has_sinks)
-            choice = choose(shape, self.slab)
-            there = [part for part in self.segments if choice.in_place(part)]
-            gathered = tuple(part for part in self.segments if not choice.in_place(part))
-            paths = Paths(gathered, plan_for(shape, there) if there else None)
+            paths = self._choose_paths(num_heads, has_softcap, has_sinks)
             self.paths[num_heads, has_softcap, has_sinks] = paths
         return paths
+
+    def _choose_paths(self, num_heads: int, has_softcap: bool, has_sinks: bool) -> Paths:
+        _, num_layers, _, _, num_kv_heads, head_dim = self.slab.shape
+        kind, device, dtype = self.segments[0].group, self.slab.device, self.slab.dtype
+        rows = [part for part in self.segments if self.row_attention.supports(part, dtype)]
+        others = [part for part in self.segments if not self.row_attention.supports(part, dtype)]
+        shape = Shape(device, dtype, num_heads, num_kv_heads, head_dim, kind, has_softcap, has_sinks)
+        choice = choose(shape, self.slab)
+        there = [part for part in others if choice.in_place(part)]
+        return Paths(
+            tuple(part for part in others if not choice.in_place(part)),
+            plan_for(shape, there) if there else None,
+            self.row_attention.plan(rows, num_layers, num_heads, head_dim) if rows else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +115,8 @@ def paged_attention(
     output = query.new_empty(num_tokens, num_heads, head_dim)
     if paths.gathered:
         attend_gathered(query, group.slab, layer, paths.gathered, scoring, output, group.scratch)
+    if paths.rows is not None:
+        group.row_attention.attend(query, group.slab, layer, paths.rows, scoring, output)
     if paths.in_place is not None:
         attend_in_place(query, group.slab, layer, paths.in_place, group.segments[0].group, scoring, output)
     return output.unsqueeze(0), None

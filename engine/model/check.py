@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 from transformers import PreTrainedModel
@@ -28,15 +29,16 @@ _checked: set[tuple[type[PreTrainedModel], str]] = set()
 
 
 def check_model(paged: PagedModel) -> None:
-    """Compare the model, with its own weights, type and device, to its own attention: up to 48 tokens in two chunks."""
+    """Compare the model, with its own weights, type and device, to its own attention: up to 48 tokens, in two chunks
+    and the last token alone."""
     model, block_size = paged.model, paged.block_size
     num_tokens = min(2 * block_size, paged.num_slots * block_size, 48)
     token_ids = [(7 * i + 3) % paged.vocab_size for i in range(num_tokens)]
     tables = [list(range(-(-num_tokens // block_size)))[::-1] for _ in paged.groups]
-    half = num_tokens // 2
+    bounds = sorted({0, num_tokens // 2, num_tokens - 1, num_tokens})
     with _named(model):
-        paged.run([Chunk(token_ids[:half], 0, tables)])
-        logits = paged.run([Chunk(token_ids[half:], half, tables)])
+        for start, end in pairwise(bounds):
+            logits = paged.run([Chunk(token_ids[start:end], start, tables)])
     _compare(model, logits, _plain(model, token_ids)[-1:], TOLERANCE.get(model.dtype, 0.1))
 
 

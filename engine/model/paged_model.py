@@ -12,6 +12,7 @@ from kvtier.engine.model.attention import GroupStep, Segment, Step, current_step
 from kvtier.engine.model.layers import observe_layers
 from kvtier.engine.model.paged_gather import Scratch
 from kvtier.engine.model.paged_layout import paged_layout
+from kvtier.engine.model.row_attention import RowAttention
 from kvtier.tiers.naming.block_hash import Lora
 from kvtier.transfer.layer_gate import LayerGate
 
@@ -52,6 +53,7 @@ class PagedModel:
         self.geometry = self._layout.geometry
         self.block_bytes = self._layout.block_bytes
         self._scratch = Scratch()
+        self._row_attention = RowAttention(torch.get_num_threads())
         try:
             self.num_slots = self._layout.num_slots(capacity_bytes)
             self.slabs = self._layout.slabs(capacity_bytes, self.device)  # by group
@@ -62,6 +64,7 @@ class PagedModel:
     def close(self) -> None:
         """Give the model its own attention back; the caller may go on using it."""
         self.model.set_attn_implementation(self._own_attention)
+        self._row_attention.close()
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -111,5 +114,6 @@ class PagedModel:
             torch.tensor(slots, device=self.device),
             torch.tensor(offsets, device=self.device),
             tuple(segments),
+            self._row_attention,
             self._scratch,
         )

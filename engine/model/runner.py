@@ -12,6 +12,7 @@ from kvtier.engine.model.check import check_miniature, check_model
 from kvtier.engine.model.digest import config_digest, weights_digest
 from kvtier.engine.model.lora_adapter import LoraAdapter
 from kvtier.engine.model.lora_rows import LoraRows, LoraSpan
+from kvtier.engine.model.packed_linears import PackedLinears, available_bytes
 from kvtier.engine.model.paged_model import Chunk, PagedModel
 from kvtier.engine.model.short_memory import short_memory_raised
 from kvtier.tiers.naming.namespace import Namespace
@@ -41,6 +42,7 @@ class ModelRunner(PagedModel):
         self.max_tokens: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         try:
             with short_memory_raised("comparing the model's attention with its own"):
+                self._packed = PackedLinears(model, available_bytes())
                 check_model(self)
                 check_miniature(self)
                 if self._lora_rows is not None:
@@ -119,11 +121,13 @@ class ModelRunner(PagedModel):
 
         Their keys and values are in the slabs when the pass has run (on CUDA: has been enqueued).
         """
-        if self._lora_rows is None:
-            return super().run(chunks)
+        with self._packed.on():
+            return super().run(chunks) if self._lora_rows is None else self._run_with_adapters(chunks, self._lora_rows)
+
+    def _run_with_adapters(self, chunks: Sequence[Chunk], lora_rows: LoraRows) -> torch.Tensor:
         order = sorted(range(len(chunks)), key=lambda i: _lora_name(chunks[i]))  # rows of an adapter are consecutive
         sorted_chunks = [chunks[i] for i in order]
-        with self._lora_rows.on(self._spans(sorted_chunks)):
+        with lora_rows.on(self._spans(sorted_chunks)):
             logits = super().run(sorted_chunks)
         if order == list(range(len(chunks))):
             return logits

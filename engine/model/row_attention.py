@@ -1,0 +1,110 @@
+"""Attention of requests that compute one token each, on a CPU: all of a step at once, over the blocks where they are.
+
+A gather for each request and layer reads every key and value, writes it and reads it again. `row_kernel` reads it once.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from kvtier.engine.model.paged_gather import Scoring
+from kvtier.engine.model.paged_segment import Segment, oldest_key
+
+DTYPES = (torch.float32, torch.bfloat16)  # float16 has no arithmetic in Numba on a CPU
+WORTH_A_THREAD = 1 << 20  # keys times query heads times their length: 0.1 ms, ten times what handing it over takes
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one thread computes: so many query heads of so many rows."""
+
+    rows: slice
+    heads: tuple[int, int]  # the first, and the one after the last
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A step's rows, as the kernel reads them; serves every layer of the group."""
+
+    tokens: torch.Tensor  # [num_rows] int64: their places in the packed batch
+    spans: np.ndarray  # [num_rows, 3] int64: where a row's blocks begin, its first key's place there, its keys
+    blocks: np.ndarray  # int64: where each block's first layer has its keys, in halves of a layer
+    pieces: tuple[Piece, ...]
+
+
+class RowAttention:
+    """Computes rows, with the threads that it owns; used by one thread, until it is closed.
+
+    A row's sums are the same in any batch and with any number of threads.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._others = ThreadPoolExecutor(max(1, num_threads - 1), "kvtier-rows")  # begins them when they have work
+
+    def close(self) -> None:
+        """End the threads."""
+        self._others.shutdown()
+
+    def supports(self, part: Segment, dtype: torch.dtype) -> bool:
+        """Whether *part* is a row for the kernel."""
+        return part.num_queries == 1 and part.device.type == "cpu" and dtype in DTYPES
+
+    def plan(self, parts: Sequence[Segment], num_layers: int, num_heads: int, head_dim: int) -> Rows:
+        """The rows of *parts*, which have one token each, in a slab of *num_layers*."""
+        firsts = [oldest_key(part.group, part.start) - part.first_key for part in parts]
+        num_keys = [part.num_keys - first for part, first in zip(parts, firsts, strict=True)]
+        begins = np.cumsum([0, *(len(part.table) for part in parts[:-1])])
+        slots = np.concatenate([np.asarray(part.table, np.int64) for part in parts])
+        pieces = _pieces(np.array(num_keys), num_heads, self._threads_for(sum(num_keys) * num_heads * head_dim))
+        tokens = torch.tensor([part.rows.start for part in parts])
+        return Rows(tokens, np.stack([begins, firsts, num_keys], axis=1), slots * (2 * num_layers), pieces)
+
+    def attend(
+        self,
+        query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]; all requests' tokens one after the other
+        slab: torch.Tensor,  # [num_slots, group_layers, 2, block_size, num_kv_heads, head_dim], contiguous
+        layer: int,
+        rows: Rows,
+        scoring: Scoring,
+        output: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    ) -> None:
+        """Attend *rows* and write their rows of *output*."""
+        from kvtier.engine.model.row_kernel import attend_rows
+
+        queries = (query[0].transpose(0, 1)[rows.tokens].float() * scoring.scale).contiguous().numpy()
+        bits = slab if slab.dtype == torch.float32 else slab.view(torch.uint16)
+        halves = bits.view(-1, *slab.shape[3:]).numpy()
+        sinks = np.empty(0, np.float32) if scoring.sinks is None else scoring.sinks.detach().float().numpy()
+        attended = np.empty_like(queries)
+
+        def attend(piece: Piece) -> None:
+            some, spans = piece.rows, rows.spans[piece.rows]
+            softcap = scoring.softcap or 0.0
+            attend_rows(
+                queries[some], halves, spans, rows.blocks, layer, piece.heads, softcap, sinks, attended[some]
+            )  # fmt: skip
+
+        first, *others = rows.pieces
+        under_way = [self._others.submit(attend, piece) for piece in others]
+        attend(first)
+        for future in under_way:
+            future.result()
+        output[rows.tokens] = torch.from_numpy(attended).to(output.dtype)
+
+    def _threads_for(self, work: int) -> int:
+        return max(1, min(self._num_threads, work // WORTH_A_THREAD))
+
+
+def _pieces(num_keys: np.ndarray, num_heads: int, num_threads: int) -> tuple[Piece, ...]:
+    """Cut rows into one piece for each thread, of about as many keys; where rows are fewer, each by its heads."""
+    num_rows = len(num_keys)
+    head_cuts = np.linspace(0, num_heads, 1 + min(num_heads, -(-num_threads // num_rows)), dtype=int).tolist()
+    ends = np.cumsum(num_keys)
+    shares = np.linspace(0, ends[-1], 1 + min(num_threads, num_rows))[1:-1]
+    row_cuts = sorted({0, *(np.searchsorted(ends, shares) + 1).tolist(), num_rows})
+    return tuple(Piece(slice(*rows), heads) for rows in pairwise(row_cuts) for heads in pairwise(head_cuts))

@@ -1,0 +1,141 @@
+"""The kernel of `row_attention`, compiled by Numba: one query a row, over keys and values in the blocks that have them.
+
+It is compiled when it is first called, in two seconds for each type of the slab, and what was compiled is kept in
+Numba's cache. That is while a model is loaded and compared with its own attention.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numba.core import types
+from numba.extending import overload
+
+Array = np.ndarray
+
+# Sums may be reordered, which vectors need; infinities and NaN stay what they are.
+_FAST = {"reassoc", "contract", "nsz", "arcp"}
+
+
+def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+    options: dict[str, Any] = {"nogil": True, "fastmath": _FAST, "error_model": "numpy"}
+    try:
+        return njit(cache=True, **options)(function)  # type: ignore[no-any-return]  # untyped in Numba
+    except RuntimeError:  # no folder that can be written to, neither beside this file nor in the user's home
+        return njit(**options)(function)  # type: ignore[no-any-return]
+
+
+@_compiled
+def attend_rows(
+    queries: Array,  # [num_rows, num_heads, head_dim] float32, times the scale
+    halves: Array,  # [num_slots * group_layers * 2, block_size, num_kv_heads, head_dim] float32, or uint16: bfloat16
+    rows: Array,  # [num_rows, 3] int64: where its blocks begin in `blocks`, its first key's place there, its keys
+    blocks: Array,  # int64: the half of each block that has its first layer's keys
+    layer: int,
+    heads: tuple[int, int],  # the first query head to attend, and the one after the last
+    softcap: float,  # 0: none
+    sinks: Array,  # [num_heads] float32; empty: none
+    output: Array,  # [num_rows, num_heads, head_dim] float32
+) -> None:
+    """Attend *heads* of all rows and write them to *output*."""
+    first, end = heads
+    num_kv_heads, head_dim = halves.shape[2:]
+    kv_heads = np.arange(first, end) // (queries.shape[1] // num_kv_heads)
+    scores = np.empty((rows[:, 2].max(), end - first), np.float32)  # by key, as keys are read: their heads in a row
+    totals = np.empty(end - first, np.float32)
+    floats = np.empty((num_kv_heads, head_dim), np.float32)
+    for row in range(len(rows)):
+        first_block, place, num_keys = rows[row]
+        num_blocks = (place + num_keys - 1) // halves.shape[1] + 1
+        keys = blocks[first_block : first_block + num_blocks] + 2 * layer
+        of_row, attended = scores[:num_keys], output[row, first:end]
+        _score(queries[row, first:end], halves, keys, place, kv_heads, floats, of_row)
+        _weigh(of_row, softcap, sinks[first:end], totals)
+        _add_up(of_row, halves, keys + 1, place, kv_heads, floats, attended)
+        for head in range(len(totals)):
+            for d in range(head_dim):
+                attended[head, d] /= totals[head]
+
+
+@_compiled
+def _score(
+    query: Array, halves: Array, blocks: Array, place: int, kv_heads: Array, floats: Array, scores: Array
+) -> None:
+    """Write the products of a row's query and its keys, of which the first is at *place* in the first block."""
+    block = 0
+    for key in range(len(scores)):
+        if place == halves.shape[1]:
+            place, block = 0, block + 1
+        token, of_key = _as_floats(halves[blocks[block], place], floats), scores[key]  # type: ignore[no-untyped-call]
+        for head in range(len(kv_heads)):
+            keys, wanted = token[kv_heads[head]], query[head]
+            score = np.float32(0)
+            for d in range(len(keys)):
+                score += wanted[d] * keys[d]
+            of_key[head] = score
+        place += 1
+
+
+@_compiled
+def _weigh(scores: Array, softcap: float, sinks: Array, totals: Array) -> None:
+    """Turn a row's scores into weights, and write what they come to with the sinks to *totals*."""
+    num_keys, num_heads = scores.shape
+    if softcap:
+        for key in range(num_keys):
+            for head in range(num_heads):
+                scores[key, head] = softcap * math.tanh(scores[key, head] / softcap)
+    top = scores[0].copy()
+    for head in range(len(sinks)):
+        top[head] = max(top[head], sinks[head])
+    for key in range(num_keys):
+        for head in range(num_heads):
+            top[head] = max(top[head], scores[key, head])
+    totals[:] = 0
+    for head in range(len(sinks)):
+        totals[head] = math.exp(sinks[head] - top[head])
+    for key in range(num_keys):
+        of_key = scores[key]
+        for head in range(num_heads):
+            of_key[head] = math.exp(of_key[head] - top[head])
+        for head in range(num_heads):
+            totals[head] += of_key[head]
+
+
+@_compiled
+def _add_up(
+    weights: Array, halves: Array, blocks: Array, place: int, kv_heads: Array, floats: Array, attended: Array
+) -> None:
+    """Write the sums of a row's values, of which the first is at *place* in the first block, times their weights."""
+    attended[:] = 0
+    block = 0
+    for key in range(len(weights)):
+        if place == halves.shape[1]:
+            place, block = 0, block + 1
+        token, of_key = _as_floats(halves[blocks[block], place], floats), weights[key]  # type: ignore[no-untyped-call]
+        for head in range(len(kv_heads)):
+            values, weighted, weight = token[kv_heads[head]], attended[head], of_key[head]
+            for d in range(len(values)):
+                weighted[d] += weight * values[d]
+        place += 1
+
+
+def _as_floats(token, floats):  # type: ignore[no-untyped-def]  # Numba compares signatures, annotations too
+    """A token's keys or values, [num_kv_heads, head_dim], in float32; *floats* is memory for them."""
+    raise NotImplementedError("chosen by type, where it is compiled")
+
+
+@overload(_as_floats)
+def _compiled_as_floats(token, floats):  # type: ignore[no-untyped-def]  # Numba's types
+    if token.dtype == types.float32:
+        return lambda token, floats: token
+
+    def widened(token, floats):  # type: ignore[no-untyped-def]
+        bits = floats.view(np.uint32)
+        for head in range(token.shape[0]):
+            for d in range(token.shape[1]):
+                bits[head, d] = np.uint32(token[head, d]) << np.uint32(16)
+        return floats
+
+    return widened
