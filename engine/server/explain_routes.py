@@ -100,23 +100,13 @@ async def _token_ids(
     service: Service, asked: ExplainRequest, tenant: str | None
 ) -> tuple[Sequence[int], ExplainRequest]:
     """The prompt's tokens, as a request with it would have them, and the question with the salt that it would have."""
-    llm, name = service.llm, service.models.name
+    llm = service.llm
     limit = llm.tokenizers.limit(llm.longest_request)
-    whole: CompletionRequest | ChatRequest
-    if asked.messages is not None:
-        whole = ChatRequest(
-            model=name,
-            messages=asked.messages,
-            tools=asked.tools,
-            chat_template_kwargs=asked.chat_template_kwargs,
-            cache_salt=asked.cache_salt,
-        )
-        whole = with_document_texts(service, tenant, whole)
-        asked = msgspec.structs.replace(asked, cache_salt=whole.cache_salt, messages=whole.messages)
-    else:
-        given = asked.prompt if isinstance(asked.prompt, str) else list[str | int | list[int]](asked.prompt or [])
-        whole = CompletionRequest(model=name, prompt=given)
     try:
+        whole = _request_with(asked, service.models.name)
+        if isinstance(whole, ChatRequest):
+            whole = with_document_texts(service, tenant, whole)
+            asked = msgspec.structs.replace(asked, cache_salt=whole.cache_salt, messages=whole.messages)
         (prompt,) = await llm.with_tokenizer(lambda tokenizer: whole.prompts(tokenizer, limit), tenant)
     except TooManyTokens as error:
         message = f"the prompt has {error.num_least} tokens or more; the model takes {llm.longest_request}"
@@ -126,6 +116,20 @@ async def _token_ids(
     if not len(prompt.token_ids):
         raise ApiError(400, "the prompt has no tokens; give at least one", code="invalid_value", param="prompt")
     return prompt.token_ids, asked
+
+
+def _request_with(asked: ExplainRequest, model: str) -> CompletionRequest | ChatRequest:
+    """A request with the prompt that is asked about. ValueError if there can be none."""
+    if asked.messages is None:
+        given = asked.prompt if isinstance(asked.prompt, str) else list[str | int | list[int]](asked.prompt or [])
+        return CompletionRequest(model=model, prompt=given)
+    return ChatRequest(
+        model=model,
+        messages=asked.messages,
+        tools=asked.tools,
+        chat_template_kwargs=asked.chat_template_kwargs,
+        cache_salt=asked.cache_salt,
+    )
 
 
 def _with_text(explanation: Explanation, token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Explanation:

@@ -158,6 +158,18 @@ def test_a_mistake_about_tokens_is_told(server: ServerInThread, path: str, body:
     assert (answer.status_code, set(answer.json())) == (status, {"error"})
 
 
+@pytest.mark.parametrize("path", ["/v1/kvtier/explain", "/tokenize", "/v1/messages/count_tokens", "/v1/messages"])
+def test_what_a_chat_refuses_is_refused_where_a_chat_is_made_of_another_body(server: ServerInThread, path: str) -> None:
+    kept = [{"type": "ephemeral", "ttl": "5m"}, {"type": "ephemeral", "ttl": "1h"}]
+    parts = [{"type": "text", "text": "Hello?", "cache_control": each} for each in kept]
+    body = {"model": MODEL, "messages": [{"role": "user", "content": parts}]}
+
+    answer = server.post(path, json=body | ({"max_tokens": 1} if path == "/v1/messages" else {}))
+
+    assert answer.status_code == 400, answer.text
+    assert "a ttl of 1h comes after one of 5m" in answer.json()["error"]["message"]
+
+
 def test_a_text_that_is_no_unicode_has_no_tokens(server: ServerInThread) -> None:
     assert server.post("/tokenize", content=b'{"prompt": "\\ud800"}').status_code == 400
 
