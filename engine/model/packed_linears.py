@@ -7,6 +7,7 @@ rows nine tenths (bench/engine/decoding.py). The sums are the same but for their
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from torch.nn.utils.parametrize import is_parametrized
@@ -40,9 +41,9 @@ class PackedLinears:
     """
 
     def __init__(self, model: PreTrainedModel, available_bytes: int) -> None:
-        layers = [layer for layer in model.modules() if _can_be_packed(layer)]
-        weights = {layer.weight.data_ptr(): layer.weight.nbytes for layer in layers}
-        fits = torch.backends.mkldnn.is_available() and sum(weights.values()) <= available_bytes // SHARE
+        has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # untyped in torch
+        layers = [layer for layer in model.modules() if _can_be_packed(layer)] if has_onednn else []
+        fits = sum(layer.weight.nbytes for layer in layers) <= available_bytes // SHARE
         with torch.inference_mode():
             self._forwards = [(layer, PackedLinear(layer)) for layer in layers] if fits else []
 
@@ -61,7 +62,7 @@ class PackedLinears:
                 vars(layer).pop("forward", None)
 
 
-def _can_be_packed(layer: torch.nn.Module) -> bool:
+def _can_be_packed(layer: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
     """Whether it is a plain linear layer in memory, whose `forward` nobody has replaced."""
     return (
         type(layer) is torch.nn.Linear

@@ -15,9 +15,8 @@ from numba.extending import overload
 
 Array = np.ndarray
 
-# Sums may be reordered, which vectors need. Infinities stay what they are.
+# Sums may be reordered, which vectors need; infinities and NaN stay what they are.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
-_NO_SCORE = np.float32(-np.inf)
 
 
 def _compiled(function: Callable[..., None]) -> Callable[..., None]:
@@ -41,69 +40,85 @@ def attend_rows(
     output: Array,  # [num_rows, num_heads, head_dim] float32
 ) -> None:
     """Attend *heads* of all rows and write them to *output*."""
-    _, block_size, num_kv_heads, head_dim = halves.shape
-    first_head, end_head = heads
-    heads_per_kv = queries.shape[1] // num_kv_heads
-    num_heads = end_head - first_head
-    scores = np.empty((rows[:, 2].max(), num_heads), np.float32)  # by key, as keys are read: their heads in a row
-    top, total = np.empty(num_heads, np.float32), np.empty(num_heads, np.float32)
-    kv_heads = np.arange(first_head, end_head) // heads_per_kv
+    first, end = heads
+    num_kv_heads, head_dim = halves.shape[2:]
+    kv_heads = np.arange(first, end) // (queries.shape[1] // num_kv_heads)
+    scores = np.empty((rows[:, 2].max(), end - first), np.float32)  # by key, as keys are read: their heads in a row
+    totals = np.empty(end - first, np.float32)
     floats = np.empty((num_kv_heads, head_dim), np.float32)
-
     for row in range(len(rows)):
-        first_block, first_place, num_keys = rows[row]
-        query, attended = queries[row], output[row]
-
-        place, block = first_place, first_block
-        for key in range(num_keys):
-            if place == block_size:
-                place, block = 0, block + 1
-            token = _as_floats(halves[blocks[block] + 2 * layer][place], floats)
-            place += 1
-            of_key = scores[key]
-            for i in range(num_heads):
-                head = first_head + i
-                keys, wanted = token[kv_heads[i]], query[head]
-                score = np.float32(0)
-                for d in range(head_dim):
-                    score += wanted[d] * keys[d]
-                of_key[i] = score
-
-        if softcap:
-            for key in range(num_keys):
-                for i in range(num_heads):
-                    scores[key, i] = softcap * math.tanh(scores[key, i] / softcap)
-        for i in range(num_heads):
-            top[i] = sinks[first_head + i] if len(sinks) else _NO_SCORE
-        for key in range(num_keys):
-            for i in range(num_heads):
-                top[i] = max(top[i], scores[key, i])
-        for i in range(num_heads):
-            total[i] = math.exp(sinks[first_head + i] - top[i]) if len(sinks) else np.float32(0)
-        for key in range(num_keys):
-            of_key = scores[key]
-            for i in range(num_heads):
-                of_key[i] = math.exp(of_key[i] - top[i])
-            for i in range(num_heads):
-                total[i] += of_key[i]
-
-        attended[first_head:end_head] = 0
-        place, block = first_place, first_block
-        for key in range(num_keys):
-            if place == block_size:
-                place, block = 0, block + 1
-            token = _as_floats(halves[blocks[block] + 2 * layer + 1][place], floats)
-            place += 1
-            of_key = scores[key]
-            for i in range(num_heads):
-                head = first_head + i
-                values, weighted, weight = token[kv_heads[i]], attended[head], of_key[i]
-                for d in range(head_dim):
-                    weighted[d] += weight * values[d]
-        for i in range(num_heads):
-            weighted = attended[first_head + i]
+        first_block, place, num_keys = rows[row]
+        num_blocks = (place + num_keys - 1) // halves.shape[1] + 1
+        keys = blocks[first_block : first_block + num_blocks] + 2 * layer
+        of_row, attended = scores[:num_keys], output[row, first:end]
+        _score(queries[row, first:end], halves, keys, place, kv_heads, floats, of_row)
+        _weigh(of_row, softcap, sinks[first:end], totals)
+        _add_up(of_row, halves, keys + 1, place, kv_heads, floats, attended)
+        for head in range(len(totals)):
             for d in range(head_dim):
-                weighted[d] /= total[i]
+                attended[head, d] /= totals[head]
+
+
+@_compiled
+def _score(
+    query: Array, halves: Array, blocks: Array, place: int, kv_heads: Array, floats: Array, scores: Array
+) -> None:
+    """Write the products of a row's query and its keys, of which the first is at *place* in the first block."""
+    block = 0
+    for key in range(len(scores)):
+        if place == halves.shape[1]:
+            place, block = 0, block + 1
+        token, of_key = _as_floats(halves[blocks[block], place], floats), scores[key]  # type: ignore[no-untyped-call]
+        for head in range(len(kv_heads)):
+            keys, wanted = token[kv_heads[head]], query[head]
+            score = np.float32(0)
+            for d in range(len(keys)):
+                score += wanted[d] * keys[d]
+            of_key[head] = score
+        place += 1
+
+
+@_compiled
+def _weigh(scores: Array, softcap: float, sinks: Array, totals: Array) -> None:
+    """Turn a row's scores into weights, and write what they come to with the sinks to *totals*."""
+    num_keys, num_heads = scores.shape
+    if softcap:
+        for key in range(num_keys):
+            for head in range(num_heads):
+                scores[key, head] = softcap * math.tanh(scores[key, head] / softcap)
+    top = scores[0].copy()
+    for head in range(len(sinks)):
+        top[head] = max(top[head], sinks[head])
+    for key in range(num_keys):
+        for head in range(num_heads):
+            top[head] = max(top[head], scores[key, head])
+    totals[:] = 0
+    for head in range(len(sinks)):
+        totals[head] = math.exp(sinks[head] - top[head])
+    for key in range(num_keys):
+        of_key = scores[key]
+        for head in range(num_heads):
+            of_key[head] = math.exp(of_key[head] - top[head])
+        for head in range(num_heads):
+            totals[head] += of_key[head]
+
+
+@_compiled
+def _add_up(
+    weights: Array, halves: Array, blocks: Array, place: int, kv_heads: Array, floats: Array, attended: Array
+) -> None:
+    """Write the sums of a row's values, of which the first is at *place* in the first block, times their weights."""
+    attended[:] = 0
+    block = 0
+    for key in range(len(weights)):
+        if place == halves.shape[1]:
+            place, block = 0, block + 1
+        token, of_key = _as_floats(halves[blocks[block], place], floats), weights[key]  # type: ignore[no-untyped-call]
+        for head in range(len(kv_heads)):
+            values, weighted, weight = token[kv_heads[head]], attended[head], of_key[head]
+            for d in range(len(values)):
+                weighted[d] += weight * values[d]
+        place += 1
 
 
 def _as_floats(token, floats):  # type: ignore[no-untyped-def]  # Numba compares signatures, annotations too
