@@ -29,6 +29,28 @@ $(ROOMS:%=kvtier/%):
 	.venv/llama-index/bin/python -m pip install -q 'llama-index-llms-openai-like>=0.5'
 	touch $@
 
+# lm-eval has many packages of its own. It sees those of .venv, so that there is one torch.
+PURELIB := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+.venv/lm-eval/installed: .venv/installed
+	$(BIN)/python -m venv .venv/lm-eval
+	$(BIN)/python $(PURELIB) > "$$(.venv/lm-eval/bin/python $(PURELIB))/kvtier.pth"
+	.venv/lm-eval/bin/python -m pip install -q -c constraints.txt 'lm-eval[api]>=0.4.11'
+	touch $@
+
+# LiteLLM is a client only; its requirements pin the versions of what others need too.
+.venv/litellm/installed: .venv/installed
+	$(BIN)/python -m venv .venv/litellm
+	.venv/litellm/bin/python -m pip install -q litellm==1.106.2
+	touch $@
+
+# Clients of Node.js, in the versions of that file. Where there is no npm their tests are skipped.
+NODE_CLIENTS := tests/engine/server/clients/package.json
+.venv/node/installed: $(NODE_CLIENTS) | .venv/installed
+	mkdir -p .venv/node && cp $(NODE_CLIENTS) .venv/node/
+	if command -v npm > /dev/null; then \
+	  cd .venv/node && npm install --silent --no-audit --no-fund --no-package-lock && touch installed; \
+	fi
+
 demo: .venv/installed
 	$(BIN)/kvtier demo
 
@@ -41,7 +63,7 @@ test-quick: .venv/installed
 test: .venv/installed
 	$(PYTEST) -m "not long and not slow"
 
-test-all: test .venv/smollm2 .venv/llama-index/installed
+test-all: test .venv/smollm2 .venv/llama-index/installed .venv/litellm/installed .venv/node/installed .venv/lm-eval/installed
 	$(PYTEST) -m "long and not slow"
 
 test-slow: .venv/installed

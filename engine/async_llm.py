@@ -23,6 +23,7 @@ from kvtier.engine.loaded_engine import LoadedEngine
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.model.sampling_defaults import SamplingDefaults
+from kvtier.engine.model.structured.grammar import Grammar
 from kvtier.engine.scheduling.request import Completion, Request
 from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.timeline import ANONYMOUS, Caller
@@ -37,13 +38,14 @@ _A = TypeVar("_A", bound=Attendant)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one step added to a stream. The last one has the *completion*; all have the prompt's *tokens*."""
+    """What one step added to a stream. The last one has the *completion*; all have what is known of the prompt."""
 
     text: str
-    token_id: int
+    token_id: int | None  # None: nothing was to be generated
     completion: Completion | None = None
     logprobs: TokenLogprobs | None = None
     tokens: TokenBalance = NO_TOKENS  # where the prompt's tokens came from
+    prompt_logprobs: Sequence[TokenLogprobs | None] = ()  # of each of them, if they were asked for
 
 
 @dataclass(eq=False, slots=True)
@@ -133,13 +135,14 @@ class AsyncLLM:
         arrived_at = time.monotonic()
         options = RequestOptions(priority, not skip_reading_prefix_cache, max_load_tokens)
         token_ids = await self._token_ids(prompt)
+        grammar = await self._grammar(sampling, caller.tenant)
         core = self._loaded_engine().core  # asked for only now: the engine may have been closed meanwhile
         keys = keyed(core, extra, lora, cache_salt)
         params = core.sampling_defaults.over(GREEDY) if sampling is None else sampling
         stream = _Stream(asyncio.get_running_loop())
         self._thread.put(
             lambda core: self._add(
-                core, stream, partial(core.add, token_ids, params, keys, arrived_at, options, caller)
+                core, stream, partial(core.add, token_ids, params, keys, arrived_at, options, caller, grammar)
             ),
             stream.refuse,
         )
@@ -153,6 +156,12 @@ class AsyncLLM:
                     return
         finally:
             self._thread.put(lambda core: self._abort(core, stream))
+
+    async def _grammar(self, sampling: SamplingParams | None, tenant: str | None) -> Grammar | None:
+        if sampling is None or (asked := sampling.structured_outputs) is None:
+            return None
+        grammars = self._loaded_engine().core.grammars
+        return await self.with_tokenizer(lambda _: grammars.compile(asked), tenant)
 
     async def _token_ids(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, str):
@@ -301,4 +310,5 @@ class AsyncLLM:
         if stream is not None:
             done = None if request.finish_reason is None else request.completion()
             logprobs = request.logprobs[-1] if request.logprobs else None
-            stream.send(Piece(request.new_text, request.token_ids[-1], done, logprobs, request.balance()))
+            token_id = request.token_ids[-1] if request.sampling.max_tokens else None
+            stream.send(Piece(request.new_text, token_id, done, logprobs, request.balance(), request.prompt_logprobs))

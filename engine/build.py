@@ -18,6 +18,7 @@ from kvtier.engine.disk_store import disk_tier, open_store
 from kvtier.engine.explain.explainer import Explainer, namespace_fields
 from kvtier.engine.explain.local_explainer import LocalExplainer
 from kvtier.engine.kv_events import ZmqPublisher
+from kvtier.engine.model.gpu_share import device_capacity
 from kvtier.engine.model.lora_adapter import load_adapters
 from kvtier.engine.model.poisoned_cache import PoisonedCache
 from kvtier.engine.model.runner import ModelRunner
@@ -59,6 +60,7 @@ TELLING_LOOK_S = 0.002  # a sidecar tells of a few hundred blocks at a time
 ATTACH_WAIT_S = 10.0  # a sidecar that is there answers at once, and memory is mapped in much less
 MOST_NAME_CHARACTERS = 256
 LOAD_TIMEOUT_S = 10.0  # of a hit without a disk
+MOST_SCORED_LOGITS = 1 << 25  # of prompts in a step, 128 MiB in float32; the whole of a long prompt's are gigabytes
 NUM_READERS = 4  # reads from disk at a time
 NUM_WRITERS = 2  # writes to disk at a time: one at work and one that gathers behind it
 
@@ -81,7 +83,7 @@ def build_core(
     with ExitStack() as undo:
         progress("looking at the model's attention")
         adapters = load_adapters(model, config.lora, progress)
-        runner = ModelRunner(model, config.device.block_size, config.device.capacity, adapters)
+        runner = ModelRunner(model, config.device.block_size, device_capacity(config, model), adapters)
         undo.callback(runner.close)
         events = None if config.events is None else EventLog()
         publisher = None if config.events is None else ZmqPublisher(config.events, runner.groups)
@@ -120,7 +122,15 @@ def build_core(
         pins = TimedPins(cache, time.monotonic)
         look_ahead = _look_ahead(config, cache, pins)
         trails = Trails()
-        scheduler = Scheduler(cache, config.scheduler, load_timeout_s, planner, look_ahead=look_ahead, trails=trails)
+        scheduler = Scheduler(
+            cache,
+            config.scheduler,
+            load_timeout_s,
+            planner,
+            look_ahead=look_ahead,
+            trails=trails,
+            most_scored=max(1, MOST_SCORED_LOGITS // runner.vocab_size),
+        )
         request_log = open_request_log(config.request_log)
         if request_log is not None:
             undo.callback(request_log.close)

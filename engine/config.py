@@ -10,6 +10,7 @@ from typing import Annotated, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
+from kvtier.engine.tool_call_parser import ToolCallParser
 from kvtier.tiers.naming.block_hash import HashAlgorithm
 from kvtier.tiers.naming.request_text import check_text
 
@@ -71,6 +72,8 @@ class ModelConfig(Table, frozen=True, kw_only=True):
 class DeviceConfig(Table, frozen=True, kw_only=True):
     """`[device]`: the KV pool that attention reads. *capacity* in bytes of KV, *block_size* in tokens.
 
+    With *gpu_memory_utilization* the pool has that part of the GPU's memory, less the weights and what a step needs, in
+    place of *capacity*; see `GpuShare`.
     With *partial_blocks* a prompt that agrees with the first tokens only of a cached block gets a copy of it.
     *retention_tokens* is for models with sliding windows: without it every block of theirs is kept, 0 keeps those that
     a prompt which goes on from this one needs, N also those to resume at every N tokens. *poison* is for debugging: a
@@ -78,6 +81,7 @@ class DeviceConfig(Table, frozen=True, kw_only=True):
     """
 
     capacity: ByteSize = parse_bytes("1GiB")
+    gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 32
     partial_blocks: bool = True
     retention_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31)] | None = None
@@ -86,6 +90,11 @@ class DeviceConfig(Table, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.capacity == 0:
             raise ValueError('capacity 0 holds no block; give the device pool a size such as "1GiB"')
+
+    def no_gpu(self) -> ValueError:
+        """What is wrong with *gpu_memory_utilization* where there is no GPU."""
+        what = f"gpu_memory_utilization {self.gpu_memory_utilization:g}: there is no GPU"
+        return ValueError(f"{what}; give device.capacity in its place, as --device-memory 2GiB")
 
 
 class HostConfig(Table, frozen=True, kw_only=True):
@@ -247,7 +256,8 @@ class ServerConfig(Table, frozen=True, kw_only=True):
     *header_timeout_s*, its body within *body_timeout_s*; there are *max_connections* at once, of them
     *max_connections_per_address* from one address, and what comes then is closed. Told to end, the server lets running
     requests go on for *drain_s* seconds. Pages of *cors_origins*, such as `https://chat.example`, may ask it from a
-    browser; `*` is any page.
+    browser; `*` is any page. *tool_call_parser* is the family whose calls of tools are read; without it the model's
+    chat template tells.
     """
 
     host: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1"
@@ -268,6 +278,7 @@ class ServerConfig(Table, frozen=True, kw_only=True):
     drain_s: Annotated[float, msgspec.Meta(ge=0, le=86400)] = 30.0
     cors_origins: tuple[Annotated[str, msgspec.Meta(pattern="^(\\*|https?://[^/]+)$")], ...] = ()
     log_format: Literal["human", "json"] = "human"
+    tool_call_parser: ToolCallParser | None = None
 
     def __post_init__(self) -> None:
         for name, size in (("max_header", self.max_header), ("max_body", self.max_body)):
@@ -442,6 +453,15 @@ def load_toml(source: str | Path) -> dict[str, object]:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # not TOML, or not UTF-8
         raise ConfigError(f"{source}: {error}") from error
+
+
+def with_tables(data: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
+    """The tables of *data* with what is *given* in place of their own, key by key."""
+    whole = dict(data)
+    for table, values in given.items():
+        found = whole.get(table)
+        whole[table] = {**found, **values} if isinstance(found, dict) and isinstance(values, dict) else values
+    return whole
 
 
 def config_from_dict(data: Mapping[str, object], source: str = "config") -> Config:

@@ -23,12 +23,14 @@ from kvtier.engine.model.logprobs import step_logprobs
 from kvtier.engine.model.runner import Chunk, ModelRunner
 from kvtier.engine.model.sampling import SamplingParams, WrongParameter
 from kvtier.engine.model.sampling_defaults import SamplingDefaults
+from kvtier.engine.model.structured.grammar import Grammar, GrammarState
+from kvtier.engine.model.structured.grammars import Grammars
 from kvtier.engine.records.recent_records import RecentRecords
 from kvtier.engine.records.request_accounts import RequestAccounts, RequestStatistics
 from kvtier.engine.records.trail import Trail
 from kvtier.engine.reopening_store import ReopeningStore, StoreStanding
 from kvtier.engine.scheduling.longest_request import longest_request
-from kvtier.engine.scheduling.request import Request
+from kvtier.engine.scheduling.request import FinishReason, Request
 from kvtier.engine.scheduling.request_options import DEFAULT_OPTIONS, RequestOptions
 from kvtier.engine.scheduling.scheduler import Scheduler, Work
 from kvtier.engine.scheduling.stall import Stall
@@ -120,6 +122,7 @@ class EngineCore:
         self._accounts = parts.accounts
         self.explainer = parts.accounts.explainer
         self.runner = parts.runner
+        self.grammars = Grammars(tokenizer, parts.runner.vocab_size, parts.runner.end_token_ids)
         self.sampling_defaults = parts.sampling_defaults
         self._memories = parts.memories
         self._store = parts.store
@@ -173,10 +176,12 @@ class EngineCore:
         arrived_at: float,
         options: RequestOptions = DEFAULT_OPTIONS,
         caller: Caller = ANONYMOUS,
+        grammar: Grammar | None = None,
     ) -> Request:
-        """Queue a prompt; its request. ValueError, with what to do, if it has no tokens or ids that the model does not
+        """Queue a prompt; its request. The *grammar* is that of the sampling's `structured_outputs`, and compiled here
+        if it is not given. ValueError, with what to do, if it has no tokens or ids that the model does not
         have, is longer than the model or the device can hold, or if the queue is full; `WrongParameter` for sampling
-        that names tokens which the model does not have."""
+        that names tokens which the model does not have, or for what cannot be compiled."""
         self._check_tokens(token_ids, sampling)
         if (worst := max(sampling.logit_bias, default=0)) >= self.runner.vocab_size:
             raise WrongParameter(
@@ -185,9 +190,11 @@ class EngineCore:
         if extra.lora is not None and extra.lora not in self.runner.adapters:
             raise ValueError(f"lora {extra.lora.name}: no such adapter is loaded; take the key from lora_key")
         chain = self.chain(token_ids, extra)
-        detokenizer = Detokenizer(self.tokenizer, sampling.stop, sampling.min_tokens)
+        detokenizer = Detokenizer(self.tokenizer, sampling.stop, sampling.min_tokens, sampling.shown_token_ids)
         bans = TokenBans.of(sampling, self.tokenizer, self.runner.end_token_ids, self.runner.vocab_size)
-        request = Request(token_ids, sampling, chain, detokenizer, options, Timeline(arrived_at, caller), bans)
+        timeline = Timeline(arrived_at, caller)
+        state = self._grammar_state(sampling, grammar)
+        request = Request(token_ids, sampling, chain, detokenizer, options, timeline, bans, state)
         self.scheduler.add(request)
         self._accounts.on_added(request)
         return request
@@ -391,6 +398,12 @@ class EngineCore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _grammar_state(self, sampling: SamplingParams, grammar: Grammar | None) -> GrammarState | None:
+        if sampling.structured_outputs is None:
+            return None
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.runner.end_token_ids)}
+        return (grammar or self.grammars.compile(sampling.structured_outputs)).begin(ends)
+
     def _check_tokens(self, token_ids: Sequence[int], sampling: SamplingParams) -> None:
         if not len(token_ids):
             raise ValueError("prompt: has no tokens; give at least one")
@@ -407,25 +420,32 @@ class EngineCore:
             )
 
     def _compute(self, work: Sequence[Work]) -> list[Request]:
-        """Compute the step's work; the requests that got a token."""
+        """Compute the step's work; the requests that got a token, or have ended without one."""
         started_at = time.monotonic()
         depths = [item.request.num_computed for item in work]
         chunks = [_chunk(item) for item in work]
+        is_scored = any(item.scored for item in work)
         logits = self.runner.run(chunks)
         lost = self.scheduler.settle(work)
+        if is_scored:
+            parts = torch.split_with_sizes(logits, [chunk.num_logits for chunk in chunks])
+            logits = _score(work, parts, lost)
         self.scheduler.on_computed([item for item in work if item.request not in lost])
 
         # Where a prompt goes on no token is new.
         rows = [i for i, item in enumerate(work) if item.request not in lost and item.request.num_to_compute == 0]
         advanced = [work[i].request for i in rows]
-        if advanced:
-            self._sample(advanced, logits if len(rows) == len(work) else logits[rows])
-        if all(chunk.gate is None for chunk in chunks):  # else the time has waits for copies in it
+        if drawn := [i for i in rows if work[i].request.sampling.max_tokens]:
+            self._sample([work[i].request for i in drawn], logits if len(drawn) == len(work) else logits[drawn])
+        for request in advanced:
+            self._end_if_done(request)
+        # Else the time has waits for copies in it, or work that prefill does not have.
+        if all(chunk.gate is None for chunk in chunks) and not is_scored:
             self._step_times.on_step(work, depths, time.monotonic() - started_at, bool(advanced))
         return advanced
 
     def _sample(self, requests: Sequence[Request], logits: torch.Tensor) -> None:
-        """Give each request its next token, drawn from *logits* `[requests, vocab]`; end leases of those that end."""
+        """Give each request its next token, drawn from *logits* `[requests, vocab]`."""
         token_ids = draw_tokens(logits, [request.sampler for request in requests])
         all_logprobs = step_logprobs(logits, token_ids, [request.sampling.logprobs for request in requests])
         for request, token_id, logprobs in zip(requests, token_ids, all_logprobs, strict=True):
@@ -433,9 +453,14 @@ class EngineCore:
                 request.logprobs.append(logprobs)
             request.append(token_id, self.runner.end_token_ids)
             self._accounts.on_token(request.timeline)
-            if request.finish_reason is not None:
-                self.scheduler.retire(request)
-                self._accounts.on_ended(request)
+
+    def _end_if_done(self, request: Request) -> None:
+        """End the leases of a request that has its last token, or wants none."""
+        if not request.sampling.max_tokens:
+            request.finish(FinishReason.LENGTH)
+        if request.finish_reason is not None:
+            self.scheduler.retire(request)
+            self._accounts.on_ended(request)
 
     def _publish_events(self) -> None:
         if self._events is not None and self.publisher is not None and (events := self._events.take()):
@@ -490,5 +515,14 @@ def _warmest_if_none(tiers: Sequence[Tier | None]) -> Iterator[Tier]:
 def _chunk(work: Work) -> Chunk:
     """The next tokens of a request, as the runner computes them."""
     request, start = work.request, work.request.num_computed
-    token_ids = request.token_ids[start : start + work.num_tokens]
-    return Chunk(token_ids, start, request.tables, work.gate, request.chain.extra.lora)
+    end, scored = start + work.num_tokens, work.scored
+    num_logits = end - scored.start if scored else 1
+    return Chunk(request.token_ids[start:end], start, request.tables, work.gate, request.chain.extra.lora, num_logits)
+
+
+def _score(work: Sequence[Work], logits: Sequence[torch.Tensor], lost: Sequence[Request]) -> torch.Tensor:
+    """Score prompts by the *logits* of each item of work `[tokens, vocab]`; the last row of each, `[items, vocab]`."""
+    for item, rows in zip(work, logits, strict=True):
+        if item.request.scores is not None and item.scored and item.request not in lost:
+            item.request.scores.add(rows[: len(item.scored)])
+    return torch.stack([rows[-1] for rows in logits])

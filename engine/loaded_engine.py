@@ -40,6 +40,8 @@ class LoadedEngine:
             undo.callback(tokenizers.close)
             core = build_core(loaded, its_tokenizer, config, progress)
             undo.callback(core.close)
+            progress("reading the vocabulary")
+            core.grammars.prepare()
             metrics = serve_metrics(lambda: core.statistics, config, model_name(model, config))
             undo.pop_all()
         return cls(core, tokenizers, metrics)

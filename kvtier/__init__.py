@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvtier.engine.doors.transformers import KVTierCache
     from kvtier.engine.llm import LLM
     from kvtier.engine.model.sampling import SamplingParams
+    from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
     from kvtier.engine.model.unsupported_model import UnsupportedModel
     from kvtier.engine.scheduling.request import Completion, FinishReason
     from kvtier.engine.scheduling.request_options import RequestOptions
@@ -30,6 +31,7 @@ __all__ = [
     "Piece",
     "RequestOptions",
     "SamplingParams",
+    "StructuredOutputs",
     "UnsupportedModel",
     "__version__",
     "load_config",
@@ -41,6 +43,7 @@ _HOMES = {
     "engine.doors.transformers": ["KVTierCache"],
     "engine.llm": ["LLM"],
     "engine.model.sampling": ["SamplingParams"],
+    "engine.model.structured.structured_outputs": ["StructuredOutputs"],
     "engine.model.unsupported_model": ["UnsupportedModel"],
     "engine.scheduling.request": ["Completion", "FinishReason"],
     "engine.scheduling.request_options": ["RequestOptions"],

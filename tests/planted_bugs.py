@@ -29,6 +29,62 @@ class Bug:
 
 BUGS = [
     Bug(
+        "rows of a window are attended from the block's first key on",
+        "engine/model/row_attention.py",
+        "firsts = [oldest_key(part.group, part.start) - part.first_key for part in parts]",
+        "firsts = [0 for part in parts]",
+        "tests/engine/model/test_row_attention.py",
+    ),
+    Bug(
+        "a model keeps its packed layers after a pass",
+        "engine/model/packed_linears.py",
+        '                vars(layer).pop("forward", None)',
+        "                pass",
+        "tests/engine/model/test_packed_linears.py",
+    ),
+    Bug(
+        "a token that ends the text is drawn where its grammar does not let it end",
+        "engine/model/structured/grammar.py",
+        "        self._allowed[vocabulary.ends] = False\n",
+        "",
+        "tests/engine/model/structured/test_grammars.py",
+    ),
+    Bug(
+        "a copy of a grammar is that of another request",
+        "engine/model/structured/grammar.py",
+        "GrammarState(self.start.deep_copy(), ",
+        "GrammarState(self.start, ",
+        "tests/engine/model/structured/test_grammars.py",
+    ),
+    Bug(
+        "a row without numbers gives a token that its grammar does not allow",
+        "engine/model/structured/grammar.py",
+        "return token_id if self._allowed[token_id] else int(self._allowed.argmax())",
+        "return token_id",
+        "tests/engine/model/structured/test_grammars.py",
+    ),
+    Bug(
+        "a grammar is not followed before it is used",
+        "engine/model/structured/trial.py",
+        "(error := _error_of_steps(start)) is not None",
+        "(error := None) is not None",
+        "tests/engine/model/structured/test_trial.py",
+    ),
+    Bug(
+        "an answer that is complete goes on",
+        "engine/scheduling/request.py",
+        " or (grammar is not None and grammar.is_complete)",
+        "",
+        "tests/engine/test_structured_outputs.py",
+    ),
+    Bug(
+        "the store's process writes a file from pages that it has not entered",
+        "store/process/store_server.py",
+        "            self._mappings.enter(raw)",
+        "            pass",
+        "tests/store/process/test_mappings.py",
+    ),
+    Bug(
         "a kept prefix ends although what continues it is read",
         "engine/documents/kept_prefixes.py",
         "kept if prefix.start < each.num_tokens)])",
@@ -994,9 +1050,9 @@ BUGS = [
     ),
     Bug(
         "--sidecar does not replace the configuration's",
-        "engine/commands/serve.py",
-        'tables["sidecar"] = sidecar',
-        'tables.setdefault("sidecar", sidecar)',
+        "engine/config.py",
+        "isinstance(found, dict) and isinstance(values, dict) else values",
+        "isinstance(found, dict) and isinstance(values, dict) else found or values",
         "tests/engine/server/test_check_config.py",
     ),
     Bug(

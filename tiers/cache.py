@@ -389,6 +389,14 @@ class TieredCache:
             return hit
         return replace(self._hits.shorter(hit, most), misses=hit.misses.cut(hit.num_tokens, Reason.SKIPPED))
 
+    def at_most(self, hit: Hit, num_tokens: int, reason: Reason) -> Hit:
+        """As much of the hit as is within the first *num_tokens*; what else was found is computed for this *reason*."""
+        num_found = hit.num_tokens + (0 if hit.partial is None else hit.partial.num_tokens)
+        if num_found <= num_tokens:
+            return hit
+        shorter = self._hits.shorter(hit, num_tokens)
+        return replace(shorter, partial=None, misses=hit.misses.cut(num_found, reason))
+
     def on_device(self, hit: Hit) -> Hit:
         """As much of the hit as is on the device. Promoting it is done at once."""
         return self._hits.on_device(hit)

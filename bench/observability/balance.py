@@ -51,7 +51,7 @@ MODELS = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=20)),
 }
 # What the requests must have met, for the sums to show anything.
-MET = ("aborted", "preempted", "split", "corrupt", "cost", "deadline", "failed", "skipped")
+MET = ("aborted", "preempted", "split", "corrupt", "cost", "deadline", "failed", "scored", "skipped")
 MET_AT_DOOR = ("capacity", "corrupt")
 
 

@@ -1,7 +1,16 @@
 """What the arguments of all commands share: how help looks, how a mistake is said, and what a value may be."""
 
 import argparse
-from typing import NoReturn
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvtier.engine.config import parse_bytes
+
+MODELS = "a causal LM that transformers loads: a folder, a GGUF file, a hub id, or smollm2 (in kvtier[real])"
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -12,10 +21,64 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports a mistake in the arguments in one line, without the usage, which --help prints."""
+    """Reports a mistake in the arguments in one line, without the usage, which --help prints.
+
+    A word that is no command, and an option that is none, are told before anything else, with what may be meant: of a
+    mistyped option argparse says first that the option which it was meant for is missing.
+    """
+
+    commands: "argparse._SubParsersAction[Any] | None" = None
+
+    def add_subparsers(self, **settings: Any) -> "argparse._SubParsersAction[Any]":
+        """As argparse's; the parser keeps what it gives."""
+        self.commands = super().add_subparsers(**settings)
+        return self.commands
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse's, which calls it for each command with the arguments behind its name."""
+        given = sys.argv[1:] if args is None else list(args)
+        self._check_words(given)
+        return super().parse_known_args(given, namespace)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"kvtier: {message}; see {self.prog} --help\n")
+        """End the process with *message* on one line."""
+        end = "" if message.endswith("?") else ";"
+        self.exit(2, f"kvtier: {message}{end} see {self.prog} --help\n")
+
+    def _check_words(self, arguments: Sequence[str]) -> None:
+        own = list(arguments if self.commands is None else takewhile(lambda each: each.startswith("-"), arguments))
+        options = {option: option for option in self._option_string_actions}
+        for word in _long_options(own):
+            if not any(option.startswith(word) for option in options):  # a beginning is enough
+                self.error(f"{word}: no such option{_meant(word, options)}")
+        if self.commands is not None and len(own) < len(arguments):
+            word, known = arguments[len(own)], self.commands.choices
+            if word not in known:
+                self.error(f"{word}: no such command{_meant(word, dict(_paths(known, self.prog)))}")
+
+
+def _long_options(arguments: Sequence[str]) -> Iterator[str]:
+    """Those of the *arguments* that can only be options: before a `--`, without a blank, up to a `=`."""
+    for argument in arguments:
+        if argument == "--":
+            return
+        if argument.startswith("--") and " " not in argument:
+            yield argument.partition("=")[0]
+
+
+def _paths(commands: Mapping[str, argparse.ArgumentParser], prog: str) -> Iterator[tuple[str, str]]:
+    """Name and whole command of all *commands* and of those below them, the nearest last."""
+    for parser in commands.values():
+        if isinstance(parser, OneLineParser) and parser.commands is not None:
+            yield from _paths(parser.commands.choices, parser.prog)
+    yield from ((name, f"{prog} {name}") for name in commands)
+
+
+def _meant(word: str, known: Mapping[str, str]) -> str:
+    """A question after what *word*, or what it begins, is near to; or nothing."""
+    beginnings = {name[: len(word)]: meant for name, meant in known.items()}
+    near = get_close_matches(word, choices := {**beginnings, **known}, n=1)
+    return f"; did you mean {choices[near[0]]}?" if near else ""
 
 
 def some_text(text: str) -> str:
@@ -32,3 +95,24 @@ def sent_text(text: str) -> str:
     except UnicodeEncodeError:
         raise argparse.ArgumentTypeError("is no text in UTF-8") from None
     return text
+
+
+def path(text: str) -> Path:
+    """The value of an option or argument that names a file or folder; `~` is expanded."""
+    return Path(some_text(text)).expanduser()
+
+
+def size(text: str) -> int:
+    """The value of an option that is a number of bytes, such as 8GiB."""
+    try:
+        return int(parse_bytes(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def folder_and_size(text: str) -> dict[str, object]:
+    """The value of `--disk`, PATH:SIZE, as the table `[disk]`."""
+    folder, colon, capacity = text.rpartition(":")
+    if not colon or not folder:
+        raise argparse.ArgumentTypeError(f"{text!r} is not PATH:SIZE, such as ~/.cache/kvtier:500GiB")
+    return {"path": folder, "capacity": size(capacity)}

@@ -6,15 +6,17 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import TypeAlias
 
-from kvtier.engine.commands.arguments import HelpFormatter, OneLineParser, some_text
+from kvtier.engine.commands import serve_arguments, sidecar_arguments
+from kvtier.engine.commands.arguments import MODELS, HelpFormatter, OneLineParser, path, some_text
 from kvtier.engine.commands.doc_arguments import add_doc
 from kvtier.engine.commands.explain_arguments import add_explain
 from kvtier.engine.commands.operate_arguments import add_operate
 from kvtier.engine.commands.prove_arguments import add_prove
-from kvtier.engine.commands.sidecar_arguments import add_sidecar, given_tables
+from kvtier.engine.commands.serve_arguments import add_serve
+from kvtier.engine.commands.sidecar_arguments import add_sidecar
+from kvtier.engine.commands.store_arguments import add_store
 
 DEMO_EXAMPLES = """examples:
   kvtier demo                                  the bundled model, offline, on the CPU; about a minute
@@ -36,50 +38,10 @@ EXAMPLES = """examples:
   kvtier prove http://127.0.0.1:8000           whether a server's KV cache answers right: kvtier's, vLLM's, any
   kvtier check ~/.cache/kvtier                 verify every byte of a store that no engine has open
   kvtier stats ~/.cache/kvtier                 what is in a store, also while an engine uses it
-  kvtier store rm ~/.cache/kvtier --all-but 3f2a
+  kvtier ls ~/.cache/kvtier                    which models have something in a store
+  kvtier rm ~/.cache/kvtier --all-but 3f2a     delete what other models have
 
 'kvtier COMMAND --help' explains a command.
-"""
-CHECK_EXAMPLES = """examples:
-  kvtier check ~/.cache/kvtier                 the accounting, and every record
-  kvtier check ~/.cache/kvtier --sample 1000   the accounting, and a thousand random records
-  kvtier check ~/.cache/kvtier --fix           delete bad records
-  kvtier check ~/.cache/kvtier --key-file ~/kv.key --json
-
-exit status: 0 all is fine (or was fixed), 1 something is wrong, 2 it could not be checked
-"""
-STATS_EXAMPLES = """examples:
-  kvtier stats ~/.cache/kvtier
-  kvtier stats ~/.cache/kvtier --json | jq .stored_bytes
-
-exit status: 0 the next engine finds all of it, 1 it starts empty or from a checkpoint, 2 it could not be read
-"""
-STORE_EXAMPLES = """examples:
-  kvtier store ls ~/.cache/kvtier
-  kvtier store rm ~/.cache/kvtier --namespace 3f2a
-  kvtier store rm ~/.cache/kvtier --namespace 3f2a --namespace 71 --yes
-  kvtier store rm ~/.cache/kvtier --all-but 3f2a
-  kvtier store rm ~/.cache/kvtier --all
-
-exit status: 0 it is done, 1 the store is damaged, 2 it could not be read, or the answer was no
-"""
-SERVE_EXAMPLES = """examples:
-  kvtier serve --model Qwen/Qwen3-0.6B --config laptop
-  kvtier serve --model ./my-model --config kvtier.toml --check-config
-  kvtier serve --model Qwen/Qwen3-0.6B --sidecar unix:///run/user/1000/kvtier.sock
-  kvtier serve --model Qwen/Qwen3-0.6B --api-keys keys.toml --host 0.0.0.0 --log-format json
-
-then:
-  curl localhost:8000/v1/completions -d '{"model": "Qwen/Qwen3-0.6B", "prompt": "The capital of France is"}'
-
-routes: /v1/completions, /v1/chat/completions, /v1/models, /v1/documents, /health, /ready, /metrics, /version
-
-An option given here replaces what the configuration has, most of them in [server].
-
-signals: SIGTERM and Ctrl-C let running requests finish, write what is cached to disk and end the process; a second one
-ends it at once. SIGHUP reads the file of API keys again.
-
-exit status: 0 it was told to end, or --check-config found nothing that the server would refuse; 2 it could not serve
 """
 TOP_EXAMPLES = """examples:
   kvtier top                                   the sidecar of this machine, Ctrl-C ends
@@ -88,11 +50,13 @@ TOP_EXAMPLES = """examples:
 
 exit status: 0, 2 nothing could be read
 """
-
-_MODELS = "a causal LM that transformers loads: a folder, a GGUF file, a hub id, or smollm2 (in kvtier[real])"
+HELP_EXAMPLES = """examples:
+  kvtier help
+  kvtier help store rm
+  kvtier version
+"""
 
 _LEAST_TOKENS = 1000  # of the demo's document: with fewer there is nothing to see
-_MOST_PORT = 65535
 
 _Commands: TypeAlias = "argparse._SubParsersAction[OneLineParser]"
 
@@ -138,16 +102,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kvtier {version('kvtier')}", help="print the version")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_demo(commands)
-    _add_serve(commands)
+    add_serve(commands, _serve)
     add_doc(commands, _doc)
     add_sidecar(commands, _sidecar)
     add_explain(commands, _explain)
     add_operate(commands, _operate)
     add_prove(commands, _prove)
-    _add_check(commands)
-    _add_stats(commands)
     _add_top(commands)
-    _add_store(commands)
+    add_store(commands, _store)
+    _add_help(commands, parser)
     return parser
 
 
@@ -161,7 +124,7 @@ def _add_demo(commands: _Commands) -> None:
         epilog=DEMO_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    demo.add_argument("--model", type=some_text, metavar="MODEL", help=f"{_MODELS} (default: a bundled one)")
+    demo.add_argument("--model", type=some_text, metavar="MODEL", help=f"{MODELS} (default: a bundled one)")
     demo.add_argument(
         "--document",
         type=some_text,
@@ -184,142 +147,6 @@ def _add_demo(commands: _Commands) -> None:
     demo.set_defaults(run=_demo)
 
 
-def _add_check(commands: _Commands) -> None:
-    check = commands.add_parser(
-        "check",
-        help="verify a store: its accounting and every byte in it",
-        description="Reads all records of a store that no engine has open, verifies them, and compares the store's "
-        "accounting with a full count; without --fix it deletes nothing.",
-        epilog=CHECK_EXAMPLES,
-        formatter_class=HelpFormatter,
-    )
-    _add_folder(check)
-    check.add_argument("--fix", action="store_true", help="delete bad records (not those with another encryption key)")
-    check.add_argument("--sample", type=_count, metavar="N", help="read only N random records (default: all)")
-    check.add_argument("--key-file", type=_path, metavar="FILE", help="the key of an encrypted store (default: none)")
-    check.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    check.set_defaults(run=_check)
-
-
-def _add_stats(commands: _Commands) -> None:
-    stats = commands.add_parser(
-        "stats",
-        help="show what is in a store",
-        description="Shows what is in a store, by namespace, and how it was left; also while an engine has it open.",
-        epilog=STATS_EXAMPLES,
-        formatter_class=HelpFormatter,
-    )
-    _add_folder(stats)
-    stats.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    stats.set_defaults(run=_stats)
-
-
-def _add_store(commands: _Commands) -> None:
-    store = commands.add_parser(
-        "store",
-        help="list or delete the namespaces of a store",
-        description="Lists or deletes the namespaces of a store; a namespace is what one model, with its weights, dtype"
-        " and layout of KV, has in it.",
-        epilog=STORE_EXAMPLES,
-        formatter_class=HelpFormatter,
-    )
-    actions = store.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    ls = actions.add_parser(
-        "ls",
-        help="list the namespaces",
-        description="Lists the namespaces of a store, also while an engine has it open.",
-        epilog=STORE_EXAMPLES,
-        formatter_class=HelpFormatter,
-    )
-    _add_folder(ls)
-    ls.set_defaults(run=_store_ls)
-    rm = actions.add_parser(
-        "rm",
-        help="delete the records of namespaces",
-        description="Deletes the records of namespaces of a store that no engine has open, and gives their room back to"
-        " the file system, so that their bytes cannot be read there any more.",
-        epilog=STORE_EXAMPLES,
-        formatter_class=HelpFormatter,
-    )
-    _add_folder(rm)
-    which = rm.add_mutually_exclusive_group(required=True)
-    beginning = "the beginning of its name in hexadecimal; may be repeated"
-    which.add_argument("--namespace", action="append", default=[], metavar="HEX", help=f"delete this one: {beginning}")
-    which.add_argument(
-        "--all-but", action="append", default=[], metavar="HEX", help=f"delete all but this one: {beginning}"
-    )
-    which.add_argument("--all", action="store_true", help="delete every record")
-    rm.add_argument("--yes", action="store_true", help="do not ask (default: ask on the terminal)")
-    rm.set_defaults(run=_store_rm)
-
-
-def _add_serve(commands: _Commands) -> None:
-    serve = commands.add_parser(
-        "serve",
-        help="serve a model over HTTP, as OpenAI's API has it",
-        description="Serves a model over HTTP, as OpenAI's API has it, and keeps documents of 'kvtier doc' warm.",
-        epilog=SERVE_EXAMPLES,
-        formatter_class=HelpFormatter,
-    )
-    serve.add_argument("--model", type=some_text, required=True, metavar="MODEL", help=_MODELS)
-    serve.add_argument(
-        "--config",
-        metavar="FILE_OR_NAME",
-        help="a TOML file, or laptop, longdoc-qa, gpu-8gb (default: each key's default, and no disk)",
-    )
-    serve.add_argument(
-        "--sidecar",
-        type=some_text,
-        metavar="ADDRESS",
-        help="the host memory and disk of a 'kvtier sidecar', unix:///PATH of its socket (default: its own)",
-    )
-    serve.add_argument(
-        "--host", type=some_text, metavar="ADDRESS", help="where to listen (default: 127.0.0.1, this machine only)"
-    )
-    serve.add_argument("--port", type=_port, metavar="N", help="0: a free one (default: 8000)")
-    serve.add_argument(
-        "--model-name",
-        type=some_text,
-        metavar="NAME",
-        help="what clients call the model (default: its folder, file or hub id)",
-    )
-    serve.add_argument(
-        "--lora",
-        action="append",
-        default=[],
-        type=_adapter,
-        metavar="NAME=FOLDER",
-        help="serve an adapter that peft wrote, as a model called NAME; may be repeated (default: none)",
-    )
-    serve.add_argument(
-        "--api-keys",
-        type=some_text,
-        metavar="FILE",
-        help='TOML or JSON: a table [keys] of "KEY" = "tenant" (default: requests need no key)',
-    )
-    serve.add_argument(
-        "--tenant-isolation",
-        choices=["off", "strict"],
-        help="strict: tenants share no cached block; off: they share those of requests without a cache_salt "
-        "(default: strict)",
-    )
-    serve.add_argument(
-        "--request-log",
-        type=some_text,
-        metavar="FILE",
-        help="a line of JSON for each request, in names and numbers, for replays (default: none)",
-    )
-    serve.add_argument("--log-format", choices=["human", "json"], help="json: one object a line (default: human)")
-    serve.add_argument(
-        "--generation-config",
-        choices=["auto", "none"],
-        help="auto: the model's own settings for sampling hold where a request does not say; none: OpenAI's do "
-        "(default: auto)",
-    )
-    serve.add_argument("--check-config", action="store_true", help="print what the configuration comes to, and end")
-    serve.set_defaults(run=_serve)
-
-
 def _add_top(commands: _Commands) -> None:
     top = commands.add_parser(
         "top",
@@ -335,30 +162,9 @@ def _add_top(commands: _Commands) -> None:
         "--interval", type=_interval, default=1.0, metavar="SECONDS", help="between two views (default: 1)"
     )
     top.add_argument(
-        "--token-file", type=_path, metavar="FILE", help="the token that the sidecar asks for (default: none)"
+        "--token-file", type=path, metavar="FILE", help="the token that the sidecar asks for (default: none)"
     )
     top.set_defaults(run=_top)
-
-
-def _add_folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("store", type=_path, metavar="STORE", help="the store's folder, as [disk] path names it")
-
-
-def _path(text: str) -> Path:
-    return Path(some_text(text)).expanduser()
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > _MOST_PORT:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; give a number from 0 to {_MOST_PORT}")
-    return int(text)
-
-
-def _adapter(text: str) -> tuple[str, str]:
-    name, _, folder = text.partition("=")
-    if not name or not folder:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FOLDER; write it as legal=adapters/legal")
-    return name, folder
 
 
 def _interval(text: str) -> float:
@@ -371,16 +177,26 @@ def _interval(text: str) -> float:
     return seconds
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of records; give 1 or more")
-    return int(text)
-
-
 def _length(text: str) -> int:
     if not text.isdecimal() or int(text) < _LEAST_TOKENS:
         raise argparse.ArgumentTypeError(f"{text!r} is too short or no number; give {_LEAST_TOKENS} or more")
     return int(text)
+
+
+def _add_help(commands: _Commands, parser: argparse.ArgumentParser) -> None:
+    """Add as words what kvtier has as options of *parser*."""
+    help_ = _add_word(commands, "help", "Prints the help of a command.")
+    help_.add_argument("command", nargs="*", metavar="COMMAND", help="a command, and one of its own (default: none)")
+    help_.set_defaults(run=lambda options: parser.parse_args([*options.command, "--help"]))
+    told = _add_word(commands, "version", "Prints the version.")
+    told.set_defaults(run=lambda _: parser.parse_args(["--version"]))
+
+
+def _add_word(commands: _Commands, word: str, description: str) -> argparse.ArgumentParser:
+    same = f"the same as --{word}"
+    return commands.add_parser(
+        word, help=same, description=description, epilog=HELP_EXAMPLES, formatter_class=HelpFormatter
+    )
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -399,23 +215,8 @@ def _demo(options: argparse.Namespace) -> int:
 def _serve(options: argparse.Namespace) -> int:
     from kvtier.engine.commands.serve import serve
 
-    names = ("host", "port", "model_name", "api_keys", "tenant_isolation", "log_format")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    adapters: dict[str, str] = {}
-    for name, folder in options.lora:
-        if name in adapters:
-            raise ValueError(f"--lora {name}: is given twice; give each adapter a name of its own")
-        adapters[name] = folder
-    return serve(
-        options.model,
-        options.config,
-        options.sidecar,
-        given,
-        adapters,
-        options.check_config,
-        options.request_log,
-        options.generation_config,
-    )
+    model, given = serve_arguments.model_of(options), serve_arguments.given_tables(options)
+    return serve(model, options.config, given, options.check_config)
 
 
 def _doc(options: argparse.Namespace) -> int:
@@ -447,41 +248,19 @@ def _prove(options: argparse.Namespace) -> int:
 def _sidecar(options: argparse.Namespace) -> int:
     from kvtier.engine.commands.sidecar import run_sidecar
 
-    return run_sidecar(options.config, given_tables(options), options.check_config)
+    return run_sidecar(options.config, sidecar_arguments.given_tables(options), options.check_config)
 
 
-# The next four import late: rich and LMDB take a quarter of a second.
-# Imported there: rich and LMDB take a quarter of a second.
+def _store(options: argparse.Namespace) -> int:
+    from kvtier.engine.commands.store import run  # late, as the next: rich and LMDB take a quarter of a second
 
-
-def _check(options: argparse.Namespace) -> int:
-    from kvtier.engine.commands.store import check
-
-    return check(options.store, options.fix, options.sample, options.key_file, options.json)
-
-
-def _stats(options: argparse.Namespace) -> int:
-    from kvtier.engine.commands.store import stats
-
-    return stats(options.store, options.json)
-
-
-def _store_ls(options: argparse.Namespace) -> int:
-    from kvtier.engine.commands.store import list_namespaces
-
-    return list_namespaces(options.store)
+    return run(options)
 
 
 def _top(options: argparse.Namespace) -> int:
     from kvtier.engine.commands.top import top
 
     return top(options.url, options.token_file, None if options.once else options.interval)
-
-
-def _store_rm(options: argparse.Namespace) -> int:
-    from kvtier.engine.commands.store import remove
-
-    return remove(options.store, options.namespace, options.all_but, options.yes)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ def add_doc(commands: "argparse._SubParsersAction[Any]", run: Callable[[argparse
     """Add `kvtier doc`, which calls *run*; `options.doc` is the name of its action."""
     doc = commands.add_parser(
         "doc",
+        aliases=["docs"],
         help="put, list, pin or delete documents that a server keeps warm",
         description="Puts, lists, warms, pins and deletes documents of a running 'kvtier serve', which computes them in"
         " the background and keeps their keys and values, so that questions about them start at once.",
@@ -65,7 +66,7 @@ def add_doc(commands: "argparse._SubParsersAction[Any]", run: Callable[[argparse
     )
     add.add_argument("--no-wait", action="store_true", help="return at once (default: wait until it is computed)")
 
-    _action(actions, "ls", "list the documents")
+    _action(actions, "ls", "list the documents", "list")
     _add_id(_action(actions, "show", "show where a document is, and how long loading or computing it would take"))
 
     warm = _action(actions, "warm", "bring a document to host memory or to the device")
@@ -79,18 +80,22 @@ def add_doc(commands: "argparse._SubParsersAction[Any]", run: Callable[[argparse
     how_long.add_argument("--ttl", type=_seconds, metavar="TIME", help="keep it for so long: 90s, 30m, 12h, 7d")
     how_long.add_argument("--end", action="store_true", help="keep it no longer")
 
-    rm = _action(actions, "rm", "delete documents; what is computed of them is evicted in its turn")
+    rm = _action(actions, "rm", "delete documents; what is computed of them is evicted in its turn", "remove", "delete")
     rm.add_argument("ids", nargs="+", metavar="ID", help="the documents' ids")
 
 
-def _action(actions: "argparse._SubParsersAction[Any]", name: str, help_: str) -> argparse.ArgumentParser:
+def _action(
+    actions: "argparse._SubParsersAction[Any]", name: str, help_: str, *aliases: str
+) -> argparse.ArgumentParser:
     action: argparse.ArgumentParser = actions.add_parser(
         name,
+        aliases=aliases,
         help=help_,
         description=f"{help_[0].upper()}{help_[1:]}.",
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
     )
+    action.set_defaults(doc=name)  # also when it was called by an alias
     action.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)")
     action.add_argument(
         "--api-key",

@@ -33,6 +33,7 @@ _WHY = {
     "deadline": "found, but the copy was too late",
     "cost": "found, but computing it was expected to be faster",
     "skipped": "the request asked not to read the cache, or only so much of it",
+    "scored": "found, but the request asked for log probabilities of its prompt",
     "aborted": "the request ended before its prefix had come",
     "last_block": "always computed: no full block, or the last token",
 }

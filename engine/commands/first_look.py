@@ -3,6 +3,7 @@
 Only what is sure to fail later is refused here; loading refuses the rest.
 """
 
+import ctypes
 import json
 from pathlib import Path
 
@@ -23,6 +24,13 @@ def check_model(name: str) -> None:
         raise ValueError(f"model {name}: cannot be loaded ({why}); give a folder, a GGUF file or a name on the hub")
 
 
+def check_device(config: Config) -> None:
+    """Refuse a part of a GPU's memory with a ValueError where there is surely no GPU: no driver, or it is unused."""
+    is_wanted = config.device.gpu_memory_utilization is not None
+    if is_wanted and (config.model.device == "cpu" or not _has_driver()):
+        raise config.device.no_gpu()
+
+
 def check_files(config: Config) -> None:
     """Raise what loading would raise for unusable adapters, encryption keys, logs and folders of documents."""
     refuse_unusable(config.request_log)
@@ -35,6 +43,14 @@ def check_files(config: Config) -> None:
         there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
         if not there.is_dir():
             raise OSError(f"documents {folder}: {there} is not a folder; give [documents] another path")
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _fault_of(name: str, folder: Path) -> str | None:

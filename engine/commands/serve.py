@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
-import msgspec
-
-from kvtier.engine.commands.first_look import check_files, check_model
-from kvtier.engine.config import Config, as_config, config_from_dict, load_toml
+from kvtier.engine.commands.first_look import check_device, check_files, check_model
+from kvtier.engine.config import Config, config_from_dict, load_toml, with_tables
 from kvtier.engine.model.checkpoint import Checkpoint
 from kvtier.engine.operating.audit_log import AuditLog
 from kvtier.engine.operating.operators import Operators
@@ -25,28 +23,18 @@ log = logging.getLogger(__name__)
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
-def serve(
-    model: str,
-    source: str | None,
-    sidecar: str | None,
-    given: Mapping[str, object],
-    adapters: Mapping[str, str],
-    checks_only: bool,
-    request_log: str | None = None,
-    generation_config: str | None = None,
-) -> int:
-    """Serve *model* until a signal; the exit status.
+def serve(model: str, source: str | None, given: Mapping[str, object], checks_only: bool) -> int:
+    """Serve *model* until a signal; the exit status. *given* are tables that replace the file's, key by key.
 
-    *sidecar*, *request_log* and *generation_config* replace those of the configuration *source*, *given* are settings
-    of `[server]` that replace its own, *adapters* folders by name beside those of `[lora]`. With *checks_only* it
-    prints the plan and ends, with status 2 if the server would refuse it. ValueError and OSError, before anything is
-    loaded, for what cannot be used.
+    With *checks_only* it prints the plan and ends, with status 2 if the server would refuse it. ValueError and OSError,
+    before anything is loaded, for what cannot be used.
     """
-    config = _config(source, sidecar, given, adapters, request_log, generation_config)
+    tables = with_tables({} if source is None else load_toml(source), given)
+    config = config_from_dict(tables, source or "config")
     if not checks_only:
         write_log(config.server.log_format)
     keys = None if config.server.api_keys is None else _keys(config.server.api_keys)
-    if given.get("tenant_isolation") == "strict" and keys is None:
+    if _asks_to_isolate(given) and keys is None:
         raise ValueError("--tenant-isolation strict: without --api-keys FILE there are no tenants to keep apart")
     operators = Operators.of(config.operators.tokens, os.environ)
     if operators is not None:
@@ -54,33 +42,14 @@ def serve(
     return _check(model, config, keys) if checks_only else _serve(model, config, keys, operators)
 
 
+def _asks_to_isolate(given: Mapping[str, object]) -> bool:
+    """Whether the command line does; by default tenants are kept apart where there are some."""
+    server = given.get("server")
+    return isinstance(server, dict) and server.get("tenant_isolation") == "strict"
+
+
 def _keys(file: str) -> ApiKeys:
     return ApiKeys.from_file(Path(file).expanduser())
-
-
-def _config(
-    source: str | None,
-    sidecar: str | None,
-    given: Mapping[str, object],
-    adapters: Mapping[str, str],
-    request_log: str | None,
-    generation_config: str | None,
-) -> Config:
-    tables: dict[str, object] = {} if source is None else load_toml(source)
-    if sidecar is not None:
-        tables["sidecar"] = sidecar
-    if request_log is not None:
-        found = tables.get("request_log")
-        tables["request_log"] = {**(found if isinstance(found, dict) else {}), "path": request_log}
-    if generation_config is not None:
-        found = tables.get("model")
-        tables["model"] = {**(found if isinstance(found, dict) else {}), "generation_config": generation_config}
-    config = config_from_dict(tables, source or "config")
-    settings = msgspec.to_builtins(config.server, enc_hook=int) | dict(given)
-    whole: dict[str, object] = msgspec.to_builtins(config, enc_hook=int)
-    lora = {name: {"path": table.path} for name, table in config.lora.items()}
-    lora |= {name: {"path": folder} for name, folder in adapters.items()}
-    return as_config({**whole, "server": settings, "lora": lora})
 
 
 def _check(model: str, config: Config, keys: ApiKeys | None) -> int:
@@ -95,6 +64,7 @@ def _check(model: str, config: Config, keys: ApiKeys | None) -> int:
 def _serve(model: str, config: Config, keys: ApiKeys | None, operators: Operators | None) -> int:
     settings = config.server
     check_model(model)  # before the port is open and torch imported: a missing model is told at once
+    check_device(config)
     check_files(config)
     name = Checkpoint.of(model).served_name
     with _bound(settings.host, settings.port) as bound:

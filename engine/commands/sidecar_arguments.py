@@ -5,8 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvtier.engine.commands.arguments import HelpFormatter
-from kvtier.engine.config import parse_bytes
+from kvtier.engine.commands.arguments import HelpFormatter, folder_and_size, size
 
 EXAMPLES = """examples:
   kvtier sidecar --host 32GiB --disk ~/.cache/kvtier-sidecar:500GiB
@@ -30,9 +29,14 @@ def add_sidecar(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
         formatter_class=HelpFormatter,
     )
     sidecar.add_argument("--config", metavar="FILE", help="a TOML file; the options below count more (default: none)")
-    sidecar.add_argument("--host", type=_size, metavar="SIZE", help="host memory, in /dev/shm (default: 4GiB)")
     sidecar.add_argument(
-        "--disk", type=_disk, metavar="PATH:SIZE", help="a folder, and how large it may become (default: no disk)"
+        "--host", "--host-memory", type=size, metavar="SIZE", help="host memory, in /dev/shm (default: 4GiB)"
+    )
+    sidecar.add_argument(
+        "--disk",
+        type=folder_and_size,
+        metavar="PATH:SIZE",
+        help="a folder, and how large it may become (default: no disk)",
     )
     sidecar.add_argument(
         "--socket",
@@ -71,13 +75,6 @@ def given_tables(options: argparse.Namespace) -> Mapping[str, object]:
     return {table: values for table, values in tables.items() if values is not None}
 
 
-def _size(text: str) -> int:
-    try:
-        return int(parse_bytes(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
 def _endpoint(text: str) -> str:
     tcp = re.fullmatch(r"tcp://.+:([0-9]{1,5})", text)
     if not (int(tcp[1]) < 1 << 16 if tcp else text.startswith("ipc:///")):
@@ -95,10 +92,3 @@ def _port(text: str) -> int | str:
     if text != "none" and not (text.isdecimal() and int(text) < 1 << 16):
         raise argparse.ArgumentTypeError(f'{text!r} is no port; give 0 to 65535 (0: a free one), or "none"')
     return text if text == "none" else int(text)
-
-
-def _disk(text: str) -> dict[str, object]:
-    path, colon, size = text.rpartition(":")
-    if not colon or not path:
-        raise argparse.ArgumentTypeError(f"{text!r} is not PATH:SIZE, such as ~/.cache/kvtier-sidecar:500GiB")
-    return {"path": path, "capacity": _size(size)}

@@ -3,6 +3,7 @@
 LMDB trusts its tree, so reading a broken one may crash: the store is read in a process of its own (`apart`).
 """
 
+import argparse
 import json
 import os
 import sys
@@ -53,6 +54,19 @@ class Damaged(RuntimeError):
     def __init__(self, message: str, is_trusted: bool) -> None:
         super().__init__(message)
         self.is_trusted = is_trusted
+
+
+def run(options: argparse.Namespace) -> int:
+    """Carry out the action that *options* name; the exit status."""
+    match options.action:
+        case "check":
+            return check(options.store, options.fix, options.sample, options.key_file, options.json)
+        case "stats":
+            return stats(options.store, options.json)
+        case "rm":
+            return remove(options.store, options.namespace, options.all_but, options.yes)
+        case _:
+            return list_namespaces(options.store)
 
 
 def check(folder: Path, fix: bool, sample: int | None, key_file: Path | None, as_json: bool) -> int:

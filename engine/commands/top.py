@@ -71,7 +71,7 @@ def top(url: str, token_file: Path | None, interval_s: float | None) -> int:
 
 def read(url: str, token: str | None) -> View:
     """Ask the sidecar. `NoAnswer` if it cannot be asked, or is no sidecar."""
-    answers = [_answer(url.rstrip("/") + path, token) for path in ("/stats", "/clients", "/leases")]
+    answers = [_answer(f"{url.rstrip('/')}/v1/kvtier/{what}", token) for what in ("stats", "clients", "leases")]
     try:
         return View(answers[0], answers[1]["clients"], answers[2]["leases"], time.monotonic())
     except (KeyError, TypeError):

@@ -4,6 +4,7 @@ import hashlib
 from dataclasses import dataclass
 from importlib.resources import files
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -41,13 +42,19 @@ class Asset:
 
 def page_routes() -> list[BaseRoute]:
     """The page and its files."""
-    assets = {f"{ASSETS}/{name}": asset for name, asset in _assets().items()}
-    assets[PAGE] = assets.pop(f"{ASSETS}/index.html")
+    assets = _assets()
+    index = assets.pop("index.html")
 
-    async def answer(request: Request) -> Response:
-        return assets[request.url.path].response(request)
+    async def page(request: Request) -> Response:
+        return index.response(request)
 
-    return [Route(path, answer) for path in assets]
+    async def file(request: Request) -> Response:
+        asset = assets.get(request.path_params["file"])
+        if asset is None:
+            raise HTTPException(404)
+        return asset.response(request)
+
+    return [Route(PAGE, page), Route(f"{ASSETS}/{{file}}", file)]
 
 
 def _assets() -> dict[str, Asset]:

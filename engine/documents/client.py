@@ -48,7 +48,7 @@ class DocumentClient:
         return self._ask("DELETE", _path(document_id))
 
     def _ask(self, method: str, path: str, content: dict[str, object] | None = None) -> dict[str, Any]:
-        return self._client.ask(method, f"/v1/documents{path}", content)
+        return self._client.ask(method, f"/v1/kvtier/documents{path}", content)
 
 
 def _path(document_id: str) -> str:

@@ -29,10 +29,8 @@ _checked: set[tuple[type[PreTrainedModel], str]] = set()
 
 
 def check_model(paged: PagedModel) -> None:
-    """Compare the model, with its own weights, type and device, to its own attention.
-
-    Up to 48 tokens, in two chunks and the last one alone, as it would be decoded.
-    """
+    """Compare the model, with its own weights, type and device, to its own attention: up to 48 tokens, in two chunks
+    and the last token alone."""
     model, block_size = paged.model, paged.block_size
     num_tokens = min(2 * block_size, paged.num_slots * block_size, 48)
     token_ids = [(7 * i + 3) % paged.vocab_size for i in range(num_tokens)]

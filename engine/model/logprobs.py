@@ -1,4 +1,4 @@
-"""Logarithmic probabilities of the tokens that were chosen, and of the likeliest."""
+"""Logarithmic probabilities of tokens that were chosen or given, and of the likeliest."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,19 +12,20 @@ _MOST_AT_ONCE = 1 << 22  # logits that are looked at together: 32 MiB of float64
 class TokenLogprobs:
     """Natural logarithms of the model's own probabilities, before temperature and cuts.
 
-    *logprob* is that of the chosen token; *top* has the likeliest tokens as pairs of token id and logarithm, likeliest
-    first.
+    *logprob* is that of the token that was chosen, or that the prompt has; *top* has the likeliest tokens as pairs of
+    token id and logarithm, likeliest first. *rank* is 1 more than the number of tokens that are likelier.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+    rank: int
 
 
 def step_logprobs(
     logits: torch.Tensor, token_ids: Sequence[int], num_tops: Sequence[int | None]
 ) -> list[TokenLogprobs | None]:
-    """The logarithms of the token chosen from each row of *logits* `[rows, vocab]`, and of the row's likeliest.
+    """The logarithms of the token of each row of *logits* `[rows, vocab]`, and of the row's likeliest.
 
     *num_tops* says how many of these for each row; None for a row of which nothing is asked.
     """
@@ -35,10 +36,12 @@ def step_logprobs(
         row_ids = [row for row, _ in some]
         logprobs = logits[row_ids].double().log_softmax(dim=-1)
         chosen = [token_ids[row] for row in row_ids]
-        of_chosen: list[float] = logprobs[range(len(some)), chosen].tolist()
+        of_chosen = logprobs[range(len(some)), chosen]
+        num_likelier = (logprobs > of_chosen[:, None]).sum(dim=-1)
         values, top_ids = logprobs.topk(min(max(num_top for _, num_top in some), logits.shape[-1]))
-        for (row, num_top), token_id, logprob, *top in zip(
-            some, chosen, of_chosen, top_ids.tolist(), values.tolist(), strict=True
+        for (row, num_top), token_id, logprob, likelier, *top in zip(
+            some, chosen, of_chosen.tolist(), num_likelier.tolist(), top_ids.tolist(), values.tolist(), strict=True
         ):
-            told[row] = TokenLogprobs(token_id, logprob, tuple(zip(*(list_[:num_top] for list_ in top), strict=True)))
+            pairs = tuple(zip(*(list_[:num_top] for list_ in top), strict=True))
+            told[row] = TokenLogprobs(token_id, logprob, pairs, likelier + 1)
     return told

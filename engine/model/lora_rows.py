@@ -25,7 +25,7 @@ class LoraSpan:
     """Consecutive rows of a pass with one adapter."""
 
     rows: slice  # of the tokens
-    chunks: slice  # the same rows, counted in chunks: the output layer sees only the last token of each chunk
+    logits: slice  # of the rows that the output layer sees, those of the same tokens
     deltas: Mapping[str, LoraDelta]
 
 
@@ -104,12 +104,12 @@ class LoraRows:
         owner, spans = _current.get()
         if owner is not self:  # another engine's pass on the same model
             return
-        by_chunk = layer is self._output_layer
+        is_output = layer is self._output_layer
         rows_in = inputs[0].reshape(-1, inputs[0].shape[-1])
         rows_out = output.view(-1, output.shape[-1])  # a view, since it is written to
         for span in spans:
             delta = span.deltas.get(name)
             if delta is not None:
-                rows = span.chunks if by_chunk else span.rows
+                rows = span.logits if is_output else span.rows
                 low = torch.nn.functional.linear(rows_in[rows], delta.down)
                 rows_out[rows].addmm_(low, delta.up.T, alpha=delta.scale)

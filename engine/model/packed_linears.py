@@ -41,11 +41,15 @@ class PackedLinears:
     """
 
     def __init__(self, model: PreTrainedModel, available_bytes: int) -> None:
-        has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # untyped in torch
-        layers = [layer for layer in model.modules() if _can_be_packed(layer)] if has_onednn else []
+        layers = [layer for layer in model.modules() if _can_be_packed(layer)] if _has_onednn() else []
         fits = sum(layer.weight.nbytes for layer in layers) <= available_bytes // SHARE
         with torch.inference_mode():
             self._forwards = [(layer, PackedLinear(layer)) for layer in layers] if fits else []
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that are packed."""
+        return len(self._forwards)
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -60,6 +64,12 @@ class PackedLinears:
         finally:
             for layer, _ in self._forwards:
                 vars(layer).pop("forward", None)
+
+
+def _has_onednn() -> bool:
+    """Whether this torch has the operations, which are its compiler's and no promise of its interface."""
+    is_there: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # untyped in torch
+    return is_there and all(hasattr(torch.ops.mkldnn, it) for it in ("_linear_pointwise", "_reorder_linear_weight"))
 
 
 def _can_be_packed(layer: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:

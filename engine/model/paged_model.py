@@ -30,6 +30,7 @@ class Chunk:
     tables: Sequence[Sequence[int]]  # [group][block] -> device slot
     gate: LayerGate | None = None  # if its prefix is still arriving
     lora: Lora | None = None  # the adapter that computes it, one of the runner's
+    num_logits: int = 1  # of how many of its last tokens the logits are wanted
 
 
 class PagedModel:
@@ -67,7 +68,7 @@ class PagedModel:
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Compute all chunks in one pass; the logits of each chunk's last token, [len(chunks), vocab], float32.
+        """Compute all chunks in one pass; the logits of as many last tokens as each wants, [sum, vocab], float32.
 
         Their keys and values are in the slabs when the pass has run (on CUDA: has been enqueued).
         """
@@ -77,12 +78,13 @@ class PagedModel:
         for chunk in chunks:
             end += len(chunk.token_ids)
             ends.append(end)
+        wanted = [row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.num_logits, end)]
         with self._step(chunks, ends):
             logits: torch.Tensor = self.model(
                 input_ids=torch.tensor([token_ids], device=self.device),
                 position_ids=torch.tensor([positions], device=self.device),
                 use_cache=False,
-                logits_to_keep=torch.tensor(ends, device=self.device) - 1,
+                logits_to_keep=torch.tensor(wanted, device=self.device),
             ).logits
         return logits[0].float()
 

@@ -117,7 +117,7 @@ class ModelRunner(PagedModel):
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Compute all chunks in one pass; the logits of each chunk's last token, [len(chunks), vocab], float32.
+        """Compute all chunks in one pass; the logits of as many last tokens as each wants, [sum, vocab], float32.
 
         Their keys and values are in the slabs when the pass has run (on CUDA: has been enqueued).
         """
@@ -131,21 +131,22 @@ class ModelRunner(PagedModel):
             logits = super().run(sorted_chunks)
         if order == list(range(len(chunks))):
             return logits
-        in_place = torch.empty_like(logits)
-        in_place[order] = logits
-        return in_place
+        parts = torch.split_with_sizes(logits, [chunk.num_logits for chunk in sorted_chunks])
+        by_chunk = dict(zip(order, parts, strict=True))
+        return torch.cat([by_chunk[i] for i in range(len(chunks))])
 
     def _spans(self, chunks: Sequence[Chunk]) -> list[LoraSpan]:
         """The spans of rows with one adapter; chunks of one adapter follow each other."""
         spans = []
-        first_chunk = first_row = 0
+        first_row = first_logits = 0
         for lora, run in groupby(chunks, key=lambda chunk: chunk.lora):
-            lengths = [len(chunk.token_ids) for chunk in run]
-            end_chunk, end_row = first_chunk + len(lengths), first_row + sum(lengths)
+            of_lora = list(run)
+            end_row = first_row + sum(len(chunk.token_ids) for chunk in of_lora)
+            end_logits = first_logits + sum(chunk.num_logits for chunk in of_lora)
             if lora is not None:
-                rows, chunk_rows = slice(first_row, end_row), slice(first_chunk, end_chunk)
-                spans.append(LoraSpan(rows, chunk_rows, self.adapters[lora].deltas))
-            first_chunk, first_row = end_chunk, end_row
+                rows, logits = slice(first_row, end_row), slice(first_logits, end_logits)
+                spans.append(LoraSpan(rows, logits, self.adapters[lora].deltas))
+            first_row, first_logits = end_row, end_logits
         return spans
 
     def _verify_rows(self, lora_rows: LoraRows) -> None:

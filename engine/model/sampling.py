@@ -4,18 +4,23 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
+from typing import TYPE_CHECKING
 
 from kvtier.tiers.naming.request_text import check_text
+
+if TYPE_CHECKING:  # it raises WrongParameter
+    from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 
 MOST_BIAS = 100.0  # as at OpenAI and vLLM
 
 
 class WrongParameter(ValueError):
-    """A sampling parameter that cannot be used. *name* is the parameter's."""
+    """A sampling parameter that cannot be used. *name* is the parameter's, *what* is wrong with it."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(f"{name} {message}")
         self.name = name
+        self.what = message
 
 
 @dataclass(frozen=True)
@@ -31,10 +36,15 @@ class SamplingParams:
     *frequency_penalty* is subtracted as often as the output has the token, *presence_penalty* once if it has it.
     *bad_words* are never completed by the output.
 
-    Generation ends after *max_tokens*, before a *stop* string (which is not part of the text), at one of
-    *stop_token_ids*, or at the model's end token unless *ignore_eos*; by none of the last three within the first
-    *min_tokens*. With *logprobs* each token comes with its logarithmic probability and those of so many of the
-    likeliest, before all of the above; None: without.
+    Generation ends after *max_tokens* (0: the prompt is computed, and nothing is generated), before a *stop* string
+    (which is not part of the text), at one of *stop_token_ids*, or at the model's end token unless *ignore_eos*; by
+    none of the last three within the first *min_tokens*. With *logprobs* each token comes with its logarithmic
+    probability and those of so many of the likeliest, before all of the above; None: without. *prompt_logprobs* asks
+    for the same of the prompt's tokens: all of them are computed then, cached or not. Special tokens are left out of
+    the text, but for those of *shown_token_ids*.
+
+    With *structured_outputs* the text follows a schema or a grammar, whatever else changes the logits, and ends where
+    that is complete, whatever *min_tokens* say.
     """
 
     max_tokens: int = 16
@@ -53,25 +63,37 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     min_tokens: int = 0
     bad_words: Sequence[str] = ()
+    prompt_logprobs: int | None = None
+    shown_token_ids: Sequence[int] = ()
+    structured_outputs: "StructuredOutputs | None" = None
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
             texts = getattr(self, name)
             object.__setattr__(self, name, (texts,) if isinstance(texts, str) else tuple(texts))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop_token_ids", "shown_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         self._check_texts()
-        for name in ("max_tokens", "min_tokens", "top_k", "logprobs"):  # else a step would fail over 2.5 of them
+        for name in (
+            "max_tokens",
+            "min_tokens",
+            "top_k",
+            "logprobs",
+            "prompt_logprobs",
+        ):  # else a step would fail over 2.5 of them
             value = getattr(self, name)
             _require(value is None or _is_whole(value), name, value, "use a whole number")
 
-        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "ask for at least 1")
+        _require(self.max_tokens >= 0, "max_tokens", self.max_tokens, "ask for 1 or more, or 0 for none")
         in_range = math.isfinite(self.temperature) and self.temperature >= 0
         _require(in_range, "temperature", self.temperature, "use 0 for greedy, about 1 for the model's own spread")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "use more than 0, and 1 to keep every token")
         _require(self.top_k >= 0, "top_k", self.top_k, "use 0 to keep every token")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "use 0 to keep every token, and 1 at most")
         _require(self.seed is None or self.seed >= 0, "seed", self.seed, "use 0 or more, or None for no fixed seed")
-        _require((self.logprobs or 0) >= 0, "logprobs", self.logprobs, "use 0 for the token's own, None for none")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require((value or 0) >= 0, name, value, "use 0 for the token's own, None for none")
         in_range = 0 <= self.min_tokens <= self.max_tokens
         _require(in_range, "min_tokens", self.min_tokens, f"use 0 or more, and max_tokens {self.max_tokens} at most")
         self._check_penalties()

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from kvtier.engine.config import ServerConfig, parse_bytes
 from kvtier.engine.operating.audit_log import LOGGER, AuditLog
 from kvtier.engine.operating.operators import Operators
-from kvtier.engine.operating.verbs import Answer, Check, Evict, LogLevel, Operated, Pin, Reset, Spill, Unpin, Verb
+from kvtier.engine.operating.verbs import KINDS, Answer, LogLevel, Operated
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.request_body import parse, read_body
 
@@ -37,10 +37,9 @@ class Operating:
             self._refuse()
             message = "no operator's token, or a wrong one; send it as 'Authorization: Bearer TOKEN'"
             raise ApiError(401, message, code="invalid_token", headers={"WWW-Authenticate": "Bearer"})
-        kinds = _kinds(operated)
-        if verb not in kinds:
-            raise ApiError(404, f"no such verb; there are {', '.join(sorted(kinds))}", code="no_verb")
-        kind, carry_out = kinds[verb]
+        if verb not in KINDS:
+            raise ApiError(404, f"no such verb; there are {', '.join(sorted(KINDS))}", code="no_verb")
+        kind, carry_out = KINDS[verb], _deeds(operated)[verb]
         arguments: Mapping[str, object] = {}
         try:
             asked = parse(await read_body(request, BODY) or b"{}", kind, (), {})
@@ -67,15 +66,16 @@ class Operating:
         self._audit.close()
 
 
-def _kinds(operated: Operated) -> Mapping[str, tuple[type[Verb], Callable[[Any], Awaitable[Answer]]]]:
+def _deeds(operated: Operated) -> Mapping[str, Callable[[Any], Awaitable[Answer]]]:
+    """What carries out each of `KINDS`."""
     return {
-        "reset": (Reset, operated.reset),
-        "evict": (Evict, operated.evict),
-        "spill": (Spill, operated.spill),
-        "pin": (Pin, operated.pin),
-        "unpin": (Unpin, operated.unpin),
-        "check": (Check, operated.check),
-        "log-level": (LogLevel, _set_level),
+        "reset": operated.reset,
+        "evict": operated.evict,
+        "spill": operated.spill,
+        "pin": operated.pin,
+        "unpin": operated.unpin,
+        "check": operated.check,
+        "log-level": _set_level,
     }
 
 

@@ -126,6 +126,17 @@ class LogLevel(Verb, frozen=True, kw_only=True):
             raise ValueError("logger: give kvtier, or a part of it such as kvtier.tiers")
 
 
+KINDS: Mapping[str, type[Verb]] = {
+    "reset": Reset,
+    "evict": Evict,
+    "spill": Spill,
+    "pin": Pin,
+    "unpin": Unpin,
+    "check": Check,
+    "log-level": LogLevel,
+}
+
+
 class Operated(Protocol):
     """A server that verbs are carried out on. Each method answers with names and numbers, and raises `ApiError`."""
 

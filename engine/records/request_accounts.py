@@ -83,7 +83,7 @@ class RequestAccounts:
         self.explainer.on_ended(record, trail, request.chain)
         if request.tokens is None:  # it never left the queue
             return
-        num_asked = num_named if request.options.reads_cache else 0
+        num_asked = num_named if request.reads_cache else 0
         if num_asked:
             self._what_if.on_prompt(names[:num_asked], self._block_tokens, self._block_bytes, request.tokens)
         self._what_if.on_made(names[num_asked:], self._block_bytes)

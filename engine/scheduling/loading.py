@@ -362,6 +362,8 @@ class Loading:
         began_at = self._around.clock()
         hit = cache.lookup(request.chain, num_tokens)
         found_at = self._around.clock()
+        if request.scores is not None and not request.scores.is_complete:
+            hit = cache.at_most(hit, request.scores.num_used, Reason.SCORED)
         if request.options.max_load_tokens is not None:
             hit = cache.loading_at_most(hit, request.options.max_load_tokens)
         hit = cache.plan_load(hit, num_tokens, self._around.busy_s(request))

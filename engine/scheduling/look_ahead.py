@@ -51,7 +51,7 @@ class LookAhead:
         if left <= 0:
             return
         pin = None
-        if request.options.reads_cache:
+        if request.reads_cache:
             request.chain.extend(request.token_ids)
             hit = self._cache.lookup(request.chain, len(request.token_ids))
             if self._cache.on_device(hit).num_tokens < hit.num_tokens:

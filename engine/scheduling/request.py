@@ -10,7 +10,9 @@ from kvtier.engine.model.drawing.sampler import Sampler
 from kvtier.engine.model.drawing.token_bans import NO_BANS, TokenBans
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.model.structured.grammar import GrammarState
 from kvtier.engine.records.request_record import RequestRecord
+from kvtier.engine.scheduling.prompt_scores import PromptScores
 from kvtier.engine.scheduling.request_options import DEFAULT_OPTIONS, RequestOptions
 from kvtier.engine.scheduling.timeline import Timeline
 from kvtier.engine.text.detokenizer import Detokenizer
@@ -26,9 +28,9 @@ if TYPE_CHECKING:
 class FinishReason(StrEnum):
     """Why a request ended."""
 
-    STOP = "stop"  # the model's end token, a stop token or a stop string
+    STOP = "stop"  # the model's end token, a stop token, a stop string, or the end of its grammar
     LENGTH = "length"  # max_tokens
-    ABORT = "abort"
+    ABORT = "abort"  # by its caller, or because its grammar became too costly
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,13 @@ class Completion:
     text: str
     token_ids: list[int]  # those generated
     finish_reason: FinishReason
-    ttft_s: float  # from the request's arrival to its first token
+    ttft_s: float  # from the request's arrival to its first token, or to its end if it has none
     tokens: TokenBalance
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each token, if they were asked for
     stop: str | None = None  # the stop string that ended it
+    prompt_logprobs: list[TokenLogprobs | None] = field(
+        default_factory=list
+    )  # the same of the prompt's; the first: None
 
 
 @dataclass(eq=False, slots=True)
@@ -58,8 +63,10 @@ class Request:
     options: RequestOptions = DEFAULT_OPTIONS
     timeline: Timeline = field(default_factory=lambda: Timeline(time.monotonic()))
     bans: InitVar[TokenBans] = NO_BANS
+    grammar: InitVar[GrammarState | None] = None
     token_ids: list[int] = field(init=False)  # the prompt, then what was generated
     sampler: Sampler = field(init=False)
+    scores: PromptScores | None = field(init=False, default=None)  # None: the prompt's are not asked for
     tables: Tables = field(default_factory=list)
     num_computed: int = 0  # tokens whose keys and values are in the tables' blocks
     num_committed: int = 0  # of these, tokens whose full blocks are named in the cache
@@ -70,14 +77,26 @@ class Request:
     new_text: str = ""  # since the last step
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
-    def __post_init__(self, bans: TokenBans) -> None:
+    def __post_init__(self, bans: TokenBans, grammar: GrammarState | None) -> None:
         self.token_ids = list(self.prompt_token_ids)
-        self.sampler = Sampler(self.sampling, self.prompt_token_ids, bans)
+        self.sampler = Sampler(self.sampling, self.prompt_token_ids, bans, grammar)
+        if self.sampling.prompt_logprobs is not None:
+            self.scores = PromptScores(self.prompt_token_ids, self.sampling.prompt_logprobs)
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether the request takes what is cached of its prompt; one that is scored has all of it computed."""
+        return self.options.reads_cache and self.scores is None
 
     @property
     def num_to_compute(self) -> int:
         """Tokens that are known and not computed: the prompt's rest, or the one token sampled last."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None]:
+        """Of the prompt's tokens as far as it is computed, if they were asked for."""
+        return [] if self.scores is None else self.scores.told
 
     @property
     def is_decoding(self) -> bool:
@@ -94,11 +113,15 @@ class Request:
         self.timeline.on_token(time.monotonic())
         self.token_ids.append(token_id)
         self.new_text = ""
+        grammar = self.sampler.grammar
+        if grammar is not None and grammar.has_failed:
+            self.finish(FinishReason.ABORT)
+            return
         if token_id in self.sampling.stop_token_ids or (not self.sampling.ignore_eos and token_id in end_token_ids):
             self.finish(FinishReason.STOP)
             return
         self.new_text = self.detokenizer.push(token_id)
-        if self.detokenizer.stopped:
+        if self.detokenizer.stopped or (grammar is not None and grammar.is_complete):
             self.finish(FinishReason.STOP)
         elif len(self.token_ids) - len(self.prompt_token_ids) >= self.sampling.max_tokens:
             self.finish(FinishReason.LENGTH)
@@ -113,7 +136,7 @@ class Request:
         """The answer for the caller, once finished."""
         assert self.finish_reason is not None, "the request is not finished"
         ttft_s = self.timeline.ttft_s
-        if ttft_s is None:  # it was aborted before
+        if ttft_s is None:  # it was aborted before, or has none
             ttft_s = time.monotonic() - self.timeline.arrived_at
         return Completion(
             self.detokenizer.text,
@@ -123,6 +146,7 @@ class Request:
             self.balance(),
             self.logprobs,
             self.detokenizer.stopped_by,
+            self.prompt_logprobs,
         )
 
     def record(self) -> RequestRecord:

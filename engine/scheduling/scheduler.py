@@ -36,6 +36,12 @@ class Work:
         """The gate at which the step waits for each layer, if the request's prefix is still arriving."""
         return None if self.request.loading is None else self.request.loading.gate
 
+    @property
+    def scored(self) -> range:
+        """Those of the tokens whose logits score the prompt: its last ones, but for the prompt's very last."""
+        scores, start = self.request.scores, self.request.num_computed
+        return range(0) if scores is None else scores.wanted(start, start + self.num_tokens)
+
 
 class Scheduler:
     """Continuous batching under a token budget: decode first, then chunks of prefill, then new requests.
@@ -54,9 +60,11 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         look_ahead: LookAhead | None = None,
         trails: Trails | None = None,
+        most_scored: int = 1 << 30,
     ) -> None:
         """*load_timeout_s*: this long after it first asks for room, a request starts with what has come of its hit.
-        *trails* gets the trail of each request, and its owner takes it out."""
+        *trails* gets the trail of each request, and its owner takes it out. *most_scored*: the tokens of prompts
+        that a step may have the logits of."""
         self.waiting = WaitingQueue()
         self.promoting: list[Request] = []
         self.running: list[Request] = []
@@ -68,6 +76,7 @@ class Scheduler:
         self._planner = planner
         self._look_ahead = look_ahead
         self._trails = Trails() if trails is None else trails
+        self._most_scored = most_scored
         self._asking: Loading | None = None  # the loading that asked for room last, in this step or the one before
         self._max_running = min(config.max_running, config.token_budget)  # so that each of them can decode in a step
         self._shared_prefill = SharedPrefill(config.prefill_chunk)
@@ -307,7 +316,7 @@ class Scheduler:
         """End the loading of a request that has its prefix, and count where the prefix came from."""
         loading, request.loading = _loading_of(request), None
         request.timeline.on_loaded(self._around.clock())
-        if request.options.reads_cache:
+        if request.reads_cache:
             count = self.hit_ratio.on_admitted if request.tokens is None else self.hit_ratio.on_readmitted
             count(len(request.token_ids), loading.num_hit_tokens)
         if request.tokens is None:
@@ -319,7 +328,8 @@ class Scheduler:
         """Add work of a prompt whose prefix is arriving layer by layer, for a step that is empty otherwise."""
         most_tokens = min(self._config.prefill_chunk, self._config.token_budget)
         for request in self.promoting:
-            if num_tokens := _loading_of(request).begin_early(most_tokens):
+            most = most_tokens if request.scores is None else min(most_tokens, self._most_scored)
+            if num_tokens := _loading_of(request).begin_early(most):
                 step.append(Work(request, num_tokens))
                 return
 
@@ -327,11 +337,17 @@ class Scheduler:
         """Add work for the request, if it still runs and finds slots; the number of its tokens."""
         if budget <= 0 or request not in self.running:
             return 0
-        num_tokens = min(_num_left(request), self._config.prefill_chunk, budget)
+        num_tokens = self._within_scored(request, min(_num_left(request), self._config.prefill_chunk, budget), step)
         if not num_tokens or not self._lease_slots(request, request.num_computed + num_tokens, step):
             return 0
         step.append(Work(request, num_tokens))
         return num_tokens
+
+    def _within_scored(self, request: Request, num_tokens: int, step: Sequence[Work]) -> int:
+        """As many of the request's next tokens as the step can have the logits of, beside those of its other work."""
+        scored = Work(request, num_tokens).scored
+        left = self._most_scored - sum(len(work.scored) for work in step)
+        return num_tokens if len(scored) <= left else scored.start + left - request.num_computed
 
     def _lease_slots(self, request: Request, num_tokens: int, step: list[Work]) -> bool:
         """Extend the request's tables to *num_tokens*, preempting younger requests if slots run out."""

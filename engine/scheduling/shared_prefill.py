@@ -18,10 +18,10 @@ class SharedPrefill:
         A less urgent request does not count, as it may have to give way; nor one that does not take all hits, since
         this request may find at once what that one computes.
         """
-        return request.options.reads_cache and any(
+        return request.reads_cache and any(
             self._num_tokens_ahead(request, other) >= self._least_tokens
             for other in prefilling
-            if other.options.takes_all_hits and other.options.priority <= request.options.priority
+            if other.reads_cache and other.options.takes_all_hits and other.options.priority <= request.options.priority
         )
 
     @staticmethod

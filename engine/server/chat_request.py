@@ -1,22 +1,32 @@
 """ChatRequest: the body of `POST /v1/chat/completions`, a conversation that the chat template makes a prompt of."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.documents.kept_prefixes import Breakpoint
 from kvtier.engine.server.api_error import ApiError
 from kvtier.engine.server.cache_control import CacheControl, check_breakpoints
-from kvtier.engine.server.generation_request import GenerationRequest, LogprobCount, Text, TokenCount
+from kvtier.engine.server.generation_request import NEUTRAL, GenerationRequest, LogprobCount, Text, TokenCount
 from kvtier.engine.server.prompt import Prompt
-from kvtier.engine.text.chat_template import PART_SEPARATOR, NotOfTheTemplate, TemplateValue, chat_text
+from kvtier.engine.server.tool_calls.past_call import PastCall, template_id
+from kvtier.engine.server.tool_calls.tool import MOST_TOOLS, Function, Tool, ToolChoice, check_tools
+from kvtier.engine.text.chat_template import (
+    PART_SEPARATOR,
+    TEMPLATE_ERRORS,
+    NotOfTheTemplate,
+    TemplateValue,
+    chat_text,
+)
 from kvtier.engine.text.least_tokens import TooManyTokens
 from kvtier.engine.text.prefixed_text import PrefixedText
 from kvtier.engine.text.prompt_limit import PromptLimit
+from kvtier.engine.text.template_traits import PLAIN, TemplateTraits
 
+CHAT_NEUTRAL = NEUTRAL | {"echo": (False,)}
 MOST_MESSAGES = 10_000  # a template handles each message in Python
 _HERE = "\ue000kvtier\ue001"  # of characters for private use; what a text has before it only makes a prefix shorter
 
@@ -29,7 +39,7 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
 
 class DocumentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="document"):
-    """A part of a message that stands for the text of a document of `/v1/documents`."""
+    """A part of a message that stands for the text of a document of `/v1/kvtier/documents`."""
 
     document_id: str
     cache_control: CacheControl | None = None
@@ -57,17 +67,23 @@ class Message(msgspec.Struct, frozen=True):
     audio: None = None
     function_call: None = None
     annotations: list[Any] | None = None  # remarks about an answer; ignored
-    tool_calls: list[Any] | None = None  # refused unless the list is empty
+    tool_calls: list[PastCall] | None = None
 
-    def __post_init__(self) -> None:
-        if self.tool_calls:
-            raise ValueError("tool_calls are not supported; leave them out")
-
-    def for_template(self) -> dict[str, str]:
-        """The message as templates know it: the role developer, which is younger than they are, becomes system."""
+    def for_template(self, traits: TemplateTraits = PLAIN) -> dict[str, Any]:
+        """The message as templates know it, and one with these *traits* wants it: the role developer, which is younger
+        than they are, becomes system."""
         text = PART_SEPARATOR.join(part.text for part in self.parts if isinstance(part, TextPart))
-        written = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        written: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            written["tool_calls"] = [call.for_template(traits) for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            written["tool_call_id"] = template_id(self.tool_call_id, traits)
         return written | ({} if self.name is None else {"name": self.name})
+
+    def answering(self, names: Mapping[str, str]) -> "Message":
+        """A copy of what a tool has said with the name of the tool, which *names* has by the id of the call."""
+        name = names.get(self.tool_call_id or "")
+        return msgspec.structs.replace(self, name=name) if self.role == "tool" and self.name is None and name else self
 
     @property
     def parts(self) -> Sequence[TextPart | DocumentPart | ImagePart]:
@@ -79,12 +95,15 @@ class Message(msgspec.Struct, frozen=True):
         """The ids of the documents in the message."""
         return [part.document_id for part in self.parts if isinstance(part, DocumentPart)]
 
-    def cache_controls(self) -> Iterator[tuple[int, CacheControl]]:
-        """The numbers of the parts up to which the prompt is to be kept, and how."""
+    def cache_controls(self) -> Iterator[tuple[int | None, CacheControl]]:
+        """The numbers of the parts up to which the prompt is to be kept, and how; None: up to the end of its calls."""
         *others, last = [part.cache_control for part in self.parts] or [None]
-        for number, control in enumerate([*others, self.cache_control or last]):
+        own = None if self.tool_calls else self.cache_control
+        for number, control in enumerate([*others, own or last]):
             if control is not None:
                 yield number, control
+        if self.tool_calls and self.cache_control is not None:
+            yield None, self.cache_control
 
     def marked(self, number: int) -> "Message":
         """A copy of the message with a mark behind its part *number*, which is a text."""
@@ -105,6 +124,12 @@ class Message(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, content=parts)
 
 
+def cache_controls(tools: Sequence[Tool], messages: Sequence[Message]) -> list[CacheControl]:
+    """Those of a whole prompt, in the order in which they are counted."""
+    of_tools = [tool.cache_control for tool in tools if tool.cache_control is not None]
+    return of_tools + [control for message in messages for _, control in message.cache_controls()]
+
+
 def unknown_fields(messages: object) -> set[str]:
     """The fields of messages, as they came, that are not known here, and that the prompt therefore has nothing of."""
     if not isinstance(messages, list):
@@ -118,10 +143,14 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
 
     Beyond OpenAI's: *chat_template_kwargs*, variables of the model's template such as `enable_thinking`, and
     *continue_final_message*: the answer goes on where the last message, the assistant's, ends. What
-    *reasoning_effort* says, the template is told too, by that name.
+    *reasoning_effort* says, the template is told too, by that name. It is told of *tools* whatever *tool_choice* is, so
+    that the prompts of one conversation begin alike.
     """
 
     messages: Annotated[list[Message], msgspec.Meta(max_length=MOST_MESSAGES)]
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)] = msgspec.field(default_factory=list)
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict)
     continue_final_message: bool = False
     reasoning_effort: Text | None = None
@@ -136,7 +165,10 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError("messages: the list is empty; send one message or more")
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise ValueError("continue_final_message: the last message is not the assistant's; leave it out")
-        check_breakpoints([control for message in self.messages for _, control in message.cache_controls()])
+        if self.continue_final_message and self.messages[-1].tool_calls:
+            raise ValueError("messages: the last one calls tools; send what they have answered behind it")
+        check_tools(self.tools, self.tool_choice)
+        check_breakpoints(cache_controls(self.tools, self.messages))
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: set logprobs to true as well")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -163,30 +195,66 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
         if tokenizer.chat_template is None:
             message = "the model's tokenizer has no chat template; use /v1/completions, or a model made for chats"
             raise ApiError(400, message, code="no_chat_template")
+        traits = self._traits(tokenizer)
+        if self.tools and not traits.writes_tools:
+            message = (
+                "the model's chat template writes no tools; leave them out, or serve a model that was made for them"
+            )
+            raise ApiError(400, message, param="tools", code="no_tools")
         try:
-            text = PrefixedText(tokenizer, self._text(tokenizer, self.messages), limit)
-            return [Prompt(text.token_ids, list(self._breakpoints(tokenizer, text)))]
+            text = PrefixedText(tokenizer, self._text(tokenizer, traits, self.messages, self.tools), limit)
+            return [Prompt(text.token_ids, sorted(self._breakpoints(tokenizer, traits, text), key=_place))]
         except TooManyTokens:
             raise
         except NotOfTheTemplate as error:
             raise ApiError(400, str(error), param="chat_template_kwargs", code="invalid_value") from None
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:  # what filters raise
+        except TEMPLATE_ERRORS as error:
             message = f"the model's chat template does not take these messages: {error}"
             raise ApiError(400, message, param="messages", code="invalid_value") from None
 
-    def _text(self, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
-        written = [message.for_template() for message in messages]
-        return chat_text(tokenizer, written, self._variables, is_continued=self.continue_final_message)
+    def _traits(self, tokenizer: PreTrainedTokenizerBase) -> TemplateTraits:
+        """How the template is told of tools; it is only asked if there is something to tell."""
+        has_calls = any(message.tool_calls or message.role == "tool" for message in self.messages)
+        return TemplateTraits.of(tokenizer) if self.tools or has_calls else PLAIN
 
-    def _breakpoints(self, tokenizer: PreTrainedTokenizerBase, text: PrefixedText) -> Iterator[Breakpoint]:
-        """Where the parts with a `cache_control` end in the prompt. The template is asked, which may write them anew:
-        it writes the whole conversation with a mark there, and what comes before that is compared with *text*."""
+    def _text(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        traits: TemplateTraits,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        is_asked: bool = True,
+    ) -> str:
+        names = {call.id: call.function.name for message in self.messages for call in message.tool_calls or ()}
+        return chat_text(
+            tokenizer,
+            [message.answering(names).for_template(traits) for message in messages],
+            self._variables,
+            tools=[tool.for_template() for tool in tools],
+            is_continued=is_asked and self.continue_final_message,
+            is_asked=is_asked,
+        )
+
+    def _breakpoints(
+        self, tokenizer: PreTrainedTokenizerBase, traits: TemplateTraits, text: PrefixedText
+    ) -> Iterator[Breakpoint]:
+        """Where what has a `cache_control` ends in the prompt. The template is asked, which may write it anew: it
+        writes the conversation with a mark there, or no more than is up to there, and what comes before that is
+        compared with *text*."""
+        write = partial(self._text, tokenizer, traits)
+        for place, tool in enumerate(self.tools):
+            if tool.cache_control is not None:
+                other = Tool(Function(_HERE))
+                yield from _marked(text, write(self.messages, [*self.tools[: place + 1], other]), tool.cache_control)
         for place, message in enumerate(self.messages):
             for number, control in message.cache_controls():
-                marked = [*self.messages[:place], message.marked(number), *self.messages[place + 1 :]]
-                before, mark, _ = self._text(tokenizer, marked).partition(_HERE)
-                if mark:  # else the template has left the part out
-                    yield Breakpoint(text.num_tokens_shared(before), control.ttl_s)
+                before, after = self.messages[:place], self.messages[place + 1 :]
+                if number is None:
+                    up_to_here = write([*before, message], self.tools, is_asked=False)
+                    yield Breakpoint(text.num_tokens_shared(up_to_here), control.ttl_s)
+                else:
+                    marked = [*before, message.marked(number), *after]
+                    yield from _marked(text, write(marked, self.tools), control)
 
     @property
     def document_ids(self) -> list[str]:
@@ -206,3 +274,14 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_f
     def max_new_tokens(self, room: int) -> int:
         """How many tokens to generate at most; *room* is what the longest request has left beside the prompt."""
         return self.max_completion_tokens or self.max_tokens or max(1, room)
+
+
+def _marked(text: PrefixedText, marked: str, control: CacheControl) -> Iterator[Breakpoint]:
+    """The breakpoint at the mark; none if the template has left out what has it."""
+    before, mark, _ = marked.partition(_HERE)
+    if mark:
+        yield Breakpoint(text.num_tokens_shared(before), control.ttl_s)
+
+
+def _place(breakpoint: Breakpoint) -> int:
+    return breakpoint.num_tokens

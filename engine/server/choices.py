@@ -4,11 +4,15 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from kvtier.engine.async_llm import AsyncLLM, Piece
+from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.timeline import Caller
+
+Scores: TypeAlias = Sequence[TokenLogprobs | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +42,15 @@ async def generate(
 ) -> AsyncGenerator[ChoicePiece, None]:
     """Yield the pieces of all *choices*, which are grouped by prompt, until the last choice has ended.
 
-    The first choice of a prompt computes it. The others start with its first token, and find its blocks.
+    The first choice of a prompt computes it. The others start with its first token, find its blocks, and are told its
+    log probabilities with theirs.
     Of several choices each has a request id of its own, which ends in its index. Closing the iterator ends all choices.
     An error of one ends all, and is raised here.
     """
     pieces: asyncio.Queue[ChoicePiece | BaseException] = asyncio.Queue()
     tasks: list[asyncio.Task[None]] = []
 
-    async def follow(choice: Choice, followers: Sequence[Choice]) -> None:
+    async def follow(choice: Choice, followers: Sequence[Choice], scores: Scores = ()) -> None:
         try:
             stream = llm.generate(
                 choice.prompt,
@@ -61,8 +66,9 @@ async def generate(
             )
             async with aclosing(stream):
                 async for piece in stream:
-                    pieces.put_nowait(ChoicePiece(choice.index, piece))
-                    tasks.extend(asyncio.create_task(follow(follower, ())) for follower in followers)
+                    pieces.put_nowait(ChoicePiece(choice.index, _scored(piece, scores) if scores else piece))
+                    of_prompt = piece.prompt_logprobs
+                    tasks.extend(asyncio.create_task(follow(follower, (), of_prompt)) for follower in followers)
                     followers = ()
         except BaseException as error:  # the task's top: the reader of the pieces learns of it
             pieces.put_nowait(error)
@@ -80,3 +86,9 @@ async def generate(
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+
+
+def _scored(piece: Piece, scores: Scores) -> Piece:
+    """The piece with what another choice has found of the same prompt's tokens."""
+    done = None if piece.completion is None else replace(piece.completion, prompt_logprobs=list(scores))
+    return replace(piece, completion=done, prompt_logprobs=scores)

@@ -6,39 +6,46 @@ from collections.abc import Iterator, Sequence
 from kvtier.engine.async_llm import Piece
 from kvtier.engine.model.logprobs import TokenLogprobs
 from kvtier.engine.server.api_error import ApiError
+from kvtier.engine.server.completion_request import CompletionRequest
 from kvtier.engine.server.event_stream import DONE, data_event
-from kvtier.engine.server.generation_request import StreamOptions
+from kvtier.engine.server.prompt import Prompt
+from kvtier.engine.server.prompt_logprobs import prompt_logprobs
 from kvtier.engine.server.reply import Answer, chunk_fields, envelope
 from kvtier.engine.server.token_text import TokenText, finite
 from kvtier.engine.server.usage import Usage
 
+_Scored = Sequence[tuple[int, TokenLogprobs | None]]  # token ids, and what is told of them
+
 
 class CompletionReply:
-    """A `Reply` whose chunks have the same form as the whole answer."""
+    """A `Reply` whose chunks have the same form as the whole answer. An echo stands before the choice's own text."""
 
-    def __init__(self, model: str, text: TokenText, usage: Usage, tells_logprobs: bool, options: StreamOptions) -> None:
-        self._head = envelope("text_completion", "cmpl", model)
+    def __init__(self, asked: CompletionRequest, prompts: Sequence[Prompt], text: TokenText, usage: Usage) -> None:
+        self._head = envelope("text_completion", "cmpl", asked.model)
+        self._asked = asked
+        self._prompts = prompts
         self._text = text
         self._usage = usage
-        self._tells_logprobs = tells_logprobs
-        self._options = options
+        self._options = asked.chunk_options
         self._offsets: Counter[int] = Counter()  # characters of each choice's tokens so far
+        self._begun: set[int] = set()
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, object]:
-        choices = [
-            self._choice(
-                answer.index, answer.completion.text, answer.completion.logprobs, answer.completion.finish_reason
-            )
-            for answer in answers
-        ]
+        choices = []
+        for index, done in ((answer.index, answer.completion) for answer in answers):
+            choice = self._choice(index, done.text, done.logprobs, done.finish_reason, done.prompt_logprobs)
+            if (num_top := self._asked.prompt_logprobs) is not None:
+                choice["prompt_logprobs"] = prompt_logprobs(done.prompt_logprobs, num_top, self._text)
+            choices.append(choice)
         return {**self._head, "choices": choices, **self._used()}
 
     def events(self, index: int, piece: Piece) -> Iterator[bytes]:
-        if piece.text or piece.logprobs or piece.completion:
+        echoes = self._asked.echo and index not in self._begun
+        if piece.text or piece.logprobs or piece.completion or echoes:
             logprobs = [] if piece.logprobs is None else [piece.logprobs]
             finish_reason = None if piece.completion is None else piece.completion.finish_reason
-            choice = self._choice(index, piece.text, logprobs, finish_reason)
-            fields = chunk_fields(self._options, piece.text, choice["logprobs"])
+            choice = self._choice(index, piece.text, logprobs, finish_reason, piece.prompt_logprobs)
+            fields = chunk_fields(self._options, str(choice["text"]), choice["logprobs"])
             yield data_event({**self._head, "choices": [choice], **fields})
 
     def last_events(self) -> Iterator[bytes]:
@@ -53,27 +60,37 @@ class CompletionReply:
         return {"usage": self._usage.openai(), "kvtier": self._usage.kvtier()}
 
     def _choice(
-        self, index: int, text: str, logprobs: Sequence[TokenLogprobs], finish_reason: str | None
+        self,
+        index: int,
+        text: str,
+        logprobs: Sequence[TokenLogprobs],
+        finish_reason: str | None,
+        of_prompt: Sequence[TokenLogprobs | None],
     ) -> dict[str, object]:
-        told = self._logprobs(index, logprobs) if self._tells_logprobs else None
+        """The choice, or its next piece; the first one has the echo, of whose tokens *of_prompt* is told."""
+        scored: list[tuple[int, TokenLogprobs | None]] = [(item.token_id, item) for item in logprobs]
+        if self._asked.echo and index not in self._begun:
+            self._begun.add(index)
+            prompt = self._prompts[index // self._asked.n]
+            text = self._text.of_prompt(prompt) + text
+            scored = [*zip(prompt.token_ids, of_prompt, strict=False), *scored]
+        told = None if self._asked.logprobs is None else self._logprobs(index, scored, self._asked.logprobs)
         return {"index": index, "text": text, "logprobs": told, "finish_reason": finish_reason}
 
-    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> dict[str, object]:
-        tokens = [self._text.of(item.token_id) for item in logprobs]
+    def _logprobs(self, index: int, scored: _Scored, num_top: int) -> dict[str, object]:
+        tokens = [self._text.of(token_id) for token_id, _ in scored]
         offsets = []
         for token in tokens:
             offsets.append(self._offsets[index])
             self._offsets[index] += len(token)
-        top = [  # the chosen token too, likely or not
-            {
-                self._text.of(token_id): finite(logprob)
-                for token_id, logprob in (*item.top, (item.token_id, item.logprob))
-            }
-            for item in logprobs
-        ]
+        items = [item for _, item in scored]
         return {
             "tokens": tokens,
-            "token_logprobs": [finite(item.logprob) for item in logprobs],
-            "top_logprobs": top,
+            "token_logprobs": [None if item is None else finite(item.logprob) for item in items],
+            "top_logprobs": [None if item is None else self._likeliest(item, num_top) for item in items],
             "text_offset": offsets,
         }
+
+    def _likeliest(self, item: TokenLogprobs, num_top: int) -> dict[str, float]:
+        pairs = (*item.top[:num_top], (item.token_id, item.logprob))  # the token itself too, likely or not
+        return {self._text.of(token_id): finite(logprob) for token_id, logprob in pairs}

@@ -1,23 +1,27 @@
 """CompletionRequest: the body of `POST /v1/completions`, prompts to continue."""
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Annotated, cast
 
+import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.llm import encode
-from kvtier.engine.server.generation_request import GenerationRequest, LogprobCount, TokenCount
+from kvtier.engine.server.generation_request import IGNORED, GenerationRequest, LogprobCount, TokenCount
 from kvtier.engine.server.prompt import Prompt
 from kvtier.engine.text.prompt_limit import PromptLimit
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+COMPLETION_IGNORED = IGNORED | {"reasoning_effort"}  # which is for a chat's template
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One prompt or many, each a text or token ids."""
+    """One prompt or many, each a text or token ids. With *echo* each answer begins with its prompt, whose tokens'
+    *logprobs* are told too; with *max_tokens* 0 that is all of it."""
 
     prompt: str | list[str | int | list[int]]
-    max_tokens: TokenCount = DEFAULT_MAX_TOKENS
+    echo: bool = False
+    max_tokens: Annotated[int, msgspec.Meta(ge=0)] = DEFAULT_MAX_TOKENS
     logprobs: LogprobCount | None = None
     best_of: TokenCount | None = None
 
@@ -25,6 +29,8 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
         super().__post_init__()
         if self.best_of not in (None, self.n):
             raise ValueError("best_of is not supported; leave it out, and choose among n yourself")
+        if not self.max_tokens and not self.tells_prompt:
+            raise ValueError("max_tokens: nothing would be answered; set echo to true as well, or ask for 1 or more")
         if isinstance(self.prompt, list) and len({type(item) for item in self.prompt}) != 1:
             raise ValueError("prompt: give a text, a list of texts, token ids, or a list of lists of token ids")
 
@@ -32,6 +38,17 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
     def num_top_logprobs(self) -> int | None:
         """How many of the likeliest tokens to tell with each token; None: no log probabilities."""
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to find for each token of the prompt."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((number for number in asked if number is not None), default=None)
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether the answer has the prompt in it, or what is thought of its tokens."""
+        return self.echo or super().tells_prompt
 
     @property
     def num_prompts(self) -> int:
@@ -46,8 +63,10 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unk
         TooManyTokens and UnknownToken for a prompt that is beyond *limit*.
         """
         asked = [self.prompt] if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else self.prompt
-        prompts = [_encode(tokenizer, prompt, limit, not document) for prompt in asked]
-        return [Prompt([*document, *prompt] if document else prompt) for prompt in prompts]
+        prompts = [(prompt, _encode(tokenizer, prompt, limit, not document)) for prompt in asked]
+        if document:
+            return [Prompt([*document, *token_ids]) for _, token_ids in prompts]
+        return [Prompt(ids, text=prompt if isinstance(prompt, str) else None) for prompt, ids in prompts]
 
     def max_new_tokens(self, room: int) -> int:
         """How many tokens to generate at most; *room* is what the longest request has left beside the prompt."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator
 
-from kvtier.engine.config import Config, DiskConfig, SchedulerConfig, ServerConfig
+from kvtier.engine.config import Config, DeviceConfig, DiskConfig, SchedulerConfig, ServerConfig
 from kvtier.engine.server.api_keys import ApiKeys
 from kvtier.tiers.naming.groups import AttentionGroup
 
@@ -20,6 +20,8 @@ def dead_settings(config: Config, groups: Collection[AttentionGroup], keys: ApiK
 
 def _of_the_engine(config: Config, groups: Collection[AttentionGroup]) -> Iterator[str]:
     scheduler, default = config.scheduler, SchedulerConfig()
+    if config.device.gpu_memory_utilization is not None and config.device.capacity != DeviceConfig().capacity:
+        yield "device.capacity: gpu_memory_utilization takes its place"
     if config.device.retention_tokens is not None and not any(group.forgets for group in groups):
         yield "device.retention_tokens: no layer of this model has a window"
     has_tiers = config.host is not None or config.sidecar is not None

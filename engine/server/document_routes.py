@@ -1,4 +1,4 @@
-"""`/v1/documents`: put, list, show, warm, pin and delete documents; each tenant has its own."""
+"""`/v1/kvtier/documents`: put, list, show, warm, pin and delete documents; each tenant has its own."""
 
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
@@ -8,6 +8,7 @@ import msgspec
 from jinja2.exceptions import TemplateError
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from kvtier.engine.documents.document import MOST_PINNED_S, Document, Form
 from kvtier.engine.documents.documents import Documents, TooManyDocuments
@@ -18,6 +19,7 @@ from kvtier.engine.server.connection import while_connected
 from kvtier.engine.server.document_object import damaged_object, document_object
 from kvtier.engine.server.facts import facts_of
 from kvtier.engine.server.generation_request import Text
+from kvtier.engine.server.paths import DOCUMENTS, OLD_DOCUMENTS
 from kvtier.engine.server.request_body import parse, read_body
 from kvtier.engine.server.service import Service
 from kvtier.engine.text.least_tokens import TooManyTokens
@@ -47,8 +49,15 @@ class PinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MOST_PINNED_S)]
 
 
-async def answer(request: Request) -> Response:
-    """The answer to a request for `/v1/documents`, `/v1/documents/{id}` or `/v1/documents/{id}/{action}`."""
+def routes() -> Iterator[Route]:
+    """The routes of documents, also below the path where they were before."""
+    for path in (DOCUMENTS, OLD_DOCUMENTS):
+        yield Route(path, _answer)
+        yield Route(f"{path}/{{id}}", _answer, methods=["GET", "PUT", "DELETE"])
+        yield Route(f"{path}/{{id}}/{{action}}", _answer, methods=["POST", "DELETE"])
+
+
+async def _answer(request: Request) -> Response:
     request.app.state.service.check_open()
     document_id, action = request.path_params.get("id"), request.path_params.get("action")
     if document_id is None:

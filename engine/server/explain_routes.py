@@ -21,6 +21,7 @@ from kvtier.engine.server.named_documents import with_document_texts
 from kvtier.engine.server.request_body import parse, read_body
 from kvtier.engine.server.service import Service
 from kvtier.engine.server.tenancy import effective_salt
+from kvtier.engine.server.tool_calls.tool import MOST_TOOLS, Tool
 from kvtier.engine.text.chat_template import TemplateValue
 from kvtier.engine.text.least_tokens import TooManyTokens
 from kvtier.tiers.naming.block_hash import ExtraKeys
@@ -36,6 +37,7 @@ class ExplainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     model: str | None = None
     prompt: Text | Annotated[list[_TokenId], msgspec.Meta(min_length=1)] | None = None
     messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)] = []  # of the chat
     chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict)
     cache_salt: Text | None = None
     request_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None
@@ -105,6 +107,7 @@ async def _token_ids(
         whole = ChatRequest(
             model=name,
             messages=asked.messages,
+            tools=asked.tools,
             chat_template_kwargs=asked.chat_template_kwargs,
             cache_salt=asked.cache_salt,
         )

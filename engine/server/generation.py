@@ -4,23 +4,24 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from typing import TypeAlias
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
-from kvtier.engine.async_llm import AsyncLLM
+from kvtier.engine.async_llm import AsyncLLM, Piece
 from kvtier.engine.documents.worker import PROMPT_PIN_S
 from kvtier.engine.model.sampling import WrongParameter
 from kvtier.engine.scheduling.request_options import RequestOptions
 from kvtier.engine.scheduling.timeline import Caller
 from kvtier.engine.server.api_error import ApiError, json_response
 from kvtier.engine.server.chat_reply import ChatReply
-from kvtier.engine.server.chat_request import ChatRequest, unknown_fields
+from kvtier.engine.server.chat_request import CHAT_NEUTRAL, ChatRequest, unknown_fields
 from kvtier.engine.server.choices import Choice, ChoicePiece, generate
 from kvtier.engine.server.completion_reply import CompletionReply
-from kvtier.engine.server.completion_request import CompletionRequest
+from kvtier.engine.server.completion_request import COMPLETION_IGNORED, CompletionRequest
 from kvtier.engine.server.connection import in_time, while_connected
 from kvtier.engine.server.event_stream import HEADERS
 from kvtier.engine.server.facts import facts_of
@@ -34,20 +35,24 @@ from kvtier.engine.server.request_body import fit, json_object, parse, read_body
 from kvtier.engine.server.service import Service
 from kvtier.engine.server.tenancy import effective_salt
 from kvtier.engine.server.token_text import TokenText
+from kvtier.engine.server.tool_calls.tool_use import ToolFormat, ToolUse
 from kvtier.engine.server.usage import Usage
 from kvtier.engine.server.waiting_room import RoomFull, Visit
 from kvtier.engine.text.least_tokens import TooManyTokens
 
 Asked: TypeAlias = CompletionRequest | ChatRequest
-ReplyOf: TypeAlias = Callable[[Asked, TokenText, Usage], Reply]
+ReplyOf: TypeAlias = Callable[[Asked, Sequence[Prompt], TokenText, Usage, ToolUse], Reply]
+
+_T = TypeVar("_T")
 
 MOST_TIMES_TOO_LONG = 8  # a prompt that is to be cut is tokenized first
 
 
-def openai_reply(asked: Asked, text: TokenText, usage: Usage) -> Reply:
+def openai_reply(asked: Asked, prompts: Sequence[Prompt], text: TokenText, usage: Usage, tools: ToolUse) -> Reply:
     """Write the answer as OpenAI's endpoints do."""
-    kind = ChatReply if isinstance(asked, ChatRequest) else CompletionReply
-    return kind(asked.model, text, usage, asked.num_top_logprobs is not None, asked.chunk_options)
+    if isinstance(asked, ChatRequest):
+        return ChatReply(asked.model, text, usage, tools, asked.num_top_logprobs is not None, asked.chunk_options)
+    return CompletionReply(asked, prompts, text, usage)
 
 
 class Generation:
@@ -94,10 +99,11 @@ class Generation:
                     prompts, text = await llm.with_tokenizer(
                         lambda tokenizer: (self._prompts(tokenizer, llm), TokenText(tokenizer)), tenant
                     )
-                    choices = self._choices(prompts, llm)
+                    tools = tool_use(asked, service.tool_format)
+                    choices = self._choices(prompts, llm, tools)
                 visit.prompts = [group[0].prompt for group in choices]
                 await visit.wait_for_turn()
-                reply = self._reply_of(asked, text, self._usage)
+                reply = self._reply_of(asked, prompts, text, self._usage, tools)
                 if isinstance(asked, ChatRequest):
                     service.conversations.add(facts_of(scope).request_id, tenant, asked.messages)
                 salt = effective_salt(tenant, asked.cache_salt, service.is_strict)
@@ -105,10 +111,11 @@ class Generation:
                     keeper = PromptKeeper(service.documents, self._usage, tenant, lora, salt)
                     observed = self._observed(self._kept(pieces, prompts, keeper), visit)
                     if asked.stream:
-                        await self._send_stream(observed, reply, send)
+                        await self._send_stream(observed, reply, send, tenant)
                     else:
                         answers = await self._collect(observed)
-                        await json_response(reply.whole(answers))(scope, receive, send)
+                        response = await self._written(lambda: json_response(reply.whole(answers)), tenant)
+                        await response(scope, receive, send)
         except RoomFull as full:
             headers = {"Retry-After": str(full.retry_after_s)}
             raise ApiError(429, f"{full}", code="queue_full", headers=headers) from None
@@ -132,20 +139,24 @@ class Generation:
             return prompts if num_kept is None else [prompt.last(num_kept) for prompt in prompts]
         except TooManyTokens as error:
             message = (
-                f"This model's maximum context length is {longest} tokens, and the prompt may have {most} of them. "
-                f"It has {error.num_least + len(self._document)} or more. Please shorten it."
+                f"This model's maximum context length is {longest} tokens, and the prompt may have {most} of them "
+                f"beside {self._max_new_tokens(0)} in the completion. It has {error.num_least + len(self._document)} "
+                "or more. Please shorten one of them."
             )
             raise ApiError(400, message, code="context_length_exceeded", param=self._field) from None
 
-    def _choices(self, prompts: Sequence[Prompt], llm: AsyncLLM) -> list[list[Choice]]:
+    def _choices(self, prompts: Sequence[Prompt], llm: AsyncLLM, tools: ToolUse) -> list[list[Choice]]:
         """The choices of each prompt. ApiError 400 for a prompt that is too long."""
         asked = self._asked
+        structured = tools.structured
         groups = []
         for number, prompt in enumerate(each.token_ids for each in prompts):
             self._check_length(len(prompt), self._max_new_tokens(0), llm.longest_request)
             max_tokens = self._max_new_tokens(llm.longest_request - len(prompt))
             indices = range(number * asked.n, (number + 1) * asked.n)
-            samplings = [asked.sampling(i % asked.n, max_tokens, llm.sampling_defaults) for i in indices]
+            samplings = [
+                tools.shown(asked.sampling(i % asked.n, max_tokens, llm.sampling_defaults, structured)) for i in indices
+            ]
             groups.append([Choice(i, prompt, sampling) for i, sampling in zip(indices, samplings, strict=True)])
         return groups
 
@@ -216,22 +227,32 @@ class Generation:
                 answers.append(Answer(item.index, item.piece.completion))
         return sorted(answers, key=lambda answer: answer.index)
 
-    async def _send_stream(self, pieces: AsyncIterator[ChoicePiece], reply: Reply, send: Send) -> None:
+    async def _send_stream(
+        self, pieces: AsyncIterator[ChoicePiece], reply: Reply, send: Send, tenant: str | None
+    ) -> None:
         """Send *pieces* as events. Nothing is sent before the first one, so an error until then has its own status."""
-        has_begun = False
+        begun: set[int] = set()
         try:
             async for item in pieces:
-                if not has_begun:
+                if not begun:
                     await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-                    has_begun = True
-                if events := b"".join(reply.events(item.index, item.piece)):
+                write = partial(_joined_events, reply, item.index, item.piece)
+                events = write() if item.index in begun else await self._written(write, tenant)
+                begun.add(item.index)
+                if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
             last = b"".join(reply.last_events())
         except ApiError as error:
-            if not has_begun:
+            if not begun:
                 raise
             last = reply.error_event(error)
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _written(self, write: Callable[[], _T], tenant: str | None) -> _T:
+        """What *write* returns; where it tells of each token of a prompt it is called in a tokenizer's thread."""
+        if not self._asked.tells_prompt:
+            return write()
+        return await self._service.llm.with_tokenizer(lambda _: write(), tenant)
 
     def _tell(self, scope: Scope) -> None:
         usage = self._usage
@@ -244,6 +265,17 @@ class Generation:
         }
 
 
+def _joined_events(reply: Reply, index: int, piece: Piece) -> bytes:
+    return b"".join(reply.events(index, piece))
+
+
+def tool_use(asked: Asked, form: ToolFormat) -> ToolUse:
+    """The tools of a request; only a chat may have any. `WrongParameter` for what is no schema or grammar."""
+    if isinstance(asked, ChatRequest):
+        return ToolUse(asked.tools, asked.tool_choice, asked.parallel_tool_calls, form, asked.structured)
+    return ToolUse((), "none", False, form, asked.structured)
+
+
 def _caller(scope: Scope) -> Caller:
     facts = facts_of(scope)
     return Caller(facts.request_id, facts.tenant, None if facts.trace is None else facts.trace.header)
@@ -254,7 +286,7 @@ async def complete(request: Request) -> Generation:
     service: Service = request.app.state.service
     service.check_open()
     body = await read_body(request, service.settings)
-    asked = parse(body, CompletionRequest, IGNORED | {"reasoning_effort"}, NEUTRAL)
+    asked = parse(body, CompletionRequest, COMPLETION_IGNORED, NEUTRAL)
     return Generation(service, *with_document(service, facts_of(request.scope).tenant, asked))
 
 
@@ -265,5 +297,5 @@ async def chat(request: Request) -> Generation:
     body = await read_body(request, service.settings)
     content = json_object(body)
     tell_ignored(unknown_fields(content.get("messages")))
-    asked = fit(content, ChatRequest, IGNORED, NEUTRAL)
+    asked = fit(content, ChatRequest, IGNORED, CHAT_NEUTRAL)
     return Generation(service, with_document_texts(service, facts_of(request.scope).tenant, asked))

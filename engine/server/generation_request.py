@@ -6,7 +6,15 @@ import msgspec
 
 from kvtier.engine.model.sampling import SamplingParams
 from kvtier.engine.model.sampling_defaults import SamplingDefaults
+from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
 from kvtier.engine.scheduling.request_options import RequestOptions
+from kvtier.engine.server.response_format import (
+    AskedOutputs,
+    Choices,
+    JsonSchema,
+    ResponseFormat,
+    as_structured_outputs,
+)
 
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
@@ -16,9 +24,10 @@ MOST_BAD_WORDS = 128
 MOST_BAD_WORD_CHARACTERS = 256
 _SEEDS = 1 << 64
 
-# OpenAI's parameters that say nothing about the answer: any value is let pass …
+# OpenAI's parameters, and vLLM's, that say nothing about the answer: any value is let pass …
 IGNORED = frozenset(
     {
+        "guided_decoding_backend",
         "metadata",
         "parallel_tool_calls",
         "prediction",
@@ -34,12 +43,10 @@ IGNORED = frozenset(
 # … and those that would change it, with the values that ask for no change: any other value is refused.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "audio": (),
-    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -81,7 +88,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     Beyond OpenAI's: *cache_salt*, *priority* (lower is more urgent), *truncate_prompt_tokens* (of a longer prompt only
     the last so many are taken; -1: as many as there may be), *kvtier*, and of vLLM's *top_k*, *min_p*,
-    *repetition_penalty*, *min_tokens*, *bad_words*, *stop_token_ids*, *ignore_eos*.
+    *repetition_penalty*, *min_tokens*, *bad_words*, *stop_token_ids*, *ignore_eos*, *prompt_logprobs*,
+    *structured_outputs* and what was before it, *guided_json* and its like.
     """
 
     model: str
@@ -105,11 +113,20 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     cache_salt: Text | None = None
     priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 0
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    prompt_logprobs: LogprobCount | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: AskedOutputs | None = None
+    guided_json: JsonSchema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
     kvtier: KvtierOptions = KvtierOptions()
 
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: there is no stream; set stream to true or leave them out")
+        if self.stream and self.prompt_logprobs is not None:  # as at vLLM
+            raise ValueError("prompt_logprobs: a stream does not tell them; set stream to false, or ask for an echo")
         if self.truncate_prompt_tokens is not None and self.kvtier.document is not None:
             raise ValueError("truncate_prompt_tokens: the document would be cut; leave one of them out")
 
@@ -129,14 +146,35 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return most if asked == -1 else asked or None
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to find for each token of the prompt; None: the prompt is not scored."""
+        return self.prompt_logprobs
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether the answer is as long as the prompt: it says something of each of its tokens."""
+        return self.prompt_logprobs is not None
+
+    @property
     def options(self) -> RequestOptions:
         """What the request asks of the queue and the cache."""
         return RequestOptions(self.priority, not self.kvtier.skip_reading_prefix_cache, self.kvtier.max_load_tokens)
 
-    def sampling(self, choice: int, max_tokens: int, defaults: SamplingDefaults) -> SamplingParams:
+    @property
+    def structured(self) -> StructuredOutputs | None:
+        """What the text has to be; None if any will do. `WrongParameter` for what is no schema or grammar."""
+        guided = {
+            kind: getattr(self, kind) for kind in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        }
+        return as_structured_outputs(self.response_format, self.structured_outputs, guided)
+
+    def sampling(
+        self, choice: int, max_tokens: int, defaults: SamplingDefaults, structured: StructuredOutputs | None
+    ) -> SamplingParams:
         """How to generate the choice of that number among *n*; each has a seed of its own, or all would be the same.
 
-        *defaults* hold where the request does not say. `WrongParameter` for parameters that do not go together.
+        *defaults* hold where the request does not say; *structured* is its property.
+        `WrongParameter` for parameters that do not go together.
         """
         return SamplingParams(
             max_tokens=max_tokens,
@@ -155,6 +193,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             logprobs=self.num_top_logprobs,
+            prompt_logprobs=None if choice else self.num_prompt_logprobs,  # all choices have the same prompt
+            structured_outputs=structured,
         )
 
 

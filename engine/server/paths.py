@@ -7,16 +7,17 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = f"{MESSAGES}/count_tokens"
-DOCUMENTS = "/v1/documents"
 MODELS = "/v1/models"
-EXPLAIN = "/v1/kvtier/explain"
-OPERATE = "/v1/kvtier/operate"
+KVTIER = "/v1/kvtier"  # below it is what no other server has
+DOCUMENTS, STATS = f"{KVTIER}/documents", f"{KVTIER}/stats"
+EXPLAIN, OPERATE = f"{KVTIER}/explain", f"{KVTIER}/operate"
+OLD_DOCUMENTS, OLD_STATS = "/v1/documents", "/stats"  # the same, where they were before
 HEALTH, READY, METRICS, VERSION = "/health", "/ready", "/metrics", "/version"
-STATS = "/stats"
+OPENAPI, DOCS = "/openapi.json", "/docs"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"  # as vLLM has them
 
-OPEN = frozenset({HEALTH, READY, VERSION, PAGE})  # need no key: their answers have nothing of a tenant's
-OF_ALL = frozenset({METRICS, STATS, *DATA_PATHS})  # count all tenants together
+OPEN = frozenset({HEALTH, READY, VERSION, PAGE, OPENAPI, DOCS})  # need no key: their answers have nothing of a tenant's
+OF_ALL = frozenset({METRICS, STATS, OLD_STATS, *DATA_PATHS})  # count all tenants together
 QUIET = frozenset({HEALTH, READY, METRICS, PAGE, *DATA_PATHS})  # machines and pages ask for them again and again
 _NAMED = frozenset(
     {
@@ -27,12 +28,15 @@ _NAMED = frozenset(
         TOKENIZE,
         DETOKENIZE,
         DOCUMENTS,
+        OLD_DOCUMENTS,
         MODELS,
         EXPLAIN,
         HEALTH,
         READY,
         VERSION,
         PAGE,
+        OPENAPI,
+        DOCS,
         *OF_ALL,
     }
 )
@@ -53,7 +57,7 @@ def label_of(path: str) -> str:
 
     A client could make up any number of paths, and the id of a document may say what the document is about.
     """
-    for named in (DOCUMENTS, EXPLAIN):
+    for named in (DOCUMENTS, OLD_DOCUMENTS, EXPLAIN):
         if path.startswith(f"{named}/"):
             return f"{named}/{{id}}"
     if path.startswith(f"{ASSETS}/"):

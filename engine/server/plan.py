@@ -13,8 +13,10 @@ from kvtier.engine.byte_size import size_text
 from kvtier.engine.config import Config
 from kvtier.engine.disk_store import LEAST_BLOCKS
 from kvtier.engine.documents.documents import documents_path, how_to_keep
+from kvtier.engine.llm import torch_device
 from kvtier.engine.model.adapter_folder import UnusableLora
 from kvtier.engine.model.checkpoint import Checkpoint
+from kvtier.engine.model.gpu_share import GpuShare
 from kvtier.engine.model.layers import layers_of
 from kvtier.engine.model.lora_adapter import load_adapter
 from kvtier.engine.records.request_log import refuse_unusable
@@ -32,6 +34,7 @@ class TierSize:
     capacity_bytes: int
     num_blocks: int
     num_tokens: int
+    origin: str = ""  # where a size comes from that nobody gave, or where the tier is
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,8 @@ class Plan:
         yield f"KV         {per_token:,.0f} bytes per token, {self.block_bytes:,} per block of {self.block_size} tokens"
         for tier in self.tiers:
             size = size_text(tier.capacity_bytes)
-            yield f"{tier.name:<11}{size:>10}  {tier.num_blocks:>10,} blocks {tier.num_tokens:>12,} tokens"
+            origin = f", {tier.origin}" if tier.origin else ""
+            yield f"{tier.name:<11}{size:>10}  {tier.num_blocks:>10,} blocks {tier.num_tokens:>12,} tokens{origin}"
         if self.sidecar is not None:
             yield f"sidecar    {self.sidecar} has host memory and disk"
         yield f"longest    {self.longest_request:,} tokens, a prompt and its continuation together"
@@ -90,7 +94,7 @@ def make_plan(model: str, config: Config, keys: ApiKeys | None) -> Plan:
     layers = layers_of(skeleton, block_size, dtype.itemsize)
     groups = tuple(dict.fromkeys(group for group, _ in layers))
     block_bytes = sum(num_bytes for _, num_bytes in layers)
-    tiers = list(_tier_sizes(config, block_size, block_bytes))
+    tiers = list(_tier_sizes(config, _share(config, skeleton, dtype), block_bytes))
     model_tokens: int | None = getattr(described.get_text_config(), "max_position_embeddings", None)
     slots = [tiers[0].num_blocks] * len(groups)
     longest = longest_request(groups, slots, config.scheduler.prefill_chunk, model_tokens)
@@ -132,15 +136,23 @@ def _without_weights(described: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def _tier_sizes(config: Config, block_size: int, block_bytes: int) -> Iterator[TierSize]:
-    capacities = {"device": int(config.device.capacity)}
+def _share(config: Config, skeleton: PreTrainedModel, dtype: torch.dtype) -> GpuShare | None:
+    """The part of a GPU that the pool is in, if no size is given. ValueError where there is no GPU."""
+    if config.device.gpu_memory_utilization is None:
+        return None
+    return GpuShare.of(config, skeleton, dtype, torch_device(config.model.device))
+
+
+def _tier_sizes(config: Config, share: GpuShare | None, block_bytes: int) -> Iterator[TierSize]:
+    device = (int(config.device.capacity), "") if share is None else (share.pool_bytes, str(share))
+    sizes = {"device": device}
     if config.host is not None:
-        capacities["host"] = int(config.host.capacity)
+        sizes["host"] = (int(config.host.capacity), "")
     if config.disk is not None:
-        capacities["disk"] = capacity_within(config.disk.capacity)
-    for tier, capacity_bytes in capacities.items():
+        sizes["disk"] = (capacity_within(config.disk.capacity), f"in {config.disk.path}")
+    for tier, (capacity_bytes, origin) in sizes.items():
         num_blocks = capacity_bytes // block_bytes
-        yield TierSize(tier, capacity_bytes, num_blocks, num_blocks * block_size)
+        yield TierSize(tier, capacity_bytes, num_blocks, num_blocks * config.device.block_size, origin)
 
 
 def _refusals(config: Config, tiers: list[TierSize], block_bytes: int) -> Iterator[str]:

@@ -46,11 +46,12 @@ def envelope(kind: str, prefix: str, model: str) -> dict[str, object]:
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 
 
-def chunk_fields(options: StreamOptions, text: str, logprobs: object) -> dict[str, object]:
+def chunk_fields(options: StreamOptions, text: object, logprobs: object) -> dict[str, object]:
     """The fields of a chunk beside its choice: `usage`, null until the last chunk, and `obfuscation`, if asked for.
 
-    `obfuscation` is 1 to 32 random characters. With them what differs between the chunks of a stream, *text* and
-    *logprobs* in JSON, has a multiple of 32 bytes, so that an encrypted stream does not tell the lengths of its tokens.
+    `obfuscation` is 1 to 32 random characters. With them what differs between the chunks of a stream, *text* (or
+    calls) and *logprobs* in JSON, has a multiple of 32 bytes, so that an encrypted stream does not tell the lengths of
+    its tokens.
     """
     fields: dict[str, object] = {"usage": None} if options.include_usage else {}
     if options.include_obfuscation:

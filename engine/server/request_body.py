@@ -62,10 +62,14 @@ def fit(
 ) -> _T:
     """The *kind* that an object is. ApiError 400, which names the field, if it is none.
 
-    Fields in *ignored* may have any value, those in *neutral* only the values there; a null counts as absent.
+    Fields in *ignored* may have any value, those in *neutral* only the values there, unless the *kind* has them; a
+    null counts as absent.
     """
-    content = {name: value for name, value in content.items() if value is not None and name not in ignored}
-    for name in neutral.keys() & content.keys():
+    known: Collection[str] = getattr(kind, "__struct_fields__", ())
+    content = {
+        name: value for name, value in content.items() if value is not None and (name in known or name not in ignored)
+    }
+    for name in neutral.keys() & content.keys() - set(known):
         if content.pop(name) not in neutral[name]:
             raise ApiError(400, f"{name} is not supported; leave it out", code="unsupported_parameter", param=name)
     try:

@@ -11,6 +11,7 @@ from kvtier.engine.server.app import shutting_down
 from kvtier.engine.server.conversations import Conversations
 from kvtier.engine.server.entrance import Entrance
 from kvtier.engine.server.served_models import ServedModels
+from kvtier.engine.server.tool_calls.tool_use import ToolFormat
 from kvtier.engine.server.waiting_room import WaitingRoom
 
 _TURNS_PER_RUNNING = 2  # as many wait in the engine as run there, so that it can read ahead what they need
@@ -21,17 +22,25 @@ class Service:
     """Ready for requests from its first moment until `drain`. Owned by the event loop."""
 
     def __init__(
-        self, config: Config, models: ServedModels, entrance: Entrance, llm: AsyncLLM, documents: Documents
+        self,
+        config: Config,
+        models: ServedModels,
+        entrance: Entrance,
+        llm: AsyncLLM,
+        documents: Documents,
+        tool_format: ToolFormat,
     ) -> None:
-        """*llm* has started; *documents* are computed by it."""
+        """*llm* has started; *documents* are computed by it; its model writes calls of tools as *tool_format* says."""
         self.settings = config.server
         self.models = models
         self.llm = llm
         self.documents = documents
+        self.tool_format = tool_format
         self.operating = entrance.operating
         self.metrics = entrance.metrics
         self.registry = entrance.registry
         self.is_strict = entrance.is_strict
+        self.needs_key = entrance.keys is not None
         self.num_tenants = entrance.num_tenants
         self.conversations = Conversations()
         self.is_draining = False

@@ -4,14 +4,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -32,13 +32,14 @@ from kvtier.engine.server.app import starlette_app
 from kvtier.engine.server.engine_source import EngineSource
 from kvtier.engine.server.entrance import Entrance
 from kvtier.engine.server.facts import facts_of
+from kvtier.engine.server.openapi.routes import OpenApiRoutes
 from kvtier.engine.server.operated_engine import OperatedEngine
 from kvtier.engine.server.paths import (
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
-    DOCUMENTS,
     EXPLAIN,
+    OLD_STATS,
     OPERATE,
     READY,
     STATS,
@@ -48,6 +49,7 @@ from kvtier.engine.server.served_models import ServedModels
 from kvtier.engine.server.service import Service
 from kvtier.engine.server.stats_view import stats_view
 from kvtier.engine.server.tenancy import effective_salt
+from kvtier.engine.server.tool_calls.tool_use import ToolFormat
 from kvtier.tiers.naming.tier import Tier
 
 log = logging.getLogger(__name__)
@@ -68,14 +70,13 @@ class ServingApp:
             *message_routes(),
             Route(TOKENIZE, tokenize_routes.tokenize, methods=["POST"]),
             Route(DETOKENIZE, tokenize_routes.detokenize, methods=["POST"]),
-            Route(DOCUMENTS, document_routes.answer),
-            Route(f"{DOCUMENTS}/{{id}}", document_routes.answer, methods=["GET", "PUT", "DELETE"]),
-            Route(f"{DOCUMENTS}/{{id}}/{{action}}", document_routes.answer, methods=["POST", "DELETE"]),
+            *document_routes.routes(),
             Route(EXPLAIN, explain_routes.explain_prompt, methods=["POST"]),
             Route(f"{EXPLAIN}/{{id:path}}", explain_routes.explain_request, methods=["GET"]),
             *service.models.routes(),
             Route(READY, self._ready),
-            Route(STATS, self._stats),
+            *(Route(path, self._stats) for path in (STATS, OLD_STATS)),
+            *OpenApiRoutes(service.needs_key, service.is_strict).routes(),
             *page_routes(),
             *DashboardRoutes(dashboard, lambda request: facts_of(request.scope).tenant).routes(),
         ]
@@ -84,6 +85,11 @@ class ServingApp:
             routes.append(Route(f"{OPERATE}/{{verb}}", partial(self._operate, service.operating), methods=["POST"]))
         self._app = starlette_app(routes, service.registry)
         self._app.state.service = service
+
+    @property
+    def routes(self) -> Sequence[BaseRoute]:
+        """What it answers."""
+        return self._app.routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -184,6 +190,7 @@ async def load_app(
         return effective_salt(document.tenant, document.cache_salt, is_strict)
 
     try:
+        tool_format = await llm.with_tokenizer(partial(ToolFormat.of, asked=config.server.tool_call_parser))
         documents = await Documents.open(llm, config, salt_of, entrance.num_tenants)
     except BaseException:
         await llm.close()
@@ -192,7 +199,7 @@ async def load_app(
     fields = {"seconds": round(time.monotonic() - began_at, 1), "max_model_len": llm.longest_request}
     log.info("ready", extra={"fields": fields})
     models = replace(models, longest_request=llm.longest_request)
-    service = Service(config, models, entrance, llm, documents)
+    service = Service(config, models, entrance, llm, documents, tool_format)
     source = EngineSource(service)
     keeper = keeper_of(source.columns, history_path(config.dashboard, config.disk))
     return ServingApp(service, Dashboard(source, keeper, config.dashboard.max_viewers))

@@ -15,6 +15,7 @@ from kvtier.engine.server.generation import MOST_TIMES_TOO_LONG
 from kvtier.engine.server.ignored_fields import tell_ignored
 from kvtier.engine.server.request_body import fit, json_object, parse, read_body
 from kvtier.engine.server.service import Service
+from kvtier.engine.server.tool_calls.tool import MOST_TOOLS, Tool
 from kvtier.engine.text.chat_template import TemplateValue
 from kvtier.engine.text.least_tokens import TooManyTokens
 from kvtier.engine.text.prompt_limit import PromptLimit
@@ -42,13 +43,14 @@ class TokenizeChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
     model: str | None = None
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)] = []
     chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict)
     return_token_strs: bool = False
 
     def token_ids(self, tokenizer: PreTrainedTokenizerBase, limit: PromptLimit) -> Sequence[int]:
         """The ids of the prompt's tokens."""
         messages, variables = self.messages, self.chat_template_kwargs
-        asked = ChatRequest(model=self.model or "", messages=messages, chat_template_kwargs=variables)
+        asked = ChatRequest(model=self.model or "", messages=messages, tools=self.tools, chat_template_kwargs=variables)
         return asked.prompts(tokenizer, limit)[0].token_ids
 
 

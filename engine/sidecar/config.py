@@ -22,6 +22,7 @@ from kvtier.engine.config import (
     load_toml,
     parse_bytes,
     tree_from_dict,
+    with_tables,
 )
 
 _LOOPBACK = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:", "ipc://")
@@ -155,8 +156,5 @@ class SidecarConfig(Table, frozen=True, kw_only=True):
 
 def sidecar_config(source: str | Path | None, given: Mapping[str, object]) -> SidecarConfig:
     """The configuration in the TOML file *source*, with the tables *given* in place of its own; `ConfigError`."""
-    data: dict[str, object] = {} if source is None else load_toml(source)
-    for table, values in given.items():
-        found = data.get(table)
-        data[table] = {**found, **values} if isinstance(found, dict) and isinstance(values, dict) else values
+    data = with_tables({} if source is None else load_toml(source), given)
     return tree_from_dict(SidecarConfig, data, "sidecar" if source is None else str(source))

@@ -6,6 +6,7 @@ from inspect import signature
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from kvtier.engine.text.least_tokens import TooManyTokens
@@ -14,6 +15,13 @@ from kvtier.engine.text.prompt_limit import PromptLimit
 TemplateValue: TypeAlias = Any  # what JSON has
 
 PART_SEPARATOR = "\n"  # between the parts of one message
+TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+)  # the others are what filters raise
 NO_VARIABLES: Mapping[str, TemplateValue] = MappingProxyType({})
 _NOT_THE_TEMPLATES = frozenset({"messages"})  # refused as variables, beside the parameters of `apply_chat_template`
 _MOST_BEHIND = 1024  # tokens that a template may put behind a document, the question among them; in fact a handful
@@ -26,13 +34,15 @@ class NotOfTheTemplate(ValueError):
 
 def chat_text(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     variables: Mapping[str, TemplateValue] = NO_VARIABLES,
     *,
+    tools: Sequence[Mapping[str, Any]] = (),
     is_continued: bool = False,
+    is_asked: bool = True,
 ) -> str:
-    """A conversation up to the assistant's next message, or as far as its last message goes if that *is_continued*;
-    *variables* are the template's own.
+    """A conversation up to the assistant's next message, or as far as its last message goes if that *is_continued*, or
+    if nobody *is_asked* to answer it; *variables* are the template's own.
 
     jinja2's TemplateError if the template refuses the messages, `NotOfTheTemplate` for a variable that is not the
     template's.
@@ -42,8 +52,9 @@ def chat_text(
             raise NotOfTheTemplate(f"{name}: is no variable of the template's own; leave it out")
     text = tokenizer.apply_chat_template(
         [dict(message) for message in messages],
+        tools=[dict(tool) for tool in tools] or None,
         tokenize=False,
-        add_generation_prompt=not is_continued,
+        add_generation_prompt=is_asked and not is_continued,
         continue_final_message=is_continued,
         **variables,  # checked above: none of them is a parameter
     )

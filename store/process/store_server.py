@@ -82,6 +82,8 @@ class StoreServer:
             return pickle.dumps((False, portable(error)))
 
     def _put_many(self, rows: Sequence[tuple[bytes, bytes, Bytes, bytes, bytes]]) -> list[bytes]:
+        for _, _, raw, *_ in rows:
+            self._mappings.enter(raw)
         view = self._mappings.view
         return self._store.put_many([Blob(key, digest, view(raw), *origin) for key, digest, raw, *origin in rows])
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from pdf import write_pdf
-from serving import MODEL, Address, serving
+from serving import MODEL, Address, serving, tables
+from small_models import build
+from tool_templates import tool_tokenizer
 
 from kvtier.engine.commands.demo.document import Document, Fact, make_document
 from kvtier.engine.commands.demo.model import build_demo_model
@@ -176,6 +178,18 @@ def test_retrieval_with_llama_index_finds_the_passage_and_then_the_cache(server:
     assert second["device"] > BLOCK_SIZE
 
 
+def test_a_tool_is_called_with_llama_index() -> None:
+    """By a model that would write noise."""
+    name = "tools_llama_index.py"
+    if not installed(name):
+        pytest.skip("LlamaIndex is not installed; make .venv/llama-index/installed")
+    with serving(build("llama"), tables(), tokenizer=tool_tokenizer()) as server:
+        options = [*of_server(server), "--max-tokens", "200"]  # a token is a byte
+        output = run(name, *options, "When is it open?", python=interpreter(name))
+
+    assert re.match(r"opening_hours\(\{'day': '(\w+)'\}\) -> \1: (9 to 19|10 to 16|closed)\n", output)
+
+
 def test_each_turn_of_a_chat_computes_only_itself(server: Address, tmp_path: Path) -> None:
     document = make_document(6, NUM_TOKENS)
     facts = document.facts[:3]
@@ -228,7 +242,7 @@ def interpreter(name: str) -> Path:
     """LlamaIndex wants an older openai than the tests, so it may have an environment of its own."""
     apart = Path(sys.prefix) / "llama-index" / "bin" / "python"
     is_here = importlib.util.find_spec("llama_index") is not None
-    return apart if name == "rag_llama_index.py" and not is_here else Path(sys.executable)
+    return apart if "llama_index" in name and not is_here else Path(sys.executable)
 
 
 def installed(name: str) -> bool:

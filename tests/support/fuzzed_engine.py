@@ -382,7 +382,9 @@ class FuzzedEngine:
         extra = ExtraKeys(
             cache_salt=rng.choice([None] * 7 + ["b"]), lora=None if lora is None else self.core.lora_key(lora)
         )
-        sampling = SamplingParams(max_tokens=rng.choice([1, NUM_NEW]), ignore_eos=True)
+        sampling = SamplingParams(
+            max_tokens=rng.choice([1, NUM_NEW]), ignore_eos=True, prompt_logprobs=1 if rng.random() < 0.1 else None
+        )
         caller = Caller(str(len(self._asked)))
         self._asked.append(Asked(self.core.add(prompt_of(rng), sampling, extra, self.clock.now, options, caller), lora))
 
@@ -441,6 +443,9 @@ class FuzzedEngine:
         for lane in self._queue.lanes.values():
             self.tally.num_hung += lane.num_hung
             lane.let_go()
+        for asked, is_answered in self.answers():
+            scores = asked.request.scores
+            assert scores is None or scores.is_complete or not is_answered, "an answer without all its scores"
         for pin in self._pins:
             self.core.cache.unpin(pin)
         self._pins.clear()

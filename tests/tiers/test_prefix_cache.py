@@ -546,6 +546,22 @@ def test_one_that_does_not_read_the_cache_copies_no_part_of_a_block_either() -> 
     assert (reader.tokens.device, reader.tokens.copied, reader.tokens.recomputed) == (0, 0, 40)
 
 
+def test_of_a_hit_only_as_much_is_taken_as_is_wanted_and_what_else_was_found_has_its_reason() -> None:
+    desk = Desk()
+    desk.leave(desk.enter(text(1, 48)))
+    prompt = [*text(1, 40), *text(2, 40)]
+    found = desk.lookup(prompt)
+
+    taken = {most: desk.cache.at_most(found, most, Reason.SCORED) for most in (0, 20, 40)}
+
+    assert (found.num_tokens, found.partial.num_tokens) == (32, 8)
+    assert {most: hit.num_tokens for most, hit in taken.items()} == {0: 0, 20: 16, 40: 32}
+    assert [hit.partial for hit in taken.values()] == [None, None, found.partial]
+    whys = [hit.misses.after(hit.num_tokens) for hit in taken.values()]
+    assert whys[:2] == [{Reason.SCORED: 40, Reason.NEVER_SEEN: 24}, {Reason.SCORED: 24, Reason.NEVER_SEEN: 24}]
+    assert whys[2] == {Reason.NEVER_SEEN: 32}
+
+
 def test_what_one_computed_who_does_not_read_the_cache_is_found_by_others() -> None:  # S16
     desk = Desk()
 

@@ -29,6 +29,7 @@ class Reason(StrEnum):
     DEADLINE = "deadline"  # found, but the copy was too late
     COST = "cost"  # found, but computing it was expected to be faster than loading it
     SKIPPED = "skipped"  # the request asked not to read the cache, or so much of it
+    SCORED = "scored"  # found, but the request asked for log probabilities, which only computing gives
     ABORTED = "aborted"  # the request ended before its prefix had come
     LAST_BLOCK = "last_block"  # always computed: the last token's logits are what prefill is for
 

@@ -5,6 +5,7 @@ import numpy.typing as npt
 
 _FADING = 0.98  # of the weight of all earlier steps with each step: about the last fifty count
 _LEAST_STEPS = 3
+_LEAST_GAIN = 0.01  # of what a fit explains, by which another must explain more than a likelier one
 
 
 class PrefillSpeed:
@@ -60,14 +61,19 @@ def tokens_read(depth: int, num_tokens: int) -> float:
 def _non_negative_fit(
     products: npt.NDArray[np.float64], with_seconds: npt.NDArray[np.float64]
 ) -> tuple[float, float, float]:
-    """The best of all fits that leave out some of the three coefficients and make none negative."""
+    """The best of all fits that leave out some of the three coefficients and make none negative.
+
+    Of those that explain the times about as well it is the one in which more tokens cost more. Prompts of one length
+    say nothing of what a step costs apart: where noise laid all of it to steps, tokens seemed to cost nothing, and were
+    computed although they could have been loaded.
+    """
     scale = np.sqrt(np.maximum(np.diag(products), 1e-300))
     best, least_error = np.zeros(3), 0.0
-    for kept in ([0, 1, 2], [1, 2], [0, 1], [0, 2], [1], [2], [0]):
+    for kept in ([0, 1, 2], [1, 2], [0, 1], [1], [0, 2], [2], [0]):
         scaled = products[np.ix_(kept, kept)] / np.outer(scale[kept], scale[kept])
         part = np.linalg.lstsq(scaled, with_seconds[kept] / scale[kept], rcond=1e-9)[0] / scale[kept]
-        error = part @ products[np.ix_(kept, kept)] @ part - 2 * part @ with_seconds[kept]
-        if (part >= 0).all() and error < least_error:
+        error = part @ products[np.ix_(kept, kept)] @ part - 2 * part @ with_seconds[kept]  # less what all fits have
+        if (part >= 0).all() and error < least_error * (1 + _LEAST_GAIN):
             best, least_error = np.zeros(3), error
             best[kept] = part
             if len(kept) == 3:  # none that leaves something out is better

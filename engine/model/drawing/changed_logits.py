@@ -1,6 +1,6 @@
-"""Changes logits before a draw: bias, then penalties, then bans, each for all rows at once and in vLLM's order."""
+"""Changes logits before a draw: bias, penalties, bans, then grammars, each for all rows at once, in vLLM's order."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -25,6 +25,7 @@ def changed_logits(logits: torch.Tensor, samplers: Sequence[Sampler], copies: Sc
     _add_bias(changed, samplers)
     _penalise(changed, samplers)
     _ban(changed, samplers)
+    _constrain(changed, samplers)
     return changed
 
 
@@ -62,6 +63,29 @@ def _ban(logits: torch.Tensor, samplers: Sequence[Sampler]) -> None:
     banned = [sampler.banned() for sampler in samplers]
     if any(banned):
         logits[_places(logits, banned)] = -torch.inf
+
+
+def _constrain(logits: torch.Tensor, samplers: Sequence[Sampler]) -> None:
+    """Leave the rows with a grammar what it allows. Few tokens are allowed, or few are not: the others are not read."""
+    grammars = {row: sampler.grammar for row, sampler in enumerate(samplers) if sampler.grammar is not None}
+    forbidden = {row: grammar.exceptions for row, grammar in grammars.items() if grammar.allows_most}
+    if forbidden:
+        logits[_exceptions(logits, forbidden)] = -torch.inf
+    allowed = {row: grammar.exceptions for row, grammar in grammars.items() if not grammar.allows_most}
+    if allowed:
+        places = _exceptions(logits, allowed)
+        values = logits[places]
+        logits.index_fill_(0, torch.tensor(list(allowed), device=logits.device), -torch.inf)
+        logits[places] = values
+
+
+def _exceptions(
+    logits: torch.Tensor, token_ids: Mapping[int, npt.NDArray[np.int64]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and columns of *token_ids*, which are by row."""
+    rows = np.repeat(list(token_ids), [len(ids) for ids in token_ids.values()])
+    columns = np.concatenate(list(token_ids.values()))
+    return torch.from_numpy(rows).to(logits.device), torch.from_numpy(columns).to(logits.device)
 
 
 def _places(logits: torch.Tensor, token_ids: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,6 +8,7 @@ from kvtier.engine.model.drawing.changed_logits import changed_logits
 from kvtier.engine.model.drawing.cuts import Cuts, draw, draw_uncut, take_likeliest
 from kvtier.engine.model.drawing.sampler import Sampler
 from kvtier.engine.model.drawing.scratch import Scratch
+from kvtier.engine.model.structured.grammar import find_allowed
 
 # Logits that are looked at together: on a CPU in 8 MiB of float64, elsewhere in 256.
 _MOST_AT_ONCE = {"cpu": 1 << 20}
@@ -21,12 +22,14 @@ def draw_tokens(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
     """The next token id of each request from *logits* `[requests, vocab]`, float32, which stay as they are.
 
     Greedy ones take the lowest of the likeliest ids. Each sampler takes note of its token. A row of logits without a
-    largest finite one gives any token.
+    largest finite one gives any token, of those that its grammar allows if it has one.
     """
     token_ids = torch.empty(len(samplers), dtype=torch.long, device=logits.device)
     if likeliest := [i for i, sampler in enumerate(samplers) if sampler.is_greedy and not sampler.changes_logits]:
         token_ids[likeliest] = logits.argmax(dim=-1)[likeliest]
 
+    if grammars := [sampler.grammar for sampler in samplers if sampler.grammar is not None]:
+        find_allowed(grammars)
     num_rows = max(1, _MOST_AT_ONCE.get(logits.device.type, _MOST_ELSEWHERE) // logits.shape[-1])
     scratch, copies = (Scratch(min(num_rows, len(samplers)) * logits.shape[-1], logits.device) for _ in range(2))
     for rows, way in _passes(samplers, logits.shape[-1], num_rows):
@@ -34,7 +37,10 @@ def draw_tokens(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
         changed = changed_logits(_rows_of(logits, rows, copies), some, copies)
         token_ids[rows] = way(changed, Cuts.of(some, changed), scratch)
 
-    drawn: list[int] = token_ids.tolist()
+    drawn = [
+        token_id if sampler.grammar is None else sampler.grammar.nearest(token_id)
+        for sampler, token_id in zip(samplers, token_ids.tolist(), strict=True)
+    ]
     for sampler, token_id in zip(samplers, drawn, strict=True):
         sampler.on_drawn(token_id)
     return drawn

@@ -7,17 +7,26 @@ from functools import cached_property
 from kvtier.engine.model.drawing.token_bans import NO_BANS, TokenBans
 from kvtier.engine.model.drawing.token_counts import TokenCounts
 from kvtier.engine.model.sampling import SamplingParams
+from kvtier.engine.model.structured.grammar import GrammarState
 
 
 class Sampler:
-    """Random numbers, bans and counts of tokens of one request, which owns it.
+    """Random numbers, bans, counts of tokens and the grammar of one request, which owns it.
 
     They follow from its parameters and its tokens, so that other requests do not change what it draws, nor does a
     prompt that was cached.
     """
 
-    def __init__(self, params: SamplingParams, prompt_token_ids: Sequence[int] = (), bans: TokenBans = NO_BANS) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int] = (),
+        bans: TokenBans = NO_BANS,
+        grammar: GrammarState | None = None,
+    ) -> None:
+        """Takes over the state of its *grammar*, if it has one."""
         self.params = params
+        self.grammar = grammar
         # One number per token, drawn on the host: unlike a torch.Generator's, a seed means the same on CPU and GPU.
         self._random = random.Random(params.seed)
         self._prompt_token_ids = prompt_token_ids
@@ -44,8 +53,8 @@ class Sampler:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether bias, penalties or bans may change the logits."""
-        return bool(self.params.logit_bias or self._bans or self.counts is not None)
+        """Whether bias, penalties, bans or a grammar may change the logits."""
+        return bool(self.params.logit_bias or self._bans or self.counts is not None or self.grammar is not None)
 
     def banned(self) -> list[int]:
         """The token ids that must not be drawn next."""
@@ -61,3 +70,5 @@ class Sampler:
             self._output.append(token_id)
         if self.counts is not None:
             self.counts.add(token_id)
+        if self.grammar is not None:
+            self.grammar.on_drawn(token_id)

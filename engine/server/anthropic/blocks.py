@@ -1,11 +1,13 @@
 """Content blocks: what a message of Anthropic's consists of, and the parts of a chat that they become."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
 from kvtier.engine.server.cache_control import CacheControl
-from kvtier.engine.server.chat_request import DocumentPart, TextPart
+from kvtier.engine.server.chat_request import DocumentPart, Message, TextPart
+from kvtier.engine.server.tool_calls.past_call import CalledFunction, PastCall
 from kvtier.engine.text.chat_template import PART_SEPARATOR
 
 
@@ -35,7 +37,7 @@ class ContentSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 
 class FileSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="file"):
-    """A document of `/v1/documents`, by its id there."""
+    """A document of `/v1/kvtier/documents`, by its id there."""
 
     file_id: str
 
@@ -124,16 +126,41 @@ class SearchResultBlock(_Unsupported, frozen=True, tag="search_result"):
     why = "search results are not supported; send them as documents"
 
 
-class ToolUseBlock(_Unsupported, frozen=True, tag="tool_use"):
-    """A model's call of a tool."""
+class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
+    """A call that the model made in an earlier answer. What a client sends back beside it is left out."""
 
-    why = "tools are not supported; leave the block out"
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+    def parts(self) -> list[TextPart | DocumentPart]:
+        """No part: it is a call of the message."""
+        return []
+
+    def call(self) -> PastCall:
+        """The call of a chat's message."""
+        return PastCall(self.id, CalledFunction(self.name, self.input))
 
 
-class ToolResultBlock(_Unsupported, frozen=True, tag="tool_result"):
-    """What a tool has answered."""
+ResultBlock: TypeAlias = TextBlock | DocumentBlock | ImageBlock | SearchResultBlock
 
-    why = "tools are not supported; leave the block out"
+
+class ToolResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_result"):
+    """What a tool has answered. A failure is told by the text: templates have no other word for it."""
+
+    tool_use_id: str
+    content: str | list[ResultBlock] = ""
+    is_error: bool = False
+    cache_control: CacheControl | None = None
+
+    def parts(self) -> list[TextPart | DocumentPart]:
+        """No part: it is a message of its own."""
+        return []
+
+    def message(self) -> Message:
+        """The message of a chat."""
+        return Message("tool", [*parts_of(self.content)], self.cache_control, tool_call_id=self.tool_use_id)
 
 
 Block: TypeAlias = (
@@ -149,6 +176,11 @@ Block: TypeAlias = (
 Blocks: TypeAlias = str | Annotated[list[Block], msgspec.Meta(min_length=1)]
 
 
-def parts_of(content: Blocks) -> list[TextPart | DocumentPart]:
+def blocks_of(content: Blocks) -> Sequence[Block]:
+    """The blocks of a message with this content."""
+    return [TextBlock(content)] if isinstance(content, str) else content
+
+
+def parts_of(content: str | Sequence[Block]) -> list[TextPart | DocumentPart]:
     """The parts of a chat's message with this content."""
     return [TextPart(content)] if isinstance(content, str) else [part for block in content for part in block.parts()]

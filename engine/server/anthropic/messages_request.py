@@ -1,15 +1,25 @@
 """MessagesRequest: the body of `POST /v1/messages`, and the chat that it asks for."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Annotated, Literal
 
 import msgspec
 
-from kvtier.engine.server.anthropic.blocks import Blocks, TextBlock, parts_of
-from kvtier.engine.server.cache_control import CacheControl, check_breakpoints
+from kvtier.engine.server.anthropic.blocks import (
+    Block,
+    Blocks,
+    TextBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    blocks_of,
+    parts_of,
+)
+from kvtier.engine.server.anthropic.tools import AutoChoice, ClientTool, ToolChoice
+from kvtier.engine.server.cache_control import CacheControl
 from kvtier.engine.server.chat_request import MOST_MESSAGES, ChatRequest, Message
 from kvtier.engine.server.generation_request import KvtierOptions, Text
+from kvtier.engine.server.tool_calls.tool import MOST_TOOLS
 from kvtier.engine.text.chat_template import TemplateValue
 
 # Anthropic's parameters that say nothing about the answer: any value is let pass …
@@ -23,8 +33,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "output_format": (),
     "speed": ("standard",),
     "thinking": ({"type": "disabled"},),
-    "tool_choice": ({"type": "none"}, {"type": "auto"}),
-    "tools": ([],),
 }
 
 
@@ -44,12 +52,14 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str
     messages: Annotated[list[InputMessage], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
     system: str | list[TextBlock] | None = None
+    tools: Annotated[list[ClientTool], msgspec.Meta(max_length=MOST_TOOLS)] = []
+    tool_choice: ToolChoice = AutoChoice()
     cache_control: CacheControl | None = None
     cache_salt: Text | None = None
     chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_breakpoints([control for message in self.written() for _, control in message.cache_controls()])
+        Conversation.chat(self)  # which has checks of its own
 
     @property
     def is_begun(self) -> bool:
@@ -59,7 +69,8 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def written(self) -> list[Message]:
         """The messages of the chat. Those of one role in a row are one message, as Anthropic has it."""
         messages = list(self._joined())
-        messages[-1] = msgspec.structs.replace(messages[-1], cache_control=self.cache_control)
+        if self.cache_control is not None:
+            messages[-1] = msgspec.structs.replace(messages[-1], cache_control=self.cache_control)
         return messages
 
     def chat(self) -> ChatRequest:
@@ -67,6 +78,9 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return ChatRequest(
             model=self.model,
             messages=self.written(),
+            tools=[tool.tool() for tool in self.tools],
+            tool_choice=self.tool_choice.in_chat,
+            parallel_tool_calls=not self.tool_choice.disable_parallel_tool_use,
             continue_final_message=self.is_begun,
             cache_salt=self.cache_salt,
             chat_template_kwargs=self.chat_template_kwargs,
@@ -77,7 +91,25 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             blocks = [TextBlock(self.system)] if isinstance(self.system, str) else self.system
             yield Message("system", [part for block in blocks for part in block.parts()])
         for role, messages in groupby(self.messages, lambda message: message.role):
-            yield Message(role, [part for message in messages for part in parts_of(message.content)])
+            said: list[Block] = [block for message in messages for block in blocks_of(message.content)]
+            yield from _answer(said) if role == "assistant" else _question(role, said)
+
+
+def _answer(blocks: Sequence[Block]) -> Iterator[Message]:
+    """The assistant's message. The prompt may be kept up to the end of its calls, not between them."""
+    uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
+    controls = [use.cache_control for use in uses if use.cache_control is not None]
+    calls = [use.call() for use in uses] or None
+    yield Message("assistant", [*parts_of(blocks)], controls[-1] if controls else None, tool_calls=calls)
+
+
+def _question(role: Literal["user", "system"], blocks: Sequence[Block]) -> Iterator[Message]:
+    """What tools have answered, a message each, and what the user says."""
+    results = [block for block in blocks if isinstance(block, ToolResultBlock)]
+    for result in results:
+        yield result.message()
+    if len(results) < len(blocks):
+        yield Message(role, [*parts_of(blocks)])
 
 
 class MessagesRequest(Conversation, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -37,7 +37,9 @@ async def create_message(request: Request) -> Generation:
     return Generation(
         service,
         chat,
-        reply_of=lambda chat, _, usage: MessageReply(chat.model, usage, facts.request_id, asked.only_warms),
+        reply_of=lambda chat, _, __, usage, tools: MessageReply(
+            chat.model, usage, tools, facts.request_id, asked.only_warms
+        ),
     )
 
 

@@ -2,8 +2,9 @@
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import TypeAlias
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -18,7 +19,7 @@ from kvtier.engine.dashboard.data_paths import DATA_PATHS
 from kvtier.engine.dashboard.routes import DashboardRoutes
 from kvtier.engine.operating.routes import Operating
 from kvtier.engine.server.api_error import ApiError, json_response
-from kvtier.engine.server.paths import OPERATE
+from kvtier.engine.server.paths import KVTIER, OPERATE
 from kvtier.engine.sidecar.config import SidecarConfig
 from kvtier.engine.sidecar.http.access import HEALTH
 from kvtier.engine.sidecar.http.deeds import checked, spilled
@@ -43,9 +44,13 @@ log = logging.getLogger(__name__)
 SPILL_S = 10.0  # that `/spill` waits, unless it is told otherwise …
 MOST_SPILL_S = 60.0  # … up to this
 
-READ = ("/ready", "/stats", "/tiers", "/clients", "/leases", "/config", "/metrics")
-DO = ("/spill", "/clear", "/pin", "/check")
-PATHS = frozenset({HEALTH, *READ, *DO, EXPLAIN, PAGE, *DATA_PATHS})
+OWN = ("/stats", "/tiers", "/clients", "/leases", "/config", "/spill", "/clear", "/pin", "/check")
+BELOW = (KVTIER, "")  # where they are, and where they were before
+PATHS = frozenset(
+    {HEALTH, "/ready", "/metrics", EXPLAIN, PAGE, *DATA_PATHS, *(below + path for below in BELOW for path in OWN)}
+)
+
+Answer: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
 class SidecarRoutes:
@@ -72,20 +77,24 @@ class SidecarRoutes:
 
     def app(self) -> Starlette:
         """The app of all routes."""
-        reading: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
-            HEALTH: self._health,
-            "/ready": self._ready,
-            "/stats": self._stats,
-            "/tiers": self._tiers,
-            "/clients": self._clients,
-            "/leases": self._leases,
-            "/config": self._config_,
-            "/metrics": self._text,
-        }
-        doing = {"/spill": self._spill, "/clear": self._clear, "/check": self._check, "/pin": self._pins.pin}
-        routes: list[BaseRoute] = [Route(path, answer, methods=["GET"]) for path, answer in reading.items()]
-        routes += [Route(path, answer, methods=["POST"]) for path, answer in doing.items()]
-        routes.append(Route("/pin", self._pins.unpin, methods=["DELETE"]))
+        routes: list[BaseRoute] = [
+            Route(HEALTH, self._health),
+            Route("/ready", self._ready),
+            Route("/metrics", self._text),
+        ]
+        own: Sequence[tuple[str, str, Answer]] = (
+            ("GET", "/stats", self._stats),
+            ("GET", "/tiers", self._tiers),
+            ("GET", "/clients", self._clients),
+            ("GET", "/leases", self._leases),
+            ("GET", "/config", self._config_),
+            ("POST", "/spill", self._spill),
+            ("POST", "/clear", self._clear),
+            ("POST", "/pin", self._pins.pin),
+            ("DELETE", "/pin", self._pins.unpin),
+            ("POST", "/check", self._check),
+        )
+        routes += [Route(below + path, answer, methods=[method]) for below in BELOW for method, path, answer in own]
         routes.append(Route(EXPLAIN, self._explain.prompt, methods=["POST"]))
         routes.append(Route(f"{EXPLAIN}/{{id:path}}", self._explain.request, methods=["GET"]))
         routes += [*page_routes(), *DashboardRoutes(self._dashboard, lambda _: None).routes()]

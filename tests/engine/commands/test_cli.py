@@ -13,6 +13,7 @@ import torch
 
 from kvtier.engine.commands.cli import build_parser, main
 from kvtier.engine.commands.doc_arguments import MOST_DAYS
+from kvtier.engine.commands.serve_arguments import model_of
 from kvtier.engine.documents.document import MOST_PINNED_S
 
 PROCESS_TIMEOUT_S = 300.0  # for what takes seconds: reached only when a test fails
@@ -139,16 +140,35 @@ def test_the_command_starts_from_a_shell_and_ends_with_2_on_a_mistake() -> None:
         (["check", "/no/such/store"], "give the folder that [disk] path names"),
         (["check", "store", "--sample", "0"], "--sample: '0' is no number of records; give 1 or more"),
         (["check", "store", "--key-file", ""], "--key-file: is empty"),
-        (["serve"], "--model"),
+        (["serve"], "serve: no model; name one, as in 'kvtier serve --model Qwen/Qwen3-0.6B'"),
+        (["serve", "gpt2", "--model", "gpt3"], "serve: two models, gpt2 and gpt3"),
+        (["serve", "gpt2", "--host", "8GiB"], "is a size, and no address; the size of host memory is --host-memory"),
+        (["serve", "gpt2", "--block-size", "0"], "--block-size: '0' is no number of tokens from 1 to 1024"),
+        (["serve", "gpt2", "--block-size", "many"], "--block-size: 'many' is no number of tokens"),
+        (["serve", "gpt2", "--device-memory", "0"], "--device-memory: '0' holds no block; give a size"),
+        (["serve", "gpt2", "--device-memory", "much"], "--device-memory: bad size 'much'"),
+        (["serve", "gpt2", "--host-memory", "-1GiB"], "--host-memory"),
+        (["serve", "gpt2", "--host-memory", "0", "--disk", "/x:1GiB"], "disk needs host"),
+        (["serve", "gpt2", "--disk", "/x"], "--disk: '/x' is not PATH:SIZE, such as ~/.cache/kvtier:500GiB"),
+        (["serve", "gpt2", "--disk", "/x:many"], "--disk: bad size 'many'"),
+        (["serve", "gpt2", "--disk", "/x:0"], "capacity 0 stores nothing"),
+        (
+            ["serve", "gpt2", "--disk", "/x:1GiB", "--sidecar", "unix:///s"],
+            "--disk: the sidecar has host memory and disk",
+        ),
+        (["serve", "gpt2", "--gpu-memory-utilization", "90"], "'90' is no part of the GPU's memory; give more than 0"),
+        (["serve", "gpt2", "--gpu-memory-utilization", "nan"], "'nan' is no part of the GPU's memory"),
+        (["serve", "gpt2", "--gpu-memory-utilization", ".9", "--device-memory", "1GiB"], "not allowed with argument"),
         (["serve", "--model", ""], "--model: is empty"),
         (["serve", "--model", "gpt2", "--port", "many"], "--port: 'many' is no port; give a number from 0 to 65535"),
         (["serve", "--model", "gpt2", "--port", "99999"], "--port: '99999' is no port; give a number from 0 to 65535"),
         (["serve", "--model", "gpt2", "--host", ""], "--host: is empty"),
-        (["serve", "--model", "gpt2", "--model-name", ""], "--model-name: is empty"),
+        (["serve", "--model", "gpt2", "--model-name", ""], "--served-model-name: is empty"),
         (["serve", "--model", "gpt2", "--api-keys", ""], "--api-keys: is empty"),
         (["serve", "--model", "gpt2", "--lora", "legal"], "'legal' is not NAME=FOLDER; write it as"),
         (["serve", "--model", "gpt2", "--lora", "a=b", "--lora", "a=c"], "--lora a: is given twice"),
         (["serve", "--model", "gpt2", "--log-format", "xml"], "--log-format"),
+        (["serve", "--model", "gpt2", "--tool-call-parser", "xml"], "--tool-call-parser"),
         (["serve", "--model", "gpt2", "--tenant-isolation", "maybe"], "--tenant-isolation"),
         (["serve", "--model", "gpt2", "--config", "nonsense"], "there are: gpu-8gb, laptop, longdoc-qa"),
         (["doc"], "COMMAND"),
@@ -184,6 +204,77 @@ def test_a_mistake_is_one_line_on_stderr_that_names_it(
     assert named in err
     assert "Traceback" not in err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["srve", "gpt2"], "srve: no such command; did you mean kvtier serve? see kvtier --help"),
+        (["reset", "--all"], "reset: no such command; did you mean kvtier operate reset? see kvtier --help"),
+        (["store", "lst", "x"], "lst: no such command; did you mean kvtier store list? see kvtier store --help"),
+        (["xyzzy"], "xyzzy: no such command; see kvtier --help"),
+        (["serve", "--modle", "gpt2"], "--modle: no such option; did you mean --model? see kvtier serve --help"),
+        (
+            ["serve", "gpt2", "--gpu-memry=.9"],
+            "--gpu-memry: no such option; did you mean --gpu-memory-utilization? see",
+        ),
+        (
+            ["doc", "add", "x", "--aip-key", "a"],
+            "--aip-key: no such option; did you mean --api-key? see kvtier doc add",
+        ),
+        (["--verison"], "--verison: no such option; did you mean --version? see kvtier --help"),
+        (["doc", "--hlep"], "--hlep: no such option; did you mean --help? see kvtier doc --help"),
+        (["rm", "x", "--zzz"], "--zzz: no such option; see kvtier rm --help"),
+    ],
+)
+def test_a_word_that_is_nothing_says_what_may_be_meant(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], meant: str
+) -> None:
+    status, out, err = run(capsys, *arguments)
+
+    assert (status, out) == (2, "")
+    assert err.startswith(f"kvtier: {meant}")
+    assert err.count("\n") == 1
+
+
+def test_a_beginning_of_an_option_and_a_value_like_an_option_are_none_of_these() -> None:
+    options = build_parser().parse_args(["prove", "http://a", "--betw", "--x y", "--seed=4"])
+
+    assert (options.between, options.seed) == ("--x y", 4)
+
+
+@pytest.mark.parametrize(
+    ("alias", "command"),
+    [
+        ("ls STORE", "store ls STORE"),
+        ("list STORE", "store ls STORE"),
+        ("store list STORE", "store ls STORE"),
+        ("rm STORE --all", "store rm STORE --all"),
+        ("store delete STORE --all", "store rm STORE --all"),
+        ("verify STORE --json", "check STORE --json"),
+        ("fsck STORE", "check STORE"),
+        ("info STORE", "stats STORE"),
+        ("docs list", "doc ls"),
+        ("doc remove a b", "doc rm a b"),
+        ("serve --model m --served-model-name n", "serve --model m --model-name n"),
+        ("sidecar --host-memory 1GiB", "sidecar --host 1GiB"),
+    ],
+)
+def test_an_alias_is_the_same_command(alias: str, command: str) -> None:
+    parser = build_parser()
+
+    assert parser.parse_args(alias.split()) == parser.parse_args(command.split())
+
+
+def test_help_and_version_are_words_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "version") == run(capsys, "--version")
+    assert run(capsys, "help") == run(capsys, "--help")
+    assert run(capsys, "help", "store", "rm") == run(capsys, "store", "rm", "--help")
+
+
+@pytest.mark.parametrize("model", [["gpt2"], ["--model", "gpt2"], ["gpt2", "--model", "gpt2"]])
+def test_the_model_is_named_with_or_without_its_option(model: list[str]) -> None:
+    assert model_of(build_parser().parse_args(["serve", "--port", "0", *model])) == "gpt2"
 
 
 def test_a_pin_may_be_as_long_as_the_server_takes() -> None:

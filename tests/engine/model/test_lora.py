@@ -395,19 +395,22 @@ def test_other_layers_get_their_deltas_in_mixed_steps(kind: str, tmp_path: Path)
     own = [[list(range(4 * i, 4 * i + 4))] * len(runner.groups) for i in range(3)]
     twin.set_attn_implementation("eager")
     with torch.inference_mode():
-        plain = [twin(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1].float() for prompt in prompts]
+        plain = [twin(input_ids=torch.tensor([prompt]), use_cache=False).logits[0].float() for prompt in prompts]
         twin = plain_adapted(twin, folder)
         for i in (0, 2):
-            plain[i] = twin(input_ids=torch.tensor([prompts[i]]), use_cache=False).logits[0, -1].float()
+            plain[i] = twin(input_ids=torch.tensor([prompts[i]]), use_cache=False).logits[0].float()
 
-    keys = [adapter.key, None, adapter.key]
+    keys, num_logits = [adapter.key, None, adapter.key], [3, 1, 2]
     runner.run([Chunk(prompt[:25], 0, own[i], lora=keys[i]) for i, prompt in enumerate(prompts)])
-    got = runner.run([Chunk(prompt[25:], 25, own[i], lora=keys[i]) for i, prompt in enumerate(prompts)])
+    got = runner.run(
+        [Chunk(prompt[25:], 25, own[i], lora=keys[i], num_logits=num_logits[i]) for i, prompt in enumerate(prompts)]
+    )
     runner.close()
 
-    for row in range(3):
-        error = float((got[row] - plain[row]).abs().max() / plain[row].abs().max())
-        assert error <= (0.06 if kind == "bfloat16" else 1e-5), row
+    for i, rows in enumerate(got.split(num_logits)):
+        expected = plain[i][-num_logits[i] :]
+        error = float((rows - expected).abs().max() / expected.abs().max())
+        assert error <= (0.15 if kind == "bfloat16" else 1e-5), i  # of another row more than 1
 
 
 def test_a_layer_that_gets_its_tokens_in_another_order_is_refused(saved: Mapping[str, Mapping[str, Path]]) -> None:

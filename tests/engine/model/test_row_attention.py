@@ -1,102 +1,110 @@
-"""Attention of rows of one token over blocks where they are: what it reads, and that nothing else changes its sums."""
+"""Attention of rows, in place on a CPU: the same as over gathered blocks, whatever else is in the batch."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import pytest
 import torch
 
-from kvtier.engine.model import row_attention
 from kvtier.engine.model.paged_gather import Scoring, Scratch, attend_gathered
 from kvtier.engine.model.paged_segment import Segment, segment
-from kvtier.engine.model.row_attention import RowAttention
+from kvtier.engine.model.row_attention import WORTH_A_THREAD, RowAttention
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
 
 CPU = torch.device("cpu")
-NUM_SLOTS, NUM_LAYERS, SIZE, NUM_KV_HEADS, HEAD_DIM, NUM_HEADS = 40, 3, 4, 2, 8, 6
+NUM_SLOTS, NUM_LAYERS, SIZE, NUM_KV_HEADS, HEAD_DIM, NUM_HEADS = 120, 3, 4, 2, 8, 6
+STARTS = [0, 1, 3, 9, 26, 30, 77]  # tokens before each row's own
 KINDS = [FullAttention(SIZE), SlidingWindow(SIZE, 9), ChunkedLocal(SIZE, 12)]
-SINKS = torch.linspace(-2, 2, NUM_HEADS)
-SCORINGS = [Scoring(0.3), Scoring(0.3, None, SINKS), Scoring(0.3, 1.5), Scoring(0.3, 1.5, SINKS)]
-POSITIONS = (0, 3, 8, 9, 26, 39)
+SCORINGS = [Scoring(0.3), Scoring(0.3, 5.0), Scoring(0.3, None, torch.linspace(-2, 2, NUM_HEADS))]
 
 
-@pytest.fixture
-def alone() -> Iterator[RowAttention]:
-    attention = RowAttention(1)
-    yield attention
-    attention.close()
-
-
-def rows_at(group: AttentionGroup, positions: tuple[int, ...]) -> list[Segment]:
+def rows(group: AttentionGroup, starts: Sequence[int] = STARTS) -> list[Segment]:
+    """One token of each request, its blocks all over the slab."""
     slots = iter(random.Random(1).sample(range(NUM_SLOTS), NUM_SLOTS))
-    tables = [[next(slots) for _ in range(position // SIZE + 1)] for position in positions]
+    tables = [[next(slots) for _ in range(start // SIZE + 1)] for start in starts]
     return [
-        segment(group, table, slice(row, row + 1), position, 1, CPU)
-        for row, (table, position) in enumerate(zip(tables, positions, strict=True))
+        segment(group, table, slice(row, row + 1), start, 1, CPU)
+        for row, (table, start) in enumerate(zip(tables, starts, strict=True))
     ]
 
 
-def slab_of(parts: list[Segment], dtype: torch.dtype) -> torch.Tensor:
-    """A slab with keys and values where the rows may read, and NaN everywhere else."""
-    torch.manual_seed(3)
-    slab = torch.full((NUM_SLOTS, NUM_LAYERS, 2, SIZE, NUM_KV_HEADS, HEAD_DIM), float("nan"))
-    for part in parts:
+def slab_of(segments: Sequence[Segment], dtype: torch.dtype) -> torch.Tensor:
+    """Keys and values where the rows' requests have them, and no numbers anywhere else."""
+    slab = torch.full((NUM_SLOTS, NUM_LAYERS, 2, SIZE, NUM_KV_HEADS, HEAD_DIM), float("nan"), dtype=dtype)
+    for part in segments:
         for position in range(part.first_key, part.end):
             slot = part.table[(position - part.first_key) // SIZE]
-            slab[slot, :, :, position % SIZE] = torch.randn(NUM_LAYERS, 2, NUM_KV_HEADS, HEAD_DIM)
-    return slab.to(dtype)
+            slab[slot, :, :, position % SIZE] = torch.randn(NUM_LAYERS, 2, NUM_KV_HEADS, HEAD_DIM, dtype=dtype)
+    return slab
 
 
-def attend(
-    attention: RowAttention, parts: list[Segment], query: torch.Tensor, slab: torch.Tensor, scoring: Scoring
+def attended(
+    segments: Sequence[Segment], query: torch.Tensor, slab: torch.Tensor, layer: int, scoring: Scoring, threads: int
 ) -> torch.Tensor:
-    output = torch.zeros(query.shape[2], NUM_HEADS, HEAD_DIM, dtype=query.dtype)
-    rows = attention.plan(parts, NUM_LAYERS, NUM_HEADS, HEAD_DIM)
-    attention.attend(query, slab, 1, rows, scoring, output)
+    attention = RowAttention(threads)
+    output = torch.full((query.shape[2], query.shape[1], query.shape[3]), float("nan"), dtype=query.dtype)
+    plan = attention.plan(segments, NUM_LAYERS, query.shape[1], HEAD_DIM)
+    attention.attend(query, slab, layer, plan, scoring, output)
+    attention.close()
     return output
 
 
 @pytest.mark.parametrize("group", KINDS, ids=["full", "sliding", "chunked"])
-@pytest.mark.parametrize("scoring", SCORINGS, ids=["plain", "sinks", "softcap", "both"])
-@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)], ids=["f32", "bf16"])
-def test_rows_are_what_gathering_gives(
-    alone: RowAttention, group: AttentionGroup, scoring: Scoring, dtype: torch.dtype, error: float
+@pytest.mark.parametrize("scoring", SCORINGS, ids=["plain", "softcap", "sinks"])
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)], ids=["float32", "bfloat16"])
+def test_rows_read_what_a_gather_would_copy(
+    group: AttentionGroup, scoring: Scoring, dtype: torch.dtype, off: float
 ) -> None:
-    parts = rows_at(group, POSITIONS)
-    slab, query = slab_of(parts, dtype), torch.randn(1, NUM_HEADS, len(parts), HEAD_DIM, dtype=dtype)
-    expected = torch.empty(len(parts), NUM_HEADS, HEAD_DIM, dtype=dtype)
-    attend_gathered(query, slab, 1, parts, scoring, expected, Scratch())
+    segments = rows(group)
+    slab = slab_of(segments, dtype)
+    query = torch.randn(1, NUM_HEADS, len(segments), HEAD_DIM, dtype=dtype)
+    for layer in range(NUM_LAYERS):
+        expected = torch.empty(len(segments), NUM_HEADS, HEAD_DIM, dtype=dtype)
+        attend_gathered(query, slab, layer, segments, scoring, expected, Scratch())
 
-    output = attend(alone, parts, query, slab, scoring)
-
-    assert torch.allclose(output.float(), expected.float(), atol=error)
-
-
-@pytest.mark.parametrize("num_threads", [2, 5, 40])
-def test_a_row_is_the_same_alone_and_in_any_batch_on_any_number_of_threads(
-    alone: RowAttention, monkeypatch: pytest.MonkeyPatch, num_threads: int
-) -> None:
-    monkeypatch.setattr(row_attention, "WORTH_A_THREAD", 1)
-    parts = rows_at(FullAttention(SIZE), POSITIONS)
-    slab, query = slab_of(parts, torch.float32), torch.randn(1, NUM_HEADS, len(parts), HEAD_DIM)
-    by_itself = torch.zeros(len(parts), NUM_HEADS, HEAD_DIM)
-    for part in parts:
-        by_itself += attend(alone, [part], query, slab, SCORINGS[1])
-    many = RowAttention(num_threads)
-
-    together = attend(many, parts, query, slab, SCORINGS[1])
-    one_of_them = attend(many, parts[-1:], query, slab, SCORINGS[1])
-
-    many.close()
-    assert torch.equal(together, by_itself)
-    assert torch.equal(one_of_them[-1], by_itself[-1])
+        assert torch.allclose(attended(segments, query, slab, layer, scoring, 1), expected, atol=off)
 
 
-def test_rows_leave_the_tokens_of_other_requests_alone(alone: RowAttention) -> None:
-    parts = rows_at(FullAttention(SIZE), POSITIONS)
-    slab, query = slab_of(parts, torch.float32), torch.randn(1, NUM_HEADS, len(parts), HEAD_DIM)
+@pytest.mark.parametrize("scoring", SCORINGS, ids=["plain", "softcap", "sinks"])
+def test_a_row_is_the_same_number_for_number_alone_in_a_batch_and_on_any_threads(scoring: Scoring) -> None:
+    group = FullAttention(SIZE)
+    segments = rows(group)
+    slab = slab_of(segments, torch.float32)
+    query = torch.randn(1, NUM_HEADS, len(segments), HEAD_DIM)
+    together = attended(segments, query, slab, 1, scoring, 1)
 
-    output = attend(alone, parts[1::2], query, slab, SCORINGS[0])
+    for row, part in enumerate(segments):
+        alone = segment(group, part.table, slice(0, 1), part.start, 1, CPU)
+        assert torch.equal(attended([alone], query[:, :, row : row + 1], slab, 1, scoring, 1)[0], together[row])
 
-    assert not output[0::2].any()
-    assert output[1::2].all()
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5])
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_threads_share_rows_or_the_heads_of_few_and_change_no_number(num_rows: int, num_threads: int) -> None:
+    num_heads, num_kv_heads, head_dim, length = 8, 4, 64, 8 * WORTH_A_THREAD // (8 * 64)
+    num_blocks = -(-length // 64)
+    slab = torch.randn(num_blocks, 1, 2, 64, num_kv_heads, head_dim)
+    group, table = FullAttention(64), list(range(num_blocks))
+    segments = [segment(group, table, slice(row, row + 1), length - 1 - row, 1, CPU) for row in range(num_rows)]
+    query = torch.randn(1, num_heads, num_rows, head_dim)
+    outputs = []
+    for threads in (1, num_threads):
+        attention = RowAttention(threads)
+        plan = attention.plan(segments, 1, num_heads, head_dim)
+        outputs.append(torch.full((num_rows, num_heads, head_dim), float("nan")))
+        attention.attend(query, slab, 0, plan, Scoring(0.1), outputs[-1])
+        attention.close()
+        assert len(plan.pieces) >= threads
+
+    assert torch.equal(*outputs)
+
+
+def test_prompts_and_types_without_arithmetic_are_left_to_a_gather() -> None:
+    attention = RowAttention(1)
+    prompt = segment(FullAttention(SIZE), [0, 1], slice(0, 5), 0, 5, CPU)
+    (row,) = rows(FullAttention(SIZE), [5])
+
+    assert attention.supports(row, torch.float32)
+    assert not attention.supports(row, torch.float16)
+    assert not attention.supports(prompt, torch.float32)
+    attention.close()

@@ -8,7 +8,7 @@ from kvtier.engine.model.sampling import SamplingParams, WrongParameter
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"max_tokens": 0},
+        {"max_tokens": -1},
         {"temperature": -0.1},
         {"temperature": float("nan")},
         {"temperature": float("inf")},

@@ -1,14 +1,19 @@
 """`kvtier serve --check-config` prints the plan without loading weights, and finds what the server would refuse."""
 
+import re
 import shutil
 from pathlib import Path
 
+import fake_cuda
 import pytest
+import torch
 from small_models import MODELS, MORE_MODELS, build, byte_tokenizer
 
 from kvtier.engine.build import build_core
 from kvtier.engine.commands.cli import main
 from kvtier.engine.config import as_config
+from kvtier.engine.model.gpu_share import LIBRARY_BYTES
+from kvtier.engine.server.dead_settings import dead_settings
 from kvtier.engine.server.plan import make_plan
 
 BLOCK_BYTES = 16 * 1024  # of every small model in float32, at 16 tokens
@@ -55,6 +60,63 @@ def test_it_tells_what_fits_where_without_loading_weights(
     assert "has no effect" not in out
 
 
+def test_options_take_the_place_of_the_configuration_s(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, no_weights: Path
+) -> None:
+    config = f'''
+[device]
+capacity = "8MiB"
+block_size = 32
+gpu_memory_utilization = 0.5
+[host]
+capacity = "8MiB"
+[disk]
+path = "{tmp_path}/other"
+capacity = "1GiB"
+durability = "interval"
+'''
+    options = ["--block-size", "16", "--device-memory", "1MiB", "--host-memory", "2MiB"]
+
+    status, out, _ = check(capsys, tmp_path, no_weights, config, *options, "--disk", f"{tmp_path}/store:64MiB")
+
+    assert status == 0
+    assert "16,384 per block of 16 tokens" in out
+    assert re.search(r"device +1.0 MiB +64 blocks +1,024 tokens\n", out)
+    assert re.search(r"host +2.0 MiB +128 blocks +2,048 tokens\n", out)
+    assert re.search(rf"disk +\d\d.\d MiB .* in {tmp_path}/store\n", out)
+    assert "has no effect" not in out  # the other keys of [disk] stay: only an interval has checkpoints
+
+
+def test_it_tells_what_a_part_of_a_gpu_comes_to(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, no_weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with fake_cuda.installed(fake_cuda.Late()):
+        status, out, _ = check(capsys, tmp_path, no_weights, "", "--gpu-memory-utilization", "0.5")
+        refused, _, err = check(capsys, tmp_path, no_weights, "", "--gpu-memory-utilization", "0.01")
+
+    assert status == 0
+    pool_mib = float(re.search(r"device +([\d.]+) GiB .*, 0.5 of 16.0 GiB, less weights \d", out)[1]) * 1024
+    assert 6.5 * 1024 < pool_mib < 8 * 1024 - LIBRARY_BYTES / (1 << 20)
+    assert refused == 2
+    assert "gpu_memory_utilization 0.01: that is 163.8 MiB; weights and a step need" in err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("options", [[], ["--check-config"]])
+def test_a_part_of_a_gpu_that_is_not_there_is_one_line(
+    capsys: pytest.CaptureFixture[str], model_folder: Path, options: list[str]
+) -> None:
+    status = main(["serve", str(model_folder), "--port", "0", "--gpu-memory-utilization", "0.9", *options])
+
+    out, err = capsys.readouterr()
+    assert (status, out) == (2, "")
+    assert (
+        "gpu_memory_utilization 0.9: there is no GPU; give device.capacity in its place, as --device-memory 2GiB" in err
+    )
+    assert [line for line in err.splitlines() if line.startswith("kvtier: ")] == err.splitlines()[-1:]
+
+
 def test_it_names_settings_that_do_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, no_weights: Path
 ) -> None:
@@ -95,6 +157,12 @@ host = "1GiB"
         "tenants.....host",
     }
     assert "secret-salt" not in out
+
+
+def test_a_size_beside_a_part_of_the_gpu_does_nothing() -> None:
+    config = as_config({"device": {"capacity": "8MiB", "gpu_memory_utilization": 0.5}})
+
+    assert dead_settings(config, [], None) == ["device.capacity: gpu_memory_utilization takes its place"]
 
 
 def test_what_is_left_at_its_default_is_not_called_dead(

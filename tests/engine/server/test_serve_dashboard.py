@@ -13,7 +13,7 @@ from small_models import VOCAB, build
 from watching import watching
 
 from kvtier.engine.dashboard.data_paths import DATA_PATHS, STREAM
-from kvtier.engine.server.paths import STATS
+from kvtier.engine.server.paths import OLD_STATS, STATS
 
 ANN, BOB, OPS = "sk-ann-1111", "sk-bob-3333", "sk-ops-4444"
 KEYS = {ANN: "ann", BOB: "bob", OPS: "ops"}
@@ -113,12 +113,12 @@ def test_the_slowest_requests_and_documents_are_shown_with_where_their_tokens_ca
 def test_without_a_key_there_is_the_page_and_no_number(strict: ServerInThread) -> None:
     assert strict.get("/dashboard").status_code == 200
     assert strict.get("/dashboard/page/main.js").status_code == 200
-    for path in [*DATA_PATHS, STATS]:
+    for path in [*DATA_PATHS, STATS, OLD_STATS]:
         assert strict.get(path).status_code == 401
 
 
 def test_strictly_kept_apart_only_those_named_see_the_numbers(strict: ServerInThread) -> None:
-    for path in [*DATA_PATHS - {STREAM}, STATS]:
+    for path in [*DATA_PATHS - {STREAM}, STATS, OLD_STATS]:
         assert [strict.get(path, headers=bearer(key)).status_code for key in (ANN, OPS)] == [403, 200]
     assert strict.get(STREAM, headers=bearer(ANN)).status_code == 403
 

@@ -67,7 +67,7 @@ def text_of(seed: int, num_characters: int = 1000) -> str:
 def call(server: Address, method: str, path: str, key: str = ANN, **others: object) -> httpx.Response:
     headers = {"Authorization": f"Bearer {key}"}
     return httpx.request(
-        method, f"{server.url}/v1/documents{path}", headers=headers, timeout=DEADLINE_S, verify=NO_TLS, **others
+        method, f"{server.url}/v1/kvtier/documents{path}", headers=headers, timeout=DEADLINE_S, verify=NO_TLS, **others
     )
 
 
@@ -133,6 +133,19 @@ def test_a_chat_that_names_a_document_finds_its_tokens_and_answers_as_if_it_had_
     prompt = byte_tokenizer()(f"<user>{text}\nWho wrote it?\n<assistant>")["input_ids"]
     expected = byte_tokenizer().decode(plain_greedy(build("llama"), prompt, 6))
     assert answer["choices"][0]["message"]["content"] == expected
+
+
+def test_documents_are_where_they_were_before_too(worker: ServerInThread) -> None:
+    document, headers = put(worker, "moved", text=text_of(77)), {"Authorization": f"Bearer {ANN}"}
+
+    before = worker.get("/v1/documents/moved", headers=headers).json()
+    pinned = worker.post("/v1/documents/moved/pin", json={"ttl_s": 60}, headers=headers)
+    listed = worker.get("/v1/documents", headers=headers).json()
+
+    assert (before["num_tokens"], before["status"], pinned.status_code) == (document["num_tokens"], "ready", 200)
+    assert "moved" in [each["id"] for each in listed["data"]]
+    assert call(worker, "DELETE", "/moved").json()["deleted"]
+    assert worker.get("/v1/documents/moved", headers=headers).status_code == 404
 
 
 def test_the_openai_client_can_name_a_document(worker: ServerInThread) -> None:
@@ -283,7 +296,7 @@ def test_a_document_of_an_adapter_is_that_adapter_s_alone(tmp_path: Path) -> Non
 @pytest.mark.parametrize("document_id", [".", ".."])
 def test_an_id_that_means_another_place_in_a_path_is_refused(worker: ServerInThread, document_id: str) -> None:
     with closing(HTTPConnection("127.0.0.1", worker.port, timeout=DEADLINE_S)) as connection:  # sends a path as it is
-        path = f"/v1/documents/{document_id}"
+        path = f"/v1/kvtier/documents/{document_id}"
         connection.request("PUT", path, json.dumps({"text": "a"}), {"Authorization": f"Bearer {ANN}"})
         answer = connection.getresponse()
 
@@ -300,7 +313,7 @@ def test_a_document_whose_client_leaves_before_its_turn_is_never_tokenized(worke
         come_true(lambda: tokenizers.num_running == 2)
         with closing(HTTPConnection("127.0.0.1", worker.port, timeout=DEADLINE_S)) as connection:
             headers = {"Authorization": f"Bearer {ANN}"}
-            connection.request("PUT", "/v1/documents/never", json.dumps({"text": "a"}), headers)
+            connection.request("PUT", "/v1/kvtier/documents/never", json.dumps({"text": "a"}), headers)
             come_true(lambda: tokenizers.num_waiting == 1)
 
         come_true(lambda: tokenizers.num_waiting == 0)
@@ -394,7 +407,7 @@ def test_documents_and_pins_survive_a_restart_and_a_question_after_it_loads(
 
     assert marker not in log
     assert "my-report" not in log
-    assert '"path": "/v1/documents/{id}"' in log
+    assert '"path": "/v1/kvtier/documents/{id}"' in log
 
 
 @pytest.mark.slow

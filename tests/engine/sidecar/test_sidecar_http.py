@@ -13,8 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from sidecars import TOKEN, RunningSidecar, running_sidecar, small_config
 from waiting import DEADLINE_S, wait_for
 
+from kvtier.engine.dashboard.assets import PAGE
+from kvtier.engine.dashboard.data_paths import DATA_PATHS
+from kvtier.engine.server.paths import EXPLAIN
 from kvtier.engine.sidecar.door import AttachedClient, DoorCounts, Lease, LeaseUse
-from kvtier.engine.sidecar.http.app import DO, READ
+from kvtier.engine.sidecar.http.access import HEALTH
+from kvtier.engine.sidecar.http.app import PATHS
 from kvtier.engine.sidecar.http.build import LIMITS, limits_of, serve_http
 from kvtier.engine.sidecar.sidecar import MOST_ASKED
 
@@ -71,6 +75,25 @@ def test_a_sidecar_whose_doors_are_closed_is_alive_and_not_ready(plain: RunningS
 
     assert (answer.status_code, answer.json()) == (503, {"status": "no door is open"})
     assert plain.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/stats", "/tiers", "/clients", "/leases", "/config"])
+def test_what_is_kvtiers_own_is_where_it_was_before_too(plain: RunningSidecar, path: str) -> None:
+    now, before = plain.get(f"/v1/kvtier{path}"), plain.get(path)
+
+    assert (now.status_code, before.status_code) == (200, 200)
+    assert now.json().keys() == before.json().keys()
+
+
+def test_deeds_are_where_they_were_before_too(plain: RunningSidecar) -> None:
+    for below in ("/v1/kvtier", ""):
+        plain.store(1, 6)
+
+        assert plain.post(f"{below}/check").status_code == 200
+        assert plain.post(f"{below}/clear").status_code == 200
+        assert plain.get("/v1/kvtier/tiers").json()["host"]["num_blocks"] == 0
+        assert plain.post(f"{below}/spill").json()["error"]["code"] == "no_disk"
+        assert "no route" not in plain.post(f"{below}/pin").text
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/stats", "/tiers", "/clients", "/leases", "/metrics"])
@@ -263,9 +286,13 @@ def test_check_is_200_while_the_books_agree_and_a_500_with_the_sentence_when_not
     assert "an extent is lost" in of_layout.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("path", [*READ, *DO])
+DEEDS = {"spill", "clear", "pin", "check"}
+OPEN_OR_ELSEWHERE = {HEALTH, PAGE, EXPLAIN, *DATA_PATHS}  # of the latter each has a test of its own
+
+
+@pytest.mark.parametrize("path", sorted(PATHS - OPEN_OR_ELSEWHERE))
 def test_with_a_token_everything_but_health_needs_it(locked: RunningSidecar, path: str) -> None:
-    ask = locked.post if path in DO else locked.get
+    ask = locked.post if path.rpartition("/")[2] in DEEDS else locked.get
     without = ask(path)
     wrong = ask(path, headers={"Authorization": f"Bearer {TOKEN}x"})
     in_url = ask(f"{path}?token={TOKEN}")

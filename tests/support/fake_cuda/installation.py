@@ -51,7 +51,9 @@ def _patch_streams(patch: pytest.MonkeyPatch, device: FakeDevice, streams: Curre
         "device": lambda device: nullcontext(),
         "synchronize": lambda device=None: fake.wait_all(),
         "cudart": lambda: cudart,
-        "get_device_properties": lambda device: SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0),
+        "get_device_properties": lambda device: SimpleNamespace(
+            pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0, total_memory=16 << 30
+        ),
         "_sleep": lambda cycles: fake.hold(streams.current.state, cycles),
     }
     for name, replacement in replacements.items():

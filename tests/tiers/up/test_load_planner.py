@@ -53,6 +53,29 @@ def test_steps_of_one_kind_predict_that_kind_and_nothing_negative() -> None:
     assert prefill.seconds(50_000, CHUNK, CHUNK) >= 0.05
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_prompts_of_one_length_do_not_make_tokens_seem_free(seed: int) -> None:
+    rng, prefill = random.Random(seed), PrefillSpeed()
+    for _ in range(9):
+        num_tokens = 4 * CHUNK + rng.randrange(13, 26)
+        seconds = num_tokens * 3e-4 * rng.uniform(0.8, 1.6)
+        prefill.on_computed(num_tokens, tokens_read(0, num_tokens), seconds, num_steps=5)
+
+    a_step_of_few, a_full_step = prefill.seconds(4 * CHUNK, 13, CHUNK), prefill.seconds(3 * CHUNK, CHUNK, CHUNK)
+
+    assert a_full_step > 2 * a_step_of_few
+
+
+def test_a_device_whose_steps_cost_the_same_whatever_they_have_is_known_as_such() -> None:
+    rng, prefill = random.Random(1), PrefillSpeed()
+    for _ in range(50):
+        num_tokens, depth = rng.choice([32, 200, CHUNK]), rng.randrange(30_000)
+        prefill.on_computed(num_tokens, tokens_read(depth, num_tokens), 0.02 * rng.uniform(0.9, 1.1))
+
+    assert prefill.seconds(1000, 32, CHUNK) == pytest.approx(0.02, rel=0.15)
+    assert prefill.seconds(1000, CHUNK, CHUNK) == pytest.approx(0.02, rel=0.15)
+
+
 def test_a_device_that_becomes_slower_is_believed_after_some_steps() -> None:
     prefill = learnt()
 

@@ -1,0 +1,105 @@
+"""Grammars: compiles what texts have to be, for one tokenizer, and keeps what was compiled lately."""
+
+import threading
+from collections import OrderedDict
+from contextlib import suppress
+from copy import copy
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
+
+from kvtier.engine.model.sampling import WrongParameter
+from kvtier.engine.model.structured.grammar import Grammar, Vocabulary
+from kvtier.engine.model.structured.notation import limits
+from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
+from kvtier.engine.model.structured.trial import Tried, try_out
+
+if TYPE_CHECKING:  # an optional package
+    from llguidance import LLTokenizer
+
+MOST_KEPT = 256
+MOST_KEPT_BYTES = 256 << 20
+_END_MARK = "<|kvtier: the text may end|>"
+
+
+class Grammars:
+    """The grammars of one tokenizer. Any thread may compile.
+
+    The 256 that were used last are kept, within 256 MiB.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_token_ids: frozenset[int]) -> None:
+        """The model has *vocab_size* logits, and *end_token_ids* end its texts."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_token_ids = end_token_ids
+        self._reading = threading.Lock()
+        self._read: tuple[LLTokenizer, Vocabulary] | None = None
+        self._lock = threading.Lock()  # guards what is kept
+        self._kept: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
+        self._kept_bytes = 0
+
+    def prepare(self) -> None:
+        """Read the vocabulary now and not with the first grammar: a second for 150,000 tokens, in which no other thread
+        runs. Without llguidance, or with a tokenizer that it cannot read, nothing happens."""
+        with suppress(WrongParameter):
+            self._vocabulary("")
+
+    def compile(self, asked: StructuredOutputs) -> Grammar:
+        """The grammar of what is *asked*, which takes 0.1 s if it is new: do not call it in an engine's thread.
+
+        `WrongParameter` for what is no grammar, cannot be enforced, or takes too much time or memory.
+        """
+        with self._lock:
+            if (kept := self._kept.get(asked)) is not None:
+                self._kept.move_to_end(asked)
+                return kept
+        tokens, vocabulary = self._vocabulary(asked.asked_as)
+        grammar = compiled(asked, try_out(asked), tokens, vocabulary)
+        with self._lock:
+            self._keep(asked, grammar)
+        return grammar
+
+    def _keep(self, asked: StructuredOutputs, grammar: Grammar) -> None:
+        if asked in self._kept:  # another thread was as fast
+            return
+        self._kept[asked] = grammar
+        self._kept_bytes += grammar.num_bytes
+        while len(self._kept) > MOST_KEPT or self._kept_bytes > MOST_KEPT_BYTES:
+            _, oldest = self._kept.popitem(last=False)
+            self._kept_bytes -= oldest.num_bytes
+
+    def _vocabulary(self, asked_as: str) -> "tuple[LLTokenizer, Vocabulary]":
+        with self._reading:
+            if self._read is None:
+                self._read = self._read_vocabulary(asked_as)
+            return self._read
+
+    def _read_vocabulary(self, asked_as: str) -> "tuple[LLTokenizer, Vocabulary]":
+        try:
+            from llguidance import LLTokenizer
+        except ImportError:
+            raise WrongParameter(asked_as, "needs llguidance; pip install 'kvtier[structured]'") from None
+        if not self._tokenizer.is_fast:
+            raise WrongParameter(asked_as, "needs a fast tokenizer, which this model does not have")
+        tokenizer = copy(self._tokenizer.backend_tokenizer)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.add_special_tokens([_END_MARK])
+        end_mark = tokenizer.token_to_id(_END_MARK)
+        try:
+            tokens = LLTokenizer(tokenizer.to_str(), eos_token=end_mark)
+        except ValueError as error:
+            raise WrongParameter(asked_as, f"cannot be had with this model's tokenizer: {error}") from None
+        ends = [token_id for token_id in self._end_token_ids if token_id < self._vocab_size]
+        return tokens, Vocabulary(self._vocab_size, ends, tokens.vocab_size, end_mark)
+
+
+def compiled(asked: StructuredOutputs, tried: Tried, tokens: "LLTokenizer", vocabulary: Vocabulary) -> Grammar:
+    """What has passed its trial, compiled for the *tokens*. `WrongParameter` if that fails."""
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(tokens, tried.notation, log_level=0, limits=limits())
+    if matcher.is_error():
+        raise WrongParameter(asked.asked_as, f"cannot be used: {matcher.get_error()}")
+    return Grammar(matcher, vocabulary, tried.num_bytes)

@@ -1,0 +1,78 @@
+"""StructuredOutputs: what the text of an answer has to be."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtier.engine.model.sampling import WrongParameter
+
+MOST_CHARACTERS = 1 << 16
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """What the text of an answer has to be, as vLLM's `StructuredOutputsParams`; exactly one of these five:
+
+    - *json*: JSON that is valid by this schema, a mapping or its text;
+    - *json_object*: any JSON object;
+    - *regex*: what the expression matches as a whole;
+    - *choice*: one of these texts;
+    - *grammar*: what a context-free grammar generates, in Lark's notation (as llguidance has it) or in GBNF.
+
+    A schema with keywords that cannot be enforced is refused, unless *strict* is off: then they are left out.
+    *asked_as* is what an error calls it. `WrongParameter` for anything else, or more than 65,536 characters.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    strict: bool = True
+    asked_as: str = field(default="structured_outputs", compare=False)
+
+    def __post_init__(self) -> None:
+        given = [kind for kind in _KINDS if getattr(self, kind) not in (None, False)]
+        if len(given) != 1:
+            there = ", ".join(given) or "none of them"
+            raise WrongParameter(self.asked_as, f"has {there}; give exactly one of {', '.join(_KINDS)}")
+        if self.json is not None:
+            object.__setattr__(self, "json", self._schema_text(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", self._checked_choice(self.choice))
+        for kind in ("regex", "grammar"):
+            if not isinstance(getattr(self, kind), str | None):
+                raise WrongParameter(self.asked_as, f"{kind} is no text; give one")
+        if (length := len(self.text)) > MOST_CHARACTERS:
+            raise WrongParameter(self.asked_as, f"has {length:,} characters; send {MOST_CHARACTERS:,} at most")
+
+    @property
+    def kind(self) -> str:
+        """Which of the five it is."""
+        return next(kind for kind in _KINDS if getattr(self, kind) not in (None, False))
+
+    @property
+    def text(self) -> str:
+        """What was given, as one text: the schema, the expression, the grammar, or the choices as JSON."""
+        if self.kind == "json_object":
+            return '{"type": "object"}'
+        given = getattr(self, self.kind)
+        return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+
+    def _schema_text(self, schema: object) -> str:
+        """The schema as text, the same for equal ones. The order of properties counts: answers have it too."""
+        try:
+            parsed = json.loads(schema) if isinstance(schema, str) else schema
+            text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise WrongParameter(self.asked_as, f"the schema is no JSON: {error}") from None
+        if not isinstance(parsed, Mapping):
+            raise WrongParameter(self.asked_as, f"the schema is a {type(parsed).__name__}; give an object")
+        return text
+
+    def _checked_choice(self, choice: Sequence[str]) -> tuple[str, ...]:
+        if isinstance(choice, str) or not choice or not all(isinstance(text, str) and text for text in choice):
+            raise WrongParameter(self.asked_as, "choice is no list of texts; give one or more, none of them empty")
+        return tuple(choice)

@@ -1,0 +1,150 @@
+"""A trial: a grammar is compiled and followed for a while in a process of its own, which may die of it.
+
+llguidance is fast, and bounds most of what a grammar costs, but not all: a schema of 16 KB compiled for more than a
+minute, another took 2 GB, and a chain of 5,000 rules overflowed the stack, which ends a process.
+"""
+
+import json
+import os
+import random
+import re
+import resource
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtier.engine.model.sampling import WrongParameter
+from kvtier.engine.model.structured.notation import limits, notation
+from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
+
+if TYPE_CHECKING:  # an optional package
+    from llguidance import LLMatcher
+
+MOST_CPU_S = 1
+MOST_MEMORY_BYTES = 512 << 20
+MOST_STEP_S = 0.01
+DEADLINE_S = 20.0  # of what takes 0.1 s on an idle machine
+# Half of what the threads have in which grammars are used.
+STACK_BYTES = 1 << 20
+NUM_STEPS = 256
+MOST_TOLD = 300  # characters of an error
+_END_MARK = 256
+_SPECIAL = re.compile(r"<\[(\d+)\]>")  # a special token, as grammars name it by its id
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A grammar that has passed: in llguidance's notation, and the memory that it took."""
+
+    notation: str
+    num_bytes: int
+
+
+def try_out(asked: StructuredOutputs) -> Tried:
+    """Compile what is *asked* and follow it for a few hundred tokens in another process. It takes a tenth of a second.
+
+    `WrongParameter` for what is no grammar, cannot be enforced, or takes more time or memory than it may.
+    """
+    question = json.dumps([asked.kind, getattr(asked, asked.kind), asked.strict])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", __name__],
+            input=question,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+            start_new_session=True,  # so that Ctrl-C in a terminal does not reach it
+            env={**os.environ, "RUST_BACKTRACE": "0"},
+        )
+    except subprocess.TimeoutExpired:
+        raise WrongParameter(asked.asked_as, f"was not compiled in {DEADLINE_S:g} s; ask again later") from None
+    if done.returncode or not done.stdout:
+        raise WrongParameter(asked.asked_as, "takes too much time or memory to compile; make it smaller")
+    answer = json.loads(done.stdout)
+    if (error := answer.get("error")) is not None:
+        raise WrongParameter(asked.asked_as, error)
+    return Tried(answer["notation"], answer["num_bytes"])
+
+
+class _Bytes:
+    """A vocabulary of bytes and so many special tokens, for llguidance."""
+
+    eos_token_id = _END_MARK
+    bos_token_id = None
+
+    def __init__(self, num_special: int) -> None:
+        special = [f"<special {number}>".encode() for number in range(num_special)]
+        self.tokens = [*(bytes([value]) for value in range(256)), b"", *special]
+        self.special_token_ids = list(range(_END_MARK, len(self.tokens)))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+def _outcome(asked: StructuredOutputs) -> dict[str, object]:
+    """What the process answers: what was compiled, or why it cannot be used."""
+    from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        text = notation(asked)
+    except WrongParameter as wrong:
+        return {"error": _one_line(wrong.what)}
+    tried, num_special = _with_own_ids(text)
+    start = LLMatcher(LLTokenizer(TokenizerWrapper(_Bytes(num_special))), tried, log_level=0, limits=limits())
+    if start.is_error():
+        return {"error": _one_line(f"cannot be used: {start.get_error()}")}
+    if (error := _error_of_steps(start, num_special)) is not None:
+        return {"error": error}
+    return {"notation": text, "num_bytes": 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)}
+
+
+def _with_own_ids(text: str) -> tuple[str, int]:
+    """A grammar with ids of this vocabulary for those of the model's special tokens, and how many these are."""
+    ids = {given: _END_MARK + 1 + number for number, given in enumerate(dict.fromkeys(_SPECIAL.findall(text)))}
+    return _SPECIAL.sub(lambda given: f"<[{ids[given[1]]}]>", text), len(ids)
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= MOST_TOLD else line[:MOST_TOLD] + " …"
+
+
+def _error_of_steps(start: "LLMatcher", num_special: int) -> str | None:
+    """Why texts of the grammar, drawn at random, cost too much; None if they do not."""
+    rng, matcher = random.Random(0), start.deep_copy()
+    is_first = True
+    for _ in range(NUM_STEPS):
+        began_at = time.thread_time()
+        mask = matcher.compute_bitmask()
+        allowed = [i for i in range(_END_MARK + 1 + num_special) if i != _END_MARK and mask[i >> 3] >> (i & 7) & 1]
+        if not matcher.is_error() and allowed:
+            matcher.consume_token(rng.choice(allowed))
+        elif is_first:
+            return "allows no text at all"
+        if matcher.is_error() or time.thread_time() - began_at > MOST_STEP_S:
+            return "takes too long for a token; make it simpler"
+        is_first = False
+        if matcher.is_stopped() or not allowed:
+            matcher = start.deep_copy()
+    return None
+
+
+def _main() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S))
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    kind, given, strict = json.load(sys.stdin)
+    asked = StructuredOutputs(**{kind: given}, strict=strict)
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=lambda: print(json.dumps(_outcome(asked))))
+    thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,81 @@
+"""ResponseFormat: what a request asks the text of its answer to be, in OpenAI's words and in vLLM's."""
+
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+
+from kvtier.engine.model.sampling import WrongParameter
+from kvtier.engine.model.structured.structured_outputs import StructuredOutputs
+
+MOST_CHOICES_OF_TEXT = 1024
+
+
+class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class JsonObjectFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class NamedSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A JSON schema as OpenAI has it. Its name and description are for people; the model is told neither."""
+
+    name: str
+    schema: dict[str, Any] = {}
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    """JSON that is valid by a schema. Unless it is strict, keywords that cannot be enforced are left out."""
+
+    json_schema: NamedSchema
+
+
+ResponseFormat: TypeAlias = TextFormat | JsonObjectFormat | JsonSchemaFormat
+JsonSchema: TypeAlias = str | dict[str, Any]
+Choices: TypeAlias = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MOST_CHOICES_OF_TEXT)]
+
+
+class AskedOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's `structured_outputs`: exactly one of these."""
+
+    json: JsonSchema | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+
+
+def as_structured_outputs(
+    response_format: ResponseFormat | None, asked: AskedOutputs | None, guided: dict[str, Any]
+) -> StructuredOutputs | None:
+    """What a request's three kinds of parameters ask for; None if they ask for nothing.
+
+    *guided* has vLLM's older ones by name, `guided_json` and its like. `WrongParameter` if there are several, and for
+    what is no schema or grammar.
+    """
+    found = [*_of_format(response_format), *_of_vllm(asked)]
+    for name, value in guided.items():
+        if value is not None:
+            found.append({name.removeprefix("guided_"): value, "asked_as": name})
+    if not found:
+        return None
+    if len(found) > 1:
+        names = " and ".join(str(each["asked_as"]) for each in found)
+        raise WrongParameter(str(found[1]["asked_as"]), f"cannot be combined ({names}); give one of them")
+    return StructuredOutputs(**found[0])
+
+
+def _of_format(asked: ResponseFormat | None) -> list[dict[str, Any]]:
+    match asked:
+        case JsonObjectFormat():
+            return [{"json_object": True, "asked_as": "response_format"}]
+        case JsonSchemaFormat(named):
+            return [{"json": named.schema, "strict": bool(named.strict), "asked_as": "response_format"}]
+    return []
+
+
+def _of_vllm(asked: AskedOutputs | None) -> list[dict[str, Any]]:
+    return [] if asked is None else [{**msgspec.structs.asdict(asked), "asked_as": "structured_outputs"}]
