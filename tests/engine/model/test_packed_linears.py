@@ -4,6 +4,7 @@ import pytest
 import torch
 from small_models import build
 
+from kvtier.engine.model.digest import weights_digest
 from kvtier.engine.model.packed_linears import PackedLinears, available_bytes
 
 TOKENS = torch.arange(24).reshape(2, 12)
@@ -35,6 +36,24 @@ def test_between_passes_the_model_is_as_it_was() -> None:
 
     assert not any("forward" in vars(layer) for layer in model.modules())
     assert not model(TOKENS).logits.any()
+
+
+def test_a_pass_that_fails_gives_the_layers_back() -> None:
+    model = build("llama")
+    packed = PackedLinears(model, PLENTY)
+
+    with pytest.raises(ZeroDivisionError), packed.on():
+        raise ZeroDivisionError
+
+    assert not any("forward" in vars(layer) for layer in model.modules())
+
+
+def test_a_model_has_the_same_digest_while_another_engine_computes_with_it() -> None:
+    model = build("llama")
+    packed, digest = PackedLinears(model, PLENTY), weights_digest(model)
+
+    with packed.on():
+        assert weights_digest(model) == digest
 
 
 def test_without_room_for_the_copies_there_are_none() -> None:
