@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 DEADLINE_S = 120.0  # for what takes milliseconds, or a start of a process
 
@@ -33,6 +34,17 @@ def has_ended(pid: int) -> bool:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:  # who started it has been told
         return True
+
+
+def stop(pid: int) -> None:
+    """Have a process hang; it does once each of its threads has stopped, when that next looks for signals."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: all(state_of(task) in "TZX" for task in Path(f"/proc/{pid}/task").iterdir()))
+
+
+def state_of(process: Path) -> str:
+    """The letter that Linux has for what a process, or a thread, does; *process* is its folder in /proc."""
+    return (process / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def is_in(thread_id: int, function: Callable[..., object]) -> bool:

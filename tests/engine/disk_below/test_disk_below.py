@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from chaos import FakeClock
 from damaged_files import damage
-from waiting import wait_for
+from waiting import stop, wait_for
 
 from kvtier.engine.config import DiskConfig, parse_bytes
 from kvtier.engine.disk_below import loads
@@ -166,7 +166,7 @@ def test_a_killed_store_ends_what_is_under_way_and_the_next_one_goes_on(tmp_path
     rows, numbers = HostRows(60), range(60)
     with disk_at(tmp_path / "store", rows) as disk:
         disk.store(rows.filled(numbers)).result(DEADLINE_S)
-        os.kill(store_pid(), signal.SIGSTOP)
+        stop(store_pid())
         loaded = rows.empty(numbers)
         job = disk.load(loaded)
         os.kill(store_pid(), signal.SIGKILL)
@@ -185,7 +185,7 @@ def test_a_store_that_hangs_fails_its_jobs_by_its_deadline(tmp_path: Path) -> No
     rows, numbers = HostRows(8), range(8)
     with disk_at(tmp_path / "store", rows, read_timeout_s=0.5) as disk:
         disk.store(rows.filled(numbers)).result(DEADLINE_S)
-        os.kill(store_pid(), signal.SIGSTOP)
+        stop(store_pid())
         load, store = disk.load(rows.empty(numbers[:4])), disk.store([rows.row(7, 100, filled=True)])
         assert load.result(DEADLINE_S) == [False] * 4
         assert store.result(DEADLINE_S) == [False]

@@ -1,9 +1,7 @@
 """vLLM's jobs on kvtier's disk: right rows, jobs told once, prefixes that leave from their end, no hole that stays."""
 
 import mmap
-import os
 import random
-import signal
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from chaos import FakeClock
-from waiting import wait_for
+from waiting import stop, wait_for
 
 from kvtier.engine.config import DiskConfig, parse_bytes
 from kvtier.engine.disk_below.disk_below import DiskBelow
@@ -228,7 +226,7 @@ def test_a_disk_that_keeps_rows_for_too_long_is_closed_and_the_wait_ends(tmp_pat
     tier.store(prompt)
     tier.store(other)
     assert tier.side.drain()
-    os.kill(store_pid(), signal.SIGSTOP)
+    stop(store_pid())
     tier.job_id += 1
     tier.side.load(tier.job_id, prompt.keys, range(8))
 

@@ -3,7 +3,6 @@
 import os
 import random
 import re
-import signal
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from foreign.offloading import host_memory_of, kvtier_tier, offloading_config, offloading_vllm
 from foreign.running import EngineEnded, Vllm, VllmServer, flip_disk, make_model
+from waiting import stop
 
 PYTHON = os.environ.get("KVTIER_LMCACHE_PYTHON", "")
 NUM_TOKENS = 1026  # eight blocks of vLLM's on CPUs, and two tokens
@@ -151,7 +151,7 @@ def test_damaged_blocks_a_hung_disk_and_a_killed_engine_cost_their_hits_and_noth
         third.forget()
         loaded = third.generate([one])
         third.forget()
-        os.kill(store_of(third), signal.SIGSTOP)
+        stop(store_of(third))
         hung = third.generate([one])
         third.settle()
         new = third.generate([other])

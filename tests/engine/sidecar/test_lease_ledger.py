@@ -66,6 +66,7 @@ def test_extents_with_leases_at_the_end_are_left_out_for_good(left: int) -> None
 
         successor = ledger_of(segment)
         assert successor.left_out == {0, 3}
+        assert segment.wait_backed(60)
         extents = Extents(segment, EXTENT_BYTES, lambda: 0.0, successor.left_out)
         holder = Holder()
         while extents.acquire(holder):

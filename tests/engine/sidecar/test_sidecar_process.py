@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from foreign.running import Sidecar
 from raw_engine import CHUNK, NUM_CHUNKS, Engine
+from waiting import stop
 
 pytestmark = pytest.mark.long
 
@@ -58,7 +59,7 @@ def test_what_a_killed_sidecar_left_in_shared_memory_goes_with_the_next_start(si
 
 
 def test_a_second_signal_ends_it_at_once(sidecar: Sidecar) -> None:
-    os.kill(sidecar.process.pid, signal.SIGSTOP)  # so that both are there when it looks
+    stop(sidecar.process.pid)  # so that both are there when it looks
     os.kill(sidecar.process.pid, signal.SIGTERM)
     os.kill(sidecar.process.pid, signal.SIGINT)
     os.kill(sidecar.process.pid, signal.SIGCONT)

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import store_cases
 from store_cases import blob_of, key_of, kv_bytes
-from waiting import DEADLINE_S, has_ended, interrupted_once, is_in, join, wait_for
+from waiting import DEADLINE_S, has_ended, interrupted_once, is_in, join, state_of, stop, wait_for
 
 from kvtier.store.blob_store import Blob
 from kvtier.store.lmdb.lmdb_store import LmdbStore
@@ -128,7 +128,7 @@ def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store
 
     def ask_and_wait(channel: Channel, question: bytes, timeout_s: float) -> memoryview:
         process = Path(f"/proc/{opened.pid}")
-        return ask(channel, question, timeout_s if process.exists() and _state(process) == "T" else DEADLINE_S)
+        return ask(channel, question, timeout_s if process.exists() and state_of(process) == "T" else DEADLINE_S)
 
     opened = StoreProcess(StoreSettings(tmp_path / "store", CAPACITY_BYTES), timeout_s=2.0)
     monkeypatch.setattr(Channel, "ask", ask_and_wait)
@@ -151,16 +151,6 @@ def kill_when_asked(store: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> Non
         return ask(channel, question, timeout_s)
 
     monkeypatch.setattr(Channel, "ask", kill_and_ask)
-
-
-def stop(pid: int) -> None:
-    """Have the process hang; each of its threads stops when it next looks for signals."""
-    os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: all(_state(task) in "TZX" for task in Path(f"/proc/{pid}/task").iterdir()))
-
-
-def _state(process: Path) -> str:
-    return (process / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def read(store: StoreProcess, number: int) -> bytes | Fault:
