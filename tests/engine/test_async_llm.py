@@ -329,6 +329,7 @@ def test_the_event_loop_goes_on_while_the_model_computes(model: PreTrainedModel)
     play(story())
 
 
+@pytest.mark.long
 def test_what_streams_have_read_is_on_disk_after_the_end(model: PreTrainedModel, tmp_path: Path) -> None:
     prompt = prompt_of(1, 100)
 
@@ -344,6 +345,7 @@ def test_what_streams_have_read_is_on_disk_after_the_end(model: PreTrainedModel,
     play(story())
 
 
+@pytest.mark.long
 def test_a_second_engine_on_one_store_serves_without_it_and_leaves_it_to_the_first(
     model: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

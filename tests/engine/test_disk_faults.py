@@ -163,6 +163,7 @@ def test_a_folder_removed_while_serving_is_told_of_once_and_opened_anew(
     assert (done.token_ids, done.tokens.disk) == (right[-1], FOUND)
 
 
+@pytest.mark.long
 def test_a_read_only_disk_is_joined_once_it_can_be_written_to(
     mount: Mount, right: list[Sequence[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -211,6 +212,7 @@ def test_a_file_system_that_becomes_read_only_while_serving_costs_the_disk_only(
     assert not any("\n" in message for message in caplog.messages)
 
 
+@pytest.mark.long
 def test_a_store_that_another_has_open_is_joined_once_it_is_free(
     tmp_path: Path, right: list[Sequence[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -265,6 +267,7 @@ def test_a_store_that_hangs_while_opening_holds_up_neither_start_nor_end(
         assert store.statistics().num_records == 0
 
 
+@pytest.mark.long
 def test_a_store_whose_process_is_killed_while_serving_is_started_again(
     tmp_path: Path, right: list[Sequence[int]], caplog: pytest.LogCaptureFixture
 ) -> None:

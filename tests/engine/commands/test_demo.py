@@ -115,6 +115,7 @@ def test_the_corrupt_step_finds_the_damaged_block_and_recomputes_from_there(step
     assert tokens.disk > 0
 
 
+@pytest.mark.long
 def test_facts_are_woven_into_a_text_of_ones_own_and_found_again(tmp_path: Path) -> None:
     document = tmp_path / "own.txt"
     document.write_text("".join(PROSE.format(number=number) for number in range(2, 22)))

@@ -38,6 +38,7 @@ def test_a_server_that_is_right_ends_with_0_and_a_table(capsys: pytest.CaptureFi
     assert out.splitlines()[-1].startswith("proven, as far as can be told: 18 answers")
 
 
+@pytest.mark.long
 def test_a_server_that_is_wrong_ends_with_1_and_says_where(capsys: pytest.CaptureFixture[str]) -> None:
     with fake_server(read=flipped) as server:
         status, out, _ = prove(capsys, server.url, *FEW)

@@ -488,6 +488,7 @@ def test_what_was_evicted_says_so_and_is_computed_again_when_it_is_wanted(model:
 # --- after a restart
 
 
+@pytest.mark.long
 def test_documents_and_pins_are_there_after_a_restart_and_questions_load(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:
@@ -585,6 +586,7 @@ def test_a_damaged_file_is_left_out_told_and_can_be_replaced(
     assert sorted(file.suffix for file in folder.iterdir()) == [".doc"] * 4 + [".lock"]
 
 
+@pytest.mark.long
 def test_files_of_another_key_are_damaged_and_stay(model: PreTrainedModel, tmp_path: Path) -> None:
     keys = [tmp_path / "one", tmp_path / "other"]
     for key in keys:
@@ -607,6 +609,7 @@ def test_files_of_another_key_are_damaged_and_stay(model: PreTrainedModel, tmp_p
     play(model, tables(tmp_path, encryption_key_file=str(keys[0])), again)
 
 
+@pytest.mark.long
 def test_another_chat_template_makes_other_tokens_and_token_ids_are_not_believed(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.long
 def test_a_gguf_file_answers_as_the_folder_of_the_same_model(gguf_file: Path, tmp_path: Path) -> None:
     model = build("llama")
     model.save_pretrained(tmp_path)

@@ -324,6 +324,7 @@ def test_a_document_whose_client_leaves_before_its_turn_is_never_tokenized(worke
     assert call(worker, "GET", "/never").status_code == 404
 
 
+@pytest.mark.long
 def test_damaged_files_are_told_to_their_tenant_and_can_be_put_again_or_deleted(tmp_path: Path) -> None:
     folder, keys = tmp_path / "documents", {ANN: "ann", BOB: "bob"}
     config = {**tables(num_slots=100), "documents": {"path": str(folder)}}

@@ -194,6 +194,7 @@ def test_streams_that_do_not_finish_in_time_are_told_so() -> None:
     assert events[-1]["error"]["code"] == "shutting_down"
 
 
+@pytest.mark.long
 def test_who_only_waits_when_the_server_ends_is_told_so_at_once_and_who_runs_goes_on() -> None:
     config = tables(300, drain_s=60 * DEADLINE_S)
     config["scheduler"] = {"load": "always", "max_running": 1, "token_budget": 64, "prefill_chunk": 64}

@@ -70,6 +70,7 @@ def test_what_operators_keep_is_shown(plain: RunningSidecar) -> None:
     assert now["pinned.bytes"] == facts["pins"]["bytes"] > 0
 
 
+@pytest.mark.long
 def test_an_owner_that_is_stuck_is_told_of_to_those_that_watch() -> None:
     with running_sidecar(small_config(), answer_s=0.05) as running:
         wait_for(lambda: running.get("/health").status_code == 200)
@@ -99,6 +100,7 @@ def test_without_a_token_another_pages_script_gets_no_number(plain: RunningSidec
     assert plain.get("/dashboard/history", headers={"Origin": plain.url}).status_code == 200
 
 
+@pytest.mark.long
 def test_the_history_is_kept_beside_the_store(tmp_path: Any) -> None:
     with running_sidecar(small_config(tmp_path / "store")) as running:
         tick(running)

@@ -214,6 +214,7 @@ def test_reads_of_a_killed_process_are_faults(store: StoreProcess, monkeypatch: 
     assert store.read_many([key_of(1), key_of(2)], [memoryview(bytearray(10))] * 2) == [Fault.IO_ERROR] * 2
 
 
+@pytest.mark.long
 def test_a_process_that_hangs_is_ended_and_the_call_returns_when_it_is_gone(impatient: StoreProcess) -> None:
     impatient.put_many([blob_of(1, BLOCK_BYTES)])
     pid = pid_of(impatient)
@@ -365,6 +366,7 @@ def test_a_store_that_was_told_to_open_no_more_still_answers_until_its_process_e
     assert (store.num_starts, store.num_ended) == (1, 1)
 
 
+@pytest.mark.long
 def test_it_is_known_what_a_process_has_ended_of(impatient: StoreProcess) -> None:
     pid = pid_of(impatient)
     os.kill(pid, signal.SIGSEGV)
@@ -613,6 +615,7 @@ def test_a_large_question_to_a_process_that_hangs_has_a_deadline(impatient: Stor
     assert impatient.num_starts == 2
 
 
+@pytest.mark.long
 def test_close_of_a_store_that_hangs_has_a_deadline(impatient: StoreProcess) -> None:
     pid = pid_of(impatient)
     stop(pid)

@@ -118,6 +118,7 @@ while True:
 """
 
 
+@pytest.mark.long
 def test_an_engine_that_is_killed_while_it_writes_leaves_nothing(bed: Bed, engine: Engine) -> None:
     engine.store(1, 10)
     chains, parents = names(1, 10), [None, *names(1, 9)]
