@@ -1,46 +1,95 @@
 """What does the connector cost where nothing is ever reused?"""
 
 import statistics
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from foreign.running import Vllm, make_model
 
 from bench.doors.connector_bed import Prompts, started_sidecar, started_vllm
+from bench.doors.tier_bed import KV_BYTES
 from bench.report import Row
 from bench.rounds import at_least
 
-PROMPT_TOKENS = 1026
-NUM_PROMPTS = 8  # at once
-NUM_TOKENS = 32
-ROUNDS = 9
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Batches of prompts that have nothing in common, for one model."""
+
+    kind: str  # of vllm_model.py
+    prompt_tokens: int
+    num_prompts: int  # at once
+    num_tokens: int  # that are generated of each
+    num_starts: int  # of the engines: where its memory lies makes one faster than another by some 2 %
+    num_rounds: int  # with each
+
+    def speed(self, engine: Vllm, prompts: Prompts) -> float:
+        """Prompt and generated tokens of one batch of new prompts, each second."""
+        answer = engine.generate([prompts.next() for _ in range(self.num_prompts)], self.num_tokens)
+        return float(self.num_prompts * (self.prompt_tokens + self.num_tokens) / answer["took_s"])
+
+
+SERVED = Load("smol", 514, 4, 16, num_starts=3, num_rounds=3)  # the shape of the smallest model that people serve
+TINY = Load("llama", 1026, 8, 32, num_starts=3, num_rounds=6)  # steps of 15 ms, in which little is computed
+
+MOST_TOKENS = 4096  # of a prompt: the larger model's have to fit into `KV_BYTES`
+
+Started = Callable[[ExitStack, Path, str], Mapping[str, Vllm]]
+"""Engines by name, one of them `without`, for the model in that folder; the stack ends them; the text: which start."""
 
 
 def cost_rows(python: str, folder: Path) -> list[Row]:
     """Throughput with and without the connector, in turns on one machine; the median of pairs."""
-    model, prompts = make_model(python, folder), Prompts(PROMPT_TOKENS)
-    sidecar, socket = started_sidecar(folder)
-    with (
-        sidecar,
-        started_vllm(python, model, None) as plain,
-        started_vllm(python, model, socket) as connected,
-    ):
-        for engine in (plain, connected):
-            tokens_per_s(engine, prompts)
-        pairs = []
-        for number in range(ROUNDS):
-            order = (plain, connected) if number % 2 else (connected, plain)
-            speeds = {engine: tokens_per_s(engine, prompts) for engine in order}
-            pairs.append((speeds[connected], speeds[plain]))
-        stored = connected.counts()["stored_blocks"]
-    ratio = statistics.median(connected / plain for connected, plain in pairs)
-    return [
-        at_least("nothing reused: throughput of that without a connector", ratio, 0.98),
-        Row("nothing reused: throughput without", statistics.median(plain for _, plain in pairs), "tokens/s"),
-        Row("nothing reused: blocks stored", stored, "blocks"),
-    ]
+
+    def started(stack: ExitStack, model: Path, start: str) -> Mapping[str, Vllm]:
+        (place := folder / start).mkdir()
+        sidecar, socket = started_sidecar(place)
+        stack.enter_context(sidecar)
+        return {
+            "without": stack.enter_context(
+                started_vllm(python, model, None, max_model_len=MOST_TOKENS, kv_cache_memory_bytes=KV_BYTES)
+            ),
+            "connector": stack.enter_context(
+                started_vllm(python, model, socket, max_model_len=MOST_TOKENS, kv_cache_memory_bytes=KV_BYTES)
+            ),
+        }
+
+    rows = []
+    for load, what in ((SERVED, ""), (TINY, ", a model of 4 layers")):
+        speeds = speeds_of(load, make_model(python, folder, load.kind), started)
+        name = f"nothing reused{what}: throughput of that without a connector"
+        ratio = median_ratio(speeds, "connector")
+        rows.append(at_least(name, ratio, 0.98) if load is SERVED else Row(name, ratio, ""))
+        rows.append(Row(f"nothing reused{what}: throughput without", statistics.median(speeds["without"]), "tokens/s"))
+    return rows
 
 
-def tokens_per_s(engine: Vllm, prompts: Prompts) -> float:
-    """Prompt and generated tokens of one batch of new prompts, each second."""
-    answer = engine.generate([prompts.next() for _ in range(NUM_PROMPTS)], NUM_TOKENS)
-    return float(NUM_PROMPTS * (PROMPT_TOKENS + NUM_TOKENS) / answer["took_s"])
+def speeds_of(load: Load, model: Path, started: Started) -> Mapping[str, list[float]]:
+    """Tokens a second of each engine, in turns, with engines started anew several times. What has nothing stored would
+    cost nothing: RuntimeError if one of ours has not stored."""
+    speeds: dict[str, list[float]] = {}
+    prompts = Prompts(load.prompt_tokens)
+    for start in range(load.num_starts):
+        with ExitStack() as stack:
+            engines = started(stack, model, f"{load.kind}-{start}")
+            for engine in engines.values():
+                load.speed(engine, prompts)
+            for number in range(load.num_rounds):
+                for name in sorted(engines, reverse=bool((start + number) % 2)):
+                    speeds.setdefault(name, []).append(load.speed(engines[name], prompts))
+                    engines[name].settle()
+            _check_stored(engines)
+    return speeds
+
+
+def median_ratio(speeds: Mapping[str, list[float]], name: str) -> float:
+    """The median of pairs."""
+    return statistics.median(ours / plain for ours, plain in zip(speeds[name], speeds["without"], strict=True))
+
+
+def _check_stored(engines: Mapping[str, Vllm]) -> None:
+    for name, prefix in (("connector", "kvtier_vllm_"), ("kvtier", "kvtier_tier_")):
+        if name in engines and not engines[name].counts(prefix).get("stored_blocks"):
+            raise RuntimeError(f"{name}: nothing was stored")

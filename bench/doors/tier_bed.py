@@ -14,10 +14,10 @@ KV_BYTES = 256 << 20
 TIERS: Mapping[str, Callable[[Path], dict[str, Any]]] = {"kvtier": kvtier_tier, "fs": fs_tier}
 
 
-def started(python: str, model: Path, name: str, folder: Path) -> AbstractContextManager[Vllm]:
+def started(python: str, model: Path, name: str, folder: Path, **options: Any) -> AbstractContextManager[Vllm]:
     """vLLM with the tier of that name, whose files are in a folder of that name."""
     tier = TIERS[name](folder / name)
-    return offloading_vllm(python, model, [tier], HOST_BYTES, kv_cache_memory_bytes=KV_BYTES)
+    return offloading_vllm(python, model, [tier], HOST_BYTES, kv_cache_memory_bytes=KV_BYTES, **options)
 
 
 def forget_pages(folder: Path) -> None:

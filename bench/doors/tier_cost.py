@@ -1,12 +1,13 @@
 """What does kvtier's tier below vLLM's own offloading cost where nothing is ever reused?"""
 
 import statistics
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from foreign.running import Vllm, make_model
 
-from bench.doors.connector_bed import Prompts
-from bench.doors.connector_cost import PROMPT_TOKENS, ROUNDS, tokens_per_s
+from bench.doors.connector_cost import MOST_TOKENS, SERVED, TINY, median_ratio, speeds_of
 from bench.doors.tier_bed import KV_BYTES, started
 from bench.report import Row
 from bench.rounds import at_least
@@ -14,28 +15,24 @@ from bench.rounds import at_least
 
 def tier_cost_rows(python: str, folder: Path) -> list[Row]:
     """Throughput without a connector, with kvtier's tier and with vLLM's `fs`, in turns; medians of pairs."""
-    model, prompts = make_model(python, folder), Prompts(PROMPT_TOKENS)
-    with (
-        Vllm(python, model, {}, disable_hybrid_kv_cache_manager=False, kv_cache_memory_bytes=KV_BYTES) as plain,
-        started(python, model, "kvtier", folder) as kvtier,
-        started(python, model, "fs", folder) as fs,
-    ):
-        engines = {"without": plain, "kvtier": kvtier, "fs": fs}
-        for engine in engines.values():
-            tokens_per_s(engine, prompts)
-        speeds: dict[str, list[float]] = {name: [] for name in engines}
-        for number in range(ROUNDS):
-            for name in sorted(engines, reverse=bool(number % 2)):
-                speeds[name].append(tokens_per_s(engines[name], prompts))
-                engines[name].settle()
-        stored = kvtier.counts("kvtier_tier_")["stored_blocks"]
-    ratios = {
-        name: statistics.median(ours / plain for ours, plain in zip(speeds[name], speeds["without"], strict=True))
-        for name in ("kvtier", "fs")
-    }
-    return [
-        at_least("nothing reused, kvtier: throughput of that without a connector", ratios["kvtier"], 0.98),
-        Row("nothing reused, fs: throughput of that without a connector", ratios["fs"], ""),
-        Row("nothing reused: throughput without", statistics.median(speeds["without"]), "tokens/s"),
-        Row("nothing reused, kvtier: blocks stored", stored, "blocks"),
-    ]
+
+    def started_all(stack: ExitStack, model: Path, start: str) -> Mapping[str, Vllm]:
+        (place := folder / start).mkdir()
+        plain = {"disable_hybrid_kv_cache_manager": False, "kv_cache_memory_bytes": KV_BYTES}
+        return {
+            "without": stack.enter_context(Vllm(python, model, {}, max_model_len=MOST_TOKENS, **plain)),
+            "kvtier": stack.enter_context(started(python, model, "kvtier", place, max_model_len=MOST_TOKENS)),
+            "fs": stack.enter_context(started(python, model, "fs", place, max_model_len=MOST_TOKENS)),
+        }
+
+    rows = []
+    for load, what in ((SERVED, ""), (TINY, ", a model of 4 layers")):
+        speeds = speeds_of(load, make_model(python, folder, load.kind), started_all)
+        for name in ("kvtier", "fs"):
+            row, ratio = (
+                f"nothing reused{what}, {name}: throughput of that without a connector",
+                median_ratio(speeds, name),
+            )
+            rows.append(at_least(row, ratio, 0.98) if (load, name) == (SERVED, "kvtier") else Row(row, ratio, ""))
+        rows.append(Row(f"nothing reused{what}: throughput without", statistics.median(speeds["without"]), "tokens/s"))
+    return rows

@@ -343,12 +343,18 @@ class SidecarTiers:
 
     def _is_any_waiting(self) -> bool:
         """Whether the sidecar is to answer something."""
-        return any(fetch.is_waiting for fetch in self._fetches.values()) or any(s.is_waiting for s in self._stocks)
+        return any(stock.is_waiting for stock in self._stocks) or self._is_any_fetch_waiting()
+
+    def _is_any_fetch_waiting(self) -> bool:
+        return any(fetch.is_waiting for fetch in self._fetches.values())
 
     def _wake_when_heard(self) -> None:
-        """Have the owner's wait for copies end when the sidecar says something, while an answer is waited for."""
+        """Have the owner's wait for copies end when the sidecar says something, while somebody needs the answer: slots
+        that are to lie ready need not be heard of before the next poll."""
         session = self._session
-        if self._is_waking or session is None or not self._is_any_waiting():
+        if self._is_waking or session is None:
+            return
+        if not any(stock.is_short for stock in self._stocks) and not self._is_any_fetch_waiting():
             return
 
         def on_heard(transfer: Transfer) -> None:

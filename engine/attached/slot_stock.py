@@ -21,6 +21,7 @@ class SlotStock:
         """*num_slots* that the sidecar may have; *ask* is called with how many slots are to be reserved. *num_kept* lie
         ready also while none is used, as far as there is room: a caller that cannot offer a block twice needs them."""
         self.lent: set[int] = set()
+        self.is_short = False  # who took last lacks some, for which the answer has still to come
         self._most_ahead = num_slots // MOST_PART
         self._num_kept = min(num_kept, self._most_ahead)
         self._filled_at = float("-inf")
@@ -40,7 +41,10 @@ class SlotStock:
         self._used_at = self._clock()
         taken, self._ready = self._ready[:num_slots], self._ready[num_slots:]
         self.lent.update(taken)
-        self._want(num_slots - len(taken) + max(self._num_kept, min(num_slots, self._most_ahead)) - len(self._ready))
+        lacking, kept = num_slots - len(taken), max(self._num_kept, min(num_slots, self._most_ahead))
+        self.is_short = lacking > 0
+        if lacking or 2 * len(self._ready) < kept:
+            self._want(lacking + kept - len(self._ready))
         return taken
 
     def fill(self) -> None:
@@ -52,6 +56,7 @@ class SlotStock:
     def on_reserved(self, num_asked: int, slots: Sequence[int]) -> None:
         """Take in the answer to a question for *num_asked* slots."""
         self._num_asked -= num_asked
+        self.is_short = False
         self._ready += slots
 
     def end_loan(self, slots: Ids) -> None:

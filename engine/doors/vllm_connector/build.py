@@ -61,7 +61,7 @@ def build_scheduler_half(
     groups = [layout.attention for layout in layouts]
     answers = ThreadLane(heard, "answers")
     num_tokens = vllm_config.scheduler_config.max_num_batched_tokens  # of a step: its blocks are offered once
-    num_kept = [-(-num_tokens // group.block_size) for group in groups]
+    num_kept = [2 * -(-num_tokens // group.block_size) for group in groups]  # two steps': the next comes soon
     tiers = SidecarTiers(attachment, groups, memories, transfers, answers, num_kept=num_kept)
     side = SchedulerSide(
         tiers,

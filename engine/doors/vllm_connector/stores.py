@@ -1,7 +1,7 @@
 """Stores: blocks that vLLM has computed, on their way into host slots and from there to whoever asks."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -42,10 +42,11 @@ class _Copied:
 
 @dataclass(slots=True)
 class _Digested:
-    """A row whose digests are being taken."""
+    """Rows of one group and step, whose digests are being taken."""
 
-    row: _Copied
-    digests: list[bytes] = field(default_factory=list)
+    rows: Sequence[_Copied]
+    slots: list[int]  # of all rows
+    digests: list[bytes]
     num_taken: int = 0
 
 
@@ -97,11 +98,13 @@ class Stores:
 
     def on_step_done(self, step: int, has_stored: bool) -> None:
         """Take in that the workers have done a step, and whether its slots have the bytes."""
-        for row in self._copying.pop(step, ()):
-            if has_stored:
-                self._take_digests(row)
-            else:
-                self._give_back(row)
+        rows = self._copying.pop(step, [])
+        if not has_stored:
+            self._give_back(rows)
+            return
+        for group_id in range(len(self._groups)):
+            if of_group := [row for row in rows if row.group_id == group_id]:
+                self._take_digests(group_id, of_group)
 
     def _copies(self, step: int, offer: Offer, group_id: int, blocks: range, pages: Sequence[int]) -> list[PageCopies]:
         size = self._groups[group_id].block_size
@@ -126,34 +129,41 @@ class Stores:
             self._under_way.update((group_id, name) for name in row_names)
         return [PageCopies(group_id, [pages[blocks[place]] for place in taken], slots)]
 
-    def _take_digests(self, row: _Copied) -> None:
-        digested = _Digested(row, [b""] * len(row.slots))
+    def _take_digests(self, group_id: int, rows: Sequence[_Copied]) -> None:
+        """One step's rows are digested and published together: each message wakes the sidecar, and each thread that
+        wakes takes the interpreter's lock from the step that vLLM is in."""
+        slots = [slot for row in rows for slot in row.slots]
+        digested = _Digested(rows, slots, [b""] * len(slots))
         self._num_digesting += 1
 
         def on_taken(places: range, digests: Sequence[bytes] | None) -> None:
             if digests is not None:
                 digested.digests[places.start : places.stop] = digests
             digested.num_taken += len(places)
-            if digested.num_taken == len(row.slots):
+            if digested.num_taken == len(slots):
                 self._num_digesting -= 1
-                self._publish(digested)
+                self._publish(group_id, digested)
 
-        self._digests.take(self._memories[row.group_id], row.slots, on_taken)
+        self._digests.take(self._memories[group_id], slots, on_taken)
 
-    def _publish(self, digested: _Digested) -> None:
-        row = digested.row
+    def _publish(self, group_id: int, digested: _Digested) -> None:
         if not all(digested.digests):  # one could not be taken
-            self._give_back(row)
+            self._give_back(digested.rows)
             return
-        self._end(row)
-        rows = [Row(0, len(row.names), row.names, row.parent)]
-        owners = np.full(len(row.slots), row.owner, np.uint64)
-        self._tiers.publish(row.group_id, np.array(row.slots, np.intp), rows, digested.digests, owners)
-        self._on_stored(len(row.slots))
+        rows, owners, start = list[Row](), list[int](), 0
+        for row in digested.rows:
+            self._end(row)
+            rows.append(Row(start, start + len(row.names), row.names, row.parent))
+            owners += [row.owner] * len(row.names)
+            start += len(row.names)
+        slots = np.array(digested.slots, np.intp)
+        self._tiers.publish(group_id, slots, rows, digested.digests, np.array(owners, np.uint64))
+        self._on_stored(len(slots))
 
-    def _give_back(self, row: _Copied) -> None:
-        self._end(row)
-        self._tiers.abandon(row.group_id, np.array(row.slots, np.intp))
+    def _give_back(self, rows: Sequence[_Copied]) -> None:
+        for row in rows:
+            self._end(row)
+            self._tiers.abandon(row.group_id, np.array(row.slots, np.intp))
 
     def _end(self, row: _Copied) -> None:
         self._under_way.difference_update((row.group_id, name) for name in row.names)

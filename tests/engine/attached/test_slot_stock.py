@@ -20,11 +20,13 @@ def test_what_is_kept_lies_ready_also_while_nothing_is_used() -> None:
     bed.stock.fill()
     bed.stock.on_reserved(5, [1, 2, 3, 4, 5])
     assert bed.stock.take(2) == [1, 2]
-    bed.stock.on_reserved(2, [6, 7])
+    assert bed.asked == [5], "most of what is kept is still there"
+    assert bed.stock.take(1) == [3]
+    bed.stock.on_reserved(3, [6, 7, 8])
 
     bed.clock.now += 2 * IDLE_S
 
-    assert bed.asked == [5, 2]
+    assert bed.asked == [5, 3]
     assert bed.stock.take_idle() == []
     assert len(bed.stock.take(5)) == 5
 

@@ -324,7 +324,7 @@ def test_what_has_found_no_slot_when_its_request_ends_is_counted(full: DoorBed) 
         full.compute(request)
         full.finish_without_listening(request)
 
-    assert full.side.counts.unstored_blocks == 8
+    assert full.side.counts.unstored_blocks == 10
     full.sidecar.is_stopped = False
 
 

@@ -64,10 +64,17 @@ def gemma() -> Gemma3ForCausalLM:
     return Gemma3ForCausalLM(config)
 
 
+def smol() -> LlamaForCausalLM:
+    """The shape of SmolLM2-135M, the smallest model that people serve, without its vocabulary."""
+    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+    return LlamaForCausalLM(LlamaConfig(**{**SHAPE, **shape, "num_attention_heads": 9, "num_key_value_heads": 3}))
+
+
 KINDS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
     "gemma3": gemma,
+    "smol": smol,
 }
 
 
