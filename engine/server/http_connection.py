@@ -1,6 +1,7 @@
 """HttpConnection: one connection, within the limits that hold before its client has shown a key."""
 
 import asyncio
+import socket
 from typing import Any
 
 from uvicorn.config import Config
@@ -41,6 +42,7 @@ class HttpConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         """Let the new connection in, or turn it away with a 503."""
         super().connection_made(transport)
+        _send_at_once(transport)
         host = self.client[0] if self.client else ""
         if self._gate.enter(host):
             self._host = host
@@ -155,3 +157,11 @@ class HttpConnection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _send_at_once(transport: asyncio.Transport) -> None:
+    """Have an answer's parts sent as they are written: the first words would wait for the client to acknowledge the
+    headers. asyncio sees to that only if the socket that listens was made for TCP by name."""
+    accepted = transport.get_extra_info("socket")
+    if accepted is not None and accepted.family != socket.AF_UNIX:
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,5 +1,6 @@
 """Limits on what a connection may take of the server before its client has shown a key."""
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import closing
@@ -7,8 +8,12 @@ from contextlib import closing
 import pytest
 from serving import DEADLINE_S, MODEL, ServerInThread, come_true, serving, tables
 from small_models import build
+from starlette.responses import Response
+from uvicorn.config import Config
+from uvicorn.server import ServerState
 
 from kvtier.engine.server.gate import ConnectionLimits, Gate
+from kvtier.engine.server.http_connection import HttpConnection
 
 KEYS = {"sk-ann-1111": "ann"}
 SHORT_S = 0.2
@@ -200,3 +205,27 @@ def test_the_gate_counts_addresses_and_networks() -> None:
     assert why == ["connections_of_address"] * 2 + ["connections"] * 3
     assert entered_again == [True, True, False]
     assert gate.num_open == 4
+
+
+def test_an_answer_does_not_wait_for_the_client_to_acknowledge_its_headers() -> None:
+    """A listener that knows no protocol, as `socket.create_server` makes it, has asyncio leave Nagle's algorithm on: on
+    a connection that is kept each first token came 40 ms late, for which a client may keep an acknowledgement back."""
+    gate = Gate(ConnectionLimits(1000, FAR_S, max_connections=4, max_per_address=4), lambda why: None)
+    made: list[HttpConnection] = []
+
+    def connection() -> HttpConnection:
+        made.append(HttpConnection(Config(Response("here"), lifespan="off"), ServerState(), {}, gate=gate))
+        return made[-1]
+
+    async def is_sent_at_once() -> bool:
+        bound = socket.create_server(("127.0.0.1", 0))
+        async with await asyncio.get_running_loop().create_server(connection, sock=bound):
+            reader, writer = await asyncio.open_connection(*bound.getsockname())
+            writer.write(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+            assert b"200" in await reader.readline()
+            accepted = made[0].transport.get_extra_info("socket")
+            is_at_once = bool(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+            return is_at_once
+
+    assert asyncio.run(asyncio.wait_for(is_sent_at_once(), DEADLINE_S))
