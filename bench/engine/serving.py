@@ -11,7 +11,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -35,12 +35,18 @@ QUESTION_TOKENS = 24
 ANSWER_TOKENS = 8
 NUM_CLIENTS = 2
 DISK_BYTES = 512 << 20  # has room for all documents, and is soon full, as after days
+GROWING_BYTES = 4 << 30  # is never full here
 NEW_PROMPTS = 24  # that a round without reuse asks
 NEW_TOKENS = 512
 TURNS = 3  # of each server in a round
 NUM_STREAMS = 4
 STREAM_TOKENS = 400
 PREEMPTED_TOKENS = 4096
+
+VLLM_CORES: Mapping[str, Mapping[str, str]] = {
+    "vLLM's server as it starts": {},  # it keeps one core for its HTTP
+    "vLLM's server with all cores": {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"},
+}
 
 
 class Texts:
@@ -73,14 +79,16 @@ class Bed:
         self.texts = Texts(self.vocab_size, seed=1)
         self.capacity = int(2.2 * NUM_TOKENS * self.token_bytes)
 
-    def tables(self, with_tiers: bool) -> dict[str, dict[str, object]]:
+    def tables(
+        self, with_tiers: bool, store: str = "store", disk_bytes: int = DISK_BYTES
+    ) -> dict[str, dict[str, object]]:
         tables: dict[str, dict[str, object]] = {
             "device": {"capacity": self.capacity, "block_size": BLOCK_SIZE},
             "host": {"capacity": 0},
         }
         if with_tiers:  # ten documents fit in host memory, the others are on disk
             tables["host"] = {"capacity": 10 * NUM_TOKENS * self.token_bytes}
-            tables["disk"] = {"path": str(self.folder / "store"), "capacity": DISK_BYTES}
+            tables["disk"] = {"path": str(self.folder / store), "capacity": disk_bytes}
         return tables
 
 
@@ -110,13 +118,12 @@ def questions_and_answers(bed: Bed, vllm: Path | None) -> list[Row]:
 
 
 def nothing_to_reuse(bed: Bed, num_rounds: int, vllm: Path | None) -> list[Row]:
-    """Rows of tokens a second for prompts that share nothing, once the disk is full. Both servers run, asked in turn.
+    """Rows of tokens a second for prompts that share nothing, on a disk that is full and on one that grows. The servers
+    run beside each other, asked in turn.
 
-    While the disk fills up more is lost (0.94 of the speed was kept, in four rounds with a store of 4 GiB), nearly all
-    of it by the kernel's first touch of memory for its cache. Every round starts the servers anew: two of the same kind
-    differ by some per cent as long as they live.
+    While a disk grows more is lost, nearly all of it by the kernel's first touch of memory for its cache. Every round
+    starts the servers anew: two of the same kind differ by some per cent as long as they live.
     """
-    kinds = {"with tiers": True, "device only": False}
 
     def speed(url: str) -> float:
         prompts = [bed.texts.new(NEW_TOKENS) for _ in range(NEW_PROMPTS)]
@@ -125,24 +132,35 @@ def nothing_to_reuse(bed: Bed, num_rounds: int, vllm: Path | None) -> list[Row]:
     with kvtier_server(bed.model, bed.folder, bed.tables(with_tiers=True)) as url:
         for _ in range(-(-DISK_BYTES // (NEW_PROMPTS * NEW_TOKENS * bed.token_bytes))):
             speed(url)
-    medians: dict[str, list[float]] = {name: [] for name in kinds}
+    full, growing, without = "tiers, a full disk", "tiers, a growing disk", "device only"
+    medians: dict[str, list[float]] = {full: [], growing: [], without: []}
     for number in range(num_rounds):
+        tables = {
+            full: bed.tables(with_tiers=True),
+            growing: bed.tables(True, f"growing-{number}", GROWING_BYTES),
+            without: bed.tables(with_tiers=False),
+        }
         with ExitStack() as servers:
-            order = sorted(kinds, reverse=number % 2 == 1)
-            urls = {
-                name: servers.enter_context(kvtier_server(bed.model, bed.folder, bed.tables(kinds[name])))
-                for name in order
-            }
+            order = sorted(tables, reverse=number % 2 == 1)
+            urls = {name: servers.enter_context(kvtier_server(bed.model, bed.folder, tables[name])) for name in order}
             turns = [{name: speed(urls[name]) for name in order} for _ in range(1 + TURNS)]
-        for name, speeds in medians.items():
-            speeds.append(statistics.median(turn[name] for turn in turns[1:]))  # the first one warms up
+        for name in tables:
+            medians[name].append(statistics.median(turn[name] for turn in turns[1:]))  # the first one warms up
     if vllm is not None:
-        with vllm_server(vllm, bed.model, bed.folder, bed.capacity, NUM_TOKENS) as url:
-            medians["vLLM's server"] = [speed(url) for _ in range(1 + TURNS)][1:]
+        for name, cores in VLLM_CORES.items():
+            medians[name] = []
+            for _ in range(num_rounds):
+                with vllm_server(vllm, bed.model, bed.folder, bed.capacity, NUM_TOKENS, cores) as url:
+                    medians[name].append(statistics.median([speed(url) for _ in range(1 + TURNS)][1:]))
     rows = [Row(f"nothing to reuse: {name}", statistics.median(all_of), "tokens/s") for name, all_of in medians.items()]
-    pairs = zip(medians["with tiers"], medians["device only"], strict=True)
-    kept = statistics.median(tiers / device for tiers, device in pairs)
-    return [*rows, Row("nothing to reuse: with tiers / device only", kept, "x", ">= 0.98", kept >= 0.98)]
+    for name in (full, growing):
+        pairs = zip(medians[name], medians[without], strict=True)
+        kept = statistics.median(tiers / device for tiers, device in pairs)
+        rows.append(Row(f"nothing to reuse: {name} / {without}", kept, "x", ">= 0.98", kept >= 0.98))
+    for name in VLLM_CORES if vllm is not None else ():
+        ratio = statistics.median(medians[without]) / statistics.median(medians[name])
+        rows.append(Row(f"nothing to reuse: {without} / {name}", ratio, "x", ">= 1.0", ratio >= 1.0))
+    return rows
 
 
 async def gaps(url: str, streams: Sequence[Sequence[int]], beside: Iterator[Sequence[int]]) -> list[float]:

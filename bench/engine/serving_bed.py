@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 import torch
@@ -91,15 +92,23 @@ def kvtier_server(
 
 
 @contextmanager
-def vllm_server(python: Path, model: Path, folder: Path, capacity: int, max_model_len: int) -> Iterator[str]:
-    """Run vLLM's server with *capacity* bytes of prefix cache; *python* belongs to an environment with vLLM."""
+def vllm_server(
+    python: Path,
+    model: Path,
+    folder: Path,
+    capacity: int,
+    max_model_len: int,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[str]:
+    """Run vLLM's server with *capacity* bytes of prefix cache; *python* belongs to an environment with vLLM, and
+    *environment* has settings of vLLM."""
     port = _free_port()
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager"]
     command += ["--enable-prefix-caching", "--kv-cache-memory-bytes", str(capacity)]
     command += ["--max-model-len", str(max_model_len), "--max-num-seqs", "64", "--disable-uvicorn-access-log"]
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with _process(command, port, "/health", folder, offline) as url:
+    with _process(command, port, "/health", folder, {**offline, **environment}) as url:
         yield url
 
 
