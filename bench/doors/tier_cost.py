@@ -7,6 +7,7 @@ from pathlib import Path
 
 from foreign.running import Vllm, make_model
 
+from bench.doors.connector_bed import started_vllm
 from bench.doors.connector_cost import MOST_TOKENS, SERVED, TINY, median_ratio, speeds_of
 from bench.doors.tier_bed import KV_BYTES, started
 from bench.report import Row
@@ -18,9 +19,10 @@ def tier_cost_rows(python: str, folder: Path) -> list[Row]:
 
     def started_all(stack: ExitStack, model: Path, start: str) -> Mapping[str, Vllm]:
         (place := folder / start).mkdir()
-        plain = {"disable_hybrid_kv_cache_manager": False, "kv_cache_memory_bytes": KV_BYTES}
         return {
-            "without": stack.enter_context(Vllm(python, model, {}, max_model_len=MOST_TOKENS, **plain)),
+            "without": stack.enter_context(
+                started_vllm(python, model, None, max_model_len=MOST_TOKENS, kv_cache_memory_bytes=KV_BYTES)
+            ),
             "kvtier": stack.enter_context(started(python, model, "kvtier", place, max_model_len=MOST_TOKENS)),
             "fs": stack.enter_context(started(python, model, "fs", place, max_model_len=MOST_TOKENS)),
         }
