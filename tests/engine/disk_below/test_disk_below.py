@@ -172,8 +172,7 @@ def test_a_killed_store_ends_what_is_under_way_and_the_next_one_goes_on(tmp_path
         os.kill(store_pid(), signal.SIGKILL)
         outcome = job.result(DEADLINE_S)
         right = is_right(loaded, numbers)
-        # What the killed store had been asked for has failed; beside busy cores it may not have been asked yet, and then the
-        # next one is.
+        # What the killed store was asked for has failed. Beside busy cores it may not have been: then the next one is.
         assert all(right[place] for place, good in enumerate(outcome) if good)
         wait_for(lambda: all(disk.store(rows.filled(numbers)).result(DEADLINE_S)))
         wait_for(lambda: all(disk.are_held([name_of(number) for number in numbers])))  # reading rested for a second
