@@ -142,8 +142,7 @@ class TieredCache:
         True also when nothing more can be done about it. If False, ask again after a `poll`. Promoting without asking
         is allowed, and drops blocks that have no copy below.
         """
-        is_on_device = all((found != ABSENT).all() for found in self._hits.device_slots(hit))
-        if is_on_device and not any(len(group.slots.dirty) for group in self._group_tiers):
+        if all((found != ABSENT).all() for found in self._hits.device_slots(hit)):
             return True
         demand, short = [], []
         rest_tokens = hit.limit - hit.num_tokens
@@ -151,10 +150,9 @@ class TieredCache:
         for group, (resident, missing) in pairs:
             demand.append(missing + len(resident))  # the hit's own blocks may be among the oldest
             now = missing + (hit.partial is not None)
-            # Then its request takes slots to compute in, before a copy that is started now has been taken in: also that
-            # of a hit that is on the device, whose own blocks may have been all that was copied ahead.
+            # Then its request takes slots to compute in, before a copy that is started now has been taken in.
             soon = min(self._window.depth, -(-rest_tokens // group.block_size) + 1)
-            short.append(max(self._lacking(group, n, resident) for n in (now, now + soon)))
+            short.append(max(self._lacking(group, n, resident) for n in (now, now + soon)) if missing else 0)
         if not any(short):
             return True
         self._promoter.keep_warm(hit)
