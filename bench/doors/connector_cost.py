@@ -22,7 +22,7 @@ class Load:
     prompt_tokens: int
     num_prompts: int  # at once
     num_tokens: int  # that are generated of each
-    num_starts: int  # of the engines: where its memory lies makes one faster than another by some 2 %
+    num_starts: int  # of the engines: two of one kind differ by some 2 % as long as they live
     num_rounds: int  # with each
 
     def speed(self, engine: Vllm, prompts: Prompts) -> float:
@@ -34,7 +34,7 @@ class Load:
 SERVED = Load("smol", 514, 4, 16, num_starts=3, num_rounds=3)  # the shape of the smallest model that people serve
 TINY = Load("llama", 1026, 8, 32, num_starts=3, num_rounds=6)  # steps of 15 ms, in which little is computed
 
-MOST_TOKENS = 4096  # of a prompt: the larger model's have to fit into `KV_BYTES`
+MOST_TOKENS = 4096  # of a request: the larger model's have to fit into `KV_BYTES`
 
 Started = Callable[[ExitStack, Path, str], Mapping[str, Vllm]]
 """Engines by name, one of them `without`, for the model in that folder; the stack ends them; the text: which start."""

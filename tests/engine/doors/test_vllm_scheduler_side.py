@@ -314,6 +314,25 @@ def test_a_prompt_that_is_computed_in_one_step_finds_slots_that_lie_ready(bed: D
     assert [len(copies.slots) for copies in work.stores] == [10 for _ in bed.groups]
 
 
+def test_what_several_requests_complete_in_a_step_is_published_in_one_message(full: DoorBed) -> None:
+    full.run(full.request(full.prompt(8)))
+    requests = [full.request(full.prompt(8)) for _ in range(2)]
+    for request in requests:
+        full.match(request)
+        full.allocate(request, 0)
+    full.listen()
+    before = full.sidecar.door.counts().operations
+
+    work = full.step({request.request_id: 8 for request in requests}, *requests)
+    full.listen()
+
+    told = full.sidecar.door.counts().operations
+    assert sum(len(copies.slots) for copies in work.stores) == 4
+    assert {kind: num - before.get(kind, 0) for kind, num in told.items() if num > before.get(kind, 0)} == {
+        "publish": 1
+    }
+
+
 def test_what_has_found_no_slot_when_its_request_ends_is_counted(full: DoorBed) -> None:
     full.run(full.request(full.prompt(8)))
     full.sidecar.is_stopped = True
