@@ -142,7 +142,8 @@ class TieredCache:
         True also when nothing more can be done about it. If False, ask again after a `poll`. Promoting without asking
         is allowed, and drops blocks that have no copy below.
         """
-        if all((found != ABSENT).all() for found in self._hits.device_slots(hit)):
+        is_on_device = all((found != ABSENT).all() for found in self._hits.device_slots(hit))
+        if not hit.num_tokens or (is_on_device and not self._host_spill.num_dirty):
             return True
         demand, short = [], []
         rest_tokens = hit.limit - hit.num_tokens
@@ -150,15 +151,18 @@ class TieredCache:
         for group, (resident, missing) in pairs:
             demand.append(missing + len(resident))  # the hit's own blocks may be among the oldest
             now = missing + (hit.partial is not None)
-            # Then its request takes slots to compute in, before a copy that is started now has been taken in.
+            # Then its request takes slots to compute in, before a copy that is started now has been taken in. The hit's
+            # own blocks may have been all that was copied ahead: leased, they leave it none.
             soon = min(self._window.depth, -(-rest_tokens // group.block_size) + 1)
-            short.append(max(self._lacking(group, n, resident) for n in (now, now + soon)) if missing else 0)
+            takes = missing or len(resident)
+            short.append(max(self._lacking(group, n, resident) for n in (now, now + soon)) if takes else 0)
         if not any(short):
             return True
         self._promoter.keep_warm(hit)
         self._demand = demand
         self._spill()
-        return not self._host_spill.is_moving and not self.lower.is_making_room
+        # A hit on the device waits for no disk: what host memory lacks is another's to wait for.
+        return not self._host_spill.is_moving and (is_on_device or not self.lower.is_making_room)
 
     def promote(self, hit: Hit, timeout_s: float | None = None) -> Promotion:
         """Bring the hit's blocks to the device: lease the ones that are there, copy up the others. Returns at once.

@@ -358,7 +358,7 @@ def test_what_the_host_had_no_slot_for_is_copied_down_when_it_has() -> None:
     w.check()
 
 
-def test_nobody_waits_for_room_behind_a_disk_that_hangs() -> None:
+def test_nobody_waits_for_room_behind_a_disk_that_hangs_and_a_hit_on_the_device_for_no_disk_at_all() -> None:
     w = world(num_device_slots=16, num_host_slots=24)
     for document in "abc":
         read(w, document)
@@ -371,13 +371,43 @@ def test_nobody_waits_for_room_behind_a_disk_that_hangs() -> None:
     w.store.delete(list(w.store.keys()))
     w.index.disk.index.clear()
     w.cache.spill()  # a write to disk that will not end: the test does not stir its lane
-    hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
+    below = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 1)
+    on_device = w.cache.lookup(w.chain("c", DOCUMENT), DOCUMENT + 17)
+    assert w.cache.on_device(on_device).num_tokens == on_device.num_tokens > 0
 
-    at_first = w.cache.make_room(hit)
+    is_below_ready, is_on_device_ready = w.cache.make_room(below), w.cache.make_room(on_device)
     w.clock.now += 2
 
-    assert not at_first
-    assert w.cache.make_room(hit)
+    assert (is_below_ready, is_on_device_ready) == (False, True)
+    assert w.cache.make_room(below)
+
+
+def test_a_hit_on_the_device_waits_for_copies_when_its_own_blocks_were_all_that_was_copied_ahead() -> None:
+    w = world(num_device_slots=16, num_host_slots=24)
+    read(w, "a")
+    w.lanes[Route.DEVICE_TO_HOST].capacity = 0
+    table = w.cache.allocate([6])
+    assert table is not None
+    w.compute(table, w.chain("new", 24), 0, 24)
+    w.cache.release(table)
+    w.lanes[Route.DEVICE_TO_HOST].capacity = 6
+    cold = w.cache.lookup(w.chain("cold", DOCUMENT), DOCUMENT + 1)
+    hit = w.cache.lookup(w.chain("a", DOCUMENT), DOCUMENT + 17)
+
+    is_cold_ready = w.cache.make_room(cold)
+    waits = 0
+    while not w.cache.make_room(hit):
+        waits += 1
+        w.settle()
+    w.cache.promote(hit)
+    for _ in range(4):
+        assert w.cache.allocate([1]) is not None
+        w.cache.spill()
+        w.settle()
+
+    assert is_cold_ready
+    assert 1 <= waits <= 3
+    assert w.cache.statistics().tiers[Tier.DEVICE].dropped_spills == 0
 
 
 def test_a_read_that_hangs_keeps_no_device_slot_and_the_disk_is_left_alone_for_a_while() -> None:
