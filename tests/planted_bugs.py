@@ -30,17 +30,24 @@ class Bug:
 BUGS = [
     Bug(
         "rows of a window are attended from the block's first key on",
-        "engine/model/row_attention.py",
+        "engine/model/cpu/row_attention.py",
         "firsts = [oldest_key(part.group, part.start) - part.first_key for part in parts]",
         "firsts = [0 for part in parts]",
-        "tests/engine/model/test_row_attention.py",
+        "tests/engine/model/cpu/test_row_attention.py",
     ),
     Bug(
         "a model keeps its packed layers after a pass",
-        "engine/model/packed_linears.py",
-        '                vars(layer).pop("forward", None)',
-        "                pass",
-        "tests/engine/model/test_packed_linears.py",
+        "engine/model/cpu/stand_ins.py",
+        "                    place.names.pop(place.name, None)",
+        "                    pass",
+        "tests/engine/model/cpu/test_stand_ins.py",
+    ),
+    Bug(
+        "a chunk's sums are not rescaled where a greater score comes",
+        "engine/model/cpu/chunk_kernel.py",
+        "                            summed[d] *= fade",
+        "                            summed[d] *= 1",
+        "tests/engine/model/cpu/test_chunk_attention.py",
     ),
     Bug(
         "a token that ends the text is drawn where its grammar does not let it end",

@@ -38,7 +38,8 @@ DISK_BYTES = 512 << 20  # has room for all documents, and is soon full, as after
 GROWING_BYTES = 4 << 30  # is never full here
 NEW_PROMPTS = 24  # that a round without reuse asks
 NEW_TOKENS = 512
-TURNS = 3  # of each server in a round
+TURNS = 8  # of each server in a round
+VLLM_TURNS = 4
 NUM_STREAMS = 4
 STREAM_TOKENS = 400
 PREEMPTED_TOKENS = 4096
@@ -119,7 +120,7 @@ def questions_and_answers(bed: Bed, vllm: Path | None) -> list[Row]:
 
 def nothing_to_reuse(bed: Bed, num_rounds: int, vllm: Path | None) -> list[Row]:
     """Rows of tokens a second for prompts that share nothing, on a disk that is full and on one that grows. The servers
-    run beside each other, asked in turn.
+    run beside each other, asked in turn: a turn's speeds are compared with each other.
 
     While a disk grows more is lost, nearly all of it by the kernel's first touch of memory for its cache. Every round
     starts the servers anew: two of the same kind differ by some per cent as long as they live.
@@ -133,7 +134,7 @@ def nothing_to_reuse(bed: Bed, num_rounds: int, vllm: Path | None) -> list[Row]:
         for _ in range(-(-DISK_BYTES // (NEW_PROMPTS * NEW_TOKENS * bed.token_bytes))):
             speed(url)
     full, growing, without = "tiers, a full disk", "tiers, a growing disk", "device only"
-    medians: dict[str, list[float]] = {full: [], growing: [], without: []}
+    seen: dict[str, list[float]] = {full: [], growing: [], without: []}
     for number in range(num_rounds):
         tables = {
             full: bed.tables(with_tiers=True),
@@ -143,22 +144,26 @@ def nothing_to_reuse(bed: Bed, num_rounds: int, vllm: Path | None) -> list[Row]:
         with ExitStack() as servers:
             order = sorted(tables, reverse=number % 2 == 1)
             urls = {name: servers.enter_context(kvtier_server(bed.model, bed.folder, tables[name])) for name in order}
-            turns = [{name: speed(urls[name]) for name in order} for _ in range(1 + TURNS)]
-        for name in tables:
-            medians[name].append(statistics.median(turn[name] for turn in turns[1:]))  # the first one warms up
-    if vllm is not None:
-        for name, cores in VLLM_CORES.items():
-            medians[name] = []
-            for _ in range(num_rounds):
-                with vllm_server(vllm, bed.model, bed.folder, bed.capacity, NUM_TOKENS, cores) as url:
-                    medians[name].append(statistics.median([speed(url) for _ in range(1 + TURNS)][1:]))
-    rows = [Row(f"nothing to reuse: {name}", statistics.median(all_of), "tokens/s") for name, all_of in medians.items()]
+            for turn in range(1 + TURNS):
+                speeds = {name: speed(urls[name]) for name in (order if turn % 2 else order[::-1])}
+                for name in speeds if turn else ():  # the first turn warms up
+                    seen[name].append(speeds[name])
+    rows = [Row(f"nothing to reuse: {name}", statistics.median(all_of), "tokens/s") for name, all_of in seen.items()]
     for name in (full, growing):
-        pairs = zip(medians[name], medians[without], strict=True)
-        kept = statistics.median(tiers / device for tiers, device in pairs)
+        kept = statistics.median(tiers / device for tiers, device in zip(seen[name], seen[without], strict=True))
         rows.append(Row(f"nothing to reuse: {name} / {without}", kept, "x", ">= 0.98", kept >= 0.98))
-    for name in VLLM_CORES if vllm is not None else ():
-        ratio = statistics.median(medians[without]) / statistics.median(medians[name])
+    if vllm is None:
+        return rows
+    for name, cores in VLLM_CORES.items():
+        ours, theirs = [], []
+        for _ in range(num_rounds):  # one after the other, each alone: vLLM keeps its cores busy
+            with kvtier_server(bed.model, bed.folder, bed.tables(with_tiers=False)) as url:
+                ours.append(statistics.median([speed(url) for _ in range(1 + VLLM_TURNS)][1:]))
+            with vllm_server(vllm, bed.model, bed.folder, bed.capacity, NUM_TOKENS, cores) as url:
+                theirs.append(statistics.median([speed(url) for _ in range(1 + VLLM_TURNS)][1:]))
+        ratio = statistics.median(own / other for own, other in zip(ours, theirs, strict=True))
+        rows.append(Row(f"nothing to reuse: {name}", statistics.median(theirs), "tokens/s"))
+        rows.append(Row(f"nothing to reuse: {without}, before {name}", statistics.median(ours), "tokens/s"))
         rows.append(Row(f"nothing to reuse: {without} / {name}", ratio, "x", ">= 1.0", ratio >= 1.0))
     return rows
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
+from kvtier.engine.model.cpu.cpu_attention import CpuAttention, CpuPlan
 from kvtier.engine.model.paged_choice import Shape, choose, plan_for
 from kvtier.engine.model.paged_gather import Scoring, Scratch, attend_gathered
 from kvtier.engine.model.paged_in_place import Plan, attend_in_place
 from kvtier.engine.model.paged_segment import Segment, segment
-from kvtier.engine.model.row_attention import RowAttention, Rows
 from kvtier.engine.model.unsupported_model import UnsupportedModel
 from kvtier.transfer.layer_gate import LayerGate
 
@@ -25,11 +25,11 @@ KNOWN_TENSORS = frozenset({"cache_position", "logits_to_keep", "position_ids", "
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """A step's segments, by the path that is taken for them: rows on a CPU, else what `paged_choice` says."""
+    """A step's segments, by the path that is taken for them: on a CPU in place, else what `paged_choice` says."""
 
     gathered: tuple[Segment, ...]
     in_place: Plan | None
-    rows: Rows | None
+    on_cpu: CpuPlan | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class GroupStep:
     write_slots: torch.Tensor  # [num_tokens] int64: the slot that each token of the batch is written into
     write_offsets: torch.Tensor  # [num_tokens] int64: its place within the block
     segments: tuple[Segment, ...]
-    row_attention: RowAttention
+    cpu_attention: CpuAttention
     scratch: Scratch = field(default_factory=Scratch)
     # Filled by the first layer, for all layers.
     paths: dict[tuple[int, bool, bool], Paths] = field(default_factory=dict)
@@ -56,15 +56,15 @@ class GroupStep:
     def _choose_paths(self, num_heads: int, has_softcap: bool, has_sinks: bool) -> Paths:
         _, num_layers, _, _, num_kv_heads, head_dim = self.slab.shape
         kind, device, dtype = self.segments[0].group, self.slab.device, self.slab.dtype
-        rows = [part for part in self.segments if self.row_attention.supports(part, dtype)]
-        others = [part for part in self.segments if not self.row_attention.supports(part, dtype)]
+        on_cpu = [part for part in self.segments if self.cpu_attention.supports(part, dtype, head_dim)]
+        others = [part for part in self.segments if not self.cpu_attention.supports(part, dtype, head_dim)]
         shape = Shape(device, dtype, num_heads, num_kv_heads, head_dim, kind, has_softcap, has_sinks)
         choice = choose(shape, self.slab)
         there = [part for part in others if choice.in_place(part)]
         return Paths(
             tuple(part for part in others if not choice.in_place(part)),
             plan_for(shape, there) if there else None,
-            self.row_attention.plan(rows, num_layers, num_heads, head_dim) if rows else None,
+            self.cpu_attention.plan(on_cpu, num_layers, num_heads, num_kv_heads, head_dim) if on_cpu else None,
         )
 
 
@@ -115,8 +115,8 @@ def paged_attention(
     output = query.new_empty(num_tokens, num_heads, head_dim)
     if paths.gathered:
         attend_gathered(query, group.slab, layer, paths.gathered, scoring, output, group.scratch)
-    if paths.rows is not None:
-        group.row_attention.attend(query, group.slab, layer, paths.rows, scoring, output)
+    if paths.on_cpu is not None:
+        group.cpu_attention.attend(query, group.slab, layer, paths.on_cpu, scoring, output)
     if paths.in_place is not None:
         attend_in_place(query, group.slab, layer, paths.in_place, group.segments[0].group, scoring, output)
     return output.unsqueeze(0), None

@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules.module import Module as TorchModule
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from kvtier.engine.model.packed_linears import PackedLinear
+from kvtier.engine.model.cpu.stand_ins import StandIn
 from kvtier.engine.model.tensor_digest import tensor_digest
 from kvtier.engine.model.unsupported_model import UnsupportedModel
 
@@ -71,7 +71,7 @@ class _Digest:
         if hasattr(module, "adapter_layer_names"):  # peft's layers
             self._refuse(name, "is a layer of an adapter that can be switched", "merge it, or name it in [lora]")
         # The forwards of accelerate are known: they move tensors between devices. So is ours, of a pass that runs now.
-        if "forward" in own and "_hf_hook" not in own and not isinstance(own["forward"], PackedLinear):
+        if "forward" in own and "_hf_hook" not in own and not isinstance(own["forward"], StandIn):
             self._refuse(name, f"has another forward ({_function_name(own['forward'])})", "remove it")
         self._line(name, _type_name(module))
         for part, value in sorted({**own["_parameters"], **own["_buffers"]}.items()):

@@ -9,10 +9,11 @@ import torch
 from transformers import PreTrainedModel
 
 from kvtier.engine.model.attention import GroupStep, Segment, Step, current_step, segment
+from kvtier.engine.model.cpu.cpu_attention import CpuAttention
+from kvtier.engine.model.cpu.kernel_threads import KernelThreads
 from kvtier.engine.model.layers import observe_layers
 from kvtier.engine.model.paged_gather import Scratch
 from kvtier.engine.model.paged_layout import paged_layout
-from kvtier.engine.model.row_attention import RowAttention
 from kvtier.tiers.naming.block_hash import Lora
 from kvtier.transfer.layer_gate import LayerGate
 
@@ -53,7 +54,8 @@ class PagedModel:
         self.geometry = self._layout.geometry
         self.block_bytes = self._layout.block_bytes
         self._scratch = Scratch()
-        self._row_attention = RowAttention(torch.get_num_threads())
+        self.kernel_threads = KernelThreads(torch.get_num_threads())
+        self._cpu_attention = CpuAttention(self.kernel_threads)
         try:
             self.num_slots = self._layout.num_slots(capacity_bytes)
             self.slabs = self._layout.slabs(capacity_bytes, self.device)  # by group
@@ -64,7 +66,7 @@ class PagedModel:
     def close(self) -> None:
         """Give the model its own attention back; the caller may go on using it."""
         self.model.set_attn_implementation(self._own_attention)
-        self._row_attention.close()
+        self.kernel_threads.close()
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -114,6 +116,6 @@ class PagedModel:
             torch.tensor(slots, device=self.device),
             torch.tensor(offsets, device=self.device),
             tuple(segments),
-            self._row_attention,
+            self._cpu_attention,
             self._scratch,
         )

@@ -9,10 +9,13 @@ import torch
 from transformers import PreTrainedModel
 
 from kvtier.engine.model.check import check_miniature, check_model
+from kvtier.engine.model.cpu.fused_norms import fused_norms
+from kvtier.engine.model.cpu.fused_rotations import fused_rotations
+from kvtier.engine.model.cpu.packed_linears import available_bytes, packed_linears
+from kvtier.engine.model.cpu.stand_ins import StandIns
 from kvtier.engine.model.digest import config_digest, weights_digest
 from kvtier.engine.model.lora_adapter import LoraAdapter
 from kvtier.engine.model.lora_rows import LoraRows, LoraSpan
-from kvtier.engine.model.packed_linears import PackedLinears, available_bytes
 from kvtier.engine.model.paged_model import Chunk, PagedModel
 from kvtier.engine.model.short_memory import short_memory_raised
 from kvtier.tiers.naming.namespace import Namespace
@@ -42,7 +45,9 @@ class ModelRunner(PagedModel):
         self.max_tokens: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         try:
             with short_memory_raised("comparing the model's attention with its own"):
-                self._packed = PackedLinears(model, available_bytes())
+                threads = self.kernel_threads
+                places = packed_linears(model, available_bytes())
+                self._stand_ins = StandIns([*places, *fused_norms(model, threads), *fused_rotations(model, threads)])
                 check_model(self)
                 check_miniature(self)
                 if self._lora_rows is not None:
@@ -121,7 +126,7 @@ class ModelRunner(PagedModel):
 
         Their keys and values are in the slabs when the pass has run (on CUDA: has been enqueued).
         """
-        with self._packed.on():
+        with self._stand_ins.on():
             return super().run(chunks) if self._lora_rows is None else self._run_with_adapters(chunks, self._lora_rows)
 
     def _run_with_adapters(self, chunks: Sequence[Chunk], lora_rows: LoraRows) -> torch.Tensor:

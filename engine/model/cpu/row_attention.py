@@ -4,13 +4,14 @@ A gather for each request and layer reads every key and value, writes it and rea
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import torch
 
+from kvtier.engine.model.cpu.kernel_threads import KernelThreads
 from kvtier.engine.model.paged_gather import Scoring
 from kvtier.engine.model.paged_segment import Segment, oldest_key
 
@@ -37,18 +38,10 @@ class Rows:
 
 
 class RowAttention:
-    """Computes rows, with the threads that it owns; used by one thread, until it is closed.
+    """Computes rows; used by one thread. A row's sums are the same in any batch and with any number of threads."""
 
-    A row's sums are the same in any batch and with any number of threads.
-    """
-
-    def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
-        self._others = ThreadPoolExecutor(max(1, num_threads - 1), "kvtier-rows")  # begins them when they have work
-
-    def close(self) -> None:
-        """End the threads."""
-        self._others.shutdown()
+    def __init__(self, threads: KernelThreads) -> None:
+        self._threads = threads
 
     def supports(self, part: Segment, dtype: torch.dtype) -> bool:
         """Whether *part* is a row for the kernel."""
@@ -74,12 +67,10 @@ class RowAttention:
         output: torch.Tensor,  # [num_tokens, num_heads, head_dim]
     ) -> None:
         """Attend *rows* and write their rows of *output*."""
-        from kvtier.engine.model.row_kernel import attend_rows
+        from kvtier.engine.model.cpu.row_kernel import attend_rows
 
         queries = (query[0].transpose(0, 1)[rows.tokens].float() * scoring.scale).contiguous().numpy()
-        bits = slab if slab.dtype == torch.float32 else slab.view(torch.uint16)
-        halves = bits.view(-1, *slab.shape[3:]).numpy()
-        sinks = np.empty(0, np.float32) if scoring.sinks is None else scoring.sinks.detach().float().numpy()
+        halves, sinks = as_halves(slab), sinks_of(scoring)
         attended = np.empty_like(queries)
 
         def attend(piece: Piece) -> None:
@@ -89,15 +80,25 @@ class RowAttention:
                 queries[some], halves, spans, rows.blocks, layer, piece.heads, softcap, sinks, attended[some]
             )  # fmt: skip
 
-        first, *others = rows.pieces
-        under_way = [self._others.submit(attend, piece) for piece in others]
-        attend(first)
-        for future in under_way:
-            future.result()
+        self._threads.run([partial(attend, piece) for piece in rows.pieces])
         output[rows.tokens] = torch.from_numpy(attended).to(output.dtype)
 
     def _threads_for(self, work: int) -> int:
-        return max(1, min(self._num_threads, work // WORTH_A_THREAD))
+        return max(1, min(self._threads.num_threads, work // WORTH_A_THREAD))
+
+
+def as_halves(slab: torch.Tensor) -> np.ndarray:
+    """The slab as kernels read it: [num_slots * group_layers * 2, block_size, num_kv_heads, head_dim], bfloat16 as
+    uint16."""
+    bits = slab if slab.dtype == torch.float32 else slab.view(torch.uint16)
+    halves: np.ndarray = bits.view(-1, *slab.shape[3:]).numpy()
+    return halves
+
+
+def sinks_of(scoring: Scoring) -> np.ndarray:
+    """The sinks as kernels read them: [num_heads] float32, or empty."""
+    sinks = scoring.sinks
+    return np.empty(0, np.float32) if sinks is None else sinks.detach().float().numpy()
 
 
 def _pieces(num_keys: np.ndarray, num_heads: int, num_threads: int) -> tuple[Piece, ...]:

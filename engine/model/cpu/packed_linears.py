@@ -1,11 +1,9 @@
-"""PackedLinears: a model's linear layers on a CPU, computed by oneDNN from copies of their weights in its own order.
+"""A model's linear layers on a CPU, computed by oneDNN from copies of their weights in its own order.
 
 A product of 32 rows takes two thirds of the time of torch's own, which packs the weights anew in every call, one of 512
 rows nine tenths (bench/engine/decoding.py). The sums are the same but for their order.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeGuard
 
@@ -13,12 +11,14 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 
+from kvtier.engine.model.cpu.stand_ins import Place, StandIn, forward_of
+
 DTYPES = (torch.float32, torch.bfloat16)
 NUM_ROWS = 32  # that the order is chosen for; it is as good for one row and for thousands
 SHARE = 8  # of the memory that is available the copies may take so much: one part in eight
 
 
-class PackedLinear:
+class PackedLinear(StandIn):
     """Stands in for the `forward` of one linear layer."""
 
     def __init__(self, layer: torch.nn.Linear) -> None:
@@ -33,37 +33,17 @@ class PackedLinear:
         return output
 
 
-class PackedLinears:
-    """The packed layers of one model; owned by its runner.
+def packed_linears(model: PreTrainedModel, available_bytes: int) -> list[Place]:
+    """The layers of a model that can be packed.
 
     Without room for the copies, on another device, or if this torch has no oneDNN, there are none: the model then runs
     as transformers has it.
     """
-
-    def __init__(self, model: PreTrainedModel, available_bytes: int) -> None:
-        layers = [layer for layer in model.modules() if _can_be_packed(layer)] if _has_onednn() else []
-        fits = sum(layer.weight.nbytes for layer in layers) <= available_bytes // SHARE
-        with torch.inference_mode():
-            self._forwards = [(layer, PackedLinear(layer)) for layer in layers] if fits else []
-
-    @property
-    def num_layers(self) -> int:
-        """Layers that are packed."""
-        return len(self._forwards)
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Have the model's layers compute packed in the pass that runs meanwhile.
-
-        Another engine's pass on the same model may see them, or end them early: either way it computes the same.
-        """
-        for layer, forward in self._forwards:
-            vars(layer)["forward"] = forward
-        try:
-            yield
-        finally:
-            for layer, _ in self._forwards:
-                vars(layer).pop("forward", None)
+    layers = [layer for layer in model.modules() if _can_be_packed(layer)] if _has_onednn() else []
+    if sum(layer.weight.nbytes for layer in layers) > available_bytes // SHARE:
+        return []
+    with torch.inference_mode():
+        return [forward_of(layer, PackedLinear(layer)) for layer in layers]
 
 
 def _has_onednn() -> bool:

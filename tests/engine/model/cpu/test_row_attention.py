@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from kvtier.engine.model.cpu.kernel_threads import KernelThreads
+from kvtier.engine.model.cpu.row_attention import WORTH_A_THREAD, RowAttention
 from kvtier.engine.model.paged_gather import Scoring, Scratch, attend_gathered
 from kvtier.engine.model.paged_segment import Segment, segment
-from kvtier.engine.model.row_attention import WORTH_A_THREAD, RowAttention
 from kvtier.tiers.naming.groups import AttentionGroup, ChunkedLocal, FullAttention, SlidingWindow
 
 CPU = torch.device("cpu")
@@ -41,11 +42,12 @@ def slab_of(segments: Sequence[Segment], dtype: torch.dtype) -> torch.Tensor:
 def attended(
     segments: Sequence[Segment], query: torch.Tensor, slab: torch.Tensor, layer: int, scoring: Scoring, threads: int
 ) -> torch.Tensor:
-    attention = RowAttention(threads)
+    kernel_threads = KernelThreads(threads)
+    attention = RowAttention(kernel_threads)
     output = torch.full((query.shape[2], query.shape[1], query.shape[3]), float("nan"), dtype=query.dtype)
     plan = attention.plan(segments, NUM_LAYERS, query.shape[1], HEAD_DIM)
     attention.attend(query, slab, layer, plan, scoring, output)
-    attention.close()
+    kernel_threads.close()
     return output
 
 
@@ -89,22 +91,22 @@ def test_threads_share_rows_or_the_heads_of_few_and_change_no_number(num_rows: i
     query = torch.randn(1, num_heads, num_rows, head_dim)
     outputs = []
     for threads in (1, num_threads):
-        attention = RowAttention(threads)
+        kernel_threads = KernelThreads(threads)
+        attention = RowAttention(kernel_threads)
         plan = attention.plan(segments, 1, num_heads, head_dim)
         outputs.append(torch.full((num_rows, num_heads, head_dim), float("nan")))
         attention.attend(query, slab, 0, plan, Scoring(0.1), outputs[-1])
-        attention.close()
+        kernel_threads.close()
         assert len(plan.pieces) >= threads
 
     assert torch.equal(*outputs)
 
 
 def test_prompts_and_types_without_arithmetic_are_left_to_a_gather() -> None:
-    attention = RowAttention(1)
+    attention = RowAttention(KernelThreads(1))
     prompt = segment(FullAttention(SIZE), [0, 1], slice(0, 5), 0, 5, CPU)
     (row,) = rows(FullAttention(SIZE), [5])
 
     assert attention.supports(row, torch.float32)
     assert not attention.supports(row, torch.float16)
     assert not attention.supports(prompt, torch.float32)
-    attention.close()

@@ -6,7 +6,7 @@ Numba's cache. That is while a model is loaded and compared with its own attenti
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from numba import njit
@@ -14,12 +14,15 @@ from numba.core import types
 from numba.extending import overload
 
 Array = np.ndarray
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Sums may be reordered, which vectors need; infinities and NaN stay what they are.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
 
 
-def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+def compiled(function: Callable[P, T]) -> Callable[P, T]:
+    """The function as Numba compiles it, when it is first called; kept in Numba's cache where there is one."""
     options: dict[str, Any] = {"nogil": True, "fastmath": _FAST, "error_model": "numpy"}
     try:
         return njit(cache=True, **options)(function)  # type: ignore[no-any-return]  # untyped in Numba
@@ -27,7 +30,7 @@ def _compiled(function: Callable[..., None]) -> Callable[..., None]:
         return njit(**options)(function)  # type: ignore[no-any-return]
 
 
-@_compiled
+@compiled
 def attend_rows(
     queries: Array,  # [num_rows, num_heads, head_dim] float32, times the scale
     halves: Array,  # [num_slots * group_layers * 2, block_size, num_kv_heads, head_dim] float32, or uint16: bfloat16
@@ -59,7 +62,7 @@ def attend_rows(
                 attended[head, d] /= totals[head]
 
 
-@_compiled
+@compiled
 def _score(
     query: Array, halves: Array, blocks: Array, place: int, kv_heads: Array, floats: Array, scores: Array
 ) -> None:
@@ -78,7 +81,7 @@ def _score(
         place += 1
 
 
-@_compiled
+@compiled
 def _weigh(scores: Array, softcap: float, sinks: Array, totals: Array) -> None:
     """Turn a row's scores into weights, and write what they come to with the sinks to *totals*."""
     num_keys, num_heads = scores.shape
@@ -103,7 +106,7 @@ def _weigh(scores: Array, softcap: float, sinks: Array, totals: Array) -> None:
             totals[head] += of_key[head]
 
 
-@_compiled
+@compiled
 def _add_up(
     weights: Array, halves: Array, blocks: Array, place: int, kv_heads: Array, floats: Array, attended: Array
 ) -> None:

@@ -1,0 +1,115 @@
+"""Attention of chunks of prompts, on a CPU: each over the blocks where they are, by `chunk_kernel`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from kvtier.engine.model.cpu.kernel_threads import KernelThreads
+from kvtier.engine.model.cpu.row_attention import DTYPES, WORTH_A_THREAD, as_halves, sinks_of
+from kvtier.engine.model.paged_gather import Scoring
+from kvtier.engine.model.paged_segment import Segment, oldest_key
+
+LANES = 16  # heads are of so many numbers, or a multiple
+MOST_TOKENS = 192  # of a piece; the keys and values that it reads are copied for it
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of one request and the query heads of one head of keys: one call of the kernel."""
+
+    tokens: slice  # of the packed batch
+    blocks: np.ndarray  # [num_blocks] int64: where each block's first layer has its keys, in halves of a layer
+    reads: np.ndarray  # [num_tokens, 2] int64: the first key that each token reads, and the one after the last
+    kv_head: int
+
+    @property
+    def num_scores(self) -> int:
+        """What it takes to compute the piece, about: the scores of one query head."""
+        return int((self.reads[:, 1] - self.reads[:, 0]).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """A step's pieces by the thread that computes them; serves every layer of the group."""
+
+    shares: tuple[tuple[Piece, ...], ...]
+
+
+class ChunkAttention:
+    """Computes chunks; used by one thread.
+
+    A token's sums are the same in any batch, in any pieces and with any number of threads. In a group that reads all
+    tokens before they are the same for any cut of a prompt into chunks of several tokens.
+    """
+
+    def __init__(self, threads: KernelThreads) -> None:
+        self._threads = threads
+
+    def supports(self, part: Segment, dtype: torch.dtype, head_dim: int) -> bool:
+        """Whether *part* is a chunk for the kernel."""
+        return part.num_queries > 1 and part.device.type == "cpu" and dtype in DTYPES and head_dim % LANES == 0
+
+    def plan(
+        self, parts: Sequence[Segment], num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> Chunks:
+        """The pieces of *parts*, which have several tokens each, in a slab of *num_layers*."""
+        pieces = [piece for part in parts for piece in _pieces(part, num_layers, num_kv_heads)]
+        work = sum(piece.num_scores for piece in pieces) * (num_heads // num_kv_heads) * head_dim
+        num_threads = max(1, min(self._threads.num_threads, work // WORTH_A_THREAD))
+        shares: list[list[Piece]] = [[] for _ in range(num_threads)]
+        loads = [0] * num_threads
+        for piece in sorted(pieces, key=lambda piece: -piece.num_scores):
+            least = loads.index(min(loads))
+            shares[least].append(piece)
+            loads[least] += piece.num_scores
+        return Chunks(tuple(tuple(share) for share in shares if share))
+
+    def attend(
+        self,
+        query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]; all requests' tokens one after the other
+        slab: torch.Tensor,  # [num_slots, group_layers, 2, block_size, num_kv_heads, head_dim], contiguous
+        layer: int,
+        chunks: Chunks,
+        scoring: Scoring,
+        output: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    ) -> None:
+        """Attend *chunks* and write their rows of *output*."""
+        from kvtier.engine.model.cpu.chunk_kernel import attend_chunk
+
+        queries = query[0].transpose(0, 1).float().contiguous().numpy()
+        halves, sinks = as_halves(slab), sinks_of(scoring)
+        attended = output if output.dtype == torch.float32 else torch.empty_like(output, dtype=torch.float32)
+        numbers = attended.numpy()
+
+        def attend(share: Sequence[Piece]) -> None:
+            for it in share:
+                attend_chunk(
+                    queries[it.tokens], halves, it.blocks, it.reads, layer, it.kv_head, scoring.scale,
+                    scoring.softcap or 0.0, sinks, numbers[it.tokens],
+                )  # fmt: skip
+
+        calls: list[Callable[[], None]] = [partial(attend, share) for share in chunks.shares]
+        self._threads.run(calls)
+        if attended is not output:
+            for share in chunks.shares:
+                for piece in share:
+                    output[piece.tokens] = attended[piece.tokens].to(output.dtype)
+
+
+def _pieces(part: Segment, num_layers: int, num_kv_heads: int) -> list[Piece]:
+    firsts = [oldest_key(part.group, position) - part.first_key for position in range(part.start, part.end)]
+    ends = range(part.start - part.first_key + 1, part.num_keys + 1)
+    reads = np.array([firsts, ends], np.int64).T.copy()
+    blocks = np.asarray(part.table, np.int64) * (2 * num_layers)
+    return [
+        Piece(slice(part.rows.start + begin, part.rows.start + end), blocks, reads[begin:end], kv_head)
+        for begin, end in _cuts(part.num_queries)
+        for kv_head in range(num_kv_heads)
+    ]
+
+
+def _cuts(num_tokens: int) -> list[tuple[int, int]]:
+    return [(begin, min(begin + MOST_TOKENS, num_tokens)) for begin in range(0, num_tokens, MOST_TOKENS)]

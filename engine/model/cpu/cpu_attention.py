@@ -1,0 +1,58 @@
+"""CpuAttention: attention on a CPU over the blocks where they lie; requests that decode as rows, prompts as chunks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvtier.engine.model.cpu.chunk_attention import ChunkAttention, Chunks
+from kvtier.engine.model.cpu.kernel_threads import KernelThreads
+from kvtier.engine.model.cpu.row_attention import RowAttention, Rows
+from kvtier.engine.model.paged_gather import Scoring
+from kvtier.engine.model.paged_segment import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPlan:
+    """Segments of one step; serves every layer of the group."""
+
+    rows: Rows | None
+    chunks: Chunks | None
+
+
+class CpuAttention:
+    """Computes segments; used by one thread. What a token's sums are depends on no other request, and on no thread."""
+
+    def __init__(self, threads: KernelThreads) -> None:
+        self._rows = RowAttention(threads)
+        self._chunks = ChunkAttention(threads)
+
+    def supports(self, part: Segment, dtype: torch.dtype, head_dim: int) -> bool:
+        """Whether *part* is computed here; what is not is gathered."""
+        return self._rows.supports(part, dtype) or self._chunks.supports(part, dtype, head_dim)
+
+    def plan(
+        self, parts: Sequence[Segment], num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> CpuPlan:
+        """The plan of *parts*, at least one, all supported, in a slab of *num_layers*."""
+        rows = [part for part in parts if part.num_queries == 1]
+        chunks = [part for part in parts if part.num_queries > 1]
+        return CpuPlan(
+            self._rows.plan(rows, num_layers, num_heads, head_dim) if rows else None,
+            self._chunks.plan(chunks, num_layers, num_heads, num_kv_heads, head_dim) if chunks else None,
+        )
+
+    def attend(
+        self,
+        query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]; all requests' tokens one after the other
+        slab: torch.Tensor,  # [num_slots, group_layers, 2, block_size, num_kv_heads, head_dim], contiguous
+        layer: int,
+        plan: CpuPlan,
+        scoring: Scoring,
+        output: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    ) -> None:
+        """Attend the plan's segments and write their rows of *output*."""
+        if plan.chunks is not None:
+            self._chunks.attend(query, slab, layer, plan.chunks, scoring, output)
+        if plan.rows is not None:
+            self._rows.attend(query, slab, layer, plan.rows, scoring, output)
